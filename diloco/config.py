@@ -1,0 +1,228 @@
+"""The config of a run: read, overridden, checked, hashed. No torch here.
+
+Two kinds, in one YAML file:
+
+    RunConfig     the same on every island: model, data, optimizer, outer. Hashed; the hash is part of the
+                  run's identity, and a joiner gets the text from the swarm.
+    IslandConfig  local to an island: mesh, micro-batch, device, addresses, folders. `island` holds what all
+                  islands of the file share, `islands` what each one changes.
+
+Precedence: defaults < `island` < `islands[index]` < command line (`section.key=value`).
+"""
+
+import difflib
+import hashlib
+import json
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from inner.config import DataConfig, EvaluateConfig, MeshConfig, ModelConfig, OptimizerConfig, Section
+from outer.config import OuterConfig
+
+
+class ConfigError(ValueError):
+    """The config cannot be used; the text says what, where, got, allowed and the cure."""
+
+
+class RunConfig(Section):
+    """What every island of a run shares."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    seed: int = Field(default=0, ge=0)
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    outer: OuterConfig = OuterConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+
+    @property
+    def total_steps(self) -> int:
+        """Inner steps of the whole run, on one island."""
+        return self.outer.rounds * self.outer.inner_steps
+
+    @property
+    def hash(self) -> str:
+        """Hex digest of everything the islands must agree on."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+class IslandConfig(Section):
+    """What is one island's own business."""
+
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """None: `island-<index>`."""
+    index: int = Field(default=0, ge=0)
+    ranks: int = Field(default=1, ge=1)
+    """Processes of this island; torchrun's --nproc-per-node times its nodes."""
+    mesh: MeshConfig = MeshConfig()
+    micro_batch: int = Field(default=8, ge=1)
+    """Sequences of one forward pass on one rank."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    bootstrap: list[str] = []
+    """Addresses of the swarm, as `diloco bootstrap` prints them."""
+    listen_host: str = "127.0.0.1"
+    listen_port: int = Field(default=0, ge=0, le=65535)
+    announce_host: str | None = None
+    """The address other islands reach this one at, when it is not listen_host (NAT, cloud)."""
+    run_dir: str = "runs"
+    cache_dir: str = "~/.cache/diloco"
+    data_paths: list[str] | None = None
+    """Replaces data.paths on this island."""
+    connect_seconds: float = Field(default=30.0, gt=0)
+    tensorboard: bool = False
+    wandb: Literal["off", "offline", "online"] = "off"
+
+    @property
+    def island(self) -> str:
+        """The island's name in the run."""
+        return self.name or f"island-{self.index}"
+
+
+class Config(RunConfig):
+    """A whole file. `run` and `for_island` split it into its two kinds."""
+
+    island: IslandConfig = IslandConfig()
+    islands: list[dict[str, Any]] = []
+
+    @model_validator(mode="after")
+    def _islands_are_valid(self) -> "Config":
+        for index in range(len(self.islands)):
+            self.for_island(index)
+        return self
+
+    @property
+    def run(self) -> RunConfig:
+        """The part that every island shares."""
+        return RunConfig(**{key: getattr(self, key) for key in RunConfig.model_fields})
+
+    def for_island(self, index: int) -> IslandConfig:
+        """The island's own part: `island`, then `islands[index]` over it."""
+        base = self.island.model_dump()
+        change = self.islands[index] if index < len(self.islands) else {}
+        try:
+            return IslandConfig(**_merge(base, {"index": index} | change))
+        except ValidationError as error:
+            raise ConfigError("\n".join(_explain(error, IslandConfig, f"islands[{index}]."))) from None
+
+
+def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
+    """The config in a YAML file with `section.key=value` overrides applied. Raises ConfigError."""
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {str(path)!r}: {error.strerror}") from None
+    return parse_config(text, overrides, where=str(path))
+
+
+def parse_config(text: str, overrides: typing.Sequence[str] = (), where: str = "config") -> Config:
+    """The config in a YAML text. Raises ConfigError."""
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: got a {type(values).__name__}, a config is a mapping of sections")
+    for override in overrides:
+        _apply_override(values, override)
+    return _validate(values, where)
+
+
+def dump_config(config: BaseModel) -> str:
+    """The resolved config as YAML, every value written out."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def differing_keys(ours: RunConfig, theirs: RunConfig) -> list[str]:
+    """One line for each key that two runs do not share, with both values."""
+    flat_ours, flat_theirs = _flatten(ours.model_dump(mode="json")), _flatten(theirs.model_dump(mode="json"))
+    return [
+        f"{key}: here {flat_ours.get(key)!r}, in the run {flat_theirs.get(key)!r}"
+        for key in flat_ours | flat_theirs
+        if flat_ours.get(key) != flat_theirs.get(key)
+    ]
+
+
+def _validate(values: dict[str, Any], where: str) -> Config:
+    try:
+        return Config(**values)
+    except ValidationError as error:
+        lines = _explain(error, Config, "")
+        raise ConfigError(f"{where}:\n" + "\n".join(f"  {line}" for line in lines)) from None
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"got {override!r} on the command line; an override is written section.key=value")
+    *sections, last = key.split(".")
+    target = values
+    for section in sections:
+        child = target.setdefault(section, {})
+        if child is None:
+            child = target[section] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"{override!r}: {section!r} is a value, not a section")
+        target = child
+    try:
+        target[last] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        target[last] = text
+
+
+def _explain(error: ValidationError, model: type[BaseModel], prefix: str) -> list[str]:
+    """One line an error: where, what was got, what is allowed."""
+    lines = []
+    for item in error.errors():
+        where = prefix + ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            lines.append(_unknown_key(where, item["loc"], model))
+        else:
+            allowed = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+            got = "" if isinstance(item["input"], dict | BaseModel) else f"got {item['input']!r}; "
+            lines.append(f"{where or 'config'}: {got}allowed: {allowed}" if got else f"{where}: {allowed}".lstrip(": "))
+    return lines
+
+
+def _unknown_key(where: str, loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
+    section = _section_at(model, loc[:-1])
+    keys = list(section.model_fields) if section else []
+    near = difflib.get_close_matches(str(loc[-1]), keys, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(keys)}"
+    return f"{where}: unknown key; {hint}"
+
+
+def _section_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel] | None:
+    for part in loc:
+        field = model.model_fields.get(str(part))
+        annotation = field.annotation if field else None
+        if isinstance(annotation, types.UnionType):
+            annotation = typing.get_args(annotation)[0]
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return None
+        model = annotation
+    return model
+
+
+def _merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in change.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

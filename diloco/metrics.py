@@ -1,0 +1,143 @@
+"""What an island records while it trains: one JSON object a line in metrics.jsonl, and the same to the sinks."""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One inner step. `tokens` is this island's sum so far; `loss` is None when the step was skipped."""
+
+    step: int
+    tokens: int
+    loss: float | None
+    lr: float
+    grad_norm: float | None
+    seconds: float
+    tokens_per_second: float
+    skipped: bool = False
+    time: float = field(default_factory=time.time)
+    kind: Literal["step"] = "step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRecord:
+    """One attempt at a round. Bytes are those that left and entered the process, protocol included."""
+
+    round: int
+    attempt: int
+    participants: tuple[str, ...]
+    committed: bool
+    digest: str
+    """Hex digest of the global params after the round."""
+    bytes_sent: int
+    bytes_received: int
+    reduce_seconds: float
+    wait_seconds: float
+    pseudo_gradient_norm: float | None
+    cause: str | None = None
+    """Why the attempt was aborted."""
+    time: float = field(default_factory=time.time)
+    """The end of the attempt: the wait came first, then the reduce."""
+    kind: Literal["round"] = "round"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRecord:
+    """Held-out loss, in nats a token, on the global params; `tokens` counts all islands."""
+
+    round: int
+    tokens: int
+    loss: float | None
+    bits_per_byte: float | None
+    time: float = field(default_factory=time.time)
+    kind: Literal["eval"] = "eval"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventRecord:
+    """Something that happened to the island: `joined`, `left`, `alone`, `stopped`, ..."""
+
+    name: str
+    text: str = ""
+    time: float = field(default_factory=time.time)
+    kind: Literal["event"] = "event"
+
+
+Record = StepRecord | RoundRecord | EvalRecord | EventRecord
+
+
+class Sink(Protocol):
+    """A further place for records. Only an island's rank 0 has sinks."""
+
+    def write(self, record: Record) -> None:
+        """Take one record; does not wait for a network."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is pending."""
+        ...
+
+
+class Metrics:
+    """Appends records to `path`, a whole line at a time: a killed island leaves lines that parse."""
+
+    def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Unbuffered: each line is one write to the system, and nothing is lost when the process is killed.
+        self._file = open(path, "ab", buffering=0)
+        self._sinks = list(sinks)
+        if _ends_inside_a_line(path):
+            self._file.write(b"\n")
+
+    def step(self, record: StepRecord) -> None:
+        """Record an inner step."""
+        self._write(record)
+
+    def round(self, record: RoundRecord) -> None:
+        """Record an attempt at a round, committed or aborted."""
+        self._write(record)
+
+    def evaluation(self, record: EvalRecord) -> None:
+        """Record a held-out loss."""
+        self._write(record)
+
+    def event(self, record: EventRecord) -> None:
+        """Record an event."""
+        self._write(record)
+
+    def close(self) -> None:
+        """Close the file and the sinks. Idempotent."""
+        self._file.close()
+        while self._sinks:
+            self._sinks.pop().close()
+
+    def _write(self, record: Record) -> None:
+        self._file.write(to_line(record).encode("ascii"))
+        for sink in self._sinks:
+            sink.write(record)
+
+
+def to_line(record: Record) -> str:
+    """The record as one JSON line; inf and nan, which JSON does not have, become null."""
+    fields = {key: None if _is_not_finite(value) else value for key, value in asdict(record).items()}
+    return json.dumps(fields, allow_nan=False) + "\n"
+
+
+def _is_not_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _ends_inside_a_line(path: Path) -> bool:
+    """Whether an earlier process was killed in the middle of a line."""
+    with open(path, "rb") as file:
+        size = file.seek(0, 2)
+        if size == 0:
+            return False
+        file.seek(size - 1)
+        return file.read(1) != b"\n"

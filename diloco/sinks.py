@@ -1,0 +1,110 @@
+"""Optional sinks for an island's records: wandb and TensorBoard. Both are imported only when asked for."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from diloco.metrics import EvalRecord, EventRecord, Record, RoundRecord, Sink, StepRecord
+
+NOT_SCALARS = frozenset({"time", "step", "round"})
+
+
+class SinksConfig(BaseModel):
+    """Where records go besides metrics.jsonl."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    wandb: Literal["off", "offline", "online"] = "off"
+    """`offline` writes into the run's folder; `wandb sync` uploads it later."""
+    wandb_project: str = "diloco"
+    tensorboard: bool = False
+
+
+def build_sinks(
+    config: SinksConfig, folder: Path, *, run_name: str, island: str, settings: Mapping[str, object]
+) -> list[Sink]:
+    """The sinks the config asks for, writing into the island's `folder`; `settings` is the resolved config."""
+    sinks: list[Sink] = []
+    if config.wandb != "off":
+        sinks.append(WandbSink(config, folder, run_name=run_name, island=island, settings=settings))
+    if config.tensorboard:
+        sinks.append(TensorBoardSink(folder))
+    return sinks
+
+
+class WandbSink:
+    """One wandb run an island; the islands of a run share a wandb group."""
+
+    def __init__(
+        self,
+        config: SinksConfig,
+        folder: Path,
+        *,
+        run_name: str,
+        island: str,
+        settings: Mapping[str, object],
+    ) -> None:
+        import wandb
+
+        assert config.wandb != "off", "build_sinks makes no wandb sink when it is off"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=config.wandb_project,
+            dir=str(folder),
+            group=run_name,
+            name=f"{run_name}/{island}",
+            config=dict(settings),
+            mode=config.wandb,
+            settings=wandb.Settings(console="off", silent=True, save_code=False, disable_git=True),
+        )
+        for kind, axis in (("step", "step"), ("round", "round"), ("eval", "round")):
+            self._run.define_metric(f"{kind}/*", step_metric=axis)
+
+    def write(self, record: Record) -> None:
+        """Log the record's numbers against its step or round."""
+        if not isinstance(record, EventRecord):
+            self._run.log({axis_of(record)[0]: axis_of(record)[1], **scalars(record)})
+
+    def close(self) -> None:
+        """Finish the wandb run; online, this waits for the upload."""
+        self._run.finish()
+
+
+class TensorBoardSink:
+    """Event files in the island's folder, under tensorboard/."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(log_dir=str(folder / "tensorboard"), flush_secs=10)
+
+    def write(self, record: Record) -> None:
+        """Add the record's numbers at its step or round."""
+        if isinstance(record, EventRecord):
+            self._writer.add_text("event", f"{record.name}: {record.text}", walltime=record.time)
+            return
+        for tag, value in scalars(record).items():
+            self._writer.add_scalar(tag, value, axis_of(record)[1], walltime=record.time)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+def axis_of(record: StepRecord | RoundRecord | EvalRecord) -> tuple[str, int]:
+    """What the record is drawn against: its step, or its round."""
+    return ("step", record.step) if isinstance(record, StepRecord) else ("round", record.round)
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """The record's finite numbers as `kind/field`; participants as their count."""
+    named: dict[str, float] = {}
+    for key, value in asdict(record).items():
+        number = len(value) if key == "participants" else value
+        if key not in NOT_SCALARS and isinstance(number, (int, float)) and math.isfinite(number):
+            named[f"{record.kind}/{key}"] = float(number)
+    return named
