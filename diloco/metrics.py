@@ -1,4 +1,4 @@
-"""What an island records while it trains: one JSON object a line in metrics.jsonl, and the same to the sinks."""
+"""What an island records while it trains: one JSON object a line in metrics.jsonl, and the same to sinks."""
 
 import json
 import math
@@ -90,7 +90,7 @@ class Metrics:
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered: each line is one write to the system, and nothing is lost when the process is killed.
-        self._file = open(path, "ab", buffering=0)
+        self._file = path.open("ab", buffering=0)
         self._sinks = list(sinks)
         if _ends_inside_a_line(path):
             self._file.write(b"\n")

@@ -4,33 +4,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
+from diloco.config import IslandConfig
 from diloco.metrics import EvalRecord, EventRecord, Record, RoundRecord, Sink, StepRecord
 
+PROJECT = "diloco"
+"""The wandb project."""
 NOT_SCALARS = frozenset({"time", "step", "round"})
 
 
-class SinksConfig(BaseModel):
-    """Where records go besides metrics.jsonl."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    wandb: Literal["off", "offline", "online"] = "off"
-    """`offline` writes into the run's folder; `wandb sync` uploads it later."""
-    wandb_project: str = "diloco"
-    tensorboard: bool = False
-
-
-def build_sinks(
-    config: SinksConfig, folder: Path, *, run_name: str, island: str, settings: Mapping[str, object]
-) -> list[Sink]:
-    """The sinks the config asks for, writing into the island's `folder`; `settings` is the resolved config."""
+def build_sinks(config: IslandConfig, folder: Path, *, run_name: str, settings: Mapping[str, object]) -> list[Sink]:
+    """The sinks the config asks for, in the island's `folder`; `settings` is the resolved config."""
     sinks: list[Sink] = []
     if config.wandb != "off":
-        sinks.append(WandbSink(config, folder, run_name=run_name, island=island, settings=settings))
+        sinks.append(WandbSink(config, folder, run_name=run_name, settings=settings))
     if config.tensorboard:
         sinks.append(TensorBoardSink(folder))
     return sinks
@@ -39,24 +26,16 @@ def build_sinks(
 class WandbSink:
     """One wandb run an island; the islands of a run share a wandb group."""
 
-    def __init__(
-        self,
-        config: SinksConfig,
-        folder: Path,
-        *,
-        run_name: str,
-        island: str,
-        settings: Mapping[str, object],
-    ) -> None:
+    def __init__(self, config: IslandConfig, folder: Path, *, run_name: str, settings: Mapping[str, object]) -> None:
         import wandb
 
-        assert config.wandb != "off", "build_sinks makes no wandb sink when it is off"
+        assert config.wandb != "off", "no wandb sink is built when wandb is off"
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
-            project=config.wandb_project,
+            project=PROJECT,
             dir=str(folder),
             group=run_name,
-            name=f"{run_name}/{island}",
+            name=f"{run_name}/{config.island}",
             config=dict(settings),
             mode=config.wandb,
             settings=wandb.Settings(console="off", silent=True, save_code=False, disable_git=True),

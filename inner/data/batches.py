@@ -1,0 +1,140 @@
+"""Which sequences are read when: a pure function of seed, step and island, with nothing to save or restore."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from inner.data.corpus import Corpus
+from inner.errors import InputError
+
+PADDING = -100
+"""Stands for no token: a target that torch's cross-entropy leaves out."""
+
+
+class SequenceOrder:
+    """The infinite order in which `num_sequences` sequences are read: each epoch once all of them, shuffled anew."""
+
+    def __init__(self, num_sequences: int, seed: int) -> None:
+        self.num_sequences = num_sequences
+        self._seed = seed
+        self._epoch = -1
+        self._permutation = np.empty(0, dtype=np.int64)
+
+    def __getitem__(self, position: int) -> int:
+        """The sequence at `position` >= 0 of the order; positions run on over the epochs."""
+        epoch, index = divmod(position, self.num_sequences)
+        if epoch != self._epoch:
+            self._permutation = self._shuffled(epoch)
+            self._epoch = epoch
+        return int(self._permutation[index])
+
+    def _shuffled(self, epoch: int) -> np.ndarray:
+        # RandomState, because numpy has frozen its streams: islands with other numpy versions read the same order.
+        seeds = [self._seed & 0xFFFFFFFF, self._seed >> 32 & 0xFFFFFFFF, epoch]
+        return np.random.RandomState(seeds).permutation(self.num_sequences)
+
+
+class IslandBatches:
+    """One island's share of the training text.
+
+    The order is cut into blocks of sequences_per_step; in step s island i of n reads block s*n + i:
+        step    island 0    island 1    island 2
+           0    block 0     block 1     block 2
+           1    block 3     block 4     block 5
+    One island with n times the sequences_per_step so reads the same sequences in every step. An island that
+    joins later, with i >= n, reads what island i mod n reads, i div n golden sections of an epoch ahead.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        seq_len: int,
+        seed: int,
+        island_index: int,
+        num_islands: int,
+        sequences_per_step: int,
+    ) -> None:
+        self._tokens = corpus.train
+        self._seq_len = seq_len
+        self._order = SequenceOrder(_num_windows(corpus.train, seq_len, "training"), seed)
+        self._slot = island_index % num_islands
+        self._ahead = late_offset(island_index // num_islands, self._order.num_sequences)
+        self._num_islands = num_islands
+        self._sequences_per_step = sequences_per_step
+        self._require_one_step()
+
+    def micro_batches(self, step: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> list[torch.Tensor]:
+        """This rank's micro-batches of inner step `step` (from 0), each int64 [micro_batch, seq_len + 1] on the CPU."""
+        per_rank = self._sequences_per_step // num_data_ranks
+        if per_rank * num_data_ranks != self._sequences_per_step or per_rank % micro_batch:
+            raise InputError(
+                f"{self._sequences_per_step} sequences a step do not divide into {num_data_ranks} data ranks with "
+                f"micro-batches of {micro_batch}; make tokens_per_step a multiple of "
+                f"{self._seq_len * num_data_ranks * micro_batch} (seq_len x data ranks x micro-batch)"
+            )
+        block = (step * self._num_islands + self._slot) * self._sequences_per_step
+        first = block + data_rank * per_rank + self._ahead
+        starts = range(first, first + per_rank, micro_batch)
+        return [self._read(range(start, start + micro_batch)) for start in starts]
+
+    def _read(self, positions: range) -> torch.Tensor:
+        return torch.stack([_window(self._tokens, self._order[p], self._seq_len) for p in positions])
+
+    def _require_one_step(self) -> None:
+        needed = self._num_islands * self._sequences_per_step
+        if self._order.num_sequences < needed:
+            raise InputError(
+                f"the training text has {self._order.num_sequences} sequences of {self._seq_len} tokens, but one step "
+                f"reads {needed} ({self._num_islands} islands x {self._sequences_per_step}); give more text, "
+                "raise data.max_tokens, or lower tokens_per_step or seq_len"
+            )
+
+
+def late_offset(generation: int, num_sequences: int) -> int:
+    """Sequences that the n-th generation of late islands reads ahead: spread over the epoch, generation 0 at 0."""
+    return generation * 618034 % 1000000 * num_sequences // 1000000
+
+
+def heldout_windows(
+    corpus: Corpus,
+    seq_len: int,
+    num_tokens: int,
+    data_rank: int,
+    num_data_ranks: int,
+    micro_batch: int,
+) -> Iterator[torch.Tensor]:
+    """This rank's held-out windows, int64 [micro_batch, seq_len + 1] on the CPU, padded with -100 rows.
+
+    All ranks together read the first num_tokens targets (rounded up to windows, as far as there are), whatever
+    the mesh; every rank yields equally often, because a sharded forward pass needs all ranks.
+    """
+    available = _num_windows(corpus.heldout, seq_len, "held-out")
+    num_windows = min(available, -(-num_tokens // seq_len))
+    num_micro_batches = -(-num_windows // (num_data_ranks * micro_batch))
+    first = data_rank * num_micro_batches * micro_batch
+    for start in range(first, first + num_micro_batches * micro_batch, micro_batch):
+        batch = torch.full((micro_batch, seq_len + 1), PADDING, dtype=torch.int64)
+        for row, index in enumerate(range(start, min(start + micro_batch, num_windows))):
+            batch[row] = _window(corpus.heldout, index, seq_len)
+        yield batch
+
+
+def inputs_and_targets(windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both [micro_batch, seq_len]: tokens, padding read as token 0; and what follows each, padding as -100."""
+    return windows[:, :-1].clamp(min=0), windows[:, 1:]
+
+
+def _window(tokens: np.ndarray, index: int, seq_len: int) -> torch.Tensor:
+    # One token more than the stride: every token but the first is a target exactly once.
+    return torch.from_numpy(tokens[index * seq_len : (index + 1) * seq_len + 1].astype(np.int64))
+
+
+def _num_windows(tokens: np.ndarray, seq_len: int, name: str) -> int:
+    num_windows = (len(tokens) - 1) // seq_len
+    if num_windows < 1:
+        raise InputError(
+            f"the {name} text has {len(tokens)} tokens, but one window needs {seq_len + 1} (data.seq_len + 1); "
+            "give more text, raise data.max_tokens or data.heldout_fraction, or lower data.seq_len"
+        )
+    return num_windows

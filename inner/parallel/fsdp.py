@@ -1,0 +1,49 @@
+"""Data parallelism in an island: one code path for one process, replicas, shards and both."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from inner.model import Transformer
+
+
+def shard(model: Transformer, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """Makes every parameter an fp32 DTensor on `mesh`, (dp_replicate, dp_shard); gradients are summed in fp32.
+
+    Every rank must call it. Computes in `compute_dtype`; logits come out in fp32.
+    """
+    # Inputs are not cast: the RoPE table is fp32 and must stay so; the embedding sets the stream's dtype.
+    inside = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # Only the root: fp32 from a block would meet the next block's weights in compute_dtype.
+    root = MixedPrecisionPolicy(
+        param_dtype=compute_dtype,
+        reduce_dtype=torch.float32,
+        output_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    for layer in model.layers.values():
+        fully_shard(layer, mesh=mesh, mp_policy=inside)
+    fully_shard(model, mesh=mesh, mp_policy=root)
+    for module in fsdp_modules(model):
+        # Losses are already divided by the global token count, so gradients add up. gloo has no other sum:
+        # a divide factor without force_sum asks for PREMUL_SUM.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """The wrapped modules: every block and the root."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reduce_on_backward(model: nn.Module, is_last: bool) -> None:
+    """Gradients cross the mesh in the last micro-batch's backward only; until then they add up locally."""
+    assert isinstance(model, FSDPModule), "shard() comes first"
+    model.set_requires_gradient_sync(is_last)
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Frees what a forward without backward left gathered; else the next forward would use stale weights."""
+    for module in fsdp_modules(model):
+        module.reshard()

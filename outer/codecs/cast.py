@@ -1,0 +1,119 @@
+"""Codecs that narrow each element by itself: fp32 (4 bytes), bf16 and fp16 (2 bytes)."""
+
+import math
+
+import torch
+
+from outer.codecs.checks import checked_payload, checked_values, flat_fp32, is_finite, non_finite_error
+from outer.errors import MessageError
+
+_BF16_MAX = torch.finfo(torch.bfloat16).max
+
+_FP16_SCALE_BYTES = 4
+_FP16_PEAK_EXPONENT = 15
+# The least keeps every decoded value a normal fp32: a process that flushes denormals sees the same.
+_FP16_MIN_SCALE = 2.0**-115
+
+
+class Fp32Codec:
+    """Lossless, 4 bytes an element."""
+
+    name = "fp32"
+    block_elements = 1
+
+    def num_bytes(self, num_elements: int) -> int:
+        """4 bytes an element."""
+        return 4 * num_elements
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """The bytes of `values` themselves, not a copy: leave `values` alone until the payload is sent."""
+        values = flat_fp32(values)
+        if not is_finite(values):
+            raise non_finite_error(values)
+        return values.view(torch.uint8)
+
+    def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
+        """A copy of the values. Raises MessageError on a wrong size, inf or nan."""
+        payload = checked_payload(payload, self.num_bytes(num_elements), self.name)
+        return checked_values(payload.view(torch.float32).clone(), self.name)
+
+
+class Bf16Codec:
+    """Nearest bf16, ties to even: |error| <= 2**-8 |x|, or 2**-134 among denormals.
+
+    What would round to inf becomes the largest bf16.
+    """
+
+    name = "bf16"
+    block_elements = 1
+
+    def num_bytes(self, num_elements: int) -> int:
+        """2 bytes an element."""
+        return 2 * num_elements
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """The payload of `values`. Raises NonFiniteError."""
+        values = flat_fp32(values)
+        codes = values.bfloat16()
+        if not is_finite(codes):
+            if not is_finite(values):
+                raise non_finite_error(values)
+            codes.clamp_(-_BF16_MAX, _BF16_MAX)
+        return codes.view(torch.uint8)
+
+    def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
+        """1-D fp32 values. Raises MessageError on a wrong size, inf or nan."""
+        payload = checked_payload(payload, self.num_bytes(num_elements), self.name)
+        return checked_values(payload.view(torch.bfloat16).float(), self.name)
+
+
+class Fp16Codec:
+    """Nearest fp16 of x / scale, scale a power of two: |error| <= max(2**-11 |x|, 2**-25 scale).
+
+    The scale brings the part's largest magnitude to about 2**15, so that nothing overflows and a part of
+    tiny values keeps its digits: scale <= largest / 2**13, or 2**-115 when that is more.
+    Payload: the scale (fp32), then the codes.
+    """
+
+    name = "fp16"
+    block_elements = 1
+
+    def num_bytes(self, num_elements: int) -> int:
+        """2 bytes an element, 4 for the scale."""
+        return _FP16_SCALE_BYTES + 2 * num_elements
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """The payload of `values`. Raises NonFiniteError."""
+        values = flat_fp32(values)
+        scale = _fp16_scale(_peak(values))
+        payload = torch.empty(self.num_bytes(values.numel()), dtype=torch.uint8)
+        payload[:_FP16_SCALE_BYTES].view(torch.float32).fill_(scale)
+        payload[_FP16_SCALE_BYTES:].view(torch.float16).copy_(values * (1.0 / scale))
+        return payload
+
+    def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
+        """1-D fp32 values. Raises MessageError on a wrong size or scale, and on inf or nan."""
+        payload = checked_payload(payload, self.num_bytes(num_elements), self.name)
+        scale = payload[:_FP16_SCALE_BYTES].view(torch.float32).item()
+        if math.frexp(scale)[0] != 0.5 or scale < _FP16_MIN_SCALE:
+            raise MessageError(f"fp16 payload with scale {scale}, not a power of two from {_FP16_MIN_SCALE}")
+        return checked_values(payload[_FP16_SCALE_BYTES:].view(torch.float16).float().mul_(scale), self.name)
+
+
+def _peak(values: torch.Tensor) -> float:
+    """The largest magnitude, 0.0 of no values. Raises NonFiniteError."""
+    if values.numel() == 0:
+        return 0.0
+    low, high = torch.aminmax(values)
+    peak = max(abs(low.item()), abs(high.item()))
+    if not math.isfinite(peak):
+        raise non_finite_error(values)
+    return peak
+
+
+def _fp16_scale(peak: float) -> float:
+    """The scale, a power of two, for a part whose largest magnitude is `peak`."""
+    # A peak that fp16's 11 bits round up to the next power of two counts as that power already, so that
+    # encoding what was decoded finds the same scale again.
+    exponent = math.frexp(peak / (1.0 - 2.0**-12))[1]
+    return max(2.0 ** (exponent - _FP16_PEAK_EXPONENT), _FP16_MIN_SCALE)

@@ -1,0 +1,47 @@
+"""What every codec checks: our own values going out, a peer's bytes coming in."""
+
+import math
+
+import torch
+
+from outer.errors import MessageError, NonFiniteError
+
+
+def flat_fp32(values: torch.Tensor) -> torch.Tensor:
+    """`values` without its autograd history, contiguous; they must be 1-D fp32 on the CPU."""
+    ok = values.dim() == 1 and values.dtype == torch.float32 and values.device.type == "cpu"
+    assert ok, f"a codec takes 1-D fp32 CPU values, got {values.dim()}-D {values.dtype} on {values.device}"
+    return values.detach().contiguous()
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether no element is inf or nan."""
+    # A finite sum proves it in the cheapest pass there is; huge finite values may overflow it, so ask again.
+    if math.isfinite(values.sum().item()):
+        return True
+    low, high = torch.aminmax(values)
+    return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+def non_finite_error(values: torch.Tensor) -> NonFiniteError:
+    """The error that names the first inf or nan; `values` holds at least one."""
+    index = int(values.isfinite().logical_not_().nonzero()[0])
+    return NonFiniteError(index, values[index].item())
+
+
+def checked_payload(payload: torch.Tensor, num_bytes: int, codec: str) -> torch.Tensor:
+    """`payload` at an address that fp32 may be read from. Raises MessageError unless it has `num_bytes`."""
+    assert payload.dtype == torch.uint8 and payload.dim() == 1, "a payload is a 1-D uint8 tensor"
+    if payload.numel() != num_bytes:
+        raise MessageError(f"{codec} payload of {payload.numel()} bytes, {num_bytes} expected")
+    # A transport may hand out a slice of its frame, which can begin at any byte.
+    aligned = payload.data_ptr() % 4 == 0 and payload.storage_offset() % 4 == 0 and payload.is_contiguous()
+    return payload if aligned else payload.clone(memory_format=torch.contiguous_format)
+
+
+def checked_values(values: torch.Tensor, codec: str) -> torch.Tensor:
+    """`values` as decoded. Raises MessageError if one is inf or nan: no encoder of ours sends that."""
+    if not is_finite(values):
+        error = non_finite_error(values)
+        raise MessageError(f"{codec} payload decodes to {error.value} at element {error.index}")
+    return values

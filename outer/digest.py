@@ -1,0 +1,21 @@
+"""Digests by which islands prove to each other that they hold equal bits."""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import torch
+
+DIGEST_BYTES = 16
+
+
+def part_digest(data: torch.Tensor) -> bytes:
+    """16 bytes of BLAKE2b over the raw bytes of a CPU tensor; shape and dtype do not count."""
+    raw = data.detach().contiguous().view(-1).view(torch.uint8)
+    return blake2b(raw.numpy(), digest_size=DIGEST_BYTES).digest()
+
+
+def combine(digests: Sequence[bytes]) -> str:
+    """One digest, 32 hex characters, for all parts; `digests` in part order."""
+    # Equal lengths make the concatenation unambiguous.
+    assert all(len(digest) == DIGEST_BYTES for digest in digests), "part digests are 16 bytes each"
+    return blake2b(b"".join(digests), digest_size=DIGEST_BYTES).hexdigest()

@@ -1,0 +1,159 @@
+"""Between the ranks of one island: from slices, as the mesh holds them, to parts, as the outer loop wants them.
+
+Each part has one carrier rank, the one that holds most of it. `gather` brings every part of the local params to
+its carrier; `scatter` brings new values from the carriers to every rank that holds them, replicas included.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from outer.errors import InputError
+from outer.space import HeldSlice, Piece, Space
+from outer.team import Team
+
+
+class Params(Protocol):
+    """What an island's rank offers of its local params."""
+
+    @property
+    def specs(self) -> Sequence: ...
+    @property
+    def slices(self) -> Sequence[HeldSlice]: ...
+    def read(self, index: int) -> torch.Tensor: ...
+    def write(self, index: int, values: torch.Tensor) -> None: ...
+
+
+Rectangle = tuple[str, tuple[int, int], tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Move:
+    """A piece on its way: from (or to) slice `slice_index` of this rank, or None on the carrier's side."""
+
+    slice_index: int | None
+    piece: Piece
+
+
+class Exchange:
+    """The moves of one island, planned once. Every rank of the island must build it and call each method."""
+
+    def __init__(self, space: Space, params: Params, team: Team) -> None:
+        self._space, self._params, self._team = space, params, team
+        held = team.gather([(s.name, s.rows, s.cols) for s in params.slices])
+        holders = holders_of(held)
+        check_coverage(space, holders)
+        self.carriers = assign_carriers(space, holders, team.num_ranks)
+        """The carrier rank of each part, the same list on every rank."""
+        self.carried = [p.index for p in space.parts if self.carriers[p.index] == team.rank]
+        """The parts this rank carries."""
+        self._own_index = {(s.name, s.rows, s.cols): i for i, s in enumerate(params.slices)}
+        self._gather_sends, self._gather_receives = self._plan(holders, to_all_holders=False)
+        receives, sends = self._plan(holders, to_all_holders=True)
+        self._scatter_sends, self._scatter_receives = sends, receives
+
+    def gather(self) -> dict[int, torch.Tensor]:
+        """The parts of the local params that this rank carries, 1-D fp32 on the CPU, freshly allocated."""
+        parts = {i: torch.empty(self._space.parts[i].num_elements) for i in self.carried}
+        outgoing = [[self._slice_view(m) for m in moves] for moves in self._gather_sends]
+        incoming = [[_part_view(parts, m) for m in moves] for moves in self._gather_receives]
+        self._team.exchange(outgoing, incoming)
+        return parts
+
+    def scatter(self, parts: Mapping[int, torch.Tensor]) -> None:
+        """Write carried parts into the local params of every rank that holds a slice of them."""
+        buffers = [torch.empty(*_rows_cols(s)) for s in self._params.slices]
+        outgoing = [[_part_view(parts, m) for m in moves] for moves in self._scatter_sends]
+        incoming = [[_rectangle(buffers[_own(m)], m.piece) for m in moves] for moves in self._scatter_receives]
+        self._team.exchange(outgoing, incoming)
+        for index, values in enumerate(buffers):
+            self._params.write(index, values)
+
+    def _plan(
+        self, holders: dict[Rectangle, list[int]], *, to_all_holders: bool
+    ) -> tuple[list[list[Move]], list[list[Move]]]:
+        """Moves between this rank's slices and the carriers, then between this rank's parts and the holders.
+
+        Both are by the other rank, in an order that all ranks share.
+        """
+        slice_side: list[list[Move]] = [[] for _ in range(self._team.num_ranks)]
+        part_side: list[list[Move]] = [[] for _ in range(self._team.num_ranks)]
+        for rectangle, ranks in holders.items():
+            for piece in self._space.pieces(_Held(*rectangle)):
+                carrier = self.carriers[piece.part]
+                for rank in ranks if to_all_holders else [_source(ranks, carrier)]:
+                    if rank == self._team.rank:
+                        slice_side[carrier].append(Move(self._own_index[rectangle], piece))
+                    if carrier == self._team.rank:
+                        part_side[rank].append(Move(None, piece))
+        return slice_side, part_side
+
+    def _slice_view(self, move: Move) -> torch.Tensor:
+        return _rectangle(self._params.read(_own(move)), move.piece)
+
+
+@dataclass(frozen=True)
+class _Held:
+    name: str
+    rows: tuple[int, int]
+    cols: tuple[int, int]
+
+
+def holders_of(held: Sequence[Sequence[Rectangle]]) -> dict[Rectangle, list[int]]:
+    """The ranks that hold each rectangle, in an order that every rank finds."""
+    holders: dict[Rectangle, list[int]] = {}
+    for rank, rectangles in enumerate(held):
+        for rectangle in rectangles:
+            holders.setdefault(rectangle, []).append(rank)
+    return dict(sorted(holders.items()))
+
+
+def check_coverage(space: Space, holders: Mapping[Rectangle, Sequence[int]]) -> None:
+    """Raise InputError unless the rectangles make up the model exactly once."""
+    total = sum((r[1] - r[0]) * (c[1] - c[0]) for _, r, c in holders)
+    if total != space.num_elements:
+        raise InputError(
+            f"the island's ranks hold {total} distinct elements, the model has {space.num_elements}: "
+            "its mesh must hold every parameter exactly once, replicas as equal slices"
+        )
+
+
+def assign_carriers(space: Space, holders: Mapping[Rectangle, Sequence[int]], num_ranks: int) -> list[int]:
+    """The carrier of each part: the rank that holds most of it; among equals, the one that carries least so far."""
+    held = [[0] * num_ranks for _ in space.parts]
+    for rectangle, ranks in holders.items():
+        for piece in space.pieces(_Held(*rectangle)):
+            for rank in ranks:
+                held[piece.part][rank] += piece.num_elements
+    load, carriers = [0] * num_ranks, []
+    for part, elements in zip(space.parts, held, strict=True):
+        carrier = max(range(num_ranks), key=lambda rank: (elements[rank], -load[rank], -rank))
+        load[carrier] += part.num_elements
+        carriers.append(carrier)
+    return carriers
+
+
+def _source(ranks: Sequence[int], carrier: int) -> int:
+    """Who sends a replicated slice to its carrier: the carrier itself if it can."""
+    return carrier if carrier in ranks else ranks[carrier % len(ranks)]
+
+
+def _own(move: Move) -> int:
+    assert move.slice_index is not None, "this move has no slice on this rank"
+    return move.slice_index
+
+
+def _rows_cols(held: HeldSlice) -> tuple[int, int]:
+    return held.rows[1] - held.rows[0], held.cols[1] - held.cols[0]
+
+
+def _rectangle(matrix: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return matrix[slice(*piece.rows), slice(*piece.cols)]
+
+
+def _part_view(parts: Mapping[int, torch.Tensor], move: Move) -> torch.Tensor:
+    piece = move.piece
+    size = (piece.rows[1] - piece.rows[0], piece.cols[1] - piece.cols[0])
+    return parts[piece.part].as_strided(size, (piece.stride, 1), parts[piece.part].storage_offset() + piece.offset)

@@ -1,0 +1,161 @@
+"""The canonical space: every parameter of the model, flattened, in one agreed order, whatever the mesh.
+
+The flat vector is cut into parts at boundaries that depend on the model and the run config alone. Islands of
+different shape agree on every index; a codec's blocks never depend on a mesh.
+
+    names      | embed          | layers.0.wq | ...        | head      |
+    flat       0 ........................................... num_elements
+    parts      |   0   |   1   |   2   |   3   |   4   | ...       | last |
+"""
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Protocol
+
+MIN_PARTS = 16
+"""A small model is cut finer than part_elements says, so that reducing it is shared by all islands."""
+
+
+class TensorSpec(Protocol):
+    """A parameter's full name and global shape."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class HeldSlice(Protocol):
+    """A rectangle of a parameter that a rank holds, the parameter seen as a matrix (shape[0], rest)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def rows(self) -> tuple[int, int]: ...
+    @property
+    def cols(self) -> tuple[int, int]: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """A contiguous range of the flat vector, sent at once."""
+
+    index: int
+    start: int
+    stop: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a part and a held slice overlap: a rectangle of the slice, and its place in the part.
+
+    Row i of the rectangle lies at `offset + i * stride` of the part.
+    """
+
+    part: int
+    rows: tuple[int, int]
+    cols: tuple[int, int]
+    offset: int
+    stride: int
+
+    @property
+    def num_elements(self) -> int:
+        return (self.rows[1] - self.rows[0]) * (self.cols[1] - self.cols[0])
+
+
+class Space:
+    """The flat vector of `specs`, cut into parts of at most `part_elements`, at multiples of `block_elements`."""
+
+    def __init__(self, specs: Sequence[TensorSpec], part_elements: int, block_elements: int = 1) -> None:
+        self.names = [spec.name for spec in specs]
+        self.shapes = {spec.name: tuple(spec.shape) for spec in specs}
+        sizes = [prod(spec.shape) for spec in specs]
+        self._starts = [0, *accumulate(sizes)]
+        self.offsets = dict(zip(self.names, self._starts, strict=False))
+        self.num_elements = self._starts[-1]
+        step = part_length(self.num_elements, part_elements, block_elements)
+        bounds = range(0, self.num_elements, step)
+        self.parts = [Part(i, a, min(a + step, self.num_elements)) for i, a in enumerate(bounds)]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of names, shapes and cuts: equal on islands whose parts mean the same."""
+        text = repr([(name, self.shapes[name]) for name in self.names] + [len(self.parts)])
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def name_at(self, index: int) -> str:
+        """The parameter that element `index` of the flat vector belongs to."""
+        return self.names[bisect_right(self._starts, index) - 1]
+
+    def pieces(self, held: HeldSlice) -> Iterator[Piece]:
+        """Every overlap of a held slice with a part, in part order; rows and cols count from the slice's corner."""
+        num_cols = matrix_cols(self.shapes[held.name])
+        base = self.offsets[held.name]
+        if held.rows[0] >= held.rows[1] or held.cols[0] >= held.cols[1]:
+            return
+        first = base + held.rows[0] * num_cols + held.cols[0]
+        last = base + (held.rows[1] - 1) * num_cols + held.cols[1] - 1
+        for part in self._parts_over(first, last):
+            for rows, cols in rectangles(part.start - base, part.stop - base, self.shapes[held.name]):
+                r0, r1 = max(rows[0], held.rows[0]), min(rows[1], held.rows[1])
+                c0, c1 = max(cols[0], held.cols[0]), min(cols[1], held.cols[1])
+                if r0 < r1 and c0 < c1:
+                    yield Piece(
+                        part=part.index,
+                        rows=(r0 - held.rows[0], r1 - held.rows[0]),
+                        cols=(c0 - held.cols[0], c1 - held.cols[0]),
+                        offset=base + r0 * num_cols + c0 - part.start,
+                        stride=num_cols,
+                    )
+
+    def _parts_over(self, first: int, last: int) -> list[Part]:
+        step = self.parts[0].num_elements
+        return self.parts[first // step : last // step + 1]
+
+
+def part_length(num_elements: int, part_elements: int, block_elements: int) -> int:
+    """Elements of every part but the last: a multiple of the codec's block."""
+    wanted = min(part_elements, -(-num_elements // MIN_PARTS))
+    return max(block_elements, -(-wanted // block_elements) * block_elements)
+
+
+def matrix_cols(shape: tuple[int, ...]) -> int:
+    """Columns of a parameter seen as a matrix (shape[0], rest)."""
+    return prod(shape[1:])
+
+
+def rectangles(
+    start: int, stop: int, shape: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """The range [start, stop) of a flattened parameter as at most three (rows, cols) rectangles, in order.
+
+    shape (4, 5), range [3, 17):   . . . # #     first: row 0, cols 3-5
+                                   # # # # #     full:  rows 1-3
+                                   # # # # #
+                                   # # . . .     last:  row 3, cols 0-2
+    """
+    cols = matrix_cols(shape)
+    start, stop = max(start, 0), min(stop, prod(shape))
+    if start >= stop:
+        return
+    row, col = divmod(start, cols)
+    if col:
+        end = min(cols, col + stop - start)
+        yield (row, row + 1), (col, end)
+        start += end - col
+        row += 1
+    full = (stop - start) // cols
+    if full:
+        yield (row, row + full), (0, cols)
+        start += full * cols
+        row += full
+    if start < stop:
+        yield (row, row + 1), (0, stop - start)

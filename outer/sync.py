@@ -1,0 +1,312 @@
+"""The outer loop of one island: begin or join, then a round after every `inner_steps` inner steps.
+
+    gather local params -> pseudo-gradient -> plan -> reduce -> vote -> commit: outer step, write back
+                                               ^________________|  abort: nothing changed, next attempt
+
+Every rank of the island makes the same calls in the same order; the leader speaks to other islands.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from outer.agreement import Agreement, Behind, Rules
+from outer.attempt import Attempts
+from outer.codecs import build_codec
+from outer.config import OuterConfig
+from outer.deadlines import Deadlines
+from outer.digest import combine
+from outer.errors import OuterError, TransportError
+from outer.exchange import Exchange, Params
+from outer.loop import LoopThread
+from outer.membership.base import Member, Membership
+from outer.network import Network
+from outer.reduce import Mean, Reducer
+from outer.rounds import Plan, Ready, pack_carriers, parse
+from outer.space import Space
+from outer.state import GlobalState, Position
+from outer.team import Team
+from outer.transfer import Donor, fetch_state
+from outer.transports.base import Endpoint
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+TAKE_STATE_TRIES = 5
+"""A donor that commits while its state is being taken makes the taker start again."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this island is in the run. A new process of the same island is a new incarnation."""
+
+    island: str
+    incarnation: str
+    config_hash: str
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What came of one attempt at a round, as this island saw it; bytes are over all of its ranks."""
+
+    round: int
+    attempt: int
+    participants: list[str]
+    is_committed: bool
+    digest: str
+    """Of the global params and outer momentum afterwards."""
+    bytes_sent: int
+    bytes_received: int
+    reduce_seconds: float
+    wait_seconds: float
+    pseudo_grad_norm: float
+    cause: str
+
+
+class OuterLoop:
+    """One rank's side of the outer loop."""
+
+    def __init__(
+        self, config: OuterConfig, identity: Identity, params: Params, team: Team, network: Network, loop: LoopThread
+    ) -> None:
+        self._identity, self._team, self._network, self._loop = identity, team, network, loop
+        codec = build_codec(config.codec)
+        self._space = Space(params.specs, config.part_elements, codec.block_elements)
+        self._exchange = Exchange(self._space, params, team)
+        self._state = GlobalState(self._exchange.gather(), config.optimizer)
+        self._digest = self._state_digest()
+        self._addresses = team.gather((network.transport.address, network.messenger.address))
+        self._deadlines = Deadlines(config.wait_seconds)
+        reducer = Reducer(network.transport, codec, self._space, Endpoint(identity.island, team.rank))
+        self._attempts = Attempts(network.transport, reducer, self._deadlines)
+        self._donor = Donor(self._state, network.messenger)
+        self._agreement = self._build_agreement(config) if team.is_leader else None
+        if self._agreement is None:
+            network.messenger.serve("vote", self._attempts.on_vote)
+
+    @property
+    def position(self) -> Position:
+        """Where the run stands, as far as this island knows."""
+        return self._state.position
+
+    @property
+    def digest(self) -> str:
+        """Of the global params and outer momentum that this island holds."""
+        return self._digest
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the whole model."""
+        return self._space.num_elements
+
+    def begin(self) -> Position:
+        """Enter the run: with the islands' state if they have committed a round, else from the start with them."""
+        donor = self._on_leader(self._find_donor)
+        if donor is not None:
+            self._take_state(donor)
+        self._announce()
+        return self.position
+
+    def attempt(self, tokens: int) -> RoundReport:
+        """One attempt at the round, with the island's progress since the last commit, made on `tokens` tokens.
+
+        Not committed means that nothing has changed, on any island: call it again at once. Raises Behind after
+        having taken another island's state, by which local progress of the round is dropped; OuterError when
+        this island's own pseudo-gradient cannot be used, or too few islands come.
+        """
+        started = time.monotonic()
+        pseudo_grads = self._state.pseudo_grads(self._exchange.gather())
+        plan = self._plan(tokens)
+        planned = time.monotonic()
+        before = self._traffic()
+        means, failure = self._reduce(plan, pseudo_grads)
+        digest, cause = self._result(means, failure)
+        reduced = time.monotonic()
+        is_committed = self._on_leader(lambda: self._loop.run(self._agree.decide(plan, digest, cause)))
+        if is_committed:
+            self._deadlines.observe("reduce", reduced - planned)
+            self._commit(plan, means)
+        elif failure is not None and not isinstance(failure, TransportError):
+            raise failure
+        sent, received = (now - then for now, then in zip(self._traffic(), before, strict=True))
+        return RoundReport(
+            round=plan.round,
+            attempt=plan.attempt,
+            participants=plan.names,
+            is_committed=is_committed,
+            digest=self._digest,
+            bytes_sent=sent,
+            bytes_received=received,
+            reduce_seconds=reduced - planned,
+            wait_seconds=planned - started,
+            pseudo_grad_norm=self._norm(pseudo_grads),
+            cause="" if is_committed else cause or "a vote is missing or differs",
+        )
+
+    def leave(self) -> None:
+        """Say goodbye; nothing is waited for but the goodbye itself."""
+        if self._network.membership is not None:
+            self._loop.run(self._network.membership.leave(), timeout_seconds=5)
+
+    # -- a round, step by step ------------------------------------------------------------------------------
+
+    def _plan(self, tokens: int) -> Plan:
+        """The plan, on every rank. When this island is behind, take the state and raise Behind."""
+        body, donor, cause = self._on_leader(lambda: self._plan_on_leader(tokens))
+        if body is not None:
+            return parse(Plan, body)
+        if donor is None:
+            raise OuterError(cause)
+        self._take_state(donor)
+        self._announce()
+        raise Behind(donor, cause)
+
+    def _plan_on_leader(self, tokens: int) -> tuple[bytes | None, str | None, str]:
+        """(plan, None, ""), or (None, donor, why) when behind, or (None, None, why) when there can be no plan."""
+        ready = Ready(
+            island=self._identity.island,
+            incarnation=self._identity.incarnation,
+            round=self.position.round,
+            tokens=tokens,
+            digest=self._digest,
+            carriers=pack_carriers(self._exchange.carriers),
+            transport_addresses=[transport for transport, _ in self._addresses],
+            control_addresses=[control for _, control in self._addresses],
+        )
+        try:
+            plan = self._loop.run(self._agree.plan(ready))
+            return plan.model_dump_json().encode(), None, ""
+        except Behind as behind:
+            return None, behind.donor, behind.cause
+        except OuterError as error:
+            return None, None, str(error)
+
+    def _reduce(
+        self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]
+    ) -> tuple[dict[int, Mean], OuterError | None]:
+        """The mean of this rank's parts, or why there is none."""
+        try:
+            return self._loop.run(self._attempts.run(plan, pseudo_grads)), None
+        except OuterError as error:
+            log.info("round %d attempt %d failed here: %s", *plan.key, error)
+            return {}, error
+
+    def _result(self, means: Mapping[int, Mean], failure: OuterError | None) -> tuple[str | None, str]:
+        """What the island votes: the digest of all ranks' means, or None and the cause."""
+        mine = {index: mean.digest for index, mean in means.items()}
+        results = self._team.gather((None if failure is None else str(failure), mine))
+        causes = [cause for cause, _ in results if cause is not None]
+        if causes:
+            return None, causes[0]
+        return self._combine([digests for _, digests in results]), ""
+
+    def _commit(self, plan: Plan, means: Mapping[int, Mean]) -> None:
+        tokens = self.position.tokens + sum(p.tokens for p in plan.participants)
+        position = Position(round=plan.round + 1, tokens=tokens)
+        self._state.commit({index: mean.values for index, mean in means.items()}, position)
+        self._write_back()
+        self._announce()
+
+    def _write_back(self) -> None:
+        """Local params become the global params, on every rank."""
+        self._exchange.scatter(self._state.parts)
+        self._digest = self._state_digest()
+
+    def _announce(self) -> None:
+        """Let others know where this island stands, and that it can be a donor."""
+        if self._agreement is None:
+            return
+        self._agreement.round = self.position.round
+        self._donor.describe(self._digest, self._exchange.carriers, self._space.fingerprint)
+        member = Member(
+            island=self._identity.island,
+            incarnation=self._identity.incarnation,
+            config_hash=self._identity.config_hash,
+            control_addresses=[control for _, control in self._addresses],
+            transport_addresses=[transport for transport, _ in self._addresses],
+            round=self.position.round,
+        )
+        self._loop.run(self._membership.announce(member))
+
+    # -- another island's state -----------------------------------------------------------------------------
+
+    def _find_donor(self) -> str | None:
+        """The island that is furthest, if any has committed a round."""
+        members = self._loop.run(self._membership.members()).values()
+        ahead = [(m.round, m.island) for m in members if m.round > 0 and m.island != self._identity.island]
+        return max(ahead)[1] if ahead else None
+
+    def _take_state(self, donor: str) -> None:
+        """Global state and local params become the donor's. Raises TransportError, on every rank."""
+        for _ in range(TAKE_STATE_TRIES):
+            cause = self._try_to_take_state(donor)
+            if cause is None:
+                log.info("took the state of %s: round %d", donor, self.position.round)
+                return
+            log.warning("taking the state of %s failed: %s", donor, cause)
+        raise TransportError(f"the state of island {donor!r} could not be taken in {TAKE_STATE_TRIES} tries: {cause}")
+
+    def _try_to_take_state(self, donor: str) -> str | None:
+        """None when it is done, else why not; the same on every rank."""
+        member = self._on_leader(lambda: self._loop.run(self._membership.members()).get(donor))
+        if member is None:
+            return "it has left"
+        description, parts, cause = None, {}, None
+        try:
+            fetch = fetch_state(self._network.messenger, member, self._space, self._exchange.carried)
+            description, parts = self._loop.run(fetch)
+        except TransportError as error:
+            cause = str(error)
+        results = self._team.gather((cause, description))
+        causes = [c for c, _ in results if c is not None]
+        if causes or description is None:
+            return causes[0]
+        if any(other != description for _, other in results):
+            return "it committed a round meanwhile"
+        self._state.replace(parts, description.position)
+        self._write_back()
+        return None if self._digest == description.digest else "its digest is not that of the bytes it sent"
+
+    # -- plumbing -------------------------------------------------------------------------------------------
+
+    def _build_agreement(self, config: OuterConfig) -> Agreement:
+        rules = Rules(config.quorum, config.start_islands, len(self._space.parts))
+        messenger, island = self._network.messenger, self._identity.island
+        agreement = Agreement(island, rules, messenger, self._membership, self._deadlines)
+        agreement.on_abort = self._attempts.note_no
+        return agreement
+
+    @property
+    def _agree(self) -> Agreement:
+        assert self._agreement is not None, "only the leader agrees with other islands"
+        return self._agreement
+
+    @property
+    def _membership(self) -> Membership:
+        assert self._network.membership is not None, "only the leader has a membership"
+        return self._network.membership
+
+    def _on_leader(self, work: Callable[[], T]) -> T:
+        """The leader's result of `work`, on every rank."""
+        return self._team.broadcast(work() if self._team.is_leader else None)
+
+    def _state_digest(self) -> str:
+        return self._combine(self._team.gather(self._state.digests()))
+
+    def _combine(self, by_rank: list[dict[int, bytes]]) -> str:
+        merged = {index: digest for digests in by_rank for index, digest in digests.items()}
+        return combine([merged[part.index] for part in self._space.parts])
+
+    def _norm(self, pseudo_grads: Mapping[int, torch.Tensor]) -> float:
+        mine = sum(float(g.double().square().sum()) for g in pseudo_grads.values())
+        return sum(self._team.gather(mine)) ** 0.5
+
+    def _traffic(self) -> tuple[int, int]:
+        """(bytes sent, bytes received) so far, over all ranks."""
+        traffic = self._network.transport.traffic
+        counts = self._team.gather((traffic.bytes_sent, traffic.bytes_received))
+        return sum(sent for sent, _ in counts), sum(received for _, received in counts)

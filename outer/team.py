@@ -1,0 +1,71 @@
+"""The ranks of one island, speaking to one another about the outer loop.
+
+Uses a CPU (gloo) group of the island, never the groups that the inner trainer computes with.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Team:
+    """All methods are collective: every rank of the island calls them in the same order.
+
+    `group` is None in an island of one rank. Objects travel by pickle: ranks of one island trust one another.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group) if group else 0
+        self.num_ranks = dist.get_world_size(group) if group else 1
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank speaks for the island."""
+        return self.rank == 0
+
+    def broadcast(self, value: Any) -> Any:
+        """The leader's value, on every rank."""
+        if self._group is None:
+            return value
+        box = [value if self.is_leader else None]
+        dist.broadcast_object_list(box, group=self._group, group_src=0)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def exchange(self, outgoing: Sequence[Sequence[torch.Tensor]], incoming: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Copy `outgoing[r]` (fp32 CPU views) into rank r's `incoming[me]`, in list order.
+
+        The views on both sides have equal sizes; which rank lists what is agreed beforehand.
+        """
+        for source, target in zip(outgoing[self.rank], incoming[self.rank], strict=True):
+            target.copy_(source)
+        if self._group is None:
+            return
+        sends = [[] if r == self.rank else list(v) for r, v in enumerate(outgoing)]
+        receives = [[] if r == self.rank else list(v) for r, v in enumerate(incoming)]
+        received = [torch.empty(sum(v.numel() for v in views)) for views in receives]
+        packed = [_pack(views) for views in sends]
+        dist.all_to_all(received, packed, group=self._group)
+        for views, flat in zip(receives, received, strict=True):
+            _unpack(flat, views)
+
+
+def _pack(views: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([view.reshape(-1) for view in views]) if views else torch.empty(0)
+
+
+def _unpack(flat: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+    start = 0
+    for view in views:
+        view.copy_(flat[start : start + view.numel()].view(view.shape))
+        start += view.numel()

@@ -1,0 +1,208 @@
+"""Records: what is written is what is read, also after a kill, and the sinks get the same numbers."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco.config import IslandConfig
+from diloco.metrics import EvalRecord, EventRecord, Metrics, Record, RoundRecord, StepRecord
+from diloco.runfiles import RunFacts, Tail, natural_key, read_facts, read_run, write_atomically, write_facts
+from diloco.sinks import build_sinks
+from inner.errors import InputError
+
+
+def a_step(step: int = 1, loss: float | None = 2.5, grad_norm: float | None = 0.7) -> StepRecord:
+    return StepRecord(
+        step=step,
+        tokens=step * 512,
+        loss=loss,
+        lr=3e-4,
+        grad_norm=grad_norm,
+        seconds=0.1,
+        tokens_per_second=5120.0,
+        skipped=loss is None,
+    )
+
+
+def a_round(number: int = 0, committed: bool = True) -> RoundRecord:
+    return RoundRecord(
+        round=number,
+        attempt=0,
+        participants=("island-0", "island-1"),
+        committed=committed,
+        digest="ab12",
+        bytes_sent=1000,
+        bytes_received=900,
+        reduce_seconds=0.5,
+        wait_seconds=0.1,
+        pseudo_gradient_norm=1.5,
+        cause=None if committed else "island 'island-1' is lost: connection reset",
+    )
+
+
+def write_one_of_each(metrics: Metrics) -> list[Record]:
+    step, round_, event = a_step(), a_round(), EventRecord(name="joined", text="at round 3")
+    evaluation = EvalRecord(round=0, tokens=1024, loss=2.25, bits_per_byte=3.2)
+    metrics.step(step)
+    metrics.round(round_)
+    metrics.evaluation(evaluation)
+    metrics.event(event)
+    metrics.close()
+    return [step, round_, evaluation, event]
+
+
+def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+    written = write_one_of_each(Metrics(tmp_path / "island-0" / "metrics.jsonl"))
+    assert Tail(tmp_path / "island-0" / "metrics.jsonl").new_records() == written
+
+
+def test_each_line_is_an_object_with_kind_and_time(tmp_path: Path) -> None:
+    write_one_of_each(Metrics(tmp_path / "metrics.jsonl"))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["step", "round", "eval", "event"]
+    assert all(line["time"] > 1e9 for line in lines)
+
+
+def test_inf_and_nan_are_written_as_null(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.step(a_step(loss=math.nan, grad_norm=math.inf))
+    metrics.close()
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert (line["loss"], line["grad_norm"]) == (None, None)
+
+
+def test_a_tail_gives_each_record_once_and_waits_for_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = Tail(path)
+    assert tail.new_records() == []
+    metrics = Metrics(path)
+    metrics.step(a_step(1))
+    assert [r.step for r in tail.new_records() if isinstance(r, StepRecord)] == [1]
+    metrics.step(a_step(2))
+    metrics.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5])
+    assert tail.new_records() == []
+    path.write_bytes(whole)
+    assert [r.step for r in tail.new_records() if isinstance(r, StepRecord)] == [2]
+
+
+def test_a_restart_after_a_truncated_line_loses_only_that_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = Metrics(path)
+    first.step(a_step(1))
+    first.step(a_step(2))
+    first.close()
+    path.write_bytes(path.read_bytes()[:-20])
+    again = Metrics(path)
+    again.step(a_step(3))
+    again.close()
+    tail = Tail(path)
+    assert [r.step for r in tail.new_records() if isinstance(r, StepRecord)] == [1, 3]
+    assert tail.num_malformed == 1
+
+
+def test_lines_that_are_no_record_are_counted_not_raised(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'[]\n\xff\xfe\n{"kind": "novel"}\n{"kind": "step", "step": "many"}\n\n')
+    tail = Tail(path)
+    assert tail.new_records() == []
+    assert tail.num_malformed == 4
+
+
+def test_a_killed_process_leaves_every_line_it_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    program = (
+        "import sys; from pathlib import Path; from diloco.metrics import EventRecord, Metrics\n"
+        f"metrics = Metrics(Path({str(path)!r}))\n"
+        "for number in range(100): metrics.event(EventRecord(name=str(number)))\n"
+        "sys.stdout.write('written\\n'); sys.stdout.flush(); sys.stdin.read()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"written\n"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=10)
+    assert [r.name for r in Tail(path).new_records() if isinstance(r, EventRecord)] == [
+        str(number) for number in range(100)
+    ]
+
+
+def test_facts_are_read_back_and_unknown_keys_ignored(tmp_path: Path) -> None:
+    facts = RunFacts(name="quick", num_params=1000, num_islands=2, total_steps=60, bigram_loss=2.4, created=5.0)
+    write_facts(tmp_path, facts)
+    assert read_facts(tmp_path) == facts
+    values = json.loads((tmp_path / "run.json").read_text()) | {"tokenizer": "bytes"}
+    (tmp_path / "run.json").write_text(json.dumps(values))
+    assert read_facts(tmp_path) == facts
+
+
+def test_no_facts_is_none_and_damaged_facts_name_the_key(tmp_path: Path) -> None:
+    assert read_facts(tmp_path) is None
+    (tmp_path / "run.json").write_text('{"name": "quick", "num_params": "many", "num_islands": 2, "total_steps": 1}')
+    with pytest.raises(InputError, match=r"run\.json is damaged: num_params: .*Delete it"):
+        read_facts(tmp_path)
+
+
+def test_a_folder_without_a_run_says_what_was_looked_for_and_found(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(InputError, match=r"looked for .*island-<k>/metrics.jsonl, found notes.txt"):
+        read_run(tmp_path)
+    with pytest.raises(InputError, match="there is no such folder"):
+        read_run(tmp_path / "absent")
+
+
+def test_islands_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for name in ("island-10", "island-2"):
+        write_one_of_each(Metrics(tmp_path / name / "metrics.jsonl"))
+    run = read_run(tmp_path)
+    assert [island.name for island in run.islands] == ["island-2", "island-10"]
+    assert [len(getattr(run.islands[0], kind)) for kind in ("steps", "rounds", "evals", "events")] == [1, 1, 1, 1]
+    assert sorted(["b", "island-10", "9", "island-9"], key=natural_key) == ["9", "b", "island-9", "island-10"]
+
+
+def test_an_atomic_write_replaces_and_leaves_nothing_beside(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "summary.json", "one")
+    write_atomically(tmp_path / "summary.json", "two")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("summary.json", "two")]
+
+
+def test_without_sinks_none_is_built_and_none_is_imported(tmp_path: Path) -> None:
+    assert build_sinks(IslandConfig(), tmp_path, run_name="quick", settings={}) == []
+    program = "import sys, diloco.sinks, diloco.runfiles; print({'torch', 'wandb', 'tensorboard'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=True)
+    assert result.stdout == b"set()\n"
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sinks = build_sinks(IslandConfig(tensorboard=True), tmp_path, run_name="quick", settings={})
+    write_one_of_each(Metrics(tmp_path / "metrics.jsonl", sinks))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(s.step, s.value) for s in events.Scalars("step/loss")] == [(1, 2.5)]
+    assert [(s.step, s.value) for s in events.Scalars("round/participants")] == [(0, 2.0)]
+    assert [(s.step, s.value) for s in events.Scalars("eval/loss")] == [(0, 2.25)]
+    assert "round/digest" not in events.Tags()["scalars"]
+
+
+def test_wandb_offline_writes_into_the_run_folder_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "island-0"
+    sinks = build_sinks(IslandConfig(wandb="offline"), folder, run_name="quick", settings={"seed": 1})
+    write_one_of_each(Metrics(folder / "metrics.jsonl", sinks))
+    logs = list(folder.glob("wandb/offline-run-*/*.wandb"))
+    assert len(logs) == 1
+    content = logs[0].read_bytes()
+    assert b"step/loss" in content
+    assert b"eval/bits_per_byte" in content
+    assert os.listdir(tmp_path) == ["island-0"]

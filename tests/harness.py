@@ -1,0 +1,117 @@
+"""Runs a function on several ranks: forked processes with a gloo group, so that torch is imported once."""
+
+import os
+import pickle
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+# A fork of a parent that ran OpenMP on several threads hangs.
+torch.set_num_threads(1)
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not finish; the text holds its traceback."""
+
+
+def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 60) -> list[Any]:
+    """Results of fn(rank, *args) by rank, each run in its own process. Raises RankFailed."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run(rank: int) -> Any:
+            _join_group(rank, num_ranks, listener, timeout_seconds)
+            return fn(rank, *args)
+
+        held, release = os.pipe()
+        pids, pipes = [], []
+        try:
+            for rank in range(num_ranks):
+                pipe, answer = os.pipe()
+                pid = os.fork()
+                if pid == 0:
+                    os.close(release)
+                    _child(run, rank, answer, held)
+                os.close(answer)
+                pids.append(pid)
+                pipes.append(pipe)
+            return _collect(pipes, time.monotonic() + timeout_seconds)
+        except BaseException:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            raise
+        finally:
+            os.close(release)
+            for pid in pids:
+                os.waitpid(pid, 0)
+            for pipe in [held, *pipes]:
+                os.close(pipe)
+
+
+def _child(run: Callable[[int], Any], rank: int, answer: int, held: int) -> NoReturn:
+    """The life of a forked process."""
+    try:
+        message = pickle.dumps((True, run(rank)))
+    except BaseException:  # noqa: BLE001 - whatever it is, the parent must hear of it
+        message = pickle.dumps((False, traceback.format_exc()))
+    with os.fdopen(answer, "wb") as stream:
+        stream.write(message)
+    # Rank 0 serves the store: nobody leaves before the parent has heard from all.
+    os.read(held, 1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not a normal exit: gloo's threads abort the interpreter now and then.
+    os._exit(0)
+
+
+def _join_group(rank: int, num_ranks: int, listener: socket.socket, timeout_seconds: float) -> None:
+    timeout = timedelta(seconds=timeout_seconds)
+    store = dist.TCPStore(
+        "127.0.0.1",
+        listener.getsockname()[1],
+        num_ranks,
+        is_master=rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=os.dup(listener.fileno()) if rank == 0 else None,
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+
+
+def _collect(pipes: list[int], deadline: float) -> list[Any]:
+    """What the ranks answered, in rank order; raises on the first failure."""
+    messages = [b""] * len(pipes)
+    results: dict[int, Any] = {}
+    with selectors.DefaultSelector() as selector:
+        for rank, pipe in enumerate(pipes):
+            selector.register(pipe, selectors.EVENT_READ, rank)
+        while len(results) < len(pipes):
+            ready = selector.select(max(deadline - time.monotonic(), 0))
+            if not ready:
+                waiting = [rank for rank in range(len(pipes)) if rank not in results]
+                raise RankFailed(f"ranks {waiting} did not finish in time")
+            for key, _ in ready:
+                piece = os.read(key.fd, 1 << 20)
+                messages[key.data] += piece
+                if not piece:
+                    selector.unregister(key.fd)
+                    results[key.data] = _result(key.data, messages[key.data])
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _result(rank: int, message: bytes) -> Any:
+    if not message:
+        raise RankFailed(f"rank {rank} died")
+    is_good, value = pickle.loads(message)
+    if not is_good:
+        raise RankFailed(f"rank {rank} raised:\n{value}")
+    return value
