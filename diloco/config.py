@@ -65,7 +65,7 @@ class IslandConfig(Section):
     """Sequences of one forward pass on one rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    bootstrap: list[str] = []
+    bootstrap: tuple[str, ...] = ()
     """Addresses of the swarm, as `diloco bootstrap` prints them."""
     listen_host: str = "127.0.0.1"
     listen_port: int = Field(default=0, ge=0, le=65535)
@@ -73,7 +73,7 @@ class IslandConfig(Section):
     """The address other islands reach this one at, when it is not listen_host (NAT, cloud)."""
     run_dir: str = "runs"
     cache_dir: str = "~/.cache/diloco"
-    data_paths: list[str] | None = None
+    data_paths: tuple[str, ...] | None = None
     """Replaces data.paths on this island."""
     connect_seconds: float = Field(default=30.0, gt=0)
     tensorboard: bool = False
@@ -89,7 +89,7 @@ class Config(RunConfig):
     """A whole file. `run` and `for_island` split it into its two kinds."""
 
     island: IslandConfig = IslandConfig()
-    islands: list[dict[str, Any]] = []
+    islands: tuple[dict[str, Any], ...] = ()
 
     @model_validator(mode="after")
     def _islands_are_valid(self) -> "Config":

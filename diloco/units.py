@@ -28,6 +28,11 @@ def human_loss(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.4f}"
 
 
+def one_line(text: str) -> str:
+    """Text from elsewhere made safe for a terminal: no line breaks, no escape codes."""
+    return "".join(c if c.isprintable() else " " for c in text).strip()
+
+
 def _scaled(value: float, units: tuple[str, ...], gap: str) -> str:
     index = 0
     # 999.5 would print as 1000 of the smaller unit.

@@ -17,7 +17,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         for decayed, decay in zip(_split_by_decay(model), (config.weight_decay, 0.0), strict=True)
     ]
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, fused=True)
+        # Not fused: DTensor has no rule for it.
+        return torch.optim.SGD(groups, lr=config.lr, foreach=True)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 

@@ -10,8 +10,8 @@ DIGEST_BYTES = 16
 
 def part_digest(data: torch.Tensor) -> bytes:
     """16 bytes of BLAKE2b over the raw bytes of a CPU tensor; shape and dtype do not count."""
-    raw = data.detach().contiguous().view(-1).view(torch.uint8)
-    return blake2b(raw.numpy(), digest_size=DIGEST_BYTES).digest()
+    raw = torch.empty(0) if data.numel() == 0 else data.detach().contiguous().view(-1).view(torch.uint8)
+    return blake2b(raw.numpy().data, digest_size=DIGEST_BYTES).digest()
 
 
 def combine(digests: Sequence[bytes]) -> str:

@@ -4,14 +4,17 @@ Each part has one carrier rank, the one that holds most of it. `gather` brings e
 its carrier; `scatter` brings new values from the carriers to every rank that holds them, replicas included.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 from typing import Protocol
 
 import torch
 
 from outer.errors import InputError
-from outer.space import HeldSlice, Piece, Space
+from outer.space import HeldSlice, Piece, Space, matrix_cols
 from outer.team import Team
 
 
@@ -57,7 +60,9 @@ class Exchange:
     def gather(self) -> dict[int, torch.Tensor]:
         """The parts of the local params that this rank carries, 1-D fp32 on the CPU, freshly allocated."""
         parts = {i: torch.empty(self._space.parts[i].num_elements) for i in self.carried}
-        outgoing = [[self._slice_view(m) for m in moves] for moves in self._gather_sends]
+        # Each slice once: a read copies all of it when the params live on a GPU.
+        slices = {i: self._params.read(i) for i in {_own(m) for moves in self._gather_sends for m in moves}}
+        outgoing = [[_rectangle(slices[_own(m)], m.piece) for m in moves] for moves in self._gather_sends]
         incoming = [[_part_view(parts, m) for m in moves] for moves in self._gather_receives]
         self._team.exchange(outgoing, incoming)
         return parts
@@ -90,9 +95,6 @@ class Exchange:
                         part_side[rank].append(Move(None, piece))
         return slice_side, part_side
 
-    def _slice_view(self, move: Move) -> torch.Tensor:
-        return _rectangle(self._params.read(_own(move)), move.piece)
-
 
 @dataclass(frozen=True)
 class _Held:
@@ -110,13 +112,29 @@ def holders_of(held: Sequence[Sequence[Rectangle]]) -> dict[Rectangle, list[int]
     return dict(sorted(holders.items()))
 
 
-def check_coverage(space: Space, holders: Mapping[Rectangle, Sequence[int]]) -> None:
+def check_coverage(space: Space, rectangles: Collection[Rectangle]) -> None:
     """Raise InputError unless the rectangles make up the model exactly once."""
-    total = sum((r[1] - r[0]) * (c[1] - c[0]) for _, r, c in holders)
-    if total != space.num_elements:
+    areas: Counter[str] = Counter()
+    corners: dict[str, set[tuple[int, int]]] = {name: set() for name in space.names}
+    for name, rows, cols in rectangles:
+        if name not in corners:
+            raise InputError(f"the island's ranks hold {name!r}, which the model does not have")
+        if area := (rows[1] - rows[0]) * (cols[1] - cols[0]):
+            areas[name] += area
+            corners[name] ^= set(product(rows, cols))
+    for name, shape in space.shapes.items():
+        _check_tiling(name, (prod(shape[:1]), matrix_cols(shape)), areas[name], corners[name])
+
+
+def _check_tiling(name: str, size: tuple[int, int], area: int, corners: set[tuple[int, int]]) -> None:
+    """`corners`: the points that are a corner of an odd number of the rectangles held."""
+    # Those of the matrix alone: each element is held an odd number of times. With the area right too: once.
+    num_elements = size[0] * size[1]
+    outer_corners = set(product((0, size[0]), (0, size[1]))) if num_elements else set()
+    if area != num_elements or corners != outer_corners:
         raise InputError(
-            f"the island's ranks hold {total} distinct elements, the model has {space.num_elements}: "
-            "its mesh must hold every parameter exactly once, replicas as equal slices"
+            f"the island's ranks do not hold {name!r} exactly once: it has {num_elements} elements, their slices "
+            f"{area}; the mesh must split it into slices that do not overlap, replicas as equal ones"
         )
 
 

@@ -8,7 +8,7 @@ from outer.errors import MessageError
 
 
 def weights_of(tokens: Sequence[int]) -> list[float]:
-    """Each participant's share of all tokens; the shares sum to 1 (within rounding).
+    """Each participant's share of all tokens, at least one participant; they sum to 1 (within rounding).
 
     When nobody trained on any token, all weigh the same. Raises MessageError on a negative count.
     """
@@ -16,6 +16,7 @@ def weights_of(tokens: Sequence[int]) -> list[float]:
     #   [300, 100]     [0.75, 0.25]
     #   [300, 0]       [1.0, 0.0]      a joiner's first round
     #   [0, 0]         [0.5, 0.5]
+    assert tokens, "a round has at least one participant"
     if any(count < 0 for count in tokens):
         raise MessageError(f"token counts {list(tokens)}: none may be negative")
     total = sum(tokens)

@@ -81,14 +81,14 @@ class Space:
         self._starts = [0, *accumulate(sizes)]
         self.offsets = dict(zip(self.names, self._starts, strict=False))
         self.num_elements = self._starts[-1]
-        step = part_length(self.num_elements, part_elements, block_elements)
-        bounds = range(0, self.num_elements, step)
-        self.parts = [Part(i, a, min(a + step, self.num_elements)) for i, a in enumerate(bounds)]
+        self._step = part_length(self.num_elements, part_elements, block_elements)
+        bounds = range(0, self.num_elements, self._step)
+        self.parts = [Part(i, a, min(a + self._step, self.num_elements)) for i, a in enumerate(bounds)]
 
     @property
     def fingerprint(self) -> str:
         """Hex digest of names, shapes and cuts: equal on islands whose parts mean the same."""
-        text = repr([(name, self.shapes[name]) for name in self.names] + [len(self.parts)])
+        text = repr([(name, self.shapes[name]) for name in self.names] + [self._step])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def name_at(self, index: int) -> str:
@@ -117,14 +117,13 @@ class Space:
                     )
 
     def _parts_over(self, first: int, last: int) -> list[Part]:
-        step = self.parts[0].num_elements
-        return self.parts[first // step : last // step + 1]
+        return self.parts[first // self._step : last // self._step + 1]
 
 
 def part_length(num_elements: int, part_elements: int, block_elements: int) -> int:
-    """Elements of every part but the last: a multiple of the codec's block."""
+    """Elements of every part but the last: a multiple of the codec's block, which is the least it can be."""
     wanted = min(part_elements, -(-num_elements // MIN_PARTS))
-    return max(block_elements, -(-wanted // block_elements) * block_elements)
+    return max(wanted // block_elements, 1) * block_elements
 
 
 def matrix_cols(shape: tuple[int, ...]) -> int:

@@ -120,11 +120,6 @@ def heldout_windows(
         yield batch
 
 
-def inputs_and_targets(windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both [micro_batch, seq_len]: tokens, padding read as token 0; and what follows each, padding as -100."""
-    return windows[:, :-1].clamp(min=0), windows[:, 1:]
-
-
 def _window(tokens: np.ndarray, index: int, seq_len: int) -> torch.Tensor:
     # One token more than the stride: every token but the first is a target exactly once.
     return torch.from_numpy(tokens[index * seq_len : (index + 1) * seq_len + 1].astype(np.int64))

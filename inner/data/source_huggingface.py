@@ -1,7 +1,8 @@
 """Any Hugging Face dataset by name, or a local folder of one, read as a stream."""
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,15 +38,16 @@ class HuggingFaceSource:
         name = Path(self.dataset).name if self._is_local() else self.dataset
         prefix = "/".join(filter(None, [name, self.dataset_config, self.split]))
         found = False
-        for number, row in enumerate(self._rows()):
-            text = row_text(row, self.text_field, f"dataset {prefix}, row {number}")
-            if text:
-                found = True
-                yield Document(f"{prefix}#{number}", text)
+        with closing(self._rows()) as rows:
+            for number, row in enumerate(rows):
+                text = row_text(row, self.text_field, f"dataset {prefix}, row {number}")
+                if text:
+                    found = True
+                    yield Document(f"{prefix}#{number}", text)
         if not found:
             raise InputError(f"dataset {prefix}: the split holds no text; choose another data.split")
 
-    def _rows(self) -> Iterator[Mapping[str, object]]:
+    def _rows(self) -> Generator[Mapping[str, object], None, None]:
         if not self._is_local():
             require_on_hub("dataset", self.dataset, CURE)
         # datasets takes a second to import: only who reads one pays for it.
@@ -58,6 +60,7 @@ class HuggingFaceSource:
             where = f"dataset {self.dataset!r} (config {self.dataset_config!r}, split {self.split!r})"
             raise InputError(f"{where} cannot be read: {one_line(error)}; {CURE}") from error
         finally:
+            # An Arrow reader that is left in the middle keeps threads that abort the interpreter when it exits.
             gc.collect()
 
     def _is_local(self) -> bool:

@@ -7,12 +7,12 @@ import torch
 from outer.codecs.checks import checked_payload, checked_values, flat_fp32, is_finite, non_finite_error
 from outer.errors import MessageError
 
-_BF16_MAX = torch.finfo(torch.bfloat16).max
-
 _FP16_SCALE_BYTES = 4
 _FP16_PEAK_EXPONENT = 15
 # The least keeps every decoded value a normal fp32: a process that flushes denormals sees the same.
 _FP16_MIN_SCALE = 2.0**-115
+# The largest fp32 of fp16's 11 significant bits: more would round up to inf.
+_FP16_MAX_VALUE = (2.0 - 2.0**-10) * 2.0**127
 
 
 class Fp32Codec:
@@ -58,7 +58,8 @@ class Bf16Codec:
         if not is_finite(codes):
             if not is_finite(values):
                 raise non_finite_error(values)
-            codes.clamp_(-_BF16_MAX, _BF16_MAX)
+            # The bits below inf's are the largest's. A clamp would flush denormals where the process does.
+            codes.view(torch.int16).sub_(codes.isinf().short())
         return codes.view(torch.uint8)
 
     def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
@@ -71,7 +72,7 @@ class Fp16Codec:
     """Nearest fp16 of x / scale, scale a power of two: |error| <= max(2**-11 |x|, 2**-25 scale).
 
     The scale brings the part's largest magnitude to about 2**15, so that nothing overflows and a part of
-    tiny values keeps its digits: scale <= largest / 2**13, or 2**-115 when that is more.
+    tiny values keeps its digits: scale <= largest / 2**13.99, or 2**-115 when that is more.
     Payload: the scale (fp32), then the codes.
     """
 
@@ -85,7 +86,10 @@ class Fp16Codec:
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """The payload of `values`. Raises NonFiniteError."""
         values = flat_fp32(values)
-        scale = _fp16_scale(_peak(values))
+        peak = _peak(values)
+        if peak > _FP16_MAX_VALUE:
+            values, peak = values.clamp(-_FP16_MAX_VALUE, _FP16_MAX_VALUE), _FP16_MAX_VALUE
+        scale = _fp16_scale(peak)
         payload = torch.empty(self.num_bytes(values.numel()), dtype=torch.uint8)
         payload[:_FP16_SCALE_BYTES].view(torch.float32).fill_(scale)
         payload[_FP16_SCALE_BYTES:].view(torch.float16).copy_(values * (1.0 / scale))

@@ -11,7 +11,8 @@ def flat_fp32(values: torch.Tensor) -> torch.Tensor:
     """`values` without its autograd history, contiguous; they must be 1-D fp32 on the CPU."""
     ok = values.dim() == 1 and values.dtype == torch.float32 and values.device.type == "cpu"
     assert ok, f"a codec takes 1-D fp32 CPU values, got {values.dim()}-D {values.dtype} on {values.device}"
-    return values.detach().contiguous()
+    # An empty tensor may have stride 0 (numpy's has), which torch will not view as bytes.
+    return values.detach().contiguous() if values.numel() else torch.empty(0)
 
 
 def is_finite(values: torch.Tensor) -> bool:
@@ -34,6 +35,8 @@ def checked_payload(payload: torch.Tensor, num_bytes: int, codec: str) -> torch.
     assert payload.dtype == torch.uint8 and payload.dim() == 1, "a payload is a 1-D uint8 tensor"
     if payload.numel() != num_bytes:
         raise MessageError(f"{codec} payload of {payload.numel()} bytes, {num_bytes} expected")
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
     # A transport may hand out a slice of its frame, which can begin at any byte.
     aligned = payload.data_ptr() % 4 == 0 and payload.storage_offset() % 4 == 0 and payload.is_contiguous()
     return payload if aligned else payload.clone(memory_format=torch.contiguous_format)

@@ -56,7 +56,7 @@ def error_bound(name: str, values: torch.Tensor) -> np.ndarray:
     if name == "bf16":
         return np.maximum(x * 2.0**-8, 2.0**-134)
     if name == "fp16":
-        scale = max(x.max() * 2.0**-13, MIN_SCALE["fp16"])
+        scale = max(x.max() * 2.0**-13.99, MIN_SCALE["fp16"])
         return np.maximum(x * 2.0**-11, scale * 2.0**-25)
     return 0.5001 * int8_steps(x)
 
@@ -254,6 +254,13 @@ def test_decoded_values_do_not_share_memory_with_the_payload(name: str) -> None:
     before = payload.clone()
     codec.decode(payload, 1000).fill_(7.0)
     assert torch.equal(payload, before)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_empty_payload_from_bytes_decodes_to_nothing(name: str) -> None:
+    codec = build_codec(name)
+    payload = torch.from_numpy(codec.encode(torch.empty(0)).numpy().copy())
+    assert codec.decode(payload, 0).shape == (0,)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,6 +2,7 @@
 
 from hashlib import blake2b
 
+import numpy as np
 import pytest
 import torch
 
@@ -38,7 +39,9 @@ def test_a_strided_view_is_digested_as_its_copy() -> None:
     assert part_digest(values) == part_digest(values.clone(memory_format=torch.contiguous_format))
 
 
-@pytest.mark.parametrize("values", [torch.empty(0), torch.tensor(3.0), torch.ones(4, requires_grad=True)])
+@pytest.mark.parametrize(
+    "values", [torch.empty(0), torch.from_numpy(np.empty(0)), torch.tensor(3.0), torch.ones(4, requires_grad=True)]
+)
 def test_empty_scalar_and_trained_tensors_have_digests(values: torch.Tensor) -> None:
     assert len(part_digest(values)) == DIGEST_BYTES
 

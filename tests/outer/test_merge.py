@@ -33,8 +33,9 @@ def test_without_any_tokens_all_weigh_the_same() -> None:
     assert weights_of([0, 0, 0, 0]) == [0.25] * 4
 
 
-def test_no_participants_have_no_weights() -> None:
-    assert weights_of([]) == []
+def test_a_round_without_participants_is_refused() -> None:
+    with pytest.raises(AssertionError, match="at least one participant"):
+        weights_of([])
 
 
 def test_a_negative_token_count_is_refused() -> None:

@@ -1,0 +1,194 @@
+"""Puts an island's parts together, in the order in which they need one another."""
+
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from outer.network import Network, NetworkSettings, open_network
+
+from diloco.config import ConfigError, IslandConfig, RunConfig, differing_keys, dump_config, parse_config
+from diloco.metrics import EventRecord, Metrics
+from diloco.sinks import build_sinks
+from inner.data.batches import IslandBatches
+from inner.data.corpus import Corpus, prepare_corpus
+from inner.mesh import build_mesh, resolve_degrees
+from inner.presets import resolve_sizes
+from inner.trainer import Trainer, TrainerSettings
+from outer.loop import LoopThread
+from outer.sync import Identity, OuterLoop
+from outer.team import Team
+
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 5.0
+GROUP_SECONDS = 1800.0
+"""Longest wait of ranks for one another beyond the outer loop's own waits."""
+
+
+@dataclass
+class Parts:
+    """What one rank of an island works with. Metrics are the leader's alone."""
+
+    config: RunConfig
+    corpus: Corpus
+    batches: IslandBatches
+    trainer: Trainer
+    outer: OuterLoop
+    network: Network
+    loop: LoopThread
+    metrics: Metrics | None
+    tokens: int = 0
+    """Trained on by this island so far."""
+
+    def event(self, name: str, text: str) -> None:
+        """Record and log that something happened to the island; ranks other than the leader keep quiet."""
+        if self.metrics is not None:
+            log.info("%s: %s", name, text)
+            self.metrics.event(EventRecord(name=name, text=text))
+
+
+def device_of(island: IslandConfig) -> str:
+    """`cpu` or `cuda:<local rank>`. Raises ConfigError when the device is not there."""
+    if island.device == "cpu" or (island.device == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ConfigError("island.device is 'cuda', but torch finds no CUDA device; use auto or cpu")
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+
+
+@contextmanager
+def process_group(island: IslandConfig, device: str) -> Iterator[Team]:
+    """The island's own groups, and the team that its ranks are for the outer loop. Every rank must enter it."""
+    torch.set_num_threads(1) if device == "cpu" else torch.cuda.set_device(device)
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    timeout = timedelta(seconds=GROUP_SECONDS)
+    if os.environ["WORLD_SIZE"] == "1":
+        dist.init_process_group(backend_of(device), store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend_of(device), timeout=timeout)
+    if dist.get_world_size() != island.ranks:
+        raise ConfigError(
+            f"island.ranks is {island.ranks}, but {dist.get_world_size()} processes were started; "
+            f"give torchrun --nproc-per-node {island.ranks}, or set island.ranks={dist.get_world_size()}"
+        )
+    group = dist.new_group(backend="gloo", timeout=timeout) if island.ranks > 1 else None
+    assert not isinstance(group, int), "every rank is in the group of all ranks"
+    yield Team(group)
+
+
+def backend_of(device: str) -> str:
+    """gloo computes on the CPU, NCCL on GPUs; CPU tensors travel by gloo in both."""
+    return "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+
+
+def build_trainer(
+    config: RunConfig, island: IslandConfig, corpus: Corpus, device: str, *, num_islands: int = 1
+) -> Trainer:
+    """The inner trainer; with `num_islands` the data-parallel one that takes all their tokens in each step."""
+    optimizer = config.optimizer
+    if num_islands > 1:
+        optimizer = optimizer.model_copy(update={"tokens_per_step": optimizer.tokens_per_step * num_islands})
+    degrees = resolve_degrees(island.mesh, island.ranks)
+    settings = TrainerSettings(
+        device=device,
+        compute_dtype=island.compute_dtype,
+        micro_batch=island.micro_batch,
+        seq_len=config.data.seq_len,
+        seed=config.seed,
+        total_steps=config.total_steps,
+    )
+    sizes = resolve_sizes(config.model, corpus.vocab_size)
+    return Trainer(sizes, optimizer, build_mesh(degrees, torch.device(device).type), settings)
+
+
+def load_corpus(config: RunConfig, island: IslandConfig) -> Corpus:
+    """The island's text, from its cache or tokenised now."""
+    data = config.data
+    if island.data_paths is not None:
+        data = data.model_copy(update={"paths": island.data_paths})
+    return prepare_corpus(data, Path(island.cache_dir).expanduser())
+
+
+@contextmanager
+def assembled(config: RunConfig, island: IslandConfig, team: Team, device: str, folder: Path) -> Iterator[Parts]:
+    """One rank's parts, its network connections open. Every rank of the island must enter it."""
+    corpus = load_corpus(config, island)
+    num_sequences = config.optimizer.tokens_per_step // config.data.seq_len
+    num_islands = config.outer.start_islands
+    batches = IslandBatches(corpus, config.data.seq_len, config.seed, island.index, num_islands, num_sequences)
+    trainer = build_trainer(config, island, corpus, device)
+    metrics = open_metrics(config, island, folder) if team.is_leader else None
+    loop = LoopThread()
+    network = connect(config, island, team, loop, folder)
+    try:
+        identity = Identity(island.island, team.broadcast(secrets.token_hex(8)), config.hash)
+        outer = OuterLoop(config.outer, identity, trainer.params, team, network, loop)
+        yield Parts(config, corpus, batches, trainer, outer, network, loop, metrics)
+    finally:
+        close(network, loop, metrics)
+
+
+def close(network: Network, loop: LoopThread, metrics: Metrics | None) -> None:
+    """Free sockets, processes and files of a rank."""
+    try:
+        loop.run(network.close(), timeout_seconds=CLOSE_SECONDS)
+    except TimeoutError:
+        log.warning("the network did not close within %.0f s", CLOSE_SECONDS)
+    loop.close()
+    if metrics is not None:
+        metrics.close()
+
+
+def connect(config: RunConfig, island: IslandConfig, team: Team, loop: LoopThread, folder: Path) -> Network:
+    """The rank's connections to other islands; the leader checks that they run the same config."""
+    leader_address = None
+    network = None
+    for turn in ("leader", "others"):
+        if team.is_leader == (turn == "leader"):
+            settings = NetworkSettings(
+                run_id=config.name,
+                island=island.island,
+                rank=team.rank,
+                bootstrap=island.bootstrap,
+                listen_host=island.listen_host,
+                listen_port=island.listen_port,
+                announce_host=island.announce_host,
+                identity_path=folder / "identity.key",
+                leader_address=leader_address,
+                connect_seconds=island.connect_seconds,
+            )
+            network = loop.run(open_network(config.outer.transport, settings))
+        leader_address = team.broadcast(network.leader_address if team.is_leader and network else None)
+    assert network is not None
+    if network.membership is not None:
+        theirs = loop.run(network.membership.read_config())
+        check_same_run(config, theirs)
+        loop.run(network.membership.publish_config(dump_config(config)))
+    return network
+
+
+def check_same_run(ours: RunConfig, theirs: str | None) -> None:
+    """Raise ConfigError, naming the keys, unless the swarm's config of this run (None: there is none) is ours."""
+    if theirs is None:
+        return
+    run = parse_config(theirs, where="the swarm's config").run
+    if run.hash != ours.hash:
+        differences = "\n".join(f"  {line}" for line in differing_keys(ours, run))
+        raise ConfigError(
+            f"the swarm's run {ours.name!r} has another config than this island:\n{differences}\n"
+            "use the run's own (`diloco join ADDRESS` fetches it), or give this run another name"
+        )
+
+
+def open_metrics(config: RunConfig, island: IslandConfig, folder: Path) -> Metrics:
+    """The island's metrics.jsonl and what other sinks its config names."""
+    sinks = build_sinks(island, folder, run_name=f"{config.name}/{island.island}", settings=config.model_dump())
+    return Metrics(folder / "metrics.jsonl", sinks)

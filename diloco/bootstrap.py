@@ -1,0 +1,49 @@
+"""`diloco bootstrap`: where islands find each other. Trains nothing."""
+
+import signal
+import threading
+from pathlib import Path
+
+import typer
+
+from diloco.config import ConfigError
+from diloco.signals import end_with_parent
+
+PREFIX = "address: "
+"""What the line with an address starts with, for programs that read it."""
+
+
+def bootstrap(host: str, port: int, rendezvous: str, identity: Path | None) -> None:
+    """Serve until a signal comes; prints one line for each address."""
+    end_with_parent()
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    if rendezvous == "dht":
+        addresses, close = _serve_dht(host, port, identity)
+    elif rendezvous == "tcp":
+        addresses, close = _serve_tcp(host, port)
+    else:
+        raise ConfigError(f"--rendezvous: got {rendezvous!r}; allowed: dht (for hivemind), tcp (for gloo)")
+    for address in addresses:
+        typer.echo(f"{PREFIX}{address}")
+    typer.echo("give it to the islands: island.bootstrap=[ADDRESS], or: diloco join ADDRESS")
+    stopped.wait()
+    close()
+
+
+def _serve_dht(host: str, port: int, identity: Path | None):
+    from outer.membership.hivemind import serve_bootstrap
+
+    from outer.loop import LoopThread
+
+    loop = LoopThread()
+    peer = loop.run(serve_bootstrap([f"/ip4/{host}/tcp/{port}"], identity), timeout_seconds=60)
+    return list(peer.addresses), lambda: loop.run(peer.close(), timeout_seconds=5)
+
+
+def _serve_tcp(host: str, port: int):
+    from outer.membership.tcp import serve_rendezvous
+
+    server = serve_rendezvous(host, port)
+    return [server.address], server.close

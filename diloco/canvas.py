@@ -1,0 +1,59 @@
+"""An empty picture in the report's style, and how it becomes a file."""
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+# Okabe and Ito's palette: told apart with every common colour blindness. Vermillion is kept for what went wrong.
+ISLAND_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#7A5C00")
+WRONG = "#D55E00"
+INK, FAINT, REFERENCE = "#22252B", "#E4E6EA", "#5C6370"
+STYLE: dict[Any, Any] = {
+    "font.family": "sans-serif",
+    "font.size": 11,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": "#9AA0AA",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.titlesize": 13,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 12,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.8,
+    "xtick.color": REFERENCE,
+    "ytick.color": REFERENCE,
+    "legend.frameon": False,
+    "hatch.linewidth": 0.6,
+}
+
+
+def styled() -> AbstractContextManager[None]:
+    """Draw within this: the report looks the same whatever the user's own matplotlib settings."""
+    return style.context(["default", STYLE])
+
+
+def new_axes(title: str, x_label: str, y_label: str, height: float = 4.6) -> tuple[Figure, Axes]:
+    """An empty picture in the report's style."""
+    figure = Figure(figsize=(9.6, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(title=title, xlabel=x_label, ylabel=y_label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=x_label == "inner step", nbins=9))
+    return figure, axes
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write the picture; a killed process leaves no half of one under its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}")
+    figure.savefig(beside, format="png")
+    beside.replace(path)

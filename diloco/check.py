@@ -1,0 +1,45 @@
+"""What can be found wrong with a run before any process starts. No torch here."""
+
+from pathlib import Path
+
+from diloco.config import Config, ConfigError, IslandConfig, RunConfig
+from inner.data.bigram import bigram_loss
+from inner.data.corpus import Corpus, check_source, prepare_corpus
+from inner.mesh import accumulation, resolve_degrees
+from inner.presets import num_params, resolve_sizes
+
+BIGRAM_VOCAB = 1024
+
+
+def check_island(run: RunConfig, island: IslandConfig, where: str) -> None:
+    """Raise ConfigError or InputError, naming the island, if its mesh or micro-batch cannot train this run."""
+    try:
+        replicate, shard = resolve_degrees(island.mesh, island.ranks)
+        tokens, seq_len = run.optimizer.tokens_per_step, run.data.seq_len
+        accumulation(tokens, seq_len, island.micro_batch, replicate * shard)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def check_run(config: Config, num_islands: int) -> Corpus:
+    """The prepared corpus, after everything that this machine can check has been checked."""
+    run = config.run
+    for index in range(num_islands):
+        check_island(run, config.for_island(index), f"island {index}")
+    island = config.for_island(0)
+    check_source(run.data)
+    corpus = prepare_corpus(run.data, Path(island.cache_dir).expanduser())
+    resolve_sizes(run.model, corpus.vocab_size)
+    return corpus
+
+
+def model_params(run: RunConfig, corpus: Corpus) -> int:
+    """Parameters of the run's model."""
+    return num_params(resolve_sizes(run.model, corpus.vocab_size))
+
+
+def bigram_yardstick(corpus: Corpus) -> float | None:
+    """Held-out loss of a byte bigram model, nats a token; None for vocabularies where it would say nothing."""
+    if corpus.vocab_size > BIGRAM_VOCAB:
+        return None
+    return bigram_loss(corpus.train, corpus.heldout, corpus.vocab_size)

@@ -1,0 +1,149 @@
+"""The command `diloco`. Imports only what each command needs: --help answers at once."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="diloco",
+    help="Train one language model over islands: FSDP inside each, DiLoCo between them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, for example configs/quickstart.yaml.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Values that win over the file's.")
+]
+
+
+@app.command()
+def simulate(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    islands: Annotated[int | None, typer.Option(min=1, help="Number of islands; default: as many as listed.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Processes of each island; default: the file's.")] = None,
+    baseline: Annotated[bool, typer.Option("--baseline", help="Also train data-parallel on the same tokens.")] = False,
+) -> None:
+    """Run all islands of a config on this machine, as real processes, and write a report."""
+    from diloco.simulate import simulate as run
+
+    raise typer.Exit(run(config, overrides or [], islands, ranks, with_baseline=baseline))
+
+
+@app.command()
+def train(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Run this rank of one island: torchrun --nproc-per-node R -m diloco train CONFIG island.index=K."""
+    from diloco.config import load_config
+
+    resolved = load_config(config, overrides or [])
+    from diloco.train import train as run
+
+    run(resolved, resolved.island.index)
+
+
+@app.command(hidden=True)
+def baseline(
+    config: ConfigPath, overrides: Overrides = None, islands: int = typer.Option(...), ranks: int = typer.Option(...)
+) -> None:
+    """Run this rank of the data-parallel baseline that `simulate --baseline` compares with."""
+    from diloco.config import load_config
+
+    resolved = load_config(config, overrides or [])
+    from diloco.train import baseline as run
+
+    run(resolved, islands, ranks)
+
+
+@app.command()
+def bootstrap(
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 0,
+    rendezvous: Annotated[str, typer.Option(help="dht (for outer.transport hivemind) or tcp (for gloo).")] = "dht",
+    identity: Annotated[Path | None, typer.Option(help="Key file that keeps the address over restarts.")] = None,
+) -> None:
+    """Be the address where islands find each other. Trains nothing; prints the address to give to them."""
+    from diloco.bootstrap import bootstrap as run
+
+    run(host, port, rendezvous, identity)
+
+
+@app.command()
+def join(
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="As printed by `diloco bootstrap`.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[island.key=value ...]", help="This island's own values.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes of this island.")] = 1,
+    run_name: Annotated[str | None, typer.Option("--run", help="The run's name, if the swarm has several.")] = None,
+) -> None:
+    """Join a run: get its config from the swarm, take the islands' state, train."""
+    from diloco.join import join as run
+
+    raise typer.Exit(run(address, overrides or [], ranks, run_name))
+
+
+@app.command("config")
+def show_config(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Print the resolved config: every value, and the hash that islands of a run must share."""
+    from diloco.config import dump_config, load_config
+
+    resolved = load_config(config, overrides or [])
+    typer.echo(f"# hash of the run's part: {resolved.run.hash}\n{dump_config(resolved)}", nl=False)
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder, for example runs/quickstart.")],
+) -> None:
+    """Write summary.json and report.html of a run from its metrics, and print the summary."""
+    from rich.console import Console
+
+    from diloco.report import write_report
+    from diloco.summary import print_summary, write_summary
+
+    summary = write_summary(run_dir)
+    print_summary(summary, Console())
+    typer.echo(f"report: {write_report(run_dir)}")
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one clear message and exit status 2."""
+    try:
+        app(standalone_mode=True)
+    except SystemExit as error:
+        end(error.code if isinstance(error.code, int) else 1)
+    except (ValueError, RuntimeError) as error:
+        if not is_users(error):
+            raise
+        sys.stderr.write(f"error: {error}\n")
+        end(2 if isinstance(error, ValueError) else 1)
+
+
+def is_users(error: BaseException) -> bool:
+    """Whether the error's text tells its reader all there is to know, without a traceback."""
+    import inner.errors
+    import outer.errors
+    from diloco.config import ConfigError
+
+    return isinstance(
+        error,
+        ConfigError
+        | inner.errors.InputError
+        | inner.errors.TrainingStopped
+        | outer.errors.InputError
+        | outer.errors.OuterError,
+    )
+
+
+def end(code: int) -> None:
+    """Leave without the interpreter's shutdown where gloo may be loaded: its threads abort in it now and then."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "torch" in sys.modules:
+        os._exit(code)
+    sys.exit(code)

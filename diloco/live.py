@@ -1,0 +1,197 @@
+"""All islands of a run at a glance while it trains, from the files they write."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from diloco.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
+from diloco.runfiles import METRICS, Tail
+from diloco.units import UNKNOWN, human_bytes, human_count, human_loss, human_seconds, one_line
+
+PLAIN_LINE_SECONDS = 5.0
+COLUMNS = ("island", "step", "loss", "tok/s", "round", "peers", "ok/abort", "sent", "held-out")
+
+
+@dataclass
+class IslandState:
+    """What is known of one island by now."""
+
+    name: str
+    step: int = 0
+    tokens: int = 0
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    round: int | None = None
+    num_participants: int | None = None
+    num_committed: int = 0
+    num_aborted: int = 0
+    bytes_sent: int = 0
+    eval_loss: float | None = None
+    eval_round: int = -1
+    event: str = ""
+
+    def take(self, record: Record) -> None:
+        """Bring the state up to date with one more record."""
+        match record:
+            case StepRecord():
+                self.step, self.tokens = record.step, record.tokens
+                self.tokens_per_second = record.tokens_per_second
+                self.loss = self.loss if record.loss is None else record.loss
+            case RoundRecord():
+                self.round, self.num_participants = record.round, len(record.participants)
+                self.num_committed += record.committed
+                self.num_aborted += not record.committed
+                self.bytes_sent += record.bytes_sent
+                if record.cause:
+                    self.event = one_line(f"round {record.round} aborted: {record.cause}")
+            case EvalRecord():
+                self.eval_loss, self.eval_round = record.loss, record.round
+            case EventRecord():
+                self.event = one_line(f"{record.name}: {record.text}" if record.text else record.name)
+
+
+@dataclass
+class RunState:
+    """The islands of a run; `total_steps` is what each of them is to make."""
+
+    islands: list[IslandState]
+    total_steps: int
+    seconds: float = 0.0
+
+
+def rows(state: RunState) -> list[tuple[str, ...]]:
+    """One row of text an island: COLUMNS, then its last event."""
+    return [
+        (
+            island.name,
+            f"{island.step}/{state.total_steps}",
+            human_loss(island.loss),
+            human_count(island.tokens_per_second),
+            UNKNOWN if island.round is None else str(island.round),
+            UNKNOWN if island.num_participants is None else str(island.num_participants),
+            f"{island.num_committed}/{island.num_aborted}",
+            human_bytes(island.bytes_sent),
+            human_loss(island.eval_loss),
+            island.event,
+        )
+        for island in state.islands
+    ]
+
+
+class LiveView:
+    """A table that redraws itself on a terminal; elsewhere one plain line at a new round or every few seconds.
+
+    Use as a context manager and call `update` a few times a second.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        islands: Sequence[str],
+        total_steps: int,
+        *,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.console = console or Console(highlight=False)
+        """Print through this while the view is shown."""
+        self.state = RunState([IslandState(name) for name in islands], total_steps)
+        self._title = run_dir.name
+        self._tails = [Tail(run_dir / name / METRICS) for name in islands]
+        self._clock = clock
+        self._started_at = clock()
+        self._last_line_at = self._started_at
+        is_screen = self.console.is_terminal and not self.console.is_dumb_terminal
+        self._live = Live(console=self.console, auto_refresh=False) if is_screen else None
+
+    def __enter__(self) -> "LiveView":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Show the last state and give the terminal back."""
+        self.update(is_last=True)
+        if self._live:
+            self._live.stop()
+
+    def update(self, *, is_last: bool = False) -> None:
+        """Read what the islands have written and show it; returns at once."""
+        rounds_before, events_before = self._rounds_decided(), self._events()
+        for island, tail in zip(self.state.islands, self._tails, strict=True):
+            for record in tail.new_records():
+                island.take(record)
+        self.state.seconds = self._clock() - self._started_at
+        if self._live:
+            self._live.update(picture(self._title, self.state), refresh=True)
+            return
+        self._print_events(events_before)
+        is_due = self._clock() - self._last_line_at >= PLAIN_LINE_SECONDS
+        if is_last or is_due or self._rounds_decided() > rounds_before:
+            self._last_line_at = self._clock()
+            self._print(plain_line(self.state))
+
+    def _rounds_decided(self) -> int:
+        # By the island that is furthest: its first report of a round gives a line, the others' do not.
+        return max((island.num_committed + island.num_aborted for island in self.state.islands), default=0)
+
+    def _events(self) -> list[str]:
+        return [island.event for island in self.state.islands]
+
+    def _print_events(self, before: Sequence[str]) -> None:
+        for island, old in zip(self.state.islands, before, strict=True):
+            if island.event != old:
+                self._print(f"{island.name} {island.event}")
+
+    def _print(self, line: str) -> None:
+        self.console.print(Text(line), soft_wrap=True)
+
+
+def picture(title: str, state: RunState) -> Group:
+    """The table of all islands with their last events below it."""
+    table = Table(
+        title=Text(f"{title}  {human_seconds(state.seconds)}"),
+        title_justify="left",
+        title_style="bold",
+        padding=(0, 1, 0, 0),
+        box=None,
+        header_style="dim",
+    )
+    table.add_column(COLUMNS[0], no_wrap=True, overflow="ellipsis")
+    table.add_column("", width=10)
+    for column in COLUMNS[1:]:
+        table.add_column(column, justify="right", no_wrap=True)
+    lines: list[Text] = []
+    for island, row in zip(state.islands, rows(state), strict=True):
+        bar = ProgressBar(total=max(state.total_steps, 1), completed=island.step, width=10)
+        table.add_row(Text(row[0], style="cyan"), bar, *(Text(cell) for cell in row[1 : len(COLUMNS)]))
+        if row[-1]:
+            lines.append(Text(f"{row[0]} {row[-1]}", style="yellow", no_wrap=True, overflow="ellipsis"))
+    return Group(table, *lines)
+
+
+def plain_line(state: RunState) -> str:
+    """The run in one line of plain text."""
+    islands = state.islands
+    losses = " ".join(human_loss(island.loss) for island in islands)
+    decided = [island.round for island in islands if island.round is not None]
+    newest = max(islands, key=lambda island: island.eval_round, default=None)
+    return (
+        f"[{human_seconds(state.seconds)}] step {max((i.step for i in islands), default=0)}/{state.total_steps}"
+        f" | round {max(decided, default=UNKNOWN)}"
+        f" | {max((i.num_committed for i in islands), default=0)} committed"
+        f" {max((i.num_aborted for i in islands), default=0)} aborted"
+        f" | loss {losses} | held-out {human_loss(newest.eval_loss if newest else None)}"
+        f" | {human_count(sum(i.tokens_per_second or 0 for i in islands))} tok/s"
+        f" | sent {human_bytes(sum(i.bytes_sent for i in islands))}"
+    )

@@ -1,0 +1,176 @@
+"""A finished run in a few figures: summary.json, and the same as a table."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from diloco.metrics import EvalRecord
+from diloco.runfiles import IslandRecords, RunRecords, read_run, write_atomically
+from diloco.units import UNKNOWN, human_bytes, human_count, human_loss, human_seconds
+
+SUMMARY = "summary.json"
+BYTES_PER_GRADIENT = 4
+DATA_PARALLEL_FORMULA = "2 (N-1)/N x 4 bytes x parameters x inner steps, sent by each of N islands"
+"""An fp32 ring all-reduce of the gradients at every inner step."""
+
+Summary = dict[str, Any]
+
+
+def summarise(run_dir: Path) -> Summary:
+    """The run's figures, ready for JSON; None where they are not known. Raises InputError when there is no run."""
+    return summarise_records(read_run(run_dir))
+
+
+def write_summary(run_dir: Path) -> Path:
+    """Write summary.json and return its path."""
+    path = run_dir / SUMMARY
+    write_atomically(path, json.dumps(summarise(run_dir), indent=2, allow_nan=False) + "\n")
+    return path
+
+
+def summarise_records(run: RunRecords) -> Summary:
+    """`summarise` of records already read."""
+    summary: Summary = {
+        "name": run.facts.name if run.facts else run.run_dir.resolve().name,
+        "num_params": run.facts.num_params if run.facts else None,
+        "num_islands": run.num_islands,
+        "bigram_loss": run.facts.bigram_loss if run.facts else None,
+        **training_figures(run.islands),
+        "data_parallel_bytes": data_parallel_bytes(run),
+        "data_parallel_formula": DATA_PARALLEL_FORMULA,
+        "baseline": None,
+        "loss_ratio": None,
+    }
+    if run.baseline is not None:
+        baseline = summary["baseline"] = training_figures([run.baseline])
+        ours, theirs = summary["final_eval_loss"], baseline["final_eval_loss"]
+        summary["loss_ratio"] = ours / theirs if ours and theirs else None
+    return summary
+
+
+def training_figures(islands: Sequence[IslandRecords]) -> Summary:
+    """What a run and its baseline have in common."""
+    last = last_eval(islands)
+    rounds = [record for island in islands for record in island.rounds]
+    disagreeing = rounds_disagreeing(islands)
+    committed = {r.round for r in rounds if r.committed}
+    return {
+        "final_eval_loss": last.loss if last else None,
+        "final_bits_per_byte": last.bits_per_byte if last else None,
+        "tokens": sum(max((s.tokens for s in island.steps), default=0) for island in islands),
+        "steps": {island.name: len(island.steps) for island in islands},
+        "skipped_steps": {island.name: sum(s.skipped for s in island.steps) for island in islands},
+        "rounds_committed": len(committed),
+        "rounds_aborted": len({(r.round, r.attempt) for r in rounds if not r.committed}),
+        "bytes_sent": {island.name: sum(r.bytes_sent for r in island.rounds) for island in islands},
+        "bytes_received": {island.name: sum(r.bytes_received for r in island.rounds) for island in islands},
+        "digests_equal": not disagreeing if committed else None,
+        "rounds_disagreeing": disagreeing,
+        "seconds": seconds_of(islands),
+    }
+
+
+def last_eval(islands: Sequence[IslandRecords]) -> EvalRecord | None:
+    """The held-out loss of the last round that has one."""
+    return max((e for island in islands for e in island.evals), key=lambda e: (e.round, e.time), default=None)
+
+
+def rounds_disagreeing(islands: Sequence[IslandRecords]) -> list[int]:
+    """Rounds that islands committed with different results, or that one committed and another aborted."""
+    records = [record for island in islands for record in island.rounds]
+    digests: dict[int, set[str]] = {}
+    for record in records:
+        if record.committed:
+            digests.setdefault(record.round, set()).add(record.digest)
+    outcomes: dict[tuple[int, int, tuple[str, ...]], set[bool]] = {}
+    for record in records:
+        # With its participants: an island outside of a plan may have numbered an attempt of its own the same.
+        outcomes.setdefault((record.round, record.attempt, record.participants), set()).add(record.committed)
+    differing = {number for number, found in digests.items() if len(found) > 1}
+    return sorted(differing | {number for (number, _, _), found in outcomes.items() if len(found) > 1})
+
+
+def data_parallel_bytes(run: RunRecords) -> dict[str, int] | None:
+    """What each island would have sent had it averaged gradients at every inner step; None without run.json."""
+    if run.facts is None:
+        return None
+    per_step = data_parallel_bytes_per_step(run.facts.num_params, run.num_islands)
+    return {island.name: round(per_step * len(island.steps)) for island in run.islands}
+
+
+def data_parallel_bytes_per_step(num_params: int, num_islands: int) -> float:
+    """Bytes that one island sends in one fp32 ring all-reduce of the gradients."""
+    return 2 * (num_islands - 1) / num_islands * BYTES_PER_GRADIENT * num_params
+
+
+def seconds_of(islands: Sequence[IslandRecords]) -> float | None:
+    """From the beginning of the first inner step, or wait, to the last record."""
+    spans = [span for island in islands for span in island.spans]
+    return max(end for _, end in spans) - min(start for start, _ in spans) if spans else None
+
+
+def traffic_ratio(summary: Summary) -> float | None:
+    """How many times more data-parallel training would have sent; None when either is nothing or unknown."""
+    sent, would_have = _total(summary["bytes_sent"]), _total(summary["data_parallel_bytes"])
+    return would_have / sent if sent and would_have else None
+
+
+def summary_rows(summary: Summary) -> list[tuple[str, str, str]]:
+    """(what, this run, baseline) for a table; the baseline's column is blank when there was none."""
+    baseline = summary["baseline"]
+    columns = [_column(summary), _column(baseline) if baseline else {}]
+    rows = [(label, columns[0][label], columns[1].get(label, "")) for label in columns[0]]
+    sent, would_have = _total(summary["bytes_sent"]), _total(summary["data_parallel_bytes"])
+    computed = f"{human_bytes(would_have)} (computed)" if baseline and would_have else ""
+    rows.append(("Sent between islands", human_bytes(sent), computed))
+    if would_have is not None:
+        ratio = traffic_ratio(summary)
+        rows.append(
+            ("Data-parallel would have sent", human_bytes(would_have) + (f" ({ratio:.1f}x)" if ratio else ""), "")
+        )
+    if baseline:
+        ratio = summary["loss_ratio"]
+        rows.insert(1, ("Loss against baseline", f"{(ratio - 1) * 100:+.2f} %" if ratio else UNKNOWN, ""))
+    if summary["bigram_loss"] is not None:
+        rows.insert(1, ("Byte bigram model's loss", human_loss(summary["bigram_loss"]), ""))
+    return rows
+
+
+def print_summary(summary: Summary, console: Console) -> None:
+    """Show the summary as a table."""
+    table = Table(title=Text(f"Run {summary['name']}"), title_justify="left", title_style="bold")
+    table.add_column("")
+    table.add_column("this run", justify="right")
+    if summary["baseline"]:
+        table.add_column("data-parallel baseline", justify="right")
+    for what, ours, theirs in summary_rows(summary):
+        cells = [what, ours, theirs] if summary["baseline"] else [what, ours]
+        table.add_row(*(Text(cell) for cell in cells))
+    console.print(table)
+
+
+def _column(figures: Summary) -> dict[str, str]:
+    bits = figures["final_bits_per_byte"]
+    return {
+        "Held-out loss (nats a token)": human_loss(figures["final_eval_loss"]),
+        "Bits per byte": UNKNOWN if bits is None else f"{bits:.4f}",
+        "Tokens": human_count(figures["tokens"]),
+        "Inner steps (skipped)": f"{_total(figures['steps'])} ({_total(figures['skipped_steps'])})",
+        "Rounds committed": str(figures["rounds_committed"]),
+        "Rounds aborted": str(figures["rounds_aborted"]),
+        "Digests equal in every round": _yes_or_no(figures["digests_equal"]),
+        "Wall time": human_seconds(figures["seconds"]),
+    }
+
+
+def _total(by_island: dict[str, int] | None) -> int | None:
+    return None if by_island is None else sum(by_island.values())
+
+
+def _yes_or_no(claim: bool | None) -> str:
+    return UNKNOWN if claim is None else "yes" if claim else "NO"

@@ -1,0 +1,154 @@
+"""The timeline: what each island was doing when, first as intervals, then as a picture."""
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from diloco.canvas import INK, REFERENCE, WRONG, new_axes, save
+from diloco.metrics import RoundRecord, StepRecord
+from diloco.runfiles import IslandRecords, RunRecords
+
+Activity = Literal["inner steps", "wait", "reduce", "aborted"]
+ACTIVITY_COLORS: dict[Activity, str] = {
+    "inner steps": "#56B4E9",
+    "wait": "#C9CCD3",
+    "reduce": "#E69F00",
+    "aborted": WRONG,
+}
+MAX_ROUND_LABELS = 24
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One activity from `start` to `end`, unix seconds."""
+
+    activity: Activity
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+
+def segments(island: IslandRecords) -> list[Segment]:
+    """Everything the island did, inner steps first."""
+    return merged_steps(island.steps) + [part for record in island.rounds for part in round_segments(record)]
+
+
+def merged_steps(steps: list[StepRecord]) -> list[Segment]:
+    """Inner steps that follow one another without a pause, as one segment.
+
+    steps of 1 s ending at 1 2 3 7 8  ->  0..3 6..8
+    """
+    if not steps:
+        return []
+    pause = statistics.median(step.seconds for step in steps) / 2
+    merged: list[Segment] = []
+    for step in steps:
+        start, end = step.time - step.seconds, step.time
+        if merged and start - merged[-1].end <= pause:
+            merged[-1] = Segment("inner steps", merged[-1].start, max(end, merged[-1].end))
+        else:
+            merged.append(Segment("inner steps", start, end))
+    return merged
+
+
+def round_segments(record: RoundRecord) -> list[Segment]:
+    """The wait, then the reduce; an aborted attempt as a whole."""
+    reduce_start = record.time - record.reduce_seconds
+    wait_start = reduce_start - record.wait_seconds
+    if not record.committed:
+        return [Segment("aborted", wait_start, record.time)]
+    return [Segment("wait", wait_start, reduce_start), Segment("reduce", reduce_start, record.time)]
+
+
+def computing_share(island: IslandRecords) -> float | None:
+    """The part of the island's time, 0 to 1, that it spent in inner steps."""
+    if not island.steps:
+        return None
+    spans = island.spans
+    seconds = max(end for _, end in spans) - min(start for start, _ in spans)
+    return min(sum(step.seconds for step in island.steps) / seconds, 1.0) if seconds > 0 else None
+
+
+def draw_timeline(run: RunRecords, path: Path) -> str | None:
+    """A lane an island: inner steps, waits, reduces, aborted attempts, and a mark at each commit."""
+    spans = [span for island in run.islands for span in island.spans]
+    if not spans:
+        return "No island has recorded anything yet."
+    origin, last = min(start for start, _ in spans), max(end for _, end in spans)
+    unit, unit_seconds = time_unit(last - origin)
+    figure, axes = new_axes("What each island did", f"{unit} since the first inner step began", "", height=lanes(run))
+    for lane, island in enumerate(run.islands):
+        draw_lane(axes, island, lane, lambda seconds: (seconds - origin) / unit_seconds)
+        share = computing_share(island)
+        if share is not None:
+            right = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": 10}
+            text = f"{share * 100:.0f} % computing"
+            axes.annotate(text, xy=((last - origin) / unit_seconds, lane), annotation_clip=False, **right)
+    label_commits(axes, run, lambda seconds: (seconds - origin) / unit_seconds)
+    axes.set_yticks(range(len(run.islands)), [island.name for island in run.islands])
+    axes.set_ylim(len(run.islands) - 0.4, -0.75)
+    axes.set_xlim(0, max((last - origin) / unit_seconds, 1e-9))
+    axes.grid(visible=False, axis="y")
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    figure.legend(handles=activity_patches(), loc="outside lower center", ncols=5, fontsize=10)
+    return save(figure, path)
+
+
+def draw_lane(axes: Axes, island: IslandRecords, lane: int, at: Callable[[float], float]) -> None:
+    """One island's bars and event marks; `at` places unix seconds on the axis."""
+    everything = segments(island)
+    for activity, color in ACTIVITY_COLORS.items():
+        bars = [(at(s.start), at(s.end) - at(s.start)) for s in everything if s.activity == activity]
+        # The edge keeps a bar visible that is narrower than a pixel.
+        look = {"facecolor": color, "edgecolor": color, "linewidth": 0.7}
+        if activity == "aborted":
+            look |= {"hatch": "////", "edgecolor": "white", "zorder": 3}
+            axes.broken_barh(bars, (lane - 0.3, 0.6), facecolor=color, edgecolor=color, linewidth=1.0, zorder=3)
+        axes.broken_barh(bars, (lane - 0.3, 0.6), **look)
+    for event in island.events:
+        axes.plot([at(event.time)], [lane + 0.36], marker="^", color=INK, markersize=5, clip_on=False, zorder=4)
+        below = {"xytext": (4, -2), "textcoords": "offset points", "va": "center", "fontsize": 8.5}
+        axes.annotate(event.name[:24], xy=(at(event.time), lane + 0.38), **below)
+
+
+def label_commits(axes: Axes, run: RunRecords, at: Callable[[float], float]) -> None:
+    """A tick in the lane of each island that committed, and the round's number above."""
+    last_commit: dict[int, float] = {}
+    for lane, island in enumerate(run.islands):
+        times = [record.time for record in island.rounds if record.committed]
+        axes.vlines([at(time) for time in times], lane - 0.38, lane + 0.3, color=INK, linewidth=1.1, zorder=4)
+        for record in island.rounds:
+            if record.committed:
+                last_commit[record.round] = max(record.time, last_commit.get(record.round, record.time))
+    stride = math.ceil(len(last_commit) / MAX_ROUND_LABELS) or 1
+    for number in sorted(last_commit)[::stride]:
+        place = (at(last_commit[number]), -0.45)
+        axes.text(*place, str(number), ha="center", va="bottom", fontsize=8.5, color=REFERENCE)
+
+
+def activity_patches() -> list[Patch]:
+    """The timeline's legend."""
+    patches = [Patch(color=color, label=activity) for activity, color in ACTIVITY_COLORS.items()]
+    patches[-1] = Patch(facecolor=WRONG, edgecolor="white", hatch="////", label="aborted attempt")
+    return [*patches, Patch(color=INK, label="commit (round above)")]
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """The axis' unit and its length in seconds."""
+    return ("seconds", 1.0) if seconds < 600 else ("minutes", 60.0) if seconds < 3 * 3600 else ("hours", 3600.0)
+
+
+def lanes(run: RunRecords) -> float:
+    """The timeline's height in inches."""
+    return 1.9 + 0.62 * min(len(run.islands), 40)

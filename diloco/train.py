@@ -1,0 +1,115 @@
+"""What runs inside a rank: `train` for one island of a run, `baseline` for data-parallel training to compare with."""
+
+import logging
+import math
+import os
+import sys
+from pathlib import Path
+
+from diloco import island as life
+from diloco.assemble import (
+    Parts,
+    assembled,
+    build_trainer,
+    close,
+    device_of,
+    load_corpus,
+    open_metrics,
+    process_group,
+)
+from diloco.config import Config, IslandConfig, RunConfig, dump_config
+from diloco.metrics import EvalRecord, Metrics, StepRecord
+from diloco.runfiles import write_atomically
+from diloco.signals import end_with_parent, on_stop
+from inner.data.batches import IslandBatches, heldout_windows
+from inner.data.corpus import Corpus
+from inner.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+def train(config: Config, index: int) -> None:
+    """This rank's part in the island `index` of a run; returns when the run is over."""
+    run, island = config.run, config.for_island(index)
+    start_logging(island.island)
+    end_with_parent()
+    goodbyes: list[Parts] = []
+    on_stop(lambda: say_goodbye(goodbyes))
+    folder = Path(island.run_dir) / run.name / island.island
+    device = device_of(island)
+    with process_group(island, device) as team:
+        if team.is_leader:
+            keep_config(folder.parent, config)
+        with assembled(run, island, team, device, folder) as parts:
+            goodbyes.append(parts)
+            life.run(parts)
+
+
+def baseline(config: Config, num_islands: int, ranks: int) -> None:
+    """Synchronous data-parallel training: the islands' tokens in every step, gradients averaged in every step."""
+    run = config.run
+    island = config.for_island(0).model_copy(update={"ranks": ranks, "name": "baseline"})
+    start_logging("baseline")
+    end_with_parent()
+    on_stop(lambda: None)
+    device = device_of(island)
+    with process_group(island, device) as team:
+        corpus = load_corpus(run, island)
+        trainer = build_trainer(run, island, corpus, device, num_islands=num_islands)
+        metrics = open_metrics(run, island, Path(island.run_dir) / run.name / "baseline") if team.is_leader else None
+        train_data_parallel(run, island, corpus, trainer, num_islands, metrics)
+
+
+def train_data_parallel(
+    run: RunConfig, island: IslandConfig, corpus: Corpus, trainer: Trainer, num_islands: int, metrics: Metrics | None
+) -> None:
+    """Every rank calls it; evaluates where the islands would have committed a round."""
+    num_sequences = run.optimizer.tokens_per_step * num_islands // run.data.seq_len
+    batches = IslandBatches(corpus, run.data.seq_len, run.seed, 0, 1, num_sequences)
+    tokens, rank, ranks = 0, trainer.data_rank, trainer.num_data_ranks
+    for step in range(run.total_steps):
+        result = trainer.step(batches.micro_batches(step, rank, ranks, island.micro_batch))
+        tokens += result.tokens
+        if metrics is not None:
+            metrics.step(
+                StepRecord(
+                    step=result.step,
+                    tokens=tokens,
+                    loss=result.loss,
+                    lr=result.lr,
+                    grad_norm=result.grad_norm,
+                    seconds=result.seconds,
+                    tokens_per_second=result.tokens / result.seconds,
+                    skipped=result.is_skipped,
+                )
+            )
+        rounds, rest = divmod(result.step, run.outer.inner_steps)
+        if rest == 0 and rounds % run.evaluate.every_rounds == 0:
+            windows = heldout_windows(corpus, run.data.seq_len, run.evaluate.tokens, rank, ranks, island.micro_batch)
+            loss_sum, num_tokens = trainer.evaluate(windows)
+            if metrics is not None:
+                loss = loss_sum / num_tokens
+                bits = loss / math.log(2) * len(corpus.heldout) / corpus.heldout_bytes
+                metrics.evaluation(EvalRecord(round=rounds, tokens=tokens, loss=loss, bits_per_byte=bits))
+
+
+def start_logging(island: str) -> None:
+    """Facts to stderr; the launcher puts them into the island's log.txt."""
+    rank = os.environ.get("RANK", "0")
+    form = f"%(asctime)s {island}/{rank} %(levelname)s %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr, force=True)
+
+
+def keep_config(folder: Path, config: Config) -> None:
+    """Write the resolved config into the run's folder, unless the launcher has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "config.yaml").exists():
+        write_atomically(folder / "config.yaml", dump_config(config))
+
+
+def say_goodbye(running: list[Parts]) -> None:
+    """Withdraw from the run, so that others need not find out; close what leaves traces."""
+    for parts in running:
+        parts.event("left", "stopped by a signal")
+        parts.outer.leave()
+        close(parts.network, parts.loop, parts.metrics)

@@ -1,0 +1,286 @@
+"""Summary, plots and report of runs written by Metrics itself."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from diloco.metrics import EvalRecord, EventRecord, Metrics, RoundRecord, StepRecord
+from diloco.report import write_report
+from diloco.runfiles import RunFacts, read_run, write_facts
+from diloco.summary import DATA_PARALLEL_FORMULA, print_summary, summarise, traffic_ratio, write_summary
+from diloco.timeline import merged_steps, round_segments
+from inner.errors import InputError
+
+NUM_PARAMS, INNER_STEPS, TOKENS = 1_000_000, 10, 512
+STEP_SECONDS, WAIT_SECONDS, REDUCE_SECONDS = 0.5, 0.4, 0.8
+ROUND_SECONDS = INNER_STEPS * STEP_SECONDS + WAIT_SECONDS + REDUCE_SECONDS
+START = 1_700_000_000.0
+
+
+class Island:
+    """Writes an island's records on a clock of its own."""
+
+    def __init__(self, run_dir: Path, name: str, first_round: int = 0) -> None:
+        self.name = name
+        self.metrics = Metrics(run_dir / name / "metrics.jsonl")
+        self.now = START + first_round * ROUND_SECONDS
+        self.step = first_round * INNER_STEPS
+        self.tokens = 0
+
+    def inner_steps(self, skipped: int | None = None) -> None:
+        for _ in range(INNER_STEPS):
+            self.step, self.now = self.step + 1, self.now + STEP_SECONDS
+            is_skipped = self.step == skipped
+            self.tokens += 0 if is_skipped else TOKENS
+            loss = None if is_skipped else 2 + 3.5 * math.exp(-self.step / 20) + 0.05 * math.sin(self.step * 7.0)
+            self.metrics.step(
+                StepRecord(
+                    step=self.step,
+                    tokens=self.tokens,
+                    loss=loss,
+                    lr=3e-4,
+                    grad_norm=math.inf if is_skipped else 0.8,
+                    seconds=STEP_SECONDS,
+                    tokens_per_second=TOKENS / STEP_SECONDS,
+                    skipped=is_skipped,
+                    time=self.now,
+                )
+            )
+
+    def round(self, number: int, participants: tuple[str, ...], *, attempt: int = 0, cause: str | None = None) -> None:
+        self.now += WAIT_SECONDS + REDUCE_SECONDS
+        self.metrics.round(
+            RoundRecord(
+                round=number,
+                attempt=attempt,
+                participants=participants,
+                committed=cause is None,
+                digest=f"{number:08x}",
+                bytes_sent=4_000_000,
+                bytes_received=4_000_000,
+                reduce_seconds=REDUCE_SECONDS,
+                wait_seconds=WAIT_SECONDS,
+                pseudo_gradient_norm=1.0,
+                cause=cause,
+                time=self.now,
+            )
+        )
+
+    def evaluation(self, number: int, tokens: int, gain: float = 0.0) -> None:
+        self.now += 0.2
+        loss = 2 + 3.5 * math.exp(-number / 2) - gain
+        self.metrics.evaluation(
+            EvalRecord(round=number, tokens=tokens, loss=loss, bits_per_byte=loss / math.log(2), time=self.now)
+        )
+
+    def event(self, name: str, text: str = "") -> None:
+        self.metrics.event(EventRecord(name=name, text=text, time=self.now))
+
+
+def write_run(run_dir: Path, num_rounds: int = 8) -> Path:
+    """Three islands: island-1 is lost in round 4, which is aborted once; island-2 joins for round 3."""
+    zero, one, two = Island(run_dir, "island-0"), Island(run_dir, "island-1"), Island(run_dir, "island-2", 3)
+    two.event("joined", "at round 3")
+    for number in range(num_rounds):
+        alive = [zero, *([one] if number <= 4 else []), *([two] if number >= 3 else [])]
+        for island in alive:
+            island.inner_steps(skipped=37 if island is zero else None)
+        if number == 4:
+            lost = "island 'island-1' is lost: <connection> reset"
+            for island in (zero, two):
+                island.round(number, ("island-0", "island-1", "island-2"), cause=lost)
+            alive = [zero, two]
+        for island in alive:
+            island.round(number, tuple(i.name for i in alive), attempt=int(number == 4))
+            island.evaluation(number + 1, (number + 1) * INNER_STEPS * TOKENS * 2)
+    zero.event("left", "the run is done")
+    write_facts(run_dir, a_runs_facts(num_rounds))
+    return run_dir
+
+
+def a_runs_facts(num_rounds: int) -> RunFacts:
+    return RunFacts(
+        name="three islands",
+        num_params=NUM_PARAMS,
+        num_islands=3,
+        total_steps=num_rounds * INNER_STEPS,
+        bigram_loss=2.45,
+        created=START,
+    )
+
+
+def write_baseline(run_dir: Path, num_rounds: int = 8) -> None:
+    """Data-parallel training a little better than the islands."""
+    baseline = Island(run_dir, "baseline")
+    for number in range(num_rounds):
+        baseline.inner_steps()
+        baseline.evaluation(number + 1, (number + 1) * INNER_STEPS * TOKENS * 2, gain=0.03)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "three")
+
+
+def test_the_summary_counts_rounds_tokens_and_bytes(run_dir: Path) -> None:
+    summary = summarise(run_dir)
+    assert (summary["rounds_committed"], summary["rounds_aborted"]) == (8, 1)
+    assert summary["digests_equal"] is True
+    assert summary["steps"] == {"island-0": 80, "island-1": 50, "island-2": 50}
+    assert summary["skipped_steps"] == {"island-0": 1, "island-1": 0, "island-2": 0}
+    assert summary["tokens"] == (79 + 50 + 50) * TOKENS
+    assert summary["bytes_sent"] == {"island-0": 36_000_000, "island-1": 16_000_000, "island-2": 24_000_000}
+    assert summary["final_eval_loss"] == pytest.approx(2 + 3.5 * math.exp(-4))
+    assert (summary["baseline"], summary["loss_ratio"]) == (None, None)
+
+
+def test_data_parallel_bytes_follow_the_formula_that_is_shown(run_dir: Path) -> None:
+    summary = summarise(run_dir)
+    assert summary["data_parallel_formula"] == DATA_PARALLEL_FORMULA
+    assert summary["data_parallel_bytes"]["island-0"] == round(2 * 2 / 3 * 4 * NUM_PARAMS * 80)
+    assert traffic_ratio(summary) == pytest.approx(2 * 2 / 3 * 4 * NUM_PARAMS * 180 / 76e6)
+
+
+def test_the_clock_runs_from_the_first_inner_step_to_the_last_record(run_dir: Path) -> None:
+    run = read_run(run_dir)
+    assert summarise(run_dir)["seconds"] == pytest.approx(
+        max(i.events[-1].time for i in run.islands if i.events) - START
+    )
+
+
+def test_another_digest_of_one_island_is_found(run_dir: Path) -> None:
+    path = run_dir / "island-2" / "metrics.jsonl"
+    path.write_text(path.read_text().replace(f"{6:08x}", "deadbeef"))
+    summary = summarise(run_dir)
+    assert summary["digests_equal"] is False
+    assert summary["rounds_disagreeing"] == [6]
+
+
+def test_a_round_that_one_participant_committed_and_another_aborted_is_found(run_dir: Path) -> None:
+    path = run_dir / "island-2" / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "round" and line["round"] == 7:
+            line["committed"] = False
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert summarise(run_dir)["rounds_disagreeing"] == [7]
+
+
+def test_the_baseline_is_set_against_the_run(run_dir: Path) -> None:
+    write_baseline(run_dir)
+    summary = summarise(run_dir)
+    ours = 2 + 3.5 * math.exp(-4)
+    assert summary["loss_ratio"] == pytest.approx(ours / (ours - 0.03))
+    assert summary["baseline"]["tokens"] == 80 * TOKENS
+    assert summary["baseline"]["digests_equal"] is None
+
+
+def test_summary_json_is_the_summary(run_dir: Path) -> None:
+    write_baseline(run_dir)
+    assert json.loads(write_summary(run_dir).read_text()) == summarise(run_dir)
+
+
+def test_without_run_json_what_depends_on_it_is_unknown(run_dir: Path) -> None:
+    (run_dir / "run.json").unlink()
+    summary = summarise(run_dir)
+    assert (summary["name"], summary["num_params"], summary["data_parallel_bytes"]) == ("three", None, None)
+    assert "no run.json" in write_report(run_dir).read_text()
+
+
+def test_one_island_sends_nothing_and_its_report_says_so(tmp_path: Path) -> None:
+    Island(tmp_path, "island-0").inner_steps()
+    write_facts(tmp_path, RunFacts(name="alone", num_params=NUM_PARAMS, num_islands=1, total_steps=10))
+    summary = summarise(tmp_path)
+    assert summary["data_parallel_bytes"] == {"island-0": 0}
+    assert summary["digests_equal"] is None
+    page = write_report(tmp_path).read_text()
+    assert "Nothing has been sent between islands yet." in page
+    assert "No held-out loss has been recorded yet." in page
+
+
+def test_the_printed_table_has_both_columns_and_takes_markup_as_text(run_dir: Path) -> None:
+    write_baseline(run_dir)
+    out = StringIO()
+    print_summary(summarise(run_dir) | {"name": "[red]x"}, Console(file=out, width=100))
+    assert "Run [red]x" in out.getvalue()
+    assert "data-parallel baseline" in out.getvalue()
+    assert re.search(r"Held-out loss.*2\.0641.*2\.0341", out.getvalue())
+
+
+def test_the_report_links_only_files_that_are_there(run_dir: Path) -> None:
+    write_baseline(run_dir)
+    write_summary(run_dir)
+    page = write_report(run_dir).read_text()
+    links = re.findall(r"(?:src|href)='([^']+)'", page)
+    assert set(links) == {
+        "plots/heldout.png",
+        "plots/training-loss.png",
+        "plots/bytes.png",
+        "plots/timeline.png",
+        "summary.json",
+        "run.json",
+    }
+    assert all((run_dir / link).stat().st_size > 0 for link in links)
+
+
+def test_the_report_shows_the_abort_and_escapes_its_cause(run_dir: Path) -> None:
+    page = write_report(run_dir).read_text()
+    assert "island &#x27;island-1&#x27; is lost: &lt;connection&gt; reset" in page
+    assert "<connection>" not in page
+
+
+@pytest.mark.parametrize("content", ["", '{"kind": "step", "st', '{"kind": "event", "name": "joined", "time": 5.0}\n'])
+def test_a_run_that_has_hardly_begun_has_a_report(tmp_path: Path, content: str) -> None:
+    (tmp_path / "island-0").mkdir()
+    (tmp_path / "island-0" / "metrics.jsonl").write_text(content)
+    assert "No held-out loss has been recorded yet." in write_report(tmp_path).read_text()
+    assert summarise(tmp_path)["final_eval_loss"] is None
+
+
+def test_a_run_of_skipped_steps_only_has_a_report(tmp_path: Path) -> None:
+    island = Island(tmp_path, "island-0")
+    for step in (1, 2):
+        record = StepRecord(
+            step=step,
+            tokens=0,
+            loss=None,
+            lr=0.1,
+            grad_norm=None,
+            seconds=0.0,
+            tokens_per_second=0.0,
+            skipped=True,
+            time=9,
+        )
+        island.metrics.step(record)
+    assert "No inner step with a loss has been recorded yet." in write_report(tmp_path).read_text()
+
+
+def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=re.escape(f"no run in {str(tmp_path)!r}")):
+        write_report(tmp_path)
+
+
+def test_steps_without_a_pause_are_one_segment(run_dir: Path) -> None:
+    merged = merged_steps(read_run(run_dir).islands[0].steps)
+    assert len(merged) == 8
+    assert [round(segment.seconds, 3) for segment in merged] == [INNER_STEPS * STEP_SECONDS] * 8
+
+
+def test_a_committed_round_is_a_wait_then_a_reduce_and_an_aborted_one_is_whole(run_dir: Path) -> None:
+    rounds = read_run(run_dir).islands[0].rounds
+    committed, aborted = rounds[0], rounds[4]
+    assert [(s.activity, round(s.seconds, 3)) for s in round_segments(committed)] == [("wait", 0.4), ("reduce", 0.8)]
+    assert [(s.activity, round(s.seconds, 3)) for s in round_segments(aborted)] == [("aborted", 1.2)]
+
+
+def test_importing_the_report_does_not_import_matplotlib_or_torch() -> None:
+    program = "import sys, diloco.report, diloco.live; print({'torch', 'matplotlib'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=True)
+    assert result.stdout == b"set()\n"

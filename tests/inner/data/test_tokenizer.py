@@ -1,0 +1,107 @@
+"""Bytes and library tokenizers, and the errors of tokenizers that cannot be had."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inner.config import DataConfig
+from inner.data.corpus import check_source, prepare_corpus
+from inner.data.tokenizer import BytesTokenizer, build_tokenizer, tokenizer_fingerprint, vocab_size_of
+from inner.errors import InputError
+
+
+def write_tokenizer(path: Path, specials: list[str]) -> None:
+    """A byte-level BPE trained on a few words."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=specials,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the quick brown fox the lazy dog"] * 9, trainer)
+    tokenizer.save(str(path))
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_bytes_come_back_as_the_text(text: str) -> None:
+    tokenizer = BytesTokenizer()
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(np.append(ids, [tokenizer.eos_id, tokenizer.bos_id])) == text
+
+
+def test_bytes_have_260_ids() -> None:
+    assert vocab_size_of(DataConfig()) == 260
+    assert 255 < BytesTokenizer.bos_id < BytesTokenizer.eos_id < BytesTokenizer.vocab_size
+
+
+def test_a_tokenizer_file_comes_back_as_the_text(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer.json", ["<|endoftext|>"])
+    tokenizer = build_tokenizer(str(tmp_path / "tokenizer.json"))
+    text = "the quick dog \u00e9"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert len(ids) < len(text.encode())
+    assert max(ids) < tokenizer.vocab_size <= 300
+    assert tokenizer.eos_id == 0
+
+
+def test_eos_written_out_in_a_text_does_not_end_it(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer.json", ["</s>"])
+    tokenizer = build_tokenizer(str(tmp_path / "tokenizer.json"))
+    ids = tokenizer.encode("the </s> fox")
+    assert tokenizer.eos_id not in ids
+    assert tokenizer.decode(ids) == "the </s> fox"
+
+
+def test_a_corpus_is_written_with_a_tokenizer_file(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for i in range(20):
+        (tmp_path / "data" / f"{i}.txt").write_text(f"the quick fox {i}")
+    write_tokenizer(tmp_path / "t.json", ["<eos>"])
+    config = DataConfig(
+        source="files", paths=[f"{tmp_path}/data"], tokenizer=f"{tmp_path}/t.json", heldout_fraction=0.3
+    )
+    check_source(config)
+    corpus = prepare_corpus(config, tmp_path / "cache")
+    assert corpus.vocab_size == vocab_size_of(config)
+    assert np.count_nonzero(corpus.train == 0) + np.count_nonzero(corpus.heldout == 0) == 20
+
+
+def test_a_changed_tokenizer_file_has_another_fingerprint(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    write_tokenizer(path, ["<eos>"])
+    before = tokenizer_fingerprint(str(path))
+    write_tokenizer(path, ["</s>"])
+    assert tokenizer_fingerprint(str(path)) != before
+
+
+def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "t.json", ["[SEP]"])
+    with pytest.raises(InputError, match=r"t.json' has no end-of-text token; needs one of </s>, "):
+        vocab_size_of(DataConfig(tokenizer=f"{tmp_path}/t.json"))
+
+
+def test_a_missing_tokenizer_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no.json' does not exist .* allowed: bytes, the path of"):
+        check_source(DataConfig(tokenizer=f"{tmp_path}/no.json"))
+
+
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text("{}")
+    with pytest.raises(InputError, match=r"t.json' is no tokenizer.json"):
+        check_source(DataConfig(tokenizer=f"{tmp_path}/t.json"))
+
+
+def test_a_tokenizer_that_the_hub_cannot_give_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A port that nobody listens on: no name is looked up and nothing leaves the machine.
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(InputError, match=r"model 'some/tokenizer' cannot be reached on the Hugging Face hub: .*bytes"):
+        check_source(DataConfig(tokenizer="some/tokenizer"))

@@ -1,0 +1,71 @@
+"""A model small enough to train in a test, its batches, and what ranks see of it."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from inner.config import OptimizerConfig
+from inner.mesh import build_mesh
+from inner.params import LocalParams
+from inner.presets import ModelSizes
+from inner.trainer import Trainer, TrainerSettings
+
+# 61 tokens and 2 x 24 hidden columns: neither is a multiple of 3 or 4 ranks.
+SIZES = ModelSizes(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=50, vocab_size=61, qk_norm=True)
+SEQ_LEN = 16
+SEQUENCES = 12
+OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=4, tokens_per_step=SEQUENCES * SEQ_LEN)
+SETTINGS = TrainerSettings(
+    device="cpu", compute_dtype="float32", micro_batch=3, seq_len=SEQ_LEN, seed=7, total_steps=40
+)
+
+
+def build_trainer(
+    degrees: tuple[int, int], sizes: ModelSizes = SIZES, config: OptimizerConfig = OPTIMIZER, **settings: Any
+) -> Trainer:
+    """A trainer on a CPU mesh; `settings` replaces some of SETTINGS."""
+    return Trainer(sizes, config, build_mesh(degrees, "cpu"), replace(SETTINGS, **settings))
+
+
+def batch(step: int) -> Tensor:
+    """The island's sequences of a step, (SEQUENCES, SEQ_LEN + 1), with ever longer ignored tails."""
+    generator = torch.Generator().manual_seed(step)
+    windows = torch.randint(0, SIZES.vocab_size, (SEQUENCES, SEQ_LEN + 1), generator=generator)
+    # A pattern, so that there is something to learn.
+    windows[:, 1::2] = windows[:, 0:-1:2] // 2
+    for row in range(SEQUENCES):
+        windows[row, SEQ_LEN + 1 - row :] = -100
+    return windows
+
+
+def share(trainer: Trainer, windows: Tensor) -> list[Tensor]:
+    """This rank's micro-batches of the island's sequences."""
+    mine = windows.chunk(trainer.num_data_ranks)[trainer.data_rank]
+    return list(mine.split(trainer.settings.micro_batch))
+
+
+def snapshot(params: LocalParams) -> list[Tensor]:
+    """Copies of this rank's slices."""
+    return [params.read(index).clone() for index in range(len(params.slices))]
+
+
+def whole_model(params: LocalParams) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Every parameter as a matrix put together from all ranks' slices, and how many ranks hold each element."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, list(zip(params.slices, snapshot(params), strict=True)))
+    values = {spec.name: torch.full(spec.matrix_shape, torch.nan) for spec in params.specs}
+    holders = {spec.name: torch.zeros(spec.matrix_shape, dtype=torch.int64) for spec in params.specs}
+    for pieces in everyone:
+        for held, piece in pieces:
+            region = slice(*held.rows), slice(*held.cols)
+            values[held.name][region] = piece
+            holders[held.name][region] += 1
+    return values, holders
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Largest difference over the largest magnitude."""
+    return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
