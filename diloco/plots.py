@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from diloco.canvas import ISLAND_COLORS, REFERENCE, WRONG, new_axes, save, styled
 from diloco.metrics import EvalRecord, StepRecord
@@ -103,14 +103,18 @@ def draw_bytes(run: RunRecords, path: Path) -> str | None:
         # Islands often send the same: the later ones are drawn thinner, so that all of them show.
         width = max(4.5 - 1.5 * index, 1.2)
         label = f"{island.name}  {human_bytes(curve[-1][1])}"
-        line = {"color": ISLAND_COLORS[index % len(ISLAND_COLORS)], "linewidth": width, "marker": "o"}
+        marker = "o" if len(curve) <= 30 else None
+        line = {"color": ISLAND_COLORS[index % len(ISLAND_COLORS)], "linewidth": width, "marker": marker}
         axes.plot(*zip(*curve, strict=True), drawstyle="steps-post", markersize=width + 1, label=label, **line)
     if run.facts and run.num_islands > 1:
         draw_data_parallel_bytes(axes, run, max((curve[-1] for _, curve in curves), key=lambda point: point[1]))
     axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    # Powers of ten alone would leave a short axis with one label or none.
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,), numticks=12))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human_bytes(value)))
-    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
-    axes.legend(loc="lower right")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    figure.legend(loc="outside lower center", ncols=3, fontsize=10)
     return save(figure, path)
 
 

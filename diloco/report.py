@@ -7,7 +7,7 @@ from pathlib import Path
 
 from diloco.metrics import RoundRecord
 from diloco.runfiles import FACTS, IslandRecords, RunRecords, read_run, write_atomically
-from diloco.summary import SUMMARY, Summary, summarise_records, summary_rows, traffic_ratio
+from diloco.summary import SUMMARY, Summary, summarise_records, summary_rows, total, traffic_ratio
 from diloco.units import UNKNOWN, human_bytes, human_count, human_loss, human_seconds
 
 REPORT = "report.html"
@@ -89,14 +89,16 @@ def _subtitle(run: RunRecords, summary: Summary) -> str:
 
 def _tiles(summary: Summary) -> str:
     ratio, traffic = summary["loss_ratio"], traffic_ratio(summary)
-    against = f"{(ratio - 1) * 100:+.1f} % against data-parallel" if ratio else _against_bigram(summary)
+    against = f"{(ratio - 1) * 100:+.1f} % to data-parallel" if ratio else _against_bigram(summary)
     aborted, equal = summary["rounds_aborted"], summary["digests_equal"]
     verdict = {None: ("", UNKNOWN), True: ("good", "equal"), False: ("wrong", "DIFFERENT")}[equal]
+    sent, would_have = total(summary["bytes_sent"]), total(summary["data_parallel_bytes"])
+    than = f"{human_bytes(sent)}; data-parallel {human_bytes(would_have)}" if would_have else "by all islands together"
     which = ", ".join(map(str, summary["rounds_disagreeing"][:8]))
     tiles = [
         ("Held-out loss", human_loss(summary["final_eval_loss"]), against, ""),
-        ("Less sent than data-parallel", f"{traffic:.1f}x" if traffic else UNKNOWN, _sent(summary), ""),
-        ("Rounds committed", str(summary["rounds_committed"]), f"{aborted} attempts aborted", ""),
+        ("Bytes sent", f"{traffic:.1f}x less" if traffic else human_bytes(sent), than, ""),
+        ("Rounds committed", str(summary["rounds_committed"]), f"attempts aborted: {aborted}", ""),
         ("Digests of all islands", verdict[1], f"rounds {which}" if which else "in every committed round", verdict[0]),
     ]
     return "<div class='tiles'>" + "".join(_tile(*tile) for tile in tiles) + "</div>"
@@ -112,10 +114,6 @@ def _tile(label: str, value: str, more: str, look: str) -> str:
 def _against_bigram(summary: Summary) -> str:
     bigram = summary["bigram_loss"]
     return "nats a token" if bigram is None else f"byte bigram model {bigram:.3f}"
-
-
-def _sent(summary: Summary) -> str:
-    return f"{human_bytes(sum(summary['bytes_sent'].values()))} sent by all islands"
 
 
 def _rows(summary: Summary) -> list[Sequence[str]]:

@@ -116,8 +116,13 @@ def seconds_of(islands: Sequence[IslandRecords]) -> float | None:
 
 def traffic_ratio(summary: Summary) -> float | None:
     """How many times more data-parallel training would have sent; None when either is nothing or unknown."""
-    sent, would_have = _total(summary["bytes_sent"]), _total(summary["data_parallel_bytes"])
+    sent, would_have = total(summary["bytes_sent"]), total(summary["data_parallel_bytes"])
     return would_have / sent if sent and would_have else None
+
+
+def total(by_island: dict[str, int] | None) -> int | None:
+    """The sum over islands; None when it is not known."""
+    return None if by_island is None else sum(by_island.values())
 
 
 def summary_rows(summary: Summary) -> list[tuple[str, str, str]]:
@@ -125,9 +130,13 @@ def summary_rows(summary: Summary) -> list[tuple[str, str, str]]:
     baseline = summary["baseline"]
     columns = [_column(summary), _column(baseline) if baseline else {}]
     rows = [(label, columns[0][label], columns[1].get(label, "")) for label in columns[0]]
-    sent, would_have = _total(summary["bytes_sent"]), _total(summary["data_parallel_bytes"])
-    computed = f"{human_bytes(would_have)} (computed)" if baseline and would_have else ""
-    rows.append(("Sent between islands", human_bytes(sent), computed))
+    sent, would_have = total(summary["bytes_sent"]), total(summary["data_parallel_bytes"])
+    rows += [
+        ("Rounds committed", str(summary["rounds_committed"]), ""),
+        ("Attempts aborted", str(summary["rounds_aborted"]), ""),
+        ("Digests equal in every round", _yes_or_no(summary["digests_equal"]), ""),
+        ("Sent between islands", human_bytes(sent), ""),
+    ]
     if would_have is not None:
         ratio = traffic_ratio(summary)
         rows.append(
@@ -160,16 +169,9 @@ def _column(figures: Summary) -> dict[str, str]:
         "Held-out loss (nats a token)": human_loss(figures["final_eval_loss"]),
         "Bits per byte": UNKNOWN if bits is None else f"{bits:.4f}",
         "Tokens": human_count(figures["tokens"]),
-        "Inner steps (skipped)": f"{_total(figures['steps'])} ({_total(figures['skipped_steps'])})",
-        "Rounds committed": str(figures["rounds_committed"]),
-        "Rounds aborted": str(figures["rounds_aborted"]),
-        "Digests equal in every round": _yes_or_no(figures["digests_equal"]),
+        "Inner steps (skipped)": f"{total(figures['steps'])} ({total(figures['skipped_steps'])})",
         "Wall time": human_seconds(figures["seconds"]),
     }
-
-
-def _total(by_island: dict[str, int] | None) -> int | None:
-    return None if by_island is None else sum(by_island.values())
 
 
 def _yes_or_no(claim: bool | None) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from diloco.canvas import INK, REFERENCE, WRONG, new_axes, save
@@ -101,7 +102,7 @@ def draw_timeline(run: RunRecords, path: Path) -> str | None:
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    figure.legend(handles=activity_patches(), loc="outside lower center", ncols=5, fontsize=10)
+    figure.legend(handles=activity_legend(), loc="outside lower center", ncols=5, fontsize=10)
     return save(figure, path)
 
 
@@ -123,25 +124,26 @@ def draw_lane(axes: Axes, island: IslandRecords, lane: int, at: Callable[[float]
 
 
 def label_commits(axes: Axes, run: RunRecords, at: Callable[[float], float]) -> None:
-    """A tick in the lane of each island that committed, and the round's number above."""
+    """A tick above the lane of each island that committed, and the round's number above."""
     last_commit: dict[int, float] = {}
     for lane, island in enumerate(run.islands):
         times = [record.time for record in island.rounds if record.committed]
-        axes.vlines([at(time) for time in times], lane - 0.38, lane + 0.3, color=INK, linewidth=1.1, zorder=4)
+        axes.vlines([at(time) for time in times], lane - 0.44, lane - 0.32, color=INK, linewidth=1.3, zorder=4)
         for record in island.rounds:
             if record.committed:
                 last_commit[record.round] = max(record.time, last_commit.get(record.round, record.time))
     stride = math.ceil(len(last_commit) / MAX_ROUND_LABELS) or 1
     for number in sorted(last_commit)[::stride]:
-        place = (at(last_commit[number]), -0.45)
+        place = (at(last_commit[number]), -0.5)
         axes.text(*place, str(number), ha="center", va="bottom", fontsize=8.5, color=REFERENCE)
 
 
-def activity_patches() -> list[Patch]:
+def activity_legend() -> list[Patch | Line2D]:
     """The timeline's legend."""
-    patches = [Patch(color=color, label=activity) for activity, color in ACTIVITY_COLORS.items()]
-    patches[-1] = Patch(facecolor=WRONG, edgecolor="white", hatch="////", label="aborted attempt")
-    return [*patches, Patch(color=INK, label="commit (round above)")]
+    handles: list[Patch | Line2D] = [Patch(color=color, label=activity) for activity, color in ACTIVITY_COLORS.items()]
+    handles[-1] = Patch(facecolor=WRONG, edgecolor="white", hatch="////", label="aborted attempt")
+    tick = {"color": INK, "marker": "|", "linestyle": "none", "markersize": 9, "markeredgewidth": 1.5}
+    return [*handles, Line2D([], [], label="commit, its round above", **tick)]
 
 
 def time_unit(seconds: float) -> tuple[str, float]:

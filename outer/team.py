@@ -51,17 +51,14 @@ class Team:
             target.copy_(source)
         if self._group is None:
             return
-        sends = [[] if r == self.rank else list(v) for r, v in enumerate(outgoing)]
-        receives = [[] if r == self.rank else list(v) for r, v in enumerate(incoming)]
-        received = [torch.empty(sum(v.numel() for v in views)) for views in receives]
-        packed = [_pack(views) for views in sends]
-        dist.all_to_all(received, packed, group=self._group)
-        for views, flat in zip(receives, received, strict=True):
-            _unpack(flat, views)
-
-
-def _pack(views: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([view.reshape(-1) for view in views]) if views else torch.empty(0)
+        sends = [[] if r == self.rank else v for r, v in enumerate(outgoing)]
+        receives = [[] if r == self.rank else v for r, v in enumerate(incoming)]
+        packed = torch.cat([torch.empty(0), *(view.reshape(-1) for views in sends for view in views)])
+        # Not all_to_all of lists: gloo's takes tensors of one size only.
+        sizes_in, sizes_out = ([sum(v.numel() for v in views) for views in side] for side in (receives, sends))
+        received = torch.empty(sum(sizes_in))
+        dist.all_to_all_single(received, packed, sizes_in, sizes_out, group=self._group)
+        _unpack(received, [view for views in receives for view in views])
 
 
 def _unpack(flat: torch.Tensor, views: Sequence[torch.Tensor]) -> None:

@@ -15,19 +15,20 @@ PADDING = -100
 class SequenceOrder:
     """The infinite order in which `num_sequences` sequences are read: each epoch once all of them, shuffled anew."""
 
-    def __init__(self, num_sequences: int, seed: int) -> None:
+    def __init__(self, num_sequences: int, seed: int, rotation: int = 0) -> None:
         self.num_sequences = num_sequences
+        self._rotation = rotation
         self._seed = seed
         self._epoch = -1
         self._permutation = np.empty(0, dtype=np.int64)
 
     def __getitem__(self, position: int) -> int:
-        """The sequence at `position` >= 0 of the order; positions run on over the epochs."""
+        """The sequence at `position` >= 0; positions run on over the epochs, `rotation` shifts within each."""
         epoch, index = divmod(position, self.num_sequences)
         if epoch != self._epoch:
             self._permutation = self._shuffled(epoch)
             self._epoch = epoch
-        return int(self._permutation[index])
+        return int(self._permutation[(index + self._rotation) % self.num_sequences])
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         # RandomState, because numpy has frozen its streams: islands with other numpy versions read the same order.
@@ -43,7 +44,7 @@ class IslandBatches:
            0    block 0     block 1     block 2
            1    block 3     block 4     block 5
     One island with n times the sequences_per_step so reads the same sequences in every step. An island that
-    joins later, with i >= n, reads what island i mod n reads, i div n golden sections of an epoch ahead.
+    joins later, with i >= n, reads what island i mod n reads, rotated within each epoch by late_offset(i // n).
     """
 
     def __init__(
@@ -57,9 +58,9 @@ class IslandBatches:
     ) -> None:
         self._tokens = corpus.train
         self._seq_len = seq_len
-        self._order = SequenceOrder(_num_windows(corpus.train, seq_len, "training"), seed)
-        self._slot = island_index % num_islands
-        self._ahead = late_offset(island_index // num_islands, self._order.num_sequences)
+        generation, self._slot = divmod(island_index, num_islands)
+        num_sequences = _num_windows(corpus.train, seq_len, "training")
+        self._order = SequenceOrder(num_sequences, seed, late_offset(generation, num_sequences))
         self._num_islands = num_islands
         self._sequences_per_step = sequences_per_step
         self._require_one_step()
@@ -74,7 +75,7 @@ class IslandBatches:
                 f"{self._seq_len * num_data_ranks * micro_batch} (seq_len x data ranks x micro-batch)"
             )
         block = (step * self._num_islands + self._slot) * self._sequences_per_step
-        first = block + data_rank * per_rank + self._ahead
+        first = block + data_rank * per_rank
         starts = range(first, first + per_rank, micro_batch)
         return [self._read(range(start, start + micro_batch)) for start in starts]
 
@@ -92,7 +93,8 @@ class IslandBatches:
 
 
 def late_offset(generation: int, num_sequences: int) -> int:
-    """Sequences that the n-th generation of late islands reads ahead: spread over the epoch, generation 0 at 0."""
+    """Sequences that the n-th generation of late islands reads ahead, below num_sequences; generation 0 at 0."""
+    # Steps of the golden section stay far apart however many there are.
     return generation * 618034 % 1000000 * num_sequences // 1000000
 
 

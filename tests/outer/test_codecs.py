@@ -221,6 +221,19 @@ def test_encoding_decoded_values_gives_the_same_bytes(name: str) -> None:
         assert torch.equal(codec.encode(codec.decode(payload, 4097)), payload)
 
 
+def test_fp16_keeps_its_scale_when_the_peak_rounds_up_to_a_power_of_two() -> None:
+    codec = build_codec("fp16")
+    payload = codec.encode(torch.tensor([1 - 2.0**-13, 3 * 2.0**-39]))
+    assert torch.equal(codec.encode(codec.decode(payload, 2)), payload)
+
+
+def test_int8_decoding_never_rounds() -> None:
+    payload = build_codec("int8").encode(mixed_values(256 * 20, 5))
+    scales = payload[: 4 * 20].view(torch.float32).double().repeat_interleave(256)
+    products = payload[4 * 20 :].view(torch.int8).double() * scales
+    assert torch.equal(build_codec("int8").decode(payload, 256 * 20).double(), products)
+
+
 def test_int8_codes_use_the_whole_range() -> None:
     payload = build_codec("int8").encode(mixed_values(256 * 20, 5))
     codes = payload[4 * 20 :].view(torch.int8).view(20, 256).abs()

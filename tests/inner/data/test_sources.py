@@ -31,7 +31,7 @@ def error_of(**settings: object) -> str:
 def write_parquet(path: Path, count: int, field: str = "text") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     columns = {field: [f"row {i}" for i in range(count)], "score": list(range(count))}
-    pq.write_table(pa.table(columns), path, row_group_size=10)
+    pq.write_table(pa.table(columns), path, row_group_size=max(10, count // 40))
 
 
 def test_a_folder_gives_its_text_files_by_relative_path(tmp_path: Path) -> None:
@@ -153,7 +153,8 @@ def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
 
 
 def test_an_empty_split_is_an_error(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "mine" / "train.parquet", 0)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.jsonl").write_text('{"text": ""}\n{"text": ""}\n')
     text = error_of(source="huggingface", dataset=str(tmp_path / "mine"), max_tokens=9)
     assert "dataset mine/train: the split holds no text" in text
 

@@ -1,0 +1,119 @@
+"""Configs: strict, overridable, hashed; a mistake gets an error that says what to do."""
+
+from pathlib import Path
+
+import pytest
+
+from diloco.check import check_island
+from diloco.config import ConfigError, differing_keys, dump_config, load_config, parse_config
+from inner.presets import resolve_sizes
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+def error_of(text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_in_the_folder_loads_and_its_islands_can_train_it(path):
+    config = load_config(path)
+    resolve_sizes(config.model, config.model.vocab_size or 260)
+    for index in range(len(config.islands)):
+        check_island(config.run, config.for_island(index), f"island {index}")
+
+
+def test_an_unknown_key_names_the_nearest_one():
+    message = error_of("outer: {inner_step: 3}")
+    assert "outer.inner_step: unknown key" in message and "did you mean 'inner_steps'?" in message
+
+
+def test_an_unknown_section_names_the_nearest_one():
+    assert "did you mean 'outer'?" in error_of("outr: {}")
+
+
+def test_a_wrong_type_says_what_was_got_and_what_is_allowed():
+    message = error_of("outer: {inner_steps: many}")
+    assert "outer.inner_steps" in message and "got 'many'" in message and "integer" in message
+
+
+def test_an_unknown_codec_lists_the_choices():
+    message = error_of("outer: {codec: int9}")
+    assert "'int9'" in message and "'fp32', 'bf16', 'fp16' or 'int8'" in message
+
+
+def test_an_unknown_transport_lists_the_choices():
+    assert "'loopback', 'gloo' or 'hivemind'" in error_of("outer: {transport: carrier-pigeon}")
+
+
+def test_a_mistake_in_one_of_the_islands_names_it():
+    assert "islands[1].micro_bach: unknown key; did you mean 'micro_batch'?" in error_of(
+        "islands: [{ranks: 1}, {micro_bach: 3}]"
+    )
+
+
+def test_text_that_is_not_yaml_is_an_error_not_a_traceback():
+    assert "not valid YAML" in error_of("a: [1")
+
+
+def test_a_config_that_is_a_list_is_refused():
+    assert "got a list" in error_of("- 1")
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ConfigError, match="nowhere.yaml"):
+        load_config("nowhere.yaml")
+
+
+def test_an_exponent_without_a_dot_is_a_number():
+    # PyYAML reads 3e-4 as a string.
+    assert parse_config("optimizer: {lr: 3e-4}").optimizer.lr == 3e-4
+
+
+def test_an_override_wins_over_the_file():
+    config = parse_config("optimizer: {lr: 1e-3}", ["optimizer.lr=2e-3", "outer.optimizer.momentum=0.5"])
+    assert (config.optimizer.lr, config.outer.optimizer.momentum) == (2e-3, 0.5)
+
+
+def test_an_override_without_a_value_says_how_one_is_written():
+    assert "section.key=value" in error_of("", "outer.rounds")
+
+
+def test_an_island_inherits_what_all_share_and_keeps_its_own():
+    config = parse_config(
+        "island: {micro_batch: 4, mesh: {dp_replicate: 2}}\nislands: [{}, {ranks: 2, mesh: {dp_shard: 1}}]"
+    )
+    second = config.for_island(1)
+    assert (second.micro_batch, second.ranks, second.mesh.dp_replicate, second.mesh.dp_shard) == (4, 2, 2, 1)
+
+
+def test_the_hash_ignores_what_is_an_islands_own_business():
+    assert parse_config("island: {micro_batch: 4}").run.hash == parse_config("island: {ranks: 8}").run.hash
+
+
+def test_the_hash_changes_with_every_shared_key():
+    changes = ["seed=1", "model.preset=4m", "data.seq_len=128", "optimizer.lr=1e-3", "outer.codec=int8"]
+    hashes = {parse_config("", [change]).run.hash for change in changes} | {parse_config("").run.hash}
+    assert len(hashes) == len(changes) + 1
+
+
+def test_a_dumped_config_reads_back_the_same():
+    config = load_config(ROOT / "configs/quickstart.yaml")
+    assert parse_config(dump_config(config.run)).run == config.run
+
+
+def test_differing_keys_names_each_with_both_values():
+    ours, theirs = parse_config("seed: 1").run, parse_config("outer: {codec: int8}").run
+    assert differing_keys(ours, theirs) == [
+        "seed: here 1, in the run 0",
+        "outer.codec: here 'fp32', in the run 'int8'",
+    ]
+
+
+def test_a_mesh_that_does_not_divide_the_ranks_is_an_error_with_a_cure():
+    config = parse_config("island: {ranks: 3, mesh: {dp_replicate: 2}}")
+    with pytest.raises(ConfigError, match=r"island 0: island.mesh.dp_replicate \(2\).*3 ranks"):
+        check_island(config.run, config.for_island(0), "island 0")
