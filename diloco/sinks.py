@@ -49,8 +49,12 @@ class WandbSink:
             self._run.log({axis_of(record)[0]: axis_of(record)[1], **scalars(record)})
 
     def close(self) -> None:
-        """Finish the wandb run; online, this waits for the upload."""
+        """Finish the wandb run and its service process; online, this waits for the upload."""
+        import wandb
+
         self._run.finish()
+        # Offline, finish() may return before the log is on disk; the end of the service is waited for.
+        wandb.teardown()
 
 
 class TensorBoardSink:

@@ -6,15 +6,14 @@ Every island tells all others, so that a planner's death costs nobody a message.
 """
 
 import asyncio
-import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from outer.deadlines import Deadlines
 from outer.errors import DeadlineError, MessageError, OuterError, PeerLost, QuorumError, TransportError
 from outer.membership.base import Member, Membership, Messenger
-from outer.rounds import Outcome, Plan, Ready, Vote, check_carriers, check_plan, majority, make_plan, parse, tally
+from outer.rounds import Outcome, Plan, Question, Ready, Standing, Vote, check_plan, majority, make_plan, parse, tally
 
 log = logging.getLogger(__name__)
 
@@ -77,27 +76,33 @@ class Agreement:
         """The plan this island takes part in. Raises Behind, or QuorumError when too few islands come."""
         self._own, self._accepted, self._told_at = own, None, -REPEAT_SECONDS
         self._readies[self._island] = own
-        started = asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time
+        started = waiting_since = now()
         try:
             while True:
-                self._check_standing(own)
                 await self._tell_ready(own)
-                waited = asyncio.get_running_loop().time() - started
-                if self._accepted is None and (plan := self._due(own, waited)) and await self._offer(plan):
-                    self._accepted = plan
+                if self._accepted is None:
+                    waited = now() - waiting_since
+                    self._check_standing(own, waited)
+                    # An attempt was refused: whoever refused it may say ready again, so the wait starts again.
+                    if (plan := self._due(own, waited)) and not await self._offer(plan):
+                        waiting_since = now()
                 if self._accepted is not None:
-                    self._deadlines.observe("ready", waited)
+                    self._deadlines.observe("ready", now() - started)
                     return self._accepted
                 await self._wait_for_change(REPEAT_SECONDS)
         finally:
             self._own = None
 
-    def _check_standing(self, own: Ready) -> None:
-        ahead = {name: r for name, r in self._rounds.items() if r > own.round and name not in self._lost}
+    def _check_standing(self, own: Ready, waited: float) -> None:
+        known = set(self._members) - self._lost
+        ahead = {name: r for name, r in self._rounds.items() if r > own.round and name in known}
         if ahead:
             donor = max(sorted(ahead), key=lambda name: ahead[name])
             raise Behind(donor, f"it is in round {ahead[donor]}, this island in round {own.round}")
         peers = self._ready_now(own.round)
+        if self._absent(peers) and not self._is_late(waited):
+            return  # They count in the majority, too.
         digest = majority(peers.values())
         if digest != own.digest:
             donor = min(name for name, r in peers.items() if r.digest == digest)
@@ -106,15 +111,22 @@ class Agreement:
     def _ready_now(self, round_number: int) -> dict[str, Ready]:
         return {n: r for n, r in self._readies.items() if r.round == round_number and n not in self._lost}
 
+    def _absent(self, ready: Mapping[str, Ready]) -> set[str]:
+        """Islands that are alive as far as this one knows, and not ready."""
+        return set(self._members) - self._lost - set(ready)
+
+    def _is_late(self, waited: float) -> bool:
+        return waited > self._deadlines.limit("ready")
+
     def _due(self, own: Ready, waited: float) -> Plan | None:
         """The plan this island should offer now, if it is the planner and it is time."""
-        ready = self._ready_now(own.round)
-        absent = set(self._members) - self._lost - set(ready)
-        is_late = waited > self._deadlines.limit("ready")
+        ready, is_late = self._ready_now(own.round), self._is_late(waited)
+        absent = self._absent(ready)
         planner = min(ready) if is_late else min(set(ready) | absent)
         needed = max(self._rules.quorum, self._rules.start_islands if own.round == 0 else 1)
         if len(ready) < needed:
-            if is_late:
+            # A derived limit is for islands that are there; one that must first come back gets the whole wait.
+            if waited > self._deadlines.initial_seconds:
                 raise QuorumError(f"round {own.round}: {len(ready)} of {needed} islands came within {waited:.0f} s")
             return None
         if planner != self._island or (absent and not is_late):
@@ -136,8 +148,8 @@ class Agreement:
     async def _tell_one(self, member: Member, body: bytes) -> None:
         try:
             reply = await self._call(member.island, member.control_addresses[0], "ready", body)
-            self._rounds[member.island] = int(json.loads(reply)["round"])
-        except (TransportError, ValueError, KeyError, TypeError) as error:
+            self._rounds[member.island] = parse(Standing, reply).round
+        except TransportError as error:
             log.debug("%s did not take our ready: %s", member.island, error)
         finally:
             self._telling.pop(member.island, None)
@@ -145,7 +157,7 @@ class Agreement:
 
     async def _offer(self, plan: Plan) -> bool:
         """Whether every other participant accepts; if not, those that did are told that the attempt is off."""
-        self._last_attempt[plan.round] = plan.attempt
+        self._accept(plan)
         body = plan.model_dump_json().encode()
         others = [p for p in plan.participants if p.island != self._island]
         calls = (self._call(p.island, p.control_addresses[0], "plan", body) for p in others)
@@ -155,11 +167,19 @@ class Agreement:
             if not isinstance(error, TransportError):
                 raise error
             log.info("round %d attempt %d: %s: %s", *plan.key, participant.island, error)
-            self._readies.pop(participant.island, None)
         if refused:
             cause = "; ".join(str(error) for _, error in refused)
             await self._send_vote(plan, self._no(plan, cause))
+            self._accepted = None
         return not refused
+
+    def _accept(self, plan: Plan) -> None:
+        """Take part in this plan and no other. The readies in it are used up: the next attempt needs new ones."""
+        self._accepted = plan
+        self._last_attempt[plan.round] = plan.attempt
+        for participant in plan.participants:
+            if self._readies.get(participant.island) == participant and participant.island != self._island:
+                del self._readies[participant.island]
 
     # -- vote ---------------------------------------------------------------------------------------------
 
@@ -176,7 +196,7 @@ class Agreement:
                 break
             if not await self._wait_for_change(REPEAT_SECONDS):
                 await self._send_vote(plan, own)
-        if outcome == "open":
+        if outcome == "open" or (outcome == "commit" and plan.key in self._pledged):
             outcome = await self._resolve(plan)
         self._outcomes[plan.key] = outcome
         self._forget(plan.round)
@@ -184,7 +204,7 @@ class Agreement:
 
     async def _resolve(self, plan: Plan) -> Outcome:
         """Votes are missing: whoever has committed settles it; if nobody has, nobody will."""
-        body = json.dumps(plan.key).encode()
+        body = Question(round=plan.round, attempt=plan.attempt).model_dump_json().encode()
         others = [p for p in plan.participants if p.island != self._island and p.island not in self._lost]
         calls = (self._call(p.island, p.control_addresses[0], "outcome", body) for p in others)
         replies = await asyncio.gather(*calls, return_exceptions=True)
@@ -221,47 +241,50 @@ class Agreement:
         for table in (self._votes, self._outcomes):
             for key in [k for k in table if k[0] < before_round - 1]:
                 del table[key]
+        self._pledged = {key for key in self._pledged if key[0] >= before_round - 1}
+        self._last_attempt = {r: a for r, a in self._last_attempt.items() if r >= before_round - 1}
 
     # -- what peers say -----------------------------------------------------------------------------------
 
     async def _on_ready(self, body: bytes) -> bytes:
         ready = parse(Ready, body)
-        check_carriers(ready, self._rules.num_parts)
+        ready.check(self._rules.num_parts)
         self._readies[ready.island] = ready
         self._rounds[ready.island] = ready.round
         self._lost.discard(ready.island)
         self._changed.set()
-        return json.dumps({"round": self.round}).encode()
+        return Standing(round=self.round).model_dump_json().encode()
 
     async def _on_plan(self, body: bytes) -> bytes:
         plan = parse(Plan, body)
         if self._own is None:
             raise MessageError(f"{self._island!r} is not ready for round {plan.round}")
+        if self._accepted is not None:
+            raise MessageError(f"{self._island!r} has accepted attempt {self._accepted.attempt}")
         check_plan(plan, self._own, self._last_attempt.get(plan.round, -1), self._rules.num_parts)
-        self._last_attempt[plan.round] = plan.attempt
-        self._accepted = plan
+        self._accept(plan)
         self._changed.set()
         return b"accepted"
 
     async def _on_vote(self, body: bytes) -> bytes:
         vote = parse(Vote, body)
-        # A peer may run ahead by a round, never by more: anything else would fill memory.
-        if not self.round - 1 <= vote.round <= self.round + 1:
-            raise MessageError(f"vote for round {vote.round}, this island is in round {self.round}")
+        self._check_round(vote.round)
         self._hear(vote)
         return b"heard"
 
     async def _on_outcome(self, body: bytes) -> bytes:
-        try:
-            round_number, attempt = json.loads(body)
-            key = int(round_number), int(attempt)
-        except (ValueError, TypeError):
-            raise MessageError("not a round and an attempt") from None
-        if key not in self._outcomes:
+        question = parse(Question, body)
+        self._check_round(question.round)
+        if question.key not in self._outcomes:
             # The asker will abort on our "open": from now on we do not commit on votes alone.
-            self._pledged.add(key)
+            self._pledged.add(question.key)
             self._changed.set()
-        return self._outcomes.get(key, "open").encode()
+        return self._outcomes.get(question.key, "open").encode()
+
+    def _check_round(self, round_number: int) -> None:
+        # A peer may run ahead by a round, never by more: anything else would fill memory.
+        if not self.round - 1 <= round_number <= self.round + 1:
+            raise MessageError(f"asked about round {round_number}, this island is in round {self.round}")
 
     # -- plumbing -----------------------------------------------------------------------------------------
 

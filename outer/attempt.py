@@ -1,15 +1,18 @@
 """One attempt's reduce on one rank: bounded by its deadline, ended early by any participant's no."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from outer.deadlines import Deadlines
 from outer.errors import MessageError, TransportError
+from outer.membership.base import Messenger
 from outer.reduce import Mean, Reducer
 from outer.rounds import Plan, Vote, parse
 from outer.transports.base import Transport
+
+TELL_SECONDS = 5.0
 
 
 class Attempts:
@@ -17,13 +20,16 @@ class Attempts:
 
     def __init__(self, transport: Transport, reducer: Reducer, deadlines: Deadlines) -> None:
         self._transport, self._reducer, self._deadlines = transport, reducer, deadlines
-        self._connected: tuple[str, ...] = ()
-        self._noes: dict[tuple[int, int], str] = {}
+        self.epoch = ""
+        """The group this rank is connected in, "" for none; the same on every rank of an island between attempts."""
+        self._group: tuple[str, ...] = ()
+        self._noes: dict[tuple[int, int], dict[str, str]] = {}
         self._heard_no = asyncio.Event()
 
     async def run(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, Mean]:
         """The mean of this rank's parts. Raises OuterError; whatever was in flight is dropped then."""
         limit = self._deadlines.limit("reduce")
+        self._noes = {key: noes for key, noes in self._noes.items() if key[0] >= plan.round}
         work = asyncio.create_task(self._connect_and_reduce(plan, pseudo_grads))
         no = asyncio.create_task(self._wait_for_no(plan))
         try:
@@ -35,17 +41,25 @@ class Attempts:
             await asyncio.wait({work, no})
         if is_done and work.exception() is None:
             return work.result()
-        self._connected = ()
-        await self._transport.disconnect()
+        await self._disconnect()
         if is_done and (error := work.exception()):
             raise error
-        raise TransportError(self._noes.get(plan.key) or f"the reduce took longer than {limit:.0f} s")
+        raise TransportError(self.no_to(plan) or f"the reduce took longer than {limit:.0f} s")
+
+    async def drop(self) -> None:
+        """Every rank calls it after an attempt that did not commit: some participants have left the group."""
+        if self.epoch:
+            await self._disconnect()
 
     def note_no(self, vote: Vote) -> None:
         """End the attempt that this vote speaks of, now or when it starts."""
-        self._noes = {key: cause for key, cause in self._noes.items() if key[0] >= vote.round - 1}
-        self._noes[vote.key] = f"island {vote.island!r} voted no: {vote.cause}"
+        self._noes.setdefault(vote.key, {})[vote.island] = vote.cause
         self._heard_no.set()
+
+    def no_to(self, plan: Plan) -> str | None:
+        """Why the attempt is off, if one of its participants has said so."""
+        noes = self._noes.get(plan.key, {})
+        return next((f"island {name!r} voted no: {noes[name]}" for name in plan.names if name in noes), None)
 
     async def on_vote(self, body: bytes) -> bytes:
         """Answers the call `vote` on ranks other than the leader: only a no is sent to them."""
@@ -55,16 +69,29 @@ class Attempts:
         self.note_no(vote)
         return b"heard"
 
+    async def _disconnect(self) -> None:
+        self.epoch, self._group = "", ()
+        await self._transport.disconnect()
+
     async def _connect_and_reduce(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, Mean]:
-        """A group is built when its members change and after every abort, not each round."""
+        """A group lasts until its members change or an attempt fails; the plan tells all of them the same of it."""
         group = tuple(p.incarnation for p in plan.participants)
-        if group != self._connected:
+        is_lasting = self.epoch and group == self._group and all(p.epoch == self.epoch for p in plan.participants)
+        if not is_lasting:
             epoch = f"{plan.round}.{plan.attempt}.{plan.planner}"
             await self._transport.connect(epoch, plan.addresses)
-            self._connected = group
+            self.epoch, self._group = epoch, group
         return await self._reducer.run(plan, pseudo_grads)
 
     async def _wait_for_no(self, plan: Plan) -> None:
-        while plan.key not in self._noes:
+        while self.no_to(plan) is None:
             self._heard_no.clear()
             await self._heard_no.wait()
+
+
+async def tell_no(messenger: Messenger, addresses: Sequence[str], plan: Plan, island: str, cause: str) -> None:
+    """End this island's reduce on the ranks at `addresses`: they may wait for what a failed rank will not send."""
+    vote = Vote(round=plan.round, attempt=plan.attempt, island=island, cause=cause[:2000])
+    body = vote.model_dump_json().encode()
+    calls = (messenger.call(address, "vote", body, timeout_seconds=TELL_SECONDS) for address in addresses)
+    await asyncio.gather(*calls, return_exceptions=True)

@@ -15,7 +15,7 @@ class Deadlines:
     """
 
     def __init__(self, initial_seconds: float, history: int = 32) -> None:
-        self._initial = initial_seconds
+        self.initial_seconds = initial_seconds
         self._history = history
         self._measured: dict[str, deque[float]] = {}
 
@@ -27,7 +27,7 @@ class Deadlines:
         """The longest a wait of this kind may take now, in seconds."""
         measured = self._measured.get(kind, ())
         if len(measured) < 3:
-            return self._initial
+            return self.initial_seconds
         middle = median(measured)
         deviation = median(abs(m - middle) for m in measured)
         return middle + max(FLOOR_SECONDS, SPREAD * deviation)

@@ -29,6 +29,7 @@ class PeerLost(TransportError):
     def __init__(self, peer: str, cause: str) -> None:
         super().__init__(f"island {peer!r} is lost: {cause}")
         self.peer = peer
+        self.cause = cause
 
 
 class DeadlineError(TransportError):

@@ -40,6 +40,8 @@ class Ready(Message):
     """Of the global params and outer momentum that the inner steps began from."""
     carriers: list[tuple[int, int]] = Field(max_length=1 << 20)
     """Carrier rank of each part, run-length coded: (rank, number of parts)."""
+    epoch: str = Field(default="", max_length=96, pattern=r"^[A-Za-z0-9._-]*$")
+    """The transport group that the island's ranks are still connected in; empty: none."""
     transport_addresses: list[str] = Field(min_length=1, max_length=MAX_RANKS)
     control_addresses: list[str] = Field(min_length=1, max_length=MAX_RANKS)
 
@@ -48,6 +50,12 @@ class Ready(Message):
     def _pairs(cls, value: object) -> object:
         # JSON has no tuples; strict validation would refuse its lists.
         return [tuple(pair) if isinstance(pair, list) else pair for pair in value] if isinstance(value, list) else value
+
+    def check(self, num_parts: int) -> None:
+        """Raise MessageError unless every part has a carrier, and every rank two addresses."""
+        if len(self.control_addresses) != len(self.transport_addresses):
+            raise MessageError(f"island {self.island!r} gives its ranks unequal numbers of addresses")
+        check_carriers(self.carriers, num_parts, len(self.transport_addresses))
 
     @property
     def endpoints(self) -> dict[Endpoint, str]:
@@ -87,6 +95,23 @@ class Vote(Message):
     digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{16,64}$")
     """Of the reduced mean; None: the reduce failed here."""
     cause: str = Field(default="", max_length=2000)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.round, self.attempt
+
+
+class Standing(Message):
+    """The answer to a ready: the round that the asked island is in."""
+
+    round: int = Field(ge=0, lt=MAX_ROUND)
+
+
+class Question(Message):
+    """What came of this attempt?"""
+
+    round: int = Field(ge=0, lt=MAX_ROUND)
+    attempt: int = Field(ge=0, lt=1 << 20)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -139,17 +164,16 @@ def check_plan(plan: Plan, own: Ready, last_attempt: int, num_parts: int) -> Non
     if own not in plan.participants:
         raise MessageError(f"plan without {own.island!r} as it is now")
     for participant in plan.participants:
-        check_carriers(participant, num_parts)
+        participant.check(num_parts)
         if participant.digest != own.digest:
             raise MessageError(f"plan with {participant.island!r}, whose state differs from this island's")
 
 
-def check_carriers(ready: Ready, num_parts: int) -> None:
-    """Raise MessageError unless every part has a carrier among the island's ranks."""
-    ranks = len(ready.transport_addresses)
-    counts = [count for _, count in ready.carriers]
-    if sum(counts) != num_parts or any(c < 1 for c in counts) or any(not 0 <= r < ranks for r, _ in ready.carriers):
-        raise MessageError(f"carriers of {ready.island!r} do not cover {num_parts} parts with its {ranks} ranks")
+def check_carriers(packed: Sequence[tuple[int, int]], num_parts: int, num_ranks: int) -> None:
+    """Raise MessageError unless every part has a carrier among the ranks."""
+    counts = [count for _, count in packed]
+    if sum(counts) != num_parts or min(counts, default=1) < 1 or not all(0 <= r < num_ranks for r, _ in packed):
+        raise MessageError(f"the carriers given do not cover {num_parts} parts with {num_ranks} ranks")
 
 
 def pack_carriers(carriers: Sequence[int]) -> list[tuple[int, int]]:

@@ -1,6 +1,5 @@
 """The global params and outer momentum of the parts a rank carries: stepped, digested, served to joiners."""
 
-import json
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from outer.config import OuterOptimizerConfig
 from outer.digest import part_digest
 from outer.errors import MessageError
 from outer.optim import OuterOptimizer
-from outer.rounds import MAX_ROUND, Message
+from outer.rounds import MAX_ROUND, Message, parse
 
 
 class Position(Message):
@@ -78,8 +77,8 @@ def unpack(body: bytes, num_elements: int) -> tuple[Position, PartState]:
     if not newline or len(raw) != 8 * num_elements:
         raise MessageError(f"a part's state has {len(raw)} bytes, expected {8 * num_elements}")
     try:
-        position = Position.model_validate(json.loads(header))
-    except ValueError:
+        position = parse(Position, header)
+    except MessageError:
         raise MessageError("a part's state without a position") from None
     values = torch.frombuffer(bytearray(raw), dtype=torch.float32) if raw else torch.empty(0)
     if not torch.isfinite(values).all():

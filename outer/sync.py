@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from outer.agreement import Agreement, Behind, Rules
-from outer.attempt import Attempts
+from outer.attempt import Attempts, tell_no
 from outer.codecs import build_codec
 from outer.config import OuterConfig
 from outer.deadlines import Deadlines
@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TAKE_STATE_TRIES = 5
+TAKE_STATE_PAUSE_SECONDS = 0.5
 """A donor that commits while its state is being taken makes the taker start again."""
 
 
@@ -124,14 +125,16 @@ class OuterLoop:
         planned = time.monotonic()
         before = self._traffic()
         means, failure = self._reduce(plan, pseudo_grads)
-        digest, cause = self._result(means, failure)
+        digest, cause, is_fatal = self._result(means, failure)
         reduced = time.monotonic()
         is_committed = self._on_leader(lambda: self._loop.run(self._agree.decide(plan, digest, cause)))
         if is_committed:
             self._deadlines.observe("reduce", reduced - planned)
             self._commit(plan, means)
-        elif failure is not None and not isinstance(failure, TransportError):
-            raise failure
+        else:
+            self._loop.run(self._attempts.drop())
+        if is_fatal:
+            raise OuterError(cause)
         sent, received = (now - then for now, then in zip(self._traffic(), before, strict=True))
         return RoundReport(
             round=plan.round,
@@ -174,6 +177,7 @@ class OuterLoop:
             tokens=tokens,
             digest=self._digest,
             carriers=pack_carriers(self._exchange.carriers),
+            epoch=self._attempts.epoch,
             transport_addresses=[transport for transport, _ in self._addresses],
             control_addresses=[control for _, control in self._addresses],
         )
@@ -193,16 +197,22 @@ class OuterLoop:
             return self._loop.run(self._attempts.run(plan, pseudo_grads)), None
         except OuterError as error:
             log.info("round %d attempt %d failed here: %s", *plan.key, error)
+            if self._attempts.no_to(plan) is None:
+                others = [control for rank, (_, control) in enumerate(self._addresses) if rank != self._team.rank]
+                self._loop.run(tell_no(self._network.messenger, others, plan, self._identity.island, str(error)))
             return {}, error
 
-    def _result(self, means: Mapping[int, Mean], failure: OuterError | None) -> tuple[str | None, str]:
-        """What the island votes: the digest of all ranks' means, or None and the cause."""
+    def _result(self, means: Mapping[int, Mean], failure: OuterError | None) -> tuple[str | None, str, bool]:
+        """What the island votes: the digest of all ranks' means, or None, the cause, and whether it is our own fault."""
         mine = {index: mean.digest for index, mean in means.items()}
-        results = self._team.gather((None if failure is None else str(failure), mine))
-        causes = [cause for cause, _ in results if cause is not None]
+        is_fatal = failure is not None and not isinstance(failure, TransportError)
+        results = self._team.gather((is_fatal, None if failure is None else str(failure), mine))
+        # Our own fault first: the other ranks have only heard of it.
+        causes = [(not fatal, cause) for fatal, cause, _ in results if cause is not None]
         if causes:
-            return None, causes[0]
-        return self._combine([digests for _, digests in results]), ""
+            is_foreign, cause = min(causes)
+            return None, cause, not is_foreign
+        return self._combine([digests for _, _, digests in results]), "", False
 
     def _commit(self, plan: Plan, means: Mapping[int, Mean]) -> None:
         tokens = self.position.tokens + sum(p.tokens for p in plan.participants)
@@ -234,21 +244,29 @@ class OuterLoop:
 
     # -- another island's state -----------------------------------------------------------------------------
 
-    def _find_donor(self) -> str | None:
+    def _find_donor(self, besides: str = "") -> str | None:
         """The island that is furthest, if any has committed a round."""
         members = self._loop.run(self._membership.members()).values()
-        ahead = [(m.round, m.island) for m in members if m.round > 0 and m.island != self._identity.island]
+        unfit = self._identity.island, besides
+        ahead = [(m.round, m.island) for m in members if m.round > 0 and m.island not in unfit]
         return max(ahead)[1] if ahead else None
 
     def _take_state(self, donor: str) -> None:
-        """Global state and local params become the donor's. Raises TransportError, on every rank."""
+        """Global state and local params become the donor's, or another's if it fails. Raises TransportError."""
+        failures = []
         for _ in range(TAKE_STATE_TRIES):
             cause = self._try_to_take_state(donor)
             if cause is None:
                 log.info("took the state of %s: round %d", donor, self.position.round)
                 return
             log.warning("taking the state of %s failed: %s", donor, cause)
-        raise TransportError(f"the state of island {donor!r} could not be taken in {TAKE_STATE_TRIES} tries: {cause}")
+            failures.append(f"{donor}: {cause}")
+            time.sleep(TAKE_STATE_PAUSE_SECONDS)
+            donor = self._next_donor(donor)
+        raise TransportError("the state of no island could be taken: " + "; ".join(failures))
+
+    def _next_donor(self, failed: str) -> str:
+        return self._on_leader(lambda: self._find_donor(besides=failed) or failed)
 
     def _try_to_take_state(self, donor: str) -> str | None:
         """None when it is done, else why not; the same on every rank."""

@@ -4,14 +4,13 @@ Each rank of the joiner takes the parts it carries, from the ranks that carry th
 """
 
 import asyncio
-import json
 from collections.abc import Sequence
 
 from pydantic import Field
 
 from outer.errors import MessageError
 from outer.membership.base import Member, Messenger
-from outer.rounds import Message, pack_carriers, parse, unpack_carriers
+from outer.rounds import Message, check_carriers, pack_carriers, parse, unpack_carriers
 from outer.space import Space
 from outer.state import GlobalState, PartState, Position, unpack
 
@@ -29,6 +28,12 @@ class Description(Message):
     fingerprint: str = Field(pattern=r"^[0-9a-f]{16,64}$")
     """Of the canonical space."""
     carriers: list[list[int]] = Field(max_length=1 << 20)
+
+
+class PartRequest(Message):
+    """Which part is to be sent."""
+
+    part: int
 
 
 class Donor:
@@ -61,11 +66,7 @@ class Donor:
         return self._description
 
     async def _on_part(self, body: bytes) -> bytes:
-        try:
-            index = int(json.loads(body))
-        except (ValueError, TypeError):
-            raise MessageError("not a part number") from None
-        return await asyncio.to_thread(self._state.pack, index)
+        return await asyncio.to_thread(self._state.pack, parse(PartRequest, body).part)
 
 
 async def fetch_state(
@@ -80,7 +81,7 @@ async def fetch_state(
     gate = asyncio.Semaphore(PARTS_AT_ONCE)
 
     async def one(index: int) -> PartState:
-        address, request = donor.control_addresses[carriers[index]], json.dumps(index).encode()
+        address, request = donor.control_addresses[carriers[index]], PartRequest(part=index).model_dump_json().encode()
         async with gate:
             reply = await messenger.call(address, "part", request, timeout_seconds=PART_SECONDS)
         position, state = unpack(reply, space.parts[index].num_elements)
@@ -93,8 +94,9 @@ async def fetch_state(
 
 
 def _carriers_of(description: Description, donor: Member, num_parts: int) -> list[int]:
-    pairs = [pair for pair in description.carriers if len(pair) == 2 and 0 < pair[1] <= num_parts]
-    carriers = unpack_carriers([(rank, count) for rank, count in pairs])
-    if len(carriers) != num_parts or not all(0 <= rank < len(donor.control_addresses) for rank in carriers):
-        raise MessageError(f"island {donor.island!r} describes {len(carriers)} parts, the model has {num_parts}")
-    return carriers
+    pairs = [(pair[0], pair[1]) for pair in description.carriers if len(pair) == 2]
+    try:
+        check_carriers(pairs, num_parts, len(donor.control_addresses))
+    except MessageError as error:
+        raise MessageError(f"island {donor.island!r} describes its state wrongly: {error}") from None
+    return unpack_carriers(pairs)
