@@ -97,8 +97,8 @@ class LiveView:
         run_dir: Path,
         islands: Sequence[str],
         total_steps: int,
-        *,
         console: Console | None = None,
+        *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console = console or Console(highlight=False)

@@ -79,7 +79,7 @@ def draw_loss_line(axes: Axes, island: IslandRecords, color: str, linestyle: str
     if not points:
         return
     steps, losses = zip(*points, strict=True)
-    smooth = moving_average(losses, max(1, len(losses) // 40))
+    smooth = moving_average(losses, len(losses) // 80)
     if len(points) >= 40:
         axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
     marker = "o" if len(points) < 40 else None
@@ -156,10 +156,11 @@ def bytes_curve(island: IslandRecords) -> list[tuple[int, int]]:
     return [(step, total) for step, total in zip(at_step, sent, strict=True) if total > 0]
 
 
-def moving_average(values: Sequence[float], window: int) -> list[float]:
-    """The mean of the last `window` values at each place; of fewer at the beginning."""
+def moving_average(values: Sequence[float], reach: int) -> list[float]:
+    """At each place the mean of the values up to `reach` places to either side; of fewer at the ends."""
     sums = [0.0, *accumulate(values)]
-    return [(sums[i + 1] - sums[max(0, i + 1 - window)]) / min(i + 1, window) for i in range(len(values))]
+    bounds = [(max(0, i - reach), min(len(values), i + reach + 1)) for i in range(len(values))]
+    return [(sums[last] - sums[first]) / (last - first) for first, last in bounds]
 
 
 PLOTS = (
@@ -172,7 +173,7 @@ PLOTS = (
     Plot(
         "training-loss",
         "Training loss",
-        "Of each island on its own data: raw (faint) and averaged over a fortieth of its steps.",
+        "Of each island on its own data: raw (faint), and averaged over the fortieth of its steps around.",
         draw_training_loss,
     ),
     Plot(

@@ -1,7 +1,6 @@
 """report.html: one page that says what a run did, with its plots as files beside it."""
 
 import html
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -83,8 +82,8 @@ def _subtitle(run: RunRecords, summary: Summary) -> str:
     facts = run.facts
     if facts is None:
         return f"{islands}; no {FACTS}, so the model's size is not known"
-    begun = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(facts.created))
-    return f"{human_count(facts.num_params)} parameters on {islands}, begun {begun}"
+    begun = f", begun {facts.created[:16].replace('T', ' ')} UTC" if facts.created else ""
+    return f"{human_count(facts.num_params)} parameters on {islands}{begun}"
 
 
 def _tiles(summary: Summary) -> str:
@@ -93,7 +92,7 @@ def _tiles(summary: Summary) -> str:
     aborted, equal = summary["rounds_aborted"], summary["digests_equal"]
     verdict = {None: ("", UNKNOWN), True: ("good", "equal"), False: ("wrong", "DIFFERENT")}[equal]
     sent, would_have = total(summary["bytes_sent"]), total(summary["data_parallel_bytes"])
-    than = f"{human_bytes(sent)}; data-parallel {human_bytes(would_have)}" if would_have else "by all islands together"
+    than = f"{human_bytes(sent)} instead of {human_bytes(would_have)}" if would_have else "by all islands together"
     which = ", ".join(map(str, summary["rounds_disagreeing"][:8]))
     tiles = [
         ("Held-out loss", human_loss(summary["final_eval_loss"]), against, ""),

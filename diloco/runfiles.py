@@ -31,8 +31,8 @@ class RunFacts:
     """Inner steps each island is to make."""
     bigram_loss: float | None = None
     """Held-out loss of a byte bigram model, nats a token: what any model must beat."""
-    created: float = 0.0
-    """Unix seconds."""
+    created: str = ""
+    """ISO 8601, UTC."""
 
 
 @dataclass

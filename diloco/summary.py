@@ -26,11 +26,11 @@ def summarise(run_dir: Path) -> Summary:
     return summarise_records(read_run(run_dir))
 
 
-def write_summary(run_dir: Path) -> Path:
-    """Write summary.json and return its path."""
-    path = run_dir / SUMMARY
-    write_atomically(path, json.dumps(summarise(run_dir), indent=2, allow_nan=False) + "\n")
-    return path
+def write_summary(run_dir: Path) -> Summary:
+    """Write summary.json; what was written."""
+    summary = summarise(run_dir)
+    write_atomically(run_dir / SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    return summary
 
 
 def summarise_records(run: RunRecords) -> Summary:

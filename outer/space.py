@@ -131,9 +131,7 @@ def matrix_cols(shape: tuple[int, ...]) -> int:
     return prod(shape[1:])
 
 
-def rectangles(
-    start: int, stop: int, shape: tuple[int, ...]
-) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+def rectangles(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
     """The range [start, stop) of a flattened parameter as at most three (rows, cols) rectangles, in order.
 
     shape (4, 5), range [3, 17):   . . . # #     first: row 0, cols 3-5

@@ -203,7 +203,7 @@ class OuterLoop:
             return {}, error
 
     def _result(self, means: Mapping[int, Mean], failure: OuterError | None) -> tuple[str | None, str, bool]:
-        """What the island votes: the digest of all ranks' means, or None, the cause, and whether it is our own fault."""
+        """What the island votes: the digest of all ranks' means, or None, the cause, and whether it is our fault."""
         mine = {index: mean.digest for index, mean in means.items()}
         is_fatal = failure is not None and not isinstance(failure, TransportError)
         results = self._team.gather((is_fatal, None if failure is None else str(failure), mine))

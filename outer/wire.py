@@ -150,11 +150,16 @@ class FrameStream:
         self._traffic.bytes_sent += len(data)
 
 
-def view_of(payload: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous 1-D uint8 CPU tensor, not copied."""
+def checked(payload: torch.Tensor) -> torch.Tensor:
+    """The payload itself. Raises ValueError unless it is a contiguous 1-D uint8 CPU tensor."""
     if payload.dtype != torch.uint8 or payload.dim() != 1 or not payload.is_contiguous():
         raise ValueError(f"a payload is 1-D contiguous uint8, got {payload.dtype} of shape {tuple(payload.shape)}")
-    return memoryview(payload.numpy())
+    return payload
+
+
+def view_of(payload: torch.Tensor) -> memoryview:
+    """The bytes of a payload, not copied."""
+    return memoryview(checked(payload).numpy())
 
 
 def text_of(payload: torch.Tensor) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from outer.errors import DeadlineError, MessageError, PeerLost
 from outer.transports.base import Endpoint, Tag, Traffic
 from outer.transports.mailbox import Mailbox
-from outer.wire import HEADER_BYTES, view_of
+from outer.wire import HEADER_BYTES, checked
 
 Delivery = Callable[[Callable[[], None]], None]
 """Called with each message's delivery, to be run at once, later, or in another order."""
@@ -112,7 +113,7 @@ class LoopbackTransport:
             raise DeadlineError(f"{missing} did not join within {self._connect_seconds:g} s") from None
 
     async def send(self, to: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
-        copy = torch.tensor(view_of(payload), dtype=torch.uint8) if payload.numel() else torch.empty_like(payload)
+        copy = checked(payload).clone()
         if error := self._mailbox.failure_of(to):
             raise error
         target = self._hub.transports.get((self._epoch or "", to))
@@ -146,7 +147,7 @@ class LoopbackTransport:
 
     def on_loop(self, action: Callable[[], None]) -> None:
         """Run `action` on this transport's event loop; nothing if that has ended."""
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # raised by a closed loop
             self._loop.call_soon_threadsafe(action)
 
     async def _wait_for_all(self) -> None:

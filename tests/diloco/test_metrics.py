@@ -137,7 +137,14 @@ def test_a_killed_process_leaves_every_line_it_wrote(tmp_path: Path) -> None:
 
 
 def test_facts_are_read_back_and_unknown_keys_ignored(tmp_path: Path) -> None:
-    facts = RunFacts(name="quick", num_params=1000, num_islands=2, total_steps=60, bigram_loss=2.4, created=5.0)
+    facts = RunFacts(
+        name="quick",
+        num_params=1000,
+        num_islands=2,
+        total_steps=60,
+        bigram_loss=2.4,
+        created="2026-01-02T03:04:05+00:00",
+    )
     write_facts(tmp_path, facts)
     assert read_facts(tmp_path) == facts
     values = json.loads((tmp_path / "run.json").read_text()) | {"tokenizer": "bytes"}

@@ -112,7 +112,7 @@ def a_runs_facts(num_rounds: int) -> RunFacts:
         num_islands=3,
         total_steps=num_rounds * INNER_STEPS,
         bigram_loss=2.45,
-        created=START,
+        created="2026-01-02T03:04:05+00:00",
     )
 
 
@@ -184,7 +184,7 @@ def test_the_baseline_is_set_against_the_run(run_dir: Path) -> None:
 
 def test_summary_json_is_the_summary(run_dir: Path) -> None:
     write_baseline(run_dir)
-    assert json.loads(write_summary(run_dir).read_text()) == summarise(run_dir)
+    assert write_summary(run_dir) == json.loads((run_dir / "summary.json").read_text()) == summarise(run_dir)
 
 
 def test_without_run_json_what_depends_on_it_is_unknown(run_dir: Path) -> None:
@@ -218,6 +218,7 @@ def test_the_report_links_only_files_that_are_there(run_dir: Path) -> None:
     write_baseline(run_dir)
     write_summary(run_dir)
     page = write_report(run_dir).read_text()
+    assert "1M parameters on 3 islands, begun 2026-01-02 03:04 UTC" in page
     links = re.findall(r"(?:src|href)='([^']+)'", page)
     assert set(links) == {
         "plots/heldout.png",
@@ -278,6 +279,13 @@ def test_a_committed_round_is_a_wait_then_a_reduce_and_an_aborted_one_is_whole(r
     committed, aborted = rounds[0], rounds[4]
     assert [(s.activity, round(s.seconds, 3)) for s in round_segments(committed)] == [("wait", 0.4), ("reduce", 0.8)]
     assert [(s.activity, round(s.seconds, 3)) for s in round_segments(aborted)] == [("aborted", 1.2)]
+
+
+def test_the_moving_average_does_not_lag() -> None:
+    from diloco.plots import moving_average
+
+    assert moving_average([1.0, 2.0, 6.0, 10.0, 11.0], 1) == [1.5, 3.0, 6.0, 9.0, 10.5]
+    assert moving_average([3.0, 5.0], 0) == [3.0, 5.0]
 
 
 def test_importing_the_report_does_not_import_matplotlib_or_torch() -> None:

@@ -120,7 +120,11 @@ WRONG = {
     "an overlap": [*grid(5, 6), Held("w", (0, 1), (0, 1))],
     # As many elements as there should be, one row twice and one missing.
     "a hole as large as an overlap": [Held("w", (0, 3), (0, 6)), Held("w", (2, 4), (0, 6))],
-    "two quarters of a quarter's size": [Held("w", (0, 5), (0, 3)), Held("w", (0, 5), (0, 3)), Held("w", (1, 2), (1, 2))],
+    "corners in place, the middle twice": [
+        Held("w", (0, 5), (0, 6)),
+        Held("w", (1, 2), (1, 2)),
+        Held("w", (1, 2), (1, 2)),
+    ],
     "outside": [Held("w", (1, 6), (0, 6))],
     "nothing": [],
     "another name": [Held("v", (0, 5), (0, 6))],

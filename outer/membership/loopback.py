@@ -1,0 +1,133 @@
+"""Calls and records between islands that are threads of one process, over a Hub."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+from outer.errors import DeadlineError, MessageError, PeerLost, TransportError
+from outer.membership.base import Handler, Member
+from outer.membership.calls import MAX_BODY_BYTES, answer
+from outer.membership.records import check_config_text, check_incarnation, parse_record, parse_records
+from outer.transports.base import Endpoint
+from outer.transports.loopback import Hub
+from outer.wire import Kind
+
+
+class LoopbackMessenger:
+    """See outer.membership.base.Messenger."""
+
+    def __init__(self, hub: Hub, run_id: str, me: Endpoint) -> None:
+        self.address = f"loopback:{run_id}/{me}"
+        self.island = me.island
+        self._hub = hub
+        self._loop = asyncio.get_running_loop()
+        self._handlers: dict[str, Handler] = {}
+        self._waiting: dict[asyncio.Future[tuple[Kind, bytes]], tuple[str, str]] = {}
+        with hub.lock:
+            hub.messengers[self.address] = self
+        hub.enter(self)
+
+    def serve(self, kind: str, handler: Handler) -> None:
+        self._handlers[kind] = handler
+
+    async def call(self, address: str, kind: str, body: bytes, *, timeout_seconds: float) -> bytes:
+        if len(body) > MAX_BODY_BYTES:
+            raise MessageError(f"a call {kind!r} of {len(body)} bytes, at most {MAX_BODY_BYTES} are allowed")
+        with self._hub.lock:
+            target = self._hub.messengers.get(address)
+        if not isinstance(target, LoopbackMessenger) or self._hub.is_cut(self.island, target.island):
+            raise PeerLost(address, "it cannot be reached")
+        future: asyncio.Future[tuple[Kind, bytes]] = self._loop.create_future()
+        self._waiting[future] = (target.island, address)
+        try:
+            self._hub.deliver(lambda: target.take_call(kind, body, lambda reply: self._take_reply(future, reply)))
+            async with asyncio.timeout(timeout_seconds):
+                code, reply = await future
+        except TimeoutError:
+            raise DeadlineError(f"{address} did not answer {kind!r} within {timeout_seconds:g} s") from None
+        finally:
+            del self._waiting[future]
+        if code is Kind.REFUSAL:
+            raise MessageError(reply.decode())
+        return reply
+
+    def take_call(self, kind: str, body: bytes, reply: Callable[[tuple[Kind, bytes]], None]) -> None:
+        """Answer a call on this messenger's loop and give the answer to `reply` there. Any thread."""
+
+        async def work() -> None:
+            reply(await answer(self._handlers.get(kind), kind, body))
+
+        with suppress(RuntimeError):  # raised by a closed loop
+            self._loop.call_soon_threadsafe(lambda: self._loop.create_task(work()))
+
+    async def close(self) -> None:
+        with self._hub.lock:
+            self._hub.messengers.pop(self.address, None)
+            others = [m for m in self._hub.messengers.values() if isinstance(m, LoopbackMessenger)]
+        self._hub.exit(self)
+        self._break(self.island)
+        for other in others:
+            other.on_hung_up(self.address)
+
+    def on_lost(self, island: str) -> None:
+        """Called by the hub, on any thread: this island, or one that it talks to, is cut off."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(lambda: self._break(island))
+
+    def on_hung_up(self, address: str) -> None:
+        """Another messenger has closed. Any thread."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(lambda: self._break(address))
+
+    def _break(self, name: str) -> None:
+        """Fail the calls to an island or an address; all of them when it is this island."""
+        for future, (island, address) in list(self._waiting.items()):
+            if name in (self.island, island, address) and not future.done():
+                future.set_exception(PeerLost(address, "its connection is broken"))
+
+    def _take_reply(self, future: asyncio.Future[tuple[Kind, bytes]], reply: tuple[Kind, bytes]) -> None:
+        def settle() -> None:
+            if not future.done():
+                future.set_result(reply)
+
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(settle)
+
+
+class LoopbackMembership:
+    """See outer.membership.base.Membership."""
+
+    def __init__(self, hub: Hub, run_id: str, island: str) -> None:
+        self._hub, self._run_id, self._island = hub, run_id, island
+        self._own: Member | None = None
+
+    async def announce(self, member: Member) -> None:
+        if self._hub.is_cut(self._island, self._island):
+            raise TransportError("this island is cut off")
+        with self._hub.lock:
+            records = self._hub.records.setdefault(self._run_id, {})
+            check_incarnation(member, parse_record(member.island, records.get(member.island)))
+            records[member.island] = member.model_dump_json()
+        self._own = member
+
+    async def members(self) -> dict[str, Member]:
+        if self._hub.is_cut(self._island, self._island):
+            return {self._own.island: self._own} if self._own else {}
+        with self._hub.lock:
+            records = dict(self._hub.records.get(self._run_id, {}))
+        return parse_records(records)
+
+    async def publish_config(self, text: str) -> None:
+        check_config_text(text)
+        with self._hub.lock:
+            self._hub.configs.setdefault(self._run_id, text)
+
+    async def read_config(self) -> str | None:
+        with self._hub.lock:
+            return self._hub.configs.get(self._run_id)
+
+    async def leave(self) -> None:
+        if self._own is not None:
+            with self._hub.lock:
+                self._hub.records.get(self._run_id, {}).pop(self._own.island, None)
+            self._own = None

@@ -1,0 +1,240 @@
+"""A libp2p daemon: one process an island, started by rank 0; the other ranks attach to it.
+
+It ends within seconds of its last rank, however that died, because it is told to stop when idle.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hivemind.p2p import P2P, P2PDaemonError, PeerID
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from hivemind.utils.multiaddr import Multiaddr
+
+from outer.errors import InputError, PeerLost
+
+IDLE_SECONDS = 3
+"""The daemon ends when nobody has been attached for so long."""
+RETRY_SECONDS = 1.0
+MAX_ADDRESS_LENGTH = 4096
+MAX_PEER_ADDRESSES = 32
+STALE_SOCKET_SECONDS = 60.0
+
+Accept = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""Serves one incoming stream, given the peer id that libp2p has proved."""
+
+
+@dataclass(frozen=True)
+class PeerAddress:
+    """A rank of a peer: `<peer id>:<rank>@<multiaddress>;<multiaddress>...` as text."""
+
+    peer_id: str
+    rank: int
+    maddrs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.peer_id}:{self.rank}@{';'.join(self.maddrs)}"
+
+
+def parse_address(text: str) -> PeerAddress:
+    """The address in a peer's record. Raises PeerLost when it is malformed: such a peer cannot be reached."""
+    try:
+        if len(text) > MAX_ADDRESS_LENGTH:
+            raise ValueError("too long")
+        endpoint, _, joined = text.partition("@")
+        peer_id, _, rank = endpoint.partition(":")
+        maddrs = tuple(str(Multiaddr(m)) for m in joined.split(";")[:MAX_PEER_ADDRESSES] if m)
+        return PeerAddress(PeerID.from_base58(peer_id).to_base58(), int(rank), maddrs)
+    except Exception as error:  # noqa: BLE001 - the parsers raise whatever they like
+        raise PeerLost(text[:80], f"its address is malformed: {error}") from None
+
+
+class Daemon:
+    """A rank's hold on its island's libp2p daemon."""
+
+    def __init__(self, p2p: P2P, rank: int, maddrs: Sequence[str]) -> None:
+        self.p2p, self._rank = p2p, rank
+        self.peer_id = p2p.peer_id.to_base58()
+        self.maddrs = tuple(maddrs)
+        """Where other islands dial, each ending in /p2p/<peer id>."""
+        self._is_closed = False
+
+    @property
+    def leader_address(self) -> str:
+        """What other ranks of this island attach to."""
+        return str(self.p2p._daemon_listen_maddr)
+
+    @property
+    def address(self) -> PeerAddress:
+        """Where other islands reach this rank."""
+        return PeerAddress(self.peer_id, self._rank, self.maddrs)
+
+    async def serve(self, name: str, accept: Accept) -> None:
+        """Give every incoming stream of this name to `accept`."""
+
+        async def handle(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await accept(info.peer_id.to_base58(), reader, writer)
+
+        await self.p2p.add_binary_stream_handler(name, handle)
+
+    async def open_stream(
+        self, address: PeerAddress, name: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A stream to a peer's `serve(name)`. The caller bounds the time. Raises PeerLost."""
+        peer_id = PeerID.from_base58(address.peer_id)
+        try:
+            with suppress(P2PDaemonError):  # without an address that answers, the swarm may still know a way
+                await self.p2p._client.connect(peer_id, [_without_peer(m) for m in address.maddrs])
+            _, reader, writer = await self.p2p.call_binary_stream_handler(peer_id, name)
+        except (P2PDaemonError, OSError, EOFError, ValueError) as error:
+            raise PeerLost(address.peer_id, f"cannot open {name!r} there: {_first_line(error)}") from None
+        return reader, writer
+
+    async def close(self) -> None:
+        """End the daemon, or let go of it, and remove its sockets. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            async with asyncio.timeout(3):
+                await self.p2p.shutdown()
+        except TimeoutError:
+            if self.p2p._child is not None:
+                self.p2p._child.kill()
+
+
+async def attach_daemon(leader_address: str, rank: int) -> Daemon:
+    """A hold on the daemon that rank 0 of this island started."""
+    quiet()
+    p2p = await P2P.replicate(Multiaddr(leader_address))
+    return Daemon(p2p, rank, [str(m) for m in await p2p.get_visible_maddrs()])
+
+
+async def start_daemon(
+    host_maddrs: Sequence[str],
+    bootstrap: Sequence[str],
+    identity_path: Path | None,
+    connect_seconds: float,
+    announce_maddrs: Sequence[str] | None = None,
+) -> Daemon:
+    """A new daemon that has met the swarm at `bootstrap`; none: a swarm of its own. Raises InputError."""
+    quiet()
+    remove_stale_sockets()
+    check_multiaddresses("listen_host and listen_port", host_maddrs)
+    check_bootstrap(bootstrap)
+    if identity_path is not None and not identity_path.exists():
+        _write_identity(identity_path)
+    started, causes = time.monotonic(), []
+    while True:
+        left = connect_seconds - (time.monotonic() - started)
+        try:
+            p2p = await P2P.create(
+                host_maddrs=list(host_maddrs),
+                announce_maddrs=list(announce_maddrs) if announce_maddrs else None,
+                initial_peers=list(bootstrap) or None,
+                identity_path=str(identity_path) if identity_path else None,
+                idle_timeout=IDLE_SECONDS,
+                startup_timeout=max(left, 1.0),
+                nat_port_map=not _is_local(host_maddrs),
+                auto_nat=not _is_local(host_maddrs),
+                check_if_identity_free=False,
+            )
+            return Daemon(p2p, 0, [str(m) for m in await p2p.get_visible_maddrs()])
+        except P2PDaemonError as error:
+            causes.append(_first_line(error))
+        waited = time.monotonic() - started
+        if "bootstrap" not in causes[-1] and "failed to start in" not in causes[-1]:
+            raise InputError(f"the libp2p daemon does not start on {', '.join(host_maddrs)}: {causes[-1]}")
+        if waited + RETRY_SECONDS >= connect_seconds:
+            raise InputError(unreachable(bootstrap, waited, causes[-1]))
+        await asyncio.sleep(RETRY_SECONDS)
+
+
+def unreachable(bootstrap: Sequence[str], waited: float, cause: str) -> str:
+    """What to tell a user whose swarm does not answer."""
+    return (
+        f"island.bootstrap: none of these addresses answered within {waited:.0f} s: {', '.join(bootstrap)} "
+        f"({cause}); check that `diloco bootstrap` or another island runs there and that its port is open"
+    )
+
+
+def check_bootstrap(bootstrap: Sequence[str]) -> None:
+    """Raise InputError for an address that is not a multiaddress with a peer id."""
+    check_multiaddresses("island.bootstrap", bootstrap)
+    for address in bootstrap:
+        if "/p2p/" not in address:
+            raise InputError(
+                f"island.bootstrap: got {address!r}, which names no peer; take the whole line that "
+                "`diloco bootstrap` prints: /ip4/HOST/tcp/PORT/p2p/PEER_ID"
+            )
+
+
+def check_multiaddresses(where: str, addresses: Sequence[str]) -> None:
+    """Raise InputError for a text that is not a multiaddress."""
+    for address in addresses:
+        try:
+            Multiaddr(address)
+        except Exception as error:  # noqa: BLE001 - the parser raises whatever it likes
+            raise InputError(f"{where}: {address!r} is no multiaddress ({error}); e.g. /ip4/10.0.0.1/tcp/31337") from None
+
+
+def maddr_of(host: str, port: int) -> str:
+    """The multiaddress of a host, by number or name, and a TCP port."""
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        return f"/dns/{host}/tcp/{port}"
+    return f"/ip{version}/{host}/tcp/{port}".replace("/ip4", "/ip4").replace("/ip6", "/ip6")
+
+
+def quiet() -> None:
+    """Let hivemind speak of errors only, and libp2p not at all."""
+    logging.getLogger("hivemind").setLevel(logging.ERROR)
+    os.environ.setdefault("GOLOG_LOG_LEVEL", "fatal")
+
+
+def remove_stale_sockets() -> None:
+    """Remove the socket files that a killed process of this user has left behind."""
+    for path in Path("/tmp").glob("hivemind-p2p*.sock"):  # hivemind's own fixed place
+        with suppress(OSError):
+            status = path.stat()
+            is_old = time.time() - status.st_mtime > STALE_SOCKET_SECONDS
+            if status.st_uid == os.getuid() and is_old and not _answers(path):
+                path.unlink()
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        return True
+
+
+def _write_identity(path: Path) -> None:
+    """Make a key, at once or not at all: half a key would keep the island from ever starting again."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    P2P.generate_identity(str(temporary))
+    temporary.replace(path)
+
+
+def _is_local(host_maddrs: Sequence[str]) -> bool:
+    return all(m.startswith(("/ip4/127.", "/ip6/::1/")) for m in host_maddrs)
+
+
+def _without_peer(maddr: str) -> Multiaddr:
+    return Multiaddr(maddr.partition("/p2p/")[0] if "/p2p-circuit" not in maddr else maddr)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:300]

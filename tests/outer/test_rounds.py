@@ -1,0 +1,229 @@
+"""What follows from what islands tell one another, and what is refused."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outer.errors import MessageError
+from outer.rounds import (
+    Message,
+    Plan,
+    Question,
+    Ready,
+    Standing,
+    Vote,
+    check_carriers,
+    check_plan,
+    majority,
+    make_plan,
+    pack_carriers,
+    parse,
+    tally,
+    unpack_carriers,
+)
+from outer.state import Position
+from outer.transfer import Description, PartRequest
+from outer.transports.base import Endpoint
+
+DIGESTS = {"x": "aa" * 16, "y": "bb" * 16, "z": "cc" * 16}
+NUM_PARTS = 5
+
+
+def ready(island: str, digest: str = "x", round_number: int = 3, **changes: object) -> Ready:
+    """An island of two ranks."""
+    fields = {
+        "island": island,
+        "incarnation": "0123456789abcdef",
+        "round": round_number,
+        "tokens": 100,
+        "digest": DIGESTS[digest],
+        "carriers": [(0, 3), (1, 2)],
+        "transport_addresses": [f"t{island}0", f"t{island}1"],
+        "control_addresses": [f"c{island}0", f"c{island}1"],
+    }
+    return Ready(**{**fields, **changes})
+
+
+def plan_of(*names: str, attempt: int = 0) -> Plan:
+    return make_plan(names[0], attempt, {name: ready(name) for name in names})
+
+
+def vote(island: str, digest: str | None = "x") -> Vote:
+    return Vote(round=3, attempt=0, island=island, digest=None if digest is None else DIGESTS[digest])
+
+
+TALLIES = {
+    "commit": [["x", "x", "x"]],
+    "abort": [["x", "x", None], ["x", "y", "x"], [None, "-", "-"], ["x", "y", "-"], [None, None, None]],
+    "open": [["x", "x", "-"], ["-", "-", "-"], ["-", "x", "-"]],
+}
+
+
+@pytest.mark.parametrize(("outcome", "cast"), [(o, cast) for o, casts in TALLIES.items() for cast in casts])
+def test_all_equal_votes_commit_and_one_no_or_another_digest_aborts(outcome: str, cast: list[str | None]) -> None:
+    votes = {name: vote(name, digest) for name, digest in zip("abc", cast, strict=True) if digest != "-"}
+    assert tally(plan_of("a", "b", "c"), votes) == outcome
+
+
+def test_votes_of_islands_outside_of_the_plan_do_not_count() -> None:
+    votes = {"a": vote("a"), "b": vote("b"), "q": vote("q", None), "r": vote("r", "y")}
+    assert tally(plan_of("a", "b"), votes) == "commit"
+
+
+MAJORITIES = [("xxy", "x"), ("xyy", "y"), ("xy", "x"), ("yx", "y"), ("zxyyx", "x"), ("z", "z")]
+
+
+@pytest.mark.parametrize(("digests", "expected"), MAJORITIES)
+def test_the_majority_is_the_most_frequent_digest_or_that_of_the_first_by_name(digests: str, expected: str) -> None:
+    readies = [ready(f"i{k}", digest) for k, digest in enumerate(digests)]
+    assert majority(readies) == majority(readies[::-1]) == DIGESTS[expected]
+
+
+def test_a_plan_holds_the_islands_of_the_majority_by_name() -> None:
+    readies = {name: ready(name, digest) for name, digest in [("c", "x"), ("b", "y"), ("a", "x"), ("d", "x")]}
+    plan = make_plan("c", 2, readies)
+    assert plan.names == ["a", "c", "d"]
+    assert (plan.round, plan.attempt, plan.planner) == (3, 2, "c")
+    assert plan.addresses[Endpoint("c", 1)] == "tc1" and len(plan.addresses) == 6
+
+
+def test_a_sound_plan_passes() -> None:
+    check_plan(plan_of("a", "b", attempt=1), ready("b"), last_attempt=0, num_parts=NUM_PARTS)
+
+
+def changed(plan: Plan, **changes: object) -> Plan:
+    return plan.model_copy(update=changes)
+
+
+BAD_PLANS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
+    "another round": (lambda p: changed(p, round=4), "round 4, this island is in round 3"),
+    "an old attempt": (lambda p: changed(p, attempt=0), "attempt 0 has been accepted"),
+    "out of order": (lambda p: changed(p, participants=p.participants[::-1]), "out of order"),
+    "one twice": (lambda p: changed(p, participants=[*p.participants, p.participants[-1]]), "repeated"),
+    "without us": (lambda p: changed(p, participants=p.participants[:1]), "without 'b'"),
+    "with what we said before": (
+        lambda p: changed(p, participants=[p.participants[0], ready("b", tokens=99)]),
+        "without 'b' as it is now",
+    ),
+    "another state": (lambda p: changed(p, participants=[ready("a", "y"), ready("b")]), "'a', whose state differs"),
+    "a part without a carrier": (
+        lambda p: changed(p, participants=[ready("a", carriers=[(0, 4)]), ready("b")]),
+        "do not cover 5 parts",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_PLANS)
+def test_a_plan_that_cannot_be_ours_is_refused(kind: str) -> None:
+    change, text = BAD_PLANS[kind]
+    with pytest.raises(MessageError, match=text):
+        check_plan(change(plan_of("a", "b", attempt=1)), ready("b"), last_attempt=0, num_parts=NUM_PARTS)
+
+
+@given(carriers=st.lists(st.integers(0, 3), max_size=60))
+def test_packed_carriers_unpack_to_the_same(carriers: list[int]) -> None:
+    packed = pack_carriers(carriers)
+    assert unpack_carriers(packed) == carriers
+    check_carriers(packed, len(carriers), num_ranks=4)
+
+
+BAD_CARRIERS = {
+    "too few": [(0, 4)],
+    "too many": [(0, 6)],
+    "a rank too high": [(0, 4), (2, 1)],
+    "a negative rank": [(-1, 5)],
+    "a negative count": [(0, 6), (1, -1)],
+    "an empty run": [(0, 5), (1, 0)],
+    "a huge run": [(0, 1 << 60)],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize("kind", BAD_CARRIERS)
+def test_carriers_that_do_not_cover_the_parts_are_refused(kind: str) -> None:
+    with pytest.raises(MessageError, match="do not cover 5 parts with 2 ranks"):
+        check_carriers(BAD_CARRIERS[kind], NUM_PARTS, num_ranks=2)
+
+
+def test_an_island_must_give_two_addresses_a_rank() -> None:
+    with pytest.raises(MessageError, match="unequal numbers of addresses"):
+        ready("a", control_addresses=["c"]).check(NUM_PARTS)
+
+
+MESSAGES: list[Message] = [
+    ready("a"),
+    plan_of("a", "b"),
+    vote("a"),
+    vote("a", None),
+    Standing(round=2),
+    Question(round=1, attempt=0),
+    Position(round=7, tokens=1 << 40),
+    PartRequest(part=3),
+    Description(
+        digest="ab" * 16, position=Position(round=1, tokens=2), fingerprint="cd" * 16, carriers=[[0, 3], [1, 2]]
+    ),
+]
+KINDS = list(dict.fromkeys(type(message) for message in MESSAGES))
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+def test_a_message_arrives_as_it_was_sent(message: Message) -> None:
+    assert parse(type(message), message.model_dump_json().encode()) == message
+
+
+def parses_or_is_refused(kind: type[Message], body: bytes) -> None:
+    """Nothing but MessageError may come out of a peer's bytes."""
+    try:
+        assert isinstance(parse(kind, body), kind)
+    except MessageError as error:
+        assert f"not a {kind.__name__}" in str(error)
+
+
+@given(kind=st.sampled_from(KINDS), body=st.binary(max_size=200))
+def test_random_bytes_are_refused(kind: type[Message], body: bytes) -> None:
+    parses_or_is_refused(kind, body)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(message=st.sampled_from(MESSAGES), data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_messages_with_any_value_in_any_field_are_refused_or_understood(message: Message, data: st.DataObject) -> None:
+    fields = json.loads(message.model_dump_json())
+    name = data.draw(st.sampled_from([*fields, "another"]))
+    fields[name] = data.draw(JSON)
+    parses_or_is_refused(type(message), json.dumps(fields).encode())
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+def test_deep_nesting_is_refused(kind: type[Message]) -> None:
+    with pytest.raises(MessageError):
+        parse(kind, b"[" * 200_000)
+
+
+BAD_FIELDS = {
+    "island": ["", "a b", "x" * 65, "a/b", 3],
+    "incarnation": ["", "xyz", "AB" * 8],
+    "round": [-1, 1 << 30, "3", 1.5, True],
+    "tokens": [-1, 1 << 53, None],
+    "digest": ["", "g" * 32, None],
+    "carriers": [[[0]], [[0, 1, 2]], [["0", 1]], {"0": 5}, None],
+    "epoch": ["a b", "x" * 97, 5],
+    "transport_addresses": [[], [3], "tcp"],
+    "stranger": [1],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in BAD_FIELDS.items() for v in values])
+def test_a_ready_with_a_bad_field_is_refused_with_its_name(field: str, value: object) -> None:
+    fields = {**json.loads(ready("a").model_dump_json()), field: value}
+    with pytest.raises(MessageError, match=f"not a Ready: {field}"):
+        parse(Ready, json.dumps(fields).encode())
