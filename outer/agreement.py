@@ -123,7 +123,9 @@ class Agreement:
         ready, is_late = self._ready_now(own.round), self._is_late(waited)
         absent = self._absent(ready)
         planner = min(ready) if is_late else min(set(ready) | absent)
-        needed = max(self._rules.quorum, self._rules.start_islands if own.round == 0 else 1)
+        # Once the first round has been planned they have come; a lost one is not waited for.
+        is_start = own.round == 0 and own.round not in self._last_attempt
+        needed = max(self._rules.quorum, self._rules.start_islands if is_start else 1)
         if len(ready) < needed:
             # A derived limit is for islands that are there; one that must first come back gets the whole wait.
             if waited > self._deadlines.initial_seconds:

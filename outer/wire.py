@@ -2,7 +2,8 @@
 
     magic 4 | version 1 | kind 1 | run 8 | rank 2 | round 4 | attempt 4 | phase 1 | part 4 | request 8 | length 8
 
-`run` is a hash of the run's id (and, on bulk streams, of the group's epoch), so that two runs never mix.
+`run` is a hash of the run's id and the stream's purpose, so that two runs never mix. The first frame of a stream
+is a HELLO: the dialer's name and the group (an epoch of participants) that everything on this stream belongs to.
 """
 
 import asyncio
@@ -23,13 +24,16 @@ _HEADER = struct.Struct("!4sBB8sHIIBIQQ")
 HEADER_BYTES = _HEADER.size
 PIECE_BYTES = 1 << 18
 """Written or read at once: large enough to be cheap, small enough to share the loop."""
-MAX_NAME_BYTES = 256
+MAX_HELLO_BYTES = 512
+
+
+NO_TAG = Tag(0, 0, Phase.REDUCE, 0)
 
 
 class Kind(IntEnum):
     """What a frame holds."""
 
-    HELLO = 0  # first on every stream: the dialer's island, as UTF-8
+    HELLO = 0  # the dialer's island, a newline, its group, as UTF-8; the rank is in the header
     PAYLOAD = 1
     CALL = 2
     REPLY = 3
@@ -42,7 +46,7 @@ class Header:
 
     kind: Kind
     rank: int = 0
-    tag: Tag = Tag(0, 0, Phase.REDUCE, 0)
+    tag: Tag = NO_TAG
     request: int = 0
     num_bytes: int = 0
 
@@ -56,9 +60,7 @@ def pack_header(header: Header, run: bytes) -> bytes:
     """The header as HEADER_BYTES bytes."""
     tag = header.tag
     position = (tag.round, tag.attempt, tag.phase, tag.part)
-    return _HEADER.pack(
-        MAGIC, VERSION, header.kind, run, header.rank, *position, header.request, header.num_bytes
-    )
+    return _HEADER.pack(MAGIC, VERSION, header.kind, run, header.rank, *position, header.request, header.num_bytes)
 
 
 def parse_header(raw: bytes, run: bytes, max_bytes: int) -> Header:
@@ -125,17 +127,18 @@ class FrameStream:
         self._traffic.bytes_received += HEADER_BYTES
         return parse_header(raw, self._run, max_bytes)
 
-    async def say_hello(self, me: Endpoint) -> None:
-        """Send the first frame: who dials."""
-        name = me.island.encode()
-        await self.write(Header(Kind.HELLO, me.rank, num_bytes=len(name)), name)
+    async def say_hello(self, me: Endpoint, group: str = "") -> None:
+        """Send the first frame: who dials, and the group that this stream belongs to."""
+        text = f"{me.island}\n{group}".encode()
+        await self.write(Header(Kind.HELLO, me.rank, num_bytes=len(text)), text)
 
-    async def read_hello(self) -> Endpoint:
-        """Who the dialer claims to be. Raises MessageError when the first frame is not a hello."""
-        header, payload = await self.read(MAX_NAME_BYTES)
+    async def read_hello(self) -> tuple[Endpoint, str]:
+        """Who the dialer claims to be, and its group. Raises MessageError when the first frame is not a hello."""
+        header, payload = await self.read(MAX_HELLO_BYTES)
         if header.kind is not Kind.HELLO:
             raise MessageError(f"a stream that begins with {header.kind.name}, HELLO expected")
-        return Endpoint(text_of(payload), header.rank)
+        island, _, group = text_of(payload).partition("\n")
+        return Endpoint(island, header.rank), group
 
     def close(self) -> None:
         """Drop the connection; what is unsent is lost. Idempotent."""
@@ -159,7 +162,7 @@ def checked(payload: torch.Tensor) -> torch.Tensor:
 
 def view_of(payload: torch.Tensor) -> memoryview:
     """The bytes of a payload, not copied."""
-    return memoryview(checked(payload).numpy())
+    return memoryview(checked(payload).numpy())  # pyright: ignore[reportArgumentType]
 
 
 def text_of(payload: torch.Tensor) -> str:

@@ -61,7 +61,7 @@ class StreamMessenger:
         self._incoming.add(stream)
         try:
             async with asyncio.timeout(HELLO_SECONDS):
-                source = await stream.read_hello()
+                source, _ = await stream.read_hello()
             await self._answer_all(source, stream)
         except (MessageError, TimeoutError) as error:
             log.warning("dropped a control connection: %s", error)

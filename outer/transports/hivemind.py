@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
 
 import torch
 
@@ -25,7 +24,8 @@ class HivemindTransport:
 
     def __init__(self, daemon: Daemon, run_id: str, me: Endpoint, traffic: Traffic, connect_seconds: float) -> None:
         self.traffic = traffic
-        self._daemon, self._run_id, self._me, self._connect_seconds = daemon, run_id, me, connect_seconds
+        self._daemon, self._me, self._connect_seconds = daemon, me, connect_seconds
+        self._run_id, self._run = run_id, hash_of(run_id, "bulk")
         self._group: _Group | None = None
         self._num_parked = 0
         self._changed = asyncio.Event()
@@ -42,7 +42,7 @@ class HivemindTransport:
     async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
         await self.disconnect()
         others = {e: parse_address(a) for e, a in addresses.items() if e.island != self._me.island}
-        group = self._group = _Group(hash_of(self._run_id, "bulk", epoch), others)
+        group = self._group = _Group(epoch, others)
         self._wake_parked()
         try:
             async with asyncio.timeout(self._connect_seconds), asyncio.TaskGroup() as tasks:
@@ -53,7 +53,7 @@ class HivemindTransport:
             missing = ", ".join(str(other) for other in group.missing())
             raise DeadlineError(f"{missing} did not join within {self._connect_seconds:g} s") from None
         except BaseExceptionGroup as errors:
-            raise _first_cause(errors) from None
+            raise first_cause(errors) from None
 
     async def send(self, to: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
         group = self._group
@@ -66,8 +66,9 @@ class HivemindTransport:
         try:
             await stream.write(Header(Kind.PAYLOAD, self._me.rank, tag, num_bytes=len(view)), view)
         except ConnectionError as error:
-            group.lose(to, str(error))
-            raise PeerLost(to.island, str(error)) from None
+            lost = PeerLost(to.island, str(error))
+            group.lose(to, lost)
+            raise lost from None
 
     async def recv(self, source: Endpoint, tag: Tag, num_bytes: int) -> torch.Tensor:
         if self._group is None:
@@ -89,46 +90,138 @@ class HivemindTransport:
             reader, writer = await self._daemon.open_stream(address, _handler_name(self._run_id, address.rank))
         except PeerLost as error:
             raise PeerLost(other.island, error.cause) from None
-        stream = FrameStream(reader, writer, group.run, self.traffic)
+        stream = FrameStream(reader, writer, self._run, self.traffic)
         try:
-            await stream.say_hello(self._me)
+            await stream.say_hello(self._me, group.epoch)
         except ConnectionError as error:
             raise PeerLost(other.island, str(error)) from None
         group.add_outgoing(other, stream)
 
     async def _accept(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one incoming stream: a payload never leaves the group that its hello names."""
+        """Serve one incoming stream: its payloads go to the group that its hello names, and to no other."""
+        stream = FrameStream(reader, writer, self._run, self.traffic)
         if self._num_parked >= MAX_PARKED:
-            writer.transport.abort()
+            stream.close()
             return
         self._num_parked += 1
         try:
-            group, stream, source = await self._match(peer_id, reader, writer)
+            group, source = await self._match(peer_id, stream)
         except (MessageError, TimeoutError, ConnectionError) as error:
             log.debug("dropped an incoming stream: %s", error)
-            writer.transport.abort()
+            stream.close()
             return
         finally:
             self._num_parked -= 1
         await group.receive(source, stream)
 
-    async def _match(
-        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> "tuple[_Group, FrameStream, Endpoint]":
-        """The group an incoming stream belongs to, waited for: its dialer may have joined before us."""
+    async def _match(self, peer_id: str, stream: FrameStream) -> "tuple[_Group, Endpoint]":
+        """The group an incoming stream belongs to, waited for: its dialer may have joined before this endpoint."""
         async with asyncio.timeout(self._connect_seconds):
-            header = await _peek(reader)
-            while (group := self._group) is None or group.run != _run_of(header):
-                if self._is_closed or reader.at_eof():
+            source, epoch = await stream.read_hello()
+            while (group := self._group) is None or group.epoch != epoch:
+                if self._is_closed:
                     raise ConnectionResetError("closed before its group was joined")
-                changed = self._changed
-                await changed.wait()
-        _push_back(reader, header)
-        stream = FrameStream(reader, writer, group.run, self.traffic)
-        source = await stream.read_hello()
+                await self._changed.wait()
         group.check_source(source, peer_id)
-        return group, stream, source
+        return group, source
 
     def _wake_parked(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+class _Group:
+    """The streams of one epoch: one out to and one in from each other endpoint."""
+
+    def __init__(self, epoch: str, addresses: Mapping[Endpoint, PeerAddress]) -> None:
+        self.epoch = epoch
+        self.mailbox = Mailbox(addresses)
+        self.outgoing: dict[Endpoint, FrameStream] = {}
+        self._addresses = addresses
+        self._incoming: dict[Endpoint, FrameStream] = {}
+        self._watching: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+        self._is_closed = False
+
+    def missing(self) -> list[Endpoint]:
+        """The endpoints that have not joined yet."""
+        return [e for e in self._addresses if e not in self._incoming or e not in self.outgoing]
+
+    async def wait_for_all(self) -> None:
+        """Return when every endpoint has dialled this one. Raises what one of them failed with."""
+        while len(self._incoming) < len(self._addresses):
+            for other in self._addresses:
+                if error := self.mailbox.failure_of(other):
+                    raise error
+            self._changed.clear()
+            await self._changed.wait()
+
+    def check_source(self, source: Endpoint, peer_id: str) -> None:
+        """Raise MessageError unless the stream's proved peer id is that of the endpoint it claims to be."""
+        address = self._addresses.get(source)
+        if address is None or address.peer_id != peer_id:
+            raise MessageError(f"a stream from peer {peer_id}, which is not {source} of this group")
+        if source in self._incoming:
+            raise MessageError(f"a second stream from {source}")
+
+    def add_outgoing(self, other: Endpoint, stream: FrameStream) -> None:
+        """Keep a dialled stream; nothing comes back on it but its end."""
+        if self._is_closed:
+            stream.close()
+            return
+        self.outgoing[other] = stream
+        self._watching.append(asyncio.create_task(self._watch(other, stream)))
+
+    async def receive(self, source: Endpoint, stream: FrameStream) -> None:
+        """Put what comes on an incoming stream into the mailbox until it ends."""
+        self._incoming[source] = stream
+        self._changed.set()
+        try:
+            while not self._is_closed:
+                await self.mailbox.wait_for_space(source)
+                header, payload = await stream.read(MAX_PAYLOAD_BYTES)
+                if header.kind is not Kind.PAYLOAD:
+                    raise MessageError(f"{source} sent {header.kind.name}, PAYLOAD expected")
+                self.mailbox.put(source, header.tag, payload)
+        except ConnectionError as error:
+            self.lose(source, PeerLost(source.island, str(error)))
+        except MessageError as error:
+            log.warning("refused %s: %s", source, error)
+            self.lose(source, error)
+
+    def lose(self, other: Endpoint, error: TransportError) -> None:
+        """Give up on an endpoint and close its streams, so that it hears of it too."""
+        self.mailbox.fail(other, error)
+        for stream in (self.outgoing.get(other), self._incoming.get(other)):
+            if stream is not None:
+                stream.close()
+        self._changed.set()
+
+    def close(self) -> None:
+        """Close every stream and fail whatever waits."""
+        self._is_closed = True
+        self.mailbox.fail_all("this group was left")
+        for stream in [*self.outgoing.values(), *self._incoming.values()]:
+            stream.close()
+        for task in self._watching:
+            task.cancel()
+        self._changed.set()
+
+    async def _watch(self, other: Endpoint, stream: FrameStream) -> None:
+        try:
+            await stream.read_header(0)
+            self.lose(other, MessageError(f"{other} wrote on a stream that it only reads"))
+        except (ConnectionError, MessageError) as error:
+            self.lose(other, PeerLost(other.island, str(error)))
+
+
+def _handler_name(run_id: str, rank: int) -> str:
+    return f"diloco/{run_id}/bulk/{rank}"
+
+
+def first_cause(group: BaseExceptionGroup) -> BaseException:
+    """The first error in a group of groups."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
 from hivemind.utils.multiaddr import Multiaddr
 
 from outer.errors import InputError, PeerLost
@@ -25,7 +26,7 @@ IDLE_SECONDS = 3
 RETRY_SECONDS = 1.0
 MAX_ADDRESS_LENGTH = 4096
 MAX_PEER_ADDRESSES = 32
-STALE_SOCKET_SECONDS = 60.0
+STALE_SECONDS = 10.0
 
 Accept = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Serves one incoming stream, given the peer id that libp2p has proved."""
@@ -60,6 +61,7 @@ class Daemon:
     """A rank's hold on its island's libp2p daemon."""
 
     def __init__(self, p2p: P2P, rank: int, maddrs: Sequence[str]) -> None:
+        assert p2p.peer_id is not None, "the daemon has not told its peer id"
         self.p2p, self._rank = p2p, rank
         self.peer_id = p2p.peer_id.to_base58()
         self.maddrs = tuple(maddrs)
@@ -69,7 +71,7 @@ class Daemon:
     @property
     def leader_address(self) -> str:
         """What other ranks of this island attach to."""
-        return str(self.p2p._daemon_listen_maddr)
+        return str(self.p2p._daemon_listen_maddr)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def address(self) -> PeerAddress:
@@ -84,14 +86,13 @@ class Daemon:
 
         await self.p2p.add_binary_stream_handler(name, handle)
 
-    async def open_stream(
-        self, address: PeerAddress, name: str
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def open_stream(self, address: PeerAddress, name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A stream to a peer's `serve(name)`. The caller bounds the time. Raises PeerLost."""
         peer_id = PeerID.from_base58(address.peer_id)
         try:
             with suppress(P2PDaemonError):  # without an address that answers, the swarm may still know a way
-                await self.p2p._client.connect(peer_id, [_without_peer(m) for m in address.maddrs])
+                client: Client = self.p2p._client  # pyright: ignore[reportAssignmentType]
+                await client.connect(peer_id, [_without_peer(m) for m in address.maddrs])
             _, reader, writer = await self.p2p.call_binary_stream_handler(peer_id, name)
         except (P2PDaemonError, OSError, EOFError, ValueError) as error:
             raise PeerLost(address.peer_id, f"cannot open {name!r} there: {_first_line(error)}") from None
@@ -119,18 +120,18 @@ async def attach_daemon(leader_address: str, rank: int) -> Daemon:
 
 async def start_daemon(
     host_maddrs: Sequence[str],
+    announce_maddrs: Sequence[str] | None,
     bootstrap: Sequence[str],
     identity_path: Path | None,
     connect_seconds: float,
-    announce_maddrs: Sequence[str] | None = None,
 ) -> Daemon:
     """A new daemon that has met the swarm at `bootstrap`; none: a swarm of its own. Raises InputError."""
     quiet()
     remove_stale_sockets()
     check_multiaddresses("listen_host and listen_port", host_maddrs)
     check_bootstrap(bootstrap)
-    if identity_path is not None and not identity_path.exists():
-        _write_identity(identity_path)
+    if identity_path is not None:
+        _ensure_identity(identity_path)
     started, causes = time.monotonic(), []
     while True:
         left = connect_seconds - (time.monotonic() - started)
@@ -149,6 +150,7 @@ async def start_daemon(
             return Daemon(p2p, 0, [str(m) for m in await p2p.get_visible_maddrs()])
         except P2PDaemonError as error:
             causes.append(_first_line(error))
+            remove_stale_sockets()
         waited = time.monotonic() - started
         if "bootstrap" not in causes[-1] and "failed to start in" not in causes[-1]:
             raise InputError(f"the libp2p daemon does not start on {', '.join(host_maddrs)}: {causes[-1]}")
@@ -182,7 +184,9 @@ def check_multiaddresses(where: str, addresses: Sequence[str]) -> None:
         try:
             Multiaddr(address)
         except Exception as error:  # noqa: BLE001 - the parser raises whatever it likes
-            raise InputError(f"{where}: {address!r} is no multiaddress ({error}); e.g. /ip4/10.0.0.1/tcp/31337") from None
+            raise InputError(
+                f"{where}: {address!r} is no multiaddress ({error}); e.g. /ip4/10.0.0.1/tcp/31337"
+            ) from None
 
 
 def maddr_of(host: str, port: int) -> str:
@@ -191,7 +195,7 @@ def maddr_of(host: str, port: int) -> str:
         version = ipaddress.ip_address(host).version
     except ValueError:
         return f"/dns/{host}/tcp/{port}"
-    return f"/ip{version}/{host}/tcp/{port}".replace("/ip4", "/ip4").replace("/ip6", "/ip6")
+    return f"/ip{version}/{host}/tcp/{port}"
 
 
 def quiet() -> None:
@@ -201,11 +205,12 @@ def quiet() -> None:
 
 
 def remove_stale_sockets() -> None:
-    """Remove the socket files that a killed process of this user has left behind."""
+    """Remove the socket files that killed or failed daemons of this user, and their clients, have left behind."""
     for path in Path("/tmp").glob("hivemind-p2p*.sock"):  # hivemind's own fixed place
         with suppress(OSError):
             status = path.stat()
-            is_old = time.time() - status.st_mtime > STALE_SOCKET_SECONDS
+            # A client binds its socket a moment before it listens on it.
+            is_old = path.name.startswith("hivemind-p2pd-") or time.time() - status.st_mtime > STALE_SECONDS
             if status.st_uid == os.getuid() and is_old and not _answers(path):
                 path.unlink()
 
@@ -220,8 +225,10 @@ def _answers(path: Path) -> bool:
         return True
 
 
-def _write_identity(path: Path) -> None:
-    """Make a key, at once or not at all: half a key would keep the island from ever starting again."""
+def _ensure_identity(path: Path) -> None:
+    """Make a key if there is none, whole or not at all: half a key would keep the island from ever starting."""
+    if path.exists():
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}")
     P2P.generate_identity(str(temporary))

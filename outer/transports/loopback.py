@@ -31,7 +31,7 @@ class Hub:
     def __init__(self, delivery: Delivery = lambda deliver: deliver()) -> None:
         self.lock = threading.RLock()
         self.deliver = delivery
-        self.transports: dict[tuple[str, Endpoint], "LoopbackTransport"] = {}
+        self.transports: dict[tuple[str, Endpoint], LoopbackTransport] = {}
         """By epoch and endpoint: who has joined a group."""
         self.messengers: dict[str, Party] = {}
         """By address."""

@@ -1,0 +1,220 @@
+"""Calls and records of a swarm held together by hivemind's DHT: it goes on without whoever began it."""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hivemind.dht import DHTNode
+from hivemind.p2p import P2PDaemonError
+from hivemind.utils.timed_storage import get_dht_time
+
+from outer.errors import InputError
+from outer.membership.base import Member
+from outer.membership.calls import StreamMessenger
+from outer.membership.records import (
+    MAX_CONFIG_BYTES,
+    MAX_RECORD_BYTES,
+    RUNS_KEY,
+    RunInfo,
+    check_config_text,
+    check_incarnation,
+    parse_records,
+)
+from outer.transports.base import Endpoint, Traffic
+from outer.transports.hivemind_daemon import Daemon, parse_address, start_daemon, unreachable
+
+log = logging.getLogger(__name__)
+
+RECORD_SECONDS = 15.0
+"""How long a record outlives its last refresh. Clocks of islands must agree to well within it."""
+REFRESH_SECONDS = 4.0
+CONFIG_SECONDS = 60.0
+ANSWER_SECONDS = 0.5
+"""`members` waits so long for the DHT, then says what it knew: a dead peer makes one search slow, not many."""
+RPC_SECONDS = 2.0
+
+
+async def open_messenger(daemon: Daemon, run_id: str, me: Endpoint, traffic: Traffic) -> StreamMessenger:
+    """A messenger over the daemon's streams."""
+
+    async def dial(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        peer = parse_address(address)
+        return await daemon.open_stream(peer, _handler_name(run_id, peer.rank))
+
+    async def accept(peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await messenger.accept(reader, writer)
+
+    messenger = StreamMessenger(run_id, me, dial, traffic)
+    messenger.address = str(daemon.address)
+    await daemon.serve(_handler_name(run_id, me.rank), accept)
+    return messenger
+
+
+async def open_dht(daemon: Daemon, bootstrap: Sequence[str]) -> DHTNode:
+    """A DHT node on the daemon, known to the peers at `bootstrap`. Raises InputError."""
+    try:
+        return await DHTNode.create(
+            p2p=daemon.p2p, initial_peers=list(bootstrap) or None, wait_timeout=RPC_SECONDS, strict=False
+        )
+    except (P2PDaemonError, RuntimeError) as error:
+        raise InputError(unreachable(bootstrap, RPC_SECONDS, str(error).splitlines()[0])) from None
+
+
+class HivemindMembership:
+    """See outer.membership.base.Membership. Owns the DHT node, not the daemon."""
+
+    def __init__(self, dht: DHTNode, run_id: str, record_seconds: float = RECORD_SECONDS) -> None:
+        self._dht, self._run_id = dht, run_id
+        self._record_seconds = record_seconds
+        self._refresh_seconds = min(REFRESH_SECONDS, record_seconds / 3)
+        self._own: Member | None = None
+        self._config: str | None = None
+        self._expires_at = 0.0
+        self._known: dict[str, Member] = {}
+        self._search: asyncio.Task[dict[str, Member]] | None = None
+        self._refreshing: asyncio.Task[None] | None = None
+
+    async def announce(self, member: Member) -> None:
+        others = await self._find_members()
+        check_incarnation(member, others.get(member.island))
+        self._own = member
+        await self._store_own()
+        self._keep_refreshing()
+
+    async def members(self) -> dict[str, Member]:
+        if self._search is None or self._search.done():
+            self._search = asyncio.create_task(self._find_members())
+        await asyncio.wait({self._search}, timeout=ANSWER_SECONDS)
+        if self._search.done():
+            self._known = self._search.result()
+        own = {self._own.island: self._own} if self._own else {}
+        return dict(sorted((self._known | own).items()))
+
+    async def publish_config(self, text: str) -> None:
+        check_config_text(text)
+        self._config = await self.read_config() or text
+        await self._store_config()
+        self._keep_refreshing()
+
+    async def read_config(self) -> str | None:
+        return await read_config(self._dht, self._run_id)
+
+    async def leave(self) -> None:
+        own, self._own = self._own, None
+        if own is not None:
+            # Only a later expiry replaces a record: an empty one that ends just after it.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RPC_SECONDS):
+                    await self._dht.store(_members_key(self._run_id), b"", self._expires_at + 0.1, subkey=own.island)
+
+    async def close(self) -> None:
+        """Stop refreshing and leave the DHT. Idempotent."""
+        for task in (self._refreshing, self._search):
+            if task is not None:
+                task.cancel()
+        await self._dht.shutdown()
+
+    def _keep_refreshing(self) -> None:
+        if self._refreshing is None:
+            self._refreshing = asyncio.create_task(self._refresh())
+
+    async def _refresh(self) -> None:
+        while True:
+            await asyncio.sleep(self._refresh_seconds)
+            try:
+                await self._store_own()
+                await self._store_config()
+            except Exception:  # the record must live on past any one failure
+                log.warning("the DHT did not take this island's record; trying again", exc_info=True)
+
+    async def _store_own(self) -> None:
+        if self._own is not None:
+            self._expires_at = get_dht_time() + self._record_seconds
+            value = self._own.model_dump_json().encode()
+            await self._dht.store(_members_key(self._run_id), value, self._expires_at, subkey=self._own.island)
+
+    async def _store_config(self) -> None:
+        if self._config is not None:
+            expires_at = get_dht_time() + CONFIG_SECONDS
+            await self._dht.store(_config_key(self._run_id), self._config.encode(), expires_at)
+            await self._dht.store(RUNS_KEY, b"", expires_at, subkey=self._run_id)
+
+    async def _find_members(self) -> dict[str, Member]:
+        return await find_members(self._dht, self._run_id)
+
+
+async def find_members(dht: DHTNode, run_id: str) -> dict[str, Member]:
+    """The well-formed records of a run, by island."""
+    records = await _get_dictionary(dht, _members_key(run_id))
+    return parse_records({k: v for k, v in records.items() if isinstance(v, bytes) and len(v) <= MAX_RECORD_BYTES})
+
+
+async def read_config(dht: DHTNode, run_id: str) -> str | None:
+    """The text of a run's config, or None."""
+    found = await dht.get(_config_key(run_id), latest=True)
+    if found is None or not isinstance(found.value, bytes) or len(found.value) > MAX_CONFIG_BYTES:
+        return None
+    try:
+        return found.value.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+async def visit_swarm(address: str, connect_seconds: float) -> dict[str, RunInfo]:
+    """The runs in the swarm at `address`, by id. Raises InputError when it cannot be reached."""
+    daemon = await start_daemon(["/ip4/0.0.0.0/tcp/0"], None, [address], None, connect_seconds)
+    try:
+        dht = await open_dht(daemon, [address])
+        runs: dict[str, RunInfo] = {}
+        for run_id in sorted(await _get_dictionary(dht, RUNS_KEY)):
+            text = await read_config(dht, run_id)
+            if text is not None:
+                runs[run_id] = RunInfo(text, tuple(await find_members(dht, run_id)))
+        await dht.shutdown()
+        return runs
+    finally:
+        await daemon.close()
+
+
+@dataclass
+class BootstrapPeer:
+    """A DHT peer that trains nothing."""
+
+    addresses: tuple[str, ...]
+    """Multiaddresses to give to the islands."""
+    _daemon: Daemon
+    _dht: DHTNode
+
+    async def close(self) -> None:
+        """Leave the swarm and end the daemon. Idempotent."""
+        await self._dht.shutdown()
+        await self._daemon.close()
+
+
+async def serve_bootstrap(host_maddrs: Sequence[str], identity_path: Path | None) -> BootstrapPeer:
+    """A swarm's first peer, or one more that is always there."""
+    daemon = await start_daemon(host_maddrs, None, [], identity_path, connect_seconds=15)
+    return BootstrapPeer(daemon.maddrs, daemon, await open_dht(daemon, []))
+
+
+async def _get_dictionary(dht: DHTNode, key: str) -> Mapping[str, object]:
+    """The values under a key, by subkey; empty when there are none or they are no dictionary."""
+    found = await dht.get(key, latest=True)
+    if found is None or not isinstance(found.value, dict):
+        return {}
+    return {subkey: entry.value for subkey, entry in found.value.items() if isinstance(subkey, str)}
+
+
+def _handler_name(run_id: str, rank: int) -> str:
+    return f"diloco/{run_id}/control/{rank}"
+
+
+def _members_key(run_id: str) -> str:
+    return f"{run_id}/members"
+
+
+def _config_key(run_id: str) -> str:
+    return f"{run_id}/config"
