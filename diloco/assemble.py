@@ -24,6 +24,7 @@ from inner.trainer import Trainer, TrainerSettings
 from outer.loop import LoopThread
 from outer.sync import Identity, OuterLoop
 from outer.team import Team
+from outer.transports.loopback import Hub
 
 log = logging.getLogger(__name__)
 
@@ -162,6 +163,8 @@ def connect(config: RunConfig, island: IslandConfig, team: Team, loop: LoopThrea
                 listen_port=island.listen_port,
                 announce_host=island.announce_host,
                 identity_path=folder / "identity.key",
+                # A lone island needs no network; islands that share a hub are threads of one process.
+                hub=Hub() if config.outer.transport == "loopback" else None,
                 leader_address=leader_address,
                 connect_seconds=island.connect_seconds,
             )

@@ -122,6 +122,8 @@ class Agreement:
         """The plan this island should offer now, if it is the planner and it is time."""
         ready, is_late = self._ready_now(own.round), self._is_late(waited)
         absent = self._absent(ready)
+        # Others are about to take the majority's state: they neither plan nor count.
+        ready = {name: r for name, r in ready.items() if r.digest == own.digest}
         planner = min(ready) if is_late else min(set(ready) | absent)
         # Once the first round has been planned they have come; a lost one is not waited for.
         is_start = own.round == 0 and own.round not in self._last_attempt

@@ -32,6 +32,10 @@ class NetworkSettings:
     leader_address: str | None = None
     """On ranks above 0: rank 0's `Network.leader_address`."""
     connect_seconds: float = 30.0
+    """Longest wait for the swarm, and for the others of a group."""
+    record_seconds: float = 15.0
+    """How long a dead island's record lives in the DHT; clocks must agree to well within it. A rendezvous, which
+    counts heartbeats, finds out in a third of it."""
 
     @property
     def me(self) -> Endpoint:
@@ -125,7 +129,7 @@ async def _open_gloo(settings: NetworkSettings) -> Network:
     )
     if not settings.is_leader:
         return Network("gloo", transport, messenger, None)
-    membership = TcpMembership(store, settings.run_id)
+    membership = TcpMembership(store, settings.run_id, settings.record_seconds / 3)
     return Network("gloo", transport, messenger, membership, _closers=[membership.close])
 
 
@@ -149,7 +153,8 @@ async def _open_hivemind(settings: NetworkSettings) -> Network:
         messenger = await open_messenger(daemon, settings.run_id, settings.me, traffic)
         if not settings.is_leader:
             return Network("hivemind", transport, messenger, None, _closers=[daemon.close])
-        membership = HivemindMembership(await open_dht(daemon, list(settings.bootstrap)), settings.run_id)
+        dht = await open_dht(daemon, list(settings.bootstrap))
+        membership = HivemindMembership(dht, settings.run_id, settings.record_seconds)
     except BaseException:
         await daemon.close()
         raise

@@ -28,8 +28,6 @@ from outer.transports.hivemind_daemon import Daemon, parse_address, start_daemon
 
 log = logging.getLogger(__name__)
 
-RECORD_SECONDS = 15.0
-"""How long a record outlives its last refresh. Clocks of islands must agree to well within it."""
 REFRESH_SECONDS = 4.0
 CONFIG_SECONDS = 60.0
 ANSWER_SECONDS = 0.5
@@ -66,7 +64,7 @@ async def open_dht(daemon: Daemon, bootstrap: Sequence[str]) -> DHTNode:
 class HivemindMembership:
     """See outer.membership.base.Membership. Owns the DHT node, not the daemon."""
 
-    def __init__(self, dht: DHTNode, run_id: str, record_seconds: float = RECORD_SECONDS) -> None:
+    def __init__(self, dht: DHTNode, run_id: str, record_seconds: float) -> None:
         self._dht, self._run_id = dht, run_id
         self._record_seconds = record_seconds
         self._refresh_seconds = min(REFRESH_SECONDS, record_seconds / 3)
@@ -78,10 +76,11 @@ class HivemindMembership:
         self._refreshing: asyncio.Task[None] | None = None
 
     async def announce(self, member: Member) -> None:
-        others = await self._find_members()
-        check_incarnation(member, others.get(member.island))
+        check_incarnation(member, (await self._find_members()).get(member.island))
+        await self._store_member(member)
+        # Two that come at once both pass the first check; the DHT keeps one of them.
+        check_incarnation(member, (await self._find_members()).get(member.island))
         self._own = member
-        await self._store_own()
         self._keep_refreshing()
 
     async def members(self) -> dict[str, Member]:
@@ -105,10 +104,9 @@ class HivemindMembership:
     async def leave(self) -> None:
         own, self._own = self._own, None
         if own is not None:
-            # Only a later expiry replaces a record: an empty one that ends just after it.
             with suppress(TimeoutError):
                 async with asyncio.timeout(RPC_SECONDS):
-                    await self._dht.store(_members_key(self._run_id), b"", self._expires_at + 0.1, subkey=own.island)
+                    await self._store_record(own.island, b"")
 
     async def close(self) -> None:
         """Stop refreshing and leave the DHT. Idempotent."""
@@ -125,16 +123,19 @@ class HivemindMembership:
         while True:
             await asyncio.sleep(self._refresh_seconds)
             try:
-                await self._store_own()
+                if self._own is not None:
+                    await self._store_member(self._own)
                 await self._store_config()
             except Exception:  # the record must live on past any one failure
                 log.warning("the DHT did not take this island's record; trying again", exc_info=True)
 
-    async def _store_own(self) -> None:
-        if self._own is not None:
-            self._expires_at = get_dht_time() + self._record_seconds
-            value = self._own.model_dump_json().encode()
-            await self._dht.store(_members_key(self._run_id), value, self._expires_at, subkey=self._own.island)
+    async def _store_member(self, member: Member) -> None:
+        await self._store_record(member.island, member.model_dump_json().encode())
+
+    async def _store_record(self, island: str, value: bytes) -> None:
+        # Only a later expiry replaces a record.
+        self._expires_at = max(get_dht_time() + self._record_seconds, self._expires_at + 0.01)
+        await self._dht.store(_members_key(self._run_id), value, self._expires_at, subkey=island)
 
     async def _store_config(self) -> None:
         if self._config is not None:

@@ -25,8 +25,6 @@ from outer.transports.base import Endpoint, Traffic
 from outer.transports.gloo import first_line, in_thread
 
 BEAT_SECONDS = 1.0
-SILENT_SECONDS = 5.0
-"""An island whose counter has not moved for so long is not alive."""
 STORE_SECONDS = 5.0
 RETRY_SECONDS = 0.2
 SCHEME = "tcp://"
@@ -69,10 +67,11 @@ class TcpMessenger:
 class TcpMembership:
     """See outer.membership.base.Membership."""
 
-    def __init__(self, store: dist.Store, run_id: str, silent_seconds: float = SILENT_SECONDS) -> None:
+    def __init__(self, store: dist.Store, run_id: str, silent_seconds: float) -> None:
         self._store = dist.PrefixStore(run_id, store)
         self._root, self._run_id = store, run_id
         self._silent_seconds = silent_seconds
+        """An island whose counter has not moved for so long is not alive."""
         self._own: Member | None = None
         self._beats: dict[str, tuple[str, int, float]] = {}
         """By island: incarnation, its counter, and when that was last seen to move."""
@@ -209,7 +208,7 @@ async def visit_rendezvous(address: str, connect_seconds: float) -> dict[str, Ru
 
     runs: dict[str, RunInfo] = {}
     for run_id in sorted(set(await in_thread(lambda: _lines(store, RUNS_KEY)))):
-        membership = TcpMembership(store, run_id)
+        membership = TcpMembership(store, run_id, STORE_SECONDS)
         text = await membership.read_config()
         if text is not None:
             runs[run_id] = RunInfo(text, tuple(await membership.members()))

@@ -23,6 +23,8 @@ from outer.errors import InputError, PeerLost
 
 IDLE_SECONDS = 3
 """The daemon ends when nobody has been attached for so long."""
+START_SECONDS = 5.0
+"""The least time a daemon gets to start, however short the wait for its peers."""
 RETRY_SECONDS = 1.0
 MAX_ADDRESS_LENGTH = 4096
 MAX_PEER_ADDRESSES = 32
@@ -52,7 +54,10 @@ def parse_address(text: str) -> PeerAddress:
         endpoint, _, joined = text.partition("@")
         peer_id, _, rank = endpoint.partition(":")
         maddrs = tuple(str(Multiaddr(m)) for m in joined.split(";")[:MAX_PEER_ADDRESSES] if m)
-        return PeerAddress(PeerID.from_base58(peer_id).to_base58(), int(rank), maddrs)
+        key = PeerID.from_base58(peer_id)
+        if not 32 <= len(key.to_bytes()) <= 64:
+            raise ValueError("not a peer id")
+        return PeerAddress(key.to_base58(), int(rank), maddrs)
     except Exception as error:  # noqa: BLE001 - the parsers raise whatever they like
         raise PeerLost(text[:80], f"its address is malformed: {error}") from None
 
@@ -142,7 +147,7 @@ async def start_daemon(
                 initial_peers=list(bootstrap) or None,
                 identity_path=str(identity_path) if identity_path else None,
                 idle_timeout=IDLE_SECONDS,
-                startup_timeout=max(left, 1.0),
+                startup_timeout=max(left, START_SECONDS),
                 nat_port_map=not _is_local(host_maddrs),
                 auto_nat=not _is_local(host_maddrs),
                 check_if_identity_free=False,

@@ -1,10 +1,24 @@
-"""Support for tests of the outer loop: params without a model."""
+"""Support for tests of the outer loop: params without a model, and islands as threads over a loopback hub."""
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
+from typing import TypeVar
 
 import torch
+
+from outer.config import OuterConfig
+from outer.errors import MessageError
+from outer.loop import LoopThread
+from outer.network import NetworkSettings, open_network
+from outer.sync import Identity, OuterLoop, RoundReport
+from outer.team import Team
+from outer.transports.base import Endpoint, Tag, Transport
+from outer.transports.loopback import Hub
+
+GUARD_SECONDS = 40.0
 
 
 @dataclass(frozen=True)
@@ -50,3 +64,128 @@ def as_matrix(values: torch.Tensor) -> torch.Tensor:
     """(shape[0], rest), as the canonical space sees a parameter."""
     shape = tuple(values.shape)
     return values.reshape(prod(shape[:1]), prod(shape[1:]))
+
+
+@dataclass
+class Island:
+    """One rank of an island; most islands here have one rank, in a thread of its own."""
+
+    name: str
+    params: FakeParams
+    outer: OuterLoop
+
+    def train(self, round_number: int) -> torch.Tensor:
+        """Fake inner steps: add this island's `progress` of the round; the local params afterwards."""
+        for held, values in zip(self.params.slices, self.params.values, strict=True):
+            values.add_(progress(self.name, round_number, held.name, values))
+        return self.params.flat()
+
+    def round(self, tokens: int = 100) -> RoundReport:
+        """Train and average; the report of the attempt that committed."""
+        self.train(self.outer.position.round)
+        return self.commit(tokens)
+
+    def commit(self, tokens: int = 100) -> RoundReport:
+        """Attempts, until one commits."""
+        while not (report := self.outer.attempt(tokens)).is_committed:
+            pass
+        return report
+
+    def state(self) -> list[bytes]:
+        """Position, global params and momentum, part by part, as a joiner would get them."""
+        return [self.outer._state.pack(part.index) for part in self.outer._space.parts]
+
+
+def tensors(seed: int = 0, scale: int = 1) -> dict[str, torch.Tensor]:
+    """A model's initial params, about 130 x scale elements."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embed": (13 * scale, 7), "wq": (5, 4 * scale), "bias": (9 * scale,), "gain": ()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def progress(island: str, round_number: int, name: str, like: torch.Tensor) -> torch.Tensor:
+    """What fake inner steps add to a parameter: the same whenever it is asked for, another for each island."""
+    seed = int.from_bytes(hashlib.sha256(f"{island} {round_number} {name}".encode()).digest()[:7])
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)) * 0.01
+
+
+Wrap = Callable[[Hub, Transport], Transport]
+T = TypeVar("T")
+
+
+def run_islands(
+    scripts: Mapping[str, Callable[[Island], T]],
+    config: OuterConfig,
+    *,
+    model: Callable[[], dict[str, torch.Tensor]] = tensors,
+    hub: Hub | None = None,
+    faults: Mapping[str, Wrap] | None = None,
+) -> dict[str, T]:
+    """What each island's script returns; an exception of any is raised here, once all have ended."""
+    hub, faults = hub or Hub(), faults or {}
+    with ThreadPoolExecutor(len(scripts)) as pool:
+        live = {
+            name: pool.submit(_live, name, script, config, model(), hub, faults.get(name))
+            for name, script in scripts.items()
+        }
+        return {name: future.result(GUARD_SECONDS) for name, future in live.items()}
+
+
+def _live(
+    name: str,
+    script: Callable[[Island], T],
+    config: OuterConfig,
+    model: dict[str, torch.Tensor],
+    hub: Hub,
+    fault: Wrap | None,
+) -> T:
+    loop = LoopThread()
+    settings = NetworkSettings(run_id="run", island=name, rank=0, hub=hub, connect_seconds=GUARD_SECONDS)
+    network = loop.run(open_network("loopback", settings), GUARD_SECONDS)
+    try:
+        if fault is not None:
+            network.transport = fault(hub, network.transport)
+        identity = Identity(island=name, incarnation=name.encode().hex().zfill(8), config_hash="c" * 32)
+        params = FakeParams(model)
+        return script(Island(name, params, OuterLoop(config, identity, params, Team(), network, loop)))
+    finally:
+        loop.run(network.close(), GUARD_SECONDS)
+        loop.close()
+
+
+class FailingTransport:
+    """A transport on which one send fails: the first of `attempt`; with `is_fatal` the island dies there."""
+
+    def __init__(self, hub: Hub, inner: Transport, attempt: tuple[int, int], *, is_fatal: bool) -> None:
+        self._hub, self._inner, self._attempt, self._is_fatal = hub, inner, attempt, is_fatal
+        self.traffic = inner.traffic
+        self.address = inner.address
+
+    async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
+        await self._inner.connect(epoch, addresses)
+
+    async def send(self, to: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
+        if (tag.round, tag.attempt) == self._attempt:
+            if self._is_fatal:
+                self._hub.lose(self.address.removeprefix("loopback:").split("/")[0])
+            raise MessageError("this send fails")
+        await self._inner.send(to, tag, payload)
+
+    async def recv(self, source: Endpoint, tag: Tag, num_bytes: int) -> torch.Tensor:
+        return await self._inner.recv(source, tag, num_bytes)
+
+    async def disconnect(self) -> None:
+        await self._inner.disconnect()
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+def dies_in(round_number: int) -> Wrap:
+    """The island is gone at its first send of the round's first attempt."""
+    return lambda hub, inner: FailingTransport(hub, inner, (round_number, 0), is_fatal=True)
+
+
+def fails_in(round_number: int) -> Wrap:
+    """The round's first attempt fails on the island, which lives."""
+    return lambda hub, inner: FailingTransport(hub, inner, (round_number, 0), is_fatal=False)

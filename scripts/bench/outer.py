@@ -1,0 +1,321 @@
+"""Time and bytes of one reduce between islands, for our transports beside torch's and hivemind's own.
+
+    python scripts/bench/outer.py [--params 25e6] [--islands 2,4] [--links loopback,100mbit,1gbit]
+        [--what torch,gloo,hivemind,averager] [--codecs fp32,bf16,int8] [--repeats N] [--json FILE]
+
+gloo and hivemind are ours (outer/reduce.py); torch is its all_reduce over gloo, averager hivemind's
+DecentralizedAverager. Every island is a process; on a shaped link each has a network namespace (needs root).
+"share" is ideal time / measured time, ideal = 2 (n - 1) / n x payload bytes / link rate; frames of 1514 bytes carry
+1448 of payload, so 0.956 is the most there is. On loopback, which has no rate, it is torch's fp32 time / measured.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+# Started as a file, this folder would come first, where `outer` is this file and not the package.
+sys.path[0] = str(ROOT)
+
+from scripts.bench.netns import Namespace, shaped_namespaces  # noqa: E402
+
+LINKS = {"loopback": None, "100mbit": 100e6, "1gbit": 1e9}
+CODECS = {
+    "gloo": {"fp32": "fp32", "bf16": "bf16", "int8": "int8"},
+    "hivemind": {"fp32": "fp32", "bf16": "bf16", "int8": "int8"},
+    "torch": {"fp32": "fp32", "bf16": "bf16"},
+    "averager": {"fp32": "none", "bf16": "fp16", "int8": "uniform8"},
+}
+"""What each contestant has in the place of our codecs."""
+PAYLOAD_BYTES = {
+    "gloo": {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256},
+    "hivemind": {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256},
+    "torch": {"fp32": 4.0, "bf16": 2.0},
+    "averager": {"none": 4.0, "fp16": 2.0, "uniform8": 1.0},
+}
+"""Per parameter."""
+ANSWER_SECONDS = 90.0
+CLOSE_SECONDS = 10.0
+START_SECONDS = 0.2
+SLOW_SECONDS = 6.0
+"""A line is not repeated once it has taken so long: at 100 Mbit/s repeats agree within a percent."""
+
+
+class BenchError(Exception):
+    """A contestant failed; the others go on."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A link and a number of islands; `namespaces` is empty on loopback."""
+
+    link: str
+    num_islands: int
+    num_params: int
+    namespaces: Sequence[Namespace]
+
+    def host(self, index: int) -> str:
+        return self.namespaces[index].host if self.namespaces else "127.0.0.1"
+
+    def command(self, index: int) -> list[str]:
+        """What starts an island's process."""
+        words = [sys.executable, "-m", "scripts.bench.outer_island"]
+        return self.namespaces[index].command(*words) if self.namespaces else words
+
+    def sent_bytes(self) -> int:
+        """Bytes that all islands have put on their links so far."""
+        return sum(namespace.sent_bytes() for namespace in self.namespaces)
+
+
+@dataclass
+class Row:
+    """One line of the table; bytes are per parameter, the mean of the islands."""
+
+    link: str
+    islands: int
+    what: str
+    codec: str
+    theory_bytes: float
+    seconds: list[float] = field(default_factory=list)
+    counted_bytes: float | None = None
+    wire_bytes: float | None = None
+    share: float | None = None
+    failure: str = ""
+
+
+class Island:
+    """A process that runs one side of a contestant."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def ask(self, timeout_seconds: float = ANSWER_SECONDS, **command: Any) -> dict[str, Any]:
+        """The reply to a command. Raises BenchError when it fails or does not come."""
+        assert self._process.stdin and self._process.stdout, "started with pipes"
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                line = await self._process.stdout.readline()
+        except TimeoutError:
+            raise BenchError(f"no answer to {command['do']} within {timeout_seconds:.0f} s") from None
+        reply = json.loads(line or '{"error": "the process ended"}')
+        if "error" in reply:
+            raise BenchError(f"{command['do']}: {reply['error']}")
+        return reply
+
+    async def close(self) -> None:
+        """Let it end by itself for a while, then kill it with all that it has started."""
+        assert self._process.stdin, "started with pipes"
+        self._process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+
+
+@contextlib.asynccontextmanager
+async def started(case: Case, what: str, verbose: bool) -> AsyncIterator[list[Island]]:
+    """The islands of one contestant, connected with each other; ended when left."""
+    islands: list[Island] = []
+    try:
+        for index in range(case.num_islands):
+            islands.append(await _start(case, index, verbose))
+        replies: list[dict[str, Any]] = []
+        for index, island in enumerate(islands):
+            seat = {
+                "index": index,
+                "num_islands": case.num_islands,
+                "num_params": case.num_params,
+                "host": case.host(index),
+                "bootstrap": replies[0]["bootstrap"] if replies else [],
+            }
+            replies.append(await island.ask(do="open", what=what, seat=seat))
+        await _ask_all(islands, do="connect", addresses=[reply["address"] for reply in replies])
+        yield islands
+    finally:
+        await asyncio.gather(*(island.close() for island in islands))
+
+
+async def _start(case: Case, index: int, verbose: bool) -> Island:
+    device = "eth0" if case.namespaces else "lo"
+    process = await asyncio.create_subprocess_exec(
+        *case.command(index),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=None if verbose else asyncio.subprocess.DEVNULL,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": device},
+        start_new_session=True,  # its own process group: Ctrl-C is for this process, and killing takes all of it
+    )
+    return Island(process)
+
+
+async def _ask_all(islands: Sequence[Island], **command: Any) -> list[dict[str, Any]]:
+    return await asyncio.gather(*(island.ask(**command) for island in islands))
+
+
+async def measure(case: Case, islands: Sequence[Island], row: Row, repeats: int) -> None:
+    """Fill in a row's seconds and bytes. Raises BenchError."""
+    counted: list[float] = []
+    wire: list[float] = []
+    rate = LINKS[case.link]
+    timeout = 30 + 20 * (ideal_seconds(row, case.num_params, rate) if rate else 0)
+    per_param = 1 / case.num_islands / case.num_params
+    while len(row.seconds) < repeats and sum(row.seconds) < SLOW_SECONDS:
+        await _ask_all(islands, do="prepare", codec=row.codec)
+        before = case.sent_bytes()
+        start = time.monotonic() + START_SECONDS
+        replies = await _ask_all(islands, do="reduce", at=start, timeout=timeout, timeout_seconds=timeout + 10)
+        row.seconds.append(max(reply["ended"] for reply in replies) - start)
+        wire.append((case.sent_bytes() - before) * per_param)
+        if replies[0]["sent_bytes"] is not None:
+            counted.append(sum(reply["sent_bytes"] for reply in replies) * per_param)
+        if len({reply["digest"] for reply in replies}) > 1:
+            raise BenchError("the islands' results differ")
+    row.counted_bytes = median(counted) if counted else None
+    row.wire_bytes = median(wire) if case.namespaces else None
+
+
+def ideal_seconds(row: Row, num_params: int, rate: float) -> float:
+    """What the payload alone would take at `rate`, bit/s."""
+    return row.theory_bytes * num_params * 8 / rate
+
+
+async def run_case(case: Case, args: argparse.Namespace, show: Callable[[Row], None]) -> list[Row]:
+    """Measure every contestant and codec on one link; a failure becomes a row."""
+    rows: list[Row] = []
+    for what in args.what:
+        pending = [_row(case, what, codec) for codec in args.codecs if codec in CODECS[what]]
+        rows += pending
+        try:
+            async with started(case, what, args.verbose) as islands:
+                while pending:
+                    row = pending[0]
+                    await measure(case, islands, row, args.repeats)
+                    row.share = share(row, rows, case)
+                    show(pending.pop(0))
+        except BenchError as error:
+            for row in pending:
+                row.failure = str(error)
+                show(row)
+    return rows
+
+
+def _row(case: Case, what: str, codec: str) -> Row:
+    name = CODECS[what][codec]
+    n = case.num_islands
+    return Row(case.link, n, what, name, 2 * (n - 1) / n * PAYLOAD_BYTES[what][name])
+
+
+def share(row: Row, rows: Sequence[Row], case: Case) -> float | None:
+    """Ideal over measured time; on loopback torch's fp32 time over measured."""
+    rate = LINKS[case.link]
+    if rate is not None:
+        return ideal_seconds(row, case.num_params, rate) / median(row.seconds)
+    reference = [r for r in rows if (r.what, r.codec) == ("torch", "fp32") and r.seconds]
+    return median(reference[0].seconds) / median(row.seconds) if reference else None
+
+
+@contextlib.contextmanager
+def linked(link: str, num_islands: int) -> Iterator[Sequence[Namespace]]:
+    """The namespaces of a link, none for loopback."""
+    if LINKS[link] is None:
+        yield ()
+        return
+    with shaped_namespaces(num_islands, link) as namespaces:
+        yield namespaces
+
+
+async def bench(args: argparse.Namespace) -> list[Row]:
+    """All rows, printed as they come."""
+    task = asyncio.current_task()
+    assert task is not None, "runs as a task"
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    rows: list[Row] = []
+    print(HEADER)
+    for link in args.links:
+        for num_islands in args.islands:
+            with linked(link, num_islands) as namespaces:
+                case = Case(link, num_islands, args.params, namespaces)
+                rows += await run_case(case, args, lambda row: print(line(row), flush=True))
+    return rows
+
+
+HEADER = (
+    f"{'link':<10}{'islands':>7}  {'what':<9}{'codec':<9}{'seconds':>8}{'spread':>8}{'repeats':>8}"
+    f"{'theory':>9}{'counted':>9}{'wire':>9}{'share':>7}"
+)
+
+
+def line(row: Row) -> str:
+    """A row as text."""
+    begin = f"{row.link:<10}{row.islands:>7}  {row.what:<9}{row.codec:<9}"
+    if row.failure:
+        return f"{begin}  failed: {row.failure}"
+    spread = (max(row.seconds) - min(row.seconds)) / median(row.seconds)
+    numbers = (_number(value, 9, 4) for value in (row.theory_bytes, row.counted_bytes, row.wire_bytes))
+    times = f"{median(row.seconds):>8.3f}{spread:>8.0%}{len(row.seconds):>8}"
+    return f"{begin}{times}{''.join(numbers)}{_number(row.share, 7, 2)}"
+
+
+def _number(value: float | None, width: int, digits: int) -> str:
+    return f"{'-':>{width}}" if value is None else f"{value:>{width}.{digits}f}"
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line, its lists split."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=lambda text: int(float(text)), default=25_000_000)
+    parser.add_argument("--islands", type=lambda text: [int(n) for n in text.split(",")], default=[2, 4])
+    parser.add_argument("--links", type=_choices(LINKS), default=list(LINKS))
+    parser.add_argument("--what", type=_choices(CODECS), default=["torch", "gloo", "hivemind", "averager"])
+    parser.add_argument("--codecs", type=_choices(CODECS["gloo"]), default=list(CODECS["gloo"]))
+    parser.add_argument("--repeats", type=int, default=3, help="the median is printed; slow lines get fewer")
+    parser.add_argument("--json", type=Path, help="write the rows there too")
+    parser.add_argument("--verbose", action="store_true", help="show what the islands write on stderr")
+    return parser.parse_args()
+
+
+def _choices(allowed: Sequence[str] | dict[str, Any]) -> Callable[[str], list[str]]:
+    def split(text: str) -> list[str]:
+        words = text.split(",")
+        for word in words:
+            if word not in allowed:
+                raise argparse.ArgumentTypeError(f"got {word!r}; allowed: {', '.join(allowed)}")
+        return words
+
+    return split
+
+
+def main() -> None:
+    """Print the table."""
+    args = parse_arguments()
+    if os.geteuid() != 0 and any(LINKS[link] for link in args.links):
+        print("shaped links are network namespaces, which need root: only loopback is measured (or use sudo)")
+        args.links = [link for link in args.links if LINKS[link] is None]
+    started_at = time.monotonic()
+    try:
+        rows = asyncio.run(bench(args))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.exit("stopped; every process and namespace has been removed")
+    print(f"{time.monotonic() - started_at:.0f} s in all, on {os.cpu_count()} cores that the islands share")
+    if any(row.islands > (os.cpu_count() or 1) for row in rows):
+        print("more islands than cores: on loopback and at 1 Gbit/s the processor, not the link, may be the limit")
+    if args.json:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()

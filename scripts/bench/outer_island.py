@@ -1,0 +1,84 @@
+"""One island of scripts/bench/outer.py: reads commands from it, a JSON object a line, and answers each with one.
+
+    {"do": "open", "what": ..., "seat": {...}}      -> {"bootstrap": [...], "address": ...}
+    {"do": "connect", "addresses": [...]}           -> {}
+    {"do": "prepare", "codec": ...}                 -> {}
+    {"do": "reduce", "at": ..., "timeout": ...}     -> {"ended": ..., "digest": ..., "sent_bytes": ...}
+    end of input, or an error (answered)            -> the process ends
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any
+
+import torch
+
+from diloco.signals import end_with_parent
+from scripts.bench.contestants import BUILDERS, Contestant, Seat
+
+Message = dict[str, Any]
+
+
+class Island:
+    """Carries out commands on the contestant that `open` names."""
+
+    def __init__(self) -> None:
+        self.contestant: Contestant | None = None
+
+    def answer(self, command: Message) -> Message:
+        """The reply to one command."""
+        if command["do"] == "open":
+            self.contestant = BUILDERS[command["what"]](Seat(**command["seat"]))
+            return {"bootstrap": self.contestant.bootstrap, "address": self.contestant.address}
+        contestant = self.contestant
+        assert contestant is not None, "open comes first"
+        if command["do"] == "connect":
+            contestant.connect(command["addresses"])
+        elif command["do"] == "prepare":
+            contestant.prepare(command["codec"])
+        elif command["do"] == "reduce":
+            return _reduce(contestant, command)
+        return {}
+
+    def close(self) -> None:
+        """Free what the contestant holds."""
+        if self.contestant is not None:
+            self.contestant.close()
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    end_with_parent()
+    torch.set_num_threads(1)
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever a library prints must not land among the replies
+    island = Island()
+    try:
+        for line in sys.stdin:
+            print(json.dumps(island.answer(json.loads(line))), file=replies)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the bench prints it and goes on
+        traceback.print_exc()
+        print(json.dumps({"error": (str(error) or type(error).__name__).splitlines()[0]}), file=replies)
+    try:
+        island.close()
+    finally:
+        # Not the interpreter's shutdown: gloo's threads abort in it now and then.
+        os._exit(0)
+
+
+def _reduce(contestant: Contestant, command: Message) -> Message:
+    before = contestant.sent_bytes()
+    # Monotonic time is the machine's: all islands start together.
+    time.sleep(max(command["at"] - time.monotonic(), 0.0))
+    digest = contestant.reduce(command["timeout"])
+    ended = time.monotonic()
+    after = contestant.sent_bytes()
+    sent = None if before is None or after is None else after - before
+    return {"ended": ended, "digest": digest, "sent_bytes": sent}
+
+
+if __name__ == "__main__":
+    main()

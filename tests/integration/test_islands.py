@@ -1,0 +1,116 @@
+"""Several real islands train one model: unequal meshes, a death, a joiner, an end by signal."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.swarm import swarm
+
+ONE, FSDP2, REPLICATE2 = {"ranks": 1}, {"ranks": 2}, {"ranks": 2, "mesh": {"dp_replicate": 2}}
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_islands_of_unequal_meshes_hold_equal_digests_after_every_round(tmp_path, codec):
+    with swarm(tmp_path, f"outer.codec={codec}", islands=[ONE, FSDP2, REPLICATE2]) as islands:
+        running = islands.start_all()
+        for island in running:
+            island.finish()
+        for round_number in range(3):
+            rounds = [island.committed()[round_number] for island in running]
+            assert rounds[0]["participants"] == ["island-0", "island-1", "island-2"]
+            assert len({r["digest"] for r in rounds}) == 1
+
+
+def test_islands_of_unequal_meshes_start_from_the_same_digest_and_loss(tmp_path):
+    with swarm(tmp_path, "outer.rounds=1", islands=[ONE, FSDP2, REPLICATE2]) as islands:
+        running = islands.start_all()
+        for island in running:
+            island.finish()
+        assert len({island.records("event")[0]["text"] for island in running}) == 1
+        losses = [island.records("eval")[0]["loss"] for island in running]
+        assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def test_survivors_go_on_without_an_island_that_was_killed(tmp_path):
+    with swarm(tmp_path, "outer.rounds=5", islands=[ONE, ONE, FSDP2]) as islands:
+        first, second, victim = islands.start_all()
+        victim.wait_for_round(1)
+        victim.signal(signal.SIGKILL)
+        first.finish()
+        second.finish()
+        assert first.committed()[4]["participants"] == ["island-0", "island-1"]
+        digests = [[r["digest"] for r in island.committed().values()] for island in (first, second)]
+        assert digests[0] == digests[1] and len(digests[0]) == 5
+
+
+def test_an_island_left_alone_goes_on_and_says_so(tmp_path):
+    with swarm(tmp_path, "outer.rounds=4", islands=[ONE, ONE]) as islands:
+        first, victim = islands.start_all()
+        victim.wait_for_round(0)
+        victim.signal(signal.SIGKILL)
+        first.finish()
+        assert first.committed()[3]["participants"] == ["island-0"]
+        assert any(event["name"] == "alone" for event in first.records("event"))
+
+
+def test_a_joiner_takes_the_state_and_commits_equal_digests(tmp_path):
+    with swarm(tmp_path, "outer.rounds=40", "outer.inner_steps=4", islands=[ONE, FSDP2]) as islands:
+        first, second = islands.start_all()
+        first.wait_for_round(1)
+        joiner = islands.start(2)
+        for island in (first, second, joiner):
+            island.finish()
+        shared = joiner.committed()
+        assert shared and min(shared) >= 2, "the joiner began from the islands' state, not from the start"
+        for number, record in shared.items():
+            assert record["digest"] == first.committed()[number]["digest"]
+            assert record["participants"] == ["island-0", "island-1", "island-2"]
+
+
+def test_sigterm_ends_an_island_within_seconds_and_others_hear_goodbye(tmp_path):
+    with swarm(tmp_path, "outer.rounds=2000", islands=[ONE, FSDP2]) as islands:
+        first, leaver = islands.start_all()
+        leaver.wait_for_round(0)
+        asked = time.monotonic()
+        leaver.signal(signal.SIGTERM)
+        assert all(code != 0 for code in leaver.wait(20))
+        assert time.monotonic() - asked < 15
+        assert leaver.records("event")[-1]["name"] == "left"
+        last = max(first.committed())
+        first.wait_for_round(last + 3)
+        assert first.committed()[max(first.committed())]["participants"] == ["island-0"]
+
+
+def test_a_second_island_of_the_same_name_is_refused(tmp_path):
+    with swarm(tmp_path, "outer.rounds=2000", islands=[ONE]) as islands:
+        first = islands.start(0)
+        first.wait_for_round(0)
+        config = islands.config.model_copy(update={"islands": ({"ranks": 1, "run_dir": str(tmp_path / "other")},)})
+        second = islands.start(0, config=config)
+        assert second.wait(60) != [0]
+        assert "an island 'island-0' is in the run already" in second.log
+
+
+def test_an_island_with_another_config_is_told_which_keys_differ(tmp_path):
+    with swarm(tmp_path, "outer.rounds=2000", islands=[ONE, ONE]) as islands:
+        first = islands.start(0)
+        deadline = time.monotonic() + 30
+        while not first.records("event"):
+            assert time.monotonic() < deadline, first.log
+            time.sleep(0.02)
+        other = islands.config.outer.model_copy(update={"codec": "int8"})
+        second = islands.start(1, config=islands.config.model_copy(update={"outer": other, "seed": 7}))
+        assert second.wait(60) != [0]
+        assert "outer.codec: here 'int8', in the run 'fp32'" in second.log
+        assert "seed: here 7, in the run 0" in second.log
+
+
+def test_no_process_of_a_finished_island_is_left(tmp_path):
+    with swarm(tmp_path, "outer.rounds=1", islands=[FSDP2]) as islands:
+        island = islands.start(0)
+        island.finish()
+        for rank in island.ranks:
+            with pytest.raises(ProcessLookupError):
+                os.kill(rank.pid, 0)

@@ -1,0 +1,140 @@
+"""Support for tests of the network: ranks of several islands on one event loop, or one in a process of its own."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outer.membership.base import Member
+from outer.membership.tcp import serve_rendezvous
+from outer.network import Network, NetworkSettings, open_network
+from outer.transports.base import Endpoint, Phase, Tag
+from outer.transports.loopback import Hub
+
+KINDS = ["loopback", "gloo", "hivemind"]
+A, B, C = Endpoint("a", 0), Endpoint("b", 0), Endpoint("c", 0)
+TEST_SECONDS = 60
+ROOT = Path(__file__).parents[2]
+
+torch.set_num_threads(1)
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a test's coroutine; a hang fails it."""
+    return asyncio.run(asyncio.wait_for(work, TEST_SECONDS))
+
+
+@asynccontextmanager
+async def swarm(kind: str, run_id: str = "run", connect_seconds: float = 10) -> AsyncIterator["Swarm"]:
+    """A place to open networks at, closed with all of them at the end."""
+    rendezvous = serve_rendezvous("127.0.0.1", 0) if kind == "gloo" else None
+    bootstrap = [rendezvous.address] if rendezvous else []
+    held = Swarm(kind, run_id, connect_seconds, bootstrap)
+    try:
+        yield held
+    finally:
+        for network in reversed(held.opened):
+            await network.close()
+        if rendezvous:
+            rendezvous.close()
+
+
+class Swarm:
+    """Opens networks that find one another."""
+
+    def __init__(self, kind: str, run_id: str, connect_seconds: float, bootstrap: list[str]) -> None:
+        self.kind, self.run_id, self.connect_seconds, self.bootstrap = kind, run_id, connect_seconds, bootstrap
+        self.hub = Hub()
+        self.opened: list[Network] = []
+        self._leader_addresses: dict[str, str | None] = {}
+
+    async def open(self, me: Endpoint, run_id: str | None = None) -> Network:
+        """The network of one rank; an island's rank 0 comes first."""
+        network = await open_network(
+            self.kind,
+            NetworkSettings(
+                run_id=run_id or self.run_id,
+                island=me.island,
+                rank=me.rank,
+                bootstrap=self.bootstrap,
+                hub=self.hub,
+                leader_address=self._leader_addresses.get(me.island),
+                connect_seconds=self.connect_seconds,
+                record_seconds=4,
+            ),
+        )
+        self.opened.append(network)
+        self._leader_addresses.setdefault(me.island, network.leader_address)
+        if self.kind == "hivemind" and not self.bootstrap:
+            self.bootstrap.append(network.transport.address.partition("@")[2])
+        return network
+
+    async def connect(self, *endpoints: Endpoint, epoch: str = "1") -> list[Network]:
+        """Networks of these endpoints, connected in one group."""
+        networks = [await self.open(e) for e in endpoints]
+        await connect(dict(zip(endpoints, networks, strict=True)), epoch)
+        return networks
+
+
+async def connect(networks: Mapping[Endpoint, Network], epoch: str) -> None:
+    """Let all of them join one group."""
+    addresses = {e: n.transport.address for e, n in networks.items()}
+    await asyncio.gather(*(n.transport.connect(epoch, addresses) for n in networks.values()))
+
+
+def tag(part: int, round_number: int = 3) -> Tag:
+    return Tag(round_number, 0, Phase.REDUCE, part)
+
+
+def payload(num_bytes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def member(island: str, incarnation: str = "00000000", **changes: Any) -> Member:
+    fields = {
+        "island": island,
+        "incarnation": incarnation,
+        "config_hash": "0123456789abcdef",
+        "control_addresses": ["control"],
+        "transport_addresses": ["transport"],
+        "round": 0,
+    }
+    return Member(**(fields | changes))
+
+
+class RemotePeer:
+    """Island `b` in a process of its own: it joins a group with island `a`, serves calls, then waits to be killed."""
+
+    def __init__(self, kind: str, bootstrap: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.outer.peer", kind, *bootstrap],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    async def hear(self) -> dict[str, Any]:
+        """The next thing it says."""
+        assert self._process.stdout is not None
+        line = await asyncio.to_thread(self._process.stdout.readline)
+        assert line, f"the peer ended with {self._process.wait()}"
+        return json.loads(line)
+
+    def tell(self, addresses: Mapping[Endpoint, str]) -> None:
+        """Give it the addresses of the group, by endpoint."""
+        assert self._process.stdin is not None
+        pairs = [[e.island, e.rank, a] for e, a in addresses.items()]
+        self._process.stdin.write(json.dumps(pairs).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()

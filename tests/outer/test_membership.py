@@ -1,0 +1,210 @@
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hivemind.utils.timed_storage import get_dht_time
+
+from outer.errors import InputError
+from outer.membership.base import Membership, endpoints_of
+from outer.membership.records import MAX_CONFIG_BYTES
+from outer.network import visit
+from outer.transports.base import Endpoint
+from tests.outer.nets import KINDS, A, B, RemotePeer, Swarm, member, run, swarm
+
+all_kinds = pytest.mark.parametrize("kind", KINDS)
+ANOTHER = "11111111"
+
+
+@asynccontextmanager
+async def two(kind: str) -> AsyncIterator[tuple[Swarm, Membership, Membership]]:
+    """The memberships of islands a and b."""
+    async with swarm(kind) as place:
+        a, b = (await place.open(A)).membership, (await place.open(B)).membership
+        assert a is not None
+        assert b is not None
+        yield place, a, b
+
+
+async def until(read: Callable[[], Awaitable[Any]], expected: Any, seconds: float = 5) -> None:
+    """Return when `read` gives what is expected; records take a moment to travel."""
+    async with asyncio.timeout(seconds):
+        while await read() != expected:
+            await asyncio.wait({asyncio.create_task(asyncio.Event().wait())}, timeout=0.05)
+
+
+@all_kinds
+def test_islands_see_each_others_records(kind):
+    async def main() -> None:
+        async with two(kind) as (_, a, b):
+            ours, theirs = member("a"), member("b", ANOTHER, round=5)
+            await a.announce(ours)
+            await b.announce(theirs)
+            for membership in (a, b):
+                await until(membership.members, {"a": ours, "b": theirs})
+
+    run(main())
+
+
+@all_kinds
+def test_a_record_can_be_changed(kind):
+    async def main() -> None:
+        async with two(kind) as (_, a, b):
+            await a.announce(member("a"))
+            await a.announce(member("a", round=9))
+            await until(b.members, {"a": member("a", round=9)})
+
+    run(main())
+
+
+@all_kinds
+def test_an_island_that_leaves_is_gone_at_once_and_may_come_back(kind):
+    async def main() -> None:
+        async with two(kind) as (_, a, b):
+            await a.announce(member("a"))
+            await until(b.members, {"a": member("a")})
+            await a.leave()
+            await a.leave()
+            await until(b.members, {}, seconds=2)
+            await a.announce(member("a", ANOTHER))
+            await until(b.members, {"a": member("a", ANOTHER)})
+
+    run(main())
+
+
+@all_kinds
+def test_a_second_island_of_the_same_name_is_refused(kind):
+    async def main() -> None:
+        async with two(kind) as (_, a, b):
+            await a.announce(member("a"))
+            with pytest.raises(InputError, match="'a' is in the run already .* choose another name"):
+                await b.announce(member("a", ANOTHER))
+
+    run(main())
+
+
+@all_kinds
+def test_the_first_config_wins(kind):
+    async def main() -> None:
+        async with two(kind) as (_, a, b):
+            assert await a.read_config() is None
+            await a.publish_config("model: {}\n")
+            await b.publish_config("model: {layers: 3}\n")
+            for membership in (a, b):
+                assert await membership.read_config() == "model: {}\n"
+
+    run(main())
+
+
+@all_kinds
+def test_a_config_that_is_too_long_is_refused(kind):
+    async def main() -> None:
+        async with two(kind) as (_, a, _b):
+            with pytest.raises(InputError, match=f"at most {MAX_CONFIG_BYTES}"):
+                await a.publish_config("x" * (MAX_CONFIG_BYTES + 1))
+
+    run(main())
+
+
+@all_kinds
+def test_two_runs_of_one_swarm_do_not_meet(kind):
+    async def main() -> None:
+        async with swarm(kind) as place:
+            a, b = (await place.open(A)).membership, (await place.open(B, run_id="another")).membership
+            assert a is not None
+            assert b is not None
+            await a.announce(member("a"))
+            await a.publish_config("one")
+            await b.announce(member("b"))
+            assert await b.read_config() is None
+            assert await a.members() == {"a": member("a")}
+            assert await b.members() == {"b": member("b")}
+
+    run(main())
+
+
+MALFORMED = [b"", b"{}", b"\xff", member("other").model_dump_json().encode()]
+
+
+def test_a_malformed_record_is_left_out_of_a_rendezvous():
+    async def main() -> None:
+        async with two("gloo") as (_, a, b):
+            await a.announce(member("a"))
+            await b.announce(member("b"))
+            for raw in MALFORMED:
+                b._store.set("member/b", raw)
+                assert await a.members() == {"a": member("a")}
+
+    run(main())
+
+
+def test_a_malformed_record_is_left_out_of_a_dht():
+    async def main() -> None:
+        async with two("hivemind") as (_, a, b):
+            await a.announce(member("a"))
+            for later, raw in enumerate([*MALFORMED, "text", 7]):
+                await b._dht.store("run/members", raw, get_dht_time() + 30 + later, subkey="b")
+                assert await a.members() == {"a": member("a")}
+
+    run(main())
+
+
+@pytest.mark.parametrize("kind", ["gloo", "hivemind"])
+def test_a_killed_island_vanishes_and_its_name_is_free_again(kind):
+    async def main() -> None:
+        async with swarm(kind) as place:
+            a = (await place.open(A)).membership
+            assert a is not None
+            peer = RemotePeer(kind, place.bootstrap)
+            try:
+                await peer.hear()
+                await until(a.members, {"b": member("b")})
+            finally:
+                peer.kill()
+            await until(a.members, {}, seconds=20)
+            await a.announce(member("b", ANOTHER))
+            assert await a.members() == {"b": member("b", ANOTHER)}
+
+    run(main())
+
+
+@pytest.mark.parametrize("kind", ["gloo", "hivemind"])
+def test_a_visitor_finds_runs_configs_and_islands_by_an_address_alone(kind):
+    async def main() -> None:
+        async with two(kind) as (place, a, b):
+            assert await visit(place.bootstrap[0], connect_seconds=5) == {}
+            await a.announce(member("a"))
+            await b.announce(member("b"))
+            await a.publish_config("seed: 1\n")
+            runs = await visit(place.bootstrap[0], connect_seconds=5)
+            assert list(runs) == ["run"]
+            assert runs["run"].config_text == "seed: 1\n"
+            assert runs["run"].islands == ("a", "b")
+
+    run(main())
+
+
+def test_a_swarm_goes_on_without_the_one_that_began_it():
+    async def main() -> None:
+        async with swarm("hivemind") as place:
+            first, a, b = await place.open(Endpoint("first", 0)), await place.open(A), await place.open(B)
+            assert first.membership and a.membership and b.membership
+            await first.membership.publish_config("text")
+            await a.membership.publish_config("text")
+            await a.membership.announce(member("a"))
+            await first.close()
+            await b.membership.announce(member("b"))
+            await until(a.membership.members, {"a": member("a"), "b": member("b")}, seconds=10)
+            assert await b.membership.read_config() == "text"
+
+    run(main())
+
+
+def test_a_visit_to_a_wrong_address_says_what_is_right():
+    with pytest.raises(InputError, match=r"'somewhere'; allowed: /ip4/.* or tcp://"):
+        run(visit("somewhere", 1))
+
+
+def test_endpoints_of_a_member_are_its_ranks_in_order():
+    assert endpoints_of(member("a", transport_addresses=["x", "y"])) == {Endpoint("a", 0): "x", Endpoint("a", 1): "y"}

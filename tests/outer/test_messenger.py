@@ -1,0 +1,243 @@
+import asyncio
+
+import pytest
+
+from outer.errors import DeadlineError, InputError, MessageError, PeerLost
+from outer.membership import calls
+from outer.transports.base import Endpoint, Traffic
+from outer.wire import FrameStream, Header, Kind, hash_of
+from tests.outer.nets import KINDS, A, B, run, swarm
+
+all_kinds = pytest.mark.parametrize("kind", KINDS)
+B1 = Endpoint("b", 1)
+
+
+async def echo(body: bytes) -> bytes:
+    return body[::-1]
+
+
+@all_kinds
+def test_a_call_is_answered(kind):
+    async def main() -> None:
+        async with swarm(kind) as place:
+            a, b = await place.open(A), await place.open(B)
+            b.messenger.serve("echo", echo)
+            for body in (b"", b"xyz", bytes(range(256)) * (1 << 14)):
+                reply = await a.messenger.call(b.messenger.address, "echo", body, timeout_seconds=10)
+                assert reply == body[::-1]
+
+    run(main())
+
+
+@all_kinds
+def test_every_rank_of_an_island_answers_its_own_calls(kind):
+    async def main() -> None:
+        async with swarm(kind) as place:
+            a, b0, b1 = await place.open(A), await place.open(B), await place.open(B1)
+            for network, name in ((b0, b"0"), (b1, b"1")):
+                network.messenger.serve("rank", lambda body, name=name: _answer(name))
+            calls_ = [a.messenger.call(n.messenger.address, "rank", b"", timeout_seconds=10) for n in (b0, b1)]
+            assert await asyncio.gather(*calls_) == [b"0", b"1"]
+
+    run(main())
+
+
+@all_kinds
+def test_replies_find_their_calls_when_they_come_out_of_order(kind):
+    async def main() -> None:
+        async with swarm(kind) as place:
+            a, b = await place.open(A), await place.open(B)
+            second_came = asyncio.Event()
+
+            async def handler(body: bytes) -> bytes:
+                if body == b"first":
+                    await second_came.wait()
+                second_came.set()
+                return body
+
+            b.messenger.serve("wait", handler)
+            bodies = [b"first", b"second"]
+            replies = [a.messenger.call(b.messenger.address, "wait", body, timeout_seconds=10) for body in bodies]
+            assert await asyncio.gather(*replies) == bodies
+
+    run(main())
+
+
+@all_kinds
+def test_a_refusal_comes_back_with_its_text(kind):
+    async def main() -> None:
+        async with swarm(kind) as place:
+            a, b = await place.open(A), await place.open(B)
+
+            async def refuse(body: bytes) -> bytes:
+                raise {b"1": MessageError, b"2": InputError}[body]("round 7 is over")
+
+            b.messenger.serve("refuse", refuse)
+            b.messenger.serve("echo", echo)
+            for body in (b"1", b"2"):
+                with pytest.raises(MessageError, match="round 7 is over"):
+                    await a.messenger.call(b.messenger.address, "refuse", body, timeout_seconds=10)
+            assert await a.messenger.call(b.messenger.address, "echo", b"ab", timeout_seconds=10) == b"ba"
+
+    run(main())
+
+
+@all_kinds
+def test_a_broken_handler_is_a_refusal_that_tells_nothing_more(kind):
+    async def main() -> None:
+        async with swarm(kind) as place:
+            a, b = await place.open(A), await place.open(B)
+
+            async def broken(body: bytes) -> bytes:
+                raise KeyError("secret")
+
+            b.messenger.serve("broken", broken)
+            with pytest.raises(MessageError, match="the handler of 'broken' failed") as caught:
+                await a.messenger.call(b.messenger.address, "broken", b"", timeout_seconds=10)
+            assert "secret" not in str(caught.value)
+
+    run(main())
+
+
+@all_kinds
+def test_a_call_that_nothing_answers_is_refused(kind):
+    async def main() -> None:
+        async with swarm(kind) as place:
+            a, b = await place.open(A), await place.open(B)
+            with pytest.raises(MessageError, match="nothing here answers 'what'"):
+                await a.messenger.call(b.messenger.address, "what", b"", timeout_seconds=10)
+
+    run(main())
+
+
+@all_kinds
+def test_an_oversized_call_or_reply_is_refused(kind, monkeypatch):
+    async def main() -> None:
+        monkeypatch.setattr(calls, "MAX_BODY_BYTES", 1000)
+        monkeypatch.setattr("outer.membership.loopback.MAX_BODY_BYTES", 1000)
+        async with swarm(kind) as place:
+            a, b = await place.open(A), await place.open(B)
+            b.messenger.serve("long", lambda body: _answer(bytes(1001)))
+            with pytest.raises(MessageError, match="at most 1000"):
+                await a.messenger.call(b.messenger.address, "long", bytes(1001), timeout_seconds=10)
+            with pytest.raises(MessageError, match="at most 1000"):
+                await a.messenger.call(b.messenger.address, "long", b"", timeout_seconds=10)
+
+    run(main())
+
+
+@all_kinds
+def test_a_slow_handler_is_a_deadline_error_and_the_connection_lives_on(kind):
+    async def main() -> None:
+        async with swarm(kind) as place:
+            a, b = await place.open(A), await place.open(B)
+            never = asyncio.Event()
+
+            async def slow(body: bytes) -> bytes:
+                await never.wait()
+                return body
+
+            b.messenger.serve("slow", slow)
+            b.messenger.serve("echo", echo)
+            with pytest.raises(DeadlineError, match="did not answer 'slow' within 0.2 s"):
+                await a.messenger.call(b.messenger.address, "slow", b"", timeout_seconds=0.2)
+            assert await a.messenger.call(b.messenger.address, "echo", b"ab", timeout_seconds=10) == b"ba"
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("kind", "address"),
+    [
+        ("loopback", "loopback:run/b/0"),
+        ("gloo", "127.0.0.1:1"),
+        ("gloo", "nonsense"),
+        ("hivemind", "12D3KooWBwgvuKTmfupyVkL18t78A1kTvu9HtfSfwbs1iUCnSVyL:0@/ip4/127.0.0.1/tcp/1"),
+        ("hivemind", "nonsense"),
+    ],
+)
+def test_an_address_that_cannot_be_reached_is_a_lost_peer(kind, address):
+    async def main() -> None:
+        async with swarm(kind) as place:
+            a = await place.open(A)
+            with pytest.raises(PeerLost):
+                await a.messenger.call(address, "echo", b"", timeout_seconds=10)
+
+    run(main())
+
+
+@all_kinds
+def test_a_peer_that_closes_in_the_middle_of_a_call_is_lost(kind):
+    async def main() -> None:
+        async with swarm(kind) as place:
+            a, b = await place.open(A), await place.open(B)
+            called = asyncio.Event()
+
+            async def hang(body: bytes) -> bytes:
+                called.set()
+                await asyncio.Event().wait()
+                return body
+
+            b.messenger.serve("hang", hang)
+            calling = asyncio.create_task(a.messenger.call(b.messenger.address, "hang", b"", timeout_seconds=20))
+            await asyncio.wait_for(called.wait(), 10)
+            await b.close()
+            with pytest.raises(PeerLost):
+                await asyncio.wait_for(calling, 5)
+            with pytest.raises(PeerLost):
+                await a.messenger.call(b.messenger.address, "hang", b"", timeout_seconds=5)
+
+    run(main())
+
+
+@pytest.mark.parametrize("kind", ["gloo", "hivemind"])
+def test_calls_of_another_run_are_not_answered(kind):
+    async def main() -> None:
+        async with swarm(kind) as place:
+            a, b = await place.open(A), await place.open(B, run_id="another")
+            b.messenger.serve("echo", echo)
+            with pytest.raises(PeerLost):
+                await a.messenger.call(b.messenger.address, "echo", b"", timeout_seconds=5)
+
+    run(main())
+
+
+@pytest.mark.parametrize("raw", [b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(100), b"DLCO" + bytes(100)])
+def test_a_stranger_that_talks_nonsense_is_dropped(raw):
+    async def main() -> None:
+        async with swarm("gloo") as place:
+            a = await place.open(A)
+            host, _, port = a.messenger.address.partition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(raw)
+            assert await _read_to_end(reader) == b""
+            writer.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("message", [b"", b"\x05ab", b"\x02\xff\xff"])
+def test_a_malformed_call_ends_its_connection(message):
+    async def main() -> None:
+        async with swarm("gloo") as place:
+            a = await place.open(A)
+            host, _, port = a.messenger.address.partition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            stream = FrameStream(reader, writer, hash_of("run", "control"), Traffic())
+            await stream.say_hello(B)
+            await stream.write(Header(Kind.CALL, num_bytes=len(message)), message)
+            assert await _read_to_end(reader) == b""
+            stream.close()
+
+    run(main())
+
+
+async def _read_to_end(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await asyncio.wait_for(reader.read(), 5)
+    except ConnectionError:
+        return b""
+
+
+async def _answer(body: bytes) -> bytes:
+    return body

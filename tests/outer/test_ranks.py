@@ -1,0 +1,109 @@
+"""The outer loop of an island of several ranks, beside one of a single rank, as processes over gloo."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from outer.config import OuterConfig
+from outer.errors import OuterError
+from outer.loop import LoopThread
+from outer.membership.tcp import serve_rendezvous
+from outer.network import NetworkSettings, open_network
+from outer.sync import Identity, OuterLoop
+from outer.team import Team
+from tests.harness import run_ranks
+from tests.outer.islands import GUARD_SECONDS, FakeParams, Held, Island, tensors
+from tests.outer.test_sync import TOKENS, assert_equal, reference
+
+CONFIG = OuterConfig(transport="gloo", start_islands=2, wait_seconds=GUARD_SECONDS)
+# Island a is process 0 and holds everything; b is the others, which share wq and hold one half of the rest each.
+LAYOUTS = [
+    None,
+    [
+        Held("embed", (6, 13), (0, 7)),
+        Held("wq", (0, 5), (0, 3)),
+        Held("wq", (0, 5), (3, 4)),
+        Held("gain", (0, 1), (0, 1)),
+    ],
+    [Held("embed", (0, 6), (0, 7)), Held("wq", (0, 5), (0, 3)), Held("bias", (0, 9), (0, 1))],
+]
+
+
+def on_island(process: int, script: Callable[[Island, int], object], address: str) -> object:
+    """Run `script` as one rank of island a or b."""
+    team_of_b = dist.new_group([1, 2])
+    name, rank, team = ("a", 0, Team()) if process == 0 else ("b", process - 1, Team(team_of_b))
+    loop = LoopThread()
+    settings = NetworkSettings(run_id="run", island=name, rank=rank, bootstrap=[address])
+    network = loop.run(open_network("gloo", settings), GUARD_SECONDS)
+    try:
+        params = FakeParams(tensors(), LAYOUTS[process])
+        identity = Identity(island=name, incarnation=name.encode().hex().zfill(8), config_hash="c" * 32)
+        island = Island(name, params, OuterLoop(CONFIG, identity, params, team, network, loop))
+        island.outer.begin()
+        return script(island, rank)
+    finally:
+        dist.barrier()
+        loop.run(network.close(), GUARD_SECONDS)
+        loop.close()
+
+
+def islands_of_ranks(script: Callable[[Island, int], object]) -> list:
+    rendezvous = serve_rendezvous("127.0.0.1", 0)
+    try:
+        return run_ranks(on_island, 3, script, rendezvous.address)
+    finally:
+        rendezvous.close()
+
+
+def train_whole(island: Island, round_number: int) -> None:
+    """Progress of a round as an island of one rank makes it; this rank's slices of it."""
+    whole = FakeParams({name: torch.zeros_like(values) for name, values in tensors().items()})
+    names = [held.name for held in whole.slices]
+    Island(island.name, whole, island.outer).train(round_number)
+    for held, values in zip(island.params.slices, island.params.values, strict=True):
+        values.add_(whole.values[names.index(held.name)][slice(*held.rows), slice(*held.cols)])
+
+
+def test_islands_of_unequal_ranks_follow_the_reference_bit_for_bit() -> None:
+    def script(island: Island, rank: int) -> tuple[list[str], list[torch.Tensor]]:
+        digests, params = [], []
+        for number in range(4):
+            train_whole(island, number)
+            digests.append(island.commit(TOKENS[island.name]).digest)
+            params.append(island.params.flat())
+        return digests, params
+
+    expected = reference(["ab"] * 4, CONFIG.optimizer)
+    found = islands_of_ranks(script)
+    assert found[0][0] == found[1][0] == found[2][0]
+    assert_equal(found[0][1], expected)
+    for (_, params), layout in zip(found[1:], LAYOUTS[1:], strict=True):
+        assert_equal(params, [sliced(flat, layout) for flat in expected])
+
+
+def sliced(flat: torch.Tensor, layout: list[Held]) -> torch.Tensor:
+    """What a rank holds of the whole model's flat vector."""
+    named = tensors()
+    parts = flat.split([values.numel() for values in named.values()])
+    whole = {name: part.view(values.shape) for part, (name, values) in zip(parts, named.items(), strict=True)}
+    return FakeParams(whole, layout).flat()
+
+
+def test_a_fault_of_one_rank_ends_all_ranks_of_its_island_with_its_cause() -> None:
+    def script(island: Island, rank: int) -> object:
+        train_whole(island, 0)
+        if island.name == "a":
+            return island.commit().participants
+        if rank == 1:
+            island.params.values[0][0, 0] = torch.nan
+        try:
+            island.outer.attempt(100)
+        except OuterError as error:
+            island.outer.leave()
+            return str(error)
+        return "nothing was raised"
+
+    cause = "the pseudo-gradient of 'embed' holds nan"
+    assert islands_of_ranks(script) == [["a"], cause, cause]

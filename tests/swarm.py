@@ -1,0 +1,207 @@
+"""Real islands for tests: every rank a forked process that runs the shipped code, so that torch is imported once."""
+
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diloco.assemble import Parts, assembled, device_of, process_group
+from diloco.config import Config, parse_config
+from diloco.train import train
+from outer.membership.tcp import serve_rendezvous
+
+torch.set_num_threads(1)
+
+TEXT = "def add(a, b):\n    return a + b\n\n\nclass Point:\n    def __init__(self, x, y):\n        self.x, self.y = x, y\n"
+
+TINY = """
+name: test
+model: {dim: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2, ffn_dim: 64}
+data: {source: files, seq_len: 32, heldout_fraction: 0.3}
+optimizer: {lr: 1e-2, tokens_per_step: 512, warmup_steps: 0, schedule: constant}
+outer: {rounds: 3, inner_steps: 2, part_elements: 1024, transport: gloo, wait_seconds: 60}
+evaluate: {tokens: 512}
+island: {micro_batch: 4, connect_seconds: 20}
+"""
+
+
+class Rank:
+    """A forked process."""
+
+    def __init__(self, pid: int, log: Path) -> None:
+        self.pid, self.log = pid, log
+        self.exit_code: int | None = None
+
+    def wait(self, deadline: float) -> int:
+        """Its exit code, negative when a signal ended it. Fails the test, with its log, when it does not end."""
+        while self.exit_code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.exit_code = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > deadline:
+                raise AssertionError(f"process {self.pid} did not end in time:\n{self.log.read_text()[-3000:]}")
+            else:
+                time.sleep(0.02)
+        return self.exit_code
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, unless it has been waited for."""
+        if self.exit_code is None:
+            os.kill(self.pid, number)
+
+
+class Island:
+    """The ranks of one island, and what they have recorded."""
+
+    def __init__(self, folder: Path, ranks: list[Rank]) -> None:
+        self.folder, self.ranks = folder, ranks
+
+    def wait(self, timeout_seconds: float = 90) -> list[int]:
+        """All ranks' exit codes."""
+        deadline = time.monotonic() + timeout_seconds
+        return [rank.wait(deadline) for rank in self.ranks]
+
+    def finish(self, timeout_seconds: float = 90) -> None:
+        """Wait, and fail with the log unless every rank ended well."""
+        codes = self.wait(timeout_seconds)
+        assert codes == [0] * len(codes), f"{self.folder.name}: {codes}\n{self.log}"
+
+    def signal(self, number: int) -> None:
+        for rank in self.ranks:
+            rank.signal(number)
+
+    @property
+    def log(self) -> str:
+        return "\n".join(rank.log.read_text() for rank in self.ranks)
+
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        """Whole lines of metrics.jsonl of this kind."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [r for r in map(json.loads, lines) if r["kind"] == kind]
+
+    def committed(self) -> dict[int, dict[str, Any]]:
+        """The records of committed rounds, by round."""
+        return {r["round"]: r for r in self.records("round") if r["committed"]}
+
+    def wait_for_round(self, round_number: int, timeout_seconds: float = 60) -> None:
+        """Return when the island has committed this round."""
+        deadline = time.monotonic() + timeout_seconds
+        while round_number not in self.committed():
+            assert time.monotonic() < deadline, f"round {round_number} was not committed in time:\n{self.log[-3000:]}"
+            time.sleep(0.02)
+
+    def result(self) -> Any:
+        """What `work` returned on rank 0."""
+        return pickle.loads((self.folder / "result.pickle").read_bytes())
+
+
+Work = Callable[[Config, int], Any]
+
+
+class Swarm:
+    """Islands of one config, with a folder of text and a rendezvous."""
+
+    def __init__(self, folder: Path, overrides: list[str], islands: list[dict[str, Any]], address: str) -> None:
+        self.folder, self.address = folder, address
+        text_folder = folder / "text"
+        text_folder.mkdir(exist_ok=True)
+        for number in range(40):
+            (text_folder / f"{number}.txt").write_text(f"# file {number}\n" + TEXT * 8)
+        own = [
+            f"data.paths=[{text_folder}]",
+            f"island.run_dir={folder}",
+            f"island.cache_dir={folder / 'cache'}",
+            f"island.bootstrap=[{address}]" if address else "island.bootstrap=[]",
+            f"islands={json.dumps(islands)}",
+            f"outer.start_islands={len(islands)}",
+        ]
+        self.config = parse_config(TINY, [*own, *overrides])
+        self.started: list[Island] = []
+
+    def start(self, index: int, work: Work = train, config: Config | None = None) -> Island:
+        """Fork the ranks of island `index`."""
+        config = config or self.config
+        settings = config.for_island(index)
+        folder = Path(settings.run_dir) / config.name / settings.island
+        folder.mkdir(parents=True, exist_ok=True)
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        size = settings.ranks
+        ranks = [self._fork(rank, size, port, folder, lambda: work(config, index)) for rank in range(size)]
+        self.started.append(Island(folder, ranks))
+        return self.started[-1]
+
+    def start_all(self, work: Work = train) -> list[Island]:
+        return [self.start(index, work) for index in range(len(self.config.islands))]
+
+    def end(self) -> None:
+        """Kill what still runs."""
+        for island in self.started:
+            island.signal(signal.SIGKILL)
+            island.wait(10)
+
+    def _fork(self, rank: int, num_ranks: int, port: int, folder: Path, work: Callable[[], Any]) -> Rank:
+        log = folder / f"log-{rank}.txt"
+        log.touch()
+        pid = os.fork()
+        if pid:
+            return Rank(pid, log)
+        code = 1
+        try:
+            output = os.open(log, os.O_WRONLY | os.O_APPEND)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            # pytest has put its own files in their place.
+            sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            result = work()
+            if rank == 0:
+                (folder / "result.pickle").write_bytes(pickle.dumps(result))
+            code = 0
+        except BaseException:  # noqa: BLE001 - the test reads it in the log
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+
+@contextmanager
+def swarm(folder: Path, *overrides: str, islands: list[dict[str, Any]]) -> Iterator[Swarm]:
+    """A swarm over gloo, its rendezvous in this process; whatever runs at the end is killed."""
+    rendezvous = serve_rendezvous("127.0.0.1", 0)
+    made = Swarm(folder, list(overrides), islands, rendezvous.address)
+    try:
+        yield made
+    finally:
+        made.end()
+        rendezvous.close()
+
+
+def train_and_return_params(config: Config, index: int) -> dict[str, torch.Tensor]:
+    """Train an island and return rank 0's local params, whole (for islands whose rank 0 holds the model)."""
+    from diloco import island as life
+
+    run, settings = config.run, config.for_island(index)
+    folder = Path(settings.run_dir) / run.name / settings.island
+    with process_group(settings, "cpu") as team, assembled(run, settings, team, device_of(settings), folder) as parts:
+        life.run(parts)
+        return params_of(parts)
+
+
+def params_of(parts: Parts) -> dict[str, torch.Tensor]:
+    """This rank's slices by name; the whole model in an island of one rank."""
+    params = parts.trainer.params
+    return {held.name: params.read(i).clone() for i, held in enumerate(params.slices)}
