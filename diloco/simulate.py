@@ -1,5 +1,6 @@
 """`diloco simulate`: all islands of a run on this machine, as real processes, and what came of it."""
 
+import signal
 import sys
 import time
 from datetime import UTC, datetime
@@ -21,7 +22,7 @@ BOOTSTRAP_SECONDS = 60.0
 
 
 def simulate(path: Path, overrides: list[str], islands: int | None, ranks: int | None, *, with_baseline: bool) -> int:
-    """The exit status: 0 when at least one island finished the run, 130 after Ctrl-C."""
+    """The exit status: 0 when at least one island finished the run, 130 after Ctrl-C or SIGTERM."""
     config = sized(load_config(path, overrides), islands, ranks)
     num_islands = len(config.islands)
     corpus = check_run(config, num_islands)
@@ -44,8 +45,11 @@ def simulate(path: Path, overrides: list[str], islands: int | None, ranks: int |
         f"{num_islands} islands, {facts.num_params:,} parameters, {config.total_steps} inner steps: {run_dir}"
     )
     children: list[Child] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     try:
         finished = run_islands(config, run_dir, children, console)
+        stop(children)
         if with_baseline and finished:
             finished = run_baseline(config, run_dir, children, console)
     except KeyboardInterrupt:

@@ -1,6 +1,7 @@
 """The connections of one rank: transport, messenger and, on rank 0, membership, all of one kind."""
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,13 +62,14 @@ class Network:
 
     async def close(self) -> None:
         """Leave the swarm and free sockets, processes and files. Idempotent."""
-        if self.membership is not None:
-            await self.membership.leave()
-        await self.messenger.close()
-        await self.transport.close()
-        closers, self._closers = self._closers, []
-        for close in closers:
-            await close()
+        async with AsyncExitStack() as steps:  # in reverse, and each of them whatever the others raise
+            closers, self._closers = self._closers, []
+            for close in reversed(closers):
+                steps.push_async_callback(close)
+            steps.push_async_callback(self.transport.close)
+            steps.push_async_callback(self.messenger.close)
+            if self.membership is not None:
+                steps.push_async_callback(self.membership.leave)
 
 
 async def open_network(kind: str, settings: NetworkSettings) -> Network:

@@ -61,6 +61,13 @@ async def open_dht(daemon: Daemon, bootstrap: Sequence[str]) -> DHTNode:
         raise InputError(unreachable(bootstrap, RPC_SECONDS, str(error).splitlines()[0])) from None
 
 
+async def close_dht(dht: DHTNode) -> None:
+    """Leave the DHT; a daemon that has died does not hold it up."""
+    with suppress(TimeoutError, P2PDaemonError, OSError, EOFError):
+        async with asyncio.timeout(RPC_SECONDS):
+            await dht.shutdown()
+
+
 class HivemindMembership:
     """See outer.membership.base.Membership. Owns the DHT node, not the daemon."""
 
@@ -104,7 +111,7 @@ class HivemindMembership:
     async def leave(self) -> None:
         own, self._own = self._own, None
         if own is not None:
-            with suppress(TimeoutError):
+            with suppress(TimeoutError, P2PDaemonError, OSError, EOFError):  # the daemon may have died before us
                 async with asyncio.timeout(RPC_SECONDS):
                     await self._store_record(own.island, b"")
 
@@ -113,7 +120,7 @@ class HivemindMembership:
         for task in (self._refreshing, self._search):
             if task is not None:
                 task.cancel()
-        await self._dht.shutdown()
+        await close_dht(self._dht)
 
     def _keep_refreshing(self) -> None:
         if self._refreshing is None:
@@ -174,7 +181,7 @@ async def visit_swarm(address: str, connect_seconds: float) -> dict[str, RunInfo
             text = await read_config(dht, run_id)
             if text is not None:
                 runs[run_id] = RunInfo(text, tuple(await find_members(dht, run_id)))
-        await dht.shutdown()
+        await close_dht(dht)
         return runs
     finally:
         await daemon.close()
@@ -191,7 +198,7 @@ class BootstrapPeer:
 
     async def close(self) -> None:
         """Leave the swarm and end the daemon. Idempotent."""
-        await self._dht.shutdown()
+        await close_dht(self._dht)
         await self._daemon.close()
 
 

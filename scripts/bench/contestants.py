@@ -20,6 +20,10 @@ from outer.transports.base import Endpoint
 SETUP_SECONDS = 60.0
 
 
+class WrongResult(Exception):
+    """The reduce reported success, but its result is no mean."""
+
+
 @dataclass(frozen=True)
 class Seat:
     """An island's place in the group."""
@@ -52,8 +56,12 @@ class Contestant(Protocol):
         """Everything of the next reduce that is not measured."""
         ...
 
-    def reduce(self, timeout_seconds: float) -> str:
-        """Reduce; returns a digest of the result, which is to be equal on all islands, or "" when none is promised."""
+    def reduce(self, timeout_seconds: float) -> None:
+        """What is measured."""
+        ...
+
+    def digest(self) -> str:
+        """Of the result, when it is to be equal on all islands, else "". Raises WrongResult."""
         ...
 
     def sent_bytes(self) -> int | None:
@@ -95,6 +103,7 @@ class Ours:
         self.address = self._network.transport.address
         if kind == "hivemind" and not self.bootstrap:
             self.bootstrap = self.address.partition("@")[2].split(";")
+        self._values = seat.values()
         self._setups: dict[str, _Setup] = {}
         self._round = 0
 
@@ -115,9 +124,11 @@ class Ours:
             participants=[self._ready(i, address) for i, address in enumerate(self._addresses)],
         )
 
-    def reduce(self, timeout_seconds: float) -> str:
-        means = self._loop.run(self._setup.reducer.run(self._plan, self._setup.parts), timeout_seconds)
-        return combine([means[part].digest for part in sorted(means)])
+    def reduce(self, timeout_seconds: float) -> None:
+        self._means = self._loop.run(self._setup.reducer.run(self._plan, self._setup.parts), timeout_seconds)
+
+    def digest(self) -> str:
+        return combine([self._means[part].digest for part in sorted(self._means)])
 
     def sent_bytes(self) -> int:
         return self._network.transport.traffic.bytes_sent
@@ -143,11 +154,10 @@ class Ours:
         codec = build_codec(name)
         specs = [_Spec("all", (self._seat.num_params,))]
         space = Space(specs, OuterConfig().part_elements, codec.block_elements)
-        values = self._seat.values()
         me = Endpoint(f"island-{self._seat.index}", 0)
         return _Setup(
             Reducer(self._network.transport, codec, space, me),
-            {part.index: values[part.start : part.stop] for part in space.parts},
+            {part.index: self._values[part.start : part.stop] for part in space.parts},
             [(0, len(space.parts))],
         )
 
@@ -172,7 +182,7 @@ class Torch:
     def __init__(self, seat: Seat) -> None:
         import torch.distributed as dist
 
-        self._dist, self._seat = dist, seat
+        self._dist, self._seat, self._own = dist, seat, seat.values()
         if seat.bootstrap:
             host, _, port = seat.bootstrap[0].rpartition(":")
             self._store = dist.TCPStore(host, int(port), is_master=False)
@@ -187,10 +197,12 @@ class Torch:
         )
 
     def prepare(self, codec: str) -> None:
-        self._values = self._seat.values().to(self.DTYPES[codec])
+        self._values = self._own.to(self.DTYPES[codec], copy=True)
 
-    def reduce(self, timeout_seconds: float) -> str:
+    def reduce(self, timeout_seconds: float) -> None:
         self._dist.all_reduce(self._values)
+
+    def digest(self) -> str:
         return ""
 
     def sent_bytes(self) -> None:
@@ -206,7 +218,9 @@ class Averager:
     def __init__(self, seat: Seat) -> None:
         import hivemind
 
-        self._hivemind, self._seat = hivemind, seat
+        self._hivemind, self._seat, self._own = hivemind, seat, seat.values()
+        # Its 8-bit codecs call int() on arrays of one element, which numpy 2.4 refuses.
+        hivemind.compression.quantization.int = lambda value: getattr(value, "item", lambda: int(value))()
         self._dht = hivemind.DHT(
             host_maddrs=[f"/ip4/{seat.host}/tcp/0"],
             initial_peers=seat.bootstrap or None,
@@ -225,7 +239,7 @@ class Averager:
         if codec != self._codec:
             self._start(codec)
         with self._averager.get_tensors() as (tensor,):
-            tensor.copy_(self._seat.values())
+            tensor.copy_(self._own)
         self._step = self._averager.step(wait=False, require_trigger=True, timeout=SETUP_SECONDS, allow_retries=False)
         deadline = time.monotonic() + SETUP_SECONDS
         while self._step.stage != self._hivemind.averaging.control.AveragingStage.AWAITING_TRIGGER:
@@ -233,11 +247,15 @@ class Averager:
                 raise RuntimeError("the averager's matchmaking found no group")
             time.sleep(0.02)
 
-    def reduce(self, timeout_seconds: float) -> str:
+    def reduce(self, timeout_seconds: float) -> None:
         self._step.allow_allreduce()
-        gathered = self._step.result(timeout_seconds)
-        if len(gathered) != self._seat.num_islands:
-            raise RuntimeError(f"the averager made a group of {len(gathered)}")
+        self._gathered = self._step.result(timeout_seconds)
+
+    def digest(self) -> str:
+        with self._averager.get_tensors() as (tensor,):
+            left = (tensor == self._own).float().mean().item()
+        if len(self._gathered) != self._seat.num_islands or left > 0.01:
+            raise WrongResult(f"{left:.0%} not averaged, by a group of {len(self._gathered)}")
         return ""
 
     def sent_bytes(self) -> None:

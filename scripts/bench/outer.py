@@ -90,6 +90,8 @@ class Row:
     counted_bytes: float | None = None
     wire_bytes: float | None = None
     share: float | None = None
+    flaws: list[str] = field(default_factory=list)
+    """Of repeats that reported success and had a wrong result; their times do not count."""
     failure: str = ""
 
 
@@ -173,19 +175,32 @@ async def measure(case: Case, islands: Sequence[Island], row: Row, repeats: int)
     rate = LINKS[case.link]
     timeout = 30 + 20 * (ideal_seconds(row, case.num_params, rate) if rate else 0)
     per_param = 1 / case.num_islands / case.num_params
-    while len(row.seconds) < repeats and sum(row.seconds) < SLOW_SECONDS:
+    for _ in range(repeats):
         await _ask_all(islands, do="prepare", codec=row.codec)
         before = case.sent_bytes()
         start = time.monotonic() + START_SECONDS
         replies = await _ask_all(islands, do="reduce", at=start, timeout=timeout, timeout_seconds=timeout + 10)
+        if flaw := _flaw(replies):
+            row.flaws.append(flaw)
+            continue
         row.seconds.append(max(reply["ended"] for reply in replies) - start)
         wire.append((case.sent_bytes() - before) * per_param)
         if replies[0]["sent_bytes"] is not None:
             counted.append(sum(reply["sent_bytes"] for reply in replies) * per_param)
-        if len({reply["digest"] for reply in replies}) > 1:
-            raise BenchError("the islands' results differ")
+        if sum(row.seconds) > SLOW_SECONDS:
+            break
+    if not row.seconds:
+        row.failure = f"every result was wrong: {row.flaws[0]}"
+        return
     row.counted_bytes = median(counted) if counted else None
     row.wire_bytes = median(wire) if case.namespaces else None
+
+
+def _flaw(replies: Sequence[dict[str, Any]]) -> str:
+    """What is wrong with the islands' results, or ""."""
+    if len({reply["digest"] for reply in replies}) > 1:
+        return "the islands' results differ"
+    return next((reply["flaw"] for reply in replies if reply["flaw"]), "")
 
 
 def ideal_seconds(row: Row, num_params: int, rate: float) -> float:
@@ -204,7 +219,7 @@ async def run_case(case: Case, args: argparse.Namespace, show: Callable[[Row], N
                 while pending:
                     row = pending[0]
                     await measure(case, islands, row, args.repeats)
-                    row.share = share(row, rows, case)
+                    row.share = None if row.failure else share(row, rows, case)
                     show(pending.pop(0))
         except BenchError as error:
             for row in pending:
@@ -267,7 +282,8 @@ def line(row: Row) -> str:
     spread = (max(row.seconds) - min(row.seconds)) / median(row.seconds)
     numbers = (_number(value, 9, 4) for value in (row.theory_bytes, row.counted_bytes, row.wire_bytes))
     times = f"{median(row.seconds):>8.3f}{spread:>8.0%}{len(row.seconds):>8}"
-    return f"{begin}{times}{''.join(numbers)}{_number(row.share, 7, 2)}"
+    end = f"  {len(row.flaws)} more wrong: {row.flaws[0]}" if row.flaws else ""
+    return f"{begin}{times}{''.join(numbers)}{_number(row.share, 7, 2)}{end}"
 
 
 def _number(value: float | None, width: int, digits: int) -> str:

@@ -3,7 +3,7 @@
     {"do": "open", "what": ..., "seat": {...}}      -> {"bootstrap": [...], "address": ...}
     {"do": "connect", "addresses": [...]}           -> {}
     {"do": "prepare", "codec": ...}                 -> {}
-    {"do": "reduce", "at": ..., "timeout": ...}     -> {"ended": ..., "digest": ..., "sent_bytes": ...}
+    {"do": "reduce", "at": ..., "timeout": ...}     -> {"ended": ..., "sent_bytes": ..., "digest": ..., "flaw": ...}
     end of input, or an error (answered)            -> the process ends
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from diloco.signals import end_with_parent
-from scripts.bench.contestants import BUILDERS, Contestant, Seat
+from scripts.bench.contestants import BUILDERS, Contestant, Seat, WrongResult
 
 Message = dict[str, Any]
 
@@ -73,11 +73,14 @@ def _reduce(contestant: Contestant, command: Message) -> Message:
     before = contestant.sent_bytes()
     # Monotonic time is the machine's: all islands start together.
     time.sleep(max(command["at"] - time.monotonic(), 0.0))
-    digest = contestant.reduce(command["timeout"])
+    contestant.reduce(command["timeout"])
     ended = time.monotonic()
     after = contestant.sent_bytes()
     sent = None if before is None or after is None else after - before
-    return {"ended": ended, "digest": digest, "sent_bytes": sent}
+    try:
+        return {"ended": ended, "sent_bytes": sent, "digest": contestant.digest(), "flaw": ""}
+    except WrongResult as error:
+        return {"ended": ended, "sent_bytes": sent, "digest": "", "flaw": str(error)}
 
 
 if __name__ == "__main__":
