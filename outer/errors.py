@@ -1,13 +1,13 @@
 """What can go wrong between islands.
 
-    InputError          the user's config or address cannot be used
-    OuterError
-      TransportError    the network: a peer is lost, refused, or sent bytes that fail a check
-        PeerLost        the connection to a peer broke, or it cannot be reached
-        DeadlineError   a wait ran over its deadline
-        MessageError    a peer's bytes are malformed, oversized, or belong to another run or round
-      NonFiniteError    a pseudo-gradient holds inf or nan
-      QuorumError       too few islands, and the policy says stop
+InputError          the user's config or address cannot be used
+OuterError
+  TransportError    the network: a peer is lost, refused, or sent bytes that fail a check
+    PeerLost        the connection to a peer broke, or it cannot be reached
+    DeadlineError   a wait ran over its deadline
+    MessageError    a peer's bytes are malformed, oversized, or belong to another run or round
+  NonFiniteError    a pseudo-gradient holds inf or nan
+  QuorumError       too few islands, and the policy says stop
 """
 
 

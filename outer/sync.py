@@ -52,7 +52,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What came of one attempt at a round, as this island saw it; bytes are over all of its ranks."""
+    """What came of one attempt at a round, as this island saw it; bytes are its ranks' since the last report."""
 
     round: int
     attempt: int
@@ -83,6 +83,7 @@ class OuterLoop:
         self._addresses = team.gather((network.transport.address, network.messenger.address))
         self._deadlines = Deadlines(config.wait_seconds)
         reducer = Reducer(network.transport, codec, self._space, Endpoint(identity.island, team.rank))
+        self._counted = 0, 0
         self._attempts = Attempts(network.transport, reducer, self._deadlines)
         self._donor = Donor(self._state, network.messenger)
         self._agreement = self._build_agreement(config) if team.is_leader else None
@@ -123,7 +124,6 @@ class OuterLoop:
         pseudo_grads = self._state.pseudo_grads(self._exchange.gather())
         plan = self._plan(tokens)
         planned = time.monotonic()
-        before = self._traffic()
         means, failure = self._reduce(plan, pseudo_grads)
         digest, cause, is_fatal = self._result(means, failure)
         reduced = time.monotonic()
@@ -135,7 +135,7 @@ class OuterLoop:
             self._loop.run(self._attempts.drop())
         if is_fatal:
             raise OuterError(cause)
-        sent, received = (now - then for now, then in zip(self._traffic(), before, strict=True))
+        sent, received = self._traffic()
         return RoundReport(
             round=plan.round,
             attempt=plan.attempt,
@@ -324,7 +324,8 @@ class OuterLoop:
         return sum(self._team.gather(mine)) ** 0.5
 
     def _traffic(self) -> tuple[int, int]:
-        """(bytes sent, bytes received) so far, over all ranks."""
+        """(bytes sent, bytes received) over all ranks since it was asked last: peers send before we have the plan."""
         traffic = self._network.transport.traffic
         counts = self._team.gather((traffic.bytes_sent, traffic.bytes_received))
-        return sum(sent for sent, _ in counts), sum(received for _, received in counts)
+        before, self._counted = self._counted, (sum(sent for sent, _ in counts), sum(got for _, got in counts))
+        return self._counted[0] - before[0], self._counted[1] - before[1]

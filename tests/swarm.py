@@ -115,7 +115,7 @@ class Swarm:
     def __init__(self, folder: Path, overrides: list[str], islands: list[dict[str, Any]], address: str) -> None:
         self.folder, self.address = folder, address
         text_folder = folder / "text"
-        text_folder.mkdir(exist_ok=True)
+        text_folder.mkdir(parents=True, exist_ok=True)
         for number in range(40):
             (text_folder / f"{number}.txt").write_text(f"# file {number}\n" + TEXT * 8)
         own = [

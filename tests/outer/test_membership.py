@@ -78,7 +78,7 @@ def test_a_second_island_of_the_same_name_is_refused(kind):
     async def main() -> None:
         async with two(kind) as (_, a, b):
             await a.announce(member("a"))
-            with pytest.raises(InputError, match="'a' is in the run already .* choose another name"):
+            with pytest.raises(InputError, match=r"'a' is in the run already .* choose another name"):
                 await b.announce(member("a", ANOTHER))
 
     run(main())

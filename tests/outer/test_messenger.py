@@ -139,7 +139,7 @@ def test_a_slow_handler_is_a_deadline_error_and_the_connection_lives_on(kind):
 
             b.messenger.serve("slow", slow)
             b.messenger.serve("echo", echo)
-            with pytest.raises(DeadlineError, match="did not answer 'slow' within 0.2 s"):
+            with pytest.raises(DeadlineError, match=r"did not answer 'slow' within 0\.2 s"):
                 await a.messenger.call(b.messenger.address, "slow", b"", timeout_seconds=0.2)
             assert await a.messenger.call(b.messenger.address, "echo", b"ab", timeout_seconds=10) == b"ba"
 

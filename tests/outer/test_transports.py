@@ -14,7 +14,7 @@ from outer.transports.hivemind_daemon import parse_address
 from outer.transports.loopback import Hub
 from outer.transports.mailbox import Mailbox
 from outer.wire import HEADER_BYTES
-from tests.outer.nets import KINDS, A, B, C, RemotePeer, connect, payload, run, swarm, tag
+from tests.outer.nets import KINDS, A, B, C, RemotePeer, connect, member, payload, run, swarm, tag
 
 all_kinds = pytest.mark.parametrize("kind", KINDS)
 real_kinds = pytest.mark.parametrize("kind", ["gloo", "hivemind"])
@@ -82,7 +82,7 @@ def test_a_payload_of_another_size_is_refused(kind):
         async with swarm(kind) as place:
             a, b = await place.connect(A, B)
             await a.transport.send(B, tag(0), payload(10))
-            with pytest.raises(MessageError, match="sent 10 bytes .* 11 expected"):
+            with pytest.raises(MessageError, match=r"sent 10 bytes .* 11 expected"):
                 await b.transport.recv(A, tag(0), 11)
 
     run(main())
@@ -239,6 +239,20 @@ def test_a_killed_peer_is_lost_within_seconds(kind):
                     await asyncio.wait_for(waiting, 8)
             if told["daemon"] is not None:
                 assert await asyncio.to_thread(_has_ended, told["daemon"], 8)
+
+    run(main())
+
+
+def test_a_network_whose_daemon_has_died_closes_in_time():
+    async def main() -> None:
+        async with swarm("hivemind") as place:
+            a, _ = await place.connect(A, B)
+            assert a.membership is not None
+            await a.membership.announce(member("a"))
+            a.transport._daemon.p2p._child.kill()
+            with pytest.raises(PeerLost):
+                await asyncio.wait_for(a.transport.recv(B, tag(0), 1), 5)
+            await asyncio.wait_for(a.close(), 8)
 
     run(main())
 

@@ -1,4 +1,5 @@
 import asyncio
+from contextlib import suppress
 
 import pytest
 import torch
@@ -43,10 +44,8 @@ def test_random_bytes_are_refused(raw):
 def test_a_changed_byte_is_refused_or_still_a_header(header, index, change):
     raw = bytearray(pack_header(header, RUN))
     raw[index] ^= change
-    try:
+    with suppress(MessageError):
         assert parse_header(bytes(raw), RUN, 2**64) != header
-    except MessageError:
-        pass
 
 
 def test_a_frame_of_another_run_is_refused():

@@ -1,0 +1,160 @@
+"""The commands as a user runs them: real processes from the command line, real text, hivemind between islands."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.swarm import TEXT, TINY, swarm
+
+DILOCO = [sys.executable, "-m", "diloco"]
+ROOT = Path(__file__).parents[2]
+NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWQPXzEUeN2gmTB2opo4dXyZHR9H4AAZhxNfKWJ5Cv6jKq"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "text").mkdir()
+    for number in range(40):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"# file {number}\n" + TEXT * 8)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY.replace("gloo", "hivemind"))
+    return path
+
+
+def own(tmp_path: Path) -> list[str]:
+    """Overrides that keep a run inside the test's folder."""
+    folders = {"run_dir": tmp_path / "runs", "cache_dir": tmp_path / "cache"}
+    return [f"data.paths=[{tmp_path / 'text'}]", *(f"island.{key}={path}" for key, path in folders.items())]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*DILOCO, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=150)
+
+
+def descendants_of(marker: str) -> list[str]:
+    """Command lines of processes that name `marker`, and all libp2p daemons below this process."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if marker in line:
+                found.append(line)
+    return found
+
+
+def wait_until(condition, what: str, timeout_seconds: float = 90) -> None:
+    deadline = time.monotonic() + timeout_seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen in time"
+        time.sleep(0.05)
+
+
+def committed(folder: Path) -> dict[int, dict]:
+    path = folder / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {r["round"]: r for r in records if r["kind"] == "round" and r["committed"]}
+
+
+def test_simulate_trains_islands_and_a_baseline_and_writes_the_report(config, tmp_path):
+    done = run("simulate", str(config), "--islands", "2", "--ranks", "2", "--baseline", *own(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "runs" / "test"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["rounds_committed"] == 3 and summary["rounds_aborted"] == 0 and summary["digests_equal"]
+    assert summary["tokens"] == summary["baseline"]["tokens"] == 2 * 3 * 2 * 512
+    assert summary["final_eval_loss"] == pytest.approx(summary["baseline"]["final_eval_loss"], rel=0.2)
+    assert sorted(summary["bytes_sent"]) == ["island-0", "island-1"]
+    assert (folder / "report.html").exists() and (folder / "config.yaml").exists()
+    assert run("report", str(folder)).returncode == 0
+
+
+def test_ctrl_c_ends_a_simulation_and_leaves_nothing_behind(config, tmp_path):
+    arguments = ["simulate", str(config), "--islands", "2", "--ranks", "2", "outer.rounds=5000", *own(tmp_path)]
+    with subprocess.Popen([*DILOCO, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        folder = tmp_path / "runs" / "test"
+        wait_until(lambda: committed(folder / "island-1"), "a first commit")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(40) == 130
+    wait_until(lambda: not descendants_of(str(tmp_path)), "the end of every process", 15)
+    for island in ("island-0", "island-1"):
+        lines = (folder / island / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(lines[-1])["kind"], "every line is whole"
+    assert not list(folder.rglob("*.tmp*"))
+
+
+def test_join_needs_the_address_alone(config, tmp_path):
+    log = (tmp_path / "bootstrap.txt").open("w+")
+    with subprocess.Popen([*DILOCO, "bootstrap"], cwd=ROOT, stdout=log) as bootstrap:
+        try:
+            wait_until(lambda: "address: " in (tmp_path / "bootstrap.txt").read_text(), "the bootstrap's address")
+            address = (tmp_path / "bootstrap.txt").read_text().splitlines()[0].removeprefix("address: ")
+            join_and_compare(tmp_path, address)
+        finally:
+            bootstrap.terminate()
+
+
+def join_and_compare(tmp_path: Path, address: str) -> None:
+    settings = ["outer.transport=hivemind", "outer.rounds=60", "outer.inner_steps=4", f"island.bootstrap=[{address}]"]
+    with swarm(tmp_path / "swarm", *settings, islands=[{"ranks": 1}]) as islands:
+        first = islands.start(0)
+        first.wait_for_round(1)
+        folders = [f"island.run_dir={tmp_path / 'joined'}", f"island.cache_dir={tmp_path / 'cache'}"]
+        joined = run("join", address, "--ranks", "2", *folders)
+        assert joined.returncode == 0, joined.stdout + joined.stderr
+        first.finish()
+    shared = committed(tmp_path / "joined" / "test" / "island-1")
+    assert shared and min(shared) >= 2
+    assert all(record["digest"] == first.committed()[number]["digest"] for number, record in shared.items())
+
+
+def test_join_of_an_address_that_nobody_answers_says_what_was_tried(tmp_path):
+    done = run("join", NOBODY)
+    assert done.returncode == 2
+    assert NOBODY in done.stderr and "none of these addresses answered within" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_join_takes_the_islands_own_values_only():
+    done = run("join", NOBODY, "outer.codec=int8")
+    assert done.returncode == 2 and "island.key=value only" in done.stderr
+
+
+def test_simulating_islands_over_loopback_is_refused_with_a_cure(config, tmp_path):
+    done = run("simulate", str(config), "--islands", "2", "outer.transport=loopback", *own(tmp_path))
+    assert done.returncode == 2 and "outer.transport=gloo" in done.stderr
+
+
+def test_a_source_that_is_not_there_is_an_error_before_any_process_starts(config, tmp_path):
+    done = run("simulate", str(config), *own(tmp_path), "data.paths=[/nowhere/at/all]")
+    assert done.returncode == 2 and "/nowhere/at/all" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_unknown_preset_lists_the_choices(config, tmp_path):
+    done = run("simulate", str(config), *own(tmp_path), "model={preset: 2m}")
+    assert done.returncode == 2 and "2m" in done.stderr and "150m" in done.stderr
+
+
+def test_a_wrong_number_of_processes_says_how_many_to_start(config, tmp_path):
+    done = run("train", str(config), *own(tmp_path), "island.ranks=2", "outer.transport=loopback")
+    assert done.returncode == 2 and "island.ranks is 2, but 1 processes were started" in done.stderr
+
+
+def test_a_report_of_a_folder_without_a_run_names_it(tmp_path):
+    done = run("report", str(tmp_path))
+    assert done.returncode == 2 and str(tmp_path) in done.stderr and "Traceback" not in done.stderr
+
+
+def test_config_prints_every_value_and_the_hash(config):
+    done = run("config", str(config), "outer.codec=int8")
+    assert done.returncode == 0
+    assert "codec: int8" in done.stdout and done.stdout.startswith("# hash of the run's part: ")
