@@ -59,4 +59,9 @@ def ask_swarm(address: str, run_name: str | None) -> tuple[str, set[str]]:
     name = run_name or next(iter(runs))
     if name not in runs:
         raise ConfigError(f"--run: no run {name!r} at {address}; runs there: {', '.join(sorted(runs))}")
+    if not runs[name].islands:
+        raise ConfigError(
+            f"run {name!r} is known at {address}, but none of its islands is alive: there is nobody to take the state "
+            "from; to begin it anew, start an island with `diloco train`"
+        )
     return runs[name].config_text, set(runs[name].islands)

@@ -123,6 +123,8 @@ def run_islands(
 ) -> dict[str, T]:
     """What each island's script returns; an exception of any is raised here, once all have ended."""
     hub, faults = hub or Hub(), faults or {}
+    # The first optimizer imports half of torch; from several threads at once that corrupts Python 3.11's parser.
+    torch.optim.SGD([torch.zeros(1)])
     with ThreadPoolExecutor(len(scripts)) as pool:
         live = {
             name: pool.submit(_live, name, script, config, model(), hub, faults.get(name))
