@@ -35,6 +35,8 @@ class LoopThread:
         self.start(_cancel_others()).result(5)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
+        if not self._thread.is_alive():
+            self._loop.close()
 
 
 async def _cancel_others() -> None:
