@@ -1,18 +1,15 @@
 """One attempt's reduce on one rank: bounded by its deadline, ended early by any participant's no."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
 from outer.deadlines import Deadlines
 from outer.errors import MessageError, TransportError
-from outer.membership.base import Messenger
 from outer.reduce import Mean, Reducer
 from outer.rounds import Plan, Vote, parse
 from outer.transports.base import Transport
-
-TELL_SECONDS = 5.0
 
 
 class Attempts:
@@ -87,11 +84,3 @@ class Attempts:
         while self.no_to(plan) is None:
             self._heard_no.clear()
             await self._heard_no.wait()
-
-
-async def tell_no(messenger: Messenger, addresses: Sequence[str], plan: Plan, island: str, cause: str) -> None:
-    """End this island's reduce on the ranks at `addresses`: they may wait for what a failed rank will not send."""
-    vote = Vote(round=plan.round, attempt=plan.attempt, island=island, cause=cause[:2000])
-    body = vote.model_dump_json().encode()
-    calls = (messenger.call(address, "vote", body, timeout_seconds=TELL_SECONDS) for address in addresses)
-    await asyncio.gather(*calls, return_exceptions=True)

@@ -8,33 +8,31 @@ Every rank of the island makes the same calls in the same order; the leader spea
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
 
 import torch
 
 from outer.agreement import Agreement, Behind, Rules
-from outer.attempt import Attempts, tell_no
+from outer.attempt import Attempts
 from outer.codecs import build_codec
 from outer.config import OuterConfig
 from outer.deadlines import Deadlines
-from outer.digest import combine
 from outer.errors import OuterError, TransportError
-from outer.exchange import Exchange, Params
+from outer.exchange import Params
+from outer.island_state import IslandState
 from outer.loop import LoopThread
 from outer.membership.base import Member, Membership
 from outer.network import Network
 from outer.reduce import Mean, Reducer
 from outer.rounds import Plan, Ready, pack_carriers, parse
-from outer.space import Space
-from outer.state import GlobalState, Position
+from outer.state import Position
 from outer.team import Team
 from outer.transfer import Donor, fetch_state
 from outer.transports.base import Endpoint
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 TAKE_STATE_TRIES = 5
 TAKE_STATE_PAUSE_SECONDS = 0.5
@@ -76,16 +74,13 @@ class OuterLoop:
     ) -> None:
         self._identity, self._team, self._network, self._loop = identity, team, network, loop
         codec = build_codec(config.codec)
-        self._space = Space(params.specs, config.part_elements, codec.block_elements)
-        self._exchange = Exchange(self._space, params, team)
-        self._state = GlobalState(self._exchange.gather(), config.optimizer)
-        self._digest = self._state_digest()
+        self._held = IslandState(config, codec.block_elements, params, team)
         self._addresses = team.gather((network.transport.address, network.messenger.address))
         self._deadlines = Deadlines(config.wait_seconds)
-        reducer = Reducer(network.transport, codec, self._space, Endpoint(identity.island, team.rank))
+        reducer = Reducer(network.transport, codec, self._held.space, Endpoint(identity.island, team.rank))
         self._counted = 0, 0
         self._attempts = Attempts(network.transport, reducer, self._deadlines)
-        self._donor = Donor(self._state, network.messenger)
+        self._donor = Donor(self._held.mine, network.messenger)
         self._agreement = self._build_agreement(config) if team.is_leader else None
         if self._agreement is None:
             network.messenger.serve("vote", self._attempts.on_vote)
@@ -93,21 +88,21 @@ class OuterLoop:
     @property
     def position(self) -> Position:
         """Where the run stands, as far as this island knows."""
-        return self._state.position
+        return self._held.mine.position
 
     @property
     def digest(self) -> str:
         """Of the global params and outer momentum that this island holds."""
-        return self._digest
+        return self._held.digest
 
     @property
     def num_params(self) -> int:
         """Parameters of the whole model."""
-        return self._space.num_elements
+        return self._held.space.num_elements
 
     def begin(self) -> Position:
         """Enter the run: with the islands' state if they have committed a round, else from the start with them."""
-        donor = self._on_leader(self._find_donor)
+        donor = self._team.on_leader(self._find_donor)
         if donor is not None:
             self._take_state(donor)
         self._announce()
@@ -121,13 +116,13 @@ class OuterLoop:
         this island's own pseudo-gradient cannot be used, or too few islands come.
         """
         started = time.monotonic()
-        pseudo_grads = self._state.pseudo_grads(self._exchange.gather())
+        pseudo_grads, norm = self._held.pseudo_grads()
         plan = self._plan(tokens)
         planned = time.monotonic()
         means, failure = self._reduce(plan, pseudo_grads)
         digest, cause, is_fatal = self._result(means, failure)
         reduced = time.monotonic()
-        is_committed = self._on_leader(lambda: self._loop.run(self._agree.decide(plan, digest, cause)))
+        is_committed = self._team.on_leader(lambda: self._loop.run(self._agree.decide(plan, digest, cause)))
         if is_committed:
             self._deadlines.observe("reduce", reduced - planned)
             self._commit(plan, means)
@@ -141,12 +136,12 @@ class OuterLoop:
             attempt=plan.attempt,
             participants=plan.names,
             is_committed=is_committed,
-            digest=self._digest,
+            digest=self.digest,
             bytes_sent=sent,
             bytes_received=received,
             reduce_seconds=reduced - planned,
             wait_seconds=planned - started,
-            pseudo_grad_norm=self._norm(pseudo_grads),
+            pseudo_grad_norm=norm,
             cause="" if is_committed else cause or "a vote is missing or differs",
         )
 
@@ -159,7 +154,7 @@ class OuterLoop:
 
     def _plan(self, tokens: int) -> Plan:
         """The plan, on every rank. When this island is behind, take the state and raise Behind."""
-        body, donor, cause = self._on_leader(lambda: self._plan_on_leader(tokens))
+        body, donor, cause = self._team.on_leader(lambda: self._plan_on_leader(tokens))
         if body is not None:
             return parse(Plan, body)
         if donor is None:
@@ -175,8 +170,8 @@ class OuterLoop:
             incarnation=self._identity.incarnation,
             round=self.position.round,
             tokens=tokens,
-            digest=self._digest,
-            carriers=pack_carriers(self._exchange.carriers),
+            digest=self.digest,
+            carriers=pack_carriers(self._held.exchange.carriers),
             epoch=self._attempts.epoch,
             transport_addresses=[transport for transport, _ in self._addresses],
             control_addresses=[control for _, control in self._addresses],
@@ -197,41 +192,31 @@ class OuterLoop:
             return self._loop.run(self._attempts.run(plan, pseudo_grads)), None
         except OuterError as error:
             log.info("round %d attempt %d failed here: %s", *plan.key, error)
-            if self._attempts.no_to(plan) is None:
-                others = [control for rank, (_, control) in enumerate(self._addresses) if rank != self._team.rank]
-                self._loop.run(tell_no(self._network.messenger, others, plan, self._identity.island, str(error)))
             return {}, error
 
     def _result(self, means: Mapping[int, Mean], failure: OuterError | None) -> tuple[str | None, str, bool]:
         """What the island votes: the digest of all ranks' means, or None, the cause, and whether it is our fault."""
-        mine = {index: mean.digest for index, mean in means.items()}
         is_fatal = failure is not None and not isinstance(failure, TransportError)
-        results = self._team.gather((is_fatal, None if failure is None else str(failure), mine))
+        results = self._team.gather((is_fatal, None if failure is None else str(failure)))
         # Our own fault first: the other ranks have only heard of it.
-        causes = [(not fatal, cause) for fatal, cause, _ in results if cause is not None]
+        causes = [(not fatal, cause) for fatal, cause in results if cause is not None]
         if causes:
             is_foreign, cause = min(causes)
             return None, cause, not is_foreign
-        return self._combine([digests for _, _, digests in results]), "", False
+        return self._held.combine({index: mean.digest for index, mean in means.items()}), "", False
 
     def _commit(self, plan: Plan, means: Mapping[int, Mean]) -> None:
         tokens = self.position.tokens + sum(p.tokens for p in plan.participants)
         position = Position(round=plan.round + 1, tokens=tokens)
-        self._state.commit({index: mean.values for index, mean in means.items()}, position)
-        self._write_back()
+        self._held.commit({index: mean.values for index, mean in means.items()}, position)
         self._announce()
-
-    def _write_back(self) -> None:
-        """Local params become the global params, on every rank."""
-        self._exchange.scatter(self._state.parts)
-        self._digest = self._state_digest()
 
     def _announce(self) -> None:
         """Let others know where this island stands, and that it can be a donor."""
         if self._agreement is None:
             return
         self._agreement.round = self.position.round
-        self._donor.describe(self._digest, self._exchange.carriers, self._space.fingerprint)
+        self._donor.describe(self.digest, self._held.exchange.carriers, self._held.space.fingerprint)
         member = Member(
             island=self._identity.island,
             incarnation=self._identity.incarnation,
@@ -262,20 +247,17 @@ class OuterLoop:
             log.warning("taking the state of %s failed: %s", donor, cause)
             failures.append(f"{donor}: {cause}")
             time.sleep(TAKE_STATE_PAUSE_SECONDS)
-            donor = self._next_donor(donor)
+            donor = self._team.on_leader(partial(self._find_donor, donor)) or donor
         raise TransportError("the state of no island could be taken: " + "; ".join(failures))
-
-    def _next_donor(self, failed: str) -> str:
-        return self._on_leader(lambda: self._find_donor(besides=failed) or failed)
 
     def _try_to_take_state(self, donor: str) -> str | None:
         """None when it is done, else why not; the same on every rank."""
-        member = self._on_leader(lambda: self._loop.run(self._membership.members()).get(donor))
+        member = self._team.on_leader(lambda: self._loop.run(self._membership.members()).get(donor))
         if member is None:
             return "it has left"
         description, parts, cause = None, {}, None
         try:
-            fetch = fetch_state(self._network.messenger, member, self._space, self._exchange.carried)
+            fetch = fetch_state(self._network.messenger, member, self._held.space, self._held.exchange.carried)
             description, parts = self._loop.run(fetch)
         except TransportError as error:
             cause = str(error)
@@ -285,14 +267,13 @@ class OuterLoop:
             return causes[0]
         if any(other != description for _, other in results):
             return "it committed a round meanwhile"
-        self._state.replace(parts, description.position)
-        self._write_back()
-        return None if self._digest == description.digest else "its digest is not that of the bytes it sent"
+        self._held.replace(parts, description.position)
+        return None if self.digest == description.digest else "its digest is not that of the bytes it sent"
 
     # -- plumbing -------------------------------------------------------------------------------------------
 
     def _build_agreement(self, config: OuterConfig) -> Agreement:
-        rules = Rules(config.quorum, config.start_islands, len(self._space.parts))
+        rules = Rules(config.quorum, config.start_islands, len(self._held.space.parts))
         messenger, island = self._network.messenger, self._identity.island
         agreement = Agreement(island, rules, messenger, self._membership, self._deadlines)
         agreement.on_abort = self._attempts.note_no
@@ -307,21 +288,6 @@ class OuterLoop:
     def _membership(self) -> Membership:
         assert self._network.membership is not None, "only the leader has a membership"
         return self._network.membership
-
-    def _on_leader(self, work: Callable[[], T]) -> T:
-        """The leader's result of `work`, on every rank."""
-        return self._team.broadcast(work() if self._team.is_leader else None)
-
-    def _state_digest(self) -> str:
-        return self._combine(self._team.gather(self._state.digests()))
-
-    def _combine(self, by_rank: list[dict[int, bytes]]) -> str:
-        merged = {index: digest for digests in by_rank for index, digest in digests.items()}
-        return combine([merged[part.index] for part in self._space.parts])
-
-    def _norm(self, pseudo_grads: Mapping[int, torch.Tensor]) -> float:
-        mine = sum(float(g.double().square().sum()) for g in pseudo_grads.values())
-        return sum(self._team.gather(mine)) ** 0.5
 
     def _traffic(self) -> tuple[int, int]:
         """(bytes sent, bytes received) over all ranks since it was asked last: peers send before we have the plan."""

@@ -3,11 +3,13 @@
 Uses a CPU (gloo) group of the island, never the groups that the inner trainer computes with.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 class Team:
@@ -33,6 +35,10 @@ class Team:
         box = [value if self.is_leader else None]
         dist.broadcast_object_list(box, group=self._group, group_src=0)
         return box[0]
+
+    def on_leader(self, work: Callable[[], T]) -> T:
+        """The leader's result of `work`, on every rank."""
+        return self.broadcast(work() if self.is_leader else None)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""

@@ -22,7 +22,9 @@ from outer.membership.tcp import serve_rendezvous
 
 torch.set_num_threads(1)
 
-TEXT = "def add(a, b):\n    return a + b\n\n\nclass Point:\n    def __init__(self, x, y):\n        self.x, self.y = x, y\n"
+TEXT = (
+    "def add(a, b):\n    return a + b\n\n\nclass Point:\n    def __init__(self, x, y):\n        self.x, self.y = x, y\n"
+)
 
 TINY = """
 name: test

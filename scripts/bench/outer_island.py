@@ -1,10 +1,10 @@
 """One island of scripts/bench/outer.py: reads commands from it, a JSON object a line, and answers each with one.
 
-    {"do": "open", "what": ..., "seat": {...}}      -> {"bootstrap": [...], "address": ...}
-    {"do": "connect", "addresses": [...]}           -> {}
-    {"do": "prepare", "codec": ...}                 -> {}
-    {"do": "reduce", "at": ..., "timeout": ...}     -> {"ended": ..., "sent_bytes": ..., "digest": ..., "flaw": ...}
-    end of input, or an error (answered)            -> the process ends
+{"do": "open", "what": ..., "seat": {...}}      -> {"bootstrap": [...], "address": ...}
+{"do": "connect", "addresses": [...]}           -> {}
+{"do": "prepare", "codec": ...}                 -> {}
+{"do": "reduce", "at": ..., "timeout": ...}     -> {"ended": ..., "sent_bytes": ..., "digest": ..., "flaw": ...}
+end of input, or an error (answered)            -> the process ends
 """
 
 import json

@@ -93,7 +93,7 @@ class Island:
 
     def state(self) -> list[bytes]:
         """Position, global params and momentum, part by part, as a joiner would get them."""
-        return [self.outer._state.pack(part.index) for part in self.outer._space.parts]
+        return [self.outer._held.mine.pack(part.index) for part in self.outer._held.space.parts]
 
 
 def tensors(seed: int = 0, scale: int = 1) -> dict[str, torch.Tensor]:

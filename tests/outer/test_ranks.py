@@ -12,8 +12,9 @@ from outer.membership.tcp import serve_rendezvous
 from outer.network import NetworkSettings, open_network
 from outer.sync import Identity, OuterLoop
 from outer.team import Team
+from outer.transports.loopback import Hub
 from tests.harness import run_ranks
-from tests.outer.islands import GUARD_SECONDS, FakeParams, Held, Island, tensors
+from tests.outer.islands import GUARD_SECONDS, FakeParams, Held, Island, Wrap, fails_in, tensors
 from tests.outer.test_sync import TOKENS, assert_equal, reference
 
 CONFIG = OuterConfig(transport="gloo", start_islands=2, wait_seconds=GUARD_SECONDS)
@@ -30,13 +31,15 @@ LAYOUTS = [
 ]
 
 
-def on_island(process: int, script: Callable[[Island, int], object], address: str) -> object:
-    """Run `script` as one rank of island a or b."""
+def on_island(process: int, script: Callable[[Island, int], object], address: str, fault: Wrap | None) -> object:
+    """Run `script` as one rank of island a or b; the last rank has the faulty transport."""
     team_of_b = dist.new_group([1, 2])
     name, rank, team = ("a", 0, Team()) if process == 0 else ("b", process - 1, Team(team_of_b))
     loop = LoopThread()
     settings = NetworkSettings(run_id="run", island=name, rank=rank, bootstrap=[address])
     network = loop.run(open_network("gloo", settings), GUARD_SECONDS)
+    if process == 2 and fault is not None:
+        network.transport = fault(Hub(), network.transport)
     try:
         params = FakeParams(tensors(), LAYOUTS[process])
         identity = Identity(island=name, incarnation=name.encode().hex().zfill(8), config_hash="c" * 32)
@@ -49,10 +52,10 @@ def on_island(process: int, script: Callable[[Island, int], object], address: st
         loop.close()
 
 
-def islands_of_ranks(script: Callable[[Island, int], object]) -> list:
+def islands_of_ranks(script: Callable[[Island, int], object], fault: Wrap | None = None) -> list:
     rendezvous = serve_rendezvous("127.0.0.1", 0)
     try:
-        return run_ranks(on_island, 3, script, rendezvous.address)
+        return run_ranks(on_island, 3, script, rendezvous.address, fault)
     finally:
         rendezvous.close()
 
@@ -89,6 +92,20 @@ def sliced(flat: torch.Tensor, layout: list[Held]) -> torch.Tensor:
     parts = flat.split([values.numel() for values in named.values()])
     whole = {name: part.view(values.shape) for part, (name, values) in zip(parts, named.items(), strict=True)}
     return FakeParams(whole, layout).flat()
+
+
+def test_an_attempt_that_fails_on_one_rank_is_aborted_by_all_and_the_next_commits() -> None:
+    def script(island: Island, rank: int) -> tuple[list[bool], list[int], str]:
+        train_whole(island, 0)
+        island.commit()
+        train_whole(island, 1)
+        aborted = island.outer.attempt(100)
+        later = [island.commit(), island.commit()]
+        return [r.is_committed for r in (aborted, *later)], [r.attempt for r in (aborted, *later)], later[1].digest
+
+    found = islands_of_ranks(script, fails_in(1))
+    assert found[0][:2] == ([False, True, True], [0, 1, 0])
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_fault_of_one_rank_ends_all_ranks_of_its_island_with_its_cause() -> None:

@@ -1,0 +1,12 @@
+"""Imports that must not come late.
+
+Python 3.11 mixes up its parser's state when two threads compile at once ("AST constructor recursion depth mismatch"),
+and tests run islands as threads: what torch and hypothesis import at first use is imported here, by one thread.
+"""
+
+import hypothesis.internal.observability
+import torch
+
+torch.set_num_threads(1)
+torch.optim.SGD([torch.zeros(1)])
+assert hypothesis.internal.observability
