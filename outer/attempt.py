@@ -36,10 +36,12 @@ class Attempts:
             no.cancel()
             work.cancel()
             await asyncio.wait({work, no})
-        if is_done and work.exception() is None:
+        # Asked in any case: asyncio complains of errors that nobody has looked at.
+        error = None if work.cancelled() else work.exception()
+        if is_done and error is None:
             return work.result()
         await self._disconnect()
-        if is_done and (error := work.exception()):
+        if is_done and error is not None:
             raise error
         raise TransportError(self.no_to(plan) or f"the reduce took longer than {limit:.0f} s")
 
