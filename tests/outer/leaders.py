@@ -48,8 +48,8 @@ class Leader:
         self.membership = LoopbackMembership(hub, "run", name)
         self.transport = LoopbackTransport(hub, "run", self.me, GUARD_SECONDS)
         deadlines = Deadlines(wait_seconds)
-        reducer = Reducer(self.transport, build_codec("fp32"), SPACE, self.me)
-        self.attempts = Attempts(self.transport, reducer, deadlines)
+        self.reducer = Reducer(self.transport, build_codec("fp32"), SPACE, self.me)
+        self.attempts = Attempts(self.transport, self.reducer, deadlines)
         rules = Rules(quorum, start_islands, len(SPACE.parts))
         self.agreement = Agreement(name, rules, self.messenger, self.membership, deadlines)
         self.agreement.on_abort = self.attempts.note_no

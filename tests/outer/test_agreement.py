@@ -1,13 +1,17 @@
 """Islands agree on who takes part in a round and on what came of it, whoever dies when."""
 
 import asyncio
+import gc
 from collections.abc import Callable
 
 import pytest
 
 from outer.agreement import Behind
-from outer.errors import MessageError, QuorumError
+from outer.attempt import Attempts
+from outer.deadlines import Deadlines
+from outer.errors import MessageError, PeerLost, QuorumError, TransportError
 from outer.rounds import Plan, Question, Ready, make_plan, parse
+from outer.transports.base import Endpoint
 from tests.outer.leaders import START, Fault, Gone, Leader, die, fail, leaders, run, together
 
 OTHER = "bb" * 16
@@ -140,6 +144,42 @@ def test_one_islands_failure_aborts_everywhere_and_the_next_attempt_commits(mome
         assert {i.digest for i in islands} == {START}
         second = await together(*(i.attempt() for i in islands))
         assert plans_of(second) == [(1, ["a", "b", "c"], True)] * 3
+
+    run(test)
+
+
+class BreaksOnCancel:
+    """A transport whose connection breaks in the moment in which the attempt is given up."""
+
+    def __init__(self) -> None:
+        self.is_waiting = asyncio.Event()
+
+    async def connect(self, epoch: str, addresses: dict[Endpoint, str]) -> None:
+        self.is_waiting.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise PeerLost("b", "it left") from None
+
+    async def disconnect(self) -> None:
+        pass
+
+
+def test_an_abort_leaves_no_error_that_nobody_has_looked_at() -> None:
+    async def test() -> None:
+        unseen: list[dict] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unseen.append(context))
+        a, b = await leaders("ab")
+        transport, plan = BreaksOnCancel(), make_plan("a", 0, {"a": a.ready(), "b": b.ready()})
+        attempts = Attempts(transport, a.reducer, Deadlines(600.0))
+        running = asyncio.create_task(attempts.run(plan, {}))
+        await transport.is_waiting.wait()
+        attempts.note_no(b.vote(plan, None))
+        with pytest.raises(TransportError, match="'b' voted no"):
+            await running
+        del running
+        gc.collect()
+        assert not unseen
 
     run(test)
 
