@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from outer.network import Network, NetworkSettings, open_network
 
 from diloco.config import ConfigError, IslandConfig, RunConfig, differing_keys, dump_config, parse_config
 from diloco.metrics import EventRecord, Metrics
@@ -22,6 +21,7 @@ from inner.mesh import build_mesh, resolve_degrees
 from inner.presets import resolve_sizes
 from inner.trainer import Trainer, TrainerSettings
 from outer.loop import LoopThread
+from outer.network import Network, NetworkSettings, open_network
 from outer.sync import Identity, OuterLoop
 from outer.team import Team
 from outer.transports.loopback import Hub

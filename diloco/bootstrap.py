@@ -33,9 +33,8 @@ def bootstrap(host: str, port: int, rendezvous: str, identity: Path | None) -> N
 
 
 def _serve_dht(host: str, port: int, identity: Path | None):
-    from outer.membership.hivemind import serve_bootstrap
-
     from outer.loop import LoopThread
+    from outer.membership.hivemind import serve_bootstrap
 
     loop = LoopThread()
     peer = loop.run(serve_bootstrap([f"/ip4/{host}/tcp/{port}"], identity), timeout_seconds=60)

@@ -5,11 +5,10 @@ assemble.py; what happens inside a round is in outer/sync.py.
 """
 
 import logging
-import math
 
 from diloco.assemble import Parts
-from diloco.metrics import EvalRecord, EventRecord, RoundRecord, StepRecord
-from inner.data.batches import heldout_windows
+from diloco.measure import evaluation, step_record
+from diloco.metrics import EventRecord, RoundRecord
 from inner.trainer import StepResult
 from outer.agreement import Behind
 from outer.errors import OuterError
@@ -75,22 +74,11 @@ def commit(parts: Parts, tokens: int) -> None:
 
 def evaluate(parts: Parts) -> None:
     """Held-out loss of the global params: between a commit and the next inner step, local params are equal to them."""
-    trainer, corpus = parts.trainer, parts.corpus
-    windows = heldout_windows(
-        corpus,
-        trainer.settings.seq_len,
-        parts.config.evaluate.tokens,
-        trainer.data_rank,
-        trainer.num_data_ranks,
-        trainer.settings.micro_batch,
-    )
-    loss_sum, tokens = trainer.evaluate(windows)
-    loss, position = loss_sum / tokens, parts.outer.position
-    bits_per_byte = loss / math.log(2) * len(corpus.heldout) / corpus.heldout_bytes
+    position = parts.outer.position
+    record = evaluation(parts.config, parts.trainer, parts.corpus, position.round, position.tokens)
     if parts.metrics is not None:
-        record = EvalRecord(round=position.round, tokens=position.tokens, loss=loss, bits_per_byte=bits_per_byte)
         parts.metrics.evaluation(record)
-        log.info("round %d: held-out loss %.4f, %.4f bits per byte", position.round, loss, bits_per_byte)
+        log.info("round %d: held-out loss %.4f, %.4f bits per byte", record.round, record.loss, record.bits_per_byte)
 
 
 def record_step(parts: Parts, result: StepResult) -> None:
@@ -98,18 +86,7 @@ def record_step(parts: Parts, result: StepResult) -> None:
     if parts.metrics is None:
         return
     parts.tokens += 0 if result.is_skipped else result.tokens
-    parts.metrics.step(
-        StepRecord(
-            step=result.step,
-            tokens=parts.tokens,
-            loss=result.loss,
-            lr=result.lr,
-            grad_norm=result.grad_norm,
-            seconds=result.seconds,
-            tokens_per_second=result.tokens / result.seconds,
-            skipped=result.is_skipped,
-        )
-    )
+    parts.metrics.step(step_record(result, parts.tokens))
 
 
 def record_round(parts: Parts, report: RoundReport) -> None:

@@ -43,9 +43,8 @@ def joined_config(text: str, taken: set[str], address: str, overrides: list[str]
 
 def ask_swarm(address: str, run_name: str | None) -> tuple[str, set[str]]:
     """The config text of the run at `address`, and the names of the islands in it."""
-    from outer.network import visit
-
     from outer.loop import LoopThread
+    from outer.network import visit
 
     loop = LoopThread()
     try:

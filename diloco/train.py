@@ -1,7 +1,6 @@
 """What runs inside a rank: `train` for one island of a run, `baseline` for data-parallel training to compare with."""
 
 import logging
-import math
 import os
 import sys
 from pathlib import Path
@@ -18,10 +17,11 @@ from diloco.assemble import (
     process_group,
 )
 from diloco.config import Config, IslandConfig, RunConfig, dump_config
-from diloco.metrics import EvalRecord, Metrics, StepRecord
+from diloco.measure import evaluation, step_record
+from diloco.metrics import Metrics
 from diloco.runfiles import write_atomically
 from diloco.signals import end_with_parent, on_stop
-from inner.data.batches import IslandBatches, heldout_windows
+from inner.data.batches import IslandBatches
 from inner.data.corpus import Corpus
 from inner.trainer import Trainer
 
@@ -71,26 +71,12 @@ def train_data_parallel(
         result = trainer.step(batches.micro_batches(step, rank, ranks, island.micro_batch))
         tokens += result.tokens
         if metrics is not None:
-            metrics.step(
-                StepRecord(
-                    step=result.step,
-                    tokens=tokens,
-                    loss=result.loss,
-                    lr=result.lr,
-                    grad_norm=result.grad_norm,
-                    seconds=result.seconds,
-                    tokens_per_second=result.tokens / result.seconds,
-                    skipped=result.is_skipped,
-                )
-            )
+            metrics.step(step_record(result, tokens))
         rounds, rest = divmod(result.step, run.outer.inner_steps)
         if rest == 0 and rounds % run.evaluate.every_rounds == 0:
-            windows = heldout_windows(corpus, run.data.seq_len, run.evaluate.tokens, rank, ranks, island.micro_batch)
-            loss_sum, num_tokens = trainer.evaluate(windows)
+            record = evaluation(run, trainer, corpus, rounds, tokens)
             if metrics is not None:
-                loss = loss_sum / num_tokens
-                bits = loss / math.log(2) * len(corpus.heldout) / corpus.heldout_bytes
-                metrics.evaluation(EvalRecord(round=rounds, tokens=tokens, loss=loss, bits_per_byte=bits))
+                metrics.evaluation(record)
 
 
 def start_logging(island: str) -> None:

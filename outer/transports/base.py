@@ -77,7 +77,10 @@ class Transport(Protocol):
         ...
 
     async def disconnect(self) -> None:
-        """Leave the group and drop what is in flight; to be called after any error, before the next connect."""
+        """Leave the group and drop what is in flight; to be called after any error, before the next connect.
+
+        The other endpoints' waits for this one end with PeerLost: an abort is heard without a deadline.
+        """
         ...
 
     async def close(self) -> None:
