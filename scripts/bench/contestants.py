@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -12,7 +12,7 @@ from outer.config import OuterConfig
 from outer.digest import combine
 from outer.loop import LoopThread
 from outer.network import Network, NetworkSettings, open_network
-from outer.reduce import Mean, Reducer
+from outer.reduce import Reducer
 from outer.rounds import Plan, Ready
 from outer.space import Space
 from outer.transports.base import Endpoint
@@ -177,7 +177,7 @@ class Ours:
 class Torch:
     """torch.distributed.all_reduce over gloo, of one flat tensor."""
 
-    DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    DTYPES: ClassVar = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
     def __init__(self, seat: Seat) -> None:
         import torch.distributed as dist

@@ -64,7 +64,7 @@ def test_a_config_that_is_a_list_is_refused():
 
 
 def test_a_missing_file_is_named():
-    with pytest.raises(ConfigError, match="nowhere.yaml"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         load_config("nowhere.yaml")
 
 
