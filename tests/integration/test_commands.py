@@ -34,7 +34,7 @@ def own(tmp_path: Path) -> list[str]:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*DILOCO, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=150)
+    return subprocess.run([*DILOCO, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=280)
 
 
 def descendants_of(marker: str) -> list[str]:
@@ -51,7 +51,7 @@ def descendants_of(marker: str) -> list[str]:
     return found
 
 
-def wait_until(condition, what: str, timeout_seconds: float = 90) -> None:
+def wait_until(condition, what: str, timeout_seconds: float = 200) -> None:
     deadline = time.monotonic() + timeout_seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen in time"
