@@ -34,7 +34,7 @@ from outer.transports.base import Endpoint
 
 log = logging.getLogger(__name__)
 
-TAKE_STATE_TRIES = 5
+TAKE_STATE_TRIES = 10
 TAKE_STATE_PAUSE_SECONDS = 0.5
 """A donor that commits while its state is being taken makes the taker start again."""
 
@@ -246,6 +246,8 @@ class OuterLoop:
                 return
             log.warning("taking the state of %s failed: %s", donor, cause)
             failures.append(f"{donor}: {cause}")
+            # Rounds may be shorter than a transfer: once this island is announced, the others wait for it.
+            self._announce()
             time.sleep(TAKE_STATE_PAUSE_SECONDS)
             donor = self._team.on_leader(partial(self._find_donor, donor)) or donor
         raise TransportError("the state of no island could be taken: " + "; ".join(failures))
