@@ -7,6 +7,7 @@ pipelined: several are encoded, sent, summed and decoded at the same time.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,8 +21,8 @@ from outer.rounds import Plan, unpack_carriers
 from outer.space import Space
 from outer.transports.base import Endpoint, Phase, Tag, Transport
 
-PARTS_IN_FLIGHT = 16
-"""Per rank. More hides a longer round trip and costs memory: parts in flight x participants x part size."""
+PARTS_IN_FLIGHT = 48
+"""Per rank. Links idle when too few are left to one of many peers; it costs memory: parts in flight x part size."""
 
 
 @dataclass(frozen=True)
@@ -41,27 +42,23 @@ class Reducer:
     async def run(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, Mean]:
         """The mean of each carried part. The caller bounds the time. Raises TransportError or NonFiniteError.
 
-        Parts start in ascending order on every rank, so the lowest unfinished part is always in flight at all of
-        its carriers, and no two ranks can wait for each other.
+        A part starts, and its receives are posted, when all parts PARTS_IN_FLIGHT before it are done. So whatever an
+        unfinished part waits for stands behind nothing but parts that its receiver has started too: no two ranks
+        can wait for each other, even where a transport lets few payloads through at a time.
         """
         attempt = _Attempt(self._transport, self._codec, self._space, self._me, plan)
-        gate = asyncio.Semaphore(PARTS_IN_FLIGHT)
-        means: dict[int, Mean] = {}
-
-        async def one(part: int) -> None:
-            try:
-                means[part] = await attempt.reduce(part, pseudo_grads[part])
-            finally:
-                gate.release()
-
+        started: dict[int, asyncio.Task[Mean]] = {}
+        window: deque[int] = deque()
         try:
             async with asyncio.TaskGroup() as tasks:
                 for part in sorted(pseudo_grads):
-                    await gate.acquire()
-                    tasks.create_task(one(part))
+                    while window and window[0] <= part - PARTS_IN_FLIGHT:
+                        await asyncio.wait([started[window.popleft()]])
+                    started[part] = tasks.create_task(attempt.reduce(part, pseudo_grads[part]))
+                    window.append(part)
         except BaseExceptionGroup as group:
             raise _first_cause(group) from None
-        return means
+        return {part: task.result() for part, task in started.items()}
 
 
 class _Attempt:
@@ -70,26 +67,38 @@ class _Attempt:
     def __init__(self, transport: Transport, codec: Codec, space: Space, me: Endpoint, plan: Plan) -> None:
         self._transport, self._codec, self._space, self._me, self._plan = transport, codec, space, me, plan
         self._weights = weights_of([p.tokens for p in plan.participants])
+        self._others = [name for name in plan.names if name != me.island]
         self._carriers = {p.island: unpack_carriers(p.carriers) for p in plan.participants}
 
     async def reduce(self, part: int, pseudo_grad: torch.Tensor) -> Mean:
-        payload = await asyncio.to_thread(self._encode, part, pseudo_grad)
+        """One part's mean, when this rank is done with the part."""
         reducer = self._plan.names[part % len(self._plan.names)]
         if reducer == self._me.island:
-            mean = await self._sum(part, payload)
-            await self._send_to_all(part, mean)
+            payload = await self._as_reducer(part, pseudo_grad)
         else:
-            await self._transport.send(self._endpoint(reducer, part), self._tag(Phase.REDUCE, part), payload)
-            mean = await self._receive(reducer, Phase.GATHER, part)
-        return await asyncio.to_thread(self._decode_mean, part, mean)
+            payload = await self._as_sender(part, pseudo_grad, reducer)
+        return await asyncio.to_thread(self._decode_mean, part, payload)
 
-    async def _sum(self, part: int, own: torch.Tensor) -> torch.Tensor:
+    async def _as_reducer(self, part: int, pseudo_grad: torch.Tensor) -> torch.Tensor:
         """The encoded weighted mean, summed in participant order whatever order the payloads come in."""
-        others = [name for name in self._plan.names if name != self._me.island]
         async with asyncio.TaskGroup() as tasks:
-            coming = {name: tasks.create_task(self._receive(name, Phase.REDUCE, part)) for name in others}
+            coming = {name: tasks.create_task(self._receive(name, Phase.REDUCE, part)) for name in self._others}
+            own = await asyncio.to_thread(self._encode, part, pseudo_grad)
         payloads = [own if name == self._me.island else coming[name].result() for name in self._plan.names]
-        return await asyncio.to_thread(self._mean_of, part, payloads)
+        mean = await asyncio.to_thread(self._mean_of, part, payloads)
+        async with asyncio.TaskGroup() as tasks:
+            for name in self._others:
+                tasks.create_task(self._send(name, Phase.GATHER, part, mean))
+        return mean
+
+    async def _as_sender(self, part: int, pseudo_grad: torch.Tensor, reducer: str) -> torch.Tensor:
+        """The encoded mean, as the reducer sends it."""
+        async with asyncio.TaskGroup() as tasks:
+            # Posted before anything is sent: gloo tells the other side of it behind what is being sent.
+            mean = tasks.create_task(self._receive(reducer, Phase.GATHER, part))
+            payload = await asyncio.to_thread(self._encode, part, pseudo_grad)
+            await self._send(reducer, Phase.REDUCE, part, payload)
+        return mean.result()
 
     def _mean_of(self, part: int, payloads: list[torch.Tensor]) -> torch.Tensor:
         num_elements = self._space.parts[part].num_elements
@@ -98,12 +107,8 @@ class _Attempt:
             total.add(self._codec.decode(payload, num_elements), weight)
         return self._codec.encode(total.result())
 
-    async def _send_to_all(self, part: int, payload: torch.Tensor) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for name in self._plan.names:
-                if name != self._me.island:
-                    tag = self._tag(Phase.GATHER, part)
-                    tasks.create_task(self._transport.send(self._endpoint(name, part), tag, payload))
+    async def _send(self, island: str, phase: Phase, part: int, payload: torch.Tensor) -> None:
+        await self._transport.send(self._endpoint(island, part), self._tag(phase, part), payload)
 
     async def _receive(self, island: str, phase: Phase, part: int) -> torch.Tensor:
         num_bytes = self._codec.num_bytes(self._space.parts[part].num_elements)

@@ -5,6 +5,7 @@ One process group spans all endpoints of an epoch; it is dropped at the first er
 
 import asyncio
 import contextlib
+import queue
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -21,6 +22,8 @@ MAX_WAIT = timedelta(days=1)
 """Of one gloo call; the real deadline is the caller's, who then disconnects."""
 PREAMBLE_BYTES = 48
 """Before each of gloo's messages; a payload takes three: sender ready, receiver ready, the payload itself."""
+SENDS_IN_FLIGHT = 2
+"""To each endpoint. What it may send to us it learns on the same connection, behind what is being sent already."""
 T = TypeVar("T")
 
 
@@ -36,6 +39,7 @@ class GlooTransport:
         self._listen_host, self._connect_seconds = listen_host, connect_seconds
         self._group: Any = None  # a ProcessGroupGloo; its stubs lack send and recv
         self._ranks: dict[Endpoint, int] = {}
+        self._sending: dict[Endpoint, asyncio.Semaphore] = {}
 
     @property
     def address(self) -> str:
@@ -55,11 +59,13 @@ class GlooTransport:
                 + (f"{', '.join(missing)} did not join" if missing else first_line(error))
             ) from None
         self._ranks = {endpoint: rank for rank, endpoint in enumerate(endpoints)}
+        self._sending = {endpoint: asyncio.Semaphore(SENDS_IN_FLIGHT) for endpoint in endpoints}
 
     async def send(self, to: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
         group, rank = self._locate(to)
         num_bytes = checked(payload).numel()
-        await self._wait(to, lambda: group.send([_full(payload)], rank, gloo_tag(tag, num_bytes)))
+        async with self._sending[to]:
+            await self._wait(to, lambda: group.send([_full(payload)], rank, gloo_tag(tag, num_bytes)))
         self.traffic.bytes_sent += num_bytes + 2 * PREAMBLE_BYTES
         self.traffic.bytes_received += PREAMBLE_BYTES
 
@@ -136,7 +142,7 @@ def check_listen_host(host: str) -> None:
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """The result of a blocking call. A thread for each: any number may block for as long as it takes.
+    """The result of a blocking call. Each has its own thread: any number may block for as long as it takes.
 
     Cancelled, the thread goes on alone; it is a daemon, so it never holds up the end of the process.
     """
@@ -160,8 +166,35 @@ async def in_thread(work: Callable[[], T]) -> T:
         with contextlib.suppress(RuntimeError):  # the loop may have been closed meanwhile
             loop.call_soon_threadsafe(settle, result, caught)
 
-    threading.Thread(target=run, daemon=True).start()
+    _waiters.submit(run)
     return await future
+
+
+class _Waiters:
+    """Daemon threads that block for others, kept for the next: the event loop stands still while one starts."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_idle = 0
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run `work`, which must not raise, at once."""
+        with self._lock:
+            has_idle = self._num_idle > 0
+            self._num_idle -= has_idle
+        self._work.put(work)
+        if not has_idle:
+            threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            self._work.get()()
+            with self._lock:
+                self._num_idle += 1
+
+
+_waiters = _Waiters()
 
 
 def first_line(error: BaseException) -> str:

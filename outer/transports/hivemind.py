@@ -1,8 +1,9 @@
-"""Payloads over libp2p streams: encrypted, through NAT, one stream for each ordered pair of endpoints."""
+"""Payloads over libp2p streams: encrypted, through NAT, streams of their own for each ordered pair of endpoints."""
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 
 import torch
 
@@ -15,6 +16,9 @@ from outer.wire import FrameStream, Header, Kind, hash_of, view_of
 log = logging.getLogger(__name__)
 
 MAX_PAYLOAD_BYTES = 1 << 30
+MAX_STREAMS = 16
+"""Of an endpoint in each direction, while the group is smaller than that. libp2p allows a stream a quarter of a
+megabyte on its way, and says that there is room for more on the connection that the other direction fills."""
 MAX_PARKED = 1024
 """Incoming streams of a group that this endpoint has not joined yet."""
 
@@ -42,12 +46,15 @@ class HivemindTransport:
     async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
         await self.disconnect()
         others = {e: parse_address(a) for e, a in addresses.items() if e.island != self._me.island}
-        group = self._group = _Group(epoch, others)
+        # All endpoints see the same addresses, so they count the same streams.
+        num_streams = max(MAX_STREAMS // len(addresses), 1)
+        group = self._group = _Group(epoch, others, num_streams)
         self._wake_parked()
         try:
             async with asyncio.timeout(self._connect_seconds), asyncio.TaskGroup() as tasks:
                 for other, address in others.items():
-                    tasks.create_task(self._dial(group, other, address))
+                    for _ in range(num_streams):
+                        tasks.create_task(self._dial(group, other, address))
                 tasks.create_task(group.wait_for_all())
         except TimeoutError:
             missing = ", ".join(str(other) for other in group.missing())
@@ -57,14 +64,14 @@ class HivemindTransport:
 
     async def send(self, to: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
         group = self._group
-        stream = group.outgoing.get(to) if group else None
-        if group is None or stream is None:
+        if group is None or to not in group.outgoing:
             raise PeerLost(to.island, f"{to} is not in this group")
         if error := group.mailbox.failure_of(to):
             raise error
         view = view_of(payload)
         try:
-            await stream.write(Header(Kind.PAYLOAD, self._me.rank, tag, num_bytes=len(view)), view)
+            async with group.idle_stream(to) as stream:
+                await stream.write(Header(Kind.PAYLOAD, self._me.rank, tag, num_bytes=len(view)), view)
         except ConnectionError as error:
             lost = PeerLost(to.island, str(error))
             group.lose(to, lost)
@@ -131,25 +138,26 @@ class HivemindTransport:
 
 
 class _Group:
-    """The streams of one epoch: one out to and one in from each other endpoint."""
+    """The streams of one epoch: `num_streams` out to and as many in from each other endpoint."""
 
-    def __init__(self, epoch: str, addresses: Mapping[Endpoint, PeerAddress]) -> None:
+    def __init__(self, epoch: str, addresses: Mapping[Endpoint, PeerAddress], num_streams: int) -> None:
         self.epoch = epoch
         self.mailbox = Mailbox(addresses)
-        self.outgoing: dict[Endpoint, FrameStream] = {}
-        self._addresses = addresses
-        self._incoming: dict[Endpoint, FrameStream] = {}
+        self.outgoing: dict[Endpoint, list[FrameStream]] = {e: [] for e in addresses}
+        self._addresses, self._num_streams = addresses, num_streams
+        self._idle: dict[Endpoint, asyncio.Queue[FrameStream]] = {e: asyncio.Queue() for e in addresses}
+        self._incoming: dict[Endpoint, list[FrameStream]] = {e: [] for e in addresses}
         self._watching: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
         self._is_closed = False
 
     def missing(self) -> list[Endpoint]:
         """The endpoints that have not joined yet."""
-        return [e for e in self._addresses if e not in self._incoming or e not in self.outgoing]
+        return [e for e in self._addresses if min(len(self._incoming[e]), len(self.outgoing[e])) < self._num_streams]
 
     async def wait_for_all(self) -> None:
         """Return when every endpoint has dialled this one. Raises what one of them failed with."""
-        while len(self._incoming) < len(self._addresses):
+        while any(len(streams) < self._num_streams for streams in self._incoming.values()):
             for other in self._addresses:
                 if error := self.mailbox.failure_of(other):
                     raise error
@@ -161,20 +169,30 @@ class _Group:
         address = self._addresses.get(source)
         if address is None or address.peer_id != peer_id:
             raise MessageError(f"a stream from peer {peer_id}, which is not {source} of this group")
-        if source in self._incoming:
-            raise MessageError(f"a second stream from {source}")
+        if len(self._incoming[source]) >= self._num_streams:
+            raise MessageError(f"more than {self._num_streams} streams from {source}")
 
     def add_outgoing(self, other: Endpoint, stream: FrameStream) -> None:
         """Keep a dialled stream; nothing comes back on it but its end."""
         if self._is_closed:
             stream.close()
             return
-        self.outgoing[other] = stream
+        self.outgoing[other].append(stream)
+        self._idle[other].put_nowait(stream)
         self._watching.append(asyncio.create_task(self._watch(other, stream)))
+
+    @asynccontextmanager
+    async def idle_stream(self, to: Endpoint) -> AsyncIterator[FrameStream]:
+        """A stream that nothing else is sent on meanwhile, waited for."""
+        stream = await self._idle[to].get()
+        try:
+            yield stream
+        finally:
+            self._idle[to].put_nowait(stream)
 
     async def receive(self, source: Endpoint, stream: FrameStream) -> None:
         """Put what comes on an incoming stream into the mailbox until it ends."""
-        self._incoming[source] = stream
+        self._incoming[source].append(stream)
         self._changed.set()
         try:
             while not self._is_closed:
@@ -192,17 +210,17 @@ class _Group:
     def lose(self, other: Endpoint, error: TransportError) -> None:
         """Give up on an endpoint and close its streams, so that it hears of it too."""
         self.mailbox.fail(other, error)
-        for stream in (self.outgoing.get(other), self._incoming.get(other)):
-            if stream is not None:
-                stream.close()
+        for stream in (*self.outgoing[other], *self._incoming[other]):
+            stream.close()
         self._changed.set()
 
     def close(self) -> None:
         """Close every stream and fail whatever waits."""
         self._is_closed = True
         self.mailbox.fail_all("this group was left")
-        for stream in [*self.outgoing.values(), *self._incoming.values()]:
-            stream.close()
+        for streams in (*self.outgoing.values(), *self._incoming.values()):
+            for stream in streams:
+                stream.close()
         for task in self._watching:
             task.cancel()
         self._changed.set()
