@@ -40,6 +40,7 @@ class GlooTransport:
         self._group: Any = None  # a ProcessGroupGloo; its stubs lack send and recv
         self._ranks: dict[Endpoint, int] = {}
         self._sending: dict[Endpoint, asyncio.Semaphore] = {}
+        self._waiters = _Waiters()
 
     @property
     def address(self) -> str:
@@ -85,6 +86,7 @@ class GlooTransport:
 
     async def close(self) -> None:
         await self.disconnect()
+        self._waiters.close()
 
     def _locate(self, other: Endpoint) -> tuple[Any, int]:
         if self._group is None or other not in self._ranks:
@@ -94,7 +96,7 @@ class GlooTransport:
     async def _wait(self, other: Endpoint, start: Callable[[], dist.Work]) -> None:
         try:
             work = start()
-            await in_thread(lambda: work.wait(MAX_WAIT))
+            await in_thread(lambda: work.wait(MAX_WAIT), self._waiters.start)
         except RuntimeError as error:
             raise PeerLost(other.island, first_line(error)) from None
 
@@ -141,8 +143,13 @@ def check_listen_host(host: str) -> None:
         )
 
 
-async def in_thread(work: Callable[[], T]) -> T:
-    """The result of a blocking call. Each has its own thread: any number may block for as long as it takes.
+def new_thread(work: Callable[[], None]) -> None:
+    """Run `work` in a daemon thread of its own."""
+    threading.Thread(target=work, daemon=True).start()
+
+
+async def in_thread(work: Callable[[], T], start: Callable[[Callable[[], None]], None] = new_thread) -> T:
+    """The result of a blocking call. No pool of limited size: any number may block for as long as it takes.
 
     Cancelled, the thread goes on alone; it is a daemon, so it never holds up the end of the process.
     """
@@ -166,35 +173,39 @@ async def in_thread(work: Callable[[], T]) -> T:
         with contextlib.suppress(RuntimeError):  # the loop may have been closed meanwhile
             loop.call_soon_threadsafe(settle, result, caught)
 
-    _waiters.submit(run)
+    start(run)
     return await future
 
 
 class _Waiters:
-    """Daemon threads that block for others, kept for the next: the event loop stands still while one starts."""
+    """Daemon threads, as many as block at a time, kept for the next: an event loop stands still while one starts."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_idle = 0
 
-    def submit(self, work: Callable[[], None]) -> None:
+    def start(self, work: Callable[[], None]) -> None:
         """Run `work`, which must not raise, at once."""
         with self._lock:
             has_idle = self._num_idle > 0
             self._num_idle -= has_idle
         self._work.put(work)
         if not has_idle:
-            threading.Thread(target=self._serve, daemon=True).start()
+            new_thread(self._serve)
+
+    def close(self) -> None:
+        """End the threads that are idle; those that block stay."""
+        with self._lock:
+            num_idle, self._num_idle = self._num_idle, 0
+        for _ in range(num_idle):
+            self._work.put(None)
 
     def _serve(self) -> None:
-        while True:
-            self._work.get()()
+        while (work := self._work.get()) is not None:
+            work()
             with self._lock:
                 self._num_idle += 1
-
-
-_waiters = _Waiters()
 
 
 def first_line(error: BaseException) -> str:
