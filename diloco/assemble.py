@@ -17,7 +17,7 @@ from diloco.metrics import EventRecord, Metrics
 from diloco.sinks import build_sinks
 from inner.data.batches import IslandBatches
 from inner.data.corpus import Corpus, prepare_corpus
-from inner.mesh import build_mesh, resolve_degrees
+from inner.mesh import IslandMesh, resolve_degrees
 from inner.presets import resolve_sizes
 from inner.trainer import Trainer, TrainerSettings
 from outer.loop import LoopThread
@@ -105,9 +105,11 @@ def build_trainer(
         seq_len=config.data.seq_len,
         seed=config.seed,
         total_steps=config.total_steps,
+        eos_id=corpus.eos_id if config.data.document_mask else None,
     )
     sizes = resolve_sizes(config.model, corpus.vocab_size)
-    return Trainer(sizes, optimizer, build_mesh(degrees, torch.device(device).type), settings)
+    mesh = IslandMesh(degrees, torch.device(device).type)
+    return Trainer(sizes, optimizer, mesh, island.parallel, settings)
 
 
 def load_corpus(config: RunConfig, island: IslandConfig) -> Corpus:

@@ -6,7 +6,8 @@ from diloco.config import Config, ConfigError, IslandConfig, RunConfig
 from inner.data.bigram import bigram_loss
 from inner.data.corpus import Corpus, check_source, prepare_corpus
 from inner.mesh import accumulation, resolve_degrees
-from inner.presets import num_params, resolve_sizes
+from inner.parallel.check import check_layout
+from inner.presets import BYTE_VOCAB_SIZE, num_params, resolve_sizes
 
 BIGRAM_VOCAB = 1024
 
@@ -14,9 +15,12 @@ BIGRAM_VOCAB = 1024
 def check_island(run: RunConfig, island: IslandConfig, where: str) -> None:
     """Raise ConfigError or InputError, naming the island, if its mesh or micro-batch cannot train this run."""
     try:
-        replicate, shard = resolve_degrees(island.mesh, island.ranks)
+        degrees = resolve_degrees(island.mesh, island.ranks)
         tokens, seq_len = run.optimizer.tokens_per_step, run.data.seq_len
-        accumulation(tokens, seq_len, island.micro_batch, replicate * shard)
+        num_micro_batches = accumulation(tokens, seq_len, island.micro_batch, degrees.num_data_ranks)
+        # The tokenizer, which has not been read yet, gives the vocabulary; any will do here.
+        sizes = resolve_sizes(run.model, run.model.vocab_size or BYTE_VOCAB_SIZE)
+        check_layout(sizes, degrees, island.parallel, seq_len, num_micro_batches)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
 

@@ -21,7 +21,15 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from inner.config import DataConfig, EvaluateConfig, MeshConfig, ModelConfig, OptimizerConfig, Section
+from inner.config import (
+    DataConfig,
+    EvaluateConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Section,
+)
 from outer.config import OuterConfig
 
 
@@ -61,6 +69,7 @@ class IslandConfig(Section):
     ranks: int = Field(default=1, ge=1)
     """Processes of this island; torchrun's --nproc-per-node times its nodes."""
     mesh: MeshConfig = MeshConfig()
+    parallel: ParallelConfig = ParallelConfig()
     micro_batch: int = Field(default=8, ge=1)
     """Sequences of one forward pass on one rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -1,8 +1,9 @@
 """What one island trains and how. No torch here: a config error must come before torch is imported."""
 
+import re
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -43,19 +44,48 @@ class DataConfig(Section):
     tokenizer: str = "bytes"
     """`bytes`, the path of a tokenizer.json, or a tokenizer's name on the Hugging Face hub."""
     seq_len: int = Field(default=256, ge=8)
+    document_mask: bool = False
+    """Whether attention stays within a document when several are packed into a sequence."""
     heldout_fraction: float = Field(default=0.02, gt=0, lt=1)
     max_tokens: int | None = Field(default=None, ge=1)
     """Stop reading the training text after so many tokens."""
 
 
+class ParamGroup(Section):
+    """Parameters that are stepped in their own way."""
+
+    pattern: str
+    """A regular expression, searched for in the parameter's full name (`layers.0.attention.q_proj.weight`); where
+    several groups match, the first counts. `^` and `$` tie it to the ends of the name."""
+    lr_scale: float = Field(default=1.0, ge=0)
+    """Times the learning rate; 0 freezes."""
+    weight_decay: float | None = Field(default=None, ge=0)
+    """None: as without the group."""
+    optimizer: Literal["adamw"] | None = None
+    """With `muon`: adamw for matrices that would be Muon's."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _pattern_is_valid(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"a regular expression ({error}); write \\. for a dot") from None
+        return pattern
+
+
 class OptimizerConfig(Section):
     """The inner optimizer, its schedule in inner steps, and what guards it."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    """`muon`: Muon for the blocks' matrices, AdamW with the same lr for the rest."""
     lr: float = Field(default=4e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     weight_decay: float = Field(default=0.1, ge=0)
+    """Of matrices; norms and the embedding do not decay, unless a group says so."""
+    groups: tuple[ParamGroup, ...] = ()
     clip_norm: float | None = Field(default=1.0, gt=0)
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
     warmup_steps: int = Field(default=100, ge=0)
@@ -66,6 +96,16 @@ class OptimizerConfig(Section):
     """Tokens of one inner step in one island, over all of its ranks and micro-batches."""
     max_skipped_steps: int = Field(default=10, ge=0)
     """Non-finite steps in a row that are skipped before the island stops."""
+
+    @model_validator(mode="after")
+    def _only_muon_has_exceptions(self) -> "OptimizerConfig":
+        chosen = [group.pattern for group in self.groups if group.optimizer is not None]
+        if chosen and self.name != "muon":
+            raise ValueError(
+                f"group {chosen[0]!r} chooses an optimizer, but name is {self.name}: all parameters have that one; "
+                "leave the group's optimizer out, or set name to muon"
+            )
+        return self
 
 
 class EvaluateConfig(Section):
@@ -78,11 +118,58 @@ class EvaluateConfig(Section):
 class MeshConfig(Section):
     """Degrees of the island's mesh. Their product must be its number of ranks; dp_shard -1 takes the rest."""
 
+    pp: int = Field(default=1, ge=1)
     dp_replicate: int = Field(default=1, ge=1)
     dp_shard: int = Field(default=-1, ge=-1)
+    cp: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1)
 
     @model_validator(mode="after")
     def _shard_is_a_degree(self) -> "MeshConfig":
         if self.dp_shard == 0:
             raise ValueError("dp_shard must be a positive degree or -1 (all remaining ranks)")
+        return self
+
+
+Schedule = Literal[
+    "gpipe", "1f1b", "interleaved_1f1b", "breadth_first", "interleaved_zero_bubble", "zbv", "dualpipev"
+]
+ContextMethod = Literal["ring", "all_gather", "ulysses"]
+Recompute = Literal["none", "attention", "selective", "full"]
+
+
+class ParallelConfig(Section):
+    """How an island uses the axes of its mesh. None of it changes what is computed, but for rounding."""
+
+    zero: Literal[2, 3] | None = None
+    """FSDP: 3 frees a block's weights after its forward, 2 keeps them; None: 3, and 2 under pipeline parallel."""
+    sequence_parallel: bool = True
+    """Tensor parallel: norms and the residual stream are split along the sequence, too."""
+    loss_chunk: int = Field(default=4096, ge=1)
+    """Tokens whose logits are held at a time."""
+    schedule: Schedule = "1f1b"
+    stages_per_rank: int | None = Field(default=None, ge=1)
+    """Virtual pipeline stages of a rank; None: 1 for gpipe and 1f1b, else 2."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """Layers of each stage, first to last; None: even, the embedding and the head counted as a layer each."""
+    context: ContextMethod = "ring"
+    """How attention sees the rest of the sequence when cp > 1."""
+    recompute: Recompute = "none"
+    """What a block's backward computes again instead of keeping it."""
+    compile: bool = False
+    """torch.compile for each block."""
+
+
+class ProfileConfig(Section):
+    """Which inner steps every rank writes a profile of."""
+
+    steps: tuple[int, int] | None = None
+    """First and last, counted from 1; None: no profile."""
+    memory: bool = False
+    """Also who allocated what and when. Needs the steps' call stacks, which makes them slower."""
+
+    @model_validator(mode="after")
+    def _steps_are_a_range(self) -> "ProfileConfig":
+        if self.steps is not None and not 1 <= self.steps[0] <= self.steps[1]:
+            raise ValueError(f"steps {list(self.steps)} must be [first, last] with 1 <= first <= last")
         return self

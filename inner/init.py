@@ -5,6 +5,7 @@ torch's own initialisers are no use here: on a CPU mesh they give every shard th
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,14 +17,15 @@ STD = 0.02
 RESIDUAL_OUTPUTS = ("out_proj.weight", "down_proj.weight")
 
 
-def initialise(model: Transformer, seed: int) -> None:
-    """Fills every parameter and table of a materialised model, sharded or not. No communication."""
-    params = LocalParams(model)
+def initialise(params: LocalParams, parts: Sequence[Transformer], seed: int) -> None:
+    """Fills every parameter and table of materialised parts of a model, sharded or not. No communication."""
+    num_layers = parts[0].sizes.num_layers
     specs = {spec.name: spec for spec in params.specs}
     for index, held in enumerate(params.slices):
-        full = initial_values(specs[held.name], seed, model.sizes.num_layers)
+        full = initial_values(specs[held.name], seed, num_layers)
         params.write(index, full[slice(*held.rows), slice(*held.cols)])
-    model.fill_tables()
+    for part in parts:
+        part.fill_tables()
 
 
 def initial_values(spec: ParamSpec, seed: int, num_layers: int) -> Tensor:

@@ -1,49 +1,148 @@
-"""How an island's ranks are laid out, and how a step's tokens are spread over them."""
+"""How an island's ranks are laid out, and how a step's tokens are spread over them. No torch until a mesh is built.
 
+Axes from the slowest link to the fastest: neighbours on `tp` talk most and are neighbouring ranks.
+
+    pp            each rank holds some of the layers         activations, point to point
+    dp_replicate  each rank holds the same shards            gradients, once a step
+    dp_shard      each rank holds a shard of every weight    weights and gradients
+    cp            each rank holds a part of the sequence     keys and values; shards weights together with dp_shard
+    tp            each rank holds a part of every matrix     activations, four times a layer
+"""
+
+from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 from inner.config import MeshConfig
 from inner.errors import InputError
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("dp_replicate", "dp_shard")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
-def resolve_degrees(config: MeshConfig, num_ranks: int) -> tuple[int, int]:
-    """Degrees (dp_replicate, dp_shard) whose product is `num_ranks`. Raises InputError with a cure.
+@dataclass(frozen=True)
+class Degrees:
+    """How many ranks lie along each axis; their order is that of AXES."""
 
-    dp_replicate  dp_shard  num_ranks  ->
-               1        -1          4  (1, 4)
-               2        -1          4  (2, 2)
-               2         2          3  error
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        return self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp
+
+    @property
+    def num_ranks(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Groups of ranks that read sequences of their own."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks over which FSDP shards a weight."""
+        return self.dp_shard * self.cp
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank lies on each axis."""
+        place = {}
+        for axis, degree in reversed(list(zip(AXES, self.sizes, strict=True))):
+            rank, place[axis] = divmod(rank, degree)
+        return {axis: place[axis] for axis in AXES}
+
+    def __str__(self) -> str:
+        named = [f"{axis}{degree}" for axis, degree in zip(AXES, self.sizes, strict=True) if degree > 1]
+        return " x ".join(named) or "one process"
+
+
+def resolve_degrees(config: MeshConfig, num_ranks: int) -> Degrees:
+    """Degrees whose product is `num_ranks`. Raises InputError with a cure.
+
+    pp  dp_replicate  dp_shard  cp  tp  num_ranks  ->
+     1             1        -1   1   1          4  dp_shard 4
+     2             1        -1   1   2          8  dp_shard 2
+     1             2         2   1   1          3  error
     """
-    replicate, shard = config.dp_replicate, config.dp_shard
-    divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
-    choices = " or ".join(f"{n} x {num_ranks // n}" for n in divisors)
-    if num_ranks % replicate:
+    others = {axis: getattr(config, axis) for axis in AXES if axis != "dp_shard"}
+    product = prod(others.values())
+    if num_ranks % product:
         raise InputError(
-            f"island.mesh.dp_replicate ({replicate}) does not divide the island's {num_ranks} ranks; "
-            f"dp_replicate x dp_shard can be {choices}"
+            f"island.mesh: {_times(others)} = {product} does not divide the island's {num_ranks} ranks; "
+            f"{_cure(others, num_ranks)}"
         )
-    if shard == -1:
-        return replicate, num_ranks // replicate
-    if replicate * shard != num_ranks:
+    shard = num_ranks // product if config.dp_shard == -1 else config.dp_shard
+    if shard * product != num_ranks:
         raise InputError(
-            f"island.mesh.dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}, but the island "
-            f"has {num_ranks} ranks; set dp_shard to {num_ranks // replicate} or -1, "
-            f"or start {replicate * shard} ranks"
+            f"island.mesh: {_times(others | {'dp_shard': shard})} = {shard * product}, but the island has "
+            f"{num_ranks} ranks; set dp_shard to {num_ranks // product} or -1, or island.ranks to {shard * product}"
         )
-    return replicate, shard
+    return Degrees(**others, dp_shard=shard)
 
 
-def build_mesh(degrees: tuple[int, int], device_type: str) -> "DeviceMesh":
-    """The island's 2-D mesh. Every rank must call it, after init_process_group."""
-    # Imported here so that the launcher can check degrees without paying for torch.
-    from torch.distributed.device_mesh import init_device_mesh
+def _times(degrees: dict[str, int]) -> str:
+    return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "dp_shard 1"
 
-    return init_device_mesh(device_type, degrees, mesh_dim_names=AXES)
+
+def _cure(others: dict[str, int], num_ranks: int) -> str:
+    """What one axis alone can be so that all divide the ranks, or how many ranks would do."""
+    product = prod(others.values())
+    for axis, degree in others.items():
+        rest = product // degree
+        allowed = [n for n in range(1, num_ranks + 1) if num_ranks % (rest * n) == 0]
+        if degree > 1 and allowed:
+            return f"{axis} can be {' or '.join(map(str, allowed))}, or set island.ranks to a multiple of {product}"
+    return f"set island.ranks to a multiple of {product}"
+
+
+class IslandMesh:
+    """The island's ranks as DeviceMeshes, and this rank's place among them. Every rank must build it, in step."""
+
+    def __init__(self, degrees: Degrees, device_type: str) -> None:
+        # Imported here so that the launcher can check degrees without paying for torch.
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self.degrees = degrees
+        sizes = degrees.pp, degrees.dp_replicate, degrees.fsdp, degrees.tp
+        self.world: DeviceMesh = init_device_mesh(
+            device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")
+        )
+        """Weights do not know dp_shard from cp: both are fsdp to them."""
+        self._split = self.world
+        if degrees.cp > 1:
+            self._split = init_device_mesh(device_type, degrees.sizes, mesh_dim_names=AXES)
+        self.at = degrees.coordinates(self.world.get_rank())
+        """This rank's coordinate on each axis."""
+
+    @property
+    def fsdp(self) -> "DeviceMesh":
+        """(dp_replicate, fsdp): what FSDP replicates and shards over."""
+        return self.world["dp_replicate", "fsdp"]
+
+    @property
+    def tp(self) -> "DeviceMesh":
+        return self.world["tp"]
+
+    @property
+    def pp_group(self) -> "ProcessGroup":
+        return self.world["pp"].get_group()
+
+    @property
+    def cp_group(self) -> "ProcessGroup":
+        """Only when cp > 1."""
+        return self._split["cp"].get_group()
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the island's sequences this rank reads; ranks along pp, cp and tp read the same."""
+        return self.at["dp_replicate"] * self.degrees.dp_shard + self.at["dp_shard"]
 
 
 def accumulation(tokens_per_step: int, seq_len: int, micro_batch: int, num_data_ranks: int) -> int:

@@ -2,13 +2,22 @@
 
 Shape suffixes: B sequences, S positions, V vocabulary, D dim, H heads, K key-value heads, E head size, P = E/2.
 Modules are named so that a parameter's full name never depends on a layout: layers.<number>.<part>.weight.
+What parallelism replaces are plain attributes: Attention.attend and .kv_heads, Head.cross_entropy, Transformer.enter.
 """
+
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from inner.attention import Attend, causal_attention
+from inner.loss import LOSS_CHUNK, ChunkedCrossEntropy
+from inner.parallel.stages import Stage
 from inner.presets import ModelSizes
+
+CrossEntropy = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(x_TD, weight_VD, targets_T) -> summed loss, 0-dim fp32."""
 
 
 class Attention(nn.Module):
@@ -24,23 +33,20 @@ class Attention(nn.Module):
         self.out_proj = nn.Linear(sizes.dim, sizes.dim, bias=False)
         self.q_norm = nn.RMSNorm(sizes.head_dim, eps=sizes.norm_eps) if sizes.qk_norm else None
         self.k_norm = nn.RMSNorm(sizes.head_dim, eps=sizes.norm_eps) if sizes.qk_norm else None
+        self.attend: Attend = causal_attention
+        self.kv_heads: slice | None = None
+        """Of the key-value heads projected here, those that the query heads here read; None: all."""
 
-    def forward(self, x_BSD: Tensor, rope_2SP: Tensor) -> Tensor:
-        B, S, _ = x_BSD.shape
-        q_BSHE = self.q_proj(x_BSD).view(B, S, -1, self.head_dim)
-        k_BSKE = self.k_proj(x_BSD).view(B, S, -1, self.head_dim)
-        v_BSKE = self.v_proj(x_BSD).view(B, S, -1, self.head_dim)
+    def forward(self, x_BSD: Tensor, rope_2SP: Tensor, documents_BS: Tensor | None = None) -> Tensor:
+        q_BSHE = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        k_BSKE = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        v_BSKE = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        if self.kv_heads is not None:
+            k_BSKE, v_BSKE = k_BSKE[:, :, self.kv_heads], v_BSKE[:, :, self.kv_heads]
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHE, k_BSKE = self.q_norm(q_BSHE), self.k_norm(k_BSKE)
         q_BSHE, k_BSKE = rotate(q_BSHE, rope_2SP), rotate(k_BSKE, rope_2SP)
-        y_BHSE = F.scaled_dot_product_attention(
-            q_BSHE.transpose(1, 2),
-            k_BSKE.transpose(1, 2),
-            v_BSKE.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=True,
-        )
-        return self.out_proj(y_BHSE.transpose(1, 2).reshape(B, S, -1))
+        return self.out_proj(self.attend(q_BSHE, k_BSKE, v_BSKE, documents_BS).flatten(-2))
 
 
 class FeedForward(nn.Module):
@@ -66,52 +72,89 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
         self.ffn = FeedForward(sizes)
 
-    def forward(self, x_BSD: Tensor, rope_2SP: Tensor) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope_2SP)
+    def forward(self, x_BSD: Tensor, rope_2SP: Tensor, documents_BS: Tensor | None = None) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope_2SP, documents_BS)
         return x_BSD + self.ffn(self.ffn_norm(x_BSD))
 
 
-class Transformer(nn.Module):
-    """Tokens to logits. Build it on the meta device; `initialise` gives it values."""
-
-    rope_freqs_P: Tensor
+class Head(nn.Module):
+    """Scores every token of the vocabulary; owns its table unless that is tied to the embedding."""
 
     def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
-        self.sizes = sizes
-        self.embed = nn.Embedding(sizes.vocab_size, sizes.dim)
-        self.layers = nn.ModuleDict({str(number): Block(sizes) for number in range(sizes.num_layers)})
-        self.norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
         # Tied: the embedding is read twice. A second Parameter would come untied in to_empty().
-        self.head = None if sizes.tie_embeddings else nn.Linear(sizes.dim, sizes.vocab_size, bias=False)
-        self.register_buffer("rope_freqs_P", torch.empty(sizes.head_dim // 2), persistent=False)
-        self.fill_tables()
+        self.weight = None if sizes.tie_embeddings else nn.Parameter(torch.empty(sizes.vocab_size, sizes.dim))
+        self.cross_entropy: CrossEntropy = ChunkedCrossEntropy(LOSS_CHUNK)
+
+    def forward(self, x_BSD: Tensor, tied_VD: Tensor | None, targets_BS: Tensor | None) -> Tensor:
+        """The loss summed over valid targets (0-dim fp32); without targets, logits (B, S, V)."""
+        weight_VD = tied_VD if self.weight is None else self.weight
+        assert weight_VD is not None, "a tied head needs the embedding's table"
+        if targets_BS is None:
+            return F.linear(x_BSD, weight_VD)
+        return self.cross_entropy(x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten())
+
+
+class Transformer(nn.Module):
+    """Tokens to loss or logits, or one pipeline stage of that. Build it on the meta device, then `initialise` it."""
+
+    rope_2SP: Tensor
+
+    def __init__(self, sizes: ModelSizes, seq_len: int, stage: Stage | None = None) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.stage = stage = stage or Stage(0, range(sizes.num_layers), is_first=True, is_last=True)
+        has_table = stage.is_first or (stage.is_last and sizes.tie_embeddings)
+        self.embed = nn.Embedding(sizes.vocab_size, sizes.dim) if has_table else None
+        self.layers = nn.ModuleDict({str(number): Block(sizes) for number in stage.layers})
+        self.norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps) if stage.is_last else None
+        self.head = Head(sizes) if stage.is_last else None
+        self.enter: Callable[[Tensor], Tensor] | None = None
+        """What is done to the embedded tokens before the first block."""
+        self._positions_S = torch.arange(seq_len, device="cpu")
+        self.register_buffer("rope_2SP", torch.empty(2, seq_len, sizes.head_dim // 2), persistent=False)
+
+    def blocks(self) -> Iterator[Block]:
+        """Its layers, in order."""
+        for layer in self.layers.values():
+            assert isinstance(layer, Block)
+            yield layer
+
+    def at_positions(self, positions_S: Tensor) -> None:
+        """Says where in the sequence the inputs lie, int64 on the CPU; call it before to_empty()."""
+        self._positions_S = positions_S
+        self.rope_2SP = self.rope_2SP.new_empty(2, len(positions_S), self.sizes.head_dim // 2)
 
     def fill_tables(self) -> None:
         """Computes the non-persistent buffers anew, in fp32; call it after to_empty()."""
-        exponents_P = torch.arange(0, self.sizes.head_dim, 2, dtype=torch.float32) / self.sizes.head_dim
-        self.rope_freqs_P.copy_(self.sizes.rope_theta**-exponents_P)
+        self.rope_2SP.copy_(rope_table(self.sizes.rope_theta, self.sizes.head_dim, self._positions_S))
 
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Logits (B, S, V) of the token that follows each position."""
-        rope_2SP = rope_table(self.rope_freqs_P, tokens_BS.shape[1])
-        x_BSD = self.embed(tokens_BS)
+    def forward(self, x: Tensor, *, targets_BS: Tensor | None = None, documents_BS: Tensor | None = None) -> Tensor:
+        """From tokens (B, S), or a stage's input (B, S, D), to the summed loss, or logits, or the stage's output.
+
+        Token ids below 0 stand for no token. S may be less than the positions the model was built for.
+        """
+        # A token that is no target is still an input, and must be one that the embedding has.
+        x_BSD = self.embed(x.clamp(min=0)) if self.stage.is_first and self.embed is not None else x
+        if self.stage.is_first and self.enter is not None:
+            x_BSD = self.enter(x_BSD)
         for layer in self.layers.values():
-            x_BSD = layer(x_BSD, rope_2SP)
-        x_BSD = self.norm(x_BSD)
-        return F.linear(x_BSD, self.embed.weight) if self.head is None else self.head(x_BSD)
+            x_BSD = layer(x_BSD, self.rope_2SP, documents_BS)
+        if self.norm is None or self.head is None:
+            return x_BSD
+        return self.head(self.norm(x_BSD), None if self.embed is None else self.embed.weight, targets_BS)
 
 
-def rope_table(freqs_P: Tensor, num_positions: int) -> Tensor:
-    """Cosines and sines (2, S, P) of every position's angles, fp32 on the device of `freqs_P`."""
-    positions_S = torch.arange(num_positions, dtype=torch.float32, device=freqs_P.device)
-    angles_SP = torch.outer(positions_S, freqs_P)
+def rope_table(theta: float, head_dim: int, positions_S: Tensor) -> Tensor:
+    """Cosines and sines (2, S, P) of the positions' angles, fp32 on the CPU."""
+    exponents_P = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    angles_SP = torch.outer(positions_S.float(), theta**-exponents_P)
     return torch.stack((angles_SP.cos(), angles_SP.sin()))
 
 
 def rotate(x_BSHE: Tensor, rope_2SP: Tensor) -> Tensor:
     """Turns the pairs (e, e + P) of each head by their position's angles; computed in fp32, cast back."""
-    cos_SHP, sin_SHP = rope_2SP.unsqueeze(2)
+    cos_SHP, sin_SHP = rope_2SP[:, : x_BSHE.shape[1], None]
     first, second = x_BSHE.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos_SHP - second * sin_SHP, second * cos_SHP + first * sin_SHP), dim=-1)
     return turned.to(x_BSHE.dtype)

@@ -1,33 +1,107 @@
-"""The inner optimizer, its learning rate and the global gradient norm."""
+"""The inner optimizers and their learning rate."""
 
 import math
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch import nn
 
-from inner.config import OptimizerConfig
+from inner.config import OptimizerConfig, ParamGroup
+from inner.errors import InputError
+from inner.muon import Muon
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW, or SGD without momentum; weight decay on matrices, but neither on norms nor the embedding."""
-    groups = [
-        {"params": decayed, "weight_decay": decay}
-        for decayed, decay in zip(_split_by_decay(model), (config.weight_decay, 0.0), strict=True)
-    ]
-    if config.name == "sgd":
-        # Not fused: DTensor has no rule for it.
-        return torch.optim.SGD(groups, lr=config.lr, foreach=True)
+@dataclass(frozen=True)
+class Treatment:
+    """How a parameter is stepped; parameters of one treatment are a group of the optimizer."""
+
+    optimizer: str
+    lr_scale: float
+    weight_decay: float
+
+
+def build_optimizers(
+    parts: list[nn.Module], all_names: list[str], config: OptimizerConfig
+) -> list[torch.optim.Optimizer]:
+    """Optimizers that step every parameter of `parts` once: AdamW, SGD without momentum, or Muon and AdamW.
+
+    Their groups carry `lr_scale`, see set_lr. `all_names` are the whole model's parameters, of which a pipeline stage
+    holds some. Raises InputError if a group's pattern takes none of them.
+    """
+    taken_by = _taken_by(all_names, config.groups)
+    params: dict[Treatment, list[nn.Parameter]] = {}
+    for part in parts:
+        for name, param in part.named_parameters():
+            params.setdefault(_treatment(name, param, taken_by[name], config), []).append(param)
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for treatment, members in params.items():
+        groups.setdefault(treatment.optimizer, []).append(
+            {"params": members, "lr_scale": treatment.lr_scale, "weight_decay": treatment.weight_decay}
+        )
+    return [BUILDERS[name](groups[name], config) for name in BUILDERS if name in groups]
+
+
+def set_lr(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
+    """Gives every group the learning rate times its scale."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+
+
+def _muon(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return Muon(groups, lr=config.lr, momentum=config.muon_momentum)
+
+
+def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-def _split_by_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The parameters that decay, and those that do not."""
-    decayed, kept = [], []
-    for name, param in model.named_parameters():
-        (kept if param.ndim < 2 or name == "embed.weight" else decayed).append(param)
-    return decayed, kept
+def _sgd(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    # Not fused: DTensor has no rule for it.
+    return torch.optim.SGD(groups, lr=config.lr, foreach=True)
+
+
+BUILDERS = {"muon": _muon, "adamw": _adamw, "sgd": _sgd}
+
+
+def _treatment(name: str, param: nn.Parameter, group: ParamGroup | None, config: OptimizerConfig) -> Treatment:
+    """What the group says, and where it says nothing or there is none, what the parameter's kind asks for."""
+    is_matrix = param.ndim == 2 and name != "embed.weight"
+    weight_decay = config.weight_decay if is_matrix else 0.0
+    optimizer = config.name
+    # Embedding and head are matrices, too, but look-up tables and not maps of the residual stream.
+    if config.name == "muon" and not (is_matrix and name.startswith("layers.")):
+        optimizer = "adamw"
+    if group is None:
+        return Treatment(optimizer, 1.0, weight_decay)
+    return Treatment(
+        group.optimizer or optimizer,
+        group.lr_scale,
+        weight_decay if group.weight_decay is None else group.weight_decay,
+    )
+
+
+def _taken_by(all_names: list[str], groups: tuple[ParamGroup, ...]) -> dict[str, ParamGroup | None]:
+    """The group of each parameter: the first whose pattern its name matches. Raises InputError."""
+    matches = {name: [group for group in groups if re.search(group.pattern, name)] for name in all_names}
+    for number, group in enumerate(groups):
+        rivals = [found for found in matches.values() if group in found]
+        where = f"optimizer.groups[{number}]: pattern {group.pattern!r}"
+        if not rivals:
+            near = get_close_matches(group.pattern.replace("\\", ""), all_names, n=1, cutoff=0.0)[0]
+            raise InputError(
+                f"{where} matches none of the model's {len(all_names)} parameters; it is a regular expression searched "
+                f"for in names like {all_names[0]!r}; the nearest name is {near!r}"
+            )
+        if not any(found[0] is group for found in rivals):
+            raise InputError(
+                f"{where} matches only parameters that earlier groups take, the first by {rivals[0][0].pattern!r}; "
+                "put the narrower pattern first, or remove this group"
+            )
+    return {name: found[0] if found else None for name, found in matches.items()}
 
 
 def lr_at(step: int, total_steps: int, config: OptimizerConfig) -> float:
@@ -53,12 +127,3 @@ def lr_at(step: int, total_steps: int, config: OptimizerConfig) -> float:
     progress = min(max(done - first, 0) / max(total_steps - first, 1), 1.0)
     left = 1.0 - progress if config.schedule == "wsd" else (1.0 + math.cos(math.pi * progress)) / 2
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
-
-
-def clip_gradients(model: nn.Module, clip_norm: float | None) -> Tensor:
-    """Norm of all gradients over the whole mesh (0-dim, before clipping). Every rank must call it."""
-    params = [param for param in model.parameters() if param.grad is not None]
-    norm = get_total_norm([param.grad for param in params if param.grad is not None])
-    if clip_norm is not None:
-        clip_grads_with_norm_(params, clip_norm, norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -5,6 +5,7 @@ parameter is (n, 1). The union of the slices of one replica's ranks is the model
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,37 +47,42 @@ class LocalParams:
     slices: list[ParamSlice]
     """What this rank holds, in the order of `specs`; a parameter of which it holds nothing is left out."""
 
-    def __init__(self, model: nn.Module) -> None:
-        named = list(model.named_parameters())
-        self.specs = [ParamSpec(name, tuple(param.shape)) for name, param in named]
+    def __init__(self, whole: nn.Module, parts: Sequence[nn.Module]) -> None:
+        """`whole`: the model in one piece, which may be on the meta device; `parts`: the stages this rank holds."""
+        self.specs = [ParamSpec(name, tuple(param.shape)) for name, param in whole.named_parameters()]
         self.slices = []
         # FSDP swaps the module's parameters while it computes; these stay the sharded fp32 masters.
-        self._params: list[Tensor] = []
-        for name, param in named:
-            held = _slice(name, param)
-            if min(held.shape) > 0:
+        self._copies: list[list[Tensor]] = []
+        for spec in self.specs:
+            copies: list[Tensor] = [
+                param for part in parts for name, param in part.named_parameters() if name == spec.name
+            ]
+            if copies and min((held := _slice(spec, copies[0])).shape) > 0:
                 self.slices.append(held)
-                self._params.append(param)
+                self._copies.append(copies)
 
     def read(self, index: int) -> Tensor:
         """Slice `index` as a 2-D fp32 CPU tensor; a view of the live parameter where that is on the CPU."""
-        return _local(self._params[index]).view(self.slices[index].shape).cpu()
+        return local_tensor(self._copies[index][0]).view(self.slices[index].shape).cpu()
 
     def write(self, index: int, values: Tensor) -> None:
-        """Copies `values` (2-D, shape of the slice) into the live parameter, in place."""
+        """Copies `values` (2-D, shape of the slice) into the live parameter, in place; into both, if it is tied."""
         held = self.slices[index]
         assert values.shape == held.shape, f"{held.name}: got {tuple(values.shape)}, holds {held.shape}"
-        _local(self._params[index]).view(held.shape).copy_(values)
+        for param in self._copies[index]:
+            local_tensor(param).view(held.shape).copy_(values)
 
 
-def _local(param: Tensor) -> Tensor:
-    """This rank's piece of a parameter, sharing its memory, without autograd."""
+def local_tensor(param: Tensor) -> Tensor:
+    """This rank's piece of a parameter or gradient, sharing its memory, without autograd."""
     param = param.detach()
     return param.to_local() if isinstance(param, DTensor) else param
 
 
-def _slice(name: str, param: Tensor) -> ParamSlice:
+def _slice(spec: ParamSpec, param: Tensor) -> ParamSlice:
     """Where this rank's piece lies; it may be empty when there are more ranks than rows."""
+    name = spec.name
+    assert tuple(param.shape) == spec.shape, f"{name}: {tuple(param.shape)} in a part, {spec.shape} in the model"
     local_shape: tuple[int, ...] = tuple(param.shape)
     offset: tuple[int, ...] = (0,) * param.ndim
     if isinstance(param, DTensor):

@@ -22,7 +22,7 @@ from inner.errors import InputError
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Part of the cache key: raise it when the same config would give other tokens."""
 
 
@@ -33,6 +33,7 @@ class Corpus:
     train: np.ndarray
     heldout: np.ndarray
     vocab_size: int
+    eos_id: int
     heldout_bytes: int
     """UTF-8 bytes of the text behind all held-out tokens, for bits per byte."""
 
@@ -57,6 +58,7 @@ class Meta:
     """What meta.json holds."""
 
     vocab_size: int
+    eos_id: int
     dtype: str
     train_tokens: int
     heldout_tokens: int
@@ -86,10 +88,10 @@ def is_heldout(key: str, heldout_fraction: float) -> bool:
 
 
 def _cache_key(config: DataConfig) -> str:
-    # seq_len is left out: the token files do not depend on it.
+    # Left out: what the token files do not depend on.
     parts = [
         FORMAT,
-        config.model_dump(mode="json", exclude={"seq_len"}),
+        config.model_dump(mode="json", exclude={"seq_len", "document_mask"}),
         build_source(config).fingerprint(),
         tokenizer_fingerprint(config.tokenizer),
     ]
@@ -130,7 +132,7 @@ def _write_corpus(config: DataConfig, folder: Path) -> None:
     _require_both(config, train, heldout)
     # The last training document is cut to give the number asked for; held-out ones stay whole for their bytes.
     train_tokens = int(min(train.num_tokens, train_limit))
-    meta = Meta(tokenizer.vocab_size, dtype, train_tokens, heldout.num_tokens, heldout.num_bytes)
+    meta = Meta(tokenizer.vocab_size, tokenizer.eos_id, dtype, train_tokens, heldout.num_tokens, heldout.num_bytes)
     (folder / "meta.json").write_text(json.dumps(asdict(meta), indent=1))
     log.info(
         "prepared %d training and %d held-out tokens from %d + %d documents of %s",
@@ -165,6 +167,7 @@ def _open_corpus(folder: Path) -> Corpus:
         train=_map_tokens(folder / "train.bin", meta.dtype, meta.train_tokens),
         heldout=_map_tokens(folder / "heldout.bin", meta.dtype, meta.heldout_tokens),
         vocab_size=meta.vocab_size,
+        eos_id=meta.eos_id,
         heldout_bytes=meta.heldout_bytes,
     )
 

@@ -1,4 +1,4 @@
-"""Data parallelism in an island: one code path for one process, replicas, shards and both."""
+"""FSDP in an island: one code path for one process, replicas (DDP), shards (ZeRO-2 and ZeRO-3) and both (HSDP)."""
 
 import torch
 from torch import nn
@@ -8,24 +8,26 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from inner.model import Transformer
 
 
-def shard(model: Transformer, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """Makes every parameter an fp32 DTensor on `mesh`, (dp_replicate, dp_shard); gradients are summed in fp32.
+def shard(part: Transformer, mesh: DeviceMesh, compute_dtype: torch.dtype, *, reshard: bool) -> None:
+    """Makes every parameter an fp32 DTensor on `mesh`, (dp_replicate, fsdp); gradients are summed in fp32.
 
-    Every rank must call it. Computes in `compute_dtype`; logits come out in fp32.
+    Every rank must call it. Computes in `compute_dtype`; logits come out in fp32. `reshard`: a block's weights are
+    freed after its forward and gathered again for its backward (ZeRO-3), else kept until then (ZeRO-2).
     """
     # Inputs are not cast: the RoPE table is fp32 and must stay so; the embedding sets the stream's dtype.
     inside = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # Only the root: fp32 from a block would meet the next block's weights in compute_dtype.
-    root = MixedPrecisionPolicy(
+    # Only where logits come out: fp32 from a block would meet the next block's weights in compute_dtype.
+    last = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
         reduce_dtype=torch.float32,
         output_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    for layer in model.layers.values():
-        fully_shard(layer, mesh=mesh, mp_policy=inside)
-    fully_shard(model, mesh=mesh, mp_policy=root)
-    for module in fsdp_modules(model):
+    for layer in part.blocks():
+        fully_shard(layer, mesh=mesh, mp_policy=inside, reshard_after_forward=reshard)
+    # What the root holds is needed first in the backward: freeing it would only gather it twice.
+    fully_shard(part, mesh=mesh, mp_policy=last if part.stage.is_last else inside, reshard_after_forward=False)
+    for module in fsdp_modules(part):
         # Losses are already divided by the global token count, so gradients add up. gloo has no other sum:
         # a divide factor without force_sum asks for PREMUL_SUM.
         module.set_gradient_divide_factor(1.0)

@@ -115,5 +115,5 @@ def test_differing_keys_names_each_with_both_values():
 
 def test_a_mesh_that_does_not_divide_the_ranks_is_an_error_with_a_cure():
     config = parse_config("island: {ranks: 3, mesh: {dp_replicate: 2}}")
-    with pytest.raises(ConfigError, match=r"island 0: island.mesh.dp_replicate \(2\).*3 ranks"):
+    with pytest.raises(ConfigError, match=r"island 0: island.mesh: dp_replicate 2.*3 ranks"):
         check_island(config.run, config.for_island(0), "island 0")

@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from inner.config import OptimizerConfig
-from inner.mesh import build_mesh
+from inner.config import OptimizerConfig, ParallelConfig
+from inner.init import initialise
+from inner.mesh import Degrees, IslandMesh
+from inner.model import Transformer
 from inner.params import LocalParams
 from inner.presets import ModelSizes
 from inner.trainer import Trainer, TrainerSettings
@@ -24,10 +26,22 @@ SETTINGS = TrainerSettings(
 
 
 def build_trainer(
-    degrees: tuple[int, int], sizes: ModelSizes = SIZES, config: OptimizerConfig = OPTIMIZER, **settings: Any
+    degrees: Degrees,
+    sizes: ModelSizes = SIZES,
+    config: OptimizerConfig = OPTIMIZER,
+    parallel: ParallelConfig | None = None,
+    **settings: Any,
 ) -> Trainer:
     """A trainer on a CPU mesh; `settings` replaces some of SETTINGS."""
-    return Trainer(sizes, config, build_mesh(degrees, "cpu"), replace(SETTINGS, **settings))
+    mesh = IslandMesh(degrees, "cpu")
+    return Trainer(sizes, config, mesh, parallel or ParallelConfig(), replace(SETTINGS, **settings))
+
+
+def build_model(sizes: ModelSizes = SIZES, seed: int = 3, seq_len: int = 32) -> Transformer:
+    """A whole model on the CPU without a mesh, with its initial weights."""
+    model = Transformer(sizes, seq_len)
+    initialise(LocalParams(model, [model]), [model], seed)
+    return model
 
 
 def batch(step: int) -> Tensor:

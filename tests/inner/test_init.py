@@ -5,9 +5,8 @@ import math
 import torch
 
 from inner.init import initial_values, initialise
-from inner.model import Transformer
-from inner.params import ParamSpec
-from tests.inner.small import SIZES
+from inner.params import LocalParams, ParamSpec
+from tests.inner.small import build_model
 
 
 def values(name: str, seed: int = 0, num_layers: int = 8) -> torch.Tensor:
@@ -36,13 +35,13 @@ def test_residual_outputs_shrink_with_depth() -> None:
 
 
 def test_all_norms_are_ones_and_tables_are_filled() -> None:
-    model = Transformer(SIZES)
-    expected = model.rope_freqs_P.clone()
+    expected = build_model().rope_2SP.clone()
+    model = build_model()
     model.to_empty(device="cpu")
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.data.fill_(torch.nan)
-    initialise(model, seed=0)
-    assert torch.equal(model.rope_freqs_P, expected)
+    initialise(LocalParams(model, [model]), [model], seed=0)
+    assert torch.equal(model.rope_2SP, expected)
     for name, param in model.named_parameters():
         assert torch.isfinite(param).all(), name
         assert bool((param == 1).all()) == name.endswith("norm.weight"), name

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +11,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inner.errors import InputError, TrainingStopped
+from inner.mesh import Degrees
 from inner.trainer import StepResult, Trainer
 from tests.harness import run_ranks
-from tests.inner.small import OPTIMIZER, SIZES, batch, build_trainer, relative_error, share, snapshot, whole_model
+from tests.inner.small import OPTIMIZER, SIZES, batch, build_trainer, relative_error, share, snapshot
 
-FSDP2, REPLICATE2 = (1, 2), (2, 1)
+ONE, FSDP2, REPLICATE2 = Degrees(), Degrees(dp_shard=2), Degrees(dp_replicate=2)
 
 
 def train(trainer: Trainer, num_steps: int) -> list[StepResult]:
@@ -43,7 +43,7 @@ class CountOps(TorchDispatchMode):
 # Each function named `..._on_a_rank` runs on every rank of a group; several claims share one group.
 
 
-def accumulation_on_a_rank(rank: int, degrees: tuple[int, int]) -> dict[str, Any]:
+def accumulation_on_a_rank(rank: int, degrees: Degrees) -> dict[str, Any]:
     """The same steps with many micro-batches and with few, and the collectives of each."""
     found: dict[str, Any] = {"params": [], "losses": [], "reductions": []}
     # SGD: AdamW would blow up the rounding of elements whose gradient is nearly zero.
@@ -85,8 +85,8 @@ def precision_on_a_rank(rank: int) -> dict[str, Any]:
         found["layer"] |= {args[0].dtype, out.dtype}
         found["rope"] |= {args[1].dtype}
 
-    trainer.model.layers["1"].register_forward_hook(note_layer)
-    trainer.model.register_forward_hook(lambda _module, _args, out: found.update(logits=out.dtype))
+    trainer.parts[0].layers["1"].register_forward_hook(note_layer)
+    trainer.parts[0].register_forward_hook(lambda _module, _args, out: found.update(loss=out.dtype))
 
     def note_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
         for param in (param for group in optimizer.param_groups for param in group["params"]):
@@ -105,10 +105,10 @@ def precision() -> dict[str, Any]:
     return run_ranks(precision_on_a_rank, 2)[0]
 
 
-def test_bfloat16_computes_in_bfloat16_with_fp32_rope_and_logits(precision: dict[str, Any]) -> None:
+def test_bfloat16_computes_in_bfloat16_with_fp32_rope_and_loss(precision: dict[str, Any]) -> None:
     assert precision["layer"] == {torch.bfloat16}
     assert precision["rope"] == {torch.float32}
-    assert precision["logits"] == torch.float32
+    assert precision["loss"] == torch.float32
 
 
 def test_bfloat16_keeps_params_gradients_and_moments_in_fp32(precision: dict[str, Any]) -> None:
@@ -121,12 +121,12 @@ def test_bfloat16_trains_near_fp32(precision: dict[str, Any]) -> None:
 
 
 def poison_loss(trainer: Trainer) -> Any:
-    """From now on this rank's logits are not numbers."""
+    """From now on this rank's loss is not a number."""
 
     def hook(_module: object, _args: object, out: Tensor) -> Tensor:
         return out * math.nan
 
-    return trainer.model.register_forward_hook(hook)
+    return trainer.parts[0].register_forward_hook(hook)
 
 
 def poison_gradient(trainer: Trainer) -> Any:
@@ -135,10 +135,10 @@ def poison_gradient(trainer: Trainer) -> Any:
     def hook(_module: object, _args: object, out: Tensor) -> None:
         out.register_hook(lambda grad: grad * math.inf)
 
-    return trainer.model.register_forward_hook(hook)
+    return trainer.parts[0].register_forward_hook(hook)
 
 
-def poisoned_on_a_rank(rank: int, degrees: tuple[int, int], poison: Callable[[Trainer], Any]) -> dict[str, Any]:
+def poisoned_on_a_rank(rank: int, degrees: Degrees, poison: Callable[[Trainer], Any]) -> dict[str, Any]:
     """Two good steps, two poisoned on rank 1 only, a good one, then poison until the trainer stops."""
     config = OPTIMIZER.model_copy(update={"max_skipped_steps": 2})
     trainer = build_trainer(degrees, config=config)
@@ -161,10 +161,10 @@ def poisoned_on_a_rank(rank: int, degrees: tuple[int, int], poison: Callable[[Tr
     return found
 
 
-@pytest.mark.parametrize("degrees", [FSDP2, REPLICATE2])
+@pytest.mark.parametrize("degrees", [FSDP2, REPLICATE2, Degrees(tp=2), Degrees(cp=2), Degrees(pp=2)], ids=str)
 @pytest.mark.parametrize("poison", [poison_loss, poison_gradient])
 def test_one_ranks_poison_is_skipped_by_all_and_stops_all_at_the_limit(
-    degrees: tuple[int, int], poison: Callable[[Trainer], Any]
+    degrees: Degrees, poison: Callable[[Trainer], Any]
 ) -> None:
     for found in run_ranks(poisoned_on_a_rank, 2, degrees, poison):
         assert [(step.is_skipped, step.loss, step.grad_norm) for step in found["skipped"]] == [(True, None, None)] * 2
@@ -173,7 +173,8 @@ def test_one_ranks_poison_is_skipped_by_all_and_stops_all_at_the_limit(
         # The good step between: three in a row, not five in all, stop the island.
         assert not found["good"].is_skipped
         assert [step.is_skipped for step in found["then"]] == [True, True]
-        what = "loss" if poison is poison_loss else "gradient"
+        # Of a tensor-parallel group, rank 0 alone reports the loss.
+        what = "loss" if poison is poison_loss and degrees.tp == 1 else "gradient"
         assert f"3 steps in a row had a non-finite {what}" in found["reason"]
         assert "optimizer.max_skipped_steps allows 2" in found["reason"]
         assert found["is_finite"]
@@ -181,7 +182,7 @@ def test_one_ranks_poison_is_skipped_by_all_and_stops_all_at_the_limit(
 
 def evaluation_on_a_rank(rank: int) -> None:
     """Evaluating between steps changes nothing; a write after it is seen."""
-    heldout = [batch(500)[:4], batch(501)[:4]]
+    heldout = [batch(500)[:3], batch(501)[:3]]
     plain = build_trainer(FSDP2)
     watched = build_trainer(FSDP2)
     for step in range(4):
@@ -189,7 +190,7 @@ def evaluation_on_a_rank(rank: int) -> None:
         random_state = torch.random.get_rng_state()
         watched.evaluate(heldout)
         assert torch.equal(torch.random.get_rng_state(), random_state)
-        assert all(param.grad is None for param in watched.model.parameters())
+        assert all(param.grad is None for param in watched.parts[0].parameters())
         watched.step(share(watched, batch(step)))
     assert_same_bits(snapshot(watched.params), snapshot(plain.params))
     assert watched.inner_step == plain.inner_step == 4
@@ -210,7 +211,7 @@ def test_evaluation_leaves_training_alone_and_sees_writes() -> None:
     run_ranks(evaluation_on_a_rank, 2)
 
 
-def rerun_on_a_rank(rank: int, degrees: tuple[int, int]) -> list[tuple[list[float | None], list[Tensor]]]:
+def rerun_on_a_rank(rank: int, degrees: Degrees) -> list[tuple[list[float | None], list[Tensor]]]:
     found = []
     for _ in range(2):
         trainer = build_trainer(degrees)
@@ -218,34 +219,20 @@ def rerun_on_a_rank(rank: int, degrees: tuple[int, int]) -> list[tuple[list[floa
     return found
 
 
-@pytest.mark.parametrize("degrees", [FSDP2, REPLICATE2])
-def test_a_rerun_gives_the_same_bits(degrees: tuple[int, int]) -> None:
-    for first, second in run_ranks(rerun_on_a_rank, 2, degrees):
+@pytest.mark.parametrize("degrees", [FSDP2, REPLICATE2, Degrees(pp=2, tp=2), Degrees(cp=2)], ids=str)
+def test_a_rerun_gives_the_same_bits(degrees: Degrees) -> None:
+    for first, second in run_ranks(rerun_on_a_rank, degrees.num_ranks, degrees):
         assert first[0] == second[0]
         assert_same_bits(first[1], second[1])
 
 
-def tied_on_a_rank(rank: int, degrees: tuple[int, int]) -> tuple[dict[str, Tensor], list[float | None]]:
-    trainer = build_trainer(degrees, sizes=replace(SIZES, tie_embeddings=True))
-    losses = [result.loss for result in train(trainer, 5)]
-    return whole_model(trainer.params)[0], losses
-
-
-def test_tied_embeddings_train_like_one_process_and_count_once() -> None:
-    expected, expected_losses = run_ranks(tied_on_a_rank, 1, (1, 1))[0]
-    got, losses = run_ranks(tied_on_a_rank, 2, FSDP2)[0]
-    assert "head.weight" not in expected
-    assert losses == pytest.approx(expected_losses, rel=1e-6)
-    assert max(relative_error(got[name], expected[name]) for name in expected) < 1e-5
-
-
 def joiner_on_a_rank(rank: int) -> tuple[float, float]:
     config = OPTIMIZER.model_copy(update={"tokens_per_step": 100})
-    joiner = build_trainer((1, 1), config=config)
     with pytest.raises(InputError, match=r"optimizer\.tokens_per_step \(100\)"):
-        _ = joiner.micro_batches_per_step
+        build_trainer(ONE, config=config)
+    joiner = build_trainer(ONE)
     joiner.inner_step = 30
-    old = build_trainer((1, 1))
+    old = build_trainer(ONE)
     old.inner_step = 29
     train(old, 1)
     return joiner.step(share(joiner, batch(0))).lr, old.step(share(old, batch(0))).lr
@@ -257,7 +244,7 @@ def test_a_joiner_continues_the_learning_rate_schedule() -> None:
 
 
 def ignored_on_a_rank(rank: int) -> StepResult:
-    trainer = build_trainer((1, 1))
+    trainer = build_trainer(ONE)
     before = snapshot(trainer.params)
     result = trainer.step([torch.full((3, 17), -100)])
     assert_same_bits(snapshot(trainer.params), before)
@@ -274,7 +261,7 @@ def clipped_on_a_rank(rank: int) -> list[tuple[float, float]]:
     found = []
     for clip_norm in (None, 0.01):
         config = OPTIMIZER.model_copy(update={"name": "sgd", "weight_decay": 0.0, "clip_norm": clip_norm})
-        trainer = build_trainer((1, 1), config=config)
+        trainer = build_trainer(ONE, config=config)
         before = snapshot(trainer.params)
         result = train(trainer, 1)[0]
         moved = torch.cat([(a - b).flatten() for a, b in zip(before, snapshot(trainer.params), strict=True)])

@@ -8,12 +8,17 @@ import pytest
 
 from tests.swarm import swarm
 
-ONE, FSDP2, REPLICATE2 = {"ranks": 1}, {"ranks": 2}, {"ranks": 2, "mesh": {"dp_replicate": 2}}
+ONE, FSDP2 = {"ranks": 1}, {"ranks": 2}
+# Two stages on each of two ranks, both cut over two: rank-paired exchange would miss most of it.
+FOUR = {"ranks": 4, "mesh": {"pp": 2, "tp": 2}, "parallel": {"schedule": "interleaved_1f1b"}, "micro_batch": 2}
+REPLICATE2 = {"ranks": 2, "mesh": {"dp_replicate": 2}}
 
 
-@pytest.mark.parametrize("codec", ["fp32", "int8"])
-def test_islands_of_unequal_meshes_hold_equal_digests_after_every_round(tmp_path, codec):
-    with swarm(tmp_path, f"outer.codec={codec}", islands=[ONE, FSDP2, REPLICATE2]) as islands:
+@pytest.mark.parametrize(
+    ("codec", "third"), [("fp32", REPLICATE2), ("int8", FOUR)], ids=["fp32-replicate2", "int8-pp2-tp2"]
+)
+def test_islands_of_unequal_meshes_hold_equal_digests_after_every_round(tmp_path, codec, third):
+    with swarm(tmp_path, f"outer.codec={codec}", "model.num_layers=4", islands=[ONE, FSDP2, third]) as islands:
         running = islands.start_all()
         for island in running:
             island.finish()
@@ -24,7 +29,7 @@ def test_islands_of_unequal_meshes_hold_equal_digests_after_every_round(tmp_path
 
 
 def test_islands_of_unequal_meshes_start_from_the_same_digest_and_loss(tmp_path):
-    with swarm(tmp_path, "outer.rounds=1", islands=[ONE, FSDP2, REPLICATE2]) as islands:
+    with swarm(tmp_path, "outer.rounds=1", "model.num_layers=4", islands=[ONE, FSDP2, FOUR]) as islands:
         running = islands.start_all()
         for island in running:
             island.finish()

@@ -1,0 +1,49 @@
+"""Whether a model fits a mesh: every error names the field, the value and a cure. No torch."""
+
+from inner.config import ParallelConfig
+from inner.errors import InputError
+from inner.mesh import Degrees
+from inner.parallel.limits import check_context
+from inner.parallel.stages import check_micro_batches, plan_stages
+from inner.presets import ModelSizes
+
+
+def check_layout(
+    sizes: ModelSizes, degrees: Degrees, parallel: ParallelConfig, seq_len: int, num_micro_batches: int
+) -> None:
+    """Raises InputError if the island's mesh cannot hold or run the model.
+
+    `num_micro_batches`: those of a rank in one step, see mesh.accumulation.
+    """
+    plan_stages(parallel, sizes.num_layers, degrees.pp)
+    check_micro_batches(parallel, degrees.pp, num_micro_batches)
+    _check_tensor(sizes, degrees.tp)
+    check_context(parallel.context, seq_len, degrees.cp, degrees.tp, sizes.num_heads, sizes.num_kv_heads)
+    positions = seq_len // degrees.cp
+    if parallel.sequence_parallel and positions % degrees.tp:
+        raise InputError(
+            f"island.mesh.tp ({degrees.tp}) must divide the positions of a rank, data.seq_len {seq_len} / cp "
+            f"{degrees.cp} = {positions}, under sequence parallel; set data.seq_len to a multiple of "
+            f"{degrees.cp * degrees.tp}, or island.parallel.sequence_parallel to false"
+        )
+
+
+def _check_tensor(sizes: ModelSizes, tp: int) -> None:
+    for field, value in (("num_heads", sizes.num_heads), ("ffn_dim", sizes.ffn_dim)):
+        if value % tp:
+            raise InputError(
+                f"island.mesh.tp ({tp}) must divide model.{field} ({value}); "
+                f"set island.mesh.tp to {_divisors(value, tp)}, or model.{field} to {-(-value // tp) * tp}"
+            )
+    if sizes.num_kv_heads % tp and tp % sizes.num_kv_heads:
+        fitting = [n for n in range(1, tp + 1) if sizes.num_heads % n == 0 and (sizes.num_kv_heads % n == 0)]
+        raise InputError(
+            f"island.mesh.tp ({tp}) must divide model.num_kv_heads ({sizes.num_kv_heads}) or be a multiple of it; "
+            f"set island.mesh.tp to {' or '.join(map(str, fitting))}"
+        )
+    if sizes.vocab_size < tp:
+        raise InputError(f"island.mesh.tp ({tp}) is more than model.vocab_size ({sizes.vocab_size}); lower it")
+
+
+def _divisors(value: int, most: int) -> str:
+    return " or ".join(str(n) for n in range(1, most + 1) if value % n == 0)

@@ -1,0 +1,184 @@
+"""Which layers each pipeline stage holds, which rank holds each stage, and how many micro-batches that needs. No torch.
+
+A rank holds `stages_per_rank` stages. With pp = 2, rank by stage:
+
+    gpipe, 1f1b              0 1          one stage a rank
+    interleaved_1f1b,        0 1 0 1      looped: the stream goes around the ranks
+    breadth_first,
+    interleaved_zero_bubble
+    zbv, dualpipev           0 1 1 0      a V: rank 0 holds both ends
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from inner.config import ParallelConfig, Schedule
+from inner.errors import InputError
+
+TORCH_NAMES: dict[Schedule, str] = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved_1f1b": "Interleaved1F1B",
+    "breadth_first": "LoopedBFS",
+    "interleaved_zero_bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+"""Our names to those of torch.distributed.pipelining."""
+
+SINGLE: tuple[Schedule, ...] = ("gpipe", "1f1b")
+"""Schedules of one stage a rank."""
+V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
+"""Schedules of two stages a rank, laid out as a V."""
+ROUNDS: tuple[Schedule, ...] = ("interleaved_1f1b", "interleaved_zero_bubble")
+"""Schedules that go through the micro-batches in equal rounds."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one (virtual) pipeline stage holds of the model."""
+
+    index: int
+    layers: range
+    """Global layer numbers."""
+    is_first: bool
+    """Has the embedding."""
+    is_last: bool
+    """Has the final norm, the head and the loss."""
+
+
+def plan_stages(parallel: ParallelConfig, num_layers: int, pp: int) -> list[Stage]:
+    """All stages in the model's order, each layer in exactly one. Raises InputError with a cure.
+
+    With pp = 1 the whole model is one stage, whatever the schedule.
+
+    layers  pp  stages_per_rank  ->
+         6   2                1  3 3
+         6   4                1  1 2 2 1
+         8   2                2  1 3 3 1
+        16   4                2  1 2 2 2 2 3 3 1
+    """
+    if pp == 1:
+        return [Stage(0, range(num_layers), is_first=True, is_last=True)]
+    num_stages = pp * _stages_per_rank(parallel)
+    if parallel.layers_per_stage is None:
+        counts = _even_split(num_layers, num_stages, pp)
+    else:
+        counts = _given_split(parallel.layers_per_stage, num_layers, num_stages, pp)
+    ends = [sum(counts[: index + 1]) for index in range(num_stages)]
+    return [
+        Stage(index, range(end - count, end), is_first=index == 0, is_last=index == num_stages - 1)
+        for index, (count, end) in enumerate(zip(counts, ends, strict=True))
+    ]
+
+
+def ranks_of_stages(schedule: Schedule, num_stages: int, pp: int) -> list[int]:
+    """The coordinate on `pp` of each stage."""
+    if schedule in V_SHAPED:
+        return [min(index, 2 * pp - 1 - index) for index in range(num_stages)]
+    return [index % pp for index in range(num_stages)]
+
+
+def stages_of_rank(schedule: Schedule, num_stages: int, pp: int, rank: int) -> list[int]:
+    """Indices of the stages held by a coordinate on `pp`, in the model's order."""
+    return [stage for stage, owner in enumerate(ranks_of_stages(schedule, num_stages, pp)) if owner == rank]
+
+
+def check_micro_batches(parallel: ParallelConfig, pp: int, num_micro_batches: int) -> None:
+    """Raises InputError if torch's schedule cannot run a rank's micro-batches of a step.
+
+    schedule                                        needs, of a rank's micro-batches of a step
+    gpipe, breadth_first, zbv                       1 or more
+    1f1b                                            at least pp
+    dualpipev                                       at least 2 x pp
+    interleaved_1f1b, interleaved_zero_bubble       a multiple of the rounds, max(1, micro-batches // pp)
+    """
+    if pp == 1 or _can_run(parallel.schedule, pp, num_micro_batches):
+        return
+    raise InputError(
+        f"island.parallel.schedule: {parallel.schedule} with pp {pp} needs {_need(parallel.schedule, pp)} "
+        f"a step on each rank, got {num_micro_batches} (tokens_per_step / seq_len / micro_batch / data ranks); "
+        f"{_micro_batch_cure(parallel.schedule, pp, num_micro_batches)}"
+    )
+
+
+def _stages_per_rank(parallel: ParallelConfig) -> int:
+    """The config's, checked against its schedule, or the schedule's own."""
+    got = parallel.stages_per_rank
+    if parallel.schedule in SINGLE and got not in (None, 1):
+        raise InputError(
+            f"island.parallel.stages_per_rank: {parallel.schedule} wants 1, got {got}; "
+            "set it to 1, or island.parallel.schedule to interleaved_1f1b, breadth_first or interleaved_zero_bubble"
+        )
+    if parallel.schedule in V_SHAPED and got not in (None, 2):
+        raise InputError(
+            f"island.parallel.stages_per_rank: {parallel.schedule} wants 2, one on each leg of its V, got {got}; "
+            "set it to 2, or island.parallel.schedule to interleaved_zero_bubble"
+        )
+    return got or (1 if parallel.schedule in SINGLE else 2)
+
+
+def _even_split(num_layers: int, num_stages: int, pp: int) -> list[int]:
+    """Layers of each stage, as even as can be when the embedding and the head count as a layer each."""
+    if num_layers < num_stages:
+        per_rank = num_stages // pp
+        raise InputError(
+            f"model.num_layers ({num_layers}) must be at least the pipeline's stages: island.mesh.pp ({pp}) x "
+            f"island.parallel.stages_per_rank ({per_rank}) = {num_stages}; set island.mesh.pp to "
+            f"{max(1, num_layers // per_rank)} or less, or model.num_layers to {num_stages} or more"
+        )
+    last = num_stages - 1
+    layers = [1] * num_stages
+    loads = [1 + (index == 0) + (index == last) for index in range(num_stages)]
+    for _ in range(num_layers - num_stages):
+        # The later of equals, as it has fewer micro-batches in flight; but the last one's head costs most.
+        lightest = min(range(num_stages), key=lambda index: (loads[index], index == last, -index))
+        layers[lightest] += 1
+        loads[lightest] += 1
+    return layers
+
+
+def _given_split(counts: tuple[int, ...], num_layers: int, num_stages: int, pp: int) -> list[int]:
+    where = f"island.parallel.layers_per_stage: {list(counts)}"
+    if len(counts) != num_stages:
+        raise InputError(
+            f"{where} names {len(counts)} stages, but island.mesh.pp ({pp}) x island.parallel.stages_per_rank "
+            f"({num_stages // pp}) = {num_stages}; name {num_stages}, or leave it out for an even split"
+        )
+    if min(counts) < 1:
+        raise InputError(f"{where} leaves a stage with {min(counts)} layers; every stage needs at least 1")
+    if sum(counts) != num_layers:
+        raise InputError(
+            f"{where} adds up to {sum(counts)}, but the model has {num_layers} layers; "
+            f"name {num_layers} layers in all, or leave it out for an even split"
+        )
+    return list(counts)
+
+
+def _can_run(schedule: Schedule, pp: int, num_micro_batches: int) -> bool:
+    """What the constructors of torch's schedules demand."""
+    if schedule in ROUNDS:
+        return num_micro_batches % max(1, num_micro_batches // pp) == 0
+    return num_micro_batches >= _fewest(schedule, pp)
+
+
+def _fewest(schedule: Schedule, pp: int) -> int:
+    return {"1f1b": pp, "dualpipev": 2 * pp}.get(schedule, 1)
+
+
+def _need(schedule: Schedule, pp: int) -> str:
+    if schedule in ROUNDS:
+        return f"micro-batches that split into (micro-batches // {pp}) equal rounds"
+    return f"at least {_fewest(schedule, pp)} micro-batches"
+
+
+def _micro_batch_cure(schedule: Schedule, pp: int, got: int) -> str:
+    """By what to multiply the tokens or to divide the micro-batch, with the micro-batches that gives."""
+    below = [number for number in range(1, got) if _can_run(schedule, pp, number)]
+    above = next(number for number in range(got + 1, got + 2 * pp + 1) if _can_run(schedule, pp, number))
+    tokens = " or ".join(f"{Fraction(number, got)} (for {number})" for number in [*below[-1:], above])
+    # Dividing by pp makes the micro-batches a multiple of pp, which every schedule of rounds takes.
+    parts = next(parts for parts in range(2, 2 * pp + 1) if _can_run(schedule, pp, got * parts))
+    return (
+        f"multiply optimizer.tokens_per_step by {tokens}, or divide island.micro_batch by {parts} (for {got * parts})"
+    )

@@ -1,0 +1,369 @@
+"""Attention over the ranks of cp equals attention of the whole sequence: all cases in one life of ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, NamedTuple, get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from inner.attention import UNSEEN, Attend, Found, Mask, bias_of, causal_attention, kernel_backward, kernel_forward
+from inner.config import ContextMethod
+from inner.errors import InputError
+from inner.measure.ledger import Ledger
+from inner.model import rotate
+from inner.parallel.context import build_attend, positions
+from inner.parallel.limits import bytes_per_attention, check_context
+from tests.harness import run_ranks
+from tests.inner.small import relative_error
+
+METHODS: tuple[ContextMethod, ...] = get_args(ContextMethod)
+DEGREES = (2, 4)
+B, H, E = 2, 4, 8
+BANDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+class Case(NamedTuple):
+    method: ContextMethod
+    num_kv_heads: int
+    has_documents: bool
+    dtype: torch.dtype
+
+
+def cases(cp: int) -> list[Case]:
+    """Multi-head, grouped and multi-query attention; ulysses where the heads divide."""
+    every = [Case(*values) for values in product(METHODS, (4, 2, 1), (False, True), BANDS)]
+    return [case for case in every if case.method != "ulysses" or case.num_kv_heads % cp == 0]
+
+
+@dataclass
+class Seen:
+    """What one rank saw."""
+
+    errors: dict[Case, list[float]] = field(default_factory=dict)
+    """Relative, of y, dq, dk and dv."""
+    sent: dict[Case, tuple[int, int]] = field(default_factory=dict)
+    scores: dict[Case, int] = field(default_factory=dict)
+    saved: dict[Case, float] = field(default_factory=dict)
+    """Bytes kept for the backward, over those of the whole sequence."""
+    mask_bytes: dict[Case, int] = field(default_factory=dict)
+    long_errors: list[float] = field(default_factory=list)
+    rope_errors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    repeats: dict[str, list[bool]] = field(default_factory=dict)
+
+
+class Inputs(NamedTuple):
+    """A whole sequence, fp64, rounded to the case's dtype."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dy: Tensor
+    documents: Tensor | None
+
+
+def inputs(case: Case, seq_len: int) -> Inputs:
+    generator = torch.Generator().manual_seed(seq_len)
+
+    def draw(num_heads: int) -> Tensor:
+        return torch.randn(B, seq_len, num_heads, E, generator=generator).to(case.dtype).double()
+
+    starts = torch.rand(B, seq_len, generator=generator) < 0.15
+    documents = starts.long().cumsum(dim=-1) if case.has_documents else None
+    return Inputs(draw(H), draw(case.num_kv_heads), draw(case.num_kv_heads), draw(H), documents)
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same numbers, dims 0 and 1 the other way round in memory."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def each_document_alone(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+    """The reference: sequence by sequence, document by document."""
+    rows = []
+    for row in range(len(q)):
+        lengths = documents[row].unique_consecutive(return_counts=True)[1].tolist()
+        pieces = zip(*(x[row].split(lengths) for x in (q, k, v)), strict=True)
+        rows.append(torch.cat([causal_attention(*(x[None] for x in piece))[0] for piece in pieces]))
+    return torch.stack(rows)
+
+
+def with_gradients(attend: Callable[..., Tensor], given: Inputs) -> list[Tensor]:
+    """y, dq, dk, dv."""
+    leaves = [x.detach().requires_grad_() for x in given[:3]]
+    y = attend(*leaves, given.documents)
+    return [y.detach(), *torch.autograd.grad(y, leaves, given.dy)]
+
+
+def expected(given: Inputs) -> list[Tensor]:
+    return with_gradients(causal_attention if given.documents is None else each_document_alone, given)
+
+
+def share(given: Inputs, here: Tensor, dtype: torch.dtype) -> Inputs:
+    """A rank's positions, in the case's dtype and an awkward layout."""
+    *floats, documents = given
+    documents = None if documents is None else strided(documents[:, here])
+    return Inputs(*(strided(x[:, here].to(dtype)) for x in floats), documents)
+
+
+class Scores(TorchDispatchMode):
+    """Counts the scores that kernels compute, over all heads and sequences."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            q, k, *_ = args
+            is_causal = len(args) > 4 and args[4]
+            pairs = q.shape[2] * (q.shape[2] + 1) // 2 if is_causal else q.shape[2] * k.shape[2]
+            self.total += q.shape[0] * q.shape[1] * pairs
+        return func(*args, **(kwargs or {}))
+
+
+def bytes_sent(work: Callable[[], Any]) -> tuple[Any, int]:
+    assert dist.group.WORLD is not None
+    with Ledger({"cp": dist.group.WORLD}) as ledger:
+        result = work()
+    return result, sum(row.sent_bytes for row in ledger.rows)
+
+
+def bytes_saved(attend: Attend, given: Inputs) -> int:
+    saved: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        attend(*(x.detach().requires_grad_() for x in given[:3]), given.documents)
+    return sum(saved)
+
+
+def attend_everywhere(rank: int, cp: int) -> Seen:
+    assert dist.group.WORLD is not None
+    seen = Seen()
+    for case in cases(cp):
+        attend = build_attend(case.method, dist.group.WORLD)
+        seq_len = 24 * cp
+        here = positions(case.method, seq_len, cp, rank)
+        given = inputs(case, seq_len)
+        mine = share(given, here, case.dtype)
+        got = with_gradients(attend, mine)
+        assert all(x.dtype == case.dtype for x in got)
+        seen.errors[case] = [relative_error(x.double(), y[:, here]) for x, y in zip(got, expected(given), strict=True)]
+        if case.dtype != torch.float64:
+            count(seen, case, attend, mine)
+            seen.saved[case] = bytes_saved(attend, mine) / bytes_saved(
+                causal_attention, share(given, torch.arange(seq_len), case.dtype)._replace(documents=None)
+            )
+    for method in METHODS:
+        attend = build_attend(method, dist.group.WORLD)
+        seen.repeats[method] = repeats(attend, rank, cp, method)
+        seen.rope_errors[method] = rotated(attend, rank, cp, method)
+    seen.long_errors = long_sequence(rank, cp)
+    return seen
+
+
+def count(seen: Seen, case: Case, attend: Attend, mine: Inputs) -> None:
+    """Bytes of the forward and of the backward, scores of the forward, what documents add to what is kept."""
+    leaves = [x.detach().requires_grad_() for x in mine[:3]]
+    with Scores() as scores:
+        y, forward = bytes_sent(lambda: attend(leaves[0], leaves[1], leaves[2], mine.documents))
+    _, backward = bytes_sent(lambda: torch.autograd.grad(y, leaves, mine.dy))
+    seen.sent[case] = forward, backward
+    seen.scores[case] = scores.total
+    seen.mask_bytes[case] = bytes_saved(attend, mine) - bytes_saved(attend, mine._replace(documents=None))
+
+
+def repeats(attend: Attend, rank: int, cp: int, method: ContextMethod) -> list[bool]:
+    """Whether a second life of the forward (in the backward of a checkpoint; without autograd) changes no bit."""
+    case = Case(method, H, True, torch.float32)
+    mine = share(inputs(case, 24 * cp), positions(method, 24 * cp, cp, rank), case.dtype)
+    first = with_gradients(attend, mine)
+    second = with_gradients(lambda *given: checkpoint(attend, *given, use_reentrant=False), mine)
+    with torch.no_grad():
+        third = attend(mine.q, mine.k, mine.v, mine.documents)
+    return [torch.equal(x, y) for x, y in zip([*first, first[0]], [*second, third], strict=True)]
+
+
+def rotated(attend: Attend, rank: int, cp: int, method: ContextMethod) -> tuple[float, float]:
+    """Errors of y when q and k are turned by their position, and by their place on the rank."""
+    case = Case(method, H, False, torch.float32)
+    seq_len = 24 * cp
+    here = positions(method, seq_len, cp, rank)
+    q, k, v, _, _ = (None if x is None else x.float() for x in inputs(case, seq_len))
+    assert q is not None and k is not None and v is not None
+
+    def turn(x: Tensor, at: Tensor) -> Tensor:
+        angles = torch.outer(at.float(), 0.3 ** torch.arange(E // 2))
+        return rotate(x, torch.stack((angles.cos(), angles.sin())))
+
+    everywhere, by_place = torch.arange(seq_len), torch.arange(len(here))
+    whole = causal_attention(turn(q, everywhere), turn(k, everywhere), v)[:, here]
+    right, wrong = (
+        attend(turn(q[:, here], at), turn(k[:, here], at), v[:, here].contiguous(), None) for at in (here, by_place)
+    )
+    return relative_error(right, whole), relative_error(wrong, whole)
+
+
+def long_sequence(rank: int, cp: int) -> list[float]:
+    """Errors for a length at which the kernel works in tiles, some of them without a key to see."""
+    assert dist.group.WORLD is not None
+    case = Case("ring", 1, True, torch.float32)
+    here = positions("ring", 1536, cp, rank)
+    given = inputs(case, 1536)
+    got = with_gradients(build_attend("ring", dist.group.WORLD), share(given, here, case.dtype))
+    return [relative_error(x.double(), y[:, here]) for x, y in zip(got, expected(given), strict=True)]
+
+
+@pytest.fixture(scope="module", params=DEGREES)
+def life(request: pytest.FixtureRequest) -> tuple[int, list[Seen]]:
+    return request.param, run_ranks(attend_everywhere, request.param, request.param, timeout_seconds=120)
+
+
+@pytest.mark.parametrize("dtype", BANDS, ids=str)
+@pytest.mark.parametrize("has_documents", [False, True], ids=["whole", "documents"])
+@pytest.mark.parametrize("method", METHODS)
+def test_attention_and_all_gradients_equal_those_of_the_whole_sequence(life, method, has_documents, dtype):
+    cp, ranks = life
+    chosen = [case for case in cases(cp) if case[0] == method and case[2:] == (has_documents, dtype)]
+    assert chosen
+    for case, seen in product(chosen, ranks):
+        assert all(error <= BANDS[dtype] for error in seen.errors[case]), (case, seen.errors[case])
+
+
+def test_keys_that_no_query_of_a_tile_sees_change_nothing(life):
+    assert all(error <= 1e-5 for seen in life[1] for error in seen.long_errors)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rope_follows_the_positions_and_not_the_place_on_the_rank(life, method):
+    right, wrong = zip(*(seen.rope_errors[method] for seen in life[1]), strict=True)
+    assert max(right) <= 1e-5
+    assert max(wrong) > 0.1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_forward_run_again_or_without_autograd_changes_no_bit(life, method):
+    assert all(all(seen.repeats[method]) for seen in life[1])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_send_the_bytes_of_the_formula(life, method):
+    cp, ranks = life
+    for case in [case for case in ranks[0].sent if case.method == method]:
+        itemsize = torch.empty((), dtype=case.dtype).element_size()
+        formula = bytes_per_attention(
+            method, (B, 24 * cp, H, E), case.num_kv_heads, cp, itemsize, has_documents=case.has_documents
+        )
+        assert all(seen.sent[case] == formula for seen in ranks), case
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_rank_computes_its_share_of_the_scores_and_no_more(life, method):
+    cp, ranks = life
+    case = Case(method, H, False, torch.float32)
+    everything = B * H * 24 * cp * (24 * cp + 1) // 2
+    assert {seen.scores[case] for seen in ranks} == {everything // cp}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_rank_keeps_its_share_for_the_backward(life, method):
+    cp, ranks = life
+    for seen in ranks:
+        assert seen.saved[Case(method, H, False, torch.float32)] == pytest.approx(1 / cp, rel=0.01)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_documents_are_kept_as_numbers_and_not_as_masks(life, method):
+    case = Case(method, H, True, torch.float32)
+    assert {seen.mask_bytes[case] for seen in life[1]} == {B * 24 * 8}
+
+
+def test_documents_in_one_process_equal_attention_to_each_alone():
+    given = inputs(Case("ring", 2, True, torch.float64), 50)
+    for got, wanted in zip(with_gradients(causal_attention, given), expected(given), strict=True):
+        assert relative_error(got, wanted) <= 1e-12
+
+
+def test_without_documents_it_is_torch_s_own_attention_bit_for_bit():
+    q, k, v, _, _ = inputs(Case("ring", 2, False, torch.float32), 50)
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    plain = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
+    assert torch.equal(causal_attention(q, k, v), plain)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4, 8])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_position_is_on_one_rank_in_rising_order(method, cp):
+    held = [positions(method, 96, cp, rank) for rank in range(cp)]
+    assert torch.cat(held).sort().values.tolist() == list(range(96))
+    assert all(len(mine) == 96 // cp and (mine.diff() > 0).all() for mine in held)
+
+
+def test_zigzag_gives_each_rank_the_same_work_and_contiguous_does_not():
+    def most_over_mean(method: ContextMethod) -> float:
+        work = [int((positions(method, 256, 4, rank) + 1).sum()) for rank in range(4)]
+        return max(work) / (sum(work) / 4)
+
+    assert most_over_mean("ring") == most_over_mean("all_gather") == 1.0
+    assert most_over_mean("ulysses") > 1.7
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("ring", 100, 4, 1, 8, 8), ["data.seq_len (100)", "2 x cp = 8", "try data.seq_len 96 or 104"]),
+        (("all_gather", 6, 4, 1, 8, 8), ["data.seq_len (6)", "try data.seq_len 8"]),
+        (("ulysses", 102, 4, 1, 8, 8), ["data.seq_len (102)", "cp = 4", "100 or 104"]),
+        (("ulysses", 96, 4, 1, 8, 2), ["model.num_kv_heads (2)", "cp (4)", "ring or all_gather", "cp to 1 or 2"]),
+        (("ulysses", 96, 4, 2, 8, 4), ["4 of model.num_heads (8)", "2 of model.num_kv_heads (4)", "tp 2"]),
+        (("ulysses", 96, 3, 1, 4, 4), ["model.num_heads (4)", "cp to 1 or 2 or 4"]),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_a_cure(asked, words):
+    with pytest.raises(InputError) as refused:
+        check_context(*asked)
+    assert [word for word in words if word not in str(refused.value)] == []
+
+
+@pytest.mark.parametrize(
+    "asked", [("ring", 96, 4, 1, 4, 1), ("all_gather", 7, 1, 1, 4, 1), ("ulysses", 96, 2, 2, 8, 4)]
+)
+def test_what_divides_is_accepted(asked):
+    check_context(*asked)
+
+
+def kernel_round(device: str, dtype: torch.dtype, *, is_masked: bool) -> list[Tensor]:
+    """out, log-sum-exp, dq and dkv of 40 queries and 24 keys; when masked, one query sees nothing."""
+    generator = torch.Generator().manual_seed(1)
+    draw = torch.randn(2, 40, 4, 64, generator=generator).to(device, dtype).transpose(1, 2)
+    kv = torch.randn(2, 2, 24, 2, 64, generator=generator).to(device, dtype).transpose(2, 3)
+    seen = torch.rand(2, 1, 40, 24, generator=generator) < 0.5
+    seen[:, :, 7] = False
+    mask = Mask(False, bias_of(seen.to(device), dtype) if is_masked else None)
+    found = kernel_forward(draw, kv, mask)
+    whole = Found(found.out_BHSE, torch.where(found.lse_BHS < UNSEEN / 2, 1.0, found.lse_BHS))
+    return [*whole, *kernel_backward(draw, draw, kv, whole, mask)]
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cuda_s_kernels_accept_what_they_are_given_and_return_the_same_shapes(dtype, is_masked):
+    on_cpu, on_cuda = (kernel_round(device, dtype, is_masked=is_masked) for device in ("cpu", "meta"))
+    assert [(x.shape, x.dtype) for x in on_cuda] == [(x.shape, x.dtype) for x in on_cpu]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cuda_s_kernels_agree_with_the_cpu_s(dtype, is_masked):
+    on_cpu, on_cuda = (kernel_round(device, dtype, is_masked=is_masked) for device in ("cpu", "cuda"))
+    for here, there in zip(on_cpu, on_cuda, strict=True):
+        assert relative_error(there.cpu().double(), here.double()) <= BANDS[dtype]

@@ -1,0 +1,160 @@
+"""Meshes to compare with one process, and what a rank sees of 20 AdamW steps on one."""
+
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from inner.config import ParallelConfig
+from inner.mesh import Degrees
+from inner.params import LocalParams, ParamSlice, ParamSpec, local_tensor
+from inner.presets import ModelSizes
+from inner.trainer import StepResult, Trainer
+from tests.harness import run_ranks
+from tests.inner.small import OPTIMIZER, batch, build_trainer, share, snapshot, whole_model
+
+ONE, PLAIN = Degrees(), ParallelConfig()
+STEPS = 20
+EOS = 7
+HELDOUT = 5
+"""Windows; not a multiple of any number of data ranks here but one."""
+
+# 61 tokens are no multiple of any degree; 2 key-value heads are fewer than tp 4.
+GROUPED = ModelSizes(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True)
+# One table read at both ends of the pipeline, one key-value head, layers that no number of stages divides.
+TIED = replace(GROUPED, num_layers=7, num_kv_heads=1, tie_embeddings=True, qk_norm=False)
+# Ulysses spreads key-value heads over ranks.
+MANY_HEADS = replace(GROUPED, num_kv_heads=4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An island to be compared with one process that trains the same sizes."""
+
+    degrees: Degrees = ONE
+    sizes: ModelSizes = GROUPED
+    parallel: ParallelConfig = PLAIN
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the trainer, both on the mesh and on one process."""
+
+    @property
+    def reference(self) -> "Case":
+        return Case(sizes=self.sizes, settings=self.settings)
+
+    def __str__(self) -> str:
+        """A test's name, for example pp2-tp2-zbv-tied."""
+        words = str(self.degrees).split(" x ")
+        if self.degrees.pp > 1:
+            words.append(self.parallel.schedule)
+        if self.degrees.cp > 1:
+            words.append(self.parallel.context)
+        words += [name for name, sizes in (("tied", TIED), ("heads", MANY_HEADS)) if self.sizes == sizes]
+        words += ["documents"] if "eos_id" in self.settings else []
+        others = self.parallel.model_dump(exclude_defaults=True, exclude={"schedule", "context"})
+        return "-".join(words + [f"{key}={value}" for key, value in others.items()])
+
+
+def case(
+    degrees: str, sizes: ModelSizes = GROUPED, micro_batch: int = 3, eos_id: int | None = None, **how: Any
+) -> Case:
+    """For example case("pp2 tp2", TIED, schedule="zbv"); `how` makes up the ParallelConfig."""
+    named = {axis.rstrip("0123456789"): int(axis.lstrip("_abcdefghijklmnopqrstuvwxyz")) for axis in degrees.split()}
+    settings: dict[str, Any] = {"micro_batch": micro_batch}
+    if eos_id is not None:
+        settings["eos_id"] = eos_id
+    return Case(Degrees(**named), sizes, ParallelConfig(**how), settings)
+
+
+@dataclass
+class Life:
+    """What one rank saw; tensors of the whole model on rank 0 only."""
+
+    specs: list[ParamSpec]
+    slices: list[ParamSlice]
+    theta0: dict[str, Tensor]
+    num_holders: set[int]
+    """How many ranks hold an element of a matrix of the blocks."""
+    first_pieces: list[Tensor]
+    heldout: tuple[float, int]
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    steps: list[StepResult] = field(default_factory=list)
+    final: dict[str, Tensor] = field(default_factory=dict)
+    last_pieces: list[Tensor] = field(default_factory=list)
+    is_in_place: bool = False
+
+
+@cache
+def lives(case: "Key") -> list[Life]:
+    """Every rank's life, by rank."""
+    return run_ranks(live, case.value.degrees.num_ranks, case.value, timeout_seconds=280)
+
+
+@dataclass(frozen=True)
+class Key:
+    """A case by its text, which dicts in it keep from being hashed."""
+
+    text: str
+    value: Case = field(compare=False)
+
+
+def of(case: Case) -> list[Life]:
+    return lives(Key(repr(case), case))
+
+
+def live(rank: int, case: Case) -> Life:
+    """20 steps on one mesh. Clipping is tested by the norm: unclipped gradients can be compared with one another."""
+    config = OPTIMIZER.model_copy(update={"clip_norm": None})
+    trainer = build_trainer(case.degrees, case.sizes, config, case.parallel, **case.settings)
+    params = trainer.params
+    theta0, holders = whole_model(params)
+    matrix = holders["layers.0.ffn.up_proj.weight"]
+    heldout = [batch(1000 + number)[: trainer.settings.micro_batch] for number in range(HELDOUT)]
+    life = Life(
+        params.specs,
+        params.slices,
+        theta0 if rank == 0 else {},
+        set(matrix.flatten().tolist()),
+        snapshot(params),
+        trainer.evaluate(heldout[trainer.data_rank :: trainer.num_data_ranks]),
+    )
+    addresses = [params.read(index).data_ptr() for index in range(len(params.slices))]
+
+    def keep_gradients(*_: object) -> None:
+        if not life.gradients:
+            life.gradients = whole_gradients(trainer)
+
+    register_optimizer_step_pre_hook(keep_gradients)
+    for step in range(STEPS):
+        micro_batches = share(trainer, batch(step))
+        assert len(micro_batches) == trainer.micro_batches_per_step
+        life.steps.append(trainer.step(micro_batches))
+    final, _ = whole_model(params)
+    life.final = final if rank == 0 else {}
+    life.last_pieces = snapshot(params)
+    life.is_in_place = addresses == [params.read(index).data_ptr() for index in range(len(params.slices))]
+    return life
+
+
+def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
+    """Every gradient as a matrix put together from all ranks' slices; on rank 0."""
+    grads = {name: param.grad for part in trainer.parts for name, param in part.named_parameters()}
+    mine = []
+    for held in trainer.params.slices:
+        grad = grads[held.name]
+        assert grad is not None, f"{held.name} has no gradient"
+        mine.append((held, local_tensor(grad).reshape(held.shape).clone()))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return put_together(trainer.params, everyone) if dist.get_rank() == 0 else {"": torch.empty(0)}
+
+
+def put_together(params: LocalParams, everyone: list[list[tuple[ParamSlice, Tensor]]]) -> dict[str, Tensor]:
+    whole = {spec.name: torch.full(spec.matrix_shape, torch.nan) for spec in params.specs}
+    for pieces in everyone:
+        for held, values in pieces:
+            whole[held.name][slice(*held.rows), slice(*held.cols)] = values
+    return whole

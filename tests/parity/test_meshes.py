@@ -1,0 +1,176 @@
+"""Any mesh trains like one process: one life of 20 AdamW steps on each mesh, one claim a test.
+
+Up to 4 ranks by default; all of them, up to 16: pytest tests/parity -m "slow or not slow"
+"""
+
+import hashlib
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.inner.small import OPTIMIZER, batch
+from tests.parity.meshes import EOS, GROUPED, MANY_HEADS, TIED, Case, Life, case, of
+
+SMALL = [
+    case("dp_shard2"),
+    case("dp_replicate2", zero=2),
+    case("dp_shard3", micro_batch=2),
+    case("dp_shard4", TIED),
+    case("dp_replicate2 dp_shard2"),
+    case("tp2", micro_batch=6),
+    case("tp2", TIED, micro_batch=6, sequence_parallel=False, loss_chunk=7),
+    case("tp4", micro_batch=6),
+    case("dp_shard2 tp2", TIED, micro_batch=6),
+    case("cp2"),
+    case("cp2", TIED, context="all_gather"),
+    case("cp2", MANY_HEADS, context="ulysses"),
+    case("cp2", eos_id=EOS),
+    case("cp4", TIED),
+    case("dp_shard2 cp2"),
+    case("cp2 tp2", context="all_gather", eos_id=EOS),
+    case("pp2"),
+    case("pp2", TIED, schedule="gpipe"),
+    case("pp2", schedule="interleaved_1f1b"),
+    case("pp2", TIED, schedule="zbv"),
+    case("pp2", schedule="dualpipev", micro_batch=2),
+    case("pp2 dp_shard2", schedule="breadth_first"),
+    case("pp2 dp_replicate2", TIED, zero=3),
+    case("pp2 tp2", TIED, schedule="interleaved_zero_bubble"),
+    case("pp2 cp2", schedule="zbv", eos_id=EOS),
+    case("pp4", TIED),
+    case("dp_shard2", recompute="full"),
+    case("tp2", micro_batch=6, recompute="selective"),
+    case("pp2", schedule="interleaved_zero_bubble", recompute="attention"),
+]
+LARGE = [
+    case("dp_shard2 cp2 tp2", recompute="full"),
+    case("dp_replicate2 dp_shard2 tp2", TIED),
+    case("dp_replicate2 dp_shard2 cp2", TIED, context="all_gather"),
+    case("dp_replicate2 cp2 tp2", MANY_HEADS, context="ulysses", sequence_parallel=False),
+    case("pp2 dp_shard2 tp2"),
+    case("pp2 dp_replicate2 dp_shard2", TIED, schedule="breadth_first", micro_batch=1),
+    case("pp2 dp_shard2 cp2", TIED, schedule="interleaved_1f1b", eos_id=EOS),
+    case("pp2 cp2 tp2", TIED, schedule="zbv"),
+    case("pp4 tp2", TIED, schedule="1f1b"),
+    case("pp2 dp_replicate2 tp4", TIED, schedule="gpipe"),
+    case("pp2 dp_shard2 cp2 tp2"),
+    case("pp2 dp_shard2 cp2 tp2", TIED, schedule="interleaved_1f1b", eos_id=EOS),
+    case("pp2 dp_shard2 cp2 tp2", MANY_HEADS, schedule="zbv", context="ulysses", sequence_parallel=False),
+    case("pp2 dp_shard2 cp2 tp2", schedule="breadth_first", context="all_gather", recompute="selective"),
+    case("dp_replicate2 dp_shard2 cp2 tp2", TIED),
+    case("pp2 dp_replicate2 cp2 tp2", schedule="interleaved_zero_bubble", recompute="full", micro_batch=1),
+]
+CASES = [*SMALL, *(pytest.param(large, marks=pytest.mark.slow) for large in LARGE)]
+
+on_every_mesh = pytest.mark.parametrize("case", CASES, ids=lambda case: str(case))
+
+
+def digest(values: dict[str, Tensor]) -> str:
+    state = hashlib.sha256()
+    for name, tensor in values.items():
+        state.update(name.encode() + tensor.numpy().tobytes())
+    return state.hexdigest()
+
+
+def reference(case: Case) -> Life:
+    return of(case.reference)[0]
+
+
+def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert got.keys() == expected.keys()
+    for name, values in expected.items():
+        error = float((got[name] - values).abs().max() / values.abs().max())
+        assert error < tolerance, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("sizes", [GROUPED, TIED, MANY_HEADS], ids=["grouped", "tied", "heads"])
+def test_training_learns(sizes) -> None:
+    life = reference(case("dp_shard2", sizes))
+    first, last = life.steps[0].loss, life.steps[-1].loss
+    assert first is not None and last is not None
+    assert last < first - 0.3
+
+
+@on_every_mesh
+def test_initial_weights_are_the_same_bits(case: Case) -> None:
+    assert digest(of(case)[0].theta0) == digest(reference(case).theta0)
+
+
+@on_every_mesh
+def test_every_gradient_equals_one_process(case: Case) -> None:
+    assert_close(of(case)[0].gradients, reference(case).gradients, 1e-5)
+
+
+@on_every_mesh
+def test_first_gradient_norm_equals_one_process(case: Case) -> None:
+    assert of(case)[0].steps[0].grad_norm == pytest.approx(reference(case).steps[0].grad_norm, rel=1e-6)
+
+
+@on_every_mesh
+def test_20_losses_and_norms_equal_one_process(case: Case) -> None:
+    for got, expected in zip(of(case)[0].steps, reference(case).steps, strict=True):
+        assert (got.step, got.tokens, got.lr) == (expected.step, expected.tokens, expected.lr)
+        assert got.loss == pytest.approx(expected.loss, rel=1e-4)
+        assert got.grad_norm == pytest.approx(expected.grad_norm, rel=1e-3)
+
+
+@on_every_mesh
+def test_weights_after_20_steps_equal_one_process(case: Case) -> None:
+    assert_close(of(case)[0].final, reference(case).final, 1e-3)
+
+
+@on_every_mesh
+def test_heldout_loss_equals_one_process_with_unequal_shares(case: Case) -> None:
+    loss_sum, tokens = reference(case).heldout
+    for life in of(case):
+        assert life.heldout[0] == pytest.approx(loss_sum, rel=1e-6)
+        assert life.heldout[1] == tokens
+
+
+@on_every_mesh
+def test_every_rank_reports_the_same_step(case: Case) -> None:
+    reports = [[(step.loss, step.grad_norm) for step in life.steps] for life in of(case)]
+    assert all(report == reports[0] for report in reports)
+
+
+@on_every_mesh
+def test_specs_are_the_same_on_every_rank_of_every_mesh(case: Case) -> None:
+    assert all(life.specs == reference(case).specs for life in of(case))
+
+
+@on_every_mesh
+def test_slices_of_a_replica_cover_a_matrix_exactly_once(case: Case) -> None:
+    assert all(life.num_holders == {case.degrees.dp_replicate} for life in of(case))
+
+
+@on_every_mesh
+def test_training_never_moves_a_parameter_in_memory(case: Case) -> None:
+    assert all(life.is_in_place for life in of(case))
+
+
+@on_every_mesh
+def test_ranks_that_hold_the_same_slice_keep_the_same_bits(case: Case) -> None:
+    seen: dict[object, Tensor] = {}
+    for life in of(case):
+        for held, piece in zip(life.slices, life.last_pieces, strict=True):
+            assert torch.equal(seen.setdefault(held, piece), piece), held
+
+
+@pytest.mark.parametrize("case", [case("dp_shard2"), case("dp_shard4", TIED)], ids=str)
+def test_no_two_shards_hold_the_same_numbers(case: Case) -> None:
+    embeddings = [life.first_pieces[0] for life in of(case)]
+    rows = min(piece.shape[0] for piece in embeddings)
+    for rank, piece in enumerate(embeddings):
+        assert not any(torch.equal(piece[:rows], other[:rows]) for other in embeddings[:rank])
+
+
+def test_document_mask_changes_the_loss() -> None:
+    with_mask, without = reference(case("cp2", eos_id=EOS)), reference(case("cp2"))
+    assert not math.isclose(with_mask.heldout[0], without.heldout[0], rel_tol=1e-5)
+
+
+def test_tokens_are_the_valid_targets() -> None:
+    valid = int((batch(0)[:, 1:] >= 0).sum())
+    assert reference(case("dp_shard2")).steps[0].tokens == valid < OPTIMIZER.tokens_per_step
