@@ -46,6 +46,8 @@ class ChunkedCrossEntropy:
 
     def __call__(self, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
         """The loss summed over valid targets, 0-dim fp32."""
+        if not torch.is_grad_enabled():
+            x_TD, weight_VD = x_TD.detach(), weight_VD.detach()
         return _CrossEntropy.apply(x_TD, weight_VD, targets_T, self.chunk_tokens, self.shard)
 
 

@@ -3,17 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from inner.attention import UNSEEN, Attend, Found, Mask, bias_of, causal_attention, kernel_backward, kernel_forward
+from inner.attention import Attend, causal_attention
 from inner.config import ContextMethod
 from inner.errors import InputError
 from inner.measure.ledger import Ledger
@@ -21,19 +20,11 @@ from inner.model import rotate
 from inner.parallel.context import build_attend, positions
 from inner.parallel.limits import bytes_per_attention, check_context
 from tests.harness import run_ranks
+from tests.inner.sequences import BANDS, B, Case, E, H, Inputs, expected, inputs, strided, with_gradients
 from tests.inner.small import relative_error
 
 METHODS: tuple[ContextMethod, ...] = get_args(ContextMethod)
 DEGREES = (2, 4)
-B, H, E = 2, 4, 8
-BANDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-class Case(NamedTuple):
-    method: ContextMethod
-    num_kv_heads: int
-    has_documents: bool
-    dtype: torch.dtype
 
 
 def cases(cp: int) -> list[Case]:
@@ -56,53 +47,6 @@ class Seen:
     long_errors: list[float] = field(default_factory=list)
     rope_errors: dict[str, tuple[float, float]] = field(default_factory=dict)
     repeats: dict[str, list[bool]] = field(default_factory=dict)
-
-
-class Inputs(NamedTuple):
-    """A whole sequence, fp64, rounded to the case's dtype."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dy: Tensor
-    documents: Tensor | None
-
-
-def inputs(case: Case, seq_len: int) -> Inputs:
-    generator = torch.Generator().manual_seed(seq_len)
-
-    def draw(num_heads: int) -> Tensor:
-        return torch.randn(B, seq_len, num_heads, E, generator=generator).to(case.dtype).double()
-
-    starts = torch.rand(B, seq_len, generator=generator) < 0.15
-    documents = starts.long().cumsum(dim=-1) if case.has_documents else None
-    return Inputs(draw(H), draw(case.num_kv_heads), draw(case.num_kv_heads), draw(H), documents)
-
-
-def strided(x: Tensor) -> Tensor:
-    """The same numbers, dims 0 and 1 the other way round in memory."""
-    return x.transpose(0, 1).contiguous().transpose(0, 1)
-
-
-def each_document_alone(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
-    """The reference: sequence by sequence, document by document."""
-    rows = []
-    for row in range(len(q)):
-        lengths = documents[row].unique_consecutive(return_counts=True)[1].tolist()
-        pieces = zip(*(x[row].split(lengths) for x in (q, k, v)), strict=True)
-        rows.append(torch.cat([causal_attention(*(x[None] for x in piece))[0] for piece in pieces]))
-    return torch.stack(rows)
-
-
-def with_gradients(attend: Callable[..., Tensor], given: Inputs) -> list[Tensor]:
-    """y, dq, dk, dv."""
-    leaves = [x.detach().requires_grad_() for x in given[:3]]
-    y = attend(*leaves, given.documents)
-    return [y.detach(), *torch.autograd.grad(y, leaves, given.dy)]
-
-
-def expected(given: Inputs) -> list[Tensor]:
-    return with_gradients(causal_attention if given.documents is None else each_document_alone, given)
 
 
 def share(given: Inputs, here: Tensor, dtype: torch.dtype) -> Inputs:
@@ -286,19 +230,6 @@ def test_documents_are_kept_as_numbers_and_not_as_masks(life, method):
     assert {seen.mask_bytes[case] for seen in life[1]} == {B * 24 * 8}
 
 
-def test_documents_in_one_process_equal_attention_to_each_alone():
-    given = inputs(Case("ring", 2, True, torch.float64), 50)
-    for got, wanted in zip(with_gradients(causal_attention, given), expected(given), strict=True):
-        assert relative_error(got, wanted) <= 1e-12
-
-
-def test_without_documents_it_is_torch_s_own_attention_bit_for_bit():
-    q, k, v, _, _ = inputs(Case("ring", 2, False, torch.float32), 50)
-    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-    plain = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
-    assert torch.equal(causal_attention(q, k, v), plain)
-
-
 @pytest.mark.parametrize("cp", [1, 2, 4, 8])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_position_is_on_one_rank_in_rising_order(method, cp):
@@ -338,32 +269,3 @@ def test_what_does_not_divide_is_refused_with_a_cure(asked, words):
 )
 def test_what_divides_is_accepted(asked):
     check_context(*asked)
-
-
-def kernel_round(device: str, dtype: torch.dtype, *, is_masked: bool) -> list[Tensor]:
-    """out, log-sum-exp, dq and dkv of 40 queries and 24 keys; when masked, one query sees nothing."""
-    generator = torch.Generator().manual_seed(1)
-    draw = torch.randn(2, 40, 4, 64, generator=generator).to(device, dtype).transpose(1, 2)
-    kv = torch.randn(2, 2, 24, 2, 64, generator=generator).to(device, dtype).transpose(2, 3)
-    seen = torch.rand(2, 1, 40, 24, generator=generator) < 0.5
-    seen[:, :, 7] = False
-    mask = Mask(False, bias_of(seen.to(device), dtype) if is_masked else None)
-    found = kernel_forward(draw, kv, mask)
-    whole = Found(found.out_BHSE, torch.where(found.lse_BHS < UNSEEN / 2, 1.0, found.lse_BHS))
-    return [*whole, *kernel_backward(draw, draw, kv, whole, mask)]
-
-
-@pytest.mark.parametrize("is_masked", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_cuda_s_kernels_accept_what_they_are_given_and_return_the_same_shapes(dtype, is_masked):
-    on_cpu, on_cuda = (kernel_round(device, dtype, is_masked=is_masked) for device in ("cpu", "meta"))
-    assert [(x.shape, x.dtype) for x in on_cuda] == [(x.shape, x.dtype) for x in on_cpu]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("is_masked", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_cuda_s_kernels_agree_with_the_cpu_s(dtype, is_masked):
-    on_cpu, on_cuda = (kernel_round(device, dtype, is_masked=is_masked) for device in ("cpu", "cuda"))
-    for here, there in zip(on_cpu, on_cuda, strict=True):
-        assert relative_error(there.cpu().double(), here.double()) <= BANDS[dtype]

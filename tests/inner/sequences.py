@@ -1,0 +1,68 @@
+"""Queries, keys and values of whole sequences, and what attention must make of them."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from inner.attention import causal_attention
+from inner.config import ContextMethod
+
+B, H, E = 2, 4, 8
+BANDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Relative errors that rounding explains."""
+
+
+class Case(NamedTuple):
+    method: ContextMethod
+    num_kv_heads: int
+    has_documents: bool
+    dtype: torch.dtype
+
+
+class Inputs(NamedTuple):
+    """A whole sequence, fp64, rounded to the case's dtype."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dy: Tensor
+    documents: Tensor | None
+
+
+def inputs(case: Case, seq_len: int) -> Inputs:
+    generator = torch.Generator().manual_seed(seq_len)
+
+    def draw(num_heads: int) -> Tensor:
+        return torch.randn(B, seq_len, num_heads, E, generator=generator).to(case.dtype).double()
+
+    starts = torch.rand(B, seq_len, generator=generator) < 0.15
+    documents = starts.long().cumsum(dim=-1) if case.has_documents else None
+    return Inputs(draw(H), draw(case.num_kv_heads), draw(case.num_kv_heads), draw(H), documents)
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same numbers, dims 0 and 1 the other way round in memory."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def each_document_alone(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+    """The reference: sequence by sequence, document by document."""
+    rows = []
+    for row in range(len(q)):
+        lengths = documents[row].unique_consecutive(return_counts=True)[1].tolist()
+        pieces = zip(*(x[row].split(lengths) for x in (q, k, v)), strict=True)
+        rows.append(torch.cat([causal_attention(*(x[None] for x in piece))[0] for piece in pieces]))
+    return torch.stack(rows)
+
+
+def with_gradients(attend: Callable[..., Tensor], given: Inputs) -> list[Tensor]:
+    """y, dq, dk, dv."""
+    leaves = [x.detach().requires_grad_() for x in given[:3]]
+    y = attend(*leaves, given.documents)
+    return [y.detach(), *torch.autograd.grad(y, leaves, given.dy)]
+
+
+def expected(given: Inputs) -> list[Tensor]:
+    return with_gradients(causal_attention if given.documents is None else each_document_alone, given)

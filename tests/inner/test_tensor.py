@@ -1,0 +1,72 @@
+"""What tensor and context parallelism keep for the backward, against one process; parity is in tests/parity."""
+
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from inner.config import ParallelConfig
+from inner.mesh import Degrees
+from inner.presets import ModelSizes
+from tests.harness import run_ranks
+from tests.inner.small import OPTIMIZER, SEQUENCES, batch, build_trainer
+
+# Activations, not weights, must be what is kept.
+SIZES = ModelSizes(dim=64, num_layers=2, num_heads=8, num_kv_heads=4, ffn_dim=128, vocab_size=61)
+
+
+class Kept:
+    """Bytes that autograd keeps, each storage once, without those of parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._seen: dict[int, Tensor] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        self._seen.setdefault(local.untyped_storage().data_ptr(), local)
+        return tensor
+
+    @property
+    def num_bytes(self) -> int:
+        params = [param.to_local() if isinstance(param, DTensor) else param for param in self._model.parameters()]
+        own = {param.untyped_storage().data_ptr() for param in params}
+        return sum(t.untyped_storage().nbytes() for pointer, t in self._seen.items() if pointer not in own)
+
+
+def kept_on_a_rank(rank: int, degrees: Degrees, parallel: ParallelConfig) -> int:
+    """Bytes kept by the blocks in one forward of all sequences."""
+    trainer = build_trainer(degrees, SIZES, OPTIMIZER, parallel, micro_batch=SEQUENCES)
+    kept = Kept(trainer.parts[0])
+    tokens = trainer._cut(batch(0).clamp(min=0)).tokens_BS
+    blocks = list(trainer.parts[0].blocks())
+    # From the first block to the last: neither embedding nor loss.
+    hooks: Any = saved_tensors_hooks(kept.pack, lambda tensor: tensor)
+    blocks[0].register_forward_pre_hook(lambda *_: hooks.__enter__())
+    blocks[-1].register_forward_hook(lambda *_: hooks.__exit__())
+    trainer.parts[0](tokens, targets_BS=tokens)
+    return kept.num_bytes
+
+
+def kept(degrees: Degrees, **parallel: Any) -> int:
+    return run_ranks(kept_on_a_rank, degrees.num_ranks, degrees, ParallelConfig(**parallel))[0]
+
+
+@pytest.fixture(scope="module")
+def of_one_process() -> int:
+    return kept(Degrees())
+
+
+def test_sequence_parallel_over_two_ranks_keeps_half(of_one_process: int) -> None:
+    assert 0.45 < kept(Degrees(tp=2)) / of_one_process < 0.56
+
+
+def test_tensor_parallel_without_it_keeps_the_stream_on_every_rank(of_one_process: int) -> None:
+    assert 0.6 < kept(Degrees(tp=2), sequence_parallel=False) / of_one_process < 0.85
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
+def test_context_parallel_over_two_ranks_keeps_half(of_one_process: int, method: str) -> None:
+    assert 0.45 < kept(Degrees(cp=2), context=method) / of_one_process < 0.56
