@@ -1,0 +1,59 @@
+"""A model that does not fit a mesh: the error names field, value and cure, before anything is built."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from inner.config import ParallelConfig
+from inner.errors import InputError
+from inner.mesh import Degrees
+from inner.parallel.check import check_layout
+from inner.presets import ModelSizes
+
+SIZES = ModelSizes(dim=96, num_layers=6, num_heads=12, num_kv_heads=6, ffn_dim=256, vocab_size=260)
+
+
+def check(
+    degrees: Degrees, seq_len: int = 64, num_micro_batches: int = 8, sizes: dict[str, int] | None = None, **how: Any
+) -> None:
+    check_layout(replace(SIZES, **(sizes or {})), degrees, ParallelConfig(**how), seq_len, num_micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "how"),
+    [
+        (Degrees(), {}),
+        (Degrees(pp=2, dp_shard=2, cp=2, tp=2), {}),
+        (Degrees(tp=4), {"sizes": {"num_kv_heads": 2}}),
+        (Degrees(tp=12), {"sizes": {"num_kv_heads": 1, "ffn_dim": 240}, "sequence_parallel": False}),
+        (Degrees(pp=6), {}),
+        (Degrees(pp=2), {"layers_per_stage": (4, 2)}),
+        (Degrees(cp=3), {"seq_len": 66, "context": "ulysses"}),
+        (Degrees(dp_shard=1024), {}),
+    ],
+)
+def test_what_fits_is_let_through(degrees: Degrees, how: dict[str, Any]) -> None:
+    check(degrees, **how)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "how", "texts"),
+    [
+        (Degrees(tp=5), {}, ["island.mesh.tp (5)", "model.num_heads (12)", "1 or 2 or 3 or 4", "num_heads to 15"]),
+        (Degrees(tp=3), {}, ["island.mesh.tp (3)", "model.ffn_dim (256)", "1 or 2", "ffn_dim to 258"]),
+        (Degrees(tp=4), {}, ["island.mesh.tp (4)", "model.num_kv_heads (6)", "1 or 2 or 3"]),
+        (Degrees(tp=2), {"seq_len": 63}, ["island.mesh.tp (2)", "data.seq_len 63", "multiple of 2", "false"]),
+        (Degrees(tp=2), {"sizes": {"vocab_size": 1}}, ["island.mesh.tp (2)", "model.vocab_size (1)"]),
+        (Degrees(cp=2), {"seq_len": 66}, ["data.seq_len (66)", "cp", "multiple of 2 x cp = 4", "64 or 68"]),
+        (Degrees(cp=4), {"context": "ulysses"}, ["cp (4)", "num_kv_heads", "ring or all_gather"]),
+        (Degrees(pp=8), {}, ["model.num_layers (6)", "island.mesh.pp (8)", "6 or less", "8 or more"]),
+        (Degrees(pp=2), {"schedule": "zbv", "stages_per_rank": 3}, ["stages_per_rank", "zbv wants 2", "got 3"]),
+        (Degrees(pp=2), {"layers_per_stage": (4, 3)}, ["layers_per_stage", "adds up to 7", "6 layers"]),
+        (Degrees(pp=4), {"num_micro_batches": 2}, ["schedule: 1f1b", "at least 4", "got 2", "tokens_per_step"]),
+    ],
+)
+def test_what_does_not_fit_is_named_with_a_cure(degrees: Degrees, how: dict[str, Any], texts: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        check(degrees, **how)
+    assert [text for text in texts if text not in str(caught.value)] == [], caught.value
