@@ -54,16 +54,22 @@ class Case:
             words.append(self.parallel.context)
         words += [name for name, sizes in (("tied", TIED), ("heads", MANY_HEADS)) if self.sizes == sizes]
         words += ["documents"] if "eos_id" in self.settings else []
+        words += ["bf16"] if self.settings["compute_dtype"] == "bfloat16" else []
         others = self.parallel.model_dump(exclude_defaults=True, exclude={"schedule", "context"})
         return "-".join(words + [f"{key}={value}" for key, value in others.items()])
 
 
 def case(
-    degrees: str, sizes: ModelSizes = GROUPED, micro_batch: int = 3, eos_id: int | None = None, **how: Any
+    degrees: str,
+    sizes: ModelSizes = GROUPED,
+    micro_batch: int = 3,
+    eos_id: int | None = None,
+    compute_dtype: str = "float32",
+    **how: Any,
 ) -> Case:
     """For example case("pp2 tp2", TIED, schedule="zbv"); `how` makes up the ParallelConfig."""
     named = {axis.rstrip("0123456789"): int(axis.lstrip("_abcdefghijklmnopqrstuvwxyz")) for axis in degrees.split()}
-    settings: dict[str, Any] = {"micro_batch": micro_batch}
+    settings: dict[str, Any] = {"micro_batch": micro_batch, "compute_dtype": compute_dtype}
     if eos_id is not None:
         settings["eos_id"] = eos_id
     return Case(Degrees(**named), sizes, ParallelConfig(**how), settings)
