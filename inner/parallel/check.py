@@ -4,7 +4,7 @@ from inner.config import ParallelConfig
 from inner.errors import InputError
 from inner.mesh import Degrees
 from inner.parallel.limits import check_context
-from inner.parallel.stages import check_micro_batches, plan_stages
+from inner.parallel.stages import SPLIT_BACKWARD, check_micro_batches, plan_stages
 from inner.presets import ModelSizes
 
 
@@ -17,6 +17,7 @@ def check_layout(
     """
     plan_stages(parallel, sizes.num_layers, degrees.pp)
     check_micro_batches(parallel, degrees.pp, num_micro_batches)
+    _check_compile(parallel, degrees.pp)
     _check_tensor(sizes, degrees.tp)
     check_context(parallel.context, seq_len, degrees.cp, degrees.tp, sizes.num_heads, sizes.num_kv_heads)
     positions = seq_len // degrees.cp
@@ -25,6 +26,15 @@ def check_layout(
             f"island.mesh.tp ({degrees.tp}) must divide the positions of a rank, data.seq_len {seq_len} / cp "
             f"{degrees.cp} = {positions}, under sequence parallel; set data.seq_len to a multiple of "
             f"{degrees.cp * degrees.tp}, or island.parallel.sequence_parallel to false"
+        )
+
+
+def _check_compile(parallel: ParallelConfig, pp: int) -> None:
+    if parallel.compile and pp > 1 and parallel.schedule in SPLIT_BACKWARD:
+        raise InputError(
+            f"island.parallel.compile: a compiled block has one backward, and schedule {parallel.schedule} takes it "
+            "in two, for inputs and for weights; set compile to false, or schedule to 1f1b, interleaved_1f1b or "
+            "breadth_first"
         )
 
 

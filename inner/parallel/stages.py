@@ -30,6 +30,8 @@ SINGLE: tuple[Schedule, ...] = ("gpipe", "1f1b")
 """Schedules of one stage a rank."""
 V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
 """Schedules of two stages a rank, laid out as a V."""
+SPLIT_BACKWARD: tuple[Schedule, ...] = ("interleaved_zero_bubble", "zbv", "dualpipev")
+"""Schedules that compute the gradients of inputs and of weights at different times."""
 ROUNDS: tuple[Schedule, ...] = ("interleaved_1f1b", "interleaved_zero_bubble")
 """Schedules that go through the micro-batches in equal rounds."""
 

@@ -50,6 +50,7 @@ def test_what_fits_is_let_through(degrees: Degrees, how: dict[str, Any]) -> None
         (Degrees(pp=8), {}, ["model.num_layers (6)", "island.mesh.pp (8)", "6 or less", "8 or more"]),
         (Degrees(pp=2), {"schedule": "zbv", "stages_per_rank": 3}, ["stages_per_rank", "zbv wants 2", "got 3"]),
         (Degrees(pp=2), {"layers_per_stage": (4, 3)}, ["layers_per_stage", "adds up to 7", "6 layers"]),
+        (Degrees(pp=2), {"schedule": "zbv", "compile": True}, ["parallel.compile", "zbv", "compile to false", "1f1b"]),
         (Degrees(pp=4), {"num_micro_batches": 2}, ["schedule: 1f1b", "at least 4", "got 2", "tokens_per_step"]),
     ],
 )
