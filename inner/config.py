@@ -131,9 +131,7 @@ class MeshConfig(Section):
         return self
 
 
-Schedule = Literal[
-    "gpipe", "1f1b", "interleaved_1f1b", "breadth_first", "interleaved_zero_bubble", "zbv", "dualpipev"
-]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "breadth_first", "interleaved_zero_bubble", "zbv", "dualpipev"]
 ContextMethod = Literal["ring", "all_gather", "ulysses"]
 Recompute = Literal["none", "attention", "selective", "full"]
 
@@ -166,7 +164,7 @@ class ProfileConfig(Section):
     steps: tuple[int, int] | None = None
     """First and last, counted from 1; None: no profile."""
     memory: bool = False
-    """Also who allocated what and when. Needs the steps' call stacks, which makes them slower."""
+    """Also which operation allocated what and when."""
 
     @model_validator(mode="after")
     def _steps_are_a_range(self) -> "ProfileConfig":

@@ -17,7 +17,7 @@ def check_layout(
     """
     plan_stages(parallel, sizes.num_layers, degrees.pp)
     check_micro_batches(parallel, degrees.pp, num_micro_batches)
-    _check_compile(parallel, degrees.pp)
+    _check_compile(parallel, degrees)
     _check_tensor(sizes, degrees.tp)
     check_context(parallel.context, seq_len, degrees.cp, degrees.tp, sizes.num_heads, sizes.num_kv_heads)
     positions = seq_len // degrees.cp
@@ -29,12 +29,25 @@ def check_layout(
         )
 
 
-def _check_compile(parallel: ParallelConfig, pp: int) -> None:
-    if parallel.compile and pp > 1 and parallel.schedule in SPLIT_BACKWARD:
+def _check_compile(parallel: ParallelConfig, degrees: Degrees) -> None:
+    """Raises InputError for what torch 2.13 cannot compile."""
+    if not parallel.compile:
+        return
+    where, recompute = "island.parallel.compile", parallel.recompute
+    if degrees.pp > 1 and parallel.schedule in SPLIT_BACKWARD:
         raise InputError(
-            f"island.parallel.compile: a compiled block has one backward, and schedule {parallel.schedule} takes it "
-            "in two, for inputs and for weights; set compile to false, or schedule to 1f1b, interleaved_1f1b or "
-            "breadth_first"
+            f"{where}: a compiled block has one backward, and schedule {parallel.schedule} takes it in two, for inputs "
+            "and for weights; set compile to false, or schedule to 1f1b, interleaved_1f1b or breadth_first"
+        )
+    if degrees.tp > 1 and recompute in ("attention", "full"):
+        raise InputError(
+            f"{where}: with island.mesh.tp {degrees.tp}, blocks that recompute {recompute} cannot be compiled; "
+            "set recompute to selective or none, or compile to false"
+        )
+    if degrees.cp > 1 and recompute != "none":
+        raise InputError(
+            f"{where}: with island.mesh.cp {degrees.cp}, blocks that recompute {recompute} would run uncompiled; "
+            "set recompute to none, or compile to false"
         )
 
 

@@ -11,6 +11,11 @@ def compile_blocks(part: nn.Module, device_type: str) -> None:
     Call it after tensor parallelism and recomputation, before FSDP. What enters a block must have arrived: an
     embedding under tensor and sequence parallelism hands out a tensor that is still under way, and the compiled
     backward breaks on that ("'Tensor' object has no attribute '_local_tensor'"), so wait for it before.
+
+    Known limits of torch 2.13. The exchange of context parallelism runs eagerly between two graphs, and with
+    recomputation around it the whole block does. With tensor parallelism, recomputation must be none or selective:
+    else the compiler tries to keep a DeviceMesh for the backward. A schedule that splits the backward (zero bubble)
+    cannot run twice through a compiled one.
     """
     _check_compiler(device_type)
     for layer in part.get_submodule("layers").children():

@@ -141,12 +141,14 @@ class _Call:
         def hand_out(tensor: Tensor) -> Tensor:
             nonlocal num_left
             saved = next(left)()
+            # Detached: an output that its own node holds would hold the node, and be freed never.
+            value = tensor.detach()
             if saved is not None:
-                saved.value = tensor.detach()
+                saved.value = value
             num_left -= 1
             if num_left == 0:
                 raise _Finished
-            return tensor
+            return value
 
         try:
             with torch.enable_grad(), saved_tensors_hooks(hand_out, _same), self._around:

@@ -60,8 +60,8 @@ LARGE = [
     case("pp2 dp_shard2 cp2 tp2", MANY_HEADS, schedule="zbv", context="ulysses", sequence_parallel=False),
     case("pp2 dp_shard2 cp2 tp2", schedule="breadth_first", context="all_gather", recompute="selective"),
     case("dp_replicate2 dp_shard2 cp2 tp2", TIED),
-    case("dp_shard2", compile=True),
-    case("pp2 cp2", schedule="interleaved_1f1b", compile=True, recompute="full"),
+    case("dp_shard2", compile=True, recompute="full"),
+    case("pp2 cp2", schedule="interleaved_1f1b", compile=True),
     case("pp2 dp_replicate2 cp2 tp2", schedule="interleaved_zero_bubble", recompute="full", micro_batch=1),
 ]
 CASES = [*SMALL, *(pytest.param(large, marks=pytest.mark.slow) for large in LARGE)]

@@ -1,0 +1,114 @@
+"""torch.compile for each block: the numbers of eager, one graph for all blocks, a clear word where it cannot be."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from inner.config import ParallelConfig, Recompute
+from inner.mesh import Degrees
+from inner.params import LocalParams
+from inner.presets import ModelSizes
+from tests.harness import run_ranks
+from tests.inner.small import batch, build_trainer, relative_error, share
+
+# More layers than torch.compile compiles variants of one function (8).
+SIZES = ModelSizes(dim=32, num_layers=9, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True)
+
+
+@dataclass
+class Life:
+    """What a rank saw of one step."""
+
+    loss: float | None
+    gradients: list[Tensor]
+    num_graphs: int
+    breaks: Counter[str]
+    names: list[str]
+
+
+def live(_: int, degrees: Degrees, parallel: ParallelConfig) -> Life:
+    trainer = build_trainer(degrees, SIZES, parallel=parallel)
+    (part,) = trainer.parts
+    gradients: list[Tensor] = []
+
+    def keep_gradients(*_: Any) -> None:
+        gradients.extend(param.grad.full_tensor() for param in part.parameters())  # pyright: ignore
+
+    register_optimizer_step_pre_hook(keep_gradients)
+    result = trainer.step(share(trainer, batch(0)))
+    names = [spec.name for spec in LocalParams(part, [part]).specs]
+    return Life(result.loss, gradients, counters["stats"]["unique_graphs"], Counter(counters["graph_break"]), names)
+
+
+def both(degrees: Degrees, recompute: Recompute = "none") -> tuple[Life, Life]:
+    """Eager without recomputation, and compiled."""
+    compiled = ParallelConfig(compile=True, recompute=recompute)
+    num_ranks = degrees.num_ranks
+    eager = run_ranks(live, num_ranks, degrees, ParallelConfig())
+    return eager[0], run_ranks(live, num_ranks, degrees, compiled, timeout_seconds=280)[0]
+
+
+CASES = {
+    "one": (Degrees(), "none"),
+    "fsdp2": (Degrees(dp_shard=2), "none"),
+}
+SLOW_CASES = {
+    "one-selective": (Degrees(), "selective"),
+    "tp2": (Degrees(tp=2), "none"),
+    "tp2-selective": (Degrees(tp=2), "selective"),
+    "one-attention": (Degrees(), "attention"),
+    "fsdp2-full": (Degrees(dp_shard=2), "full"),
+}
+
+
+needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_CASES)],
+)
+def lives(request: pytest.FixtureRequest) -> tuple[Life, Life]:
+    return both(*(CASES | SLOW_CASES)[request.param])
+
+
+@needs_compiler
+def test_loss_and_gradients_equal_eager(lives: tuple[Life, Life]) -> None:
+    eager, compiled = lives
+    assert compiled.loss == pytest.approx(eager.loss, rel=1e-6)
+    assert len(compiled.gradients) == len(eager.gradients) == len(eager.names)
+    for name, got, expected in zip(eager.names, compiled.gradients, eager.gradients, strict=True):
+        assert relative_error(got, expected) < 1e-5, name
+
+
+@needs_compiler
+def test_all_blocks_are_one_graph(lives: tuple[Life, Life]) -> None:
+    eager, compiled = lives
+    assert (eager.num_graphs, compiled.num_graphs) == (0, 1)
+    assert not compiled.breaks
+
+
+@needs_compiler
+def test_names_do_not_change(lives: tuple[Life, Life]) -> None:
+    eager, compiled = lives
+    assert compiled.names == eager.names
+
+
+def test_a_missing_compiler_is_said_with_a_cure() -> None:
+    program = "import torch; from inner.parallel.compile import *; compile_blocks(torch.nn.Module(), 'cpu')"
+    environment = os.environ | {"CXX": "/nonexistent/g++"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith("inner.errors.InputError: parallel.compile"), done.stderr
+    assert "'/nonexistent/g++'" in message and "set parallel.compile to false" in message

@@ -1,0 +1,178 @@
+"""Muon against its equations in fp64, against torch's, and the same on every mesh."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+from inner.config import OptimizerConfig, ParallelConfig
+from inner.mesh import Degrees
+from inner.muon import Muon, newton_schulz
+from inner.presets import ModelSizes
+from tests.harness import run_ranks
+from tests.inner.small import OPTIMIZER, batch, build_trainer, relative_error, share, whole_model
+
+# Tall, wide, square, fewer rows than ranks; not a multiple of 2 or 4 ranks in number or size.
+SHAPES = [(50, 32), (32, 50), (17, 17), (3, 40), (41, 5)]
+LR, MOMENTUM, DECAY, STEPS = 0.02, 0.9, 0.1, 4
+
+
+def matrices(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def plain_muon() -> list[Tensor]:
+    """The equations on whole matrices, in fp64."""
+    values, averages = [[m.double() for m in matrices(0)], [torch.zeros(s, dtype=torch.float64) for s in SHAPES]]
+    for step in range(STEPS):
+        for value, average, grad in zip(values, averages, matrices(1 + step), strict=True):
+            average.mul_(MOMENTUM).add_(grad.double(), alpha=1 - MOMENTUM)
+            ahead = MOMENTUM * average + (1 - MOMENTUM) * grad.double()
+            u, s, v = torch.linalg.svd(ahead / ahead.norm(), full_matrices=False)
+            for _ in range(5):
+                s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+            value.mul_(1 - LR * DECAY)
+            value.sub_(LR * 0.2 * max(value.shape) ** 0.5 * (u * s @ v))
+    return values
+
+
+Spread = tuple[tuple[int, ...], list[Placement]]
+"""The shape of a mesh, and how matrices lie on it."""
+
+SPREADS: dict[int, list[Spread]] = {
+    1: [((1,), [Shard(0)])],
+    2: [((2,), [Shard(0)]), ((2,), [Shard(1)]), ((2,), [Replicate()])],
+    4: [
+        ((4,), [Shard(0)]),
+        ((1, 4), [Replicate(), Shard(0)]),
+        ((2, 2), [Replicate(), Shard(0)]),
+        ((2, 2), [Shard(0), Shard(1)]),
+    ],
+}
+
+
+def all_spreads(_: int, num_ranks: int) -> list[list[Tensor]]:
+    """Whole matrices after some steps, for each way to spread them."""
+    return [step_all(*spread) for spread in SPREADS[num_ranks]]
+
+
+def step_all(shape: tuple[int, ...], placements: list[Placement]) -> list[Tensor]:
+    mesh = init_device_mesh("cpu", shape)
+
+    def spread(values: list[Tensor]) -> list[Any]:
+        return [distribute_tensor(value, mesh, placements, src_data_rank=None) for value in values]
+
+    params = [nn.Parameter(value) for value in spread(matrices(0))]
+    optimizer = Muon([{"params": list(params), "weight_decay": DECAY}], lr=LR, momentum=MOMENTUM)
+    for step in range(STEPS):
+        for param, grad in zip(params, spread(matrices(1 + step)), strict=True):
+            param.grad = grad
+        optimizer.step()
+    return [param.detach().full_tensor() for param in params]  # pyright: ignore
+
+
+@pytest.fixture(scope="module")
+def one() -> list[Tensor]:
+    return run_ranks(all_spreads, 1, 1)[0][0]
+
+
+def test_the_equations_hold(one: list[Tensor]) -> None:
+    for got, expected in zip(one, plain_muon(), strict=True):
+        assert relative_error(got, expected) < 1e-5
+
+
+def test_it_is_torchs_muon_but_for_rounding_in_bf16(one: list[Tensor]) -> None:
+    params = [nn.Parameter(value) for value in matrices(0)]
+    theirs = torch.optim.Muon(
+        params, lr=LR, weight_decay=DECAY, momentum=MOMENTUM, nesterov=True, adjust_lr_fn="match_rms_adamw"
+    )
+    for step in range(STEPS):
+        for param, grad in zip(params, matrices(1 + step), strict=True):
+            param.grad = grad
+        theirs.step()
+    for got, param, first in zip(one, params, matrices(0), strict=True):
+        assert 0 < (got - param).norm() / (param - first).norm() < 0.03
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_equal_gradients_give_equal_bits_on_every_mesh(one: list[Tensor], num_ranks: int) -> None:
+    for of_rank in run_ranks(all_spreads, num_ranks, num_ranks):
+        for spread, got in zip(SPREADS[num_ranks], of_rank, strict=True):
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, one, strict=True)), spread
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_singular_values_come_near_1_and_directions_stay(shape: tuple[int, int]) -> None:
+    (matrix,) = [m for m in matrices(5) if m.shape == shape]
+    result = newton_schulz(matrix)
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    core = u.T @ result @ v.T
+    assert core.diagonal().min() > 0.3 and core.diagonal().max() < 1.3
+    assert (core - core.diagonal().diag()).abs().max() < 1e-4
+
+
+def test_a_gradient_of_zero_moves_nothing() -> None:
+    assert torch.equal(newton_schulz(torch.zeros(4, 7)), torch.zeros(4, 7))
+
+
+SIZES = ModelSizes(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True)
+CONFIG = OptimizerConfig.model_validate(OPTIMIZER.model_dump() | {"name": "muon"})
+MESHES = {
+    "one": Degrees(),
+    "fsdp2": Degrees(dp_shard=2),
+    "fsdp4": Degrees(dp_shard=4),
+    "hsdp2x2": Degrees(dp_replicate=2, dp_shard=2),
+    "fsdp2-tp2": Degrees(dp_shard=2, tp=2),
+    # Two key-value heads for four ranks: their projections are replicated.
+    "tp4": Degrees(tp=4),
+    "pp2-fsdp2": Degrees(pp=2, dp_shard=2),
+}
+OTHERS = [name for name in MESHES if name != "one"]
+
+
+@dataclass
+class Life:
+    """The model before, after one step and after ten, and the loss of each step."""
+
+    models: list[dict[str, Tensor]]
+    losses: list[float | None]
+
+
+def live(_: int, num_ranks: int) -> dict[str, Life]:
+    return {name: train(degrees) for name, degrees in MESHES.items() if degrees.num_ranks == num_ranks}
+
+
+def train(degrees: Degrees) -> Life:
+    trainer = build_trainer(degrees, SIZES, CONFIG, ParallelConfig())
+    life = Life([whole_model(trainer.params)[0]], [])
+    for step in range(10):
+        life.losses.append(trainer.step(share(trainer, batch(step))).loss)
+        if step in (0, 9):
+            life.models.append(whole_model(trainer.params)[0])
+    return life
+
+
+@pytest.fixture(scope="module")
+def lives() -> dict[str, Life]:
+    return {name: life for n in (1, 2, 4) for name, life in run_ranks(live, n, n, timeout_seconds=200)[0].items()}
+
+
+def test_training_learns(lives: dict[str, Life]) -> None:
+    first, last = lives["one"].losses[0], lives["one"].losses[-1]
+    assert first is not None and last is not None and last < first - 0.1
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_training_on_a_mesh_equals_one_process(lives: dict[str, Life], name: str) -> None:
+    first, *expected = lives["one"].models
+    # In one step each rounded bit of a gradient counts as much as the iteration makes of it, later they average out.
+    for after, tolerance in enumerate((5e-5, 1e-5)):
+        for param, value in expected[after].items():
+            if param.startswith("layers.") and not param.endswith("norm.weight"):
+                got = lives[name].models[1 + after][param]
+                assert relative_error(got - first[param], value - first[param]) < tolerance, (param, after)
