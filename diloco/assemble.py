@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 
 from diloco.config import ConfigError, IslandConfig, RunConfig, differing_keys, dump_config, parse_config
+from diloco.measure import Speedometer, speedometer
 from diloco.metrics import EventRecord, Metrics
 from diloco.sinks import build_sinks
 from inner.data.batches import IslandBatches
 from inner.data.corpus import Corpus, prepare_corpus
+from inner.measure.profile import Profiler
 from inner.mesh import IslandMesh, resolve_degrees
 from inner.presets import resolve_sizes
 from inner.trainer import Trainer, TrainerSettings
@@ -35,7 +37,7 @@ GROUP_SECONDS = 1800.0
 
 @dataclass
 class Parts:
-    """What one rank of an island works with. Metrics are the leader's alone."""
+    """What one rank of an island works with. Metrics and the speedometer are the leader's alone."""
 
     config: RunConfig
     corpus: Corpus
@@ -44,7 +46,9 @@ class Parts:
     outer: OuterLoop
     network: Network
     loop: LoopThread
+    profiler: Profiler
     metrics: Metrics | None
+    speed: Speedometer | None
     tokens: int = 0
     """Trained on by this island so far."""
 
@@ -134,7 +138,9 @@ def assembled(config: RunConfig, island: IslandConfig, team: Team, device: str, 
     try:
         identity = Identity(island.island, team.broadcast(secrets.token_hex(8)), config.hash)
         outer = OuterLoop(config.outer, identity, trainer.params, team, network, loop)
-        yield Parts(config, corpus, batches, trainer, outer, network, loop, metrics)
+        speed = speedometer(config, island, corpus, device) if team.is_leader else None
+        with Profiler(island.profile, folder / "profile", team.rank) as profiler:
+            yield Parts(config, corpus, batches, trainer, outer, network, loop, profiler, metrics, speed)
     finally:
         close(network, loop, metrics)
 

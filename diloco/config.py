@@ -28,6 +28,7 @@ from inner.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    ProfileConfig,
     Section,
 )
 from outer.config import OuterConfig
@@ -85,6 +86,7 @@ class IslandConfig(Section):
     data_paths: tuple[str, ...] | None = None
     """Replaces data.paths on this island."""
     connect_seconds: float = Field(default=30.0, gt=0)
+    profile: ProfileConfig = ProfileConfig()
     tensorboard: bool = False
     wandb: Literal["off", "offline", "online"] = "off"
 

@@ -57,6 +57,7 @@ def inner_steps(parts: Parts) -> int:
             trainer.inner_step, trainer.data_rank, trainer.num_data_ranks, trainer.settings.micro_batch
         )
         result = trainer.step(batches)
+        parts.profiler.step()
         tokens += 0 if result.is_skipped else result.tokens
         record_step(parts, result)
     return tokens
@@ -83,10 +84,10 @@ def evaluate(parts: Parts) -> None:
 
 def record_step(parts: Parts, result: StepResult) -> None:
     """One line in metrics.jsonl, on the island's leader."""
-    if parts.metrics is None:
+    if parts.metrics is None or parts.speed is None:
         return
     parts.tokens += 0 if result.is_skipped else result.tokens
-    parts.metrics.step(step_record(result, parts.tokens))
+    parts.metrics.step(step_record(result, parts.tokens, parts.speed))
 
 
 def record_round(parts: Parts, report: RoundReport) -> None:

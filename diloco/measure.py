@@ -1,16 +1,43 @@
 """What islands and the baseline measure alike: a step's record, and held-out loss."""
 
 import math
+from dataclasses import dataclass
 
-from diloco.config import RunConfig
+from diloco.config import IslandConfig, RunConfig
 from diloco.metrics import EvalRecord, StepRecord
 from inner.data.batches import heldout_windows
 from inner.data.corpus import Corpus
+from inner.measure.flops import flops_per_token, peak_flops, utilisation
+from inner.presets import resolve_sizes
 from inner.trainer import StepResult, Trainer
 
 
-def step_record(result: StepResult, tokens: int) -> StepRecord:
+@dataclass(frozen=True)
+class Speedometer:
+    """Tells how much of an island's arithmetic a number of tokens a second uses."""
+
+    flops_per_token: float
+    peak: float | None
+    """Of one rank, operations a second, measured; None: this device has none in the compute dtype."""
+    num_ranks: int
+
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """Model FLOPs utilisation, in the convention of inner/measure/flops.py."""
+        if self.peak is None:
+            return None
+        return utilisation(self.flops_per_token, tokens_per_second, self.num_ranks, self.peak)
+
+
+def speedometer(config: RunConfig, island: IslandConfig, corpus: Corpus, device: str) -> Speedometer:
+    """For an island of these; measures the device's peak, which takes less than a second."""
+    sizes = resolve_sizes(config.model, corpus.vocab_size)
+    flops = flops_per_token(sizes, config.data.seq_len, island.parallel.recompute)
+    return Speedometer(flops.total, peak_flops(device, island.compute_dtype), island.ranks)
+
+
+def step_record(result: StepResult, tokens: int, speed: Speedometer) -> StepRecord:
     """The record of an inner step; `tokens` are all that have been trained on so far."""
+    tokens_per_second = result.tokens / result.seconds
     return StepRecord(
         step=result.step,
         tokens=tokens,
@@ -18,7 +45,8 @@ def step_record(result: StepResult, tokens: int) -> StepRecord:
         lr=result.lr,
         grad_norm=result.grad_norm,
         seconds=result.seconds,
-        tokens_per_second=result.tokens / result.seconds,
+        tokens_per_second=tokens_per_second,
+        mfu=speed.mfu(tokens_per_second),
         skipped=result.is_skipped,
     )
 

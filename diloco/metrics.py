@@ -20,6 +20,8 @@ class StepRecord:
     grad_norm: float | None
     seconds: float
     tokens_per_second: float
+    mfu: float | None = None
+    """Model FLOPs utilisation: share of the ranks' measured matmul peak that the model's arithmetic used."""
     skipped: bool = False
     time: float = field(default_factory=time.time)
     kind: Literal["step"] = "step"

@@ -18,8 +18,8 @@ def sum_tied(parts: Sequence[Transformer], ends: dist.ProcessGroup | None) -> No
 
     `ends`: the two ranks that hold them; None when there is one copy, or both are here. Both ranks must call it.
     """
-    copies = [part.embed.weight.grad for part in parts if part.embed is not None]
-    grads = [local_tensor(grad) for grad in copies if grad is not None]
+    tables = [part.embed.weight for part in parts if part.embed is not None]
+    grads = [local_tensor(table.grad) for table in tables if table.grad is not None]
     if len(grads) == 2:
         grads[0] += grads[1]
         grads[1].copy_(grads[0])
@@ -48,7 +48,9 @@ def _counted(parts: Sequence[Transformer]) -> Iterator[Tensor]:
     for part in parts:
         is_copy = part.stage.is_last and not part.stage.is_first
         for name, param in part.named_parameters():
-            if param.grad is not None and not (is_copy and name == TIED) and _is_first_replica(param.grad):
+            # Schedules have lost gradients without a word.
+            assert param.grad is not None, f"{name}: its gradient did not come"
+            if not (is_copy and name == TIED) and _is_first_replica(param.grad):
                 yield local_tensor(param.grad)
 
 

@@ -17,6 +17,7 @@ def check_layout(
     """
     plan_stages(parallel, sizes.num_layers, degrees.pp)
     check_micro_batches(parallel, degrees.pp, num_micro_batches)
+    _check_zero(parallel, degrees)
     _check_compile(parallel, degrees)
     _check_tensor(sizes, degrees.tp)
     check_context(parallel.context, seq_len, degrees.cp, degrees.tp, sizes.num_heads, sizes.num_kv_heads)
@@ -26,6 +27,16 @@ def check_layout(
             f"island.mesh.tp ({degrees.tp}) must divide the positions of a rank, data.seq_len {seq_len} / cp "
             f"{degrees.cp} = {positions}, under sequence parallel; set data.seq_len to a multiple of "
             f"{degrees.cp * degrees.tp}, or island.parallel.sequence_parallel to false"
+        )
+
+
+def _check_zero(parallel: ParallelConfig, degrees: Degrees) -> None:
+    if parallel.zero == 3 and degrees.pp > 1 and parallel.schedule in SPLIT_BACKWARD:
+        # torch 2.13 does not raise: parameters end without a gradient, or with a part of it.
+        raise InputError(
+            f"island.parallel.zero: 3 frees weights before schedule {parallel.schedule}, whose backward comes in two "
+            "halves, is done with them, and gradients would be lost; set zero to 2 or leave it out, or schedule to "
+            "1f1b, interleaved_1f1b or breadth_first"
         )
 
 

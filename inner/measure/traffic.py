@@ -1,0 +1,159 @@
+"""What an island's ranks must say to each other in one inner step: calls and bytes by mesh axis. No torch here."""
+
+from dataclasses import dataclass
+
+from inner.measure.gathers import Gathers, count_gathers
+from inner.measure.units import Workload, table_unit
+from inner.mesh import Degrees
+from inner.parallel.stages import Stage
+
+GRADIENT_BYTES = 4
+"""Gradients are reduced in fp32."""
+OTHER = "other"
+"""The axis of groups that are not along one of the mesh."""
+
+
+@dataclass(frozen=True, order=True)
+class Row:
+    """What one rank sends along one axis of the mesh by one kind of operation."""
+
+    axis: str
+    op: str
+    calls: int
+    sent_bytes: int
+
+
+def sent_bytes(op: str, size: int, num_ranks: int) -> int:
+    """Bytes that one rank sends in one call to which it gives `size` bytes, in a ring of `num_ranks`.
+
+    all_gather                            (n - 1) x size         each rank's piece passes every link but one
+    reduce_scatter, all_to_all            (n - 1) / n x size
+    all_reduce                            2 (n - 1) / n x size   a reduce-scatter, and an all-gather of its result
+    broadcast, reduce, gather, scatter    (n - 1) / n x size     the mean over the ranks
+    send                                  size
+
+    A ring sends the least; other algorithms of NCCL or gloo may send more.
+    """
+    if op == "send":
+        return size
+    if op == "all_gather":
+        return (num_ranks - 1) * size
+    times = 2 if op == "all_reduce" else 1
+    return times * (num_ranks - 1) * size // num_ranks
+
+
+def expected_traffic(work: Workload, pp_rank: int = 0) -> list[Row]:
+    """What a rank of pipeline coordinate `pp_rank` sends in one inner step's forward and backward.
+
+    Left out: bookkeeping of a few bytes (losses, norms, counts), and what Muon sends; AdamW and SGD send nothing.
+    """
+    tally = _Tally(work.degrees)
+    gathers = count_gathers(work, pp_rank)
+    for stage in work.stages_at(pp_rank):
+        _count_fsdp(tally, work, stage, gathers[stage.index])
+        _count_tensor(tally, work, stage)
+        _count_context(tally, work, stage)
+        _count_pipeline(tally, work, stage)
+    _count_tied(tally, work, pp_rank)
+    return tally.rows
+
+
+class _Tally:
+    """Adds up calls."""
+
+    def __init__(self, degrees: Degrees) -> None:
+        self._num_ranks = {axis: getattr(degrees, axis) for axis in ("pp", "dp_replicate", "fsdp", "cp", "tp")}
+        self._num_ranks[OTHER] = 2
+        self._totals: dict[tuple[str, str], tuple[int, int]] = {}
+
+    def add(self, axis: str, op: str, calls: int, size: int) -> None:
+        """`calls` of an operation to each of which the rank gives `size` bytes."""
+        if calls == 0 or size == 0 or self._num_ranks[axis] == 1:
+            return
+        before = self._totals.get((axis, op), (0, 0))
+        sent = sent_bytes(op, size, self._num_ranks[axis])
+        self._totals[axis, op] = before[0] + calls, before[1] + calls * sent
+
+    @property
+    def rows(self) -> list[Row]:
+        return [Row(*key, *total) for key, total in sorted(self._totals.items())]
+
+
+def _count_fsdp(tally: _Tally, work: Workload, stage: Stage, gathers: Gathers) -> None:
+    """Weights are gathered as often as they were freed; gradients are reduced once, in the last micro-batch."""
+    for unit, count in ((work.root(stage), gathers.root), *[(work.block, gathers.block)] * len(stage.layers)):
+        shard = unit.shard_numel(work.degrees.fsdp)
+        tally.add("fsdp", "all_gather", count, shard * work.compute_itemsize)
+        tally.add("fsdp", "reduce_scatter", 1, shard * work.degrees.fsdp * GRADIENT_BYTES)
+        tally.add("dp_replicate", "all_reduce", 1, shard * GRADIENT_BYTES)
+
+
+def _count_tensor(tally: _Tally, work: Workload, stage: Stage) -> None:
+    """Into each pair of matrices the stream is gathered, out of it partial sums are scattered; backward the reverse."""
+    many, num_layers = work.num_micro_batches, len(stage.layers)
+    piece = work.compute_itemsize * work.sizes.dim * work.stream_tokens
+    whole = work.compute_itemsize * work.sizes.dim * work.tokens
+    # A repeated block stops before its last product, so it does not scatter that.
+    repeats = num_layers * (work.parallel.recompute == "full")
+    if work.parallel.sequence_parallel:
+        gathers = 4 * num_layers + 2 * repeats + stage.is_first + stage.is_last
+        scatters = 4 * num_layers + repeats + stage.is_first + stage.is_last
+        tally.add("tp", "all_gather", many * gathers, piece)
+        tally.add("tp", "reduce_scatter", many * scatters, whole)
+        tally.add("tp", "all_reduce", 2 * num_layers + stage.is_last, work.sizes.dim * GRADIENT_BYTES)
+    else:
+        reduces = 4 * num_layers + repeats + stage.is_first + stage.is_last
+        tally.add("tp", "all_reduce", many * reduces, whole)
+    if work.sizes.num_kv_heads < work.degrees.tp:
+        # Each rank projects all key-value heads, and uses one.
+        table = work.sizes.num_kv_heads * work.sizes.head_dim * work.sizes.dim
+        tally.add("tp", "all_reduce", 2 * num_layers, table * GRADIENT_BYTES)
+    if stage.is_last:
+        _count_loss(tally, work)
+
+
+def _count_loss(tally: _Tally, work: Workload) -> None:
+    """Each chunk of tokens needs the largest logit, and the sums of the exponentials and of the targets' logits."""
+    for first in range(0, work.tokens, work.parallel.loss_chunk):
+        chunk = min(work.parallel.loss_chunk, work.tokens - first)
+        tally.add("tp", "all_reduce", work.num_micro_batches, 4 * chunk)
+        tally.add("tp", "all_reduce", work.num_micro_batches, 8 * chunk)
+
+
+def _count_context(tally: _Tally, work: Workload, stage: Stage) -> None:
+    """Keys and values pass each rank, forward and backward; their gradients, in fp32, come home. Or heads are traded.
+
+    Whatever a block computes again, it exchanges again.
+    """
+    backwards = work.num_micro_batches * len(stage.layers)
+    forwards = backwards * (1 if work.parallel.recompute == "none" else 2)
+    others = work.degrees.cp - 1
+    q_numel, kv_numel = work.q_numel, 2 * work.kv_numel
+    itemsize = work.compute_itemsize
+    if work.parallel.context == "ring":
+        tally.add("cp", "send", (forwards + backwards) * others, kv_numel * itemsize)
+        tally.add("cp", "send", backwards * others, kv_numel * GRADIENT_BYTES)
+    elif work.parallel.context == "all_gather":
+        tally.add("cp", "all_gather", forwards + backwards, kv_numel * itemsize)
+        tally.add("cp", "all_to_all", backwards, kv_numel * GRADIENT_BYTES * work.degrees.cp)
+    else:
+        tally.add("cp", "all_to_all", forwards + backwards, (q_numel + kv_numel) * itemsize)
+        tally.add("cp", "all_to_all", forwards + backwards, q_numel * itemsize)
+
+
+def _count_pipeline(tally: _Tally, work: Workload, stage: Stage) -> None:
+    """The stream goes to the next stage, its gradient to the one before; between stages of one rank nothing does."""
+    size = work.compute_itemsize * work.sizes.dim * work.stream_tokens
+    here = work.stage_ranks[stage.index]
+    for neighbour in (stage.index + 1, stage.index - 1):
+        if 0 <= neighbour < len(work.stages) and work.stage_ranks[neighbour] != here:
+            tally.add("pp", "send", work.num_micro_batches, size)
+
+
+def _count_tied(tally: _Tally, work: Workload, pp_rank: int) -> None:
+    """Both ends of a pipeline hold a tied table, and add up its gradients."""
+    ends = work.stage_ranks[0], work.stage_ranks[-1]
+    if work.sizes.tie_embeddings and ends[0] != ends[1] and pp_rank in ends:
+        shard = table_unit(work.sizes, work.degrees.tp).shard_numel(work.degrees.fsdp)
+        # Of two ranks, these two are all of pp.
+        tally.add("pp" if work.degrees.pp == 2 else OTHER, "all_reduce", 1, shard * GRADIENT_BYTES)

@@ -1,0 +1,102 @@
+import pytest
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from inner.config import OptimizerConfig, ParallelConfig, Recompute
+from inner.measure.flops import flops_per_token, peak_flops, utilisation
+from inner.mesh import Degrees
+from inner.presets import PRESETS, ModelSizes
+from tests.harness import run_ranks
+from tests.inner import small
+
+SEQUENCES = 2
+SEQ_LEN = 48
+MODELS = {
+    "untied, each query head its own keys": ModelSizes(
+        dim=64, num_layers=3, num_heads=4, num_kv_heads=4, ffn_dim=96, vocab_size=80
+    ),
+    "tied, shared keys": ModelSizes(
+        dim=64, num_layers=2, num_heads=8, num_kv_heads=2, ffn_dim=160, vocab_size=200, tie_embeddings=True
+    ),
+    "normed queries and keys": ModelSizes(
+        dim=96, num_layers=2, num_heads=6, num_kv_heads=3, ffn_dim=128, vocab_size=61, qk_norm=True
+    ),
+}
+KINDS: tuple[Recompute, ...] = ("none", "attention", "selective", "full")
+
+
+def _count(rank: int) -> dict[tuple[str, Recompute], int]:
+    """Operations of a step, per token, as torch counts them."""
+    counted = {}
+    for name, sizes in MODELS.items():
+        for recompute in KINDS:
+            trainer = small.build_trainer(
+                Degrees(),
+                sizes=sizes,
+                config=OptimizerConfig(tokens_per_step=SEQUENCES * SEQ_LEN),
+                parallel=ParallelConfig(recompute=recompute),
+                # torch has no count for the in-place product with which fp32 adds up the table's gradient.
+                compute_dtype="bfloat16",
+                micro_batch=SEQUENCES,
+                seq_len=SEQ_LEN,
+            )
+            window = small.batch(0)[:1, :2].repeat(SEQUENCES, SEQ_LEN)[:, : SEQ_LEN + 1]
+            # torch does not count the CPU's fused attention; but selective recompute keeps the results of no other.
+            kernel = SDPBackend.FLASH_ATTENTION if recompute == "selective" else SDPBackend.MATH
+            with FlopCounterMode(display=False) as counter, sdpa_kernel(kernel):
+                trainer.step([window])
+            counted[name, recompute] = counter.get_total_flops() / (SEQUENCES * SEQ_LEN)
+    return counted
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[tuple[str, Recompute], int]:
+    return run_ranks(_count, 1)[0]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_models_operations_are_what_torch_counts(counted, model):
+    assert counted[model, "none"] == pytest.approx(flops_per_token(MODELS[model], SEQ_LEN).total, rel=0.01)
+
+
+@pytest.mark.parametrize("recompute", ["none", "attention", "full"])
+@pytest.mark.parametrize("model", MODELS)
+def test_repeated_operations_are_what_torch_counts(counted, model, recompute):
+    flops = flops_per_token(MODELS[model], SEQ_LEN, recompute)
+    # The kernel that torch counts keeps the scores, fused ones compute them again.
+    scores = flops.attention / 6
+    assert counted[model, recompute] == pytest.approx(flops.hardware - scores, rel=0.01)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_selective_recompute_repeats_no_product(counted, model):
+    flops = flops_per_token(MODELS[model], SEQ_LEN, "selective")
+    assert counted[model, "selective"] == pytest.approx(flops.matmul, rel=0.01)
+    assert flops.recomputed == flops_per_token(MODELS[model], SEQ_LEN).recomputed
+
+
+def test_exact_causal_attention_is_the_mean_number_of_visible_keys():
+    full = flops_per_token(PRESETS["8b"], 8192)
+    exact = flops_per_token(PRESETS["8b"], 8192, is_causal_exact=True)
+    visible = sum(position + 1 for position in range(8192)) / 8192
+    assert exact.attention / full.attention == visible / 8192
+    assert exact.matmul == full.matmul
+
+
+def test_the_documented_figures():
+    assert flops_per_token(PRESETS["8b"], 8192).total == pytest.approx(57.9e9, rel=0.001)
+    assert flops_per_token(PRESETS["8b"], 8192, is_causal_exact=True).total == pytest.approx(51.5e9, rel=0.001)
+
+
+def test_the_cpus_peak_is_measured_once():
+    first = peak_flops("cpu", "float32")
+    assert first is not None and first > 0
+    assert peak_flops("cpu", "float32") == first
+
+
+def test_a_dtype_without_products_has_no_peak():
+    assert peak_flops("cpu", "bool") is None
+
+
+def test_utilisation_is_the_share_of_all_ranks_peak():
+    assert utilisation(flops=1e9, tokens_per_second=2000, num_ranks=4, peak=1e12) == 0.5

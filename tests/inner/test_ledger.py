@@ -1,0 +1,235 @@
+import threading
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from inner.config import OptimizerConfig, ParallelConfig
+from inner.measure.ledger import Ledger, island_groups
+from inner.measure.traffic import Row, expected_traffic
+from inner.measure.units import Workload
+from inner.mesh import Degrees
+from inner.presets import ModelSizes
+from tests.harness import run_ranks
+from tests.inner import small
+
+# ---- Single operations.
+
+
+def _operations(rank: int) -> dict[str, list[Row]]:
+    """What each operation on 100 fp32 numbers is counted as; ranks 0 1 | 2 3 are the rows of a mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("column", "row"))
+    groups = {axis: mesh[axis].get_group() for axis in ("column", "row")}
+    given, peer = torch.ones(100), (rank + 2) % 4
+    group = groups["row"]
+
+    def exchange() -> None:
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, given, peer), dist.P2POp(dist.irecv, torch.empty(100), peer)]
+        )
+        for work in works:
+            work.wait()
+
+    def redistribute() -> None:
+        sharded = distribute_tensor(torch.ones(8, 8), mesh, [Shard(0), Replicate()], src_data_rank=None)
+        (sharded.t() @ sharded).redistribute(mesh, [Replicate(), Replicate()])
+
+    compiled = torch.compile(lambda x: funcol.wait_tensor(funcol.all_reduce(2 * x, "sum", group)), backend="aot_eager")
+    deep = _deep(torch.ones(3, requires_grad=True), 70, group)
+    calls = {
+        "all_gather": lambda: dist.all_gather([torch.empty(100) for _ in range(2)], given, group=group),
+        "all_gather_single": lambda: dist.all_gather_single(torch.empty(200), given, group=group),
+        "all_reduce": lambda: dist.all_reduce(given.clone(), group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(torch.empty(50), given, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty(100), given, group=group),
+        "functional all_gather": lambda: funcol.wait_tensor(funcol.all_gather_single(given, 0, group)),
+        "broadcast": lambda: dist.broadcast(given, group_src=0, group=group),
+        "send and receive": exchange,
+        "DTensor": redistribute,
+        "in another thread of autograd": lambda: deep.backward(),
+        "compiled": lambda: compiled(given),
+        "few bytes": lambda: dist.all_reduce(torch.zeros(2), group=group),
+        "alone": lambda: dist.all_reduce(given.clone(), group=dist.new_group([rank], use_local_synchronization=True)),
+        "barrier": lambda: dist.barrier(group),
+    }
+    rows = {}
+    for name, call in calls.items():
+        with Ledger(groups) as ledger:
+            call()
+        rows[name] = ledger.rows
+    with Ledger({"one": group, "two": group}) as ledger:
+        dist.all_reduce(given.clone(), group=group)
+    return rows | {"two names": ledger.rows}
+
+
+class _Deep(torch.autograd.Function):
+    """Backward within backward: past 60 of them autograd goes on in another thread, as it does for a CUDA device."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, depth: int, group: Any, thread: int) -> torch.Tensor:
+        ctx.rest = depth, group, thread
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        depth, group, thread = ctx.rest
+        if depth:
+            with torch.enable_grad():
+                inner = _Deep.apply(torch.ones(3, requires_grad=True), depth - 1, group, thread).sum()
+            inner.backward()
+        else:
+            assert threading.get_ident() != thread, "go deeper"
+            dist.all_reduce(torch.ones(100), group=group)
+        return grads[0], None, None, None
+
+
+def _deep(x: torch.Tensor, depth: int, group: Any) -> torch.Tensor:
+    return _Deep.apply(x, depth, group, threading.get_ident()).sum()
+
+
+@pytest.fixture(scope="module")
+def operations() -> dict[str, list[Row]]:
+    return run_ranks(_operations, 4)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    {
+        "all_gather": Row("row", "all_gather", 1, 400),
+        "all_gather_single": Row("row", "all_gather", 1, 400),
+        "all_reduce": Row("row", "all_reduce", 1, 400),
+        "reduce_scatter": Row("row", "reduce_scatter", 1, 200),
+        "all_to_all": Row("row", "all_to_all", 1, 200),
+        "functional all_gather": Row("row", "all_gather", 1, 400),
+        "broadcast": Row("row", "broadcast", 1, 200),
+        "send and receive": Row("other", "send", 1, 400),
+        "DTensor": Row("column", "all_reduce", 1, 256),
+        "in another thread of autograd": Row("row", "all_reduce", 1, 400),
+        "compiled": Row("row", "all_reduce", 1, 400),
+        "few bytes": Row("row", "scalars", 1, 8),
+        "two names": Row("one+two", "all_reduce", 1, 400),
+    }.items(),
+)
+def test_an_operation_is_counted_once_with_what_it_sends(operations, name, expected):
+    assert operations[name] == [expected]
+
+
+@pytest.mark.parametrize("name", ["alone", "barrier"])
+def test_what_sends_nothing_is_not_counted(operations, name):
+    assert operations[name] == []
+
+
+# ---- A step against the formula.
+
+SIZES = ModelSizes(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True)
+TIED = replace(SIZES, tie_embeddings=True)
+SEQ_LEN, MICRO_BATCH = 16, 3
+CASES: dict[str, tuple[Degrees, ParallelConfig, ModelSizes, str, int]] = {
+    "FSDP": (Degrees(dp_shard=2), ParallelConfig(), SIZES, "float32", 2),
+    "FSDP in bfloat16, tied": (Degrees(dp_shard=4), ParallelConfig(), TIED, "bfloat16", 1),
+    "ZeRO-2": (Degrees(dp_shard=2), ParallelConfig(zero=2), SIZES, "float32", 2),
+    "replicas": (Degrees(dp_replicate=2), ParallelConfig(), SIZES, "float32", 2),
+    "HSDP": (Degrees(dp_replicate=2, dp_shard=2), ParallelConfig(), SIZES, "float32", 2),
+    "tensor parallel": (Degrees(tp=2), ParallelConfig(), SIZES, "float32", 2),
+    "tensor without sequence parallel": (Degrees(tp=2), ParallelConfig(sequence_parallel=False), SIZES, "float32", 2),
+    "tensor parallel, blocks repeated": (Degrees(tp=2), ParallelConfig(recompute="full"), SIZES, "float32", 1),
+    "more ranks than key-value heads": (Degrees(tp=4), ParallelConfig(), SIZES, "float32", 1),
+    "loss in chunks": (Degrees(tp=2), ParallelConfig(loss_chunk=24), SIZES, "float32", 1),
+    "FSDP and tensor": (Degrees(dp_shard=2, tp=2), ParallelConfig(), TIED, "bfloat16", 2),
+    "1F1B": (Degrees(pp=2), ParallelConfig(), SIZES, "float32", 4),
+    "1F1B, FSDP, tied": (Degrees(pp=2, dp_shard=2), ParallelConfig(), TIED, "float32", 4),
+    "1F1B, ZeRO-3": (Degrees(pp=2, dp_shard=2), ParallelConfig(zero=3), SIZES, "float32", 4),
+    "interleaved": (
+        Degrees(pp=2, dp_shard=2),
+        ParallelConfig(schedule="interleaved_1f1b", stages_per_rank=4),
+        replace(SIZES, num_layers=8),
+        "float32",
+        4,
+    ),
+    "breadth first": (
+        Degrees(pp=2, dp_shard=2),
+        ParallelConfig(schedule="breadth_first", stages_per_rank=4),
+        replace(SIZES, num_layers=8),
+        "float32",
+        4,
+    ),
+    "zero bubble, tied": (Degrees(pp=2, dp_shard=2), ParallelConfig(schedule="zbv"), TIED, "float32", 4),
+    "ring": (Degrees(cp=2, tp=2), ParallelConfig(), SIZES, "bfloat16", 2),
+    "keys gathered": (Degrees(cp=2, tp=2), ParallelConfig(context="all_gather"), SIZES, "float32", 1),
+    "heads traded": (
+        Degrees(cp=2, dp_shard=2),
+        ParallelConfig(context="ulysses", recompute="selective"),
+        SIZES,
+        "float32",
+        1,
+    ),
+    "four dimensions": (Degrees(pp=2, cp=2, tp=2), ParallelConfig(), SIZES, "float32", 2),
+}
+
+
+def _step(rank: int, cases: dict[str, Any]) -> dict[str, tuple[int, list[Row], list[Row]]]:
+    """By case: the rank's coordinate on pp, what was counted in its second step, and what was expected."""
+    return {name: _traffic(*case) for name, case in cases.items()}
+
+
+def _traffic(
+    degrees: Degrees, parallel: ParallelConfig, sizes: ModelSizes, dtype: str, num_micro_batches: int
+) -> tuple[int, list[Row], list[Row]]:
+    tokens = num_micro_batches * MICRO_BATCH * SEQ_LEN * degrees.num_data_ranks
+    trainer = small.build_trainer(
+        degrees,
+        sizes,
+        OptimizerConfig(tokens_per_step=tokens),
+        parallel,
+        compute_dtype=dtype,
+        micro_batch=MICRO_BATCH,
+        seq_len=SEQ_LEN,
+    )
+    windows = list(torch.zeros(num_micro_batches, MICRO_BATCH, SEQ_LEN + 1, dtype=torch.int64))
+    trainer.step(windows)
+    with Ledger(island_groups(trainer.mesh)) as ledger:
+        trainer.step(windows)
+    work = Workload(
+        sizes=sizes,
+        degrees=degrees,
+        parallel=parallel,
+        seq_len=SEQ_LEN,
+        micro_batch=MICRO_BATCH,
+        num_micro_batches=num_micro_batches,
+        compute_itemsize=2 if dtype == "bfloat16" else 4,
+    )
+    pp_rank = trainer.mesh.at["pp"]
+    return pp_rank, [row for row in ledger.rows if row.op != "scalars"], expected_traffic(work, pp_rank)
+
+
+@pytest.fixture(scope="module")
+def traffic() -> dict[str, list[tuple[int, list[Row], list[Row]]]]:
+    """By case, of each rank."""
+    results: dict[str, list[Any]] = {}
+    for num_ranks in (2, 4, 8):
+        cases = {name: case for name, case in CASES.items() if case[0].num_ranks == num_ranks}
+        for by_case in run_ranks(_step, num_ranks, cases, timeout_seconds=120):
+            for name, result in by_case.items():
+                results.setdefault(name, []).append(result)
+    return results
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_sends_exactly_what_the_formula_says(traffic, name):
+    degrees = CASES[name][0]
+    ranks = [result for rank, result in enumerate(traffic[name]) if _is_fullest(degrees, rank)]
+    assert len(ranks) == degrees.pp
+    for _, counted, expected in ranks:
+        assert counted == expected
+        assert prod(row.sent_bytes for row in counted) > 0
+
+
+def _is_fullest(degrees: Degrees, rank: int) -> bool:
+    """Coordinate 0 everywhere but on pp: where rows do not divide, it has the larger shard."""
+    return not any(place for axis, place in degrees.coordinates(rank).items() if axis != "pp")

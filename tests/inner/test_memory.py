@@ -1,0 +1,291 @@
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from inner.config import OptimizerConfig, ParallelConfig
+from inner.measure.activations import Activations, loss_memory
+from inner.measure.memory import PARTS, Memory, advice, estimate
+from inner.measure.units import Workload
+from inner.mesh import Degrees
+from inner.presets import PRESETS, ModelSizes
+from inner.trainer import Trainer
+from tests.harness import run_ranks
+from tests.inner import small
+
+SIZES = ModelSizes(dim=128, num_layers=4, num_heads=8, num_kv_heads=2, ffn_dim=320, vocab_size=512, qk_norm=True)
+TIED = replace(SIZES, tie_embeddings=True)
+SEQ_LEN, MICRO_BATCH = 64, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    degrees: Degrees = Degrees()  # noqa: RUF009 - frozen
+    parallel: ParallelConfig = ParallelConfig()  # noqa: RUF009 - frozen
+    sizes: ModelSizes = SIZES
+    dtype: str = "float32"
+    num_micro_batches: int = 2
+    optimizer: str = "adamw"
+
+    @property
+    def work(self) -> Workload:
+        return Workload(
+            sizes=self.sizes,
+            degrees=self.degrees,
+            parallel=self.parallel,
+            seq_len=SEQ_LEN,
+            micro_batch=MICRO_BATCH,
+            num_micro_batches=self.num_micro_batches,
+            compute_itemsize=2 if self.dtype == "bfloat16" else 4,
+        )
+
+    def build(self) -> Trainer:
+        tokens = self.num_micro_batches * MICRO_BATCH * SEQ_LEN * self.degrees.num_data_ranks
+        return small.build_trainer(
+            self.degrees,
+            self.sizes,
+            OptimizerConfig.model_validate({"name": self.optimizer, "tokens_per_step": tokens}),
+            self.parallel,
+            compute_dtype=self.dtype,
+            micro_batch=MICRO_BATCH,
+            seq_len=SEQ_LEN,
+        )
+
+
+def _pipelined(schedule: str, **others: Any) -> ParallelConfig:
+    return ParallelConfig.model_validate({"schedule": schedule, **others})
+
+
+GRID = {
+    f"{recompute}, {'tied' if sizes.tie_embeddings else 'untied'}, {dtype}, fsdp {shards}": Case(
+        Degrees(dp_shard=shards),
+        ParallelConfig(recompute=recompute),
+        sizes,
+        dtype,
+        # Of one micro-batch gradients are sharded as they are made, of several they add up first.
+        num_micro_batches=1 if sizes.tie_embeddings else 2,
+    )
+    for recompute, sizes, dtype, shards in product(
+        ("none", "attention", "selective", "full"), (SIZES, TIED), ("float32", "bfloat16"), (1, 2)
+    )
+}
+MESHES = {
+    "fsdp 4": Case(Degrees(dp_shard=4), num_micro_batches=1),
+    "fsdp 4, full, bfloat16": Case(Degrees(dp_shard=4), ParallelConfig(recompute="full"), dtype="bfloat16"),
+    "ZeRO-2": Case(Degrees(dp_shard=2), ParallelConfig(zero=2)),
+    "replicas": Case(Degrees(dp_replicate=2)),
+    "SGD": Case(optimizer="sgd"),
+    "Muon": Case(Degrees(dp_shard=2), optimizer="muon"),
+    "loss in chunks": Case(parallel=ParallelConfig(loss_chunk=32)),
+    "tensor": Case(Degrees(tp=2)),
+    "tensor, without sequence parallel": Case(Degrees(tp=2), ParallelConfig(sequence_parallel=False)),
+    "tensor, selective": Case(Degrees(tp=2), ParallelConfig(recompute="selective")),
+    "ring": Case(Degrees(cp=2)),
+    "ring, selective": Case(Degrees(cp=2), ParallelConfig(recompute="selective")),
+    "keys gathered": Case(Degrees(cp=2), ParallelConfig(context="all_gather")),
+    "heads traded": Case(Degrees(cp=2), ParallelConfig(context="ulysses")),
+    "gpipe": Case(Degrees(pp=2), _pipelined("gpipe"), num_micro_batches=4),
+    "1f1b": Case(Degrees(pp=2), _pipelined("1f1b"), num_micro_batches=4),
+    "1f1b, bfloat16": Case(Degrees(pp=2), _pipelined("1f1b"), dtype="bfloat16", num_micro_batches=4),
+    "1f1b, full": Case(Degrees(pp=2), _pipelined("1f1b", recompute="full"), num_micro_batches=4),
+    "interleaved_1f1b": Case(Degrees(pp=2), _pipelined("interleaved_1f1b"), num_micro_batches=4),
+    "breadth_first": Case(Degrees(pp=2), _pipelined("breadth_first"), num_micro_batches=4),
+    "zbv": Case(Degrees(pp=2), _pipelined("zbv"), num_micro_batches=4),
+    "interleaved_zero_bubble": Case(Degrees(pp=2), _pipelined("interleaved_zero_bubble"), num_micro_batches=4),
+    "four dimensions": Case(Degrees(pp=2, tp=2, dp_shard=2), ParallelConfig(), num_micro_batches=4),
+}
+CASES = GRID | MESHES
+
+
+def _knows_kept(case: Case) -> bool:
+    """FSDP over several ranks also leaves a buffer behind, and a pipeline runs no forward alone."""
+    return case.degrees.num_ranks == case.degrees.tp
+
+
+class Live(TorchDispatchMode):
+    """Bytes of all storages that live, after each operation of this thread that makes one; `start` lives already."""
+
+    def __init__(self, start: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.peak = 0
+        self._see(start)
+
+    @property
+    def now(self) -> int:
+        alive = {key: storage for key, seen in self._storages.items() if (storage := seen()) is not None}
+        self._storages = {key: self._storages[key] for key in alive}
+        return sum(storage.nbytes() for storage in alive.values())
+
+    def _see(self, values: Any) -> bool:
+        """Whether there is a new storage."""
+        is_new = False
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, Tensor):
+                storage = _plain(tensor).untyped_storage()
+                seen = self._storages.get(storage._cdata)
+                if seen is None or seen() is None:
+                    self._storages[storage._cdata] = weakref.ref(storage)
+                    is_new = True
+        return is_new
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        if self._see([args, out]):
+            self.peak = max(self.peak, self.now)
+        return out
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """What a DTensor or a tensor on its way holds."""
+    while type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor.elem  # pyright: ignore
+    return tensor
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(_plain(tensor).nbytes for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes on one rank."""
+
+    pp_rank: int
+    params: int
+    optimizer: int
+    peak: int
+    kept: int | None
+    """By a forward for its backward."""
+
+
+def _measure_all(rank: int, cases: dict[str, Case]) -> dict[str, Measured]:
+    return {name: _measure(case) for name, case in cases.items()}
+
+
+def _measure(case: Case) -> Measured:
+    trainer = case.build()
+    windows = list(torch.zeros(case.num_micro_batches, MICRO_BATCH, SEQ_LEN + 1, dtype=torch.int64))
+    trainer.step(windows)
+    params = [param for part in trainer.parts for param in part.parameters()]
+    states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+    moments = [value for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim]
+    buffers = [buffer for part in trainer.parts for buffer in part.buffers()]
+    with Live(params + moments + buffers) as live:
+        trainer.step(windows)
+    kept = _kept(trainer, windows[0]) if _knows_kept(case) else None
+    return Measured(trainer.mesh.at["pp"], _size(params), _size(moments), live.peak, kept)
+
+
+def _kept(trainer: Trainer, window: Tensor) -> int:
+    """Bytes that a forward leaves behind, beside the weights."""
+    micro_batch = trainer._cut(window)
+    model = trainer.parts[0]
+    sharded = list(model.parameters())
+    with Live([*sharded, *model.buffers()]) as live:
+        before = live.now
+        loss = model(micro_batch.tokens_BS, targets_BS=micro_batch.targets_BS)
+        left = live.now - before
+    gathered = [param for param, shard in zip(model.parameters(), sharded, strict=True) if param is not shard]
+    loss.backward()
+    return left - _size(gathered)
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, list[Measured]]:
+    """By case, of the fullest rank of each pipeline coordinate."""
+    results: dict[str, list[Measured]] = {}
+    for num_ranks in (1, 2, 4, 8):
+        cases = {name: case for name, case in CASES.items() if case.degrees.num_ranks == num_ranks}
+        for rank, by_case in enumerate(run_ranks(_measure_all, num_ranks, cases, timeout_seconds=120)):
+            for name, result in by_case.items():
+                place = CASES[name].degrees.coordinates(rank)
+                if not any(place[axis] for axis in place if axis != "pp"):
+                    results.setdefault(name, []).append(result)
+    return results
+
+
+def _estimated(name: str) -> list[Memory]:
+    return estimate(CASES[name].work, CASES[name].optimizer, "cpu")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_is_within_a_tenth(measured, name):
+    expected = [memory.peak for memory in _estimated(name)]
+    assert [result.peak for result in measured[name]] == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_and_optimizer_are_exact(measured, name):
+    got = [(result.params, result.optimizer) for result in measured[name]]
+    assert got == [(memory.params, memory.optimizer) for memory in _estimated(name)]
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if _knows_kept(case)])
+def test_what_a_forward_keeps_is_within_a_fiftieth(measured, name):
+    expected = _estimated(name)[0].activations + loss_memory(CASES[name].work).kept
+    assert measured[name][0].kept == pytest.approx(expected, rel=0.02)
+
+
+# ---- Without running anything.
+
+LARGE = Workload(
+    sizes=PRESETS["8b"],
+    degrees=Degrees(dp_shard=8),
+    parallel=ParallelConfig(),
+    seq_len=8192,
+    micro_batch=1,
+    num_micro_batches=4,
+    compute_itemsize=2,
+)
+
+
+def test_the_peak_is_no_more_than_the_sum_of_the_parts():
+    for memory in estimate(replace(LARGE, degrees=Degrees(pp=4, dp_shard=2)), "adamw"):
+        parts = sum(getattr(memory, part) for part in PARTS)
+        assert memory.params + memory.optimizer < memory.peak <= parts
+
+
+def test_a_gpus_norms_keep_less_than_a_cpus():
+    assert Activations(LARGE, "cuda").block("none") < Activations(LARGE, "cpu").block("none")
+
+
+def test_earlier_pipeline_ranks_hold_more_micro_batches():
+    sizes = replace(PRESETS["8b"], num_layers=30)
+    work = replace(LARGE, sizes=sizes, degrees=Degrees(pp=4, dp_shard=2), num_micro_batches=8)
+    held = [memory.activations for memory in estimate(work, "adamw")]
+    assert held == sorted(held, reverse=True)
+
+
+def test_advice_when_it_fits():
+    assert advice(LARGE, "adamw", 200 * 10**9) == "an inner step needs 96.7 GB of 200 GB a rank: it fits"
+
+
+def test_advice_names_the_largest_parts_and_the_cheapest_change_that_fits():
+    text = advice(LARGE, "adamw", 80 * 10**9)
+    assert "96.7 GB of 80 GB" in text
+    assert "(activations 44.1 GB, gradients 32.2 GB, optimizer 8.03 GB)" in text
+    assert "set island.parallel.recompute=selective" in text
+
+
+def test_what_is_advised_fits():
+    limit = 60 * 10**9
+    assert "recompute=full" in advice(LARGE, "adamw", limit)
+    changed = replace(LARGE, parallel=ParallelConfig(recompute="full"))
+    assert max(memory.peak for memory in estimate(changed, "adamw")) <= limit
+
+
+def test_advice_when_no_single_change_is_enough():
+    text = advice(LARGE, "adamw", 20 * 10**9)
+    assert "no single change is enough" in text
+    assert "island.parallel.recompute=full (54.7 GB)" in text
