@@ -97,6 +97,23 @@ def show_config(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def mesh(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    island: Annotated[int, typer.Option(min=0, help="Which of the config's islands.")] = 0,
+    memory: Annotated[
+        str | None, typer.Option(help="Of one rank, for example 80GB: says whether a step fits; status 1 if not.")
+    ] = None,
+) -> None:
+    """Draw an island's mesh without starting it: who is where, what they send, the pipeline, and the memory."""
+    from rich.console import Console
+
+    from diloco.mesh_picture import show_mesh
+
+    raise typer.Exit(0 if show_mesh(config, overrides or [], island, memory, Console()) else 1)
+
+
+@app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder, for example runs/quickstart.")],
 ) -> None:

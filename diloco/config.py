@@ -175,8 +175,17 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"got {override!r} on the command line; an override is written section.key=value")
+    _set(values, key, text, override)
+    islands = values.get("islands")
+    if key.startswith("island.") and isinstance(islands, list):
+        # Else what an island says for itself would win over the command line.
+        for island in islands:
+            if isinstance(island, dict):
+                _set(island, key.removeprefix("island."), text, override)
+
+
+def _set(target: dict[str, Any], key: str, text: str, override: str) -> None:
     *sections, last = key.split(".")
-    target = values
     for section in sections:
         child = target.setdefault(section, {})
         if child is None:

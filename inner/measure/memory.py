@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from inner.errors import InputError
 from inner.measure.activations import FP32, Activations, loss_memory
 from inner.measure.gathers import MANAGED_STAGES
 from inner.measure.units import Unit, Workload
+from inner.parallel.check import check_layout
 from inner.parallel.stages import SINGLE, Stage
 
 PARTS = ("params", "optimizer", "gradients", "gathered", "activations", "loss", "working")
@@ -70,13 +72,27 @@ def advice(work: Workload, optimizer: str, limit_bytes: int, device_type: str = 
         return f"{verdict}: it fits"
     parts = {name: getattr(fullest, name) for name in PARTS}
     most = ", ".join(f"{name} {_gb(parts[name])}" for name in sorted(PARTS, key=lambda name: -parts[name])[:3])
-    needs = {text: max(m.peak for m in estimate(changed, optimizer, device_type)) for text, changed in _changes(work)}
+    needs = {
+        text: max(memory.peak for memory in estimate(changed, optimizer, device_type))
+        for text, changed in _changes(work)
+        if _can_run(changed)
+    }
     fitting = [text for text, need in needs.items() if need <= limit_bytes]
     if fitting:
         return f"{verdict} ({most}); set {fitting[0]}, which needs {_gb(needs[fitting[0]])}"
     helping = sorted((need, text) for text, need in needs.items() if need < fullest.peak)[:3]
+    if not helping:
+        return f"{verdict} ({most}); no single change makes it less: give it more ranks, or make the model smaller"
     tried = ", ".join(f"{text} ({_gb(need)})" for need, text in helping)
     return f"{verdict} ({most}); no single change is enough, the best are {tried}; combine them, or give it more ranks"
+
+
+def _can_run(work: Workload) -> bool:
+    try:
+        check_layout(work.sizes, work.degrees, work.parallel, work.seq_len, work.num_micro_batches)
+    except InputError:
+        return False
+    return True
 
 
 def _changes(work: Workload) -> Iterator[tuple[str, Workload]]:
@@ -112,7 +128,7 @@ def _changes(work: Workload) -> Iterator[tuple[str, Workload]]:
 
 
 def _gb(size: int) -> str:
-    return f"{size / 1e9:.3g} GB"
+    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
 
 
 def optimizer_bytes(work: Workload, stages: list[Stage], optimizer: str) -> int:

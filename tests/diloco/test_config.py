@@ -113,6 +113,12 @@ def test_differing_keys_names_each_with_both_values():
     ]
 
 
+def test_the_command_line_wins_over_what_an_island_says_for_itself():
+    config = parse_config("islands: [{ranks: 2, mesh: {tp: 2}}, {}]", ["island.ranks=4", "island.mesh.pp=2"])
+    assert [config.for_island(index).ranks for index in range(3)] == [4, 4, 4]
+    assert (config.for_island(0).mesh.tp, config.for_island(0).mesh.pp, config.for_island(1).mesh.tp) == (2, 2, 1)
+
+
 def test_a_mesh_that_does_not_divide_the_ranks_is_an_error_with_a_cure():
     config = parse_config("island: {ranks: 3, mesh: {dp_replicate: 2}}")
     with pytest.raises(ConfigError, match=r"island 0: island.mesh: dp_replicate 2.*3 ranks"):

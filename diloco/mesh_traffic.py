@@ -1,0 +1,115 @@
+"""What an island's ranks send to each other in a step, axis by axis, as a table. No torch for pp 1."""
+
+from typing import NamedTuple
+
+from rich.table import Table
+
+from diloco.mesh_ranks import groups, groups_text
+from diloco.units import human_bytes
+from inner.measure.traffic import OTHER, Row, expected_traffic
+from inner.measure.units import Workload
+from inner.mesh import AXES, Degrees
+
+HEADS = ("axis", "groups", "their ranks", "what moves", "calls", "sent")
+GUTTER = 2
+"""Blank columns between those of a table."""
+
+
+class Line(NamedTuple):
+    """One kind of thing that moves along an axis, or an axis along which nothing moves by itself."""
+
+    axis: str
+    groups: list[list[int]]
+    """Of the ranks that talk."""
+    what: str
+    calls: int
+    sent_bytes: int
+
+
+def traffic_table(work: Workload, width: int) -> Table:
+    """Each axis, its groups of ranks, and what a rank sends in them in one inner step."""
+    lines = traffic_lines(work)
+    cells = [_cells(line, before) for line, before in zip(lines, [None, *lines], strict=False)]
+    lengths = [max(map(len, column)) for column in zip(HEADS, *cells, strict=True)]
+    room = max(len(HEADS[2]), width - sum(lengths) - GUTTER * len(HEADS) + lengths[2])
+    table = plain_table(HEADS[:4], HEADS[4:])
+    for line, (axis, count, _, *figures) in zip(lines, cells, strict=True):
+        table.add_row(axis, count, groups_text(line.groups, room) if axis else "", *figures)
+    return table
+
+
+def plain_table(texts: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
+    """A table without lines: columns of text, then of numbers."""
+    table = Table(box=None, padding=(0, GUTTER, 0, 0), pad_edge=False)
+    for head in texts:
+        table.add_column(head, no_wrap=True)
+    for head in numbers:
+        table.add_column(head, no_wrap=True, justify="right")
+    return table
+
+
+def traffic_lines(work: Workload) -> list[Line]:
+    """In the order of the axes; of the coordinates on pp, the one that sends most of a thing."""
+    sent = _most_sent(work)
+    lines = []
+    for name, members in _groups(work).items():
+        moved = [Line(name, members, what, *figures) for (axis, what), figures in sent.items() if axis == name]
+        # FSDP takes both together; dp_shard carries nothing by itself.
+        lines += moved or [Line(name, members, "see dp_shard x cp", 0, 0)]
+    return lines
+
+
+def _groups(work: Workload) -> dict[str, list[list[int]]]:
+    """Who talks to whom, by axis, or axes, of more than one rank."""
+    degrees = work.degrees
+    together: list[tuple[str, ...]] = [(axis,) for axis in AXES]
+    if degrees.dp_shard > 1 and degrees.cp > 1:
+        together.insert(-1, ("dp_shard", "cp"))
+    found = {
+        " x ".join(axes): groups(degrees, *axes)
+        for axes in together
+        if all(getattr(degrees, axis) > 1 for axis in axes)
+    }
+    if work.sizes.tie_embeddings and work.stage_ranks[0] != work.stage_ranks[-1]:
+        found["ends of pp"] = [[group[0], group[-1]] for group in found["pp"]]
+    return found
+
+
+def _most_sent(work: Workload) -> dict[tuple[str, str], tuple[int, int]]:
+    """(calls, bytes) by axis and what moves."""
+    most: dict[tuple[str, str], tuple[int, int]] = {}
+    for pp_rank in range(work.degrees.pp):
+        here: dict[tuple[str, str], tuple[int, int]] = {}
+        for row in expected_traffic(work, pp_rank):
+            key = _axis(row, work.degrees), _what(row, work)
+            calls, num_bytes = here.get(key, (0, 0))
+            here[key] = calls + row.calls, num_bytes + row.sent_bytes
+        for key, figures in here.items():
+            most[key] = max(most.get(key, (0, 0)), figures, key=lambda pair: pair[1])
+    return most
+
+
+def _axis(row: Row, degrees: Degrees) -> str:
+    """The axes of the mesh that are meant."""
+    if row.axis == "fsdp":
+        return " x ".join(axis for axis in ("dp_shard", "cp") if getattr(degrees, axis) > 1)
+    return "ends of pp" if row.axis == OTHER else row.axis
+
+
+def _what(row: Row, work: Workload) -> str:
+    """What moves; activations, and keys and values, return as gradients."""
+    if row.axis == "cp":
+        return "heads" if work.parallel.context == "ulysses" else "keys and values"
+    if row.axis == "fsdp":
+        return "weights" if row.op == "all_gather" else "gradients"
+    if row.axis == "tp" and row.op == "all_reduce" and work.parallel.sequence_parallel:
+        return "norms and loss"
+    return {"pp": "activations", "tp": "activations", OTHER: "tied table"}.get(row.axis, "gradients")
+
+
+def _cells(line: Line, before: Line | None) -> tuple[str, ...]:
+    """Of a row of the table, but for its ranks; what repeats is left out."""
+    is_new = before is None or before.axis != line.axis
+    names = (line.axis, f"{len(line.groups)} x {len(line.groups[0])}") if is_new else ("", "")
+    calls, sent = (str(line.calls), human_bytes(line.sent_bytes)) if line.calls else ("", "")
+    return (*names, "", line.what, calls, sent)
