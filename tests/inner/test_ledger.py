@@ -1,6 +1,9 @@
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,8 @@ from inner.mesh import Degrees
 from inner.presets import ModelSizes
 from tests.harness import run_ranks
 from tests.inner import small
+
+ROOT = Path(__file__).parents[2]
 
 # ---- Single operations.
 
@@ -41,7 +46,6 @@ def _operations(rank: int) -> dict[str, list[Row]]:
         (sharded.t() @ sharded).redistribute(mesh, [Replicate(), Replicate()])
 
     compiled = torch.compile(lambda x: funcol.wait_tensor(funcol.all_reduce(2 * x, "sum", group)), backend="aot_eager")
-    deep = _deep(torch.ones(3, requires_grad=True), 70, group)
     calls = {
         "all_gather": lambda: dist.all_gather([torch.empty(100) for _ in range(2)], given, group=group),
         "all_gather_single": lambda: dist.all_gather_single(torch.empty(200), given, group=group),
@@ -52,7 +56,6 @@ def _operations(rank: int) -> dict[str, list[Row]]:
         "broadcast": lambda: dist.broadcast(given, group_src=0, group=group),
         "send and receive": exchange,
         "DTensor": redistribute,
-        "in another thread of autograd": lambda: deep.backward(),
         "compiled": lambda: compiled(given),
         "few bytes": lambda: dist.all_reduce(torch.zeros(2), group=group),
         "alone": lambda: dist.all_reduce(given.clone(), group=dist.new_group([rank], use_local_synchronization=True)),
@@ -89,8 +92,12 @@ class _Deep(torch.autograd.Function):
         return grads[0], None, None, None
 
 
-def _deep(x: torch.Tensor, depth: int, group: Any) -> torch.Tensor:
-    return _Deep.apply(x, depth, group, threading.get_ident()).sum()
+def deep_on_a_rank(rank: int) -> list[Row]:
+    group = dist.group.WORLD
+    total = _Deep.apply(torch.ones(3, requires_grad=True), 70, group, threading.get_ident()).sum()
+    with Ledger({"all": group}) as ledger:
+        total.backward()
+    return ledger.rows
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +117,6 @@ def operations() -> dict[str, list[Row]]:
         "broadcast": Row("row", "broadcast", 1, 200),
         "send and receive": Row("other", "send", 1, 400),
         "DTensor": Row("column", "all_reduce", 1, 256),
-        "in another thread of autograd": Row("row", "all_reduce", 1, 400),
         "compiled": Row("row", "all_reduce", 1, 400),
         "few bytes": Row("row", "scalars", 1, 8),
         "two names": Row("one+two", "all_reduce", 1, 400),
@@ -123,6 +129,16 @@ def test_an_operation_is_counted_once_with_what_it_sends(operations, name, expec
 @pytest.mark.parametrize("name", ["alone", "barrier"])
 def test_what_sends_nothing_is_not_counted(operations, name):
     assert operations[name] == []
+
+
+def test_a_collective_in_another_thread_of_autograd_is_counted():
+    # In a fresh interpreter: autograd's threads do not outlive a fork.
+    code = (
+        "from tests.harness import run_ranks; from tests.inner.test_ledger import deep_on_a_rank; "
+        "print(run_ranks(deep_on_a_rank, 2))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.stdout.count("Row(axis='all', op='all_reduce', calls=1, sent_bytes=400)") == 2, done.stderr
 
 
 # ---- A step against the formula.
