@@ -75,8 +75,11 @@ class LocalParams:
 
 def local_tensor(param: Tensor) -> Tensor:
     """This rank's piece of a parameter or gradient, sharing its memory, without autograd."""
-    param = param.detach()
-    return param.to_local() if isinstance(param, DTensor) else param
+    if not isinstance(param, DTensor):
+        return param.detach()
+    # Not detach() first: that goes through DTensor's dispatch, and this is called for each parameter in each step.
+    with torch.no_grad():
+        return param.to_local()
 
 
 def _slice(spec: ParamSpec, param: Tensor) -> ParamSlice:

@@ -9,11 +9,15 @@ from inner.model import Transformer
 
 
 def shard(part: Transformer, mesh: DeviceMesh, compute_dtype: torch.dtype, *, reshard: bool) -> None:
-    """Makes every parameter an fp32 DTensor on `mesh`, (dp_replicate, fsdp); gradients are summed in fp32.
+    """Makes every parameter an fp32 DTensor on `mesh`, (dp_replicate, fsdp), or, when there is one replica, on fsdp.
 
-    Every rank must call it. Computes in `compute_dtype`; logits come out in fp32. `reshard`: a block's weights are
-    freed after its forward and gathered again for its backward (ZeRO-3), else kept until then (ZeRO-2).
+    Every rank must call it. Gradients are summed in fp32. Computes in `compute_dtype`; logits come out in fp32.
+    `reshard`: a block's weights are freed after its forward and gathered again for its backward (ZeRO-3), else kept
+    until then (ZeRO-2).
     """
+    if mesh["dp_replicate"].size() == 1:
+        # Or else gradients are all-reduced over the one replica.
+        mesh = mesh["fsdp"]
     # Inputs are not cast: the RoPE table is fp32 and must stay so; the embedding sets the stream's dtype.
     inside = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # Only where logits come out: fp32 from a block would meet the next block's weights in compute_dtype.
@@ -29,9 +33,10 @@ def shard(part: Transformer, mesh: DeviceMesh, compute_dtype: torch.dtype, *, re
     fully_shard(part, mesh=mesh, mp_policy=last if part.stage.is_last else inside, reshard_after_forward=False)
     for module in fsdp_modules(part):
         # Losses are already divided by the global token count, so gradients add up. gloo has no other sum:
-        # a divide factor without force_sum asks for PREMUL_SUM.
-        module.set_gradient_divide_factor(1.0)
+        # a divide factor without force_sum asks for PREMUL_SUM. One rank alone would divide into a copy.
         module.set_force_sum_reduction_for_comms(True)
+        if mesh.size() > 1:
+            module.set_gradient_divide_factor(1.0)
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

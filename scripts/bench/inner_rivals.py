@@ -1,0 +1,284 @@
+"""What `scripts/bench/inner.py` compares, each as one process sees it.
+
+The rivals are one Llama in plain torch.nn and transformers' own, in the loop that a user would write around them:
+fp32 weights, autocast for bf16, fused AdamW, clipping. Shape suffixes as in inner/model.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from inner.config import OptimizerConfig, ParallelConfig
+from inner.init import initialise
+from inner.mesh import Degrees, IslandMesh
+from inner.model import Transformer
+from inner.params import LocalParams
+from inner.presets import ModelSizes
+from inner.trainer import COMPUTE_DTYPES, Trainer, TrainerSettings
+
+SEED = 7
+NUM_BATCHES = 8
+"""Read in turn, again and again."""
+PIPELINE_MICRO_BATCH = 2
+"""Sequences; a pipeline needs many micro-batches."""
+CLIP_NORM = 1.0
+OPTIMIZER = OptimizerConfig(lr=3e-4, warmup_steps=0, schedule="constant", clip_norm=CLIP_NORM)
+HEAD_DIM = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and the work of one process in one step."""
+
+    dim: int
+    num_layers: int
+    vocab_size: int
+    dtype: str
+    seq_len: int
+    sequences: int
+    """Of a micro-batch of one process."""
+    micro_batches: int
+    """Of a step of a process alone; a mesh reads as much for each of its ranks."""
+    device: str
+
+    @property
+    def tokens(self) -> int:
+        """That a process alone trains on in a step."""
+        return self.sequences * self.micro_batches * self.seq_len
+
+    @cached_property
+    def sizes(self) -> ModelSizes:
+        heads = self.dim // HEAD_DIM
+        return ModelSizes(
+            dim=self.dim,
+            num_layers=self.num_layers,
+            num_heads=heads,
+            num_kv_heads=heads // 2,
+            ffn_dim=3 * self.dim,
+            vocab_size=self.vocab_size,
+        )
+
+    def windows(self, share: int, number: int) -> Tensor:
+        """What process `share` alone reads in one step, (sequences, seq_len + 1)."""
+        generator = torch.Generator().manual_seed(1000 * share + number)
+        shape = self.micro_batches * self.sequences, self.seq_len + 1
+        return torch.randint(0, self.vocab_size, shape, generator=generator)
+
+
+@dataclass
+class Contestant:
+    """One way to train, on one process."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: Callable[[int], float]
+    """One step on the batch of that number; returns the loss, the mean over the tokens that the group reads."""
+
+
+def our_trainer(case: Case, degrees: Degrees) -> Contestant:
+    """inner's trainer, on one rank of a mesh. Every rank must call it, and then step."""
+    micro_batch = min(case.sequences, PIPELINE_MICRO_BATCH) if degrees.pp > 1 else case.sequences
+    settings = TrainerSettings(
+        device=case.device,
+        compute_dtype=case.dtype,
+        micro_batch=micro_batch,
+        seq_len=case.seq_len,
+        seed=SEED,
+        total_steps=10**6,
+    )
+    config = OPTIMIZER.model_copy(update={"tokens_per_step": case.tokens * degrees.num_ranks})
+    trainer = Trainer(case.sizes, config, IslandMesh(degrees, case.device), ParallelConfig(), settings)
+    # Ranks along tp and pp read what as many processes alone would have read.
+    each = degrees.num_ranks // degrees.num_data_ranks
+    shares = range(trainer.data_rank * each, (trainer.data_rank + 1) * each)
+    batches = [torch.cat([case.windows(share, number) for share in shares]) for number in range(NUM_BATCHES)]
+
+    def step(number: int) -> float:
+        result = trainer.step(list(batches[number % NUM_BATCHES].split(micro_batch)))
+        assert result.loss is not None, "a step was skipped"
+        return result.loss
+
+    return Contestant(trainer.parts[0], trainer.optimizers[0], step)
+
+
+def plain_loop(case: Case, model: nn.Module, share: int) -> Contestant:
+    """`model` maps tokens to logits."""
+    model = WithLoss(model).to(case.device)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=OPTIMIZER.lr,
+        betas=OPTIMIZER.betas,
+        eps=OPTIMIZER.eps,
+        weight_decay=OPTIMIZER.weight_decay,
+        fused=True,
+    )
+    batches = [case.windows(share, number).split(case.sequences) for number in range(NUM_BATCHES)]
+    dtype = COMPUTE_DTYPES[case.dtype]
+
+    def step(number: int) -> float:
+        total = torch.zeros((), device=case.device)
+        for windows in batches[number % NUM_BATCHES]:
+            windows = windows.to(case.device)
+            with torch.autocast(torch.device(case.device).type, dtype, enabled=dtype != torch.float32):
+                loss = model(windows[:, :-1], windows[:, 1:]) / case.micro_batches
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total.item()
+
+    return Contestant(model, optimizer, step)
+
+
+class WithLoss(nn.Module):
+    """Tokens and targets to the mean loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(tokens_BS).flatten(0, 1), targets_BS.flatten())
+
+
+def initial_weights(case: Case) -> dict[str, Tensor]:
+    """Those that our trainer begins with, so that first losses tell whether all train the same model."""
+    model = Transformer(case.sizes, case.seq_len)
+    initialise(LocalParams(model, [model]), [model], SEED)
+    return model.state_dict()
+
+
+def plain_llama(case: Case) -> nn.Module:
+    """Tokens to logits, in plain torch.nn."""
+    model = PlainLlama(case.sizes, case.seq_len)
+    model.load_state_dict(initial_weights(case))
+    return model
+
+
+class PlainLlama(nn.Module):
+    """The decoder that inner/model.py is, as one would write it for one process."""
+
+    def __init__(self, sizes: ModelSizes, seq_len: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(sizes.vocab_size, sizes.dim)
+        self.layers = nn.ModuleList([PlainBlock(sizes) for _ in range(sizes.num_layers)])
+        self.norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
+        self.head = nn.Linear(sizes.dim, sizes.vocab_size, bias=False)
+        frequencies_P = sizes.rope_theta ** -(torch.arange(0, sizes.head_dim, 2) / sizes.head_dim)
+        angles_SP = torch.outer(torch.arange(seq_len), frequencies_P)
+        self.register_buffer("cos_SP", angles_SP.cos(), persistent=False)
+        self.register_buffer("sin_SP", angles_SP.sin(), persistent=False)
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        x_BSD = self.embed(tokens_BS)
+        for layer in self.layers:
+            x_BSD = layer(x_BSD, self.cos_SP, self.sin_SP)
+        return self.head(self.norm(x_BSD))
+
+
+class PlainBlock(nn.Module):
+    """Attention and SwiGLU."""
+
+    def __init__(self, sizes: ModelSizes) -> None:
+        super().__init__()
+        kv_dim = sizes.num_kv_heads * sizes.head_dim
+        self.head_dim = sizes.head_dim
+        self.attention_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
+        self.attention = nn.ModuleDict(
+            {
+                "q_proj": nn.Linear(sizes.dim, sizes.dim, bias=False),
+                "k_proj": nn.Linear(sizes.dim, kv_dim, bias=False),
+                "v_proj": nn.Linear(sizes.dim, kv_dim, bias=False),
+                "out_proj": nn.Linear(sizes.dim, sizes.dim, bias=False),
+            }
+        )
+        self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
+        self.ffn = nn.ModuleDict(
+            {
+                "gate_proj": nn.Linear(sizes.dim, sizes.ffn_dim, bias=False),
+                "up_proj": nn.Linear(sizes.dim, sizes.ffn_dim, bias=False),
+                "down_proj": nn.Linear(sizes.ffn_dim, sizes.dim, bias=False),
+            }
+        )
+
+    def forward(self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
+        y_BSD = self.attention_norm(x_BSD)
+        q_BHSE, k_BKSE, v_BKSE = (
+            self.attention[name](y_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        q_BHSE, k_BKSE = _turn(q_BHSE, cos_SP, sin_SP), _turn(k_BKSE, cos_SP, sin_SP)
+        y_BHSE = F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=True)
+        x_BSD = x_BSD + self.attention["out_proj"](y_BHSE.transpose(1, 2).flatten(-2))
+        y_BSD = self.ffn_norm(x_BSD)
+        gated = F.silu(self.ffn["gate_proj"](y_BSD)) * self.ffn["up_proj"](y_BSD)
+        return x_BSD + self.ffn["down_proj"](gated)
+
+
+def _turn(x_BHSE: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
+    first, second = x_BHSE.float().chunk(2, dim=-1)
+    turned = torch.cat((first * cos_SP - second * sin_SP, second * cos_SP + first * sin_SP), dim=-1)
+    return turned.type_as(x_BHSE)
+
+
+def has_transformers() -> bool:
+    return find_spec("transformers") is not None
+
+
+def transformers_llama(case: Case) -> nn.Module:
+    """Tokens to logits, in transformers' LlamaForCausalLM."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = case.sizes
+    config = LlamaConfig(
+        vocab_size=sizes.vocab_size,
+        hidden_size=sizes.dim,
+        intermediate_size=sizes.ffn_dim,
+        num_hidden_layers=sizes.num_layers,
+        num_attention_heads=sizes.num_heads,
+        num_key_value_heads=sizes.num_kv_heads,
+        max_position_embeddings=case.seq_len,
+        rms_norm_eps=sizes.norm_eps,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+    model.load_state_dict({_in_transformers(name): value for name, value in initial_weights(case).items()})
+    return Logits(model)
+
+
+class Logits(nn.Module):
+    """The one of transformers' outputs that a loss needs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        return self.model(tokens_BS).logits
+
+
+NAMES = {
+    "embed.": "model.embed_tokens.",
+    "layers.": "model.layers.",
+    ".attention.out_proj.": ".self_attn.o_proj.",
+    ".attention.": ".self_attn.",
+    ".attention_norm.": ".input_layernorm.",
+    ".ffn_norm.": ".post_attention_layernorm.",
+    ".ffn.": ".mlp.",
+    "head.": "lm_head.",
+}
+
+
+def _in_transformers(name: str) -> str:
+    if name == "norm.weight":
+        return "model.norm.weight"
+    for ours, theirs in NAMES.items():
+        name = name.replace(ours, theirs)
+    return name
