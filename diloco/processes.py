@@ -12,6 +12,9 @@ from pathlib import Path
 from diloco.signals import end_with_parent
 
 TERMINATE_SECONDS = 8.0
+# Else glibc gives a step's large buffers back to the system and faults them in again: 4 to 13 % of a step on a CPU.
+# Both, because either alone ends glibc's own adapting of the other.
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 
 
 @dataclass
@@ -32,11 +35,6 @@ class Child:
         if not self.log.exists():
             return ""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
-
-
-# Else glibc gives a step's large buffers back to the system and faults them in again: 4 to 13 % of a step on a CPU.
-# Both, because either alone ends glibc's own adapting of the other.
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 
 
 def start(name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> Child:
