@@ -59,9 +59,9 @@ def both(degrees: Degrees, recompute: Recompute = "none") -> tuple[Life, Life]:
 
 CASES = {
     "one": (Degrees(), "none"),
-    "fsdp2": (Degrees(dp_shard=2), "none"),
 }
 SLOW_CASES = {
+    "fsdp2": (Degrees(dp_shard=2), "none"),
     "one-selective": (Degrees(), "selective"),
     "tp2": (Degrees(tp=2), "none"),
     "tp2-selective": (Degrees(tp=2), "selective"),
