@@ -31,7 +31,7 @@ class Speedometer:
 def speedometer(config: RunConfig, island: IslandConfig, corpus: Corpus, device: str) -> Speedometer:
     """For an island of these; measures the device's peak, which takes less than a second."""
     sizes = resolve_sizes(config.model, corpus.vocab_size)
-    flops = flops_per_token(sizes, config.data.seq_len, island.parallel.recompute)
+    flops = flops_per_token(sizes, config.data.seq_len)
     return Speedometer(flops.total, peak_flops(device, island.compute_dtype), island.ranks)
 
 

@@ -6,6 +6,7 @@ Starts no process and no process group; torch is imported only to read the order
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from rich.console import Console
@@ -18,11 +19,12 @@ from diloco.mesh_ranks import grids, shown
 from diloco.mesh_traffic import GUTTER, plain_table, traffic_table
 from diloco.units import human_bytes, human_count
 from inner.data.tokenizer import tokenizer_fingerprint, vocab_size_of
+from inner.measure.advice import advice
 from inner.measure.gathers import MANAGED_STAGES
-from inner.measure.memory import Memory, advice, estimate
+from inner.measure.memory import Memory, estimate
 from inner.measure.units import Workload
 from inner.mesh import AXES, accumulation, resolve_degrees
-from inner.parallel.schedule import draw, simulate
+from inner.parallel.schedule import Simulation, draw, simulate
 from inner.parallel.stages import SINGLE, Stage
 from inner.presets import BYTE_VOCAB_SIZE, PRESETS, num_params, resolve_sizes
 
@@ -51,8 +53,14 @@ class Plan:
     work: Workload
     optimizer: str
     device_type: str
+    is_vocabulary_assumed: bool
 
-    @property
+    @cached_property
+    def simulation(self) -> Simulation:
+        """Of the pipeline's schedule."""
+        return simulate(self.work.orders)
+
+    @cached_property
     def memory(self) -> list[Memory]:
         """By coordinate on pp."""
         return estimate(self.work, self.optimizer, self.device_type)
@@ -69,7 +77,7 @@ def show_mesh(path: Path, overrides: list[str], index: int, memory: str | None, 
     plan = plan_of(config.run, island)
     work, width = plan.work, console.width
     _print(console, _title(config, index), style="bold")
-    _print(console, header(config.run, work))
+    _print(console, header(config.run, plan))
     name, *lines = grids(work.degrees, width)
     _section(console, name, "\n".join(lines))
     if work.degrees.num_ranks > 1:
@@ -77,7 +85,7 @@ def show_mesh(path: Path, overrides: list[str], index: int, memory: str | None, 
         without = ", without Muon's own exchange" if plan.optimizer == "muon" else ""
         _section(console, f"What a rank sends in a step{which}{without}", traffic_table(work, width))
     if work.degrees.pp > 1:
-        _section(console, *pipeline(work, width))
+        _section(console, *pipeline(plan, width))
     where = "the CPU" if plan.device_type == "cpu" else "a GPU"
     _section(console, f"What a rank holds on {where}, by an estimate", memory_table(plan, width))
     if limit is None:
@@ -112,8 +120,9 @@ def island_of(config: Config, index: int) -> IslandConfig:
 def plan_of(run: RunConfig, island: IslandConfig) -> Plan:
     """What the island does in a step."""
     degrees = resolve_degrees(island.mesh, island.ranks)
+    vocab_size, is_assumed = vocabulary(run)
     work = Workload(
-        sizes=resolve_sizes(run.model, vocabulary(run)[0]),
+        sizes=resolve_sizes(run.model, vocab_size),
         degrees=degrees,
         parallel=island.parallel,
         seq_len=run.data.seq_len,
@@ -123,7 +132,7 @@ def plan_of(run: RunConfig, island: IslandConfig) -> Plan:
         ),
         compute_itemsize=ITEMSIZES[island.compute_dtype],
     )
-    return Plan(work, run.optimizer.name, "cpu" if island.device == "cpu" else "cuda")
+    return Plan(work, run.optimizer.name, "cpu" if island.device == "cpu" else "cuda", is_assumed)
 
 
 def vocabulary(run: RunConfig) -> tuple[int, bool]:
@@ -144,9 +153,9 @@ def _title(config: Config, index: int) -> str:
     return f"{config.name}, {config.for_island(index).island}{others}"
 
 
-def header(run: RunConfig, work: Workload) -> str:
+def header(run: RunConfig, plan: Plan) -> str:
     """Model, ranks and step in a line each."""
-    sizes, degrees = work.sizes, work.degrees
+    work, sizes, degrees = plan.work, plan.work.sizes, plan.work.degrees
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in zip(AXES, degrees.sizes, strict=True))
     lines = [
         f"model  {human_count(num_params(sizes))} parameters: {sizes.num_layers} layers, dim {sizes.dim}, "
@@ -155,7 +164,7 @@ def header(run: RunConfig, work: Workload) -> str:
         f"step   {run.optimizer.tokens_per_step:,} tokens = data ranks {degrees.num_data_ranks} x micro-batches "
         f"{work.num_micro_batches} x sequences {work.micro_batch} x length {work.seq_len}",
     ]
-    if vocabulary(run)[1]:
+    if plan.is_vocabulary_assumed:
         lines.append(f"       (vocabulary assumed, {run.data.tokenizer!r} is not read here: set model.vocab_size)")
     return "\n".join(lines)
 
@@ -171,10 +180,10 @@ def _section(console: Console, name: str, content: str | Table) -> None:
     console.print(Text(content) if isinstance(content, str) else content)
 
 
-def pipeline(work: Workload, width: int) -> tuple[str, str]:
+def pipeline(plan: Plan, width: int) -> tuple[str, str]:
     """The schedule's shape in figures; and the schedule, drawn."""
+    work, simulation = plan.work, plan.simulation
     schedule, pp = work.parallel.schedule, work.degrees.pp
-    simulation = simulate(work.orders)
     name = (
         f"Pipeline: {schedule}, {len(work.stages)} stages on {pp} ranks; bubble {100 * simulation.bubble:.3g} %, "
         "if backward = 2 x forward"
@@ -219,8 +228,7 @@ def memory_rows(plan: Plan) -> list[tuple[str, list[str]]]:
     work, memory = plan.work, plan.memory
     rows = [("layers", [_layers(work.stages_at(pp_rank)) for pp_rank in range(work.degrees.pp)])]
     if work.degrees.pp > 1:
-        simulation = simulate(work.orders)
-        rows.append(("live micro-batches", [str(live) for live in simulation.peak_live]))
+        rows.append(("live micro-batches", [str(live) for live in plan.simulation.peak_live]))
     return rows + [
         (name, [human_bytes(getattr(each, field)) for each in memory]) for field, name in MEMORY_ROWS.items()
     ]

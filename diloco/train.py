@@ -66,12 +66,12 @@ def train_data_parallel(
     """Every rank calls it; evaluates where the islands would have committed a round."""
     num_sequences = run.optimizer.tokens_per_step * num_islands // run.data.seq_len
     batches = IslandBatches(corpus, run.data.seq_len, run.seed, 0, 1, num_sequences)
-    speed = speedometer(run, island, corpus, trainer.settings.device)
+    speed = speedometer(run, island, corpus, trainer.settings.device) if metrics is not None else None
     tokens, rank, ranks = 0, trainer.data_rank, trainer.num_data_ranks
     for step in range(run.total_steps):
         result = trainer.step(batches.micro_batches(step, rank, ranks, island.micro_batch))
         tokens += result.tokens
-        if metrics is not None:
+        if metrics is not None and speed is not None:
             metrics.step(step_record(result, tokens, speed))
         rounds, rest = divmod(result.step, run.outer.inner_steps)
         if rest == 0 and rounds % run.evaluate.every_rounds == 0:

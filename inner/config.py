@@ -157,6 +157,14 @@ class ParallelConfig(Section):
     compile: bool = False
     """torch.compile for each block."""
 
+    def frees_after_forward(self, pp: int) -> bool:
+        """Whether blocks free their weights after the forward; a pipeline would gather them for each micro-batch."""
+        return (self.zero or (3 if pp == 1 else 2)) == 3
+
+    def splits_stream(self, tp: int) -> bool:
+        """Whether a rank of tp holds but its share of the positions of the residual stream."""
+        return tp > 1 and self.sequence_parallel
+
 
 class ProfileConfig(Section):
     """Which inner steps every rank writes a profile of."""

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-IGNORED = -100
-"""A target that does not count; so does any other below 0."""
 LOSS_CHUNK = 4096
 
 
@@ -45,7 +43,7 @@ class ChunkedCrossEntropy:
         self.shard = shard
 
     def __call__(self, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-        """The loss summed over valid targets, 0-dim fp32."""
+        """The loss summed over valid targets, 0-dim fp32; targets below 0 do not count."""
         if not torch.is_grad_enabled():
             x_TD, weight_VD = x_TD.detach(), weight_VD.detach()
         return _CrossEntropy.apply(x_TD, weight_VD, targets_T, self.chunk_tokens, self.shard)

@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from inner.config import MeshConfig
-from inner.errors import InputError
+from inner.errors import InputError, nearest_multiples
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -123,8 +123,11 @@ class IslandMesh:
 
     @property
     def fsdp(self) -> "DeviceMesh":
-        """(dp_replicate, fsdp): what FSDP replicates and shards over."""
-        return self.world["dp_replicate", "fsdp"]
+        """(dp_replicate, fsdp): what FSDP replicates and shards over; fsdp alone when there is one replica.
+
+        Else gradients would be all-reduced over that one.
+        """
+        return self.world["fsdp"] if self.degrees.dp_replicate == 1 else self.world["dp_replicate", "fsdp"]
 
     @property
     def tp(self) -> "DeviceMesh":
@@ -149,10 +152,9 @@ def accumulation(tokens_per_step: int, seq_len: int, micro_batch: int, num_data_
     """Micro-batches of one rank in one inner step. Raises InputError if the tokens do not divide."""
     together = seq_len * micro_batch * num_data_ranks
     if tokens_per_step % together:
-        below = tokens_per_step // together * together
-        cure = f"{below} or {below + together}" if below else f"{together}"
         raise InputError(
             f"optimizer.tokens_per_step ({tokens_per_step}) must be a multiple of data.seq_len ({seq_len}) x "
-            f"island.micro_batch ({micro_batch}) x data ranks ({num_data_ranks}) = {together}; try {cure}"
+            f"island.micro_batch ({micro_batch}) x data ranks ({num_data_ranks}) = {together}; "
+            f"try {nearest_multiples(tokens_per_step, together)}"
         )
     return tokens_per_step // together

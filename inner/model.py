@@ -100,7 +100,8 @@ class Transformer(nn.Module):
 
     rope_2SP: Tensor
 
-    def __init__(self, sizes: ModelSizes, seq_len: int, stage: Stage | None = None) -> None:
+    def __init__(self, sizes: ModelSizes, positions_S: Tensor, stage: Stage | None = None) -> None:
+        """`positions_S`: where in the sequence the inputs lie, int64 on the CPU."""
         super().__init__()
         self.sizes = sizes
         self.stage = stage = stage or Stage(0, range(sizes.num_layers), is_first=True, is_last=True)
@@ -111,19 +112,14 @@ class Transformer(nn.Module):
         self.head = Head(sizes) if stage.is_last else None
         self.enter: Callable[[Tensor], Tensor] | None = None
         """What is done to the embedded tokens before the first block."""
-        self._positions_S = torch.arange(seq_len, device="cpu")
-        self.register_buffer("rope_2SP", torch.empty(2, seq_len, sizes.head_dim // 2), persistent=False)
+        self._positions_S = positions_S
+        self.register_buffer("rope_2SP", torch.empty(2, len(positions_S), sizes.head_dim // 2), persistent=False)
 
     def blocks(self) -> Iterator[Block]:
         """Its layers, in order."""
         for layer in self.layers.values():
             assert isinstance(layer, Block)
             yield layer
-
-    def at_positions(self, positions_S: Tensor) -> None:
-        """Says where in the sequence the inputs lie, int64 on the CPU; call it before to_empty()."""
-        self._positions_S = positions_S
-        self.rope_2SP = self.rope_2SP.new_empty(2, len(positions_S), self.sizes.head_dim // 2)
 
     def fill_tables(self) -> None:
         """Computes the non-persistent buffers anew, in fp32; call it after to_empty()."""

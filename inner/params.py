@@ -5,6 +5,7 @@ parameter is (n, 1). The union of the slices of one replica's ranks is the model
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,10 +54,12 @@ class LocalParams:
         self.slices = []
         # FSDP swaps the module's parameters while it computes; these stay the sharded fp32 masters.
         self._copies: list[list[Tensor]] = []
+        named: dict[str, list[Tensor]] = defaultdict(list)
+        for part in parts:
+            for name, param in part.named_parameters():
+                named[name].append(param)
         for spec in self.specs:
-            copies: list[Tensor] = [
-                param for part in parts for name, param in part.named_parameters() if name == spec.name
-            ]
+            copies = named.get(spec.name)
             if copies and min((held := _slice(spec, copies[0])).shape) > 0:
                 self.slices.append(held)
                 self._copies.append(copies)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from inner.config import ModelConfig
-from inner.errors import InputError
+from inner.errors import InputError, nearest_multiples
 
 BYTE_VOCAB_SIZE = 260
 
@@ -123,10 +123,9 @@ def _check_heads(sizes: ModelSizes) -> None:
     """Heads must cut dim into even head sizes (RoPE turns pairs), and share key-value heads evenly."""
     if sizes.dim % (2 * sizes.num_heads):
         step = 2 * sizes.num_heads
-        below = sizes.dim // step * step
-        cure = f"{below} or {below + step}" if below else f"{step}"
         raise InputError(
-            f"model.dim ({sizes.dim}) must be a multiple of 2 x num_heads ({sizes.num_heads}); try model.dim {cure}"
+            f"model.dim ({sizes.dim}) must be a multiple of 2 x num_heads ({sizes.num_heads}); "
+            f"try model.dim {nearest_multiples(sizes.dim, step)}"
         )
     if sizes.num_heads % sizes.num_kv_heads:
         divisors = [n for n in range(1, sizes.num_heads + 1) if sizes.num_heads % n == 0]

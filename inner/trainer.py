@@ -92,7 +92,7 @@ class Trainer:
         layout = Layout(sizes, settings.seq_len, mesh, parallel, dtype, self._device)
         self.parts = build_parts(layout)
         with torch.device("meta"):
-            whole = Transformer(sizes, settings.seq_len)
+            whole = Transformer(sizes, layout.positions)
         self.params = LocalParams(whole, self.parts)
         initialise(self.params, self.parts, settings.seed)
         names = [spec.name for spec in self.params.specs]

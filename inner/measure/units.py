@@ -6,7 +6,7 @@ from functools import cached_property
 from inner.config import ParallelConfig
 from inner.mesh import Degrees
 from inner.parallel.schedule import Action, actions
-from inner.parallel.stages import Stage, plan_stages, ranks_of_stages
+from inner.parallel.stages import Stage, plan_stages, ranks_of_stages, stages_at
 from inner.presets import ModelSizes
 
 
@@ -32,8 +32,8 @@ class Workload:
     @property
     def stream_tokens(self) -> int:
         """Of these, positions of the residual stream that a rank holds."""
-        splits = self.degrees.tp > 1 and self.parallel.sequence_parallel
-        return -(-self.tokens // self.degrees.tp) if splits else self.tokens
+        tp = self.degrees.tp
+        return -(-self.tokens // tp) if self.parallel.splits_stream(tp) else self.tokens
 
     @property
     def q_numel(self) -> int:
@@ -47,8 +47,8 @@ class Workload:
 
     @property
     def frees_after_forward(self) -> bool:
-        """ZeRO-3; a pipeline keeps its weights unless told otherwise."""
-        return (self.parallel.zero or (3 if self.degrees.pp == 1 else 2)) == 3
+        """ZeRO-3."""
+        return self.parallel.frees_after_forward(self.degrees.pp)
 
     @cached_property
     def stages(self) -> list[Stage]:
@@ -68,7 +68,7 @@ class Workload:
         return actions(self.parallel.schedule, self.degrees.pp, len(self.stages), self.num_micro_batches)
 
     def stages_at(self, pp_rank: int) -> list[Stage]:
-        return [stage for stage, rank in zip(self.stages, self.stage_ranks, strict=True) if rank == pp_rank]
+        return stages_at(self.stages, self.stage_ranks, pp_rank)
 
     @cached_property
     def block(self) -> "Unit":

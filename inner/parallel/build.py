@@ -14,11 +14,11 @@ from inner.mesh import IslandMesh
 from inner.model import Transformer
 from inner.parallel.compile import compile_blocks
 from inner.parallel.context import build_attend, positions
-from inner.parallel.forward import StreamShape
+from inner.parallel.forward import LocalStages, StreamShape
 from inner.parallel.fsdp import shard
 from inner.parallel.pipeline import Pipeline
 from inner.parallel.recompute import apply_recompute
-from inner.parallel.stages import Stage, plan_stages, ranks_of_stages
+from inner.parallel.stages import Stage, plan_stages, ranks_of_stages, stages_at
 from inner.parallel.tensor import split_matrices
 from inner.presets import ModelSizes
 
@@ -50,25 +50,17 @@ class Layout:
         degrees, at = self.mesh.degrees, self.mesh.at
         return positions(self.parallel.context, self.seq_len, degrees.cp, at["cp"])
 
-    @property
-    def reshard(self) -> bool:
-        """Whether blocks free their weights after the forward; a pipeline would gather them for each micro-batch."""
-        default = 3 if self.mesh.degrees.pp == 1 else 2
-        return (self.parallel.zero or default) == 3
-
 
 def build_parts(layout: Layout) -> list[Transformer]:
     """This rank's stages, parameters sharded and without values. Every rank must call it."""
-    mine = layout.mesh.at["pp"]
-    stages = [stage for stage, rank in zip(layout.stages, layout.stage_ranks, strict=True) if rank == mine]
-    return [_build_part(layout, stage) for stage in stages]
+    mine = stages_at(layout.stages, layout.stage_ranks, layout.mesh.at["pp"])
+    return [_build_part(layout, stage) for stage in mine]
 
 
 def _build_part(layout: Layout, stage: Stage) -> Transformer:
     parallel, degrees = layout.parallel, layout.mesh.degrees
     with torch.device("meta"):
-        part = Transformer(layout.sizes, layout.seq_len, stage)
-    part.at_positions(layout.positions)
+        part = Transformer(layout.sizes, layout.positions, stage)
     if part.head is not None:
         part.head.cross_entropy = ChunkedCrossEntropy(parallel.loss_chunk)
     if degrees.cp > 1:
@@ -79,7 +71,8 @@ def _build_part(layout: Layout, stage: Stage) -> Transformer:
     apply_recompute(part, parallel.recompute)
     if parallel.compile:
         compile_blocks(part, layout.device.type)
-    shard(part, layout.mesh.fsdp, layout.compute_dtype, reshard=layout.reshard)
+    reshard = parallel.frees_after_forward(degrees.pp)
+    shard(part, layout.mesh.fsdp, layout.compute_dtype, reshard=reshard)
     return part.to_empty(device=layout.device)
 
 
@@ -91,7 +84,7 @@ def build_pipeline(
     if degrees.pp == 1:
         return None
     num_positions = len(layout.positions)
-    splits_stream = degrees.tp > 1 and layout.parallel.sequence_parallel
+    splits_stream = layout.parallel.splits_stream(degrees.tp)
     stream = StreamShape(
         micro_batch=micro_batch,
         positions=num_positions,
@@ -99,15 +92,8 @@ def build_pipeline(
         dim=layout.sizes.dim,
         dtype=layout.compute_dtype,
     )
-    return Pipeline(
-        parts,
-        layout.mesh.pp_group,
-        stage_ranks=layout.stage_ranks,
-        schedule=layout.parallel.schedule,
-        num_micro_batches=num_micro_batches,
-        stream=stream,
-        device=layout.device,
-    )
+    here = LocalStages(parts, layout.stage_ranks, layout.mesh.pp_group, stream, layout.device)
+    return Pipeline(here, layout.parallel.schedule, num_micro_batches)
 
 
 def tied_ends(layout: Layout) -> dist.ProcessGroup | None:

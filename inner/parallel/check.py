@@ -1,9 +1,10 @@
 """Whether a model fits a mesh: every error names the field, the value and a cure. No torch."""
 
-from inner.config import ParallelConfig
-from inner.errors import InputError
+from math import gcd
+
+from inner.config import ContextMethod, ParallelConfig
+from inner.errors import InputError, nearest_multiples
 from inner.mesh import Degrees
-from inner.parallel.limits import check_context
 from inner.parallel.stages import SPLIT_BACKWARD, check_micro_batches, plan_stages
 from inner.presets import ModelSizes
 
@@ -77,6 +78,37 @@ def _check_tensor(sizes: ModelSizes, tp: int) -> None:
         )
     if sizes.vocab_size < tp:
         raise InputError(f"island.mesh.tp ({tp}) is more than model.vocab_size ({sizes.vocab_size}); lower it")
+
+
+def check_context(method: ContextMethod, seq_len: int, cp: int, tp: int, num_heads: int, num_kv_heads: int) -> None:
+    """Raises InputError with a cure if `method` cannot spread such a sequence over cp ranks."""
+    if cp == 1:
+        return
+    _check_chunks(method, seq_len, cp)
+    if method == "ulysses":
+        _check_traded_heads(cp, tp, num_heads, num_kv_heads)
+
+
+def _check_chunks(method: ContextMethod, seq_len: int, cp: int) -> None:
+    unit, words = (cp, "cp") if method == "ulysses" else (2 * cp, "2 x cp")
+    if seq_len % unit:
+        raise InputError(
+            f"data.seq_len ({seq_len}) must be a multiple of {words} = {unit} (island.mesh.cp {cp}, "
+            f"island.parallel.context {method}); try data.seq_len {nearest_multiples(seq_len, unit)}"
+        )
+
+
+def _check_traded_heads(cp: int, tp: int, num_heads: int, num_kv_heads: int) -> None:
+    """Of fewer key-value heads than ranks of tp, each rank of tp has one."""
+    heads, kv_heads = num_heads // tp, max(num_kv_heads // tp, 1)
+    if heads % cp or kv_heads % cp:
+        most = gcd(heads, kv_heads)
+        allowed = " or ".join(str(n) for n in range(1, most + 1) if most % n == 0)
+        raise InputError(
+            f"island.parallel.context ulysses spreads heads over island.mesh.cp ({cp}), but each rank of tp {tp} has "
+            f"{heads} of model.num_heads ({num_heads}) and {kv_heads} of model.num_kv_heads ({num_kv_heads}); "
+            f"set context to ring or all_gather, or cp to {allowed}"
+        )
 
 
 def _divisors(value: int, most: int) -> str:

@@ -22,7 +22,7 @@ from inner.parallel.zigzag import spread
 
 def positions(method: ContextMethod, seq_len: int, cp: int, cp_rank: int) -> Tensor:
     """Where in the sequence a rank's positions lie, in its order: int64 (seq_len / cp,) on the CPU."""
-    everywhere = torch.arange(seq_len)
+    everywhere = torch.arange(seq_len, device="cpu")
     if cp == 1:
         return everywhere
     return everywhere.view(cp, -1)[cp_rank] if method == "ulysses" else spread(everywhere, cp, dim=0)[cp_rank]

@@ -24,6 +24,19 @@ class StreamShape:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class LocalStages:
+    """The pipeline stages of this rank, and where the others are."""
+
+    parts: Sequence[Transformer]
+    ranks: Sequence[int]
+    """The coordinate on `pp` of each stage of the model."""
+    group: dist.ProcessGroup
+    """Of pp."""
+    stream: StreamShape
+    device: torch.device
+
+
 def check_shapes(micro_batches: Sequence[MicroBatch], stream: StreamShape) -> None:
     """Other shapes than those agreed on would hang or kill the ranks that wait for them."""
     agreed = stream.micro_batch, stream.positions
@@ -35,17 +48,9 @@ def check_shapes(micro_batches: Sequence[MicroBatch], stream: StreamShape) -> No
 class ForwardOnly:
     """This rank's stages, each run over all micro-batches before the next."""
 
-    def __init__(
-        self,
-        parts: Sequence[Transformer],
-        stage_ranks: Sequence[int],
-        group: dist.ProcessGroup,
-        stream: StreamShape,
-        device: torch.device,
-    ) -> None:
-        self._parts, self._ranks, self._group = parts, stage_ranks, group
-        self._stream, self._device = stream, device
-        self._me = dist.get_rank(group)
+    def __init__(self, here: LocalStages) -> None:
+        self._here = here
+        self._me = dist.get_rank(here.group)
         self._kept: dict[int, list[Tensor]] = {}
         """Outputs of a stage whose next one is here, too."""
         self._sends: list[tuple[dist.Work, Tensor]] = []
@@ -53,9 +58,9 @@ class ForwardOnly:
     @torch.no_grad()
     def __call__(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """The summed loss (0-dim fp32) on the last stage's rank, else 0. Every rank of the group must call it."""
-        check_shapes(micro_batches, self._stream)
-        total = torch.zeros((), device=self._device)
-        for part in self._parts:
+        check_shapes(micro_batches, self._here.stream)
+        total = torch.zeros((), device=self._here.device)
+        for part in self._here.parts:
             outputs = self._run(part, micro_batches)
             if part.stage.is_last:
                 total += torch.stack(list(outputs)).sum() if micro_batches else 0.0
@@ -73,23 +78,24 @@ class ForwardOnly:
             yield part(x, targets_BS=micro_batch.targets_BS, documents_BS=micro_batch.documents_BS)
 
     def _input(self, stage: int, number: int) -> Tensor:
-        source = self._ranks[stage - 1]
+        source = self._here.ranks[stage - 1]
         if source == self._me:
             return self._kept[stage - 1][number]
-        shape = self._stream.micro_batch, self._stream.stream_positions, self._stream.dim
-        x_BSD = torch.empty(shape, dtype=self._stream.dtype, device=self._device)
-        dist.recv(x_BSD, group=self._group, group_src=source)
+        stream = self._here.stream
+        shape = stream.micro_batch, stream.stream_positions, stream.dim
+        x_BSD = torch.empty(shape, dtype=stream.dtype, device=self._here.device)
+        dist.recv(x_BSD, group=self._here.group, group_src=source)
         return x_BSD
 
     def _pass_on(self, stage: int, outputs: Iterator[Tensor]) -> None:
-        target = self._ranks[stage + 1]
+        target = self._here.ranks[stage + 1]
         if target == self._me:
             self._kept[stage] = list(outputs)
             return
-        if stage > 0 and self._ranks[stage - 1] == target:
+        if stage > 0 and self._here.ranks[stage - 1] == target:
             # NCCL keeps one order for both directions of a pair, and the other side sends all before it receives.
             outputs = iter(list(outputs))
         for output in outputs:
-            work = dist.isend(output.contiguous(), group=self._group, group_dst=target)
+            work = dist.isend(output.contiguous(), group=self._here.group, group_dst=target)
             assert work is not None, "this rank is in the group"
             self._sends.append((work, output))

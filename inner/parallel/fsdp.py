@@ -9,15 +9,12 @@ from inner.model import Transformer
 
 
 def shard(part: Transformer, mesh: DeviceMesh, compute_dtype: torch.dtype, *, reshard: bool) -> None:
-    """Makes every parameter an fp32 DTensor on `mesh`, (dp_replicate, fsdp), or, when there is one replica, on fsdp.
+    """Makes every parameter an fp32 DTensor on `mesh`, IslandMesh.fsdp.
 
     Every rank must call it. Gradients are summed in fp32. Computes in `compute_dtype`; logits come out in fp32.
     `reshard`: a block's weights are freed after its forward and gathered again for its backward (ZeRO-3), else kept
     until then (ZeRO-2).
     """
-    if mesh["dp_replicate"].size() == 1:
-        # Or else gradients are all-reduced over the one replica.
-        mesh = mesh["fsdp"]
     # Inputs are not cast: the RoPE table is fp32 and must stay so; the embedding sets the stream's dtype.
     inside = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # Only where logits come out: fp32 from a block would meet the next block's weights in compute_dtype.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from inner.model import Transformer
-from inner.parallel.fsdp import drop_gathered, reduce_on_backward
+from inner.parallel.fsdp import reduce_on_backward
 from inner.windows import MicroBatch
 
 
@@ -33,7 +33,6 @@ class OneStage:
         total = torch.zeros((), device=self._device)
         for micro_batch in micro_batches:
             total += self._loss(micro_batch)
-        drop_gathered(self._model)
         return total
 
     def _loss(self, micro_batch: MicroBatch) -> Tensor:

@@ -9,6 +9,7 @@ A rank holds `stages_per_rank` stages. With pp = 2, rank by stage:
     zbv, dualpipev           0 1 1 0      a V: rank 0 holds both ends
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -79,6 +80,11 @@ def ranks_of_stages(schedule: Schedule, num_stages: int, pp: int) -> list[int]:
     if schedule in V_SHAPED:
         return [min(index, 2 * pp - 1 - index) for index in range(num_stages)]
     return [index % pp for index in range(num_stages)]
+
+
+def stages_at(stages: Sequence[Stage], stage_ranks: Sequence[int], pp_rank: int) -> list[Stage]:
+    """Those of a coordinate on `pp`, in the model's order."""
+    return [stage for stage, rank in zip(stages, stage_ranks, strict=True) if rank == pp_rank]
 
 
 def stages_of_rank(schedule: Schedule, num_stages: int, pp: int, rank: int) -> list[int]:

@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch  # noqa: E402
 
+from scripts.bench.arguments import choices  # noqa: E402
 from scripts.bench.inner_rivals import Case, has_transformers  # noqa: E402
 from scripts.bench.inner_team import PHASES, Took, team  # noqa: E402
 
@@ -149,8 +150,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="rounds in which each contestant makes a step")
     parser.add_argument("--dims", type=_numbers, default=[256])
     parser.add_argument("--vocabs", type=_numbers, default=[260])
-    parser.add_argument("--dtypes", type=_choices(LOSS_TOLERANCE), default=list(LOSS_TOLERANCE))
-    parser.add_argument("--what", type=_choices(RIVALS), default=list(RIVALS))
+    parser.add_argument("--dtypes", type=choices(LOSS_TOLERANCE), default=list(LOSS_TOLERANCE))
+    parser.add_argument("--what", type=choices(RIVALS), default=list(RIVALS))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--sequences", type=int, default=8, help="of a micro-batch of one process")
@@ -163,17 +164,6 @@ def parse_arguments() -> argparse.Namespace:
 
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
-
-
-def _choices(allowed: Iterable[str]) -> Callable[[str], list[str]]:
-    def split(text: str) -> list[str]:
-        words = text.split(",")
-        for word in words:
-            if word not in allowed:
-                raise argparse.ArgumentTypeError(f"got {word!r}; allowed: {', '.join(allowed)}")
-        return words
-
-    return split
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:

@@ -1,7 +1,7 @@
 """What `scripts/bench/inner.py` compares, each as one process sees it.
 
-The rivals are one Llama in plain torch.nn and transformers' own, in the loop that a user would write around them:
-fp32 weights, autocast for bf16, fused AdamW, clipping. Shape suffixes as in inner/model.py.
+The rivals are one Llama in plain torch.nn (plain_llama.py) and transformers' own, in the loop that a user would write
+around them: fp32 weights, autocast for bf16, fused AdamW, clipping. Shape suffixes as in inner/model.py.
 """
 
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from inner.model import Transformer
 from inner.params import LocalParams
 from inner.presets import ModelSizes
 from inner.trainer import COMPUTE_DTYPES, Trainer, TrainerSettings
+from scripts.bench.plain_llama import PlainLlama
 
 SEED = 7
 NUM_BATCHES = 8
@@ -149,7 +150,7 @@ class WithLoss(nn.Module):
 
 def initial_weights(case: Case) -> dict[str, Tensor]:
     """Those that our trainer begins with, so that first losses tell whether all train the same model."""
-    model = Transformer(case.sizes, case.seq_len)
+    model = Transformer(case.sizes, torch.arange(case.seq_len))
     initialise(LocalParams(model, [model]), [model], SEED)
     return model.state_dict()
 
@@ -159,72 +160,6 @@ def plain_llama(case: Case) -> nn.Module:
     model = PlainLlama(case.sizes, case.seq_len)
     model.load_state_dict(initial_weights(case))
     return model
-
-
-class PlainLlama(nn.Module):
-    """The decoder that inner/model.py is, as one would write it for one process."""
-
-    def __init__(self, sizes: ModelSizes, seq_len: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(sizes.vocab_size, sizes.dim)
-        self.layers = nn.ModuleList([PlainBlock(sizes) for _ in range(sizes.num_layers)])
-        self.norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
-        self.head = nn.Linear(sizes.dim, sizes.vocab_size, bias=False)
-        frequencies_P = sizes.rope_theta ** -(torch.arange(0, sizes.head_dim, 2) / sizes.head_dim)
-        angles_SP = torch.outer(torch.arange(seq_len), frequencies_P)
-        self.register_buffer("cos_SP", angles_SP.cos(), persistent=False)
-        self.register_buffer("sin_SP", angles_SP.sin(), persistent=False)
-
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        x_BSD = self.embed(tokens_BS)
-        for layer in self.layers:
-            x_BSD = layer(x_BSD, self.cos_SP, self.sin_SP)
-        return self.head(self.norm(x_BSD))
-
-
-class PlainBlock(nn.Module):
-    """Attention and SwiGLU."""
-
-    def __init__(self, sizes: ModelSizes) -> None:
-        super().__init__()
-        kv_dim = sizes.num_kv_heads * sizes.head_dim
-        self.head_dim = sizes.head_dim
-        self.attention_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
-        self.attention = nn.ModuleDict(
-            {
-                "q_proj": nn.Linear(sizes.dim, sizes.dim, bias=False),
-                "k_proj": nn.Linear(sizes.dim, kv_dim, bias=False),
-                "v_proj": nn.Linear(sizes.dim, kv_dim, bias=False),
-                "out_proj": nn.Linear(sizes.dim, sizes.dim, bias=False),
-            }
-        )
-        self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
-        self.ffn = nn.ModuleDict(
-            {
-                "gate_proj": nn.Linear(sizes.dim, sizes.ffn_dim, bias=False),
-                "up_proj": nn.Linear(sizes.dim, sizes.ffn_dim, bias=False),
-                "down_proj": nn.Linear(sizes.ffn_dim, sizes.dim, bias=False),
-            }
-        )
-
-    def forward(self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
-        y_BSD = self.attention_norm(x_BSD)
-        q_BHSE, k_BKSE, v_BKSE = (
-            self.attention[name](y_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for name in ("q_proj", "k_proj", "v_proj")
-        )
-        q_BHSE, k_BKSE = _turn(q_BHSE, cos_SP, sin_SP), _turn(k_BKSE, cos_SP, sin_SP)
-        y_BHSE = F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=True)
-        x_BSD = x_BSD + self.attention["out_proj"](y_BHSE.transpose(1, 2).flatten(-2))
-        y_BSD = self.ffn_norm(x_BSD)
-        gated = F.silu(self.ffn["gate_proj"](y_BSD)) * self.ffn["up_proj"](y_BSD)
-        return x_BSD + self.ffn["down_proj"](gated)
-
-
-def _turn(x_BHSE: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
-    first, second = x_BHSE.float().chunk(2, dim=-1)
-    turned = torch.cat((first * cos_SP - second * sin_SP, second * cos_SP + first * sin_SP), dim=-1)
-    return turned.type_as(x_BHSE)
 
 
 def has_transformers() -> bool:

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Started as a file, this folder would come first, where `outer` is this file and not the package.
 sys.path[0] = str(ROOT)
 
+from scripts.bench.arguments import choices  # noqa: E402
 from scripts.bench.netns import Namespace, shaped_namespaces  # noqa: E402
 
 LINKS = {"loopback": None, "100mbit": 100e6, "1gbit": 1e9}
@@ -295,24 +296,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=lambda text: int(float(text)), default=25_000_000)
     parser.add_argument("--islands", type=lambda text: [int(n) for n in text.split(",")], default=[2, 4])
-    parser.add_argument("--links", type=_choices(LINKS), default=list(LINKS))
-    parser.add_argument("--what", type=_choices(CODECS), default=["torch", "gloo", "hivemind", "averager"])
-    parser.add_argument("--codecs", type=_choices(CODECS["gloo"]), default=list(CODECS["gloo"]))
+    parser.add_argument("--links", type=choices(LINKS), default=list(LINKS))
+    parser.add_argument("--what", type=choices(CODECS), default=["torch", "gloo", "hivemind", "averager"])
+    parser.add_argument("--codecs", type=choices(CODECS["gloo"]), default=list(CODECS["gloo"]))
     parser.add_argument("--repeats", type=int, default=3, help="the median is printed; slow lines get fewer")
     parser.add_argument("--json", type=Path, help="write the rows there too")
     parser.add_argument("--verbose", action="store_true", help="show what the islands write on stderr")
     return parser.parse_args()
-
-
-def _choices(allowed: Sequence[str] | dict[str, Any]) -> Callable[[str], list[str]]:
-    def split(text: str) -> list[str]:
-        words = text.split(",")
-        for word in words:
-            if word not in allowed:
-                raise argparse.ArgumentTypeError(f"got {word!r}; allowed: {', '.join(allowed)}")
-        return words
-
-    return split
 
 
 def main() -> None:

@@ -172,7 +172,7 @@ def test_a_vocabulary_that_is_not_known_is_said_to_be_assumed():
 
 def test_the_schedule_is_drawn_with_its_bubble():
     config = load_config(FOUR)
-    name, drawn = pipeline(plan_of(config.run, config.for_island(0)).work, width=80)
+    name, drawn = pipeline(plan_of(config.run, config.for_island(0)), width=80)
     assert name == "Pipeline: 1f1b, 2 stages on 2 ranks; bubble 25 %, if backward = 2 x forward"
     assert drawn.splitlines()[:2] == [
         "rank 0 |0>1>....0<<<2>1<<<3>2<<<..3<<<|",

@@ -66,3 +66,32 @@ def with_gradients(attend: Callable[..., Tensor], given: Inputs) -> list[Tensor]
 
 def expected(given: Inputs) -> list[Tensor]:
     return with_gradients(causal_attention if given.documents is None else each_document_alone, given)
+
+
+def bytes_per_attention(
+    method: ContextMethod,
+    q_shape: tuple[int, int, int, int],
+    num_kv_heads: int,
+    cp: int,
+    itemsize: int,
+    *,
+    has_documents: bool = False,
+) -> tuple[int, int]:
+    """Bytes that a rank sends in one attention, (forward, backward); `q_shape` is (B, S, H, E) of the whole sequence.
+
+    With n = B S / cp positions of its own, K key-value heads and gradients in at least fp32:
+
+                  forward                                backward
+    ring          (cp - 1) 2 n K E                       the same, and (cp - 1) 2 n K E of gradients
+    all_gather    as ring                                as ring
+    ulysses       (cp - 1) / cp n (2 H + 2 K) E          the same
+    """
+    B, S, H, E = q_shape
+    num_positions = B * S // cp
+    # int64 each; they go where keys go.
+    documents = (cp - 1) * num_positions * 8 if has_documents else 0
+    if method == "ulysses":
+        traded = (cp - 1) * num_positions * (2 * H + 2 * num_kv_heads) * E // cp * itemsize
+        return traded + documents, traded
+    keys = (cp - 1) * 2 * num_positions * num_kv_heads * E
+    return keys * itemsize + documents, keys * (itemsize + max(itemsize, 4)) + documents

@@ -39,7 +39,7 @@ def build_trainer(
 
 def build_model(sizes: ModelSizes = SIZES, seed: int = 3, seq_len: int = 32) -> Transformer:
     """A whole model on the CPU without a mesh, with its initial weights."""
-    model = Transformer(sizes, seq_len)
+    model = Transformer(sizes, torch.arange(seq_len))
     initialise(LocalParams(model, [model]), [model], seed)
     return model
 

@@ -17,10 +17,22 @@ from inner.config import ContextMethod
 from inner.errors import InputError
 from inner.measure.ledger import Ledger
 from inner.model import rotate
+from inner.parallel.check import check_context
 from inner.parallel.context import build_attend, positions
-from inner.parallel.limits import bytes_per_attention, check_context
 from tests.harness import run_ranks
-from tests.inner.sequences import BANDS, B, Case, E, H, Inputs, expected, inputs, strided, with_gradients
+from tests.inner.sequences import (
+    BANDS,
+    B,
+    Case,
+    E,
+    H,
+    Inputs,
+    bytes_per_attention,
+    expected,
+    inputs,
+    strided,
+    with_gradients,
+)
 from tests.inner.small import relative_error
 
 METHODS: tuple[ContextMethod, ...] = get_args(ContextMethod)

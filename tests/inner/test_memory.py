@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from inner.config import OptimizerConfig, ParallelConfig
 from inner.measure.activations import Activations, loss_memory
-from inner.measure.memory import PARTS, Memory, advice, estimate
+from inner.measure.advice import advice
+from inner.measure.memory import PARTS, Memory, estimate
 from inner.measure.units import Workload
 from inner.mesh import Degrees
 from inner.presets import PRESETS, ModelSizes

@@ -101,7 +101,9 @@ def test_a_group_keeps_matrices_from_muon() -> None:
 def test_a_stage_may_hold_nothing_that_a_pattern_takes() -> None:
     config = OptimizerConfig(groups=(ParamGroup(pattern="^head", lr_scale=0.1),))
     first, last = (
-        Transformer(SIZES, 32, Stage(index, range(index, index + 1), is_first=index == 0, is_last=index == 1))
+        Transformer(
+            SIZES, torch.arange(32), Stage(index, range(index, index + 1), is_first=index == 0, is_last=index == 1)
+        )
         for index in range(2)
     )
     (of_first,), (of_last,) = (build_optimizers([part], NAMES, config) for part in (first, last))
@@ -115,8 +117,8 @@ def test_both_copies_of_a_tied_table_are_stepped() -> None:
     sizes = replace(SIZES, tie_embeddings=True)
     names = [name for name, _ in build_model(sizes).named_parameters()]
     parts = [
-        Transformer(sizes, 32, Stage(0, range(1), True, False)),
-        Transformer(sizes, 32, Stage(1, range(1, 2), False, True)),
+        Transformer(sizes, torch.arange(32), Stage(0, range(1), True, False)),
+        Transformer(sizes, torch.arange(32), Stage(1, range(1, 2), False, True)),
     ]
     (optimizer,) = build_optimizers(parts, names, OptimizerConfig())
     stepped = [param for group in optimizer.param_groups for param in group["params"]]

@@ -15,7 +15,7 @@ from inner.presets import PRESETS, num_params, resolve_sizes
 @pytest.mark.parametrize("name", PRESETS)
 def test_closed_form_counts_the_model_exactly(name: str) -> None:
     with torch.device("meta"):
-        model = Transformer(PRESETS[name], seq_len=8)
+        model = Transformer(PRESETS[name], torch.arange(8))
     assert num_params(PRESETS[name]) == sum(param.numel() for param in model.parameters())
 
 
@@ -33,7 +33,7 @@ def test_small_presets_are_about_their_name(name: str) -> None:
 def test_closed_form_counts_qk_norm_and_tied_embeddings(tie_embeddings: bool) -> None:
     config = ModelConfig(preset="1m", qk_norm=True, tie_embeddings=tie_embeddings)
     sizes = resolve_sizes(config, vocab_size=300)
-    assert num_params(sizes) == sum(param.numel() for param in Transformer(sizes, seq_len=8).parameters())
+    assert num_params(sizes) == sum(param.numel() for param in Transformer(sizes, torch.arange(8)).parameters())
 
 
 def test_named_sizes_win_over_the_preset() -> None:
