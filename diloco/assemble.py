@@ -15,6 +15,7 @@ import torch.distributed as dist
 from diloco.config import ConfigError, IslandConfig, RunConfig, differing_keys, dump_config, parse_config
 from diloco.measure import Speedometer, speedometer
 from diloco.metrics import EventRecord, Metrics
+from diloco.runfiles import write_atomically
 from diloco.sinks import build_sinks
 from inner.data.batches import IslandBatches
 from inner.data.corpus import Corpus, prepare_corpus
@@ -136,7 +137,12 @@ def assembled(config: RunConfig, island: IslandConfig, team: Team, device: str, 
     loop = LoopThread()
     network = connect(config, island, team, loop, folder)
     try:
-        identity = Identity(island.island, team.broadcast(secrets.token_hex(8)), config.hash)
+        identity = Identity(
+            island=island.island,
+            incarnation=team.broadcast(secrets.token_hex(8)),
+            identity=team.on_leader(lambda: lasting_identity(folder)),
+            config_hash=config.hash,
+        )
         outer = OuterLoop(config.outer, identity, trainer.params, team, network, loop)
         speed = speedometer(config, island, corpus, device) if team.is_leader else None
         with Profiler(island.profile, folder / "profile", team.rank) as profiler:
@@ -197,6 +203,14 @@ def check_same_run(ours: RunConfig, theirs: str | None) -> None:
             f"the swarm's run {ours.name!r} has another config than this island:\n{differences}\n"
             "use the run's own (`diloco join ADDRESS` fetches it), or give this run another name"
         )
+
+
+def lasting_identity(folder: Path) -> str:
+    """What an island restarted in the same folder is known by, whatever became of its earlier processes."""
+    path = folder / "identity"
+    if not path.exists():
+        write_atomically(path, secrets.token_hex(16))
+    return path.read_text()
 
 
 def open_metrics(config: RunConfig, island: IslandConfig, folder: Path) -> Metrics:

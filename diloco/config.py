@@ -81,6 +81,16 @@ class IslandConfig(Section):
     listen_port: int = Field(default=0, ge=0, le=65535)
     announce_host: str | None = None
     """The address other islands reach this one at, when it is not listen_host (NAT, cloud)."""
+    run_key_file: str | None = None
+    """A file with the run's key, the same on every island: without it nobody joins and no message is taken."""
+    allow: tuple[str, ...] = ()
+    """hivemind: the peer ids that may connect; empty: all."""
+    relay: Literal["off", "client", "server"] = "off"
+    """hivemind behind a NAT: `client` is reached through relays and hole punching, `server` relays for others."""
+    faults: tuple[str, ...] = ()
+    """Faults that this island inflicts on itself, as `diloco simulate --fault` writes them; for tests."""
+    joins: bool = False
+    """Take the state of a running run, never begin one."""
     run_dir: str = "runs"
     cache_dir: str = "~/.cache/diloco"
     data_paths: tuple[str, ...] | None = None

@@ -14,6 +14,7 @@ from outer.deadlines import Deadlines
 from outer.errors import DeadlineError, MessageError, OuterError, PeerLost, QuorumError, TransportError
 from outer.membership.base import Member, Membership, Messenger
 from outer.rounds import Outcome, Plan, Question, Ready, Standing, Vote, check_plan, majority, make_plan, parse, tally
+from outer.transports.base import Endpoint
 
 log = logging.getLogger(__name__)
 
@@ -250,7 +251,7 @@ class Agreement:
 
     # -- what peers say -----------------------------------------------------------------------------------
 
-    async def _on_ready(self, body: bytes) -> bytes:
+    async def _on_ready(self, source: Endpoint, body: bytes) -> bytes:
         ready = parse(Ready, body)
         ready.check(self._rules.num_parts)
         self._readies[ready.island] = ready
@@ -259,7 +260,7 @@ class Agreement:
         self._changed.set()
         return Standing(round=self.round).model_dump_json().encode()
 
-    async def _on_plan(self, body: bytes) -> bytes:
+    async def _on_plan(self, source: Endpoint, body: bytes) -> bytes:
         plan = parse(Plan, body)
         if self._own is None:
             raise MessageError(f"{self._island!r} is not ready for round {plan.round}")
@@ -270,13 +271,13 @@ class Agreement:
         self._changed.set()
         return b"accepted"
 
-    async def _on_vote(self, body: bytes) -> bytes:
+    async def _on_vote(self, source: Endpoint, body: bytes) -> bytes:
         vote = parse(Vote, body)
         self._check_round(vote.round)
         self._hear(vote)
         return b"heard"
 
-    async def _on_outcome(self, body: bytes) -> bytes:
+    async def _on_outcome(self, source: Endpoint, body: bytes) -> bytes:
         question = parse(Question, body)
         self._check_round(question.round)
         if question.key not in self._outcomes:

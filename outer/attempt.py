@@ -9,7 +9,7 @@ from outer.deadlines import Deadlines
 from outer.errors import MessageError, TransportError
 from outer.reduce import Mean, Reducer
 from outer.rounds import Plan, Vote, parse
-from outer.transports.base import Transport
+from outer.transports.base import Endpoint, Transport
 
 
 class Attempts:
@@ -60,7 +60,7 @@ class Attempts:
         noes = self._noes.get(plan.key, {})
         return next((f"island {name!r} voted no: {noes[name]}" for name in plan.names if name in noes), None)
 
-    async def on_vote(self, body: bytes) -> bytes:
+    async def on_vote(self, source: Endpoint, body: bytes) -> bytes:
         """Answers the call `vote` on ranks other than the leader: only a no is sent to them."""
         vote = parse(Vote, body)
         if vote.digest is not None:

@@ -17,6 +17,8 @@ from outer.codecs.base import Codec
 from outer.digest import part_digest
 from outer.errors import NonFiniteError, OuterError
 from outer.merge import WeightedSum, weights_of
+from outer.phases import NO_HOOKS, Hooks
+from outer.phases import Phase as RoundPhase
 from outer.rounds import Plan, unpack_carriers
 from outer.space import Space
 from outer.transports.base import Endpoint, Phase, Tag, Transport
@@ -36,8 +38,8 @@ class Mean:
 class Reducer:
     """This rank's side of the reduce. `carried` parts go through it; every participant's carriers must run it."""
 
-    def __init__(self, transport: Transport, codec: Codec, space: Space, me: Endpoint) -> None:
-        self._transport, self._codec, self._space, self._me = transport, codec, space, me
+    def __init__(self, transport: Transport, codec: Codec, space: Space, me: Endpoint, hooks: Hooks = NO_HOOKS) -> None:
+        self._transport, self._codec, self._space, self._me, self._hooks = transport, codec, space, me, hooks
 
     async def run(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, Mean]:
         """The mean of each carried part. The caller bounds the time. Raises TransportError or NonFiniteError.
@@ -46,7 +48,8 @@ class Reducer:
         unfinished part waits for stands behind nothing but parts that its receiver has started too: no two ranks
         can wait for each other, even where a transport lets few payloads through at a time.
         """
-        attempt = _Attempt(self._transport, self._codec, self._space, self._me, plan)
+        attempt = _Attempt(self._transport, self._codec, self._space, self._me, self._hooks, plan)
+        self._hooks.reached("send", plan.round)
         started: dict[int, asyncio.Task[Mean]] = {}
         window: deque[int] = deque()
         try:
@@ -64,8 +67,12 @@ class Reducer:
 class _Attempt:
     """One attempt at a round, as one rank sees it."""
 
-    def __init__(self, transport: Transport, codec: Codec, space: Space, me: Endpoint, plan: Plan) -> None:
+    def __init__(
+        self, transport: Transport, codec: Codec, space: Space, me: Endpoint, hooks: Hooks, plan: Plan
+    ) -> None:
         self._transport, self._codec, self._space, self._me, self._plan = transport, codec, space, me, plan
+        self._hooks = hooks
+        self._reached: set[RoundPhase] = set()
         self._weights = weights_of([p.tokens for p in plan.participants])
         self._others = [name for name in plan.names if name != me.island]
         self._carriers = {p.island: unpack_carriers(p.carriers) for p in plan.participants}
@@ -77,7 +84,9 @@ class _Attempt:
             payload = await self._as_reducer(part, pseudo_grad)
         else:
             payload = await self._as_sender(part, pseudo_grad, reducer)
-        return await asyncio.to_thread(self._decode_mean, part, payload)
+        mean = await asyncio.to_thread(self._decode_mean, part, payload)
+        self._reach("reducing")
+        return mean
 
     async def _as_reducer(self, part: int, pseudo_grad: torch.Tensor) -> torch.Tensor:
         """The encoded weighted mean, summed in participant order whatever order the payloads come in."""
@@ -108,7 +117,9 @@ class _Attempt:
         return self._codec.encode(total.result())
 
     async def _send(self, island: str, phase: Phase, part: int, payload: torch.Tensor) -> None:
+        payload = self._hooks.payload(self._plan.round, payload)
         await self._transport.send(self._endpoint(island, part), self._tag(phase, part), payload)
+        self._reach("sending")
 
     async def _receive(self, island: str, phase: Phase, part: int) -> torch.Tensor:
         num_bytes = self._codec.num_bytes(self._space.parts[part].num_elements)
@@ -116,7 +127,7 @@ class _Attempt:
 
     def _encode(self, part: int, values: torch.Tensor) -> torch.Tensor:
         try:
-            return self._codec.encode(values)
+            return self._codec.encode(self._hooks.pseudo_grad(self._plan.round, values))
         except NonFiniteError as error:
             name = self._space.name_at(self._space.parts[part].start + error.index)
             raise OuterError(f"the pseudo-gradient of {name!r} holds {error.value}") from None
@@ -124,6 +135,11 @@ class _Attempt:
     def _decode_mean(self, part: int, payload: torch.Tensor) -> Mean:
         values = self._codec.decode(payload, self._space.parts[part].num_elements)
         return Mean(values, part_digest(payload))
+
+    def _reach(self, phase: RoundPhase) -> None:
+        if phase not in self._reached:
+            self._reached.add(phase)
+            self._hooks.reached(phase, self._plan.round)
 
     def _endpoint(self, island: str, part: int) -> Endpoint:
         return Endpoint(island, self._carriers[island][part])

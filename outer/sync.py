@@ -25,6 +25,7 @@ from outer.island_state import IslandState
 from outer.loop import LoopThread
 from outer.membership.base import Member, Membership
 from outer.network import Network
+from outer.phases import NO_HOOKS, Hooks
 from outer.reduce import Mean, Reducer
 from outer.rounds import Plan, Ready, pack_carriers, parse
 from outer.state import Position
@@ -45,6 +46,8 @@ class Identity:
 
     island: str
     incarnation: str
+    identity: str
+    """The same for every incarnation."""
     config_hash: str
 
 
@@ -70,14 +73,23 @@ class OuterLoop:
     """One rank's side of the outer loop."""
 
     def __init__(
-        self, config: OuterConfig, identity: Identity, params: Params, team: Team, network: Network, loop: LoopThread
+        self,
+        config: OuterConfig,
+        identity: Identity,
+        params: Params,
+        team: Team,
+        network: Network,
+        loop: LoopThread,
+        hooks: Hooks = NO_HOOKS,
     ) -> None:
+        self._hooks = hooks
         self._identity, self._team, self._network, self._loop = identity, team, network, loop
         codec = build_codec(config.codec)
         self._held = IslandState(config, codec.block_elements, params, team)
         self._addresses = team.gather((network.transport.address, network.messenger.address))
         self._deadlines = Deadlines(config.wait_seconds)
-        reducer = Reducer(network.transport, codec, self._held.space, Endpoint(identity.island, team.rank))
+        me = Endpoint(identity.island, team.rank)
+        reducer = Reducer(network.transport, codec, self._held.space, me, self._hooks)
         self._counted = 0, 0
         self._attempts = Attempts(network.transport, reducer, self._deadlines)
         self._donor = Donor(self._held.mine, network.messenger)
@@ -220,6 +232,7 @@ class OuterLoop:
         member = Member(
             island=self._identity.island,
             incarnation=self._identity.incarnation,
+            identity=self._identity.identity,
             config_hash=self._identity.config_hash,
             control_addresses=[control for _, control in self._addresses],
             transport_addresses=[transport for transport, _ in self._addresses],

@@ -13,6 +13,7 @@ from outer.membership.base import Member, Messenger
 from outer.rounds import Message, check_carriers, pack_carriers, parse, unpack_carriers
 from outer.space import Space
 from outer.state import GlobalState, PartState, Position, unpack
+from outer.transports.base import Endpoint
 
 PART_SECONDS = 120.0
 """For one part of a few megabytes: 30 kB/s, slower than any link worth training over."""
@@ -60,12 +61,12 @@ class Donor:
             .encode()
         )
 
-    async def _on_state(self, body: bytes) -> bytes:
+    async def _on_state(self, source: Endpoint, body: bytes) -> bytes:
         if self._description is None:
             raise MessageError("this island has committed no round: it cannot be a donor")
         return self._description
 
-    async def _on_part(self, body: bytes) -> bytes:
+    async def _on_part(self, source: Endpoint, body: bytes) -> bytes:
         return await asyncio.to_thread(self._state.pack, parse(PartRequest, body).part)
 
 

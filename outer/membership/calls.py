@@ -1,4 +1,4 @@
-"""Calls between endpoints over frame streams: one connection for each (caller, callee), kept open.
+"""Calls between endpoints over frame streams: one connection for each (caller, callee, lane), kept open.
 
 How a connection is opened is the network's business: TCP and libp2p hand in a `dial`.
 """
@@ -9,7 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from outer.errors import DeadlineError, InputError, MessageError, PeerLost, TransportError
-from outer.membership.base import Handler
+from outer.membership.base import Handler, Lane
 from outer.transports.base import Endpoint, Traffic
 from outer.wire import FrameStream, Header, Kind, hash_of, text_of, view_of
 
@@ -34,7 +34,7 @@ class StreamMessenger:
         self.address = ""
         self._run, self._me, self._dial, self._traffic = hash_of(run_id, "control"), me, dial, traffic
         self._handlers: dict[str, Handler] = {}
-        self._outgoing: dict[str, asyncio.Task[_Outgoing]] = {}
+        self._outgoing: dict[tuple[str, Lane], asyncio.Task[_Outgoing]] = {}
         self._incoming: set[FrameStream] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -42,12 +42,14 @@ class StreamMessenger:
     def serve(self, kind: str, handler: Handler) -> None:
         self._handlers[kind] = handler
 
-    async def call(self, address: str, kind: str, body: bytes, *, timeout_seconds: float) -> bytes:
+    async def call(
+        self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control"
+    ) -> bytes:
         if len(body) > MAX_BODY_BYTES:
             raise MessageError(f"a call {kind!r} of {len(body)} bytes, at most {MAX_BODY_BYTES} are allowed")
         try:
             async with asyncio.timeout(timeout_seconds):
-                outgoing = await self._connection(address)
+                outgoing = await self._connection(address, lane)
                 return await outgoing.call(kind, body)
         except TimeoutError:
             raise DeadlineError(f"{address} did not answer {kind!r} within {timeout_seconds:g} s") from None
@@ -83,13 +85,13 @@ class StreamMessenger:
                 task.result().close("this messenger was closed")
         self._outgoing.clear()
 
-    async def _connection(self, address: str) -> "_Outgoing":
+    async def _connection(self, address: str, lane: Lane) -> "_Outgoing":
         """The kept connection, or a new one. Callers that come while it is dialled wait for the same."""
         if self._is_closed:
             raise PeerLost(address, "this messenger was closed")
-        task = self._outgoing.get(address)
+        task = self._outgoing.get((address, lane))
         if task is None or _is_useless(task):
-            task = self._outgoing[address] = asyncio.create_task(self._open(address))
+            task = self._outgoing[address, lane] = asyncio.create_task(self._open(address))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         # A caller that gives up leaves the dial to those that come after; it has its own deadline.
         return await asyncio.shield(task)
@@ -115,25 +117,25 @@ class StreamMessenger:
             if header.kind is not Kind.CALL:
                 raise MessageError(f"{source} sent {header.kind.name}, CALL expected")
             kind, body = _unpack_call(bytes(view_of(payload)))
-            task = asyncio.create_task(self._answer(stream, header.request, kind, body))
+            task = asyncio.create_task(self._answer(source, stream, header.request, kind, body))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             task.add_done_callback(lambda _: gate.release())
 
-    async def _answer(self, stream: FrameStream, request: int, kind: str, body: bytes) -> None:
-        code, reply = await answer(self._handlers.get(kind), kind, body)
+    async def _answer(self, source: Endpoint, stream: FrameStream, request: int, kind: str, body: bytes) -> None:
+        code, reply = await answer(self._handlers.get(kind), source, kind, body)
         try:
             await stream.write(Header(code, self._me.rank, request=request, num_bytes=len(reply)), reply)
         except ConnectionError as error:
             log.debug("the caller of %r has gone: %s", kind, error)
 
 
-async def answer(handler: Handler | None, kind: str, body: bytes) -> tuple[Kind, bytes]:
+async def answer(handler: Handler | None, source: Endpoint, kind: str, body: bytes) -> tuple[Kind, bytes]:
     """REPLY and the handler's bytes, or REFUSAL and why."""
     if handler is None:
         return Kind.REFUSAL, f"nothing here answers {kind!r}".encode()
     try:
-        reply = await handler(body)
+        reply = await handler(source, body)
     except (TransportError, InputError) as error:
         return Kind.REFUSAL, str(error).encode()
     except Exception:  # a broken handler must not silence the caller

@@ -20,7 +20,7 @@ from outer.membership.records import (
     RUNS_KEY,
     RunInfo,
     check_config_text,
-    check_incarnation,
+    check_identity,
     parse_records,
 )
 from outer.transports.base import Endpoint, Traffic
@@ -81,14 +81,19 @@ class HivemindMembership:
         self._known: dict[str, Member] = {}
         self._search: asyncio.Task[dict[str, Member]] | None = None
         self._refreshing: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
 
     async def announce(self, member: Member) -> None:
-        check_incarnation(member, (await self._find_members()).get(member.island))
+        check_identity(member, (await self._find_members()).get(member.island))
         await self._store_member(member)
         # Two that come at once both pass the first check; the DHT keeps one of them.
-        check_incarnation(member, (await self._find_members()).get(member.island))
+        check_identity(member, (await self._find_members()).get(member.island))
         self._own = member
         self._keep_refreshing()
+
+    def update(self, member: Member) -> None:
+        self._own = member
+        self._wake.set()
 
     async def members(self) -> dict[str, Member]:
         if self._search is None or self._search.done():
@@ -128,7 +133,10 @@ class HivemindMembership:
 
     async def _refresh(self) -> None:
         while True:
-            await asyncio.sleep(self._refresh_seconds)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._refresh_seconds):
+                    await self._wake.wait()
+            self._wake.clear()
             try:
                 if self._own is not None:
                     await self._store_member(self._own)

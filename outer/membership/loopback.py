@@ -5,9 +5,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from outer.errors import DeadlineError, MessageError, PeerLost, TransportError
-from outer.membership.base import Handler, Member
+from outer.membership.base import Handler, Lane, Member
 from outer.membership.calls import MAX_BODY_BYTES, answer
-from outer.membership.records import check_config_text, check_incarnation, parse_record, parse_records
+from outer.membership.records import check_config_text, check_identity, parse_record, parse_records
 from outer.transports.base import Endpoint
 from outer.transports.loopback import Hub
 from outer.wire import Kind
@@ -18,7 +18,7 @@ class LoopbackMessenger:
 
     def __init__(self, hub: Hub, run_id: str, me: Endpoint) -> None:
         self.address = f"loopback:{run_id}/{me}"
-        self.island = me.island
+        self.me, self.island = me, me.island
         self._hub = hub
         self._loop = asyncio.get_running_loop()
         self._handlers: dict[str, Handler] = {}
@@ -30,7 +30,9 @@ class LoopbackMessenger:
     def serve(self, kind: str, handler: Handler) -> None:
         self._handlers[kind] = handler
 
-    async def call(self, address: str, kind: str, body: bytes, *, timeout_seconds: float) -> bytes:
+    async def call(
+        self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control"
+    ) -> bytes:
         if len(body) > MAX_BODY_BYTES:
             raise MessageError(f"a call {kind!r} of {len(body)} bytes, at most {MAX_BODY_BYTES} are allowed")
         with self._hub.lock:
@@ -40,7 +42,9 @@ class LoopbackMessenger:
         future: asyncio.Future[tuple[Kind, bytes]] = self._loop.create_future()
         self._waiting[future] = (target.island, address)
         try:
-            self._hub.deliver(lambda: target.take_call(kind, body, lambda reply: self._take_reply(future, reply)))
+            self._hub.deliver(
+                lambda: target.take_call(self.me, kind, body, lambda reply: self._take_reply(future, reply))
+            )
             async with asyncio.timeout(timeout_seconds):
                 code, reply = await future
         except TimeoutError:
@@ -51,11 +55,11 @@ class LoopbackMessenger:
             raise MessageError(reply.decode())
         return reply
 
-    def take_call(self, kind: str, body: bytes, reply: Callable[[tuple[Kind, bytes]], None]) -> None:
+    def take_call(self, source: Endpoint, kind: str, body: bytes, reply: Callable[[tuple[Kind, bytes]], None]) -> None:
         """Answer a call on this messenger's loop and give the answer to `reply` there. Any thread."""
 
         async def work() -> None:
-            reply(await answer(self._handlers.get(kind), kind, body))
+            reply(await answer(self._handlers.get(kind), source, kind, body))
 
         with suppress(RuntimeError):  # raised by a closed loop
             self._loop.call_soon_threadsafe(lambda: self._loop.create_task(work()))
@@ -106,8 +110,13 @@ class LoopbackMembership:
             raise TransportError("this island is cut off")
         with self._hub.lock:
             records = self._hub.records.setdefault(self._run_id, {})
-            check_incarnation(member, parse_record(member.island, records.get(member.island)))
+            check_identity(member, parse_record(member.island, records.get(member.island)))
             records[member.island] = member.model_dump_json()
+        self._own = member
+
+    def update(self, member: Member) -> None:
+        with self._hub.lock:
+            self._hub.records.setdefault(self._run_id, {})[member.island] = member.model_dump_json()
         self._own = member
 
     async def members(self) -> dict[str, Member]:

@@ -39,11 +39,11 @@ def parse_records(records: Mapping[str, str | bytes]) -> dict[str, Member]:
     return {island: member for island, member in parsed.items() if member is not None}
 
 
-def check_incarnation(member: Member, other: Member | None) -> None:
-    """Raise InputError when `other`, alive under the same name, is not this island."""
-    if other is not None and other.incarnation != member.incarnation:
+def check_identity(member: Member, other: Member | None) -> None:
+    """Raise InputError when `other`, alive under the same name, is not this island, restarted or not."""
+    if other is not None and other.identity != member.identity:
         raise InputError(
-            f"island.name: an island {member.island!r} is in the run already (incarnation {other.incarnation}); "
+            f"island.name: an island {member.island!r} is in the run already (identity {other.identity[:12]}); "
             "choose another name, or stop that one first"
         )
 

@@ -17,7 +17,7 @@ from outer.membership.records import (
     RUNS_KEY,
     RunInfo,
     check_config_text,
-    check_incarnation,
+    check_identity,
     parse_record,
     parse_records,
 )
@@ -79,11 +79,15 @@ class TcpMembership:
 
     async def announce(self, member: Member) -> None:
         other = await self._live_namesake(member)
-        check_incarnation(member, other)
+        check_identity(member, other)
         await self._run(lambda: self._write(member))
         self._own = member
         if self._beating is None:
             self._beating = asyncio.create_task(self._beat())
+
+    def update(self, member: Member) -> None:
+        self._own = member
+        self._updating = asyncio.create_task(self._run(lambda: self._write(member)))
 
     async def members(self) -> dict[str, Member]:
         records, beats = await self._run(self._read)

@@ -109,6 +109,12 @@ def progress(island: str, round_number: int, name: str, like: torch.Tensor) -> t
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)) * 0.01
 
 
+def identity_of(name: str) -> Identity:
+    """Of a test's island: its name in hex is its incarnation and its identity."""
+    number = name.encode().hex().zfill(8)
+    return Identity(island=name, incarnation=number, identity=number, config_hash="c" * 32)
+
+
 Wrap = Callable[[Hub, Transport], Transport]
 T = TypeVar("T")
 
@@ -147,7 +153,7 @@ def _live(
     try:
         if fault is not None:
             network.transport = fault(hub, network.transport)
-        identity = Identity(island=name, incarnation=name.encode().hex().zfill(8), config_hash="c" * 32)
+        identity = identity_of(name)
         params = FakeParams(model)
         return script(Island(name, params, OuterLoop(config, identity, params, Team(), network, loop)))
     finally:

@@ -59,6 +59,7 @@ class Leader:
         member = Member(
             island=self.name,
             incarnation="0" * 8 + self.name.encode().hex(),
+            identity="0" * 8 + self.name.encode().hex(),
             config_hash="c" * 32,
             control_addresses=[self.messenger.address],
             transport_addresses=[self.transport.address],

@@ -101,6 +101,7 @@ def member(island: str, incarnation: str = "00000000", **changes: Any) -> Member
     fields = {
         "island": island,
         "incarnation": incarnation,
+        "identity": incarnation,
         "config_hash": "0123456789abcdef",
         "control_addresses": ["control"],
         "transport_addresses": ["transport"],

@@ -16,7 +16,7 @@ async def main(kind: str, bootstrap: list[str]) -> None:
     )
     waiting = asyncio.Event()
 
-    async def hang(body: bytes) -> bytes:
+    async def hang(source: Endpoint, body: bytes) -> bytes:
         say({"called": True})
         await waiting.wait()
         return body

@@ -102,7 +102,7 @@ def heard_ready_from(leader: Leader, names: set[str]) -> asyncio.Event:
     heard, missing = asyncio.Event(), set(names)
     answer = leader.agreement._on_ready
 
-    async def listen(body: bytes) -> bytes:
+    async def listen(source: Endpoint, body: bytes) -> bytes:
         missing.discard(parse(Ready, body).island)
         if not missing:
             heard.set()
@@ -377,7 +377,7 @@ def test_a_planner_takes_no_other_plan_while_it_offers_its_own() -> None:
         answer = b.agreement._on_plan
         refusals = []
 
-        async def meanwhile(body: bytes) -> bytes:
+        async def meanwhile(source: Endpoint, body: bytes) -> bytes:
             rival = make_plan("c", 7, pick({"a": a.ready(), "c": c.ready()}, "ac"))
             try:
                 await c.tell(a, rival)

@@ -12,7 +12,7 @@ all_kinds = pytest.mark.parametrize("kind", KINDS)
 B1 = Endpoint("b", 1)
 
 
-async def echo(body: bytes) -> bytes:
+async def echo(source: Endpoint, body: bytes) -> bytes:
     return body[::-1]
 
 
@@ -35,7 +35,7 @@ def test_every_rank_of_an_island_answers_its_own_calls(kind):
         async with swarm(kind) as place:
             a, b0, b1 = await place.open(A), await place.open(B), await place.open(B1)
             for network, name in ((b0, b"0"), (b1, b"1")):
-                network.messenger.serve("rank", lambda body, name=name: _answer(name))
+                network.messenger.serve("rank", lambda source, body, name=name: _answer(source, name))
             calls_ = [a.messenger.call(n.messenger.address, "rank", b"", timeout_seconds=10) for n in (b0, b1)]
             assert await asyncio.gather(*calls_) == [b"0", b"1"]
 
@@ -49,7 +49,7 @@ def test_replies_find_their_calls_when_they_come_out_of_order(kind):
             a, b = await place.open(A), await place.open(B)
             second_came = asyncio.Event()
 
-            async def handler(body: bytes) -> bytes:
+            async def handler(source: Endpoint, body: bytes) -> bytes:
                 if body == b"first":
                     await second_came.wait()
                 second_came.set()
@@ -69,7 +69,7 @@ def test_a_refusal_comes_back_with_its_text(kind):
         async with swarm(kind) as place:
             a, b = await place.open(A), await place.open(B)
 
-            async def refuse(body: bytes) -> bytes:
+            async def refuse(source: Endpoint, body: bytes) -> bytes:
                 raise {b"1": MessageError, b"2": InputError}[body]("round 7 is over")
 
             b.messenger.serve("refuse", refuse)
@@ -88,7 +88,7 @@ def test_a_broken_handler_is_a_refusal_that_tells_nothing_more(kind):
         async with swarm(kind) as place:
             a, b = await place.open(A), await place.open(B)
 
-            async def broken(body: bytes) -> bytes:
+            async def broken(source: Endpoint, body: bytes) -> bytes:
                 raise KeyError("secret")
 
             b.messenger.serve("broken", broken)
@@ -117,7 +117,7 @@ def test_an_oversized_call_or_reply_is_refused(kind, monkeypatch):
         monkeypatch.setattr("outer.membership.loopback.MAX_BODY_BYTES", 1000)
         async with swarm(kind) as place:
             a, b = await place.open(A), await place.open(B)
-            b.messenger.serve("long", lambda body: _answer(bytes(1001)))
+            b.messenger.serve("long", lambda source, body: _answer(source, bytes(1001)))
             with pytest.raises(MessageError, match="at most 1000"):
                 await a.messenger.call(b.messenger.address, "long", bytes(1001), timeout_seconds=10)
             with pytest.raises(MessageError, match="at most 1000"):
@@ -133,7 +133,7 @@ def test_a_slow_handler_is_a_deadline_error_and_the_connection_lives_on(kind):
             a, b = await place.open(A), await place.open(B)
             never = asyncio.Event()
 
-            async def slow(body: bytes) -> bytes:
+            async def slow(source: Endpoint, body: bytes) -> bytes:
                 await never.wait()
                 return body
 
@@ -173,7 +173,7 @@ def test_a_peer_that_closes_in_the_middle_of_a_call_is_lost(kind):
             a, b = await place.open(A), await place.open(B)
             called = asyncio.Event()
 
-            async def hang(body: bytes) -> bytes:
+            async def hang(source: Endpoint, body: bytes) -> bytes:
                 called.set()
                 await asyncio.Event().wait()
                 return body
@@ -239,5 +239,5 @@ async def _read_to_end(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-async def _answer(body: bytes) -> bytes:
+async def _answer(source: Endpoint, body: bytes) -> bytes:
     return body

@@ -13,10 +13,10 @@ from outer.loop import LoopThread
 from outer.membership.hivemind import serve_bootstrap
 from outer.membership.tcp import serve_rendezvous
 from outer.network import NetworkSettings, open_network
-from outer.sync import Identity, OuterLoop
+from outer.sync import OuterLoop
 from outer.team import Team
 from outer.transports.loopback import Hub
-from tests.outer.islands import GUARD_SECONDS, FakeParams, Island, tensors
+from tests.outer.islands import GUARD_SECONDS, FakeParams, Island, identity_of, tensors
 
 NAMES = ("a", "b", "c")
 
@@ -46,7 +46,7 @@ def digests_of(name: str, kind: str, codec: str, where: dict) -> list[str]:
     network = loop.run(open_network(kind, settings), GUARD_SECONDS)
     try:
         params = FakeParams(tensors(scale=40))
-        identity = Identity(island=name, incarnation=name.encode().hex().zfill(8), config_hash="c" * 32)
+        identity = identity_of(name)
         island = Island(name, params, OuterLoop(config, identity, params, Team(), network, loop))
         island.outer.begin()
         return [island.round(tokens=100 + ord(name)).digest for _ in range(4)]

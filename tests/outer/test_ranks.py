@@ -10,11 +10,11 @@ from outer.errors import OuterError
 from outer.loop import LoopThread
 from outer.membership.tcp import serve_rendezvous
 from outer.network import NetworkSettings, open_network
-from outer.sync import Identity, OuterLoop
+from outer.sync import OuterLoop
 from outer.team import Team
 from outer.transports.loopback import Hub
 from tests.harness import run_ranks
-from tests.outer.islands import GUARD_SECONDS, FakeParams, Held, Island, Wrap, fails_in, tensors
+from tests.outer.islands import GUARD_SECONDS, FakeParams, Held, Island, Wrap, fails_in, identity_of, tensors
 from tests.outer.test_sync import TOKENS, assert_equal, reference
 
 CONFIG = OuterConfig(transport="gloo", start_islands=2, wait_seconds=GUARD_SECONDS)
@@ -42,7 +42,7 @@ def on_island(process: int, script: Callable[[Island, int], object], address: st
         network.transport = fault(Hub(), network.transport)
     try:
         params = FakeParams(tensors(), LAYOUTS[process])
-        identity = Identity(island=name, incarnation=name.encode().hex().zfill(8), config_hash="c" * 32)
+        identity = identity_of(name)
         island = Island(name, params, OuterLoop(CONFIG, identity, params, team, network, loop))
         island.outer.begin()
         return script(island, rank)
