@@ -3,16 +3,18 @@
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from diloco.config import ConfigError, IslandConfig, RunConfig, differing_keys, dump_config, parse_config
+from diloco.faults import build_hooks, slow_down
 from diloco.measure import Speedometer, speedometer
 from diloco.metrics import EventRecord, Metrics
 from diloco.runfiles import write_atomically
@@ -23,9 +25,10 @@ from inner.measure.profile import Profiler
 from inner.mesh import IslandMesh, resolve_degrees
 from inner.presets import resolve_sizes
 from inner.trainer import Trainer, TrainerSettings
+from outer.keys import RunKey, read_run_key
 from outer.loop import LoopThread
 from outer.network import Network, NetworkSettings, open_network
-from outer.sync import Identity, OuterLoop
+from outer.sync import Identity, OuterLoop, Settings
 from outer.team import Team
 from outer.transports.loopback import Hub
 
@@ -50,6 +53,8 @@ class Parts:
     profiler: Profiler
     metrics: Metrics | None
     speed: Speedometer | None
+    slow_down: Callable[[float], None]
+    """Called with the seconds of each inner step: what a fault adds to it, usually nothing."""
     tokens: int = 0
     """Trained on by this island so far."""
 
@@ -143,10 +148,25 @@ def assembled(config: RunConfig, island: IslandConfig, team: Team, device: str, 
             identity=team.on_leader(lambda: lasting_identity(folder)),
             config_hash=config.hash,
         )
-        outer = OuterLoop(config.outer, identity, trainer.params, team, network, loop)
+        hooks = build_hooks(island.faults, island.index, team.rank, folder)
+        most = 2 * config.outer.inner_steps * config.optimizer.tokens_per_step  # a round's, and one re-based
+        settings = Settings(max_tokens=most, joins=island.joins, cache_dir=folder / "incoming", hooks=hooks)
+        outer = OuterLoop(config.outer, identity, trainer.params, team, network, loop, settings)
         speed = speedometer(config, island, corpus, device) if team.is_leader else None
         with Profiler(island.profile, folder / "profile", team.rank) as profiler:
-            yield Parts(config, corpus, batches, trainer, outer, network, loop, profiler, metrics, speed)
+            yield Parts(
+                config,
+                corpus,
+                batches,
+                trainer,
+                outer,
+                network,
+                loop,
+                profiler,
+                metrics,
+                speed,
+                partial(slow_down, hooks),
+            )
     finally:
         close(network, loop, metrics)
 
@@ -176,6 +196,9 @@ def connect(config: RunConfig, island: IslandConfig, team: Team, loop: LoopThrea
                 listen_host=island.listen_host,
                 listen_port=island.listen_port,
                 announce_host=island.announce_host,
+                run_key=run_key_of(island),
+                allow=island.allow,
+                relay=island.relay,
                 identity_path=folder / "identity.key",
                 # A lone island needs no network; islands that share a hub are threads of one process.
                 hub=Hub() if config.outer.transport == "loopback" else None,
@@ -190,6 +213,11 @@ def connect(config: RunConfig, island: IslandConfig, team: Team, loop: LoopThrea
         check_same_run(config, theirs)
         loop.run(network.membership.publish_config(dump_config(config)))
     return network
+
+
+def run_key_of(island: IslandConfig) -> RunKey | None:
+    """What every message of the run is proved with; None: no key. Raises InputError when the file cannot be used."""
+    return None if island.run_key_file is None else read_run_key(Path(island.run_key_file).expanduser())
 
 
 def check_same_run(ours: RunConfig, theirs: str | None) -> None:

@@ -42,7 +42,7 @@ def _serve_dht(host: str, port: int, identity: Path | None):
 
 
 def _serve_tcp(host: str, port: int):
-    from outer.membership.tcp import serve_rendezvous
+    from outer.membership.rendezvous import serve_rendezvous
 
     server = serve_rendezvous(host, port)
     return [server.address], server.close

@@ -28,11 +28,52 @@ def simulate(
     islands: Annotated[int | None, typer.Option(min=1, help="Number of islands; default: as many as listed.")] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes of each island; default: the file's.")] = None,
     baseline: Annotated[bool, typer.Option("--baseline", help="Also train data-parallel on the same tokens.")] = False,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SPEC", help="Break something; see above. Repeatable. Example: --fault kill:1@round=3."),
+    ] = None,
+    storm: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATE",
+            help="Random faults: RATE an island and minute on average, from the first commit on. Half of the islands "
+            "at least are left up, so they may have to wait. Example: --storm 2.",
+        ),
+    ] = None,
+    storm_seed: Annotated[int, typer.Option(help="The same seed draws the same faults in the same order.")] = 0,
+    storm_count: Annotated[
+        int | None, typer.Option(min=1, help="The storm ends after so many faults; default: with the run.")
+    ] = None,
+    netns: Annotated[
+        bool,
+        typer.Option("--netns", help="Each island in a network namespace of its own, as a cut has it; needs root."),
+    ] = False,
 ) -> None:
-    """Run all islands of a config on this machine, as real processes, and write a report."""
+    """Run all islands of a config on this machine, as real processes, and write a report.
+
+    What --fault takes is KIND:WHO@WHEN,OPTION=VALUE. WHO is an island's index. WHEN is round=N (it has begun round N;
+    the first is 0), step=N (it has made N inner steps) or second=S (seconds after the run's first commit).
+
+    \b
+    kill:1@round=3,back=5          SIGKILL; started again after 5 s if back is given
+    kill:bootstrap@round=2,back=5  the bootstrap process
+    leave:1@round=6                SIGTERM; back as above
+    freeze:1@round=3,seconds=20    SIGSTOP, then SIGCONT
+    kill:1@round=3,phase=decide    kill or freeze at this very point of the round
+    slow:2x3                       each inner step takes 3 times as long
+    corrupt:1@round=4              one bit of a payload that it sends flips
+    poison:1@round=5,rounds=1      pseudo-gradient x -10; for good without rounds
+    join:@round=4                  one more island, by diloco join
+    cut:0-1@step=40,seconds=15     their link carries nothing; needs root
+    cut:0@step=40                  one from all; cut:0+1-2+3@step=40 groups
+    """
+    if storm is not None and not 0 < storm < float("inf"):
+        raise typer.BadParameter(f"got {storm}; allowed: a number above 0, for example --storm 2")
+    from diloco.simulate import Trouble
     from diloco.simulate import simulate as run
 
-    raise typer.Exit(run(config, overrides or [], islands, ranks, with_baseline=baseline))
+    trouble = Trouble(tuple(fault or ()), storm, storm_seed, storm_count, netns)
+    raise typer.Exit(run(config, overrides or [], islands, ranks, with_baseline=baseline, trouble=trouble))
 
 
 @app.command()

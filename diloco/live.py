@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -12,11 +12,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from diloco.faults import FaultRecord, read_faults
 from diloco.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
 from diloco.runfiles import METRICS, Tail
 from diloco.units import UNKNOWN, human_bytes, human_count, human_loss, human_seconds, one_line
 
 PLAIN_LINE_SECONDS = 5.0
+FAULTS_SHOWN = 3
 COLUMNS = ("island", "step", "loss", "tok/s", "round", "peers", "ok/abort", "sent", "held-out")
 
 
@@ -65,6 +67,7 @@ class RunState:
     islands: list[IslandState]
     total_steps: int
     seconds: float = 0.0
+    faults: list[FaultRecord] = field(default_factory=list)
 
 
 def rows(state: RunState) -> list[tuple[str, ...]]:
@@ -105,6 +108,7 @@ class LiveView:
         """Print through this while the view is shown."""
         self.state = RunState([IslandState(name) for name in islands], total_steps)
         self._title = run_dir.name
+        self._run_dir = run_dir
         self._tails = [Tail(run_dir / name / METRICS) for name in islands]
         self._clock = clock
         self._started_at = clock()
@@ -125,9 +129,16 @@ class LiveView:
         if self._live:
             self._live.stop()
 
+    def add_island(self, name: str) -> None:
+        """Show this island, too, if it is not shown yet."""
+        if all(island.name != name for island in self.state.islands):
+            self.state.islands.append(IslandState(name))
+            self._tails.append(Tail(self._run_dir / name / METRICS))
+
     def update(self, *, is_last: bool = False) -> None:
         """Read what the islands have written and show it; returns at once."""
-        rounds_before, events_before = self._rounds_decided(), self._events()
+        rounds_before, events_before, num_faults = self._rounds_decided(), self._events(), len(self.state.faults)
+        self.state.faults = read_faults(self._run_dir)
         for island, tail in zip(self.state.islands, self._tails, strict=True):
             for record in tail.new_records():
                 island.take(record)
@@ -135,6 +146,8 @@ class LiveView:
         if self._live:
             self._live.update(picture(self._title, self.state), refresh=True)
             return
+        for fault in self.state.faults[num_faults:]:
+            self._print(fault_line(fault))
         self._print_events(events_before)
         is_due = self._clock() - self._last_line_at >= PLAIN_LINE_SECONDS
         if is_last or is_due or self._rounds_decided() > rounds_before:
@@ -158,7 +171,7 @@ class LiveView:
 
 
 def picture(title: str, state: RunState) -> Group:
-    """The table of all islands with their last events below it."""
+    """The table of all islands, below it their last events and the last faults."""
     table = Table(
         title=Text(f"{title}  {human_seconds(state.seconds)}"),
         title_justify="left",
@@ -177,7 +190,13 @@ def picture(title: str, state: RunState) -> Group:
         table.add_row(Text(row[0], style="cyan"), bar, *(Text(cell) for cell in row[1 : len(COLUMNS)]))
         if row[-1]:
             lines.append(Text(f"{row[0]} {row[-1]}", style="yellow", no_wrap=True, overflow="ellipsis"))
+    lines += [Text(fault_line(fault), style="red", no_wrap=True) for fault in state.faults[-FAULTS_SHOWN:]]
     return Group(table, *lines)
+
+
+def fault_line(fault: FaultRecord) -> str:
+    """A fault in one line of plain text."""
+    return one_line(f"fault {fault.spec}: {fault.text}")
 
 
 def plain_line(state: RunState) -> str:

@@ -44,6 +44,12 @@ class RoundRecord:
     pseudo_gradient_norm: float | None
     cause: str | None = None
     """Why the attempt was aborted."""
+    steps: int = 0
+    """Inner steps whose progress this island gave to the attempt."""
+    tokens: int = 0
+    """That they were trained on: the island's weight in the mean."""
+    gated: dict[str, int] = field(default_factory=dict)
+    """By island: parts that this island's leader, as their reducer, left out of the mean."""
     time: float = field(default_factory=time.time)
     """The end of the attempt: the wait came first, then the reduce."""
     kind: Literal["round"] = "round"

@@ -4,6 +4,7 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
+from diloco.faults import FaultRecord, read_faults
 from diloco.metrics import RoundRecord
 from diloco.runfiles import FACTS, IslandRecords, RunRecords, read_run, write_atomically
 from diloco.summary import SUMMARY, Summary, summarise_records, summary_rows, total, traffic_ratio
@@ -12,6 +13,7 @@ from diloco.units import UNKNOWN, human_bytes, human_count, human_loss, human_se
 REPORT = "report.html"
 PLOT_FOLDER = "plots"
 MAX_ABORTS_LISTED = 50
+MAX_FAULTS_LISTED = 200
 STYLE = """
 :root { color-scheme: light; --ink: #22252b; --dim: #5c6370; --line: #e4e6ea; --good: #00704f; --wrong: #b34700; }
 * { box-sizing: border-box; }
@@ -70,6 +72,7 @@ def page(run: RunRecords, summary: Summary, figures: Sequence[str]) -> str:
             *figures,
             "<h2>Islands</h2>",
             _table(ISLAND_COLUMNS, [_island_row(island) for island in run.islands]),
+            _faults(read_faults(run.run_dir)),
             _aborts(run.islands),
             _footer(run.run_dir),
             "</body>\n</html>\n",
@@ -138,6 +141,16 @@ def _island_row(island: IslandRecords) -> Sequence[str]:
         human_bytes(sum(record.bytes_received for record in island.rounds)),
         human_seconds(sum(record.wait_seconds for record in island.rounds)),
     )
+
+
+def _faults(faults: Sequence[FaultRecord]) -> str:
+    """What was inflicted, and when: seconds after the first."""
+    if not faults:
+        return ""
+    rows = [(human_seconds(fault.time - faults[0].time), fault.spec, fault.text) for fault in faults]
+    table = _table(("after the first", "fault", "what happened"), rows[:MAX_FAULTS_LISTED], num_texts=2)
+    more = f"<p class='sub'>and {len(rows) - MAX_FAULTS_LISTED} more</p>" if len(rows) > MAX_FAULTS_LISTED else ""
+    return f"<h2>Faults</h2>{table}{more}"
 
 
 def _aborts(islands: Sequence[IslandRecords]) -> str:

@@ -1,29 +1,91 @@
 """`diloco simulate`: all islands of a run on this machine, as real processes, and what came of it."""
 
 import signal
-import sys
 import time
+from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
 
-from diloco.bootstrap import PREFIX
 from diloco.check import bigram_yardstick, check_run, model_params
 from diloco.config import Config, ConfigError, dump_config, load_config
+from diloco.fault_spec import BOOTSTRAP, check_faults, parse_fault
+from diloco.fleet import Fleet, settle, start_bootstrap, start_in, start_island, start_joiner
+from diloco.inflict import Inflictor
 from diloco.live import LiveView
-from diloco.processes import Child, start, stop, torchrun
+from diloco.netns import check_possible, opened_net
+from diloco.processes import Child, stop, torchrun
 from diloco.report import write_report
-from diloco.runfiles import RunFacts, write_atomically, write_facts
+from diloco.runfiles import BASELINE, RunFacts, write_atomically, write_facts
+from diloco.storm import storm
 from diloco.summary import print_summary, write_summary
 
-POLL_SECONDS = 0.25
-BOOTSTRAP_SECONDS = 60.0
+POLL_SECONDS = 0.05
 
 
-def simulate(path: Path, overrides: list[str], islands: int | None, ranks: int | None, *, with_baseline: bool) -> int:
+@dataclass(frozen=True)
+class Trouble:
+    """What is inflicted on a run: faults as written, a storm's faults an island and minute, and their number."""
+
+    faults: tuple[str, ...] = ()
+    storm: float | None = None
+    storm_seed: int = 0
+    storm_count: int | None = None
+    netns: bool = False
+
+    @property
+    def needs_net(self) -> bool:
+        """Whether islands must have namespaces."""
+        return self.netns or any(parse_fault(spec).kind == "cut" for spec in self.faults)
+
+
+NO_TROUBLE = Trouble()
+
+
+def simulate(
+    path: Path,
+    overrides: list[str],
+    islands: int | None,
+    ranks: int | None,
+    *,
+    with_baseline: bool,
+    trouble: Trouble = NO_TROUBLE,
+) -> int:
     """The exit status: 0 when at least one island finished the run, 130 after Ctrl-C or SIGTERM."""
     config = sized(load_config(path, overrides), islands, ranks)
+    check_trouble(trouble, config)
+    facts, run_dir = prepare(config, with_baseline=with_baseline)
+    config = config.model_copy(update={"name": run_dir.name})
+    console = Console()
+    console.print(
+        f"{facts.num_islands} islands, {facts.num_params:,} parameters, {config.total_steps} inner steps: {run_dir}"
+    )
+    started: list[Child] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        with opened_net() if trouble.needs_net else nullcontext() as net:
+            try:
+                finished = run_islands(config, run_dir, trouble, Fleet(run_dir, started, net=net), console)
+            finally:
+                stop(started)
+        if with_baseline and finished:
+            finished = run_baseline(config, run_dir, started, console)
+    except KeyboardInterrupt:
+        console.print("stopping")
+        return 130
+    finally:
+        stop(started)
+    print_summary(write_summary(run_dir), console)
+    console.print(f"report: {write_report(run_dir)}", soft_wrap=True)
+    return 0 if finished else 1
+
+
+def prepare(config: Config, *, with_baseline: bool) -> tuple[RunFacts, Path]:
+    """Everything checked that can be, and a new folder that holds the run's config and facts."""
     num_islands = len(config.islands)
     corpus = check_run(config, num_islands)
     if with_baseline:
@@ -40,26 +102,15 @@ def simulate(path: Path, overrides: list[str], islands: int | None, ranks: int |
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     write_facts(run_dir, facts)
-    console = Console()
-    console.print(
-        f"{num_islands} islands, {facts.num_params:,} parameters, {config.total_steps} inner steps: {run_dir}"
-    )
-    children: list[Child] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-    try:
-        finished = run_islands(config, run_dir, children, console)
-        stop(children)
-        if with_baseline and finished:
-            finished = run_baseline(config, run_dir, children, console)
-    except KeyboardInterrupt:
-        console.print("stopping")
-        return 130
-    finally:
-        stop(children)
-    print_summary(write_summary(run_dir), console)
-    console.print(f"report: {write_report(run_dir)}", soft_wrap=True)
-    return 0 if finished else 1
+    return facts, run_dir
+
+
+def check_trouble(trouble: Trouble, config: Config) -> None:
+    """Raise ConfigError if a fault is mistyped or cannot be inflicted on this run, or here."""
+    has_bootstrap = config.outer.transport != "loopback"
+    check_faults([parse_fault(spec) for spec in trouble.faults], len(config.islands), has_bootstrap=has_bootstrap)
+    if trouble.needs_net:
+        check_possible()
 
 
 def sized(config: Config, islands: int | None, ranks: int | None) -> Config:
@@ -93,54 +144,35 @@ def new_run_dir(parent: Path, name: str) -> Path:
     raise ConfigError(f"{parent} holds too many runs called {name!r}; choose another name=...")
 
 
-def run_islands(config: Config, run_dir: Path, children: list[Child], console: Console) -> bool:
-    """Start what the run needs, show it until all islands have ended; whether any finished."""
-    overrides = [f"name={run_dir.name}", f"island.run_dir={run_dir.parent}"]
+def run_islands(config: Config, run_dir: Path, trouble: Trouble, fleet: Fleet, console: Console) -> bool:
+    """Start what the run needs, inflict the faults, show it until it is over; whether any island finished."""
+    faults = [parse_fault(spec) for spec in trouble.faults]
+    address = None
     if config.outer.transport != "loopback":
-        address = start_bootstrap(config, run_dir, children)
-        overrides.append(f"island.bootstrap=[{address}]")
-    names = [config.for_island(index).island for index in range(len(config.islands))]
-    islands = [
-        start(
-            name,
-            torchrun(
-                config.for_island(index).ranks,
-                ["train", str(run_dir / "config.yaml"), *overrides, f"island.index={index}"],
-            ),
-            run_dir / name / "log.txt",
-        )
-        for index, name in enumerate(names)
-    ]
-    children.extend(islands)
-    watch(islands, LiveView(run_dir, names, config.total_steps, console), console)
-    return any(island.exit_code == 0 for island in islands)
+        settle(fleet, BOOTSTRAP)
+        address = start_bootstrap(config, run_dir, fleet)
+    for index in range(len(config.islands)):
+        settle(fleet, index)
+        fleet.islands[index] = start_island(config, index, address, faults, fleet)
+    if address is not None:
+        fleet.join = lambda index: start_joiner(config, index, address, faults, fleet)
+    storm_faults = None
+    if trouble.storm is not None:
+        storm_faults = islice(storm(trouble.storm_seed, trouble.storm, len(config.islands)), trouble.storm_count)
+    watch(fleet, Inflictor(fleet, faults, storm_faults), LiveView(run_dir, [], config.total_steps, console), console)
+    return any(island.exit_code == 0 for island in fleet.islands.values())
 
 
-def start_bootstrap(config: Config, run_dir: Path, children: list[Child]) -> str:
-    """The address of a bootstrap process of this run's kind."""
-    kind = "tcp" if config.outer.transport == "gloo" else "dht"
-    host = config.island.listen_host
-    command = [sys.executable, "-m", "diloco", "bootstrap", "--rendezvous", kind, "--host", host]
-    child = start("bootstrap", command, run_dir / "bootstrap.txt")
-    children.append(child)
-    deadline = time.monotonic() + BOOTSTRAP_SECONDS
-    while time.monotonic() < deadline and child.exit_code is None:
-        for line in child.log.read_text(errors="replace").splitlines():
-            if line.startswith(PREFIX):
-                return line.removeprefix(PREFIX)
-        time.sleep(POLL_SECONDS)
-    raise ConfigError(f"the bootstrap process gave no address within {BOOTSTRAP_SECONDS:.0f} s:\n{child.log_tail()}")
-
-
-def run_baseline(config: Config, run_dir: Path, children: list[Child], console: Console) -> bool:
+def run_baseline(config: Config, run_dir: Path, started: list[Child], console: Console) -> bool:
     """Train data-parallel on all islands' ranks together; whether it finished."""
     console.print("baseline: synchronous data-parallel training on the same tokens")
     ranks = baseline_ranks(config)
     arguments = ["baseline", str(run_dir / "config.yaml"), f"name={run_dir.name}", f"island.run_dir={run_dir.parent}"]
     arguments += ["--islands", str(len(config.islands)), "--ranks", str(ranks)]
-    child = start("baseline", torchrun(ranks, arguments), run_dir / "baseline" / "log.txt")
-    children.append(child)
-    watch([child], LiveView(run_dir, ["baseline"], config.total_steps, console), console)
+    fleet = Fleet(run_dir, started)
+    child = start_in(fleet, 0, BASELINE, torchrun(ranks, arguments), run_dir / BASELINE / "log.txt")
+    fleet.islands[0] = child
+    watch(fleet, Inflictor(fleet), LiveView(run_dir, [], config.total_steps, console), console)
     return child.exit_code == 0
 
 
@@ -162,16 +194,20 @@ def check_baseline(config: Config) -> None:
         )
 
 
-def watch(children: list[Child], view: LiveView, console: Console) -> None:
-    """Show the run until every child has ended; say at once, with its last lines, when one fails."""
+def watch(fleet: Fleet, inflictor: Inflictor, view: LiveView, console: Console) -> None:
+    """Inflict faults and show the run until it is over; say at once, with its last lines, when a child fails."""
     told: set[str] = set()
     with view:
-        while any(child.exit_code is None for child in children):
+        while not inflictor.is_over():
+            inflictor.poll()
+            for child in fleet.islands.values():
+                view.add_island(child.name)
             view.update()
-            for child in children:
-                if child.exit_code and child.name not in told:
-                    told.add(child.name)
+            for child in fleet.started:
+                if child.exit_code and child.mark not in told and not inflictor.was_meant(child):
+                    told.add(child.mark)
                     console.print(f"{child.name} ended with status {child.exit_code}; the end of {child.log}:")
                     console.print(child.log_tail(), markup=False, highlight=False)
             time.sleep(POLL_SECONDS)
+        inflictor.poll()
         view.update()

@@ -1,6 +1,7 @@
 """A finished run in a few figures: summary.json, and the same as a table."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from diloco.faults import read_faults
 from diloco.metrics import EvalRecord
 from diloco.runfiles import IslandRecords, RunRecords, read_run, write_atomically
 from diloco.units import UNKNOWN, human_bytes, human_count, human_loss, human_seconds
@@ -41,6 +43,7 @@ def summarise_records(run: RunRecords) -> Summary:
         "num_islands": run.num_islands,
         "bigram_loss": run.facts.bigram_loss if run.facts else None,
         **training_figures(run.islands),
+        "faults": dict(Counter(fault.kind for fault in read_faults(run.run_dir) if not fault.is_end)),
         "data_parallel_bytes": data_parallel_bytes(run),
         "data_parallel_formula": DATA_PARALLEL_FORMULA,
         "baseline": None,
@@ -64,6 +67,7 @@ def training_figures(islands: Sequence[IslandRecords]) -> Summary:
         "final_bits_per_byte": last.bits_per_byte if last else None,
         "tokens": sum(max((s.tokens for s in island.steps), default=0) for island in islands),
         "steps": {island.name: len(island.steps) for island in islands},
+        **committed_share(islands),
         "skipped_steps": {island.name: sum(s.skipped for s in island.steps) for island in islands},
         "rounds_committed": len(committed),
         "rounds_aborted": len({(r.round, r.attempt) for r in rounds if not r.committed}),
@@ -75,23 +79,32 @@ def training_figures(islands: Sequence[IslandRecords]) -> Summary:
     }
 
 
+def committed_share(islands: Sequence[IslandRecords]) -> Summary:
+    """Inner steps made, those whose progress reached a committed round, and their ratio; None when not recorded."""
+    trained = sum(len(island.steps) for island in islands)
+    committed = sum(record.steps for island in islands for record in island.rounds if record.committed)
+    share = committed / trained if trained and committed else None
+    return {"steps_trained": trained, "steps_committed": committed, "committed_share": share}
+
+
 def last_eval(islands: Sequence[IslandRecords]) -> EvalRecord | None:
     """The held-out loss of the last round that has one."""
     return max((e for island in islands for e in island.evals), key=lambda e: (e.round, e.time), default=None)
 
 
 def rounds_disagreeing(islands: Sequence[IslandRecords]) -> list[int]:
-    """Rounds that islands committed with different results, or that one committed and another aborted."""
+    """Rounds that participants committed with different results, or that one committed and another aborted."""
     records = [record for island in islands for record in island.rounds]
-    digests: dict[int, set[str]] = {}
+    digests: dict[tuple[int, tuple[str, ...]], set[str]] = {}
     for record in records:
         if record.committed:
-            digests.setdefault(record.round, set()).add(record.digest)
+            # With its participants: the parts of a parted network may each commit a round of this number.
+            digests.setdefault((record.round, record.participants), set()).add(record.digest)
     outcomes: dict[tuple[int, int, tuple[str, ...]], set[bool]] = {}
     for record in records:
         # With its participants: an island outside of a plan may have numbered an attempt of its own the same.
         outcomes.setdefault((record.round, record.attempt, record.participants), set()).add(record.committed)
-    differing = {number for number, found in digests.items() if len(found) > 1}
+    differing = {number for (number, _), found in digests.items() if len(found) > 1}
     return sorted(differing | {number for (number, _, _), found in outcomes.items() if len(found) > 1})
 
 
@@ -137,6 +150,11 @@ def summary_rows(summary: Summary) -> list[tuple[str, str, str]]:
         ("Digests equal in every round", _yes_or_no(summary["digests_equal"]), ""),
         ("Sent between islands", human_bytes(sent), ""),
     ]
+    if summary["committed_share"] is not None:
+        rows.append(("Inner steps in committed rounds", f"{summary['committed_share'] * 100:.1f} %", ""))
+    if summary["faults"]:
+        kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(summary["faults"].items()))
+        rows.append(("Faults inflicted", kinds, ""))
     if would_have is not None:
         ratio = traffic_ratio(summary)
         rows.append(

@@ -12,6 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from diloco.canvas import INK, REFERENCE, WRONG, new_axes, save
+from diloco.faults import read_faults
 from diloco.metrics import RoundRecord, StepRecord
 from diloco.runfiles import IslandRecords, RunRecords
 
@@ -96,13 +97,15 @@ def draw_timeline(run: RunRecords, path: Path) -> str | None:
             text = f"{share * 100:.0f} % computing"
             axes.annotate(text, xy=((last - origin) / unit_seconds, lane), annotation_clip=False, **right)
     label_commits(axes, run, lambda seconds: (seconds - origin) / unit_seconds)
+    mark_faults(axes, run, lambda seconds: (seconds - origin) / unit_seconds)
     axes.set_yticks(range(len(run.islands)), [island.name for island in run.islands])
     axes.set_ylim(len(run.islands) - 0.4, -0.75)
     axes.set_xlim(0, max((last - origin) / unit_seconds, 1e-9))
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    figure.legend(handles=activity_legend(), loc="outside lower center", ncols=5, fontsize=10)
+    handles = activity_legend(has_faults=bool(read_faults(run.run_dir)))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=10)
     return save(figure, path)
 
 
@@ -138,12 +141,26 @@ def label_commits(axes: Axes, run: RunRecords, at: Callable[[float], float]) -> 
         axes.text(*place, str(number), ha="center", va="bottom", fontsize=8.5, color=REFERENCE)
 
 
-def activity_legend() -> list[Patch | Line2D]:
+def mark_faults(axes: Axes, run: RunRecords, at: Callable[[float], float]) -> None:
+    """A cross in the lane of each island that a fault struck, with its kind; above all lanes if it struck none."""
+    lanes_of = {island.name: lane for lane, island in enumerate(run.islands)}
+    for fault in read_faults(run.run_dir):
+        struck = [lanes_of[name] for name in fault.islands if name in lanes_of] or [-0.55]
+        for lane in [] if fault.is_end else struck:
+            look = {"marker": "X", "color": WRONG, "markeredgecolor": "white", "markersize": 9, "zorder": 6}
+            axes.plot([at(fault.time)], [lane], **look)
+            below = {"xytext": (0, -6), "textcoords": "offset points", "ha": "center", "va": "top", "fontsize": 8.5}
+            axes.annotate(fault.kind, xy=(at(fault.time), lane), color=WRONG, zorder=6, **below)
+
+
+def activity_legend(*, has_faults: bool) -> list[Patch | Line2D]:
     """The timeline's legend."""
     handles: list[Patch | Line2D] = [Patch(color=color, label=activity) for activity, color in ACTIVITY_COLORS.items()]
     handles[-1] = Patch(facecolor=WRONG, edgecolor="white", hatch="////", label="aborted attempt")
     tick = {"color": INK, "marker": "|", "linestyle": "none", "markersize": 9, "markeredgewidth": 1.5}
-    return [*handles, Line2D([], [], label="commit, its round above", **tick)]
+    cross = {"color": WRONG, "marker": "X", "linestyle": "none", "markeredgecolor": "white", "markersize": 9}
+    handles.append(Line2D([], [], label="commit, its round above", **tick))
+    return [*handles, Line2D([], [], label="fault inflicted", **cross)] if has_faults else handles
 
 
 def time_unit(seconds: float) -> tuple[str, float]:

@@ -98,5 +98,5 @@ def say_goodbye(running: list[Parts]) -> None:
     """Withdraw from the run, so that others need not find out; close what leaves traces."""
     for parts in running:
         parts.event("left", "stopped by a signal")
-        parts.outer.leave()
+        parts.outer.leave(parts.trainer.inner_step % parts.config.outer.inner_steps)
         close(parts.network, parts.loop, parts.metrics)

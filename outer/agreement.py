@@ -1,314 +1,331 @@
-"""How islands agree on a round: rounds.py's messages, sent and waited for. Runs on each island's leader.
+"""How an island's leader runs the round protocol: sends, receives, waits, and finds out who lives.
 
-Planner: the island first by name among those alive. It fixes the plan when every live island is ready, or when
-the wait for the rest has run out and a quorum is there. If it dies, the next by name is the planner.
-Every island tells all others, so that a planner's death costs nobody a message.
+What follows from a message is in protocol.py; here are the calls, the clocks and the deadlines.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Literal
 
 from outer.deadlines import Deadlines
 from outer.errors import DeadlineError, MessageError, OuterError, PeerLost, QuorumError, TransportError
-from outer.membership.base import Member, Membership, Messenger
-from outer.rounds import Outcome, Plan, Question, Ready, Standing, Vote, check_plan, majority, make_plan, parse, tally
+from outer.membership.base import Handler, Member, Membership, Messenger
+from outer.protocol import Behind, Protocol, Short
+from outer.rounds import Answer, Goodbye, Message, Plan, Question, Ready, Standing, Vote, parse
 from outer.transports.base import Endpoint
 
 log = logging.getLogger(__name__)
 
-CALL_SECONDS = 5.0
-"""A control message is small: a peer that has not answered by then is frozen or cut off."""
-REPEAT_SECONDS = 1.0
-"""How often an unanswered state of affairs is told again; it also finds out who has died."""
+PING_SECONDS = 1.0
+"""How often every island tells the others where it stands; also how often what may be lost is said again."""
+WARN_SECONDS = 60.0
+GOODBYE_SECONDS = 1.5
+REPLIES: dict[type[Message], type[Message]] = {Ready: Standing, Standing: Standing, Question: Answer}
+Interruption = Literal["", "behind", "waited for"]
 
 
-class Behind(OuterError):
-    """Other islands have committed what this one has not; `donor` has the state."""
+class BehindError(OuterError):
+    """Others hold the state that survives; this island must take it from one of `donors`."""
 
-    def __init__(self, donor: str, cause: str) -> None:
-        super().__init__(f"this island must take the state of {donor!r}: {cause}")
-        self.donor = donor
+    def __init__(self, donors: Collection[str], cause: str) -> None:
+        super().__init__(cause)
+        self.donors = tuple(donors)
         self.cause = cause
 
 
-@dataclass(frozen=True)
-class Rules:
-    """When a plan may be fixed."""
-
-    quorum: int
-    start_islands: int
-    num_parts: int
-
-
 class Agreement:
-    """The leader's talk with other leaders. All state lives on the event loop; `round` is set by the outer loop."""
+    """The leader's talk with other leaders. All of it runs on one event loop."""
 
     def __init__(
-        self, island: str, rules: Rules, messenger: Messenger, membership: Membership, deadlines: Deadlines
+        self, protocol: Protocol, messenger: Messenger, membership: Membership, deadlines: Deadlines, config_hash: str
     ) -> None:
-        self._island, self._rules, self._deadlines = island, rules, deadlines
-        self._messenger, self._membership = messenger, membership
-        self.round = 0
-        self.on_abort: Callable[[Vote], None] = lambda vote: None
-        """Called with every no that is heard, so that a running reduce can end at once."""
-        self._own: Ready | None = None
-        self._accepted: Plan | None = None
-        self._last_attempt: dict[int, int] = {}
-        self._readies: dict[str, Ready] = {}
-        self._rounds: dict[str, int] = {}
-        self._lost: set[str] = set()
-        self._votes: dict[tuple[int, int], dict[str, Vote]] = {}
-        self._outcomes: dict[tuple[int, int], Outcome] = {}
-        self._pledged: set[tuple[int, int]] = set()
-        self._members: dict[str, Member] = {}
-        self._told_at = -REPEAT_SECONDS
-        self._telling: dict[str, asyncio.Task[None]] = {}
+        self.protocol = protocol
+        self.on_no: Callable[[str, str, str], None] = lambda plan, island, cause: None
+        """Called with (plan id, island, cause) for every no, so that a running reduce can end at once."""
+        self._messenger, self._membership, self._deadlines = messenger, membership, deadlines
+        self._config_hash = config_hash
+        self.members: dict[str, Member] = {}
+        """The other islands' records, as last seen."""
+        self._direct: dict[str, list[str]] = {}
+        """Control addresses that islands have told us themselves: fresher than their records."""
+        self._gone: dict[str, str] = {}
+        """Incarnations that have said goodbye: their records may live on for a while."""
+        self._calls: dict[tuple[str, type[Message]], asyncio.Task[None]] = {}
+        self._noes: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        messenger.serve("ready", self._on_ready)
-        messenger.serve("plan", self._on_plan)
-        messenger.serve("vote", self._on_vote)
-        messenger.serve("outcome", self._on_outcome)
+        self._watching: asyncio.Task[None] | None = None
+        for model in (Ready, Standing, Plan, Vote, Question, Goodbye):
+            messenger.serve(_kind(model), self._handler(model))
 
-    # -- plan ---------------------------------------------------------------------------------------------
+    # -- the calls of the outer loop ------------------------------------------------------------------------------
 
-    async def plan(self, own: Ready) -> Plan:
-        """The plan this island takes part in. Raises Behind, or QuorumError when too few islands come."""
-        self._own, self._accepted, self._told_at = own, None, -REPEAT_SECONDS
-        self._readies[self._island] = own
-        now = asyncio.get_running_loop().time
-        started = waiting_since = now()
-        try:
-            while True:
-                await self._tell_ready(own)
-                if self._accepted is None:
-                    waited = now() - waiting_since
-                    self._check_standing(own, waited)
-                    # An attempt was refused: whoever refused it may say ready again, so the wait starts again.
-                    if (plan := self._due(own, waited)) and not await self._offer(plan):
-                        waiting_since = now()
-                if self._accepted is not None:
-                    self._deadlines.observe("ready", now() - started)
-                    return self._accepted
-                await self._wait_for_change(REPEAT_SECONDS)
-        finally:
-            self._own = None
+    async def start(self) -> None:
+        """From now on this island tells the others where it stands, and finds out about them."""
+        await self._find_members()
+        self._watching = asyncio.create_task(self._watch())
 
-    def _check_standing(self, own: Ready, waited: float) -> None:
-        known = set(self._members) - self._lost
-        ahead = {name: r for name, r in self._rounds.items() if r > own.round and name in known}
-        if ahead:
-            donor = max(sorted(ahead), key=lambda name: ahead[name])
-            raise Behind(donor, f"it is in round {ahead[donor]}, this island in round {own.round}")
-        peers = self._ready_now(own.round)
-        if self._absent(peers) and not self._is_late(waited):
-            return  # They count in the majority, too.
-        digest = majority(peers.values())
-        if digest != own.digest:
-            donor = min(name for name, r in peers.items() if r.digest == digest)
-            raise Behind(donor, f"the digests of round {own.round} differ and most islands hold {digest}")
+    async def stand(self, standing: Standing) -> None:
+        """This island holds this state now, and says so."""
+        self.protocol.stand(standing)
+        self._say_standing()
+        self._flush()
 
-    def _ready_now(self, round_number: int) -> dict[str, Ready]:
-        return {n: r for n, r in self._readies.items() if r.round == round_number and n not in self._lost}
+    async def plan(self, own: Ready, told: Callable[[], None] = lambda: None) -> Plan:
+        """The plan this island takes part in; `told` is called when the others know that it is ready.
 
-    def _absent(self, ready: Mapping[str, Ready]) -> set[str]:
-        """Islands that are alive as far as this one knows, and not ready."""
-        return set(self._members) - self._lost - set(ready)
+        Raises BehindError, or QuorumError when too few islands come.
+        """
+        self.protocol.prepare(own)
+        self._flush()
+        told()
+        await self._find_members()
+        started = warned = _now()
+        while True:
+            waited = _now() - started
+            verdict = self.protocol.consider(is_late=waited > self._deadlines.grace(self._num_waiting()))
+            self._flush()
+            match verdict:
+                case Plan():
+                    return verdict
+                case Behind():
+                    raise BehindError(verdict.donors, verdict.cause)
+                case Short() if _now() - warned > WARN_SECONDS or waited > self._deadlines.initial_seconds:
+                    warned = _now()
+                    self._complain(verdict, waited)
+                case Short():
+                    self._check_policy(verdict, waited)
+            await self._wait_for_change(PING_SECONDS)
 
-    def _is_late(self, waited: float) -> bool:
-        return waited > self._deadlines.limit("ready")
-
-    def _due(self, own: Ready, waited: float) -> Plan | None:
-        """The plan this island should offer now, if it is the planner and it is time."""
-        ready, is_late = self._ready_now(own.round), self._is_late(waited)
-        absent = self._absent(ready)
-        # Others are about to take the majority's state: they neither plan nor count.
-        ready = {name: r for name, r in ready.items() if r.digest == own.digest}
-        planner = min(ready) if is_late else min(set(ready) | absent)
-        # Once the first round has been planned they have come; a lost one is not waited for.
-        is_start = own.round == 0 and own.round not in self._last_attempt
-        needed = max(self._rules.quorum, self._rules.start_islands if is_start else 1)
-        if len(ready) < needed:
-            # A derived limit is for islands that are there; one that must first come back gets the whole wait.
-            if waited > self._deadlines.initial_seconds:
-                raise QuorumError(f"round {own.round}: {len(ready)} of {needed} islands came within {waited:.0f} s")
-            return None
-        if planner != self._island or (absent and not is_late):
-            return None
-        return make_plan(self._island, self._last_attempt.get(own.round, -1) + 1, ready)
-
-    async def _tell_ready(self, own: Ready) -> None:
-        """Tell every member, again after REPEAT_SECONDS; a frozen one must not hold up the others' plan."""
-        now = asyncio.get_running_loop().time()
-        if now - self._told_at < REPEAT_SECONDS:
-            return
-        self._told_at = now
-        self._members = await self._membership.members()
-        body = own.model_dump_json().encode()
-        for name, member in self._members.items():
-            if name != self._island and name not in self._telling:
-                self._telling[name] = asyncio.create_task(self._tell_one(member, body))
-
-    async def _tell_one(self, member: Member, body: bytes) -> None:
-        try:
-            reply = await self._call(member.island, member.control_addresses[0], "ready", body)
-            self._rounds[member.island] = parse(Standing, reply).round
-        except TransportError as error:
-            log.debug("%s did not take our ready: %s", member.island, error)
-        finally:
-            self._telling.pop(member.island, None)
-            self._changed.set()
-
-    async def _offer(self, plan: Plan) -> bool:
-        """Whether every other participant accepts; if not, those that did are told that the attempt is off."""
-        self._accept(plan)
-        body = plan.model_dump_json().encode()
-        others = [p for p in plan.participants if p.island != self._island]
-        calls = (self._call(p.island, p.control_addresses[0], "plan", body) for p in others)
-        replies = await asyncio.gather(*calls, return_exceptions=True)
-        refused = [(p, r) for p, r in zip(others, replies, strict=True) if isinstance(r, BaseException)]
-        for participant, error in refused:
-            if not isinstance(error, TransportError):
-                raise error
-            log.info("round %d attempt %d: %s: %s", *plan.key, participant.island, error)
-        if refused:
-            cause = "; ".join(str(error) for _, error in refused)
-            await self._send_vote(plan, self._no(plan, cause))
-            self._accepted = None
-        return not refused
-
-    def _accept(self, plan: Plan) -> None:
-        """Take part in this plan and no other. The readies in it are used up: the next attempt needs new ones."""
-        self._accepted = plan
-        self._last_attempt[plan.round] = plan.attempt
-        for participant in plan.participants:
-            if self._readies.get(participant.island) == participant and participant.island != self._island:
-                del self._readies[participant.island]
-
-    # -- vote ---------------------------------------------------------------------------------------------
-
-    async def decide(self, plan: Plan, digest: str | None, cause: str = "") -> bool:
-        """Whether the attempt commits, by everybody's votes. `digest` is this island's result, None a failure."""
-        own = self._no(plan, cause) if digest is None else self._yes(plan, digest)
-        self._hear(own)
-        await self._send_vote(plan, own)
-        started = asyncio.get_running_loop().time()
-        limit = self._deadlines.limit("reduce")
-        while (outcome := self._tally(plan)) == "open" and plan.key not in self._pledged:
-            missing = set(plan.names) - set(self._votes[plan.key])
-            if missing <= self._lost or asyncio.get_running_loop().time() - started > limit:
-                break
-            if not await self._wait_for_change(REPEAT_SECONDS):
-                await self._send_vote(plan, own)
-        if outcome == "open" or (outcome == "commit" and plan.key in self._pledged):
-            outcome = await self._resolve(plan)
-        self._outcomes[plan.key] = outcome
-        self._forget(plan.round)
+    async def decide(self, vote: Vote, told: Callable[[], None] = lambda: None) -> bool:
+        """Whether the plan commits, by everybody's votes; `told` is called when this island's is on its way."""
+        self.protocol.vote(vote)
+        self._flush()
+        told()
+        started, limit = _now(), self._deadlines.limit("reduce")
+        while (outcome := self.protocol.conclude(is_late=_now() - started > limit)) == "open":
+            self._flush()
+            await self._wait_for_change(PING_SECONDS)
+        self._flush()
+        self._changed.set()
         return outcome == "commit"
 
-    async def _resolve(self, plan: Plan) -> Outcome:
-        """Votes are missing: whoever has committed settles it; if nobody has, nobody will."""
-        body = Question(round=plan.round, attempt=plan.attempt).model_dump_json().encode()
-        others = [p for p in plan.participants if p.island != self._island and p.island not in self._lost]
-        calls = (self._call(p.island, p.control_addresses[0], "outcome", body) for p in others)
-        replies = await asyncio.gather(*calls, return_exceptions=True)
-        return "commit" if b"commit" in replies else "abort"
+    async def say_goodbye(self, goodbye: Goodbye) -> None:
+        """Tell all islands that this one leaves; whoever does not answer at once finds out by itself.
 
-    async def _send_vote(self, plan: Plan, vote: Vote) -> None:
-        """To the leaders that may not have it yet; a no goes to every rank, so that each ends its reduce."""
-        body = vote.model_dump_json().encode()
-        addresses = [
-            (p.island, address)
-            for p in plan.participants
-            if p.island != self._island and p.island not in self._lost
-            for address in (p.control_addresses if vote.digest is None else p.control_addresses[:1])
+        An attempt that is under way gets a moment to end: its other participants need this island's vote.
+        """
+        deadline = _now() + GOODBYE_SECONDS
+        while self.protocol.phase in ("reducing", "voting") and _now() < deadline:
+            await self._wait_for_change(deadline - _now())
+        if self._watching is not None:
+            self._watching.cancel()
+        calls = [
+            self._call(name, goodbye) for name in self.protocol.present - self.protocol.lost if self._addresses(name)
         ]
-        calls = (self._call(island, address, "vote", body) for island, address in addresses)
-        await asyncio.gather(*calls, return_exceptions=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_SECONDS):
+                await asyncio.gather(*calls, return_exceptions=True)
 
-    def _tally(self, plan: Plan) -> Outcome:
-        return tally(plan, self._votes.get(plan.key, {}))
+    async def interruption(self, seconds_left: float, *, entered_late: bool) -> Interruption:
+        """Why inner steps should end now: another history survives, or others wait and it would be in vain.
 
-    def _yes(self, plan: Plan, digest: str) -> Vote:
-        return Vote(round=plan.round, attempt=plan.attempt, island=self._island, digest=digest)
+        `seconds_left`: until the round's inner steps are done. `entered_late`: this island took the round's state
+        while the others were training; they do not wait for it.
+        """
+        if self.protocol.behind(is_settled=False) is not None:
+            return "behind"
+        num_waiting = self._num_waiting()
+        if num_waiting and (entered_late or seconds_left > self._deadlines.grace(num_waiting)):
+            return "waited for"
+        return ""
 
-    def _no(self, plan: Plan, cause: str) -> Vote:
-        return Vote(round=plan.round, attempt=plan.attempt, island=self._island, cause=cause[:2000])
+    async def linger(self, seconds: float) -> bool:
+        """Wait until no island that is coming holds less than this one; whether another history survives instead."""
+        deadline = _now() + seconds
+        while _now() < deadline and any(s.is_coming and s.rank < self._rank for s in self.protocol.live.values()):
+            await self._wait_for_change(deadline - _now())
+        return self.protocol.behind(is_settled=True) is not None
 
-    def _hear(self, vote: Vote) -> None:
-        self._votes.setdefault(vote.key, {}).setdefault(vote.island, vote)
-        if vote.digest is None:
-            self.on_abort(vote)
-        self._changed.set()
+    async def find_donors(self) -> list[Member]:
+        """Records of the islands that hold the history which survives, if it is another than this island's."""
+        await self._find_members()
+        behind = self.protocol.behind(is_settled=True)
+        if behind is not None:
+            return [self.members[name] for name in behind.donors if name in self.members]
+        # Nobody has spoken to this island yet: what the records say.
+        ahead = [m for m in self.members.values() if (m.tokens, m.round) > self._rank]
+        best = max(((m.tokens, m.round) for m in ahead), default=None)
+        return [m for m in ahead if (m.tokens, m.round) == best]
 
-    def _forget(self, before_round: int) -> None:
-        for table in (self._votes, self._outcomes):
-            for key in [k for k in table if k[0] < before_round - 1]:
-                del table[key]
-        self._pledged = {key for key in self._pledged if key[0] >= before_round - 1}
-        self._last_attempt = {r: a for r, a in self._last_attempt.items() if r >= before_round - 1}
+    # -- who lives ------------------------------------------------------------------------------------------------
 
-    # -- what peers say -----------------------------------------------------------------------------------
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            await self._find_members()
+            if self.protocol.phase != "gathering":
+                self._say_standing()
+            self.protocol.repeat()
+            self._flush()
 
-    async def _on_ready(self, source: Endpoint, body: bytes) -> bytes:
-        ready = parse(Ready, body)
-        ready.check(self._rules.num_parts)
-        self._readies[ready.island] = ready
-        self._rounds[ready.island] = ready.round
-        self._lost.discard(ready.island)
-        self._changed.set()
-        return Standing(round=self.round).model_dump_json().encode()
-
-    async def _on_plan(self, source: Endpoint, body: bytes) -> bytes:
-        plan = parse(Plan, body)
-        if self._own is None:
-            raise MessageError(f"{self._island!r} is not ready for round {plan.round}")
-        if self._accepted is not None:
-            raise MessageError(f"{self._island!r} has accepted attempt {self._accepted.attempt}")
-        check_plan(plan, self._own, self._last_attempt.get(plan.round, -1), self._rules.num_parts)
-        self._accept(plan)
-        self._changed.set()
-        return b"accepted"
-
-    async def _on_vote(self, source: Endpoint, body: bytes) -> bytes:
-        vote = parse(Vote, body)
-        self._check_round(vote.round)
-        self._hear(vote)
-        return b"heard"
-
-    async def _on_outcome(self, source: Endpoint, body: bytes) -> bytes:
-        question = parse(Question, body)
-        self._check_round(question.round)
-        if question.key not in self._outcomes:
-            # The asker will abort on our "open": from now on we do not commit on votes alone.
-            self._pledged.add(question.key)
-            self._changed.set()
-        return self._outcomes.get(question.key, "open").encode()
-
-    def _check_round(self, round_number: int) -> None:
-        # A peer may run ahead by a round, never by more: anything else would fill memory.
-        if not self.round - 1 <= round_number <= self.round + 1:
-            raise MessageError(f"asked about round {round_number}, this island is in round {self.round}")
-
-    # -- plumbing -----------------------------------------------------------------------------------------
-
-    async def _call(self, island: str, address: str, kind: str, body: bytes) -> bytes:
+    async def _find_members(self) -> None:
         try:
-            reply = await self._messenger.call(address, kind, body, timeout_seconds=CALL_SECONDS)
-        except (PeerLost, DeadlineError):
-            self._lost.add(island)
-            self._changed.set()
-            raise
-        self._lost.discard(island)
-        return reply
+            found = await self._membership.members()
+        except TransportError as error:
+            log.debug("the members could not be read: %s", error)
+            return
+        mine = self.protocol.me
+        self.members = {
+            name: m
+            for name, m in found.items()
+            if name != mine and m.config_hash == self._config_hash and self._gone.get(name) != m.incarnation
+        }
+        for name in self.protocol.present & self.protocol.lost - frozenset(self.members):
+            self.protocol.part(name)
+            self._direct.pop(name, None)
+        self.protocol.meet(self.members)
 
-    async def _wait_for_change(self, seconds: float) -> bool:
-        """Whether something was heard within `seconds`."""
+    @property
+    def _rank(self) -> tuple[int, int]:
+        return self.protocol.standing.rank
+
+    def _say_standing(self) -> None:
+        self.protocol.outbox += [(name, self.protocol.standing) for name in sorted(self.protocol.present)]
+
+    def _num_waiting(self) -> int:
+        """Islands that are ready for the round that this one is in."""
+        p = self.protocol
+        return sum(r.round == p.standing.round for n, r in p.readies.items() if n in p.present - p.lost)
+
+    def _complain(self, short: Short, waited: float) -> None:
+        text = f"{short.present} of {short.needed} islands came within {waited:.0f} s"
+        if short.is_start and waited > self._deadlines.initial_seconds:
+            raise QuorumError(f"round 0: {text}; outer.start_islands are needed to begin")
+        log.warning("round %d: BELOW QUORUM: %s; waiting for the others", self.protocol.standing.round, text)
+        self._check_policy(short, waited)
+
+    def _check_policy(self, short: Short, waited: float) -> None:
+        is_late = waited > self._deadlines.grace(short.present)
+        if self.protocol.rules.below_quorum == "stop" and not short.is_start and is_late:
+            raise QuorumError(
+                f"round {self.protocol.standing.round}: {short.present} of outer.quorum {short.needed} islands after "
+                f"{waited:.0f} s, and outer.below_quorum is 'stop'"
+            )
+
+    # -- messages -------------------------------------------------------------------------------------------------
+
+    def _handler(self, model: type[Message]) -> Handler:
+        async def handle(source: Endpoint, body: bytes) -> bytes:
+            message = parse(model, body)
+            reply = self.protocol.hear(source.island, message)
+            self._learn(source.island, message)
+            self._flush()
+            self._changed.set()
+            return reply.model_dump_json().encode() if reply is not None else b"heard"
+
+        return handle
+
+    def _learn(self, sender: str, message: Message) -> None:
+        match message:
+            case Ready():
+                self._direct[sender] = message.control_addresses
+            case Vote(digest=None):
+                self.on_no(message.plan, sender, message.cause)
+            case Goodbye():
+                self._gone[sender] = message.incarnation
+                self.members.pop(sender, None)
+                self._lose(sender, "it has left the run")
+
+    def _flush(self) -> None:
+        """Send what the protocol wants to say; one call of a kind to an island at a time."""
+        outbox, self.protocol.outbox = self.protocol.outbox, []
+        for island, message in outbox:
+            key = island, type(message)
+            running = self._calls.get(key)
+            is_repeat = running is not None and not running.done() and running.get_name() == _name_of(message)
+            if not is_repeat and self._addresses(island):
+                self._calls[key] = asyncio.create_task(self._tell(island, message), name=_name_of(message))
+
+    async def _tell(self, island: str, message: Message) -> None:
+        """One call, its reply heard. A no goes to every rank of the island, so that each ends its reduce."""
+        if isinstance(message, Vote) and message.digest is None:
+            body = message.model_dump_json().encode()
+            for address in self._addresses(island)[1:]:
+                task = asyncio.create_task(_ignore(self._messenger.call(address, "vote", body, timeout_seconds=5.0)))
+                self._noes.add(task)
+                task.add_done_callback(self._noes.discard)
         try:
+            reply = await self._call(island, message)
+        except (PeerLost, DeadlineError) as error:
+            self._lose(island, str(error))
+        except MessageError as error:
+            log.info("%s refused %s: %s", island, _kind(type(message)), error)
+        else:
+            if (model := REPLIES.get(type(message))) is not None:
+                with suppress(MessageError):
+                    self.protocol.hear(island, parse(model, reply))
+                self._flush()
+            else:
+                self.protocol.lost -= {island}
+        self._changed.set()
+
+    async def _call(self, island: str, message: Message) -> bytes:
+        """The reply. A connection that broke is tried once more: only then is the island lost."""
+        kind, body = _kind(type(message)), message.model_dump_json().encode()
+        for is_last in (False, True):
+            addresses, started = self._addresses(island), _now()
+            if not addresses:
+                raise PeerLost(island, "its address is not known")
+            try:
+                limit = self._deadlines.limit("call")
+                reply = await self._messenger.call(addresses[0], kind, body, timeout_seconds=limit)
+            except PeerLost:
+                self._direct.pop(island, None)
+                if is_last:
+                    raise
+            else:
+                self._deadlines.observe("call", _now() - started)
+                return reply
+        raise AssertionError("the last try returns or raises")
+
+    def _addresses(self, island: str) -> list[str]:
+        """Control addresses of the island's ranks; none when they are not known."""
+        if island in self._direct:
+            return self._direct[island]
+        member = self.members.get(island)
+        return member.control_addresses if member is not None else []
+
+    def _lose(self, island: str, cause: str) -> None:
+        if island not in self.protocol.lost:
+            log.info("%s is lost: %s", island, cause)
+        self.protocol.lose(island)
+        if self.protocol.phase == "reducing" and self.protocol.plan and island in self.protocol.others:
+            self.on_no(self.protocol.plan.id, island, f"it is lost: {cause}")
+        self._changed.set()
+
+    async def _wait_for_change(self, seconds: float) -> None:
+        """Return when something was heard, or after `seconds`."""
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
-        except TimeoutError:
-            return False
         self._changed.clear()
-        return True
+
+
+def _kind(model: type[Message]) -> str:
+    return model.__name__.lower()
+
+
+def _name_of(message: Message) -> str:
+    """Tells a repetition from something new to say."""
+    return str(hash(message.model_dump_json()))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def _ignore(call) -> None:
+    with suppress(TransportError):
+        await call

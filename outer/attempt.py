@@ -11,6 +11,9 @@ from outer.reduce import Mean, Reducer
 from outer.rounds import Plan, Vote, parse
 from outer.transports.base import Endpoint, Transport
 
+MAX_PLANS = 64
+"""Plans whose noes are remembered before this island takes part in them."""
+
 
 class Attempts:
     """Connects the participants, runs the reduce, and gives up when it must. State lives on the event loop."""
@@ -20,13 +23,14 @@ class Attempts:
         self.epoch = ""
         """The group this rank is connected in, "" for none; the same on every rank of an island between attempts."""
         self._group: tuple[str, ...] = ()
-        self._noes: dict[tuple[int, int], dict[str, str]] = {}
+        self._noes: dict[str, dict[str, str]] = {}
+        """By plan: who voted no, and why."""
         self._heard_no = asyncio.Event()
 
     async def run(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, Mean]:
         """The mean of this rank's parts. Raises OuterError; whatever was in flight is dropped then."""
         limit = self._deadlines.limit("reduce")
-        self._noes = {key: noes for key, noes in self._noes.items() if key[0] >= plan.round}
+        self._noes = {plan.id: self._noes.get(plan.id, {})}
         work = asyncio.create_task(self._connect_and_reduce(plan, pseudo_grads))
         no = asyncio.create_task(self._wait_for_no(plan))
         try:
@@ -50,22 +54,23 @@ class Attempts:
         if self.epoch:
             await self._disconnect()
 
-    def note_no(self, vote: Vote) -> None:
-        """End the attempt that this vote speaks of, now or when it starts."""
-        self._noes.setdefault(vote.key, {})[vote.island] = vote.cause
-        self._heard_no.set()
+    def note_no(self, plan: str, island: str, cause: str) -> None:
+        """End the attempt at this plan, now or when it starts."""
+        if plan in self._noes or len(self._noes) < MAX_PLANS:
+            self._noes.setdefault(plan, {})[island] = cause
+            self._heard_no.set()
 
     def no_to(self, plan: Plan) -> str | None:
-        """Why the attempt is off, if one of its participants has said so."""
-        noes = self._noes.get(plan.key, {})
-        return next((f"island {name!r} voted no: {noes[name]}" for name in plan.names if name in noes), None)
+        """Why the attempt is off, if one of its participants has said so or is lost."""
+        noes = self._noes.get(plan.id, {})
+        return next((f"island {name!r}: {noes[name]}" for name in plan.names if name in noes), None)
 
     async def on_vote(self, source: Endpoint, body: bytes) -> bytes:
         """Answers the call `vote` on ranks other than the leader: only a no is sent to them."""
         vote = parse(Vote, body)
-        if vote.digest is not None:
-            raise MessageError("only a no is sent to this rank")
-        self.note_no(vote)
+        if vote.digest is not None or vote.island != source.island:
+            raise MessageError("only an island's own no is sent to this rank")
+        self.note_no(vote.plan, vote.island, vote.cause)
         return b"heard"
 
     async def _disconnect(self) -> None:
@@ -77,7 +82,7 @@ class Attempts:
         group = tuple(p.incarnation for p in plan.participants)
         is_lasting = self.epoch and group == self._group and all(p.epoch == self.epoch for p in plan.participants)
         if not is_lasting:
-            epoch = f"{plan.round}.{plan.attempt}.{plan.planner}"
+            epoch = plan.id
             await self._transport.connect(epoch, plan.addresses)
             self.epoch, self._group = epoch, group
         return await self._reducer.run(plan, pseudo_grads)

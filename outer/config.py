@@ -16,18 +16,33 @@ class OuterOptimizerConfig(BaseModel):
 
 
 class MergeConfig(BaseModel):
-    """How the participants' pseudo-gradients become one, and which of them are let in."""
+    """How the participants' pseudo-gradients become one, and which of them are let in; part by part."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rule: Literal["mean", "trimmed_mean", "geometric_median", "centered_clip", "radial"] = "mean"
-    """radial: radial-directional averaging (2604.21428), meant for eight islands and more."""
+    """trimmed_mean, geometric_median and centered_clip stand a few poisoned islands, from three islands on.
+
+    radial: radial-directional averaging (2604.21428), meant for eight islands and more; against drift, not poison.
+    """
     trim: float = Field(default=0.125, gt=0, lt=0.5)
-    """trimmed_mean: the share of participants left out at each end of every coordinate, rounded up."""
+    """trimmed_mean: the share of participants left out at each end of every coordinate, rounded up; some stay."""
     max_norm_ratio: float | None = Field(default=None, gt=1)
-    """A part whose norm is over so many times the participants' median is left out of that part's mean."""
+    """A part whose norm is over so many times the participants' median is left out of that part's mean.
+
+    A part that the gates (this and min_cosine) would leave without participants keeps all of them.
+    """
     min_cosine: float | None = Field(default=None, gt=-1, lt=1)
     """A part whose cosine with the last committed mean is below this is left out of that part's mean."""
+
+    @property
+    def has_gates(self) -> bool:
+        return self.max_norm_ratio is not None or self.min_cosine is not None
+
+    @property
+    def needs_last_mean(self) -> bool:
+        """Whether the last committed mean has to be kept: 4 bytes a parameter on every island."""
+        return self.rule == "centered_clip" or self.min_cosine is not None
 
 
 class OuterConfig(BaseModel):

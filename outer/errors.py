@@ -6,6 +6,7 @@ OuterError
     PeerLost        the connection to a peer broke, or it cannot be reached
     DeadlineError   a wait ran over its deadline
     MessageError    a peer's bytes are malformed, oversized, or belong to another run or round
+      PoisonError   a peer's payload would put inf or nan, or nothing that can be decoded, into a mean
   NonFiniteError    a pseudo-gradient holds inf or nan
   QuorumError       too few islands, and the policy says stop
 """
@@ -38,6 +39,14 @@ class DeadlineError(TransportError):
 
 class MessageError(TransportError):
     """A peer's bytes are malformed, oversized, or belong to another run or round."""
+
+
+class PoisonError(MessageError):
+    """The payload of `peer` (an island's name) must not enter a mean; an attempt without that island may succeed."""
+
+    def __init__(self, peer: str, cause: str) -> None:
+        super().__init__(f"island {peer!r} sent {cause}")
+        self.peer = peer
 
 
 class NonFiniteError(OuterError):

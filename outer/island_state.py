@@ -1,12 +1,13 @@
 """The global state of one island as a whole: parts spread over its ranks, in step with the local params."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from outer.config import OuterConfig
 from outer.digest import combine
 from outer.exchange import Exchange, Params
+from outer.reduce import Mean
 from outer.space import Space
 from outer.state import GlobalState, PartState, Position
 from outer.team import Team
@@ -30,15 +31,21 @@ class IslandState:
         square = sum(float(grad.double().square().sum()) for grad in grads.values())
         return grads, sum(self._team.gather(square)) ** 0.5
 
-    def commit(self, mean_pseudo_grads: Mapping[int, torch.Tensor], position: Position) -> None:
-        """One outer step, and local params become the global params."""
-        self.mine.commit(mean_pseudo_grads, position)
+    def commit(self, means: Mapping[int, Mean], position: Position, between: Callable[[], None]) -> None:
+        """One outer step, then `between`, then local params become the global params."""
+        values = {index: mean.values for index, mean in means.items()}
+        self.mine.commit(values, position, {index: mean.payload for index, mean in means.items()})
+        between()
         self._write_back()
 
     def replace(self, parts: Mapping[int, PartState], position: Position) -> None:
         """Another island's state, in place of global state and local params."""
         self.mine.replace(parts, position)
         self._write_back()
+
+    def rebase(self, pseudo_grads: Mapping[int, torch.Tensor]) -> None:
+        """Local params become global params minus these parts: progress made on an earlier state, put on this one."""
+        self.exchange.scatter({i: self.mine.parts[i] - grad for i, grad in pseudo_grads.items()})
 
     def combine(self, digests_by_part: dict[int, bytes]) -> str:
         """One digest of all ranks' parts, in part order."""

@@ -3,53 +3,100 @@
 For each part one participant is the reducer. The others encode and send it their pseudo-gradient; the reducer
 decodes and sums in fp32 in participant order, encodes the mean once, and sends that to all. Everyone, the
 reducer too, decodes the same bytes, so a codec's error does not grow with the number of islands. Parts are
-pipelined: several are encoded, sent, summed and decoded at the same time.
+pipelined: several are encoded, sent, summed and decoded at the same time. Which rule makes the mean, and who is let
+into it, is the run config's (outer/merges, outer/gates.py).
 """
 
 import asyncio
-from collections import deque
+import logging
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 
 from outer.codecs.base import Codec
+from outer.config import MergeConfig
 from outer.digest import part_digest
-from outer.errors import NonFiniteError, OuterError
-from outer.merge import WeightedSum, weights_of
+from outer.errors import MessageError, NonFiniteError, OuterError, PoisonError
+from outer.gates import left_out
+from outer.merges import build_merge
+from outer.merges.base import weights_of
 from outer.phases import NO_HOOKS, Hooks
 from outer.phases import Phase as RoundPhase
 from outer.rounds import Plan, unpack_carriers
 from outer.space import Space
 from outer.transports.base import Endpoint, Phase, Tag, Transport
 
+log = logging.getLogger(__name__)
+
 PARTS_IN_FLIGHT = 48
 """Per rank. Links idle when too few are left to one of many peers; it costs memory: parts in flight x part size."""
+DEFAULT_MERGE = MergeConfig()
 
 
 @dataclass(frozen=True)
 class Mean:
-    """One part of the reduced mean: fp32 values, and the digest of the bytes they were decoded from."""
+    """One part of the reduced mean: fp32 values, the bytes (1-D uint8) they were decoded from, and their digest."""
 
     values: torch.Tensor
+    payload: torch.Tensor
     digest: bytes
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What all attempts of this rank work with."""
+
+    transport: Transport
+    codec: Codec
+    space: Space
+    me: Endpoint
+    hooks: Hooks
+    config: MergeConfig
 
 
 class Reducer:
     """This rank's side of the reduce. `carried` parts go through it; every participant's carriers must run it."""
 
-    def __init__(self, transport: Transport, codec: Codec, space: Space, me: Endpoint, hooks: Hooks = NO_HOOKS) -> None:
-        self._transport, self._codec, self._space, self._me, self._hooks = transport, codec, space, me, hooks
+    def __init__(
+        self,
+        transport: Transport,
+        codec: Codec,
+        space: Space,
+        me: Endpoint,
+        hooks: Hooks = NO_HOOKS,
+        config: MergeConfig = DEFAULT_MERGE,
+    ) -> None:
+        self._rank = _Rank(transport, codec, space, me, hooks, config)
+        self._last: tuple[int, Mapping[int, Mean]] = 0, {}
+        self.gated: dict[str, int] = {}
+        """Parts that this rank reduced in the last attempt without this island, for the gates left it out."""
+
+    def remember(self, round_number: int, means: Mapping[int, Mean]) -> None:
+        """`means`, by part, are what the round committed. To be called at each commit, before the next attempt.
+
+        The values are kept as they are, not copied: nobody may change them.
+        """
+        if self._rank.config.needs_last_mean:
+            self._last = round_number, means
 
     async def run(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, Mean]:
-        """The mean of each carried part. The caller bounds the time. Raises TransportError or NonFiniteError.
+        """The mean of each carried part. The caller bounds the time.
+
+        Raises TransportError; PoisonError among them names an island whose payload must not enter a mean. Raises
+        plain OuterError when it is this island's own pseudo-gradient that is not finite.
 
         A part starts, and its receives are posted, when all parts PARTS_IN_FLIGHT before it are done. So whatever an
         unfinished part waits for stands behind nothing but parts that its receiver has started too: no two ranks
         can wait for each other, even where a transport lets few payloads through at a time.
         """
-        attempt = _Attempt(self._transport, self._codec, self._space, self._me, self._hooks, plan)
-        self._hooks.reached("send", plan.round)
+        # Only of the round before: what this rank saw before it missed a commit says little of the next mean.
+        last_round, last = self._last
+        attempt = _Attempt(self._rank, plan, last if last_round == plan.round - 1 else {})
+        self.gated = attempt.gated
+        self._rank.hooks.reached("send", plan.round)
         started: dict[int, asyncio.Task[Mean]] = {}
         window: deque[int] = deque()
         try:
@@ -61,20 +108,22 @@ class Reducer:
                     window.append(part)
         except BaseExceptionGroup as group:
             raise _first_cause(group) from None
+        if attempt.gated:
+            log.info("round %d attempt %d: parts left out by gates: %s", plan.round, plan.attempt, dict(attempt.gated))
         return {part: task.result() for part, task in started.items()}
 
 
 class _Attempt:
     """One attempt at a round, as one rank sees it."""
 
-    def __init__(
-        self, transport: Transport, codec: Codec, space: Space, me: Endpoint, hooks: Hooks, plan: Plan
-    ) -> None:
-        self._transport, self._codec, self._space, self._me, self._plan = transport, codec, space, me, plan
-        self._hooks = hooks
+    def __init__(self, rank: _Rank, plan: Plan, last: Mapping[int, Mean]) -> None:
+        self._transport, self._codec, self._space, self._me = rank.transport, rank.codec, rank.space, rank.me
+        self._hooks, self._config, self._plan, self._last = rank.hooks, rank.config, plan, last
+        self.gated: Counter[str] = Counter()
         self._reached: set[RoundPhase] = set()
-        self._weights = weights_of([p.tokens for p in plan.participants])
-        self._others = [name for name in plan.names if name != me.island]
+        self._merge = build_merge(rank.config)
+        self._tokens = [p.tokens for p in plan.participants]
+        self._others = [name for name in plan.names if name != self._me.island]
         self._carriers = {p.island: unpack_carriers(p.carriers) for p in plan.participants}
 
     async def reduce(self, part: int, pseudo_grad: torch.Tensor) -> Mean:
@@ -84,17 +133,18 @@ class _Attempt:
             payload = await self._as_reducer(part, pseudo_grad)
         else:
             payload = await self._as_sender(part, pseudo_grad, reducer)
-        mean = await asyncio.to_thread(self._decode_mean, part, payload)
+        mean = await asyncio.to_thread(self._decode_mean, part, payload, reducer)
         self._reach("reducing")
         return mean
 
     async def _as_reducer(self, part: int, pseudo_grad: torch.Tensor) -> torch.Tensor:
-        """The encoded weighted mean, summed in participant order whatever order the payloads come in."""
+        """The encoded mean, made in participant order whatever order the payloads come in."""
         async with asyncio.TaskGroup() as tasks:
             coming = {name: tasks.create_task(self._receive(name, Phase.REDUCE, part)) for name in self._others}
             own = await asyncio.to_thread(self._encode, part, pseudo_grad)
         payloads = [own if name == self._me.island else coming[name].result() for name in self._plan.names]
-        mean = await asyncio.to_thread(self._mean_of, part, payloads)
+        mean, gated = await asyncio.to_thread(self._mean_of, part, payloads)
+        self.gated.update(gated)
         async with asyncio.TaskGroup() as tasks:
             for name in self._others:
                 tasks.create_task(self._send(name, Phase.GATHER, part, mean))
@@ -109,12 +159,44 @@ class _Attempt:
             await self._send(reducer, Phase.REDUCE, part, payload)
         return mean.result()
 
-    def _mean_of(self, part: int, payloads: list[torch.Tensor]) -> torch.Tensor:
-        num_elements = self._space.parts[part].num_elements
-        total = WeightedSum(num_elements)
-        for payload, weight in zip(payloads, self._weights, strict=True):
-            total.add(self._codec.decode(payload, num_elements), weight)
-        return self._codec.encode(total.result())
+    def _mean_of(self, part: int, payloads: list[torch.Tensor]) -> tuple[torch.Tensor, list[str]]:
+        """The encoded mean, and who was left out of it. Raises PoisonError."""
+        names, tokens = self._plan.names, self._tokens
+        last = self._last[part].values if part in self._last else None
+        # One at a time: a rule that needs all at once holds them itself.
+        values = (self._decode(part, payload, name) for payload, name in zip(payloads, names, strict=True))
+        gated: list[str] = []
+        if self._config.has_gates:
+            parts = list(values)
+            out = left_out(parts, weights_of(tokens), last, self._config)
+            gated = list(compress(names, out))
+            let_in = [not is_out for is_out in out]
+            values, tokens = compress(parts, let_in), list(compress(tokens, let_in))
+        mean = self._merge(values, weights_of(tokens), last)
+        try:
+            return self._codec.encode(mean), gated
+        except NonFiniteError as error:
+            raise self._overflow(part, payloads, error) from None
+
+    def _overflow(self, part: int, payloads: list[torch.Tensor], error: NonFiniteError) -> PoisonError:
+        """Whom to blame for a mean that is not finite although all that entered it was: the largest of them."""
+        sizes = {
+            name: self._decode(part, payload, name)[error.index].abs().item()
+            for payload, name in zip(payloads, self._plan.names, strict=True)
+        }
+        peer = max(sizes, key=lambda name: sizes[name])
+        name = self._space.name_at(self._space.parts[part].start + error.index)
+        return PoisonError(peer, f"{sizes[peer]} for {name!r}, which makes the mean {error.value}")
+
+    def _decode(self, part: int, payload: torch.Tensor, sender: str) -> torch.Tensor:
+        """The values of a payload, all finite. Raises PoisonError."""
+        try:
+            return self._codec.decode(payload, self._space.parts[part].num_elements)
+        except MessageError as error:
+            bounds = self._space.parts[part]
+            first, last = self._space.name_at(bounds.start), self._space.name_at(bounds.stop - 1)
+            inside = f"{first!r}" if first == last else f"{first!r} to {last!r}"
+            raise PoisonError(sender, f"a payload of {inside} that is refused: {error}") from None
 
     async def _send(self, island: str, phase: Phase, part: int, payload: torch.Tensor) -> None:
         payload = self._hooks.payload(self._plan.round, payload)
@@ -132,9 +214,8 @@ class _Attempt:
             name = self._space.name_at(self._space.parts[part].start + error.index)
             raise OuterError(f"the pseudo-gradient of {name!r} holds {error.value}") from None
 
-    def _decode_mean(self, part: int, payload: torch.Tensor) -> Mean:
-        values = self._codec.decode(payload, self._space.parts[part].num_elements)
-        return Mean(values, part_digest(payload))
+    def _decode_mean(self, part: int, payload: torch.Tensor, reducer: str) -> Mean:
+        return Mean(self._decode(part, payload, reducer), payload, part_digest(payload))
 
     def _reach(self, phase: RoundPhase) -> None:
         if phase not in self._reached:

@@ -1,14 +1,16 @@
-"""One round, decided: what islands tell one another and what follows from it. Pure; no sockets, no clocks.
+"""What islands tell one another about a round. Pure data; what follows from it is in protocol.py.
 
-    Ready  -> every other island     "my inner steps of round r are done; this is my state's digest"
-    Plan   -> its participants       "attempt a of round r is made by these islands, in this order"
-    Vote   -> its participants       "I have the result, this is its digest" or "I have not"
-
-All votes yes and all digests equal: everybody commits. Any no: everybody aborts, and nobody has changed anything.
+Ready     -> all islands         "my inner steps of round r are done; this is my state's digest"
+Plan      -> its participants    "attempt a of round r is made by these islands, in this order"
+Vote      -> its participants    "I have the result, this is its digest" or "I have not, because ..."
+Question  -> its participants    "a vote is missing: what came of this plan?"            -> Answer
+Standing  -> all islands         "this is where I stand", each second; also the answer to a Ready
+Goodbye   -> all islands         "I leave; do not wait for me"
 """
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import Literal, TypeVar
 
@@ -19,7 +21,11 @@ from outer.transports.base import Endpoint
 
 MAX_RANKS = 4096
 MAX_ROUND = 1 << 30
+MAX_TOKENS = 1 << 62
 Name = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")
+Digest = Field(pattern=r"^[0-9a-f]{16,64}$")
+PlanId = Field(pattern=r"^[0-9a-f]{32}$")
+Outcome = Literal["commit", "abort", "open"]
 
 
 class Message(BaseModel):
@@ -28,16 +34,42 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+class Standing(Message):
+    """Where an island stands: the state it holds, and whether it is on its way to the end of the round."""
+
+    round: int = Field(ge=0, lt=MAX_ROUND)
+    """Rounds committed."""
+    tokens: int = Field(ge=0, lt=MAX_TOKENS)
+    """That all committed pseudo-gradients were trained on. Of two histories the one with more tokens survives."""
+    digest: str = Digest
+    """Of the global params and outer momentum."""
+    attempt: int = Field(default=0, ge=0, lt=1 << 20)
+    """In an answer: the least attempt for which the asked island would plan with the asking one."""
+    is_coming: bool = True
+    """False: it is taking another island's state, nobody should wait for it."""
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Histories with a higher rank survive those with a lower one."""
+        return self.tokens, self.round
+
+
 class Ready(Message):
     """An island has done its inner steps of `round` and could take part in a plan."""
 
     island: str = Name
     incarnation: str = Field(pattern=r"^[0-9a-f]{8,32}$")
     round: int = Field(ge=0, lt=MAX_ROUND)
+    attempt: int = Field(ge=0, lt=1 << 20)
+    """The first that it would take part in: a ready is good for one plan."""
     tokens: int = Field(ge=0, lt=1 << 53)
     """Trained since the global params of this round; the island's weight in the mean."""
-    digest: str = Field(pattern=r"^[0-9a-f]{16,64}$")
+    base_tokens: int = Field(ge=0, lt=MAX_TOKENS)
+    """Behind those global params: `Standing.tokens`."""
+    digest: str = Digest
     """Of the global params and outer momentum that the inner steps began from."""
+    step_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Median time of an inner step; 0: not measured."""
     carriers: list[tuple[int, int]] = Field(max_length=1 << 20)
     """Carrier rank of each part, run-length coded: (rank, number of parts)."""
     epoch: str = Field(default="", max_length=96, pattern=r"^[A-Za-z0-9._-]*$")
@@ -58,6 +90,10 @@ class Ready(Message):
         check_carriers(self.carriers, num_parts, len(self.transport_addresses))
 
     @property
+    def standing(self) -> Standing:
+        return Standing(round=self.round, tokens=self.base_tokens, digest=self.digest)
+
+    @property
     def endpoints(self) -> dict[Endpoint, str]:
         """Every endpoint of the island with its transport address."""
         return {Endpoint(self.island, rank): a for rank, a in enumerate(self.transport_addresses)}
@@ -76,9 +112,10 @@ class Plan(Message):
         """The participants in the order in which their pseudo-gradients are summed."""
         return [p.island for p in self.participants]
 
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.round, self.attempt
+    @cached_property
+    def id(self) -> str:
+        """Names this plan and no other: votes for another plan of the same attempt do not count."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:32]
 
     @property
     def addresses(self) -> dict[Endpoint, str]:
@@ -87,38 +124,52 @@ class Plan(Message):
 
 
 class Vote(Message):
-    """What an island has to say of an attempt after the reduce."""
+    """What an island has to say of a plan after the reduce."""
 
+    plan: str = PlanId
     round: int = Field(ge=0, lt=MAX_ROUND)
-    attempt: int = Field(ge=0, lt=1 << 20)
     island: str = Name
     digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{16,64}$")
-    """Of the reduced mean; None: the reduce failed here."""
+    """Of the reduced mean; None: the reduce failed here, or the plan was refused."""
     cause: str = Field(default="", max_length=2000)
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.round, self.attempt
+    accused: str | None = Field(default=None, min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")
+    """The participant whose payload could not be used; None: it is nobody's fault."""
 
 
-class Standing(Message):
-    """The answer to a ready: the round that the asked island is in."""
+def yes(plan: Plan, island: str, digest: str) -> Vote:
+    """The vote of an island that has the mean with this digest."""
+    return Vote(plan=plan.id, round=plan.round, island=island, digest=digest)
 
-    round: int = Field(ge=0, lt=MAX_ROUND)
+
+def no(plan: Plan, island: str, cause: str, accused: str | None = None) -> Vote:
+    """The vote of an island without a mean, and why; `accused` sent what could not be used."""
+    return Vote(plan=plan.id, round=plan.round, island=island, cause=cause[:2000], accused=accused)
 
 
 class Question(Message):
-    """What came of this attempt?"""
+    """What came of this plan? Whoever answers `open` will not commit it without asking in turn."""
 
+    plan: str = PlanId
     round: int = Field(ge=0, lt=MAX_ROUND)
-    attempt: int = Field(ge=0, lt=1 << 20)
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.round, self.attempt
 
 
-Outcome = Literal["commit", "abort", "open"]
+class Answer(Message):
+    """What came of a plan, as far as the asked island knows."""
+
+    plan: str = PlanId
+    outcome: Outcome
+
+
+class Goodbye(Message):
+    """An island leaves the run."""
+
+    island: str = Name
+    incarnation: str = Field(pattern=r"^[0-9a-f]{8,32}$")
+    round: int = Field(ge=0, lt=MAX_ROUND)
+    steps: int = Field(ge=0)
+    """Inner steps of the round that it had made: where its data stand."""
+
+
 M = TypeVar("M", bound=Message)
 
 
@@ -130,43 +181,6 @@ def parse(model: type[M], body: bytes) -> M:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise MessageError(f"not a {model.__name__}: {where}: {first['msg']}") from None
-
-
-def majority(readies: Collection[Ready]) -> str:
-    """The digest that most of these islands hold; among equals, that of the island first by name."""
-    counts = Counter(r.digest for r in readies)
-    return max(sorted(readies, key=lambda r: r.island), key=lambda r: counts[r.digest]).digest
-
-
-def make_plan(planner: str, attempt: int, readies: Mapping[str, Ready]) -> Plan:
-    """The next attempt by the islands that hold the majority's state, ordered by name."""
-    digest = majority(readies.values())
-    agreed = sorted((r for r in readies.values() if r.digest == digest), key=lambda r: r.island)
-    return Plan(round=agreed[0].round, attempt=attempt, planner=planner, participants=agreed)
-
-
-def tally(plan: Plan, votes: Mapping[str, Vote]) -> Outcome:
-    """What the votes say: one no, or two digests, abort; all yes commit; otherwise still open."""
-    cast = [votes[name] for name in plan.names if name in votes]
-    if any(v.digest is None for v in cast) or len({v.digest for v in cast}) > 1:
-        return "abort"
-    return "commit" if len(cast) == len(plan.names) else "open"
-
-
-def check_plan(plan: Plan, own: Ready, last_attempt: int, num_parts: int) -> None:
-    """Raise MessageError unless this island can take part: its own ready in it, a new attempt, sound carriers."""
-    if plan.round != own.round:
-        raise MessageError(f"plan for round {plan.round}, this island is in round {own.round}")
-    if plan.attempt <= last_attempt:
-        raise MessageError(f"plan for attempt {plan.attempt}, attempt {last_attempt} has been accepted")
-    if plan.names != sorted(set(plan.names)):
-        raise MessageError("plan with participants repeated or out of order")
-    if own not in plan.participants:
-        raise MessageError(f"plan without {own.island!r} as it is now")
-    for participant in plan.participants:
-        participant.check(num_parts)
-        if participant.digest != own.digest:
-            raise MessageError(f"plan with {participant.island!r}, whose state differs from this island's")
 
 
 def check_carriers(packed: Sequence[tuple[int, int]], num_parts: int, num_ranks: int) -> None:

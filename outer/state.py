@@ -1,17 +1,25 @@
-"""The global params and outer momentum of the parts a rank carries: stepped, digested, served to joiners."""
+"""The global params and outer momentum of the parts a rank carries: stepped, digested, served to joiners.
+
+Parts are independent under the outer optimizer, so each may be served, and brought up to date, by itself.
+"""
 
 import threading
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from pydantic import Field
 
+from outer.codecs.checks import is_finite
 from outer.config import OuterOptimizerConfig
 from outer.digest import part_digest
 from outer.errors import MessageError
 from outer.optim import OuterOptimizer
 from outer.rounds import MAX_ROUND, Message, parse
+
+LOG_BYTES_PER_PARAM = 8
+"""Of committed means, kept for joiners. Beyond the size of a state, taking a part anew costs no more."""
 
 
 class Position(Message):
@@ -25,10 +33,11 @@ class Position(Message):
 
 @dataclass(frozen=True)
 class PartState:
-    """One part's global params and outer momentum, fp32."""
+    """One part's global params and outer momentum, fp32, after so many committed rounds."""
 
     params: torch.Tensor
     momentum: torch.Tensor
+    round: int
 
 
 class GlobalState:
@@ -37,6 +46,10 @@ class GlobalState:
     def __init__(self, parts: Mapping[int, torch.Tensor], config: OuterOptimizerConfig) -> None:
         self.parts = dict(parts)
         self.position = Position(round=0, tokens=0)
+        self.num_replaced = 0
+        """Times that `replace` was called: what came before is another history."""
+        self._log: deque[tuple[int, dict[int, torch.Tensor]]] = deque()
+        """(r, by part the encoded mean that led from round r to r + 1), without gaps up to the last commit."""
         self._optimizer = OuterOptimizer(self.parts, config)
         self._lock = threading.Lock()
 
@@ -44,10 +57,20 @@ class GlobalState:
         """Global minus local, in fp32; descend it."""
         return {i: self.parts[i] - local[i] for i in self.parts}
 
-    def commit(self, mean_pseudo_grads: Mapping[int, torch.Tensor], position: Position) -> None:
-        """One outer step: the only place where global params change in a round."""
+    def commit(
+        self,
+        mean_pseudo_grads: Mapping[int, torch.Tensor],
+        position: Position,
+        payloads: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:
+        """One outer step: the only place where global params change in a round.
+
+        `payloads` are the bytes (1-D uint8) that every participant decoded the means from, kept for joiners; do not
+        write to them. None: joiners cannot be brought over this round, and take parts anew.
+        """
         with self._lock:
             self._optimizer.step(mean_pseudo_grads)
+            self._remember(position.round - 1, payloads)
             self.position = position
 
     def replace(self, parts: Mapping[int, PartState], position: Position) -> None:
@@ -56,6 +79,8 @@ class GlobalState:
             for index, state in parts.items():
                 self.parts[index].copy_(state.params)
                 self._optimizer.set_momentum(index, state.momentum)
+            self._log.clear()
+            self.num_replaced += 1
             self.position = position
 
     def digests(self) -> dict[int, bytes]:
@@ -64,11 +89,31 @@ class GlobalState:
 
     def pack(self, index: int) -> bytes:
         """A carried part for a joiner: one line of JSON with the position, then params and momentum, raw fp32."""
+        self._check_carried(index)
         with self._lock:
-            if index not in self.parts:
-                raise MessageError(f"part {index} is not carried by this rank")
             header = self.position.model_dump_json().encode() + b"\n"
-            return header + _raw(self.parts[index]) + _raw(self._optimizer.momentum(index))
+            return b"".join((header, raw_bytes(self.parts[index]), raw_bytes(self._optimizer.momentum(index))))
+
+    def mean(self, index: int, round_number: int) -> bytes | None:
+        """The encoded mean that led a carried part from this round to the next; None: it is no longer kept."""
+        self._check_carried(index)
+        with self._lock:
+            payloads = dict(self._log).get(round_number)
+        return None if payloads is None else raw_bytes(payloads[index])
+
+    def _remember(self, round_number: int, payloads: Mapping[int, torch.Tensor] | None) -> None:
+        if payloads is None or (self._log and self._log[-1][0] != round_number - 1):
+            self._log.clear()
+        if payloads is None:
+            return
+        self._log.append((round_number, {i: payloads[i] for i in self.parts}))
+        limit = LOG_BYTES_PER_PARAM * sum(values.numel() for values in self.parts.values())
+        while sum(p.numel() for _, means in self._log for p in means.values()) > limit:
+            self._log.popleft()
+
+    def _check_carried(self, index: int) -> None:
+        if index not in self.parts:
+            raise MessageError(f"part {index} is not carried by this rank")
 
 
 def unpack(body: bytes, num_elements: int) -> tuple[Position, PartState]:
@@ -80,11 +125,26 @@ def unpack(body: bytes, num_elements: int) -> tuple[Position, PartState]:
         position = parse(Position, header)
     except MessageError:
         raise MessageError("a part's state without a position") from None
+    return position, part_of(raw, position.round)
+
+
+def part_of(raw: bytes, round_number: int) -> PartState:
+    """Params and momentum from their raw fp32, one behind the other. Raises MessageError when one is not finite."""
     values = torch.frombuffer(bytearray(raw), dtype=torch.float32) if raw else torch.empty(0)
-    if not torch.isfinite(values).all():
+    if not is_finite(values):
         raise MessageError("a part's state with non-finite values")
-    return position, PartState(values[:num_elements], values[num_elements:])
+    return PartState(values[: values.numel() // 2], values[values.numel() // 2 :], round_number)
 
 
-def _raw(values: torch.Tensor) -> bytes:
+def advance(state: PartState, mean: torch.Tensor, config: OuterOptimizerConfig) -> PartState:
+    """The part one round later, bit-equal to what `GlobalState.commit` makes of it. `state` is left alone."""
+    params = state.params.clone()
+    optimizer = OuterOptimizer({0: params}, config)
+    optimizer.set_momentum(0, state.momentum)
+    optimizer.step({0: mean})
+    return PartState(params, optimizer.momentum(0), state.round + 1)
+
+
+def raw_bytes(values: torch.Tensor) -> bytes:
+    """The bytes of a CPU tensor, copied."""
     return values.numpy().tobytes()

@@ -8,36 +8,43 @@ Every rank of the island makes the same calls in the same order; the leader spea
 
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
+from statistics import median
 
 import torch
 
-from outer.agreement import Agreement, Behind, Rules
+from outer.agreement import Agreement, BehindError, Interruption
 from outer.attempt import Attempts
 from outer.codecs import build_codec
 from outer.config import OuterConfig
 from outer.deadlines import Deadlines
-from outer.errors import OuterError, TransportError
+from outer.donor import Description, Donor
+from outer.errors import OuterError, PoisonError, TransportError
 from outer.exchange import Params
 from outer.island_state import IslandState
 from outer.loop import LoopThread
 from outer.membership.base import Member, Membership
 from outer.network import Network
+from outer.parts_cache import PartsCache
 from outer.phases import NO_HOOKS, Hooks
+from outer.protocol import Protocol, Rules
 from outer.reduce import Mean, Reducer
-from outer.rounds import Plan, Ready, pack_carriers, parse
+from outer.rounds import Goodbye, Plan, Ready, Standing, no, pack_carriers, parse, yes
 from outer.state import Position
+from outer.taking import take_state
 from outer.team import Team
-from outer.transfer import Donor, fetch_state
+from outer.transfer import Fetch, Share
 from outer.transports.base import Endpoint
 
 log = logging.getLogger(__name__)
 
-TAKE_STATE_TRIES = 10
-TAKE_STATE_PAUSE_SECONDS = 0.5
-"""A donor that commits while its state is being taken makes the taker start again."""
+FINISH_SECONDS = 5.0
+LEAVE_SECONDS = 3.0
+DONOR_WAIT_SECONDS = 10.0
+"""How long an island that must not begin a run waits for one that can give a state."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,19 @@ class Identity:
     identity: str
     """The same for every incarnation."""
     config_hash: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the outer loop does on this island besides the run's config."""
+
+    max_tokens: int = 1 << 52
+    """Most tokens that any island trains on in a round; larger claims are refused."""
+    joins: bool = False
+    """Never begin a run: take the state of others."""
+    cache_dir: Path | None = None
+    """Where parts of a state are kept while they come; None: a restarted island takes all of them anew."""
+    hooks: Hooks = NO_HOOKS
 
 
 @dataclass(frozen=True)
@@ -66,7 +86,20 @@ class RoundReport:
     reduce_seconds: float
     wait_seconds: float
     pseudo_grad_norm: float
+    gated: dict[str, int]
+    """By island: parts that this island's leader, as their reducer, left out of the mean."""
     cause: str
+
+
+class CaughtUp(OuterError):
+    """This island has taken the state of others, for they have committed without it; it goes on from there.
+
+    `is_kept`: its progress since the last commit is on top of that state, as if made there.
+    """
+
+    def __init__(self, cause: str, *, is_kept: bool) -> None:
+        super().__init__(cause)
+        self.is_kept = is_kept
 
 
 class OuterLoop:
@@ -80,22 +113,27 @@ class OuterLoop:
         team: Team,
         network: Network,
         loop: LoopThread,
-        hooks: Hooks = NO_HOOKS,
+        settings: Settings | None = None,
     ) -> None:
-        self._hooks = hooks
-        self._identity, self._team, self._network, self._loop = identity, team, network, loop
-        codec = build_codec(config.codec)
-        self._held = IslandState(config, codec.block_elements, params, team)
+        self._config, self._identity, self._settings = config, identity, settings or Settings()
+        self._team, self._network, self._loop = team, network, loop
+        self._hooks = self._settings.hooks
+        self._codec = build_codec(config.codec)
+        self._held = IslandState(config, self._codec.block_elements, params, team)
         self._addresses = team.gather((network.transport.address, network.messenger.address))
         self._deadlines = Deadlines(config.wait_seconds)
         me = Endpoint(identity.island, team.rank)
-        reducer = Reducer(network.transport, codec, self._held.space, me, self._hooks)
+        self._reducer = Reducer(network.transport, self._codec, self._held.space, me, self._hooks, config.merge)
         self._counted = 0, 0
-        self._attempts = Attempts(network.transport, reducer, self._deadlines)
-        self._donor = Donor(self._held.mine, network.messenger)
-        self._agreement = self._build_agreement(config) if team.is_leader else None
+        self._attempts = Attempts(network.transport, self._reducer, self._deadlines)
+        self._donor = Donor(self._held.mine, network.messenger, self._hooks)
+        self._agreement = self._build_agreement() if team.is_leader else None
         if self._agreement is None:
             network.messenger.serve("vote", self._attempts.on_vote)
+        self._has_entered_late = False
+        self._speeds: dict[str, float] = {}
+        self._committed_at: float | None = None
+        self._step_times: deque[float] = deque(maxlen=32)
 
     @property
     def position(self) -> Position:
@@ -112,35 +150,53 @@ class OuterLoop:
         """Parameters of the whole model."""
         return self._held.space.num_elements
 
+    @property
+    def inner_steps(self) -> int:
+        """Inner steps of the coming round: all, or fewer on a slow island (2401.09135, dynamic local updates).
+
+        steps = max(1, floor(H * fastest step time / own step time)), by the times in the last plan.
+        """
+        steps, own = self._config.inner_steps, self._speeds.get(self._identity.island, 0.0)
+        known = [seconds for seconds in self._speeds.values() if seconds > 0]
+        if self._config.local_steps == "fixed" or own <= 0 or not known:
+            return steps
+        return max(1, int(steps * min(known) / own))
+
+    # -- an island's life -------------------------------------------------------------------------------------
+
     def begin(self) -> Position:
         """Enter the run: with the islands' state if they have committed a round, else from the start with them."""
-        donor = self._team.on_leader(self._find_donor)
-        if donor is not None:
-            self._take_state(donor)
-        self._announce()
+        self._announce(is_coming=False)
+        if self._agreement is not None:
+            self._loop.run(self._agreement.start())
+        if self._team.on_leader(self._has_donors):
+            self._take_state()
+        elif self._settings.joins:
+            raise OuterError("this island joins a run, and no island that has committed a round can be found in it")
+        self._enter()
         return self.position
 
     def attempt(self, tokens: int) -> RoundReport:
         """One attempt at the round, with the island's progress since the last commit, made on `tokens` tokens.
 
-        Not committed means that nothing has changed, on any island: call it again at once. Raises Behind after
-        having taken another island's state, by which local progress of the round is dropped; OuterError when
-        this island's own pseudo-gradient cannot be used, or too few islands come.
+        Not committed means that nothing has changed, on any island: call it again at once. Raises CaughtUp when
+        others have committed without this island; OuterError when its own pseudo-gradient cannot be used, or too
+        few islands come.
         """
         started = time.monotonic()
         pseudo_grads, norm = self._held.pseudo_grads()
-        plan = self._plan(tokens)
+        plan = self._plan(tokens, pseudo_grads)
         planned = time.monotonic()
         means, failure = self._reduce(plan, pseudo_grads)
-        digest, cause, is_fatal = self._result(means, failure)
+        digest, cause, fault = self._result(means, failure)
         reduced = time.monotonic()
-        is_committed = self._team.on_leader(lambda: self._loop.run(self._agree.decide(plan, digest, cause)))
+        is_committed = self._team.on_leader(lambda: self._decide(plan, digest, cause, fault))
         if is_committed:
             self._deadlines.observe("reduce", reduced - planned)
             self._commit(plan, means)
         else:
             self._loop.run(self._attempts.drop())
-        if is_fatal:
+        if fault == self._identity.island:
             raise OuterError(cause)
         sent, received = self._traffic()
         return RoundReport(
@@ -154,82 +210,160 @@ class OuterLoop:
             reduce_seconds=reduced - planned,
             wait_seconds=planned - started,
             pseudo_grad_norm=norm,
+            gated=dict(self._reducer.gated),
             cause="" if is_committed else cause or "a vote is missing or differs",
         )
 
-    def leave(self) -> None:
-        """Say goodbye; nothing is waited for but the goodbye itself."""
-        if self._network.membership is not None:
-            self._loop.run(self._network.membership.leave(), timeout_seconds=5)
+    def observe_step(self, seconds: float) -> None:
+        """An inner step took so long: by these times others know what to expect of this island."""
+        self._step_times.append(seconds)
+
+    @property
+    def step_seconds(self) -> float:
+        """Median time of the last inner steps; 0: not measured."""
+        return median(self._step_times) if self._step_times else 0.0
+
+    def interruption(self, steps_left: int) -> Interruption:
+        """Why inner steps should end now, the same on every rank; "": go on. Call it after each inner step."""
+        seconds, late = steps_left * self.step_seconds, self._has_entered_late
+        return self._team.on_leader(lambda: self._loop.run(self._agree.interruption(seconds, entered_late=late)))
+
+    def finish(self) -> None:
+        """The run is over: stay until the others have the last round, take it from them if this one has not."""
+        try:
+            if self._team.on_leader(lambda: self._loop.run(self._agree.linger(FINISH_SECONDS))):
+                self._take_state()
+        except TransportError as error:
+            log.warning("the others end with another state than this island, and it cannot be taken: %s", error)
+        self.leave()
+
+    def leave(self, steps: int = 0) -> None:
+        """Say goodbye, `steps` inner steps into the round; only the goodbye itself is waited for."""
+        if self._agreement is None:
+            return
+        me, incarnation = self._identity.island, self._identity.incarnation
+        goodbye = Goodbye(island=me, incarnation=incarnation, round=self.position.round, steps=steps)
+        self._loop.run(self._agreement.say_goodbye(goodbye), LEAVE_SECONDS)
+        self._loop.run(self._membership.leave(), LEAVE_SECONDS)
 
     # -- a round, step by step ------------------------------------------------------------------------------
 
-    def _plan(self, tokens: int) -> Plan:
-        """The plan, on every rank. When this island is behind, take the state and raise Behind."""
-        body, donor, cause = self._team.on_leader(lambda: self._plan_on_leader(tokens))
+    def _plan(self, tokens: int, pseudo_grads: Mapping[int, torch.Tensor]) -> Plan:
+        """The plan, on every rank. When this island is behind, take the state and raise CaughtUp."""
+        self._hooks.reached("plan", self.position.round)
+        body, is_behind, cause = self._team.on_leader(lambda: self._plan_on_leader(tokens))
         if body is not None:
             return parse(Plan, body)
-        if donor is None:
+        if not is_behind:
             raise OuterError(cause)
-        self._take_state(donor)
-        self._announce()
-        raise Behind(donor, cause)
+        is_kept = self._catch_up(pseudo_grads, tokens)
+        raise CaughtUp(cause, is_kept=is_kept)
 
-    def _plan_on_leader(self, tokens: int) -> tuple[bytes | None, str | None, str]:
-        """(plan, None, ""), or (None, donor, why) when behind, or (None, None, why) when there can be no plan."""
+    def _plan_on_leader(self, tokens: int) -> tuple[bytes | None, bool, str]:
+        """(plan, False, ""), or (None, True, why) when behind, or (None, False, why) when there can be no plan."""
         ready = Ready(
             island=self._identity.island,
             incarnation=self._identity.incarnation,
             round=self.position.round,
+            attempt=self._agree.protocol.next_attempt,
             tokens=tokens,
+            base_tokens=self.position.tokens,
             digest=self.digest,
+            step_seconds=self.step_seconds,
             carriers=pack_carriers(self._held.exchange.carriers),
             epoch=self._attempts.epoch,
             transport_addresses=[transport for transport, _ in self._addresses],
             control_addresses=[control for _, control in self._addresses],
         )
         try:
-            plan = self._loop.run(self._agree.plan(ready))
-            return plan.model_dump_json().encode(), None, ""
-        except Behind as behind:
-            return None, behind.donor, behind.cause
+            plan = self._loop.run(self._agree.plan(ready, lambda: self._hooks.reached("planning", ready.round)))
+            return plan.model_dump_json().encode(), False, ""
+        except BehindError as behind:
+            return None, True, behind.cause
         except OuterError as error:
-            return None, None, str(error)
+            return None, False, str(error)
 
     def _reduce(
         self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]
     ) -> tuple[dict[int, Mean], OuterError | None]:
         """The mean of this rank's parts, or why there is none."""
+        self._donor.is_busy = True
         try:
             return self._loop.run(self._attempts.run(plan, pseudo_grads)), None
         except OuterError as error:
-            log.info("round %d attempt %d failed here: %s", *plan.key, error)
+            log.info("round %d attempt %d failed here: %s", plan.round, plan.attempt, error)
             return {}, error
+        finally:
+            self._donor.is_busy = False
 
-    def _result(self, means: Mapping[int, Mean], failure: OuterError | None) -> tuple[str | None, str, bool]:
-        """What the island votes: the digest of all ranks' means, or None, the cause, and whether it is our fault."""
-        is_fatal = failure is not None and not isinstance(failure, TransportError)
-        results = self._team.gather((is_fatal, None if failure is None else str(failure)))
-        # Our own fault first: the other ranks have only heard of it.
-        causes = [(not fatal, cause) for fatal, cause in results if cause is not None]
-        if causes:
-            is_foreign, cause = min(causes)
-            return None, cause, not is_foreign
-        return self._held.combine({index: mean.digest for index, mean in means.items()}), "", False
+    def _result(self, means: Mapping[int, Mean], failure: OuterError | None) -> tuple[str | None, str, str | None]:
+        """What the island votes: the digest of all ranks' means, or None, the cause, and whose fault it is."""
+        fault = None
+        if isinstance(failure, PoisonError):
+            fault = failure.peer
+        elif failure is not None and not isinstance(failure, TransportError):
+            fault = self._identity.island
+        results = self._team.gather((None if failure is None else str(failure), fault))
+        failed = [(cause, fault) for cause, fault in results if cause is not None]
+        if failed:
+            # Our own fault first, then a peer's: the other ranks have only heard of it.
+            ours = self._identity.island
+            cause, fault = min(failed, key=lambda f: (f[1] != ours, f[1] is None))
+            return None, cause, fault
+        return self._held.combine({index: mean.digest for index, mean in means.items()}), "", None
+
+    def _decide(self, plan: Plan, digest: str | None, cause: str, fault: str | None) -> bool:
+        """Whether the attempt commits, on the leader."""
+        self._hooks.reached("vote", plan.round)
+        me = self._identity.island
+        vote = yes(plan, me, digest) if digest is not None else no(plan, me, cause, fault if fault != me else None)
+        return self._loop.run(self._agree.decide(vote, lambda: self._hooks.reached("decide", plan.round)))
 
     def _commit(self, plan: Plan, means: Mapping[int, Mean]) -> None:
+        self._hooks.reached("apply", plan.round)
         tokens = self.position.tokens + sum(p.tokens for p in plan.participants)
         position = Position(round=plan.round + 1, tokens=tokens)
-        self._held.commit({index: mean.values for index, mean in means.items()}, position)
-        self._announce()
+        self._held.commit(means, position, lambda: self._hooks.reached("applied", plan.round))
+        self._reducer.remember(plan.round, means)
+        self._speeds = {p.island: p.step_seconds for p in plan.participants}
+        self._has_entered_late = False
+        self._observe_round()
+        self._stand([p.incarnation for p in plan.participants])
 
-    def _announce(self) -> None:
-        """Let others know where this island stands, and that it can be a donor."""
+    def _observe_round(self) -> None:
+        """Time from commit to commit: what going on without an island would cost it."""
+        now = time.monotonic()
+        if self._committed_at is not None:
+            self._deadlines.observe("round", now - self._committed_at)
+        self._committed_at = now
+
+    # -- where this island stands -----------------------------------------------------------------------------
+
+    def _stand(self, included: list[str]) -> None:
+        """Tell others of the state that this island holds now, and be a donor of it."""
         if self._agreement is None:
             return
-        self._agreement.round = self.position.round
-        self._donor.describe(self.digest, self._held.exchange.carriers, self._held.space.fingerprint)
-        member = Member(
+        self._donor.describe(self.digest, self._held.exchange.carriers, self._held.space.fingerprint, included)
+        self._membership.update(self._member())
+        self._loop.run(self._agree.stand(self._standing(is_coming=True)))
+
+    def _enter(self) -> None:
+        """The others may count on this island from now on."""
+        if self._agreement is not None:
+            self._membership.update(self._member())
+            self._loop.run(self._agree.stand(self._standing(is_coming=True)))
+
+    def _announce(self, *, is_coming: bool) -> None:
+        if self._agreement is not None:
+            self._agreement.protocol.stand(self._standing(is_coming=is_coming))
+            self._loop.run(self._membership.announce(self._member()))
+
+    def _standing(self, *, is_coming: bool) -> Standing:
+        position = self.position
+        return Standing(round=position.round, tokens=position.tokens, digest=self.digest, is_coming=is_coming)
+
+    def _member(self) -> Member:
+        return Member(
             island=self._identity.island,
             incarnation=self._identity.incarnation,
             identity=self._identity.identity,
@@ -237,61 +371,82 @@ class OuterLoop:
             control_addresses=[control for _, control in self._addresses],
             transport_addresses=[transport for transport, _ in self._addresses],
             round=self.position.round,
+            tokens=self.position.tokens,
+            digest=self.digest,
+            step_seconds=self.step_seconds,
         )
-        self._loop.run(self._membership.announce(member))
 
     # -- another island's state -----------------------------------------------------------------------------
 
-    def _find_donor(self, besides: str = "") -> str | None:
-        """The island that is furthest, if any has committed a round."""
-        members = self._loop.run(self._membership.members()).values()
-        unfit = self._identity.island, besides
-        ahead = [(m.round, m.island) for m in members if m.round > 0 and m.island not in unfit]
-        return max(ahead)[1] if ahead else None
+    def _has_donors(self) -> bool:
+        """Whether any island has committed a round; waited for when this one must not begin a run."""
+        deadline = time.monotonic() + (DONOR_WAIT_SECONDS if self._settings.joins else 0.0)
+        while not (found := self._loop.run(self._agree.find_donors())) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return bool(found)
 
-    def _take_state(self, donor: str) -> None:
-        """Global state and local params become the donor's, or another's if it fails. Raises TransportError."""
-        failures = []
-        for _ in range(TAKE_STATE_TRIES):
-            cause = self._try_to_take_state(donor)
-            if cause is None:
-                log.info("took the state of %s: round %d", donor, self.position.round)
-                return
-            log.warning("taking the state of %s failed: %s", donor, cause)
-            failures.append(f"{donor}: {cause}")
-            # Rounds may be shorter than a transfer: once this island is announced, the others wait for it.
-            self._announce()
-            time.sleep(TAKE_STATE_PAUSE_SECONDS)
-            donor = self._team.on_leader(partial(self._find_donor, donor)) or donor
-        raise TransportError("the state of no island could be taken: " + "; ".join(failures))
+    def _catch_up(self, pseudo_grads: Mapping[int, torch.Tensor], tokens: int) -> bool:
+        """Take the state that survives; whether this island's progress was put on top of it.
 
-    def _try_to_take_state(self, donor: str) -> str | None:
-        """None when it is done, else why not; the same on every rank."""
-        member = self._team.on_leader(lambda: self._loop.run(self._membership.members()).get(donor))
-        if member is None:
-            return "it has left"
-        description, parts, cause = None, {}, None
+        It is, when exactly one commit was missed, of this island's own history, and that commit does not contain it
+        already. What is re-based once and misses a commit again is dropped.
+        """
+        before = self.position.round, self.digest
+        taken, base = self._take_state()
+        is_kept = (
+            self._config.missed_progress == "rebase"
+            and taken.position.round == before[0] + 1
+            and base == before[1]
+            and self._identity.incarnation not in taken.included
+            and 2 * tokens <= self._settings.max_tokens
+        )
+        if is_kept:
+            self._held.rebase(pseudo_grads)
+        self._enter()
+        return is_kept
+
+    def _take_state(self) -> tuple[Description, str | None]:
+        """What was taken, and the digest of the round before in its history, if known. Raises TransportError."""
+        if self._agreement is not None:
+            self._loop.run(self._agree.stand(self._standing(is_coming=False)))
+        before = self.position.round
+        share = Share(self._held.space, self._held.exchange.carried, self._codec, self._config.optimizer)
+        fetch = Fetch(self._network.messenger, [], share, self._cache(), self._hooks)
+        taken = take_state(self._held, fetch, self._team, self._loop, lambda: self._loop.run(self._agree.find_donors()))
+        base = self._team.on_leader(lambda: self._digest_of(fetch, before))
+        fetch.forget()
+        self._has_entered_late, self._committed_at = True, None
+        self._stand(taken.included)
+        return taken, base
+
+    def _digest_of(self, fetch: Fetch, round_number: int) -> str | None:
         try:
-            fetch = fetch_state(self._network.messenger, member, self._held.space, self._held.exchange.carried)
-            description, parts = self._loop.run(fetch)
-        except TransportError as error:
-            cause = str(error)
-        results = self._team.gather((cause, description))
-        causes = [c for c, _ in results if c is not None]
-        if causes or description is None:
-            return causes[0]
-        if any(other != description for _, other in results):
-            return "it committed a round meanwhile"
-        self._held.replace(parts, description.position)
-        return None if self.digest == description.digest else "its digest is not that of the bytes it sent"
+            return self._loop.run(fetch.describe(round_number)).digest
+        except TransportError:
+            return None
+
+    def _cache(self) -> PartsCache | None:
+        if self._settings.cache_dir is None:
+            return None
+        folder = self._settings.cache_dir / f"rank-{self._team.rank}"
+        return PartsCache(folder, self._held.space.fingerprint, self._identity.config_hash)
 
     # -- plumbing -------------------------------------------------------------------------------------------
 
-    def _build_agreement(self, config: OuterConfig) -> Agreement:
-        rules = Rules(config.quorum, config.start_islands, len(self._held.space.parts))
-        messenger, island = self._network.messenger, self._identity.island
-        agreement = Agreement(island, rules, messenger, self._membership, self._deadlines)
-        agreement.on_abort = self._attempts.note_no
+    def _build_agreement(self) -> Agreement:
+        config = self._config
+        rules = Rules(
+            quorum=config.quorum,
+            start_islands=config.start_islands,
+            below_quorum=config.below_quorum,
+            num_parts=len(self._held.space.parts),
+            max_tokens=self._settings.max_tokens,
+            max_round=config.rounds,
+        )
+        protocol = Protocol(self._identity.island, rules, self._standing(is_coming=False))
+        messenger, membership = self._network.messenger, self._membership
+        agreement = Agreement(protocol, messenger, membership, self._deadlines, self._identity.config_hash)
+        agreement.on_no = self._attempts.note_no
         return agreement
 
     @property

@@ -18,7 +18,7 @@ import torch
 from diloco.assemble import Parts, assembled, device_of, process_group
 from diloco.config import Config, parse_config
 from diloco.train import train
-from outer.membership.tcp import serve_rendezvous
+from outer.membership.rendezvous import serve_rendezvous
 
 torch.set_num_threads(1)
 

@@ -9,9 +9,11 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from outer.errors import DeadlineError, InputError, MessageError, PeerLost, TransportError
+from outer.keys import Trust
 from outer.membership.base import Handler, Lane
+from outer.refusals import Refusals, RefusedError
 from outer.transports.base import Endpoint, Traffic
-from outer.wire import FrameStream, Header, Kind, hash_of, text_of, view_of
+from outer.wire import CutOffError, FrameStream, Header, Kind, hash_of, refused_by_peer, text_of, view_of
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +32,18 @@ Dial = Callable[[str], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWrite
 class StreamMessenger:
     """See outer.membership.base.Messenger. `address` is set by whoever listens, before anybody is told of it."""
 
-    def __init__(self, run_id: str, me: Endpoint, dial: Dial, traffic: Traffic) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        me: Endpoint,
+        dial: Dial,
+        traffic: Traffic,
+        trust: Trust | None = None,
+        max_body_bytes: int = MAX_BODY_BYTES,
+    ) -> None:
         self.address = ""
+        self.trust = trust or Trust()
+        self._max_body_bytes = max_body_bytes
         self._run, self._me, self._dial, self._traffic = hash_of(run_id, "control"), me, dial, traffic
         self._handlers: dict[str, Handler] = {}
         self._outgoing: dict[tuple[str, Lane], asyncio.Task[_Outgoing]] = {}
@@ -54,19 +66,25 @@ class StreamMessenger:
         except TimeoutError:
             raise DeadlineError(f"{address} did not answer {kind!r} within {timeout_seconds:g} s") from None
 
-    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one incoming connection until it ends."""
-        stream = FrameStream(reader, writer, self._run, self._traffic)
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str = "") -> None:
+        """Serve one incoming connection until it ends. `peer` names the other side better than its host does."""
+        stream = self._stream(reader, writer, peer)
         if self._is_closed or len(self._incoming) >= MAX_INCOMING:
+            if not self._is_closed:
+                self.trust.refusals.add(stream.peer, "streams", f"more than {MAX_INCOMING} connections")
             stream.close()
             return
         self._incoming.add(stream)
         try:
             async with asyncio.timeout(HELLO_SECONDS):
-                source, _ = await stream.read_hello()
+                source, _ = await stream.read_hello(self._me)
             await self._answer_all(source, stream)
-        except (MessageError, TimeoutError) as error:
-            log.warning("dropped a control connection: %s", error)
+        except MessageError as error:
+            await stream.refuse(error, self.trust.refusals)
+        except TimeoutError:
+            self.trust.refusals.add(stream.peer, "silent", f"no hello within {HELLO_SECONDS:g} s")
+        except CutOffError as error:
+            self.trust.refusals.add(stream.peer, "truncated", str(error))
         except ConnectionError as error:
             log.debug("a control connection ended: %s", error)
         finally:
@@ -100,42 +118,55 @@ class StreamMessenger:
         stream = None
         try:
             async with asyncio.timeout(DIAL_SECONDS):
-                reader, writer = await self._dial(address)
-                stream = FrameStream(reader, writer, self._run, self._traffic)
+                stream = self._stream(*await self._dial(address), address)
                 await stream.say_hello(self._me)
-        except (ConnectionError, TimeoutError) as error:
+                return _Outgoing(address, stream, self.trust.refusals)
+        except (MessageError, ConnectionError, TimeoutError) as error:
             if stream is not None:
                 stream.close()
+                if isinstance(error, MessageError):
+                    self.trust.refusals.add_error(stream.peer, error)
             raise PeerLost(address, str(error) or f"no connection within {DIAL_SECONDS:g} s") from None
-        return _Outgoing(address, stream)
+
+    def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> FrameStream:
+        stream = FrameStream(reader, writer, self._run, self._traffic, self.trust.key)
+        stream.peer = peer or stream.peer
+        return stream
 
     async def _answer_all(self, source: Endpoint, stream: FrameStream) -> None:
         gate = asyncio.Semaphore(MAX_OPEN_CALLS)
         while True:
             await gate.acquire()
-            header, payload = await stream.read(MAX_BODY_BYTES)
+            header, payload = await stream.read(self._max_body_bytes)
             if header.kind is not Kind.CALL:
-                raise MessageError(f"{source} sent {header.kind.name}, CALL expected")
-            kind, body = _unpack_call(bytes(view_of(payload)))
+                raise RefusedError("header", f"{source} sent {header.kind.name}, CALL expected")
+            kind, body = unpack_call(bytes(view_of(payload)))
             task = asyncio.create_task(self._answer(source, stream, header.request, kind, body))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             task.add_done_callback(lambda _: gate.release())
 
     async def _answer(self, source: Endpoint, stream: FrameStream, request: int, kind: str, body: bytes) -> None:
-        code, reply = await answer(self._handlers.get(kind), source, kind, body)
+        code, reply = await answer(self._handlers.get(kind), source, kind, body, self.trust.refusals)
         try:
             await stream.write(Header(code, self._me.rank, request=request, num_bytes=len(reply)), reply)
         except ConnectionError as error:
             log.debug("the caller of %r has gone: %s", kind, error)
 
 
-async def answer(handler: Handler | None, source: Endpoint, kind: str, body: bytes) -> tuple[Kind, bytes]:
-    """REPLY and the handler's bytes, or REFUSAL and why."""
+async def answer(
+    handler: Handler | None, source: Endpoint, kind: str, body: bytes, refusals: Refusals | None = None
+) -> tuple[Kind, bytes]:
+    """REPLY and the handler's bytes, or REFUSAL and why. What is the caller's fault is counted in `refusals`."""
+    refusals = refusals or Refusals()
     if handler is None:
+        refusals.add(str(source), "unknown", f"nothing here answers {kind!r}")
         return Kind.REFUSAL, f"nothing here answers {kind!r}".encode()
     try:
         reply = await handler(source, body)
+    except MessageError as error:
+        refusals.add(str(source), "call", f"{kind}: {error}")
+        return Kind.REFUSAL, str(error).encode()
     except (TransportError, InputError) as error:
         return Kind.REFUSAL, str(error).encode()
     except Exception:  # a broken handler must not silence the caller
@@ -149,8 +180,8 @@ async def answer(handler: Handler | None, source: Endpoint, kind: str, body: byt
 class _Outgoing:
     """A connection to a callee, with the calls that wait for their replies."""
 
-    def __init__(self, address: str, stream: FrameStream) -> None:
-        self._address, self._stream = address, stream
+    def __init__(self, address: str, stream: FrameStream, refusals: Refusals) -> None:
+        self._address, self._stream, self._refusals = address, stream, refusals
         self._requests = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._cause: str | None = None
@@ -192,6 +223,8 @@ class _Outgoing:
         try:
             while True:
                 header, payload = await self._stream.read(MAX_BODY_BYTES)
+                if header.kind is Kind.REFUSAL and header.request == 0:
+                    raise refused_by_peer(payload)
                 future = self._waiting.get(header.request)
                 if future is None or future.done():
                     continue
@@ -199,7 +232,10 @@ class _Outgoing:
                     future.set_result(bytes(view_of(payload)))
                 else:
                     future.set_exception(MessageError(text_of(payload)[:2000]))
-        except (ConnectionError, MessageError) as error:
+        except MessageError as error:
+            self._refusals.add_error(self._stream.peer, error)
+            self.close(str(error))
+        except ConnectionError as error:
             self.close(str(error))
 
 
@@ -214,10 +250,11 @@ def _pack_call(kind: str, body: bytes) -> bytes:
     return bytes([len(name)]) + name + body
 
 
-def _unpack_call(message: bytes) -> tuple[str, bytes]:
+def unpack_call(message: bytes) -> tuple[str, bytes]:
+    """The kind and body of a call. Raises MessageError when it is malformed."""
     if not message or len(message) < 1 + message[0]:
-        raise MessageError("a call without its kind")
+        raise RefusedError("header", "a call without its kind")
     try:
         return message[1 : 1 + message[0]].decode(), message[1 + message[0] :]
     except UnicodeDecodeError:
-        raise MessageError("a call whose kind is not UTF-8") from None
+        raise RefusedError("header", "a call whose kind is not UTF-8") from None

@@ -11,7 +11,8 @@ from hivemind.dht import DHTNode
 from hivemind.p2p import P2PDaemonError
 from hivemind.utils.timed_storage import get_dht_time
 
-from outer.errors import InputError
+from outer.errors import InputError, MessageError
+from outer.keys import SEAL_BYTES, RunKey, Trust, open_sealed, seal
 from outer.membership.base import Member
 from outer.membership.calls import StreamMessenger
 from outer.membership.records import (
@@ -24,7 +25,7 @@ from outer.membership.records import (
     parse_records,
 )
 from outer.transports.base import Endpoint, Traffic
-from outer.transports.hivemind_daemon import Daemon, parse_address, start_daemon, unreachable
+from outer.transports.hivemind_daemon import Daemon, DaemonSettings, parse_address, start_daemon, unreachable
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ ANSWER_SECONDS = 0.5
 RPC_SECONDS = 2.0
 
 
-async def open_messenger(daemon: Daemon, run_id: str, me: Endpoint, traffic: Traffic) -> StreamMessenger:
+async def open_messenger(daemon: Daemon, run_id: str, me: Endpoint, traffic: Traffic, trust: Trust) -> StreamMessenger:
     """A messenger over the daemon's streams."""
 
     async def dial(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -43,9 +44,9 @@ async def open_messenger(daemon: Daemon, run_id: str, me: Endpoint, traffic: Tra
         return await daemon.open_stream(peer, _handler_name(run_id, peer.rank))
 
     async def accept(peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await messenger.accept(reader, writer)
+        await messenger.accept(reader, writer, peer_id)
 
-    messenger = StreamMessenger(run_id, me, dial, traffic)
+    messenger = StreamMessenger(run_id, me, dial, traffic, trust)
     messenger.address = str(daemon.address)
     await daemon.serve(_handler_name(run_id, me.rank), accept)
     return messenger
@@ -71,8 +72,8 @@ async def close_dht(dht: DHTNode) -> None:
 class HivemindMembership:
     """See outer.membership.base.Membership. Owns the DHT node, not the daemon."""
 
-    def __init__(self, dht: DHTNode, run_id: str, record_seconds: float) -> None:
-        self._dht, self._run_id = dht, run_id
+    def __init__(self, dht: DHTNode, run_id: str, record_seconds: float, key: RunKey | None) -> None:
+        self._dht, self._run_id, self._key = dht, run_id, key
         self._record_seconds = record_seconds
         self._refresh_seconds = min(REFRESH_SECONDS, record_seconds / 3)
         self._own: Member | None = None
@@ -92,6 +93,8 @@ class HivemindMembership:
         self._keep_refreshing()
 
     def update(self, member: Member) -> None:
+        if self._own is None:
+            return
         self._own = member
         self._wake.set()
 
@@ -111,7 +114,7 @@ class HivemindMembership:
         self._keep_refreshing()
 
     async def read_config(self) -> str | None:
-        return await read_config(self._dht, self._run_id)
+        return await read_config(self._dht, self._run_id, self._key)
 
     async def leave(self) -> None:
         own, self._own = self._own, None
@@ -150,49 +153,72 @@ class HivemindMembership:
     async def _store_record(self, island: str, value: bytes) -> None:
         # Only a later expiry replaces a record.
         self._expires_at = max(get_dht_time() + self._record_seconds, self._expires_at + 0.01)
-        await self._dht.store(_members_key(self._run_id), value, self._expires_at, subkey=island)
+        sealed = seal(self._key, _member_purpose(self._run_id, island), value)
+        await self._dht.store(_members_key(self._run_id), sealed, self._expires_at, subkey=island)
 
     async def _store_config(self) -> None:
         if self._config is not None:
             expires_at = get_dht_time() + CONFIG_SECONDS
-            await self._dht.store(_config_key(self._run_id), self._config.encode(), expires_at)
+            sealed = seal(self._key, _config_key(self._run_id), self._config.encode())
+            await self._dht.store(_config_key(self._run_id), sealed, expires_at)
             await self._dht.store(RUNS_KEY, b"", expires_at, subkey=self._run_id)
 
     async def _find_members(self) -> dict[str, Member]:
-        return await find_members(self._dht, self._run_id)
+        return await find_members(self._dht, self._run_id, self._key)
 
 
-async def find_members(dht: DHTNode, run_id: str) -> dict[str, Member]:
-    """The well-formed records of a run, by island."""
-    records = await _get_dictionary(dht, _members_key(run_id))
-    return parse_records({k: v for k, v in records.items() if isinstance(v, bytes) and len(v) <= MAX_RECORD_BYTES})
+async def find_members(dht: DHTNode, run_id: str, key: RunKey | None) -> dict[str, Member]:
+    """The well-formed records of a run that the key opens, by island."""
+    opened: dict[str, bytes] = {}
+    for island, raw in (await _get_dictionary(dht, _members_key(run_id))).items():
+        if isinstance(raw, bytes) and len(raw) <= MAX_RECORD_BYTES:
+            with suppress(MessageError):
+                opened[island] = open_sealed(key, _member_purpose(run_id, island), raw)
+    return parse_records(opened)
 
 
-async def read_config(dht: DHTNode, run_id: str) -> str | None:
-    """The text of a run's config, or None."""
+async def read_config(dht: DHTNode, run_id: str, key: RunKey | None) -> str | None:
+    """The text of a run's config, or None. Raises InputError when the key does not open it."""
     found = await dht.get(_config_key(run_id), latest=True)
-    if found is None or not isinstance(found.value, bytes) or len(found.value) > MAX_CONFIG_BYTES:
+    if found is None or not isinstance(found.value, bytes) or len(found.value) > MAX_CONFIG_BYTES + SEAL_BYTES:
         return None
     try:
-        return found.value.decode()
+        return open_sealed(key, _config_key(run_id), found.value).decode()
     except UnicodeDecodeError:
         return None
+    except MessageError as error:
+        raise InputError(
+            f"island.run_key_file: the swarm has a config of run {run_id!r}, but {error}; every island of a run "
+            "holds the same key, and a run without one is another run: give it another name"
+        ) from None
 
 
-async def visit_swarm(address: str, connect_seconds: float) -> dict[str, RunInfo]:
-    """The runs in the swarm at `address`, by id. Raises InputError when it cannot be reached."""
-    daemon = await start_daemon(["/ip4/0.0.0.0/tcp/0"], None, [address], None, connect_seconds)
+async def visit_swarm(address: str, connect_seconds: float, key: RunKey | None) -> dict[str, RunInfo]:
+    """The runs in the swarm at `address` that the key opens, by id.
+
+    Raises InputError when it cannot be reached, or when there are runs and the key opens none.
+    """
+    daemon = await start_daemon(
+        DaemonSettings(["/ip4/0.0.0.0/tcp/0"], bootstrap=[address], connect_seconds=connect_seconds)
+    )
     try:
         dht = await open_dht(daemon, [address])
         runs: dict[str, RunInfo] = {}
+        refused: list[InputError] = []
         for run_id in sorted(await _get_dictionary(dht, RUNS_KEY)):
-            text = await read_config(dht, run_id)
+            try:
+                text = await read_config(dht, run_id, key)
+            except InputError as error:
+                refused.append(error)
+                continue
             if text is not None:
-                runs[run_id] = RunInfo(text, tuple(await find_members(dht, run_id)))
+                runs[run_id] = RunInfo(text, tuple(await find_members(dht, run_id, key)))
         await close_dht(dht)
-        return runs
     finally:
         await daemon.close()
+    if refused and not runs:
+        raise refused[0]
+    return runs
 
 
 @dataclass
@@ -212,7 +238,7 @@ class BootstrapPeer:
 
 async def serve_bootstrap(host_maddrs: Sequence[str], identity_path: Path | None) -> BootstrapPeer:
     """A swarm's first peer, or one more that is always there."""
-    daemon = await start_daemon(host_maddrs, None, [], identity_path, connect_seconds=15)
+    daemon = await start_daemon(DaemonSettings(host_maddrs, identity_path=identity_path))
     return BootstrapPeer(daemon.maddrs, daemon, await open_dht(daemon, []))
 
 
@@ -230,6 +256,10 @@ def _handler_name(run_id: str, rank: int) -> str:
 
 def _members_key(run_id: str) -> str:
     return f"{run_id}/members"
+
+
+def _member_purpose(run_id: str, island: str) -> str:
+    return f"{_members_key(run_id)}/{island}"
 
 
 def _config_key(run_id: str) -> str:

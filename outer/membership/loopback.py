@@ -99,32 +99,34 @@ class LoopbackMessenger:
 
 
 class LoopbackMembership:
-    """See outer.membership.base.Membership."""
+    """See outer.membership.base.Membership. Cut off, it knows what it knew; healed, its record is back."""
 
     def __init__(self, hub: Hub, run_id: str, island: str) -> None:
         self._hub, self._run_id, self._island = hub, run_id, island
         self._own: Member | None = None
+        self._known: dict[str, Member] = {}
 
     async def announce(self, member: Member) -> None:
-        if self._hub.is_cut(self._island, self._island):
+        if self._is_cut:
             raise TransportError("this island is cut off")
         with self._hub.lock:
-            records = self._hub.records.setdefault(self._run_id, {})
+            records = self._records()
             check_identity(member, parse_record(member.island, records.get(member.island)))
             records[member.island] = member.model_dump_json()
         self._own = member
 
     def update(self, member: Member) -> None:
-        with self._hub.lock:
-            self._hub.records.setdefault(self._run_id, {})[member.island] = member.model_dump_json()
-        self._own = member
+        if self._own is not None:
+            self._own = member
+            self._beat()
 
     async def members(self) -> dict[str, Member]:
-        if self._hub.is_cut(self._island, self._island):
-            return {self._own.island: self._own} if self._own else {}
-        with self._hub.lock:
-            records = dict(self._hub.records.get(self._run_id, {}))
-        return parse_records(records)
+        if not self._is_cut:
+            self._beat()
+            with self._hub.lock:
+                self._known = parse_records(self._records())
+        own = {self._own.island: self._own} if self._own else {}
+        return dict(sorted((self._known | own).items()))
 
     async def publish_config(self, text: str) -> None:
         check_config_text(text)
@@ -136,7 +138,28 @@ class LoopbackMembership:
             return self._hub.configs.get(self._run_id)
 
     async def leave(self) -> None:
-        if self._own is not None:
-            with self._hub.lock:
-                self._hub.records.get(self._run_id, {}).pop(self._own.island, None)
-            self._own = None
+        own, self._own = self._own, None
+        if own is None:
+            return
+        self._known.pop(own.island, None)
+        with self._hub.lock:
+            if self._is_held_by(own):
+                del self._records()[own.island]
+
+    @property
+    def _is_cut(self) -> bool:
+        return self._hub.is_cut(self._island, self._island)
+
+    def _beat(self) -> None:
+        """Have the own record stand, unless the island was started anew since."""
+        with self._hub.lock:
+            own = self._own
+            if own is not None and not self._is_cut and (own.island not in self._records() or self._is_held_by(own)):
+                self._records()[own.island] = own.model_dump_json()
+
+    def _is_held_by(self, own: Member) -> bool:
+        held = parse_record(own.island, self._records().get(own.island))
+        return held is not None and held.incarnation == own.incarnation
+
+    def _records(self) -> dict[str, str]:
+        return self._hub.records.setdefault(self._run_id, {})

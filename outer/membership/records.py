@@ -1,17 +1,93 @@
-"""What islands keep in the swarm: their records, checked when read, and the rule of one island a name."""
+"""What islands keep in the swarm: their records, checked when read, and the rule of one island a name.
+
+And the bodies of the calls to a rendezvous, both ways, as JSON: whoever reads one has it checked.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from outer.errors import InputError
+from outer.errors import InputError, MessageError
 from outer.membership.base import Member
 
 MAX_CONFIG_BYTES = 1 << 16
 MAX_RECORD_BYTES = 1 << 20
 RUNS_KEY = "diloco/runs"
 """Where the runs of a swarm are listed, for joiners that know only an address."""
+MAX_LIFE_SECONDS = 60.0
+"""Longest that a record may stay at a rendezvous after its island was last heard of."""
+
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+IslandName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+Digest = Annotated[str, Field(max_length=64, pattern=r"^[0-9a-f]*$")]
+M = TypeVar("M", bound=BaseModel)
+_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Announcement(BaseModel):
+    """`announce`, `beat`: an island's record, to be kept for so long."""
+
+    model_config = _STRICT
+    run: RunName
+    member: Member
+    life_seconds: float = Field(gt=0, le=MAX_LIFE_SECONDS)
+
+
+class Parting(BaseModel):
+    """`leave`."""
+
+    model_config = _STRICT
+    run: RunName
+    island: IslandName
+    incarnation: str = Field(max_length=32)
+
+
+class Publication(BaseModel):
+    """`publish`: a run's config text."""
+
+    model_config = _STRICT
+    run: RunName
+    text: str = Field(max_length=MAX_CONFIG_BYTES)
+
+
+class Question(BaseModel):
+    """`members`, `config`: about a run."""
+
+    model_config = _STRICT
+    run: RunName
+    seen: Digest = ""
+    """Of the records that the caller knows; "": of none, and the answer comes at once."""
+
+
+class Records(BaseModel):
+    """The answer to `members`: records by island, each Member as JSON; None: those that were seen."""
+
+    model_config = _STRICT
+    digest: Digest
+    records: dict[IslandName, str] | None
+    has_config: bool
+
+
+class ConfigText(BaseModel):
+    """The answer to `config`."""
+
+    model_config = _STRICT
+    text: str | None = Field(max_length=MAX_CONFIG_BYTES)
+
+
+class KnownRun(BaseModel):
+    model_config = _STRICT
+    text: str = Field(max_length=MAX_CONFIG_BYTES)
+    islands: list[IslandName]
+
+
+class KnownRuns(BaseModel):
+    """The answer to `runs`: those that have a config."""
+
+    model_config = _STRICT
+    runs: dict[RunName, KnownRun]
 
 
 @dataclass(frozen=True)
@@ -20,6 +96,16 @@ class RunInfo:
 
     config_text: str
     islands: tuple[str, ...]
+
+
+def parse_message(message: type[M], body: bytes) -> M:
+    """The message in `body`. Raises MessageError when it is malformed."""
+    try:
+        return message.model_validate_json(body)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in problem["loc"])[:200]
+        raise MessageError(f"a malformed {message.__name__}: {where}: {problem['msg'][:200]}") from None
 
 
 def parse_record(island: str, text: str | bytes | None) -> Member | None:

@@ -1,50 +1,60 @@
-"""Calls over TCP and records in a TCPStore, for islands that reach each other directly. Nothing is encrypted."""
+"""Calls over TCP, and records kept at rendezvous, for islands that reach each other directly. Nothing is encrypted."""
 
 import asyncio
-import contextlib
-import socket
+import logging
 import time
-from collections.abc import Callable
-from datetime import timedelta
-from typing import TypeVar
+from collections.abc import Sequence
+from contextlib import suppress
 
-import torch.distributed as dist
+from pydantic import BaseModel
 
-from outer.errors import InputError, PeerLost, TransportError
+from outer.errors import InputError, MessageError, PeerLost, TransportError
+from outer.keys import RunKey, Trust
 from outer.membership.base import Member
 from outer.membership.calls import StreamMessenger
+from outer.membership.link import SCHEME, Link
 from outer.membership.records import (
-    RUNS_KEY,
+    Announcement,
+    ConfigText,
+    KnownRuns,
+    Parting,
+    Publication,
+    Question,
+    Records,
     RunInfo,
     check_config_text,
-    check_identity,
-    parse_record,
-    parse_records,
+    parse_message,
 )
 from outer.transports.base import Endpoint, Traffic
-from outer.transports.gloo import first_line, in_thread
+
+log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
-STORE_SECONDS = 5.0
+CALL_SECONDS = 5.0
+LEAVE_SECONDS = 2.0
+OTHERS_SECONDS = 2.0
+"""Once one rendezvous has answered, the others are waited for so long."""
 RETRY_SECONDS = 0.2
-SCHEME = "tcp://"
-T = TypeVar("T")
+PAUSE_SECONDS = 0.02
+"""Between two questions, however fast the answers come."""
+RENDEZVOUS = "rendezvous"
+"""What stands for a run's id in the frames to a rendezvous, which serves many runs."""
 
 
-async def open_messenger(
-    run_id: str, me: Endpoint, listen: tuple[str, int], announce_host: str | None, traffic: Traffic
-) -> "TcpMessenger":
-    """A messenger that listens on a host and port; 0: any free port. Raises InputError."""
-    messenger = StreamMessenger(run_id, me, _dial, traffic)
-    try:
-        server = await asyncio.start_server(messenger.accept, *listen)
-    except OSError as error:
-        raise InputError(
-            f"island.listen_host, island.listen_port: cannot listen on {listen[0]}:{listen[1]}: {error.strerror}; "
-            "choose an address of this machine and a free port (0: any)"
-        ) from None
-    messenger.address = f"{announce_host or listen[0]}:{server.sockets[0].getsockname()[1]}"
+async def listen(messenger: StreamMessenger, host: str, port: int, announce_host: str | None = None) -> "TcpMessenger":
+    """The messenger, serving on a host and port. Raises OSError."""
+    server = await asyncio.start_server(messenger.accept, host, port)
+    messenger.address = f"{announce_host or host}:{server.sockets[0].getsockname()[1]}"
     return TcpMessenger(messenger, server)
+
+
+async def dial(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to `host:port`. Raises PeerLost."""
+    host, _, port = address.rpartition(":")
+    try:
+        return await asyncio.open_connection(host.strip("[]"), int(port))
+    except (OSError, ValueError, OverflowError) as error:
+        raise PeerLost(address[:80], f"it cannot be reached: {error}") from None
 
 
 class TcpMessenger:
@@ -64,130 +74,195 @@ class TcpMessenger:
         await self._messenger.close()
 
 
-class TcpMembership:
-    """See outer.membership.base.Membership."""
+async def open_membership(
+    addresses: Sequence[str],
+    run_id: str,
+    me: Endpoint,
+    record_seconds: float,
+    connect_seconds: float,
+    trust: Trust | None = None,
+) -> "TcpMembership":
+    """The run's records at all of these rendezvous, at least one of which answers. Raises InputError."""
+    for address in addresses:
+        parse_rendezvous(address)
+    messenger = StreamMessenger(RENDEZVOUS, me, dial, Traffic(), trust)
+    membership = TcpMembership(messenger, addresses, run_id, record_seconds)
+    try:
+        await membership.connect(connect_seconds)
+    except BaseException:
+        await membership.close()
+        raise
+    return membership
 
-    def __init__(self, store: dist.Store, run_id: str, silent_seconds: float) -> None:
-        self._store = dist.PrefixStore(run_id, store)
-        self._root, self._run_id = store, run_id
-        self._silent_seconds = silent_seconds
-        """An island whose counter has not moved for so long is not alive."""
+
+class TcpMembership:
+    """See outer.membership.base.Membership.
+
+    Each rendezvous is told everything, and what any of them tells counts: one that answers is enough. While none
+    does, the last known records stand, and one that comes back empty is told all that this island knows.
+    """
+
+    def __init__(
+        self, messenger: StreamMessenger, addresses: Sequence[str], run_id: str, record_seconds: float
+    ) -> None:
+        self._messenger, self._run_id, self._record_seconds = messenger, run_id, record_seconds
+        self._links = [Link(address, record_seconds) for address in dict.fromkeys(addresses)]
         self._own: Member | None = None
-        self._beats: dict[str, tuple[str, int, float]] = {}
-        """By island: incarnation, its counter, and when that was last seen to move."""
-        self._beating: asyncio.Task[None] | None = None
+        self._config: str | None = None
+        self._watching = [asyncio.create_task(self._watch(link)) for link in self._links]
+        self._beating: list[asyncio.Task[None]] = []
+
+    async def connect(self, connect_seconds: float) -> None:
+        """Wait until a rendezvous has answered. Raises InputError."""
+        first = [asyncio.create_task(link.answered.wait()) for link in self._links]
+        tried = [asyncio.create_task(link.tried.wait()) for link in self._links]
+        try:
+            done, _ = await asyncio.wait(first, timeout=connect_seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                addresses = [link.address for link in self._links]
+                raise unanswered(addresses, connect_seconds, *(link.cause for link in self._links))
+            await asyncio.wait(tried, timeout=OTHERS_SECONDS)
+        finally:
+            for task in (*first, *tried):
+                task.cancel()
 
     async def announce(self, member: Member) -> None:
-        other = await self._live_namesake(member)
-        check_identity(member, other)
-        await self._run(lambda: self._write(member))
+        await self._call_all("announce", self._announcement(member))
         self._own = member
-        if self._beating is None:
-            self._beating = asyncio.create_task(self._beat())
+        if not self._beating:
+            self._beating = [asyncio.create_task(self._beat(link)) for link in self._links]
 
     def update(self, member: Member) -> None:
+        if self._own is None:
+            return
         self._own = member
-        self._updating = asyncio.create_task(self._run(lambda: self._write(member)))
+        for link in self._links:
+            link.wake.set()
 
     async def members(self) -> dict[str, Member]:
-        records, beats = await self._run(self._read)
-        members = parse_records(records)
-        now = time.monotonic()
-        for island, member in members.items():
-            seen = self._beats.get(island)
-            if seen is None or seen[:2] != (member.incarnation, beats[island]):
-                self._beats[island] = (member.incarnation, beats[island], now)
-        return {island: m for island, m in members.items() if now - self._beats[island][2] < self._silent_seconds}
+        found: dict[str, Member] = {}
+        for link in [link for link in self._links if link.is_up] or self._links:
+            for island, member in link.known().items():
+                other = found.get(island, member)
+                found[island] = max(other, member, key=lambda m: (m.round, m.tokens))
+        own = {self._own.island: self._own} if self._own else {}
+        return dict(sorted((found | own).items()))
 
     async def publish_config(self, text: str) -> None:
         check_config_text(text)
-
-        def publish() -> None:
-            self._store.compare_set("config", "", text)
-            _add_line(self._root, RUNS_KEY, self._run_id)
-
-        await self._run(publish)
+        self._config = await self.read_config() or text
+        await self._call_all("publish", Publication(run=self._run_id, text=self._config))
 
     async def read_config(self) -> str | None:
-        return await self._run(lambda: read_config(self._store))
+        replies = await self._call_all("config", Question(run=self._run_id))
+        texts = [parse_message(ConfigText, reply).text for reply in replies]
+        return next((text for text in texts if text is not None), self._config)
 
     async def leave(self) -> None:
         own, self._own = self._own, None
-        if self._beating is not None:
-            self._beating.cancel()
-            self._beating = None
-        if own is not None:
-            with contextlib.suppress(TransportError, TimeoutError):
-                async with asyncio.timeout(STORE_SECONDS):
-                    await self._run(lambda: self._store.set(f"member/{own.island}", ""))
+        for task in self._beating:
+            task.cancel()
+        self._beating = []
+        if own is None:
+            return
+        for link in self._links:
+            link.forget(own.island)
+            link.has_place = False
+        parting = Parting(run=self._run_id, island=own.island, incarnation=own.incarnation)
+        with suppress(InputError):
+            await self._call_all("leave", parting, LEAVE_SECONDS)
 
     async def close(self) -> None:
-        """Stop the heartbeat. Idempotent."""
-        if self._beating is not None:
-            self._beating.cancel()
+        """Say no more and hear no more. Idempotent."""
+        for task in (*self._watching, *self._beating):
+            task.cancel()
+        await self._messenger.close()
 
-    async def _beat(self) -> None:
-        while self._own is not None:
-            with contextlib.suppress(TransportError):  # the rendezvous may come back; others notice if not
-                await self._run(lambda own=self._own: self._store.add(f"beat/{own.island}", 1))
-            await asyncio.sleep(min(BEAT_SECONDS, self._silent_seconds / 4))
-
-    async def _live_namesake(self, member: Member) -> Member | None:
-        """The other island of this name if its counter moves; a record alone may be a dead island's."""
-        started, first = time.monotonic(), None
+    async def _watch(self, link: Link) -> None:
+        """Keep up with one rendezvous for as long as this membership is open."""
         while True:
-            records, beats = await self._run(self._read)
-            other = parse_record(member.island, records.get(member.island))
-            if other is None or other.incarnation == member.incarnation:
-                return None
-            first = beats[member.island] if first is None else first
-            if beats[member.island] != first:
-                return other
-            if time.monotonic() - started > self._silent_seconds:
-                return None
-            await asyncio.sleep(RETRY_SECONDS)
+            try:
+                await self._ask(link)
+            except TransportError as error:
+                link.on_lost(error)
+            link.tried.set()
+            await asyncio.sleep(PAUSE_SECONDS if link.is_up else RETRY_SECONDS)
 
-    def _write(self, member: Member) -> None:
-        self._store.set(f"member/{member.island}", member.model_dump_json())
-        self._store.add(f"beat/{member.island}", 1)
-        _add_line(self._store, "islands", member.island)
+    async def _ask(self, link: Link) -> None:
+        reply = await self._call(link, "members", Question(run=self._run_id, seen=link.digest))
+        records = parse_message(Records, reply)
+        link.on_answer(records)
+        if self._config is not None and not records.has_config:
+            with suppress(MessageError):  # refused, as the record is; `_beat` says so
+                await self._call(link, "publish", Publication(run=self._run_id, text=self._config))
 
-    def _read(self) -> tuple[dict[str, bytes], dict[str, int]]:
-        """Every island's record and counter; a blocking call."""
-        islands = _lines(self._store, "islands")
-        records = {island: self._store.get(f"member/{island}") for island in islands}
-        return records, {island: self._store.add(f"beat/{island}", 0) for island in islands}
+    async def _beat(self, link: Link) -> None:
+        """Keep this island's record alive at one rendezvous until `leave`."""
+        refusal = ""
+        while self._own is not None:
+            link.wake.clear()
+            try:
+                kind = "beat" if link.has_place else "announce"
+                await self._call(link, kind, self._announcement(self._own))
+                link.has_place, refusal = True, ""
+            except MessageError as error:
+                if str(error) != refusal:
+                    log.warning("%s refuses this island's record: %s", link.address, error)
+                refusal = str(error)
+            except TransportError:  # `_watch` says so
+                pass
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(BEAT_SECONDS, self._record_seconds / 4)):
+                    await link.wake.wait()
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        try:
-            return await in_thread(work)
-        except RuntimeError as error:
-            raise TransportError(f"the rendezvous has failed: {first_line(error)}") from None
+    async def _call(self, link: Link, kind: str, message: BaseModel, timeout_seconds: float = CALL_SECONDS) -> bytes:
+        body = message.model_dump_json().encode()
+        return await self._messenger.call(link.target, kind, body, timeout_seconds=timeout_seconds)
+
+    async def _call_all(self, kind: str, message: BaseModel, timeout_seconds: float = CALL_SECONDS) -> list[bytes]:
+        """The replies of those rendezvous that can be reached, in their order. Raises InputError when one refuses."""
+        calls = (self._call(link, kind, message, timeout_seconds) for link in self._links)
+        replies = await asyncio.gather(*calls, return_exceptions=True)
+        for reply in replies:
+            if isinstance(reply, MessageError):
+                raise InputError(str(reply))
+            if isinstance(reply, BaseException) and not isinstance(reply, TransportError):
+                raise reply
+        return [reply for reply in replies if isinstance(reply, bytes)]
+
+    def _announcement(self, member: Member) -> Announcement:
+        return Announcement(run=self._run_id, member=member, life_seconds=self._record_seconds)
 
 
-async def connect_store(address: str, connect_seconds: float) -> dist.TCPStore:
-    """A client of the rendezvous at `tcp://host:port`. Raises InputError when nothing answers in time."""
-    host, port = parse_rendezvous(address)
+async def visit_rendezvous(address: str, connect_seconds: float, run_key: RunKey | None = None) -> dict[str, RunInfo]:
+    """The runs at a rendezvous, by id. Raises InputError when it cannot be reached."""
+    parse_rendezvous(address)
+    messenger = StreamMessenger(RENDEZVOUS, Endpoint("visitor", 0), dial, Traffic(), Trust(run_key))
+    try:
+        reply = await _call_until(messenger, address, connect_seconds)
+    finally:
+        await messenger.close()
+    return {name: RunInfo(run.text, tuple(run.islands)) for name, run in parse_message(KnownRuns, reply).runs.items()}
+
+
+async def _call_until(messenger: StreamMessenger, address: str, connect_seconds: float) -> bytes:
     started, cause = time.monotonic(), "no answer"
     while (left := connect_seconds - (time.monotonic() - started)) > 0:
         try:
-            async with asyncio.timeout(left):
-                _, writer = await asyncio.open_connection(host, port)
-            writer.close()
-            return await in_thread(lambda: open_store(host, port, STORE_SECONDS))
-        except (OSError, TimeoutError, RuntimeError) as error:
-            cause = first_line(error) if str(error) else cause
-        await asyncio.sleep(min(RETRY_SECONDS, max(left, 0)))
-    raise InputError(
-        f"island.bootstrap: {address} did not answer within {connect_seconds:g} s ({cause}); "
-        "check that `diloco bootstrap --rendezvous tcp` runs there and that its port is open"
+            return await messenger.call(address.removeprefix(SCHEME), "runs", b"", timeout_seconds=left)
+        except TransportError as error:
+            cause = error.cause if isinstance(error, PeerLost) else str(error)
+        await asyncio.sleep(RETRY_SECONDS)
+    raise unanswered([address], connect_seconds, cause)
+
+
+def unanswered(addresses: Sequence[str], connect_seconds: float, *causes: str) -> InputError:
+    """The error of an island that finds no rendezvous."""
+    return InputError(
+        f"island.bootstrap: {', '.join(addresses)} did not answer within {connect_seconds:g} s "
+        f"({'; '.join(dict.fromkeys(causes))}); check that `diloco bootstrap --rendezvous tcp` runs there and that "
+        "its port is open. Of several addresses one that answers is enough"
     )
-
-
-def open_store(host: str, port: int, timeout_seconds: float) -> dist.TCPStore:
-    """A client of a served store; a blocking call. Raises RuntimeError."""
-    timeout = timedelta(seconds=timeout_seconds)
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def parse_rendezvous(address: str) -> tuple[str, int]:
@@ -199,66 +274,3 @@ def parse_rendezvous(address: str) -> tuple[str, int]:
             "as `diloco bootstrap --rendezvous tcp` prints it"
         )
     return host.strip("[]"), int(port)
-
-
-def read_config(store: dist.Store) -> str | None:
-    """The config text under a run's prefix, or None; a blocking call."""
-    return store.get("config").decode() if store.check(["config"]) else None
-
-
-async def visit_rendezvous(address: str, connect_seconds: float) -> dict[str, RunInfo]:
-    """The runs at a rendezvous, by id. Raises InputError when it cannot be reached."""
-    store = await connect_store(address, connect_seconds)
-
-    runs: dict[str, RunInfo] = {}
-    for run_id in sorted(set(await in_thread(lambda: _lines(store, RUNS_KEY)))):
-        membership = TcpMembership(store, run_id, STORE_SECONDS)
-        text = await membership.read_config()
-        if text is not None:
-            runs[run_id] = RunInfo(text, tuple(await membership.members()))
-    return runs
-
-
-class Rendezvous:
-    """A store that is served: where islands with outer.transport gloo find each other."""
-
-    def __init__(self, host: str, port: int) -> None:
-        try:
-            self._server = socket.create_server((host, port))
-        except OSError as error:
-            raise InputError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port") from None
-        port = self._server.getsockname()[1]
-        self._store: dist.TCPStore | None = dist.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=self._server.detach()
-        )
-        self.address = f"{SCHEME}{host}:{port}"
-
-    def close(self) -> None:
-        """Stop serving. Idempotent."""
-        self._store = None
-
-
-def serve_rendezvous(host: str, port: int) -> Rendezvous:
-    """Serve a rendezvous; port 0: any free one. Raises InputError when the address is taken."""
-    return Rendezvous(host, port)
-
-
-def _add_line(store: dist.Store, key: str, line: str) -> None:
-    """Append a line under a key unless it is there; a blocking call."""
-    if line not in _lines(store, key):
-        store.append(key, f"{line}\n")  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _lines(store: dist.Store, key: str) -> list[str]:
-    """The lines appended under a key; a blocking call."""
-    if not store.check([key]):
-        return []
-    return list(dict.fromkeys(store.get(key).decode(errors="replace").split()))
-
-
-async def _dial(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    host, _, port = address.rpartition(":")
-    try:
-        return await asyncio.open_connection(host.strip("[]"), int(port))
-    except (OSError, ValueError, OverflowError) as error:
-        raise PeerLost(address[:80], f"it cannot be reached: {error}") from None

@@ -1,6 +1,7 @@
 """Payloads over gloo: plain TCP between all endpoints, fast, unencrypted. For clusters that trust each other.
 
-One process group spans all endpoints of an epoch; it is dropped at the first error and never used again.
+One process group spans all endpoints of an epoch; it is dropped at the first error and never used again. Its
+endpoints find each other through a store that the first of them serves: nothing else has to be alive.
 """
 
 import asyncio
@@ -9,13 +10,22 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from outer.errors import DeadlineError, InputError, PeerLost
+from outer.errors import InputError, PeerLost
 from outer.transports.base import Endpoint, Tag, Traffic
+from outer.transports.gloo_groups import (
+    Gathering,
+    GroupStore,
+    build_group,
+    first_line,
+    in_thread,
+    new_thread,
+    parse_address,
+)
 from outer.wire import checked
 
 MAX_WAIT = timedelta(days=1)
@@ -24,19 +34,20 @@ PREAMBLE_BYTES = 48
 """Before each of gloo's messages; a payload takes three: sender ready, receiver ready, the payload itself."""
 SENDS_IN_FLIGHT = 2
 """To each endpoint. What it may send to us it learns on the same connection, behind what is being sent already."""
-T = TypeVar("T")
 
 
 class GlooTransport:
-    """See outer.transports.base.Transport. `rendezvous` is the host and port of a TCPStore."""
+    """See outer.transports.base.Transport. It serves a store for groups as long as it is open."""
 
     def __init__(
-        self, rendezvous: tuple[str, int], run_id: str, me: Endpoint, listen_host: str, connect_seconds: float
+        self, run_id: str, me: Endpoint, listen_host: str, announce_host: str | None, connect_seconds: float
     ) -> None:
         check_listen_host(listen_host)
         self.traffic = Traffic()
-        self._rendezvous, self._run_id, self._me = rendezvous, run_id, me
+        self._run_id, self._me = run_id, me
         self._listen_host, self._connect_seconds = listen_host, connect_seconds
+        self._store = GroupStore(listen_host)
+        self._address = f"gloo:{me}@{announce_host or listen_host}:{self._store.at[1]}"
         self._group: Any = None  # a ProcessGroupGloo; its stubs lack send and recv
         self._ranks: dict[Endpoint, int] = {}
         self._sending: dict[Endpoint, asyncio.Semaphore] = {}
@@ -44,21 +55,18 @@ class GlooTransport:
 
     @property
     def address(self) -> str:
-        return f"gloo:{self._me}@{self._listen_host}"
+        return self._address
 
     async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
         await self.disconnect()
         endpoints = sorted(addresses)
+        stores = {endpoint: parse_address(endpoint, addresses[endpoint]) for endpoint in endpoints}
+        stores[self._me] = self._store.at  # from here the announced address may lead nowhere
         prefix = f"{self._run_id}/groups/{epoch}"
-        try:
-            async with asyncio.timeout(self._connect_seconds + 1):
-                self._group = await in_thread(lambda: self._build(prefix, endpoints))
-        except (RuntimeError, TimeoutError) as error:
-            missing = await in_thread(lambda: self._missing(prefix, endpoints))
-            raise DeadlineError(
-                f"the group {epoch!r} was not built within {self._connect_seconds:g} s: "
-                + (f"{', '.join(missing)} did not join" if missing else first_line(error))
-            ) from None
+        if endpoints[0] == self._me:
+            await in_thread(lambda: self._store.begin(prefix))
+        gathering = Gathering(prefix, self._me, stores, self._listen_host, self._connect_seconds)
+        self._group = await build_group(gathering)
         self._ranks = {endpoint: rank for rank, endpoint in enumerate(endpoints)}
         self._sending = {endpoint: asyncio.Semaphore(SENDS_IN_FLIGHT) for endpoint in endpoints}
 
@@ -87,6 +95,7 @@ class GlooTransport:
     async def close(self) -> None:
         await self.disconnect()
         self._waiters.close()
+        self._store.close()
 
     def _locate(self, other: Endpoint) -> tuple[Any, int]:
         if self._group is None or other not in self._ranks:
@@ -99,29 +108,6 @@ class GlooTransport:
             await in_thread(lambda: work.wait(MAX_WAIT), self._waiters.start)
         except RuntimeError as error:
             raise PeerLost(other.island, first_line(error)) from None
-
-    def _build(self, prefix: str, endpoints: list[Endpoint]) -> dist.ProcessGroupGloo:
-        """The group; blocks until all have come. Raises RuntimeError."""
-        store = dist.PrefixStore(prefix, self._store())
-        store.set(f"here/{endpoints.index(self._me)}", "")
-        options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._listen_host)]
-        options._timeout = timedelta(seconds=self._connect_seconds)
-        options._threads = 1
-        return dist.ProcessGroupGloo(store, endpoints.index(self._me), len(endpoints), options)
-
-    def _store(self) -> dist.TCPStore:
-        # A client of its own for each group: an abandoned wait must not block the next.
-        host, port = self._rendezvous
-        timeout = timedelta(seconds=self._connect_seconds)
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-    def _missing(self, prefix: str, endpoints: list[Endpoint]) -> list[str]:
-        """The endpoints that have not come, as far as the rendezvous knows."""
-        with contextlib.suppress(RuntimeError):
-            store = dist.PrefixStore(prefix, self._store())
-            return [str(e) for rank, e in enumerate(endpoints) if not store.check([f"here/{rank}"])]
-        return []
 
 
 def gloo_tag(tag: Tag, num_bytes: int) -> int:
@@ -141,40 +127,6 @@ def check_listen_host(host: str) -> None:
             f"island.listen_host: got {host!r}; gloo needs the one address of this machine that the other islands "
             "reach, e.g. 10.0.0.5. Its traffic is not encrypted: keep it inside a private network"
         )
-
-
-def new_thread(work: Callable[[], None]) -> None:
-    """Run `work` in a daemon thread of its own."""
-    threading.Thread(target=work, daemon=True).start()
-
-
-async def in_thread(work: Callable[[], T], start: Callable[[Callable[[], None]], None] = new_thread) -> T:
-    """The result of a blocking call. No pool of limited size: any number may block for as long as it takes.
-
-    Cancelled, the thread goes on alone; it is a daemon, so it never holds up the end of the process.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: Exception | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # pyright: ignore[reportArgumentType]
-
-    def run() -> None:
-        result, caught = None, None
-        try:
-            result = work()
-        except Exception as error:  # noqa: BLE001 - handed to the waiting task
-            caught = error
-        with contextlib.suppress(RuntimeError):  # the loop may have been closed meanwhile
-            loop.call_soon_threadsafe(settle, result, caught)
-
-    start(run)
-    return await future
 
 
 class _Waiters:
@@ -206,11 +158,6 @@ class _Waiters:
             work()
             with self._lock:
                 self._num_idle += 1
-
-
-def first_line(error: BaseException) -> str:
-    """An error's text without gloo's and the store's traces."""
-    return (str(error) or type(error).__name__).splitlines()[0][:300]
 
 
 def _full(payload: torch.Tensor) -> torch.Tensor:

@@ -8,10 +8,12 @@ from contextlib import asynccontextmanager
 import torch
 
 from outer.errors import DeadlineError, MessageError, PeerLost, TransportError
+from outer.keys import Trust
+from outer.refusals import Refusals, RefusedError
 from outer.transports.base import Endpoint, Tag, Traffic
 from outer.transports.hivemind_daemon import Daemon, PeerAddress, parse_address
 from outer.transports.mailbox import Mailbox
-from outer.wire import FrameStream, Header, Kind, hash_of, view_of
+from outer.wire import MAX_HELLO_BYTES, CutOffError, FrameStream, Header, Kind, hash_of, refused_by_peer, view_of
 
 log = logging.getLogger(__name__)
 
@@ -26,9 +28,9 @@ MAX_PARKED = 1024
 class HivemindTransport:
     """See outer.transports.base.Transport. Endpoints of this island itself are not connected."""
 
-    def __init__(self, daemon: Daemon, run_id: str, me: Endpoint, traffic: Traffic, connect_seconds: float) -> None:
-        self.traffic = traffic
-        self._daemon, self._me, self._connect_seconds = daemon, me, connect_seconds
+    def __init__(self, daemon: Daemon, run_id: str, me: Endpoint, connect_seconds: float, trust: Trust) -> None:
+        self.traffic = Traffic()
+        self._daemon, self._me, self._connect_seconds, self._trust = daemon, me, connect_seconds, trust
         self._run_id, self._run = run_id, hash_of(run_id, "bulk")
         self._group: _Group | None = None
         self._num_parked = 0
@@ -48,7 +50,7 @@ class HivemindTransport:
         others = {e: parse_address(a) for e, a in addresses.items() if e.island != self._me.island}
         # All endpoints see the same addresses, so they count the same streams.
         num_streams = max(MAX_STREAMS // len(addresses), 1)
-        group = self._group = _Group(epoch, others, num_streams)
+        group = self._group = _Group(epoch, others, num_streams, self._trust.refusals)
         self._wake_parked()
         try:
             async with asyncio.timeout(self._connect_seconds), asyncio.TaskGroup() as tasks:
@@ -97,23 +99,29 @@ class HivemindTransport:
             reader, writer = await self._daemon.open_stream(address, _handler_name(self._run_id, address.rank))
         except PeerLost as error:
             raise PeerLost(other.island, error.cause) from None
-        stream = FrameStream(reader, writer, self._run, self.traffic)
+        stream = self._stream(reader, writer, address.peer_id)
         try:
-            await stream.say_hello(self._me, group.epoch)
-        except ConnectionError as error:
+            await stream.say_hello(self._me, group.epoch, to=other)
+        except (MessageError, ConnectionError) as error:
+            stream.close()
+            if isinstance(error, MessageError):
+                self._trust.refusals.add_error(stream.peer, error)
             raise PeerLost(other.island, str(error)) from None
         group.add_outgoing(other, stream)
 
     async def _accept(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one incoming stream: its payloads go to the group that its hello names, and to no other."""
-        stream = FrameStream(reader, writer, self._run, self.traffic)
+        stream = self._stream(reader, writer, peer_id)
         if self._num_parked >= MAX_PARKED:
+            self._trust.refusals.add(peer_id, "streams", f"more than {MAX_PARKED} streams wait for a group")
             stream.close()
             return
         self._num_parked += 1
         try:
             group, source = await self._match(peer_id, stream)
         except (MessageError, TimeoutError, ConnectionError) as error:
+            if isinstance(error, MessageError):
+                await stream.refuse(error, self._trust.refusals)
             log.debug("dropped an incoming stream: %s", error)
             stream.close()
             return
@@ -124,13 +132,18 @@ class HivemindTransport:
     async def _match(self, peer_id: str, stream: FrameStream) -> "tuple[_Group, Endpoint]":
         """The group an incoming stream belongs to, waited for: its dialer may have joined before this endpoint."""
         async with asyncio.timeout(self._connect_seconds):
-            source, epoch = await stream.read_hello()
+            source, epoch = await stream.read_hello(self._me)
             while (group := self._group) is None or group.epoch != epoch:
                 if self._is_closed:
                     raise ConnectionResetError("closed before its group was joined")
                 await self._changed.wait()
         group.check_source(source, peer_id)
         return group, source
+
+    def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer_id: str) -> FrameStream:
+        stream = FrameStream(reader, writer, self._run, self.traffic, self._trust.key)
+        stream.peer = peer_id
+        return stream
 
     def _wake_parked(self) -> None:
         self._changed.set()
@@ -140,8 +153,10 @@ class HivemindTransport:
 class _Group:
     """The streams of one epoch: `num_streams` out to and as many in from each other endpoint."""
 
-    def __init__(self, epoch: str, addresses: Mapping[Endpoint, PeerAddress], num_streams: int) -> None:
-        self.epoch = epoch
+    def __init__(
+        self, epoch: str, addresses: Mapping[Endpoint, PeerAddress], num_streams: int, refusals: Refusals
+    ) -> None:
+        self.epoch, self._refusals = epoch, refusals
         self.mailbox = Mailbox(addresses)
         self.outgoing: dict[Endpoint, list[FrameStream]] = {e: [] for e in addresses}
         self._addresses, self._num_streams = addresses, num_streams
@@ -168,9 +183,9 @@ class _Group:
         """Raise MessageError unless the stream's proved peer id is that of the endpoint it claims to be."""
         address = self._addresses.get(source)
         if address is None or address.peer_id != peer_id:
-            raise MessageError(f"a stream from peer {peer_id}, which is not {source} of this group")
+            raise RefusedError("name", f"a stream from peer {peer_id}, which is not {source} of this group")
         if len(self._incoming[source]) >= self._num_streams:
-            raise MessageError(f"more than {self._num_streams} streams from {source}")
+            raise RefusedError("streams", f"more than {self._num_streams} streams from {source}")
 
     def add_outgoing(self, other: Endpoint, stream: FrameStream) -> None:
         """Keep a dialled stream; nothing comes back on it but its end."""
@@ -199,12 +214,14 @@ class _Group:
                 await self.mailbox.wait_for_space(source)
                 header, payload = await stream.read(MAX_PAYLOAD_BYTES)
                 if header.kind is not Kind.PAYLOAD:
-                    raise MessageError(f"{source} sent {header.kind.name}, PAYLOAD expected")
+                    raise RefusedError("header", f"{source} sent {header.kind.name}, PAYLOAD expected")
                 self.mailbox.put(source, header.tag, payload)
         except ConnectionError as error:
+            if isinstance(error, CutOffError):
+                self._refusals.add(stream.peer, "truncated", str(error))
             self.lose(source, PeerLost(source.island, str(error)))
         except MessageError as error:
-            log.warning("refused %s: %s", source, error)
+            self._refusals.add_error(stream.peer, error)
             self.lose(source, error)
 
     def lose(self, other: Endpoint, error: TransportError) -> None:
@@ -227,9 +244,14 @@ class _Group:
 
     async def _watch(self, other: Endpoint, stream: FrameStream) -> None:
         try:
-            await stream.read_header(0)
-            self.lose(other, MessageError(f"{other} wrote on a stream that it only reads"))
-        except (ConnectionError, MessageError) as error:
+            header, payload = await stream.read(MAX_HELLO_BYTES)
+            if header.kind is Kind.REFUSAL:
+                raise refused_by_peer(payload)
+            raise RefusedError("header", f"{other} wrote on a stream that it only reads")
+        except MessageError as error:
+            self._refusals.add_error(stream.peer, error)
+            self.lose(other, error)
+        except ConnectionError as error:
             self.lose(other, PeerLost(other.island, str(error)))
 
 

@@ -14,7 +14,7 @@ import torch
 
 from outer.codecs import build_codec
 from outer.digest import part_digest
-from outer.merge import WeightedSum
+from outer.merges.mean import WeightedSum
 
 CODECS = ("fp32", "bf16", "fp16", "int8")
 

@@ -94,7 +94,7 @@ class Ours:
         self._rendezvous = None
         self.bootstrap = list(seat.bootstrap)
         if kind == "gloo" and not self.bootstrap:
-            from outer.membership.tcp import serve_rendezvous
+            from outer.membership.rendezvous import serve_rendezvous
 
             self._rendezvous = serve_rendezvous(seat.host, 0)
             self.bootstrap = [self._rendezvous.address]

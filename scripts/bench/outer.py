@@ -27,8 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # Started as a file, this folder would come first, where `outer` is this file and not the package.
 sys.path[0] = str(ROOT)
 
+from diloco.netns import Namespace  # noqa: E402
 from scripts.bench.arguments import choices  # noqa: E402
-from scripts.bench.netns import Namespace, shaped_namespaces  # noqa: E402
+from scripts.bench.netns import sent_bytes, shaped_namespaces  # noqa: E402
 
 LINKS = {"loopback": None, "100mbit": 100e6, "1gbit": 1e9}
 CODECS = {
@@ -75,7 +76,7 @@ class Case:
 
     def sent_bytes(self) -> int:
         """Bytes that all islands have put on their links so far."""
-        return sum(namespace.sent_bytes() for namespace in self.namespaces)
+        return sum(map(sent_bytes, self.namespaces))
 
 
 @dataclass

@@ -13,7 +13,8 @@ from outer.config import OuterConfig
 from outer.errors import MessageError
 from outer.loop import LoopThread
 from outer.network import NetworkSettings, open_network
-from outer.sync import Identity, OuterLoop, RoundReport
+from outer.phases import NO_HOOKS, Hooks
+from outer.sync import Identity, OuterLoop, RoundReport, Settings
 from outer.team import Team
 from outer.transports.base import Endpoint, Tag, Transport
 from outer.transports.loopback import Hub
@@ -126,14 +127,15 @@ def run_islands(
     model: Callable[[], dict[str, torch.Tensor]] = tensors,
     hub: Hub | None = None,
     faults: Mapping[str, Wrap] | None = None,
+    hooks: Mapping[str, Hooks] | None = None,
 ) -> dict[str, T]:
     """What each island's script returns; an exception of any is raised here, once all have ended."""
-    hub, faults = hub or Hub(), faults or {}
+    hub, faults, hooks = hub or Hub(), faults or {}, hooks or {}
     # The first optimizer imports half of torch; from several threads at once that corrupts Python 3.11's parser.
     torch.optim.SGD([torch.zeros(1)])
     with ThreadPoolExecutor(len(scripts)) as pool:
         live = {
-            name: pool.submit(_live, name, script, config, model(), hub, faults.get(name))
+            name: pool.submit(_live, name, script, config, model(), hub, faults.get(name), hooks.get(name, NO_HOOKS))
             for name, script in scripts.items()
         }
         return {name: future.result(GUARD_SECONDS) for name, future in live.items()}
@@ -146,6 +148,7 @@ def _live(
     model: dict[str, torch.Tensor],
     hub: Hub,
     fault: Wrap | None,
+    hooks: Hooks,
 ) -> T:
     loop = LoopThread()
     settings = NetworkSettings(run_id="run", island=name, rank=0, hub=hub, connect_seconds=GUARD_SECONDS)
@@ -155,7 +158,7 @@ def _live(
             network.transport = fault(hub, network.transport)
         identity = identity_of(name)
         params = FakeParams(model)
-        return script(Island(name, params, OuterLoop(config, identity, params, Team(), network, loop)))
+        return script(Island(name, params, OuterLoop(config, identity, params, Team(), network, loop, Settings(hooks=hooks))))
     finally:
         loop.run(network.close(), GUARD_SECONDS)
         loop.close()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from outer.membership.base import Member
-from outer.membership.tcp import serve_rendezvous
+from outer.membership.rendezvous import serve_rendezvous
 from outer.network import Network, NetworkSettings, open_network
 from outer.transports.base import Endpoint, Phase, Tag
 from outer.transports.loopback import Hub

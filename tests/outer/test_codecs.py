@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from outer.codecs import build_codec
 from outer.digest import part_digest
 from outer.errors import InputError, MessageError, NonFiniteError
-from outer.merge import weighted_mean
+from outer.merges.mean import weighted_mean
 
 torch.set_num_threads(1)
 

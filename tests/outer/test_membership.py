@@ -85,6 +85,54 @@ def test_a_second_island_of_the_same_name_is_refused(kind):
 
 
 @all_kinds
+def test_a_restarted_island_takes_its_own_place_at_once(kind):
+    async def main() -> None:
+        async with two(kind) as (_, a, b):
+            await a.announce(member("a", identity="0123456789"))
+            restarted = member("a", ANOTHER, identity="0123456789", round=4)
+            await b.announce(restarted)
+            await until(a.members, {"a": member("a", identity="0123456789")})
+            assert await b.members() == {"a": restarted}
+
+    run(main())
+
+
+@all_kinds
+def test_a_record_changes_in_the_background_until_its_island_leaves(kind):
+    async def main() -> None:
+        async with two(kind) as (_, a, b):
+            await a.announce(member("a"))
+            a.update(member("a", round=2))
+            assert await a.members() == {"a": member("a", round=2)}
+            await until(b.members, {"a": member("a", round=2)})
+            await a.leave()
+            a.update(member("a", round=3))
+            assert await a.members() == {}
+            await b.announce(member("b"))
+            await until(a.members, {"b": member("b")})
+
+    run(main())
+
+
+def test_a_lost_island_knows_what_it_knew_and_is_back_when_healed():
+    async def main() -> None:
+        async with two("loopback") as (place, a, b):
+            both = {"a": member("a"), "b": member("b")}
+            await a.announce(both["a"])
+            await b.announce(both["b"])
+            assert await a.members() == both
+            place.hub.lose("a")
+            assert await b.members() == {"b": both["b"]}
+            await b.leave()
+            assert await a.members() == both
+            place.hub.heal("a")
+            assert await a.members() == {"a": both["a"]}
+            assert await b.members() == {"a": both["a"]}
+
+    run(main())
+
+
+@all_kinds
 def test_the_first_config_wins(kind):
     async def main() -> None:
         async with two(kind) as (_, a, b):
@@ -125,18 +173,6 @@ def test_two_runs_of_one_swarm_do_not_meet(kind):
 
 
 MALFORMED = [b"", b"{}", b"\xff", member("other").model_dump_json().encode()]
-
-
-def test_a_malformed_record_is_left_out_of_a_rendezvous():
-    async def main() -> None:
-        async with two("gloo") as (_, a, b):
-            await a.announce(member("a"))
-            await b.announce(member("b"))
-            for raw in MALFORMED:
-                b._store.set("member/b", raw)
-                assert await a.members() == {"a": member("a")}
-
-    run(main())
 
 
 def test_a_malformed_record_is_left_out_of_a_dht():

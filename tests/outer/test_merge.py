@@ -1,13 +1,19 @@
 """Weights from tokens, and sums that are the same on every call."""
 
+import weakref
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outer.config import MergeConfig
 from outer.errors import MessageError
-from outer.merge import WeightedSum, weighted_mean, weights_of
+from outer.merges import build_merge
+from outer.merges.base import weights_of
+from outer.merges.mean import WeightedSum, weighted_mean
 
 torch.set_num_threads(1)
 
@@ -64,6 +70,28 @@ def test_the_mean_is_the_unfused_sum_in_order_bit_for_bit() -> None:
     for part, weight in zip(parts, weights, strict=True):
         expected = expected + np.float32(weight) * part.numpy()
     assert np.array_equal(weighted_mean(parts, weights).numpy(), expected)
+
+
+def test_the_mean_holds_one_part_at_a_time() -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def decoded() -> Iterator[torch.Tensor]:
+        for part in parts_of(6, 100):
+            # The one added last may be waited for by the loop over them, no other.
+            assert sum(ref() is not None for ref in held) <= 1
+            copy = part.clone()
+            held.append(weakref.ref(copy))
+            yield copy
+            del copy
+
+    weighted_mean(decoded(), [1 / 6] * 6)
+    assert len(held) == 6
+
+
+def test_the_rule_called_mean_is_the_weighted_mean_bit_for_bit() -> None:
+    parts, weights = parts_of(5, 4099), weights_of([3, 1, 4, 1, 5])
+    result = build_merge(MergeConfig())(iter(parts), weights, parts[0])
+    assert torch.equal(result, weighted_mean(parts, weights))
 
 
 def test_equal_calls_give_equal_bits() -> None:

@@ -5,7 +5,7 @@ import pytest
 from outer.errors import DeadlineError, InputError, MessageError, PeerLost
 from outer.membership import calls
 from outer.transports.base import Endpoint, Traffic
-from outer.wire import FrameStream, Header, Kind, hash_of
+from outer.wire import HEADER_BYTES, FrameStream, Header, Kind, hash_of, pack_header
 from tests.outer.nets import KINDS, A, B, run, swarm
 
 all_kinds = pytest.mark.parametrize("kind", KINDS)
@@ -228,6 +228,88 @@ def test_a_malformed_call_ends_its_connection(message):
             await stream.write(Header(Kind.CALL, num_bytes=len(message)), message)
             assert await _read_to_end(reader) == b""
             stream.close()
+
+    run(main())
+
+
+HELLO = pack_header(Header(Kind.HELLO, 0, num_bytes=3), hash_of("run", "control")) + b"b\n1"
+
+
+@pytest.mark.parametrize(
+    ("raw", "peer", "kind", "text"),
+    [
+        (bytes(HEADER_BYTES), "127.0.0.1", "header", "not a frame of version 1"),
+        (b"DLCO\x02" + HELLO[5:], "127.0.0.1", "header", "begins with 444c434f02"),
+        (HELLO[:6] + bytes(8) + HELLO[14:], "127.0.0.1", "run", "another run"),
+        (HELLO[:-3] + b"../", "127.0.0.1", "header", "'../', which is no island's name"),
+        (HELLO[:-11] + (600).to_bytes(8) + bytes(600), "127.0.0.1", "size", "600 bytes, at most 512"),
+        (HELLO + b"DLCO", "b/0 at 127.0.0.1", "truncated", "within a header"),
+        (HELLO[:-1], "127.0.0.1", "truncated", "within a frame"),
+        (HELLO + HELLO, "b/0 at 127.0.0.1", "header", "HELLO, CALL expected"),
+        (
+            HELLO + pack_header(Header(Kind.CALL, num_bytes=1 << 40), hash_of("run", "control")),
+            "b/0 at 127.0.0.1",
+            "size",
+            "1099511627776 bytes, at most",
+        ),
+    ],
+)
+def test_what_is_refused_is_counted_with_peer_and_reason(raw, peer, kind, text):
+    async def main() -> None:
+        async with swarm("gloo") as place:
+            a = await place.open(A)
+            host, _, port = a.messenger.address.partition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(raw)
+            writer.write_eof()
+            await _read_to_end(reader)
+            ((its_peer, its_kind, its_text, count),) = a.refusals.drain()
+            assert (its_peer, its_kind, count) == (peer, kind, 1)
+            assert text in its_text
+            writer.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("kind", ["gloo", "hivemind"])
+def test_calls_that_are_refused_are_counted_with_the_caller(kind):
+    async def main() -> None:
+        async with swarm(kind) as place:
+            a, b = await place.open(A), await place.open(B)
+
+            async def refuse(source: Endpoint, body: bytes) -> bytes:
+                raise MessageError("round 7 is over")
+
+            b.messenger.serve("refuse", refuse)
+            for name in ("refuse", "what"):
+                with pytest.raises(MessageError):
+                    await a.messenger.call(b.messenger.address, name, b"", timeout_seconds=10)
+            assert b.refusals.drain() == [
+                ("a/0", "call", "refuse: round 7 is over", 1),
+                ("a/0", "unknown", "nothing here answers 'what'", 1),
+            ]
+
+    run(main())
+
+
+def test_a_caller_of_another_run_is_told_so():
+    async def main() -> None:
+        async with swarm("gloo") as place:
+            a, b = await place.open(A), await place.open(B, run_id="another")
+            with pytest.raises(PeerLost, match="a frame of another run"):
+                await a.messenger.call(b.messenger.address, "echo", b"", timeout_seconds=5)
+
+    run(main())
+
+
+def test_connections_beyond_the_limit_are_counted(monkeypatch):
+    async def main() -> None:
+        async with swarm("gloo") as place:
+            a, b = await place.open(A), await place.open(B)
+            monkeypatch.setattr(calls, "MAX_INCOMING", 0)
+            with pytest.raises(PeerLost):
+                await a.messenger.call(b.messenger.address, "echo", b"", timeout_seconds=5)
+            assert b.refusals.counts() == {"streams": 1}
 
     run(main())
 

@@ -11,7 +11,7 @@ import torch
 from outer.config import OuterConfig
 from outer.loop import LoopThread
 from outer.membership.hivemind import serve_bootstrap
-from outer.membership.tcp import serve_rendezvous
+from outer.membership.rendezvous import serve_rendezvous
 from outer.network import NetworkSettings, open_network
 from outer.sync import OuterLoop
 from outer.team import Team

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from outer.config import OuterConfig
 from outer.errors import OuterError
 from outer.loop import LoopThread
-from outer.membership.tcp import serve_rendezvous
+from outer.membership.rendezvous import serve_rendezvous
 from outer.network import NetworkSettings, open_network
 from outer.sync import OuterLoop
 from outer.team import Team

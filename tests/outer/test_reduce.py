@@ -64,6 +64,8 @@ class Case:
                     island=name,
                     incarnation="00000000",
                     round=0,
+                    attempt=0,
+                    base_tokens=0,
                     tokens=self.tokens[name],
                     digest="0" * 32,
                     carriers=pack_carriers(self.carriers[name]),

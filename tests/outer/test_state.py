@@ -1,25 +1,30 @@
 """The global params and momentum of a rank: stepped whole, handed over whole, checked on arrival."""
 
-import asyncio
+from dataclasses import dataclass
 
 import pytest
 import torch
 
+from outer.codecs import build_codec
+from outer.codecs.base import Codec
 from outer.config import OuterOptimizerConfig
-from outer.errors import MessageError, PeerLost
-from outer.membership.base import Member
-from outer.membership.loopback import LoopbackMessenger
+from outer.digest import part_digest
+from outer.errors import MessageError
 from outer.space import Space
-from outer.state import GlobalState, Position, unpack
-from outer.transfer import Description, Donor, fetch_state
-from outer.transports.base import Endpoint
-from outer.transports.loopback import Hub
-from tests.outer.islands import Spec
+from outer.state import GlobalState, Position, advance, unpack
 
 torch.set_num_threads(1)
 
-GUARD_SECONDS = 20.0
-SPACE = Space([Spec("w", (30,))], part_elements=7)
+
+@dataclass(frozen=True)
+class Spec:
+    """The one parameter of a model."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+SPACE = Space([Spec("w", (1030,))], part_elements=256)
 
 
 def values(seed: int) -> dict[int, torch.Tensor]:
@@ -61,7 +66,7 @@ def test_a_state_handed_over_steps_as_the_donors_does(momentum: float) -> None:
     config = OuterOptimizerConfig(momentum=momentum)
     donor, joiner = stepped(3, config), GlobalState(values(9), config)
     parts = {p.index: unpack(donor.pack(p.index), p.num_elements) for p in SPACE.parts}
-    assert {position for position, _ in parts.values()} == {donor.position}
+    assert all(position == donor.position for position, _ in parts.values())
     joiner.replace({i: state for i, (_, state) in parts.items()}, donor.position)
     assert joiner.digests() == donor.digests()
     for state in (donor, joiner):
@@ -108,103 +113,63 @@ def test_good_bytes_are_taken() -> None:
     assert part.params.tolist() == [1.0, 2.0] and part.momentum.tolist() == [3.0, 4.0]
 
 
-# -- over a messenger -----------------------------------------------------------------------------------------
-
-CARRIERS = [0] * len(SPACE.parts)
+# -- means kept for joiners -----------------------------------------------------------------------------------
 
 
-class Peers:
-    """A donor of one rank and a joiner's messenger. Build it on the event loop."""
-
-    def __init__(self, state: GlobalState) -> None:
-        self.hub = Hub()
-        self.donor_messenger = LoopbackMessenger(self.hub, "run", Endpoint("donor", 0))
-        self.joiner_messenger = LoopbackMessenger(self.hub, "run", Endpoint("joiner", 0))
-        self.donor = Donor(state, self.donor_messenger)
-        self.member = Member(
-            island="donor",
-            incarnation="0" * 8,
-            config_hash="c" * 32,
-            control_addresses=[self.donor_messenger.address],
-            transport_addresses=["loopback:donor/0"],
-            round=1,
-        )
-
-    async def fetch(self, parts: list[int]) -> tuple[Description, dict]:
-        async with asyncio.timeout(GUARD_SECONDS):
-            return await fetch_state(self.joiner_messenger, self.member, SPACE, parts)
+def commit_coded(state: GlobalState, codec: Codec, round_number: int) -> None:
+    """A round from `round_number` to the next, by means that went through the codec."""
+    payloads = {i: codec.encode(v) for i, v in values(100 + round_number).items()}
+    means = {i: codec.decode(p, SPACE.parts[i].num_elements) for i, p in payloads.items()}
+    state.commit(means, Position(round=round_number + 1, tokens=10 * (round_number + 1)), payloads)
 
 
-def test_a_joiner_gets_the_parts_it_asks_for() -> None:
-    state = stepped(2)
-
-    async def test() -> None:
-        peers = Peers(state)
-        peers.donor.describe("d" * 32, CARRIERS, SPACE.fingerprint)
-        description, parts = await peers.fetch([1, 4])
-        assert description.position == state.position and description.digest == "d" * 32
-        assert sorted(parts) == [1, 4]
-        assert all(torch.equal(parts[i].params, state.parts[i]) for i in parts)
-
-    asyncio.run(test())
-
-
-def refused(text: str, error: type[Exception] = MessageError, *, rounds: int = 2, **described: object) -> None:
-    """Fetching fails with this text, from a donor that describes itself so."""
-
-    async def test() -> None:
-        state = stepped(rounds)
-        peers = Peers(state)
-        fields = {"digest": "d" * 32, "carriers": CARRIERS, "fingerprint": SPACE.fingerprint, **described}
-        peers.donor.describe(**fields)
-        with pytest.raises(error, match=text):
-            await peers.fetch([0, 1])
-
-    asyncio.run(test())
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("codec_name", ["fp32", "bf16", "int8"])
+def test_a_part_brought_up_by_kept_means_is_bit_equal(codec_name: str, momentum: float) -> None:
+    config, codec = OuterOptimizerConfig(momentum=momentum), build_codec(codec_name)
+    state = stepped(1, config)
+    parts = {p.index: unpack(state.pack(p.index), p.num_elements)[1] for p in SPACE.parts}
+    for number in (1, 2):
+        commit_coded(state, codec, number)
+    for index, part in parts.items():
+        for number in (1, 2):
+            mean = state.mean(index, number)
+            assert mean is not None
+            payload = torch.frombuffer(bytearray(mean), dtype=torch.uint8)
+            part = advance(part, codec.decode(payload, part.params.numel()), config)
+        assert part.round == 3
+        assert part_digest(torch.cat([part.params, part.momentum])) == state.digests()[index]
 
 
-def test_an_island_that_has_committed_nothing_is_no_donor() -> None:
-    refused("cannot be a donor", rounds=0)
+@pytest.mark.parametrize(("codec_name", "num_kept"), [("fp32", 2), ("bf16", 4)])
+def test_the_kept_means_are_no_larger_than_the_state(codec_name: str, num_kept: int) -> None:
+    state = stepped(0)
+    for number in range(8):
+        commit_coded(state, build_codec(codec_name), number)
+    kept = [number for number in range(8) if state.mean(0, number) is not None]
+    assert kept == list(range(8 - num_kept, 8))
+    kept_bytes = sum(len(state.mean(part.index, r) or b"") for part in SPACE.parts for r in kept)
+    assert kept_bytes <= 8 * SPACE.num_elements
 
 
-def test_a_donor_with_another_model_is_refused() -> None:
-    refused("trains another model", fingerprint="f" * 32)
+def test_a_round_whose_bytes_are_not_given_ends_the_kept_means() -> None:
+    state = stepped(0)
+    commit_coded(state, build_codec("bf16"), 0)
+    state.commit(values(5), Position(round=2, tokens=20))
+    commit_coded(state, build_codec("bf16"), 2)
+    assert [state.mean(0, number) is None for number in range(3)] == [True, True, False]
 
 
-@pytest.mark.parametrize("carriers", [CARRIERS[1:], [1] * len(CARRIERS)])
-def test_a_donor_that_does_not_cover_the_model_is_refused(carriers: list[int]) -> None:
-    refused("describes its state wrongly", carriers=carriers)
+def test_a_replaced_state_keeps_no_means_of_the_one_before() -> None:
+    state = stepped(0)
+    commit_coded(state, build_codec("bf16"), 0)
+    position, part = unpack(state.pack(0), SPACE.parts[0].num_elements)
+    state.replace({0: part}, position)
+    assert state.mean(0, 0) is None
 
 
-def test_a_donor_that_commits_meanwhile_is_refused() -> None:
-    async def test() -> None:
-        state = stepped(2)
-        peers = Peers(state)
-        peers.donor.describe("d" * 32, CARRIERS, SPACE.fingerprint)
-        state.commit(values(5), Position(round=3, tokens=30))
-        with pytest.raises(MessageError, match="committed a round while"):
-            await peers.fetch([0])
-
-    asyncio.run(test())
-
-
-def test_a_donor_that_is_gone_is_lost() -> None:
-    async def test() -> None:
-        peers = Peers(stepped(1))
-        peers.hub.lose("donor")
-        with pytest.raises(PeerLost):
-            await peers.fetch([0])
-
-    asyncio.run(test())
-
-
-@pytest.mark.parametrize("body", [b"", b"x", b"1", b'{"part":1e999}', b'{"part":"1"}', b'{"part":-1}', b"[" * 100_000])
-def test_a_donor_refuses_requests_that_name_no_part(body: bytes) -> None:
-    async def test() -> None:
-        peers = Peers(stepped(1))
-        with pytest.raises(MessageError, match=r"not a PartRequest|not carried"):
-            await peers.joiner_messenger.call(
-                peers.donor_messenger.address, "part", body, timeout_seconds=GUARD_SECONDS
-            )
-
-    asyncio.run(test())
+def test_advancing_a_part_leaves_the_old_one_alone() -> None:
+    _, part = unpack(stepped(2).pack(0), SPACE.parts[0].num_elements)
+    before = part.params.clone(), part.momentum.clone()
+    advance(part, values(3)[0], OuterOptimizerConfig())
+    assert torch.equal(part.params, before[0]) and torch.equal(part.momentum, before[1])

@@ -65,7 +65,7 @@ def test_a_stream_of_random_bytes_ends_in_a_message_or_connection_error(raw):
         reader.feed_data(raw)
         reader.feed_eof()
         with pytest.raises((MessageError, ConnectionError)):
-            await stream.read_hello()
+            await stream.read_hello(Endpoint("b", 0))
         with pytest.raises((MessageError, ConnectionError)):
             while True:
                 await stream.read(1 << 20)
@@ -94,7 +94,7 @@ def test_a_frame_arrives_as_it_was_sent_and_both_sides_count_it(num_bytes):
 
         async def accept(reader, writer):
             stream = FrameStream(reader, writer, RUN, received)
-            arrived.set_result((await stream.read_hello(), await stream.read(num_bytes)))
+            arrived.set_result((await stream.read_hello(Endpoint("b", 0)), await stream.read(num_bytes)))
             stream.close()
 
         server = await asyncio.start_server(accept, "127.0.0.1", 0)

@@ -1,0 +1,61 @@
+"""What an island knows of one of its rendezvous, and has from it."""
+
+import asyncio
+import logging
+import time
+
+from outer.errors import PeerLost, TransportError
+from outer.membership.base import Member
+from outer.membership.records import Records, parse_records
+
+log = logging.getLogger(__name__)
+
+SCHEME = "tcp://"
+
+
+class Link:
+    """One rendezvous: whether it answers, and what it has told."""
+
+    def __init__(self, address: str, grace_seconds: float) -> None:
+        self.address, self.target = address, address.removeprefix(SCHEME)
+        self.answered, self.tried, self.wake = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.is_up = False
+        self.cause = "no answer"
+        self.has_place = False
+        """Whether this incarnation has announced itself there."""
+        self.digest = ""
+        self._members: dict[str, Member] = {}
+        self._before: dict[str, Member] = {}
+        """What was known when it was lost. Come back, it may be empty, and is not believed at once."""
+        self._believed_at = 0.0
+        self._grace_seconds = grace_seconds
+
+    def known(self) -> dict[str, Member]:
+        """The records, by island."""
+        if self.is_up and time.monotonic() >= self._believed_at:
+            return self._members
+        return self._before | self._members
+
+    def forget(self, island: str) -> None:
+        """Know an island's record no more until it is told again."""
+        self._before.pop(island, None)
+        self._members.pop(island, None)
+
+    def on_answer(self, records: Records) -> None:
+        """It has answered."""
+        if not self.is_up and self.answered.is_set():
+            log.info("the rendezvous %s is back", self.address)
+            self._believed_at = time.monotonic() + self._grace_seconds
+            self.wake.set()
+        self.is_up = True
+        self.answered.set()
+        if records.records is not None:
+            self._members, self.digest = parse_records(records.records), records.digest
+
+    def on_lost(self, error: TransportError) -> None:
+        """It has not answered."""
+        self.cause = error.cause if isinstance(error, PeerLost) else str(error)
+        if self.is_up:
+            log.warning("the rendezvous %s is lost (%s); training goes on without it", self.address, self.cause)
+            self._before, self._members = self.known(), {}
+            self.is_up, self.digest = False, ""

@@ -1,0 +1,92 @@
+"""An island takes the state of others: all its ranks together, each the parts it carries, to one round.
+
+donors -> parts, each at the round at which it was given -> one round for all -> digest -> the newest round
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from outer.donor import Description
+from outer.errors import TransportError
+from outer.island_state import IslandState
+from outer.loop import LoopThread
+from outer.membership.base import Member
+from outer.team import Team
+from outer.transfer import Fetch
+
+log = logging.getLogger(__name__)
+
+TRIES = 20
+PAUSE_SECONDS = 0.5
+MAX_CHASES = 50
+"""Rounds that others may commit while this island catches up with the last ones."""
+
+FindDonors = Callable[[], Sequence[Member]]
+"""The islands that hold the history which survives; asked on the leader before each try."""
+
+
+def take_state(held: IslandState, fetch: Fetch, team: Team, loop: LoopThread, find_donors: FindDonors) -> Description:
+    """Global state and local params become those of the donors' newest round. Every rank calls it.
+
+    Raises TransportError, with all causes, when no island's state can be taken.
+    """
+    causes = []
+    for _ in range(TRIES):
+        donors = team.on_leader(lambda: list(find_donors()))
+        fetch.use(donors)
+        taken = _try(held, fetch, team, loop) if donors else "no island has a state to give"
+        if isinstance(taken, Description):
+            held.replace(fetch.parts, taken.position)
+            log.info("took the state of round %d from %s", taken.position.round, ", ".join(d.island for d in donors))
+            return taken
+        log.warning("taking the state of others failed: %s", taken)
+        causes.append(taken)
+        time.sleep(PAUSE_SECONDS)
+    raise TransportError("the state of no island could be taken: " + "; ".join(dict.fromkeys(causes)))
+
+
+def _try(held: IslandState, fetch: Fetch, team: Team, loop: LoopThread) -> Description | str:
+    """The description of the state that is in `fetch.parts` on all ranks now, or why there is none."""
+    newest, taken = 0, None
+    for _ in range(MAX_CHASES):
+        target = _to_one_round(fetch, team, loop, newest)
+        if isinstance(target, str):
+            return target
+        digest = held.combine(fetch.digests())
+        taken, newest = team.on_leader(partial(_confirm, fetch, loop, target, digest))
+        if isinstance(taken, str):
+            # Some part is of another history or was damaged; nobody knows which one.
+            fetch.forget()
+            return taken
+        if newest <= target:
+            break
+    assert isinstance(taken, Description), "a confirmed state has its description"
+    return taken
+
+
+def _to_one_round(fetch: Fetch, team: Team, loop: LoopThread, target: int) -> int | str:
+    """The round that every rank's parts are at, at least `target`; or a rank's cause."""
+    while True:
+        reached, cause = target, None
+        try:
+            reached = loop.run(fetch.catch_up(target) if target else fetch.run(0))
+        except TransportError as error:
+            cause = str(error)
+        results = team.gather((reached, cause))
+        if failed := [cause for _, cause in results if cause is not None]:
+            return failed[0]
+        rounds = [reached for reached, _ in results]
+        if target and max(rounds) == target:
+            return target
+        target = max(rounds)
+
+
+def _confirm(fetch: Fetch, loop: LoopThread, round_number: int, digest: str) -> tuple[Description | str, int]:
+    """(the donors' description of this state, their newest round), or (why they do not know it, 0)."""
+    try:
+        description = loop.run(fetch.check(round_number, digest))
+        return description, loop.run(fetch.describe(None)).position.round
+    except TransportError as error:
+        return str(error), 0

@@ -1,0 +1,254 @@
+"""What the launcher does to processes: real ones, that sleep where an island would train."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from diloco.config import ConfigError, IslandConfig
+from diloco.fault_spec import Fault, parse_fault
+from diloco.faults import claim, read_faults
+from diloco.fleet import Fleet, changed_values, port_of
+from diloco.inflict import Inflictor
+from diloco.metrics import EventRecord, Metrics, RoundRecord, StepRecord
+from diloco.netns import PREFIX, Namespace, ip, names, opened_net
+from diloco.processes import processes_of, start, stop
+
+# Like torchrun: the worker is in a session of its own, and asked to end it takes the worker along.
+ISLAND = """
+import signal, subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
+signal.signal(signal.SIGTERM, lambda *_: (worker.terminate(), sys.exit(1)))
+print("begun", flush=True)
+worker.wait()
+"""
+IS_ROOT = os.geteuid() == 0 and shutil.which("ip") is not None
+
+
+def record(folder: Path, *, rounds: int = 0, steps: int = 0) -> None:
+    """Write what an island that has come so far would have written last."""
+    metrics = Metrics(folder / "metrics.jsonl")
+    metrics.event(EventRecord(name="joined"))
+    if steps:
+        metrics.step(StepRecord(step=steps, tokens=0, loss=1, lr=1, grad_norm=1, seconds=1, tokens_per_second=1))
+    if rounds:
+        numbers = {"bytes_sent": 0, "bytes_received": 0, "reduce_seconds": 0, "wait_seconds": 0}
+        outcome = {"participants": (), "committed": True, "digest": "", "pseudo_gradient_norm": None}
+        metrics.round(RoundRecord(round=rounds - 1, attempt=0, **numbers, **outcome))
+    metrics.close()
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    """Two islands and a bootstrap process, all running, each island inside its first round."""
+    made = Fleet(tmp_path, [])
+    command = [sys.executable, "-S", "-c", ISLAND]
+    made.bootstrap = start("bootstrap", command, tmp_path / "bootstrap.txt")
+    for index in range(2):
+        made.islands[index] = start(f"island-{index}", command, tmp_path / f"island-{index}" / "log.txt")
+        record(tmp_path / f"island-{index}")
+    made.started += [made.bootstrap, *made.islands.values()]
+    try:
+        for child in made.started:
+            wait_until(lambda child=child: "begun" in child.log.read_text(), "the start of the worker")
+        yield made
+    finally:
+        stop(made.started)
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come in time"
+        time.sleep(0.01)
+
+
+def inflictor(fleet: Fleet, *specs: str, storm: Iterator[Fault] | None = None) -> Inflictor:
+    return Inflictor(fleet, [parse_fault(spec) for spec in specs], storm)
+
+
+def poll_until(made: Inflictor, condition: Callable[[], bool], what: str) -> None:
+    wait_until(lambda: made.poll() or condition(), what)
+
+
+def done(fleet: Fleet) -> list[str]:
+    return [fault.text for fault in read_faults(fleet.run_dir)]
+
+
+def states(fleet: Fleet, index: int) -> set[str]:
+    """The letters in /proc of the island's processes."""
+    stats = [Path(f"/proc/{pid}/stat").read_text() for pid in processes_of([fleet.islands[index]])]
+    return {stat.rpartition(")")[2].split()[0] for stat in stats}
+
+
+def test_a_kill_waits_for_its_round_and_ends_every_process_of_the_island(fleet):
+    made = inflictor(fleet, "kill:1@round=3")
+    record(fleet.run_dir / "island-1", rounds=2)
+    record(fleet.run_dir / "island-0", rounds=9)
+    made.poll()
+    assert done(fleet) == [] and len(processes_of([fleet.islands[1]])) == 2
+    record(fleet.run_dir / "island-1", rounds=3)
+    made.poll()
+    assert done(fleet) == ["killed island-1"]
+    assert fleet.islands[1].exit_code == -9 and not processes_of([fleet.islands[1]])
+    assert fleet.islands[0].exit_code is None and len(processes_of([fleet.islands[0]])) == 2
+    assert made.was_meant(fleet.islands[1]) and not made.was_meant(fleet.islands[0])
+
+
+def test_a_killed_island_comes_back_and_counts_as_down_until_it_has_written_something(fleet):
+    made, first = inflictor(fleet, "kill:1@step=4,back=0.1"), fleet.islands[1]
+    record(fleet.run_dir / "island-1", steps=4)
+    poll_until(made, lambda: fleet.islands[1] is not first, "the return")
+    assert fleet.islands[1].exit_code is None and fleet.islands[1].command == first.command
+    assert made.is_down(1) and not made.is_down(0)
+    record(fleet.run_dir / "island-1")
+    made.poll()
+    assert not made.is_down(1)
+    assert done(fleet) == ["killed island-1", "started island-1 again"]
+
+
+def test_a_frozen_island_stands_still_as_a_whole_and_is_woken(fleet):
+    made = inflictor(fleet, "freeze:0@round=0,seconds=1")
+    made.poll()
+    wait_until(lambda: states(fleet, 0) == {"T"}, "the stop of all processes")
+    assert made.is_down(0)
+    poll_until(made, lambda: not made.is_down(0), "the end of the freeze")
+    wait_until(lambda: "T" not in states(fleet, 0), "the waking of all processes")
+    assert done(fleet) == ["froze island-0 for 1 s", "woke island-0"]
+
+
+def test_a_frozen_fleet_can_be_stopped(fleet):
+    inflictor(fleet, "freeze:0@round=0,seconds=600", "freeze:1@round=0,seconds=600").poll()
+    stop(fleet.started)
+    assert not processes_of(fleet.started)
+
+
+def test_leaving_is_a_request(fleet):
+    made = inflictor(fleet, "leave:1@round=0")
+    made.poll()
+    assert made.is_down(1)
+    poll_until(made, lambda: fleet.islands[1].exit_code is not None, "the end of the island")
+    assert fleet.islands[1].exit_code == 1 and made.was_meant(fleet.islands[1])
+
+
+def test_the_bootstrap_process_is_killed_and_started_again(fleet):
+    made, first = inflictor(fleet, "kill:bootstrap@round=1,back=0"), fleet.bootstrap
+    record(fleet.run_dir / "island-0", rounds=1)
+    poll_until(made, lambda: fleet.bootstrap is not first, "the return")
+    assert done(fleet) == ["killed bootstrap", "started bootstrap again"] and first.exit_code == -9
+
+
+def test_what_an_island_does_to_itself_is_recorded_and_it_comes_back(fleet):
+    fault = parse_fault("kill:1@round=2,phase=decide,back=0")
+    made, first = inflictor(fleet, str(fault)), fleet.islands[1]
+    made.poll()
+    assert done(fleet) == []
+    claim(fleet.run_dir / "island-1", fault)
+    first.process.kill()
+    poll_until(made, lambda: fleet.islands[1] is not first, "the return")
+    assert made.was_meant(first) and not processes_of([first]), "its orphans went before it came back"
+    assert done(fleet) == ["island-1 did it in phase 'decide'", "started island-1 again"]
+
+
+def test_a_joiner_gets_the_next_index_and_can_be_struck_like_the_others(fleet):
+    command = [sys.executable, "-S", "-c", ISLAND]
+
+    def join(index: int):
+        fleet.started.append(start(f"island-{index}", command, fleet.run_dir / f"island-{index}" / "log.txt"))
+        return fleet.started[-1]
+
+    fleet.join = join
+    made = inflictor(fleet, "kill:2@round=1,back=0", "join:@round=0")
+    made.poll()
+    assert sorted(fleet.islands) == [0, 1, 2] and made.is_down(2)
+    record(fleet.run_dir / "island-2", rounds=1)
+    poll_until(made, lambda: len(fleet.started) == 5, "the joiner's return")
+    assert done(fleet) == ["island-2 joins", "killed island-2", "started island-2 again"]
+
+
+def test_a_fault_whose_victim_is_gone_is_recorded_as_not_done(fleet):
+    made = inflictor(fleet, "kill:1@round=0", "freeze:1@round=1")
+    made.poll()
+    record(fleet.run_dir / "island-1", rounds=1)
+    made.poll()
+    assert done(fleet)[1] == "nothing was done: it is not running"
+
+
+def test_a_storm_leaves_half_of_the_islands_up(fleet):
+    faults = [parse_fault("freeze:0@second=0,seconds=2"), parse_fault("kill:1@second=0")]
+    made = inflictor(fleet, storm=iter(faults))
+    made.poll()
+    assert done(fleet) == [], "it begins with the first commit"
+    record(fleet.run_dir / "island-0", rounds=1)
+    made.poll()
+    made.poll()
+    assert done(fleet) == ["froze island-0 for 2 s"]
+    poll_until(made, lambda: len(done(fleet)) == 3, "the second fault")
+    assert done(fleet)[1:] == ["woke island-0", "killed island-1"]
+
+
+def test_who_is_away_is_not_waited_for_when_another_has_finished(fleet):
+    made = inflictor(fleet, "kill:1@round=0,back=600")
+    made.poll()
+    assert not made.is_over()
+    stop([fleet.islands[0]])
+    assert not made.is_over(), "nobody has finished, one will be back"
+    fleet.islands[0] = start("island-0", ["true"], fleet.run_dir / "island-0" / "log.txt")
+    poll_until(made, made.is_over, "the end of the run")
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:31337", "/ip4/127.0.0.1/tcp/31337/p2p/12D3KooW"])
+def test_the_port_is_found_in_both_kinds_of_address(address):
+    assert port_of(address) == "31337"
+
+
+def test_a_joiner_is_like_the_islands_of_the_file_but_for_what_the_launcher_sets():
+    island = IslandConfig(micro_batch=4, index=3, ranks=2, run_dir="x", faults=("slow:3x2",), cache_dir="/c")
+    assert changed_values(island) == ["island.micro_batch=4", 'island.cache_dir="/c"']
+
+
+def answers(source: Namespace, target: Namespace, seconds: float = 10) -> bool:
+    """Whether an attempt to connect is answered, if only by a refusal, and not lost."""
+    code = f"import socket; socket.create_connection(({target.host!r}, 9), {seconds})"
+    done = subprocess.run(source.command(sys.executable, "-S", "-c", code), capture_output=True, text=True, timeout=20)
+    assert "refused" in done.stderr or "timed out" in done.stderr, done.stderr
+    return "refused" in done.stderr
+
+
+def is_silent(source: Namespace, target: Namespace) -> bool:
+    return not answers(source, target, seconds=0.5)
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="network namespaces need root")
+def test_a_cut_is_silent_parts_the_pair_alone_and_heals_when_the_last_cut_ends():
+    with opened_net() as net:
+        a, b, c = (net.add() for _ in range(3))
+        assert answers(a, b) and answers(b, a)
+        net.cut([a], [b, c])
+        net.cut([a], [b])
+        assert is_silent(a, b) and is_silent(b, a) and answers(b, c)
+        net.heal([a], [b, c])
+        assert is_silent(a, b) and answers(a, c)
+        net.heal([a], [b])
+        assert answers(a, b) and answers(b, a)
+    assert not [name for name in names() if name.startswith(f"{PREFIX}-{os.getpid()}-")]
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="network namespaces need root")
+def test_namespaces_of_a_launcher_that_was_killed_are_removed_by_the_next():
+    dead = subprocess.Popen(["true"])
+    dead.wait(10)
+    ip("netns", "add", f"{PREFIX}-{dead.pid}-1")
+    with opened_net():
+        assert f"{PREFIX}-{dead.pid}-1" not in names()
+
+
+def test_without_root_a_cut_is_refused_with_the_reason(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(ConfigError, match="needs root; this is user 1000"), opened_net():
+        pass

@@ -1,0 +1,241 @@
+"""The round protocol under every order of messages, losses, crashes and time-outs, up to a bound."""
+
+import pytest
+
+from outer.errors import MessageError
+from outer.protocol import Protocol, Rules, majority
+from outer.rounds import Goodbye, Plan, Question, Standing, Vote, no, yes
+from tests.outer.explore import (
+    START,
+    Budget,
+    World,
+    agree,
+    digest_of,
+    events,
+    explore,
+    forked,
+    new_world,
+    ready_of,
+    walk,
+)
+
+CASES = {
+    "2 islands, 2 rounds, nothing wrong": ("ab", 2, Budget(), 20_000, True),
+    "2 islands, a crash": ("ab", 1, Budget(crashes=1), 20_000, True),
+    "2 islands, everything once": (
+        "ab",
+        1,
+        Budget(crashes=1, failed_reduces=1, dropped=1, duplicated=1, impatient=1),
+        15_000,
+        False,
+    ),
+    "3 islands, a crash": ("abc", 1, Budget(crashes=1), 15_000, False),
+    "3 islands, a failed reduce, a lost message": ("abc", 1, Budget(failed_reduces=1, dropped=1), 10_000, False),
+    "4 islands, a crash, patience runs out": ("abcd", 1, Budget(crashes=1, impatient=1), 6_000, False),
+}
+CRASHES = Budget(crashes=2, failed_reduces=2, duplicated=2, impatient=3)
+LOSSES = Budget(crashes=2, failed_reduces=2, duplicated=2, dropped=4)
+"""A message lost for longer than the grace is a partition: not here."""
+
+
+@pytest.mark.parametrize("names,rounds,budget,bound,is_exhaustive", CASES.values(), ids=list(CASES))
+def test_no_order_of_events_makes_two_results_of_one_round(names, rounds, budget, bound, is_exhaustive):
+    count = 0
+    for world in explore(new_world(names, rounds, budget), bound):
+        count += 1
+        assert not forked(world)
+        assert_votes_are_kept(world)
+    assert (count < bound) == is_exhaustive, f"{count} worlds"
+
+
+def assert_votes_are_kept(world: World) -> None:
+    """Nobody commits a plan that a participant has voted down."""
+    for commit in world.commits:
+        for node in world.nodes.values():
+            vote = node.votes.get((commit.plan, node.me))
+            assert vote is None or vote.digest == digest_of(commit.plan)
+
+
+@pytest.mark.parametrize("names,rounds,budget", [("ab", 2, Budget()), ("ab", 1, Budget(crashes=1))])
+def test_every_history_ends_with_all_rounds_committed_alike(names, rounds, budget):
+    ends = [world for world in explore(new_world(names, rounds, budget), 20_000) if not events(world)]
+    assert ends
+    assert all(world.is_over and agree(world) for world in ends)
+
+
+@pytest.mark.parametrize("budget", [CRASHES, LOSSES], ids=["crashes", "losses"])
+@pytest.mark.parametrize("names", ["abc", "abcd"])
+def test_whatever_crashes_fails_or_is_lost_the_living_go_on_with_one_history(names, budget):
+    for seed in range(150):
+        world = walk(new_world(names, 3, budget), seed)
+        assert not forked(world), f"seed {seed}"
+        assert world.is_over, f"seed {seed}: the islands are stuck"
+        assert agree(world), f"seed {seed}"
+
+
+@pytest.mark.parametrize("names", ["abc", "abcd"])
+def test_after_false_alarms_one_history_survives(names):
+    for seed in range(250):
+        world = walk(new_world(names, 3, Budget(crashes=1, dropped=2, impatient=2, false_alarms=4)), seed, mishap=0.3)
+        assert world.is_over, f"seed {seed}: the islands are stuck"
+        assert agree(world), f"seed {seed}"
+
+
+def test_false_alarms_do_make_two_histories():
+    """Else the test before this one would show nothing."""
+    worlds = (walk(new_world("abcd", 3, Budget(false_alarms=6, impatient=2)), seed, mishap=0.5) for seed in range(250))
+    assert any(forked(world) for world in worlds)
+
+
+# -- single steps -------------------------------------------------------------------------------------------------
+
+
+def node(name: str, others: str, **rules: object) -> Protocol:
+    made = Protocol(name, Rules(**rules), Standing(round=0, tokens=0, digest=START))  # pyright: ignore[reportArgumentType]
+    made.meet(others)
+    return made
+
+
+def gathering(name: str, others: str, ready: str = "", **rules: object) -> Protocol:
+    """An island that is ready, has heard where the others stand and that those in `ready` are ready, too."""
+    made = node(name, others, **rules)
+    made.prepare(ready_of(made))
+    for other in others:
+        made.hear(other, ready_of(node(other, "")) if other in ready else made.standing)
+    return made
+
+
+def test_the_first_by_name_plans_when_all_are_ready():
+    plan = gathering("a", "bc", ready="bc").consider(is_late=False)
+    assert isinstance(plan, Plan)
+    assert plan.names == ["a", "b", "c"]
+    assert gathering("b", "ac", ready="ac").consider(is_late=False) is None
+
+
+def test_who_is_not_ready_is_waited_for_until_the_grace_is_over():
+    a = gathering("a", "bc", ready="b")
+    assert a.consider(is_late=False) is None
+    plan = a.consider(is_late=True)
+    assert isinstance(plan, Plan)
+    assert plan.names == ["a", "b"]
+
+
+def test_who_is_taking_a_state_is_not_waited_for():
+    a = gathering("a", "bc", ready="b")
+    a.hear("c", Standing(round=0, tokens=0, digest=START, is_coming=False))
+    assert isinstance(a.consider(is_late=False), Plan)
+
+
+def test_who_has_said_goodbye_is_not_waited_for():
+    a = gathering("a", "bc", ready="b")
+    a.hear("c", Goodbye(island="c", incarnation="0" * 8, round=0, steps=3))
+    assert isinstance(a.consider(is_late=False), Plan)
+
+
+@pytest.mark.parametrize("policy,is_planned", [("wait", False), ("stop", False), ("continue", True)])
+def test_below_the_quorum_only_the_policy_continue_plans(policy, is_planned):
+    a = gathering("a", "b", quorum=2, below_quorum=policy)
+    a.hear("b", Standing(round=0, tokens=0, digest=START))
+    a.lose("b")
+    assert isinstance(a.consider(is_late=True), Plan) == is_planned
+
+
+def test_the_history_with_more_tokens_survives_whatever_its_round():
+    a = gathering("a", "bc")
+    a.hear("b", Standing(round=2, tokens=50, digest="bb" * 8))
+    a.hear("c", Standing(round=1, tokens=90, digest="cc" * 8))
+    behind = a.consider(is_late=False)
+    assert behind is not None
+    assert behind.donors == ("c",)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_among_equal_histories_the_one_held_by_more_survives():
+    a = gathering("a", "bc")
+    for other in "bc":
+        a.hear(other, Standing(round=0, tokens=0, digest="bb" * 8))
+    behind = a.consider(is_late=True)
+    assert behind.donors == ("b", "c")  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+
+
+def test_among_as_many_the_lower_digest_survives():
+    assert majority(["bb", "aa"]) == "aa"
+    assert majority(["bb", "aa", "bb"]) == "bb"
+
+
+def test_whoever_was_asked_does_not_commit_on_votes_alone():
+    a = gathering("a", "b", ready="b")
+    plan = a.consider(is_late=False)
+    assert isinstance(plan, Plan)
+    a.vote(yes(plan, "a", "11" * 8))
+    a.hear("b", Question(plan=plan.id, round=0))
+    a.hear("b", Vote(plan=plan.id, round=0, island="b", digest="11" * 8))
+    assert a.conclude(is_late=False) == "open"
+
+
+def test_a_plan_that_was_asked_about_before_it_came_is_refused():
+    a, b = gathering("a", "b", ready="b"), gathering("b", "a", ready="a")
+    plan = a.consider(is_late=False)
+    assert isinstance(plan, Plan)
+    b.hear("a", Question(plan=plan.id, round=0))
+    b.hear("a", plan)
+    assert b.plan is None
+    assert (to_a := b.outbox[-1])[0] == "a"
+    assert isinstance(to_a[1], Vote)
+    assert to_a[1].digest is None
+
+
+def test_votes_for_another_plan_of_the_same_attempt_do_not_count():
+    a = gathering("a", "b", ready="b")
+    plan = a.consider(is_late=False)
+    assert isinstance(plan, Plan)
+    a.vote(yes(plan, "a", "11" * 8))
+    a.hear("b", Vote(plan="f" * 32, round=0, island="b", digest="11" * 8))
+    assert a.conclude(is_late=False) == "open"
+
+
+def test_nobody_speaks_for_another_island():
+    a = gathering("a", "b")
+    with pytest.raises(MessageError, match="'b' speaks for 'c'"):
+        a.hear("b", ready_of(node("c", "")))
+
+
+def test_claims_of_more_tokens_than_a_round_has_are_refused():
+    a = gathering("a", "b", max_tokens=5)
+    with pytest.raises(MessageError, match="'b' claims 10 tokens, a round has at most 5"):
+        a.hear("b", ready_of(node("b", "")))
+
+
+def test_claims_of_a_round_beyond_the_run_are_refused():
+    a = gathering("a", "b", max_round=4)
+    with pytest.raises(MessageError, match="'b' claims round 5"):
+        a.hear("b", Standing(round=5, tokens=99, digest="bb" * 8))
+
+
+def test_a_flood_of_votes_does_not_fill_memory():
+    a = gathering("a", "b")
+    with pytest.raises(MessageError, match="too many plans"):
+        for number in range(10_000):
+            a.hear("b", Vote(plan=f"{number:032x}", round=0, island="b"))
+
+
+def test_an_island_whose_payload_could_not_be_used_is_left_out_of_the_next_attempt():
+    a = gathering("a", "bc", ready="bc")
+    plan = a.consider(is_late=False)
+    assert isinstance(plan, Plan)
+    a.vote(no(plan, "a", "c sent nan", accused="c"))
+    assert a.conclude(is_late=False) == "abort"
+    a.prepare(ready_of(a))
+    for other in "bc":
+        a.hear(other, ready_of(node(other, "")).model_copy(update={"attempt": 1}))
+    plan = a.consider(is_late=False)
+    assert isinstance(plan, Plan)
+    assert plan.names == ["a", "b"]
+
+
+def test_an_island_that_accuses_two_is_left_out_itself():
+    a = gathering("a", "bc", ready="bc")
+    for accused in "ab":
+        a.hear("c", Vote(plan=digest_of(accused) * 2, round=0, island="c", accused=accused))
+    plan = a.consider(is_late=False)
+    assert isinstance(plan, Plan)
+    assert plan.names == ["a", "b"]

@@ -1,0 +1,389 @@
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import pytest
+
+from outer.errors import InputError, MessageError, PeerLost
+from outer.membership import rendezvous as limits
+from outer.membership.base import Member
+from outer.membership.calls import StreamMessenger
+from outer.membership.records import Announcement, Publication, RunInfo, parse_message
+from outer.membership.rendezvous import MAX_RUNS, RecordServer, Rendezvous, serve_rendezvous
+from outer.membership.tcp import RENDEZVOUS, TcpMembership, dial, listen, open_membership
+from outer.network import visit
+from outer.transports.base import Endpoint, Traffic
+from tests.outer.nets import ROOT, A, B, C, Swarm, member, run
+from tests.outer.test_membership import until
+
+IDENTITY = "abcdef0123456789"
+
+
+class Bootstrap:
+    """A `diloco bootstrap --rendezvous tcp` process."""
+
+    def __init__(self, port: int = 0) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "diloco", "bootstrap", "--rendezvous", "tcp", "--port", str(port)],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        self.address = self._process.stdout.readline().removeprefix("address: ").strip()
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def rendezvous(count: int) -> Iterator[list[Rendezvous]]:
+    """Several of them, in this process."""
+    served = [serve_rendezvous("127.0.0.1", 0) for _ in range(count)]
+    try:
+        yield served
+    finally:
+        for one in served:
+            one.close()
+
+
+@asynccontextmanager
+async def opened(*members: tuple[str, list[str]], run_id: str = "run") -> AsyncIterator[list[TcpMembership]]:
+    """Memberships of these islands at these addresses."""
+    found: list[TcpMembership] = []
+    try:
+        for island, addresses in members:
+            found.append(await open_membership(addresses, run_id, Endpoint(island, 0), 1.5, 10))
+        yield found
+    finally:
+        for membership in found:
+            await membership.close()
+
+
+@asynccontextmanager
+async def opened_at_one(*islands: str) -> AsyncIterator[tuple[list[Rendezvous], list[TcpMembership]]]:
+    """Memberships at one rendezvous, which `restart` may replace in its list."""
+    held = [serve_rendezvous("127.0.0.1", 0)]
+    try:
+        async with opened(*((island, [held[0].address]) for island in islands)) as memberships:
+            yield held, memberships
+    finally:
+        held[0].close()
+
+
+async def restart(held: list[Rendezvous], log: pytest.LogCaptureFixture) -> None:
+    """Another rendezvous at the same address, once the first was missed; returns when that is known."""
+
+    async def is_said(words: str) -> bool:
+        return any(words in record.message for record in log.records)
+
+    held[0].close()
+    await until(lambda: is_said("is lost"), True)
+    held[0] = serve_rendezvous("127.0.0.1", int(held[0].address.rpartition(":")[2]))
+    await until(lambda: is_said("is back"), True)
+
+
+def test_a_run_goes_on_while_its_rendezvous_is_dead_and_fills_the_next():
+    async def main() -> None:
+        server = await asyncio.to_thread(Bootstrap)
+        place = Swarm("gloo", "run", 10, [server.address])
+        try:
+            a, b = await place.open(A), await place.open(B)
+            assert a.membership
+            assert b.membership
+            await a.membership.publish_config("seed: 1\n")
+            both = {"a": member("a"), "b": member("b")}
+            await a.membership.announce(both["a"])
+            await b.membership.announce(both["b"])
+            await until(a.membership.members, both)
+            await until(b.membership.members, both)
+            server.kill()
+            addresses = {A: a.transport.address, B: b.transport.address}
+            await asyncio.gather(*(n.transport.connect("1", addresses) for n in (a, b)))
+            both["a"] = member("a", round=7)
+            a.membership.update(both["a"])
+            assert await b.membership.members() == {"a": member("a"), "b": member("b")}
+            server = await asyncio.to_thread(Bootstrap, server.port)
+            await until(b.membership.members, both, seconds=15)
+            c = await place.open(C)
+            assert c.membership is not None
+            await until(c.membership.members, both)
+            await until(c.membership.read_config, "seed: 1\n")
+        finally:
+            for network in reversed(place.opened):
+                await network.close()
+            server.kill()
+
+    run(main())
+
+
+def test_the_loss_of_a_rendezvous_is_said_once_and_so_is_its_return(caplog):
+    caplog.set_level(logging.INFO, logger="outer.membership")
+
+    async def main() -> None:
+        async with opened_at_one("a") as (server, (a,)):
+            await a.announce(member("a"))
+            await restart(server, caplog)
+            assert await a.members() == {"a": member("a")}
+        levels = [r.levelno for r in caplog.records if "rendezvous" in r.message]
+        assert levels == [logging.WARNING, logging.INFO]
+
+    run(main())
+
+
+def test_a_rendezvous_that_comes_back_empty_is_told_config_and_records(caplog):
+    caplog.set_level(logging.INFO, logger="outer.membership")
+
+    async def main() -> None:
+        async with opened_at_one("a") as (server, (a,)):
+            await a.announce(member("a"))
+            await a.publish_config("text")
+            await restart(server, caplog)
+            await until(lambda: visit(server[0].address, 5), {"run": RunInfo("text", ("a",))})
+
+    run(main())
+
+
+def test_a_rendezvous_that_comes_back_empty_is_not_believed_at_once(caplog):
+    caplog.set_level(logging.INFO, logger="outer.membership")
+
+    async def main() -> None:
+        async with opened_at_one("a", "b") as (server, (a, b)):
+            await b.announce(member("b"))
+            await until(a.members, {"b": member("b")})
+            await b.close()
+            await restart(server, caplog)
+            assert await a.members() == {"b": member("b")}
+            await until(a.members, {})
+
+    run(main())
+
+
+def test_one_of_several_rendezvous_is_enough():
+    async def main() -> None:
+        with rendezvous(2) as (first, second):
+            first.close()
+            both = [first.address, second.address]
+            async with opened(("a", both), ("b", [second.address])) as (a, b):
+                await a.announce(member("a"))
+                await a.publish_config("text")
+                await until(b.members, {"a": member("a")})
+                assert await b.read_config() == "text"
+
+    run(main())
+
+
+def test_records_of_all_rendezvous_count():
+    async def main() -> None:
+        with rendezvous(2) as (first, second):
+            places = ("a", [first.address]), ("b", [second.address]), ("c", [first.address, second.address])
+            async with opened(*places) as (a, b, c):
+                await a.announce(member("a"))
+                await b.announce(member("b"))
+                await until(c.members, {"a": member("a"), "b": member("b")})
+                first.close()
+                await until(c.members, {"b": member("b")})
+                second.close()
+                await until(lambda: known_up(c), False)
+                assert await c.members() == {"a": member("a"), "b": member("b")}
+
+    async def known_up(membership: TcpMembership) -> bool:
+        return any(link.is_up for link in membership._links)
+
+    run(main())
+
+
+def test_all_addresses_are_named_when_none_answers():
+    with pytest.raises(InputError, match=r"tcp://127.0.0.1:1, tcp://127.0.0.1:2 did not answer within 0.3 s \(.*\)"):
+        run(open_membership(["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"], "run", A, 1, connect_seconds=0.3))
+
+
+def test_a_restarted_island_takes_its_place_at_once_and_its_old_process_does_not_take_it_back(caplog):
+    async def refused() -> bool:
+        return any("was started anew" in r.message for r in caplog.records)
+
+    async def main() -> None:
+        with rendezvous(1) as (server,):
+            at = [server.address]
+            async with opened(("a", at), ("a", at), ("b", at)) as (old, new, other):
+                first = member("a", "11111111", identity=IDENTITY)
+                second = member("a", "22222222", identity=IDENTITY, round=3)
+                await old.announce(first)
+                await until(other.members, {"a": first})
+                await new.announce(second)
+                await until(other.members, {"a": second})
+                old.update(member("a", "11111111", identity=IDENTITY, round=9))
+                await until(refused, True)
+                await old.leave()
+                assert await other.members() == {"a": second}
+
+    run(main())
+
+
+def test_an_island_that_falls_silent_expires():
+    async def main() -> None:
+        with rendezvous(1) as (server,):
+            async with opened(("a", [server.address]), ("b", [server.address])) as (a, b):
+                await a.announce(member("a"))
+                await b.announce(member("b"))
+                await until(b.members, {"a": member("a"), "b": member("b")})
+                await a.close()
+                await until(b.members, {"b": member("b")})
+                await b.announce(member("a", "33333333"))
+
+    run(main())
+
+
+async def ask(server: RecordServer, kind: str, body: bytes) -> bytes:
+    return await server.handlers[kind](Endpoint("x", 0), body)
+
+
+def announcement(name: str, run_id: str = "run", seconds: float = 60, **changes: Any) -> bytes:
+    return Announcement(run=run_id, member=member(name, **changes), life_seconds=seconds).model_dump_json().encode()
+
+
+def changed(**fields: Any) -> bytes:
+    return json.dumps(json.loads(announcement("a")) | fields).encode()
+
+
+MALFORMED = [
+    ("announce", b""),
+    ("announce", b"\xff\xfe"),
+    ("announce", b"[" * 100_000),
+    ("announce", changed(run="../etc")),
+    ("announce", changed(run="x" * 65)),
+    ("announce", changed(life_seconds=1e9)),
+    ("announce", changed(life_seconds=0)),
+    ("announce", changed(life_seconds="NaN")),
+    ("announce", changed(extra=1)),
+    ("beat", changed(member={"island": "a"})),
+    ("members", b'{"run": 1}'),
+    ("members", b'{"run": "run", "seen": "not hex"}'),
+    ("publish", json.dumps({"run": "run", "text": "x" * (1 << 16) + "x"}).encode()),
+    ("publish", json.dumps({"run": "run", "text": "\u20ac" * (1 << 15)}).encode()),
+    ("leave", b'{"run": "run", "island": "a b", "incarnation": "00"}'),
+    ("config", b"null"),
+]
+
+
+@pytest.mark.parametrize(("kind", "body"), MALFORMED, ids=[f"{k}-{b[:20]!r}" for k, b in MALFORMED])
+def test_a_malformed_call_is_refused_and_leaves_nothing_behind(kind, body):
+    async def main() -> None:
+        server = RecordServer()
+        with pytest.raises((MessageError, InputError)):
+            await ask(server, kind, body)
+        assert not server._runs
+
+    run(main())
+
+
+def test_an_oversized_call_is_not_read():
+    async def main() -> None:
+        with rendezvous(1) as (server,):
+            client = StreamMessenger(RENDEZVOUS, Endpoint("x", 0), dial, Traffic())
+            target = server.address.removeprefix("tcp://")
+            with pytest.raises(PeerLost):
+                await client.call(target, "announce", bytes(limits.MAX_CALL_BYTES), timeout_seconds=10)
+            assert await client.call(target, "runs", b"", timeout_seconds=10) == b'{"runs":{}}'
+            await client.close()
+
+    run(main())
+
+
+def test_a_run_takes_so_many_records_and_no_more():
+    async def main() -> None:
+        server = RecordServer()
+        for number in range(limits.MAX_RECORDS):
+            await ask(server, "announce", announcement(f"island-{number}"))
+        with pytest.raises(MessageError, match="takes"):
+            await ask(server, "announce", announcement("one-more"))
+        await ask(server, "beat", announcement("island-3", round=5))
+        await ask(server, "announce", announcement("one-more", run_id="another"))
+
+    run(main())
+
+
+def test_a_run_takes_so_many_bytes_and_no_more(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_RUN_BYTES", 4096)
+
+    async def main() -> None:
+        server = RecordServer()
+        await ask(server, "announce", announcement("a", control_addresses=["x" * 2000]))
+        with pytest.raises(MessageError, match="4096 in all"):
+            await ask(server, "announce", announcement("b", control_addresses=["x" * 2000]))
+        await ask(server, "announce", announcement("a", control_addresses=["x" * 3000]))
+
+    run(main())
+
+
+def test_a_rendezvous_serves_so_many_live_runs_and_forgets_the_dead_first():
+    async def main() -> None:
+        server = RecordServer()
+        for number in range(MAX_RUNS):
+            publication = Publication(run=f"run-{number}", text="text")
+            await ask(server, "publish", publication.model_dump_json().encode())
+            if number != 5:
+                await ask(server, "announce", announcement("a", run_id=f"run-{number}"))
+        await ask(server, "announce", announcement("a", run_id="one-more"))
+        assert "run-5" not in server._runs
+        with pytest.raises(MessageError, match=f"serves {MAX_RUNS} runs already"):
+            await ask(server, "announce", announcement("a", run_id="two-more"))
+
+    run(main())
+
+
+def test_records_of_a_hostile_rendezvous_are_checked():
+    good = member("a")
+    records = {
+        "a": good.model_dump_json(),
+        "b": good.model_dump_json(),
+        "c": "{}",
+        "d": member("d").model_dump_json() * 2,
+        "e": "\x00",
+    }
+
+    async def members(source: Endpoint, body: bytes) -> bytes:
+        return json.dumps({"digest": "00", "records": records, "has_config": False}).encode()
+
+    async def main() -> None:
+        messenger = StreamMessenger(RENDEZVOUS, Endpoint("x", 0), dial, Traffic())
+        messenger.serve("members", members)
+        server = await listen(messenger, "127.0.0.1", 0)
+        async with opened(("z", [f"tcp://{server.address}"])) as (z,):
+            assert await z.members() == {"a": good}
+        await server.close()
+
+    run(main())
+
+
+def test_a_rendezvous_that_answers_nonsense_is_as_good_as_none():
+    async def members(source: Endpoint, body: bytes) -> bytes:
+        return b'{"digest": "00", "records": {"a b": "x"}, "has_config": false}'
+
+    async def main() -> None:
+        messenger = StreamMessenger(RENDEZVOUS, Endpoint("x", 0), dial, Traffic())
+        messenger.serve("members", members)
+        server = await listen(messenger, "127.0.0.1", 0)
+        with pytest.raises(InputError, match="a malformed Records"):
+            await open_membership([f"tcp://{server.address}"], "run", A, 1, connect_seconds=0.5)
+        await server.close()
+
+    run(main())
+
+
+def test_an_announcement_is_the_same_after_the_wire():
+    whole = Announcement(run="run", member=member("a", round=3), life_seconds=5.0)
+    assert parse_message(Announcement, whole.model_dump_json().encode()) == whole
+    assert isinstance(whole.member, Member)
