@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 
 PING_SECONDS = 1.0
 """How often every island tells the others where it stands; also how often what may be lost is said again."""
+BEAT_SECONDS = 0.25
+FROZEN_SECONDS = 2.0
+"""An event loop that stood still for so long was frozen, less than the shortest time after which others call it lost."""
 WARN_SECONDS = 60.0
 GOODBYE_SECONDS = 1.5
 REPLIES: dict[type[Message], type[Message]] = {Ready: Standing, Standing: Standing, Question: Answer}
@@ -56,6 +59,7 @@ class Agreement:
         self._noes: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
+        self._beating: asyncio.Task[None] | None = None
         for model in (Ready, Standing, Plan, Vote, Question, Goodbye):
             messenger.serve(_kind(model), self._handler(model))
 
@@ -65,6 +69,7 @@ class Agreement:
         """From now on this island tells the others where it stands, and finds out about them."""
         await self._find_members()
         self._watching = asyncio.create_task(self._watch())
+        self._beating = asyncio.create_task(self._beat())
 
     async def stand(self, standing: Standing) -> None:
         """This island holds this state now, and says so."""
@@ -119,8 +124,9 @@ class Agreement:
         deadline = _now() + GOODBYE_SECONDS
         while self.protocol.phase in ("reducing", "voting") and _now() < deadline:
             await self._wait_for_change(deadline - _now())
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in (self._watching, self._beating):
+            if task is not None:
+                task.cancel()
         calls = [
             self._call(name, goodbye) for name in self.protocol.present - self.protocol.lost if self._addresses(name)
         ]
@@ -142,9 +148,9 @@ class Agreement:
         return ""
 
     async def linger(self, seconds: float) -> bool:
-        """Wait until no island that is coming holds less than this one; whether another history survives instead."""
+        """Wait until no island that lives holds less than this one; whether another history survives instead."""
         deadline = _now() + seconds
-        while _now() < deadline and any(s.is_coming and s.rank < self._rank for s in self.protocol.live.values()):
+        while _now() < deadline and any(s.rank < self._rank for s in self.protocol.live.values()):
             await self._wait_for_change(deadline - _now())
         return self.protocol.behind(is_settled=True) is not None
 
@@ -169,6 +175,15 @@ class Agreement:
                 self._say_standing()
             self.protocol.repeat()
             self._flush()
+
+    async def _beat(self) -> None:
+        """Notice, before anything that came meanwhile is read, that this process was frozen."""
+        while True:
+            before = _now()
+            await asyncio.sleep(BEAT_SECONDS)
+            if _now() - before > FROZEN_SECONDS:
+                log.warning("this process stood still for %.1f s", _now() - before)
+                self.protocol.doubt()
 
     async def _find_members(self) -> None:
         try:

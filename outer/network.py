@@ -103,7 +103,7 @@ async def visit(address: str, connect_seconds: float, run_key: RunKey | None = N
     if address.startswith("tcp://"):
         from outer.membership.tcp import visit_rendezvous
 
-        return await visit_rendezvous(address, connect_seconds)
+        return await visit_rendezvous(address, connect_seconds, run_key)
     if address.startswith("/"):
         from outer.membership.hivemind import visit_swarm
 
@@ -160,7 +160,7 @@ async def _open_gloo(settings: NetworkSettings, trust: Trust) -> Network:
         return Network("gloo", transport, listening, None, refusals=trust.refusals)
     record_seconds = settings.record_seconds / 3
     membership = await open_membership(
-        settings.bootstrap, settings.run_id, settings.me, record_seconds, settings.connect_seconds
+        settings.bootstrap, settings.run_id, settings.me, record_seconds, settings.connect_seconds, trust
     )
     return Network("gloo", transport, listening, membership, refusals=trust.refusals, _closers=[membership.close])
 

@@ -214,6 +214,13 @@ class Protocol:
     def lose(self, island: str) -> None:
         """It does not answer, or its connection is gone."""
         self.lost |= {island}
+        if island in self.others:
+            self.doubt()
+
+    def doubt(self) -> None:
+        """The others may have given this island up: from now on it does not commit the open plan without asking."""
+        if self.plan is not None and self.phase in ("reducing", "voting"):
+            self.pledged[self.plan.id] = self.plan.round
 
     def hear(self, sender: str, message: Message) -> Message | None:
         """Take a message in; the reply, if it wants one. Raises MessageError when it claims what cannot be."""
@@ -283,6 +290,8 @@ class Protocol:
 
     def _hear_vote(self, sender: str, vote: Vote) -> None:
         self._check_sender(sender, vote.island)
+        if vote.round < self.standing.round - 1:
+            return  # Long settled: its sender was frozen or cut off.
         if not self._is_near(vote.round):
             raise MessageError(f"a vote on round {vote.round}, {self.me!r} is in round {self.standing.round}")
         self._check_room(vote.plan)

@@ -41,7 +41,8 @@ from outer.transports.base import Endpoint
 
 log = logging.getLogger(__name__)
 
-FINISH_SECONDS = 5.0
+FINISH_SECONDS = 60.0
+"""How long an island that has the last round stays for those that live and do not have it yet."""
 LEAVE_SECONDS = 3.0
 DONOR_WAIT_SECONDS = 10.0
 """How long an island that must not begin a run waits for one that can give a state."""
@@ -413,7 +414,9 @@ class OuterLoop:
         share = Share(self._held.space, self._held.exchange.carried, self._codec, self._config.optimizer)
         fetch = Fetch(self._network.messenger, [], share, self._cache(), self._hooks)
         taken = take_state(self._held, fetch, self._team, self._loop, lambda: self._loop.run(self._agree.find_donors()))
-        base = self._team.on_leader(lambda: self._digest_of(fetch, before))
+        base = None
+        if before > 0 and taken.position.round == before + 1:
+            base = self._team.on_leader(lambda: self._digest_of(fetch, before))
         fetch.forget()
         self._has_entered_late, self._committed_at = True, None
         self._stand(taken.included)

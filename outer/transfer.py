@@ -74,10 +74,8 @@ class Fetch:
 
     def use(self, donors: Sequence[Member]) -> None:
         """Take from these islands from now on; they must be of one history. What has come is kept."""
-        known = {(s.name, s.member.incarnation): s for s in self._sources}
-        self._sources = [
-            known.get((m.island, m.incarnation)) or Source(m, self._messenger, self._share.space) for m in donors
-        ]
+        self._sources = [Source(member, self._messenger, self._share.space) for member in donors]
+        self._tokens.clear()
 
     async def run(self, at_least: int) -> int:
         """All parts are here, each at a round >= `at_least`: the highest round among them.

@@ -56,6 +56,13 @@ class Rank:
                 time.sleep(0.02)
         return self.exit_code
 
+    @property
+    def is_stopped(self) -> bool:
+        if self.exit_code is not None:
+            return False
+        status = Path(f"/proc/{self.pid}/stat").read_text()
+        return status.rpartition(")")[2].split()[0] == "T"
+
     def signal(self, number: int) -> None:
         """Send it a signal, unless it has been waited for."""
         if self.exit_code is None:
@@ -81,6 +88,11 @@ class Island:
     def signal(self, number: int) -> None:
         for rank in self.ranks:
             rank.signal(number)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a rank has been frozen, by itself or by a signal."""
+        return any(rank.is_stopped for rank in self.ranks)
 
     @property
     def log(self) -> str:
@@ -181,10 +193,10 @@ class Swarm:
 
 
 @contextmanager
-def swarm(folder: Path, *overrides: str, islands: list[dict[str, Any]]) -> Iterator[Swarm]:
-    """A swarm over gloo, its rendezvous in this process; whatever runs at the end is killed."""
+def swarm(folder: Path, *overrides: str, islands: list[dict[str, Any]], address: str = "") -> Iterator[Swarm]:
+    """A swarm over gloo, its rendezvous in this process unless `address` is another; whatever runs then is killed."""
     rendezvous = serve_rendezvous("127.0.0.1", 0)
-    made = Swarm(folder, list(overrides), islands, rendezvous.address)
+    made = Swarm(folder, list(overrides), islands, address or rendezvous.address)
     try:
         yield made
     finally:

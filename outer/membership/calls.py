@@ -196,6 +196,7 @@ class _Outgoing:
             raise PeerLost(self._address, self._cause)
         request = next(self._requests)
         future = self._waiting[request] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to ask
         message = _pack_call(kind, body)
         writing = asyncio.create_task(
             self._stream.write(Header(Kind.CALL, request=request, num_bytes=len(message)), message)

@@ -24,15 +24,18 @@ class Link:
         self.has_place = False
         """Whether this incarnation has announced itself there."""
         self.digest = ""
+        """Of the records that it has told."""
+        self._server = ""
+        """Which process that was."""
         self._members: dict[str, Member] = {}
         self._before: dict[str, Member] = {}
-        """What was known when it was lost. Come back, it may be empty, and is not believed at once."""
+        """What was known when it was lost. Come back, it may know less, and is not believed at once."""
         self._believed_at = 0.0
         self._grace_seconds = grace_seconds
 
     def known(self) -> dict[str, Member]:
         """The records, by island."""
-        if self.is_up and time.monotonic() >= self._believed_at:
+        if time.monotonic() >= self._believed_at:
             return self._members
         return self._before | self._members
 
@@ -42,12 +45,14 @@ class Link:
         self._members.pop(island, None)
 
     def on_answer(self, records: Records) -> None:
-        """It has answered."""
-        if not self.is_up and self.answered.is_set():
+        """It has answered, for the first time or again; it may be another process than before."""
+        was_lost = self.answered.is_set() and not self.is_up
+        if was_lost:
             log.info("the rendezvous %s is back", self.address)
-            self._believed_at = time.monotonic() + self._grace_seconds
+        if was_lost or self._server not in ("", records.server):
+            self._before, self._believed_at = self.known(), time.monotonic() + self._grace_seconds
             self.wake.set()
-        self.is_up = True
+        self.is_up, self._server = True, records.server
         self.answered.set()
         if records.records is not None:
             self._members, self.digest = parse_records(records.records), records.digest
@@ -57,5 +62,4 @@ class Link:
         self.cause = error.cause if isinstance(error, PeerLost) else str(error)
         if self.is_up:
             log.warning("the rendezvous %s is lost (%s); training goes on without it", self.address, self.cause)
-            self._before, self._members = self.known(), {}
-            self.is_up, self.digest = False, ""
+        self.is_up, self.digest = False, ""

@@ -65,6 +65,8 @@ class Records(BaseModel):
     """The answer to `members`: records by island, each Member as JSON; None: those that were seen."""
 
     model_config = _STRICT
+    server: Digest
+    """Drawn anew by each process that serves."""
     digest: Digest
     records: dict[IslandName, str] | None
     has_config: bool

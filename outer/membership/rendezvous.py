@@ -6,6 +6,7 @@ within seconds, and several at once hold the same.
 
 import asyncio
 import hashlib
+import secrets
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ class RecordServer:
     """The calls of a rendezvous. What it keeps is bounded, whatever it is sent."""
 
     def __init__(self) -> None:
+        self._id = secrets.token_hex(8)
         self._runs: dict[str, _Run] = {}
         self._changed = asyncio.Event()
 
@@ -116,7 +118,8 @@ class RecordServer:
         run = self._look(question.run)
         texts = {island: record.text for island, record in run.records.items()}
         records = None if run.digest == question.seen else texts
-        return _pack(Records(digest=run.digest, records=records, has_config=run.config is not None))
+        has_config = run.config is not None
+        return _pack(Records(server=self._id, digest=run.digest, records=records, has_config=has_config))
 
     async def _publish(self, source: Endpoint, body: bytes) -> bytes:
         """Keep the run's config, unless there is one."""

@@ -1,10 +1,12 @@
 """Every order of events that a few islands running outer.protocol can meet with, up to a bound on what goes wrong."""
 
+import gc
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from outer.errors import MessageError
 from outer.protocol import Behind, Protocol, Rules, Short
@@ -216,10 +218,7 @@ def _mail(world: World, kind: str, index: int) -> World:
 
 def _own_copy(world: World, name: str) -> Protocol:
     node = copy(world.nodes[name])
-    for f in fields(Protocol):
-        value = getattr(node, f.name)
-        if isinstance(value, dict | list):
-            setattr(node, f.name, copy(value))
+    vars(node).update((key, copy(value)) for key, value in vars(node).items() if isinstance(value, dict | list))
     world.nodes = world.nodes | {name: node}
     return node
 
@@ -229,53 +228,55 @@ def _spend(world: World, kind: str) -> World:
     return world
 
 
-_keys: dict[int, tuple[object, str]] = {}
+_numbers: dict[int, tuple[object, int]] = {}
+"""By id: the value, kept so that its id stays its own, and the hash of what it says."""
 
 
-def _key(value: object) -> str:
-    """A text of a message or node, made once; the value is kept so that its id stays its own."""
+def _number(value: object) -> object:
+    """Equal for messages or nodes that say the same, made once for each; anything else as it is."""
     if not isinstance(value, Message | Protocol):
-        return repr(value)
-    found = _keys.get(id(value))
+        return value
+    found = _numbers.get(id(value))
     if found is None:
-        text = value.model_dump_json() if isinstance(value, Message) else _describe(value)
-        found = _keys[id(value)] = (value, type(value).__name__ + text)
+        said = (type(value).__name__, value.model_dump_json()) if isinstance(value, Message) else _describe(value)
+        found = _numbers[id(value)] = (value, hash(said))
     return found[1]
 
 
-def _describe(node: Protocol) -> str:
-    """All of its tables, in an order of their own."""
-    tables = []
-    for f in fields(Protocol):
-        value = getattr(node, f.name)
-        if isinstance(value, dict):
-            value = sorted((repr(k), _key(v)) for k, v in value.items())
-        elif isinstance(value, frozenset):
-            value = sorted(value)
-        tables.append(_key(value))
-    return "|".join(tables)
+def _describe(node: Protocol) -> tuple[object, ...]:
+    """All of its tables, without their order."""
+    return tuple(
+        frozenset((key, _number(v)) for key, v in value.items())
+        if isinstance(value, dict)
+        else _number(tuple(value) if isinstance(value, list) else value)
+        for value in vars(node).values()
+    )
 
 
 def signature(world: World) -> int:
     """Equal for worlds that cannot be told apart."""
-    nodes = tuple("dead" if name in world.dead else _key(node) for name, node in world.nodes.items())
-    mail = tuple(sorted((a, b, _key(m), r) for a, b, m, r in world.flying))
+    nodes = tuple("dead" if name in world.dead else _number(node) for name, node in world.nodes.items())
+    mail = frozenset(Counter((a, b, _number(m), r) for a, b, m, r in world.flying).items())
     return hash((nodes, mail, world.budget, world.dead))
 
 
 def explore(world: World, max_states: int) -> Iterator[World]:
     """Every world that can be reached, each once, depth first; at most `max_states`."""
-    _keys.clear()
+    _numbers.clear()
     seen: set[int] = set()
     stack = [world]
-    while stack and len(seen) < max_states:
-        here = stack.pop()
-        key = signature(here)
-        if key in seen:
-            continue
-        seen.add(key)
-        yield here
-        stack += [step(here, event) for event in events(here)]
+    gc.disable()  # Nothing here is cyclic, and it would go through all worlds again and again.
+    try:
+        while stack and len(seen) < max_states:
+            here = stack.pop()
+            key = signature(here)
+            if key in seen:
+                continue
+            seen.add(key)
+            yield here
+            stack += [step(here, event) for event in events(here)]
+    finally:
+        gc.enable()
 
 
 def walk(world: World, seed: int, mishap: float = 0.1) -> World:

@@ -1,21 +1,28 @@
-"""Support for tests of the agreement: islands' leaders on one event loop, with a real reduce over a loopback hub."""
+"""Support for tests of the agreement: islands' leaders on one event loop, with a real reduce over a loopback hub.
+
+The clock is simulated: when nobody has anything to do, the time of the next deadline comes at once. So a wait of ten
+minutes costs nothing, and a busy machine changes no result.
+"""
 
 import asyncio
+import selectors
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal, TypeVar
 
 import torch
 
-from outer.agreement import Agreement, Rules
+from outer.agreement import Agreement
 from outer.attempt import Attempts
 from outer.codecs import build_codec
 from outer.deadlines import Deadlines
 from outer.digest import combine
-from outer.errors import OuterError
-from outer.membership.base import Member
+from outer.errors import OuterError, PoisonError
+from outer.membership.base import Handler, Lane, Member
 from outer.membership.loopback import LoopbackMembership, LoopbackMessenger
-from outer.reduce import Reducer
-from outer.rounds import Plan, Ready, Vote
+from outer.protocol import Protocol, Rules
+from outer.reduce import Mean, Reducer
+from outer.rounds import Goodbye, Message, Plan, Ready, Standing, no, pack_carriers, yes
 from outer.space import Space
 from outer.transports.base import Endpoint
 from outer.transports.loopback import Hub, LoopbackTransport
@@ -23,9 +30,12 @@ from tests.outer.islands import Spec
 
 T = TypeVar("T")
 
-GUARD_SECONDS = 30.0
+GUARD_SECONDS = 120.0
+"""Simulated; far below the ten minutes that are waited for islands of which nothing is known."""
+TOKENS = 100
 SPACE = Space([Spec("w", (20,))], part_elements=5)
 START = "aa" * 16
+CONFIG_HASH = "c" * 32
 
 Fault = Callable[["Leader", Plan], None]
 """Called at some point of an attempt; raising ends it there."""
@@ -35,80 +45,158 @@ class Gone(Exception):
     """The island has died."""
 
 
+class FreezingMessenger:
+    """A messenger whose process can be stopped: until it goes on, it neither calls nor answers."""
+
+    def __init__(self, messenger: LoopbackMessenger) -> None:
+        self._messenger = messenger
+        self.is_awake = asyncio.Event()
+        self.is_awake.set()
+
+    @property
+    def address(self) -> str:
+        return self._messenger.address
+
+    def serve(self, kind: str, handler: Handler) -> None:
+        async def awake(source: Endpoint, body: bytes) -> bytes:
+            await self.is_awake.wait()
+            return await handler(source, body)
+
+        self._messenger.serve(kind, awake)
+
+    async def call(
+        self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control"
+    ) -> bytes:
+        await self.is_awake.wait()
+        return await self._messenger.call(address, kind, body, timeout_seconds=timeout_seconds, lane=lane)
+
+    async def close(self) -> None:
+        await self._messenger.close()
+
+
+class Rank:
+    """One rank of an island: it reduces its parts, and hears noes."""
+
+    def __init__(self, hub: Hub, run_id: str, me: Endpoint, deadlines: Deadlines) -> None:
+        self.messenger = FreezingMessenger(LoopbackMessenger(hub, run_id, me))
+        self.transport = LoopbackTransport(hub, run_id, me, GUARD_SECONDS)
+        self.attempts = Attempts(self.transport, Reducer(self.transport, build_codec("fp32"), SPACE, me), deadlines)
+        if me.rank > 0:
+            self.messenger.serve("vote", self.attempts.on_vote)
+
+
 class Leader:
-    """One island of one rank, without a model: plan, reduce, vote. Build it on the event loop."""
+    """One island without a model: plan, reduce, vote. Build it on the event loop."""
 
     def __init__(
-        self, hub: Hub, name: str, *, quorum: int = 1, start_islands: int = 1, wait_seconds: float = 600.0
+        self,
+        hub: Hub,
+        name: str,
+        *,
+        run_id: str = "run",
+        num_ranks: int = 1,
+        wait_seconds: float = 600.0,
+        incarnation: str = "00",
+        config_hash: str = CONFIG_HASH,
+        **rules: Any,
     ) -> None:
-        self.hub, self.name = hub, name
-        self.round, self.digest, self.tokens = 0, START, 100
-        self.me = Endpoint(name, 0)
-        self.messenger = LoopbackMessenger(hub, "run", self.me)
-        self.membership = LoopbackMembership(hub, "run", name)
-        self.transport = LoopbackTransport(hub, "run", self.me, GUARD_SECONDS)
-        deadlines = Deadlines(wait_seconds)
-        self.reducer = Reducer(self.transport, build_codec("fp32"), SPACE, self.me)
-        self.attempts = Attempts(self.transport, self.reducer, deadlines)
-        rules = Rules(quorum, start_islands, len(SPACE.parts))
-        self.agreement = Agreement(name, rules, self.messenger, self.membership, deadlines)
-        self.agreement.on_abort = self.attempts.note_no
+        self.hub, self.name, self.config_hash = hub, name, config_hash
+        self.incarnation = incarnation + name.encode().hex().zfill(6)
+        self.deadlines = Deadlines(wait_seconds)
+        self.ranks = [Rank(hub, run_id, Endpoint(name, rank), self.deadlines) for rank in range(num_ranks)]
+        self.messenger, self.attempts = self.ranks[0].messenger, self.ranks[0].attempts
+        self.membership = LoopbackMembership(hub, run_id, name)
+        start = Standing(round=0, tokens=0, digest=START)
+        self.protocol = Protocol(name, Rules(num_parts=len(SPACE.parts), **rules), start)
+        self.agreement = Agreement(self.protocol, self.messenger, self.membership, self.deadlines, config_hash)
+        self.agreement.on_no = self.attempts.note_no
 
-    async def announce(self) -> None:
-        """Let the others know of this island."""
-        member = Member(
-            island=self.name,
-            incarnation="0" * 8 + self.name.encode().hex(),
-            identity="0" * 8 + self.name.encode().hex(),
-            config_hash="c" * 32,
-            control_addresses=[self.messenger.address],
-            transport_addresses=[self.transport.address],
-            round=self.round,
-        )
-        await self.membership.announce(member)
+    async def announce(self, **changes: Any) -> None:
+        """Put this island's record where others find it."""
+        standing = self.protocol.standing
+        fields = {
+            "island": self.name,
+            "incarnation": self.incarnation,
+            "identity": self.name.encode().hex().zfill(8),
+            "config_hash": self.config_hash,
+            "control_addresses": [rank.messenger.address for rank in self.ranks],
+            "transport_addresses": [rank.transport.address for rank in self.ranks],
+            "round": standing.round,
+            "tokens": standing.tokens,
+            "digest": standing.digest,
+        }
+        await self.membership.announce(Member(**(fields | changes)))
 
-    def enter(self, round_number: int, digest: str = START) -> None:
-        """Stand where the run stands after `round_number` commits."""
-        self.round = self.agreement.round = round_number
-        self.digest = digest
+    @property
+    def round(self) -> int:
+        return self.protocol.standing.round
+
+    @property
+    def digest(self) -> str:
+        return self.protocol.standing.digest
+
+    def enter(self, round_number: int, digest: str = START, *, tokens: int | None = None) -> None:
+        """Stand where the run stands after `round_number` commits of three islands, unless told otherwise."""
+        tokens = 3 * TOKENS * round_number if tokens is None else tokens
+        self.protocol.stand(Standing(round=round_number, tokens=tokens, digest=digest))
+
+    def take_state(self, donor: "Leader") -> None:
+        """Hold what the donor holds."""
+        self.protocol.stand(donor.protocol.standing)
 
     def ready(self) -> Ready:
+        num_ranks = len(self.ranks)
         return Ready(
             island=self.name,
-            incarnation="0" * 8 + self.name.encode().hex(),
+            incarnation=self.incarnation,
             round=self.round,
-            tokens=self.tokens,
+            attempt=self.protocol.next_attempt,
+            tokens=TOKENS,
+            base_tokens=self.protocol.standing.tokens,
             digest=self.digest,
-            carriers=[(0, len(SPACE.parts))],
+            carriers=pack_carriers([part.index * num_ranks // len(SPACE.parts) for part in SPACE.parts]),
             epoch=self.attempts.epoch,
-            transport_addresses=[self.transport.address],
-            control_addresses=[self.messenger.address],
+            transport_addresses=[rank.transport.address for rank in self.ranks],
+            control_addresses=[rank.messenger.address for rank in self.ranks],
         )
+
+    async def plan(self) -> Plan:
+        return await self.agreement.plan(self.ready())
 
     async def attempt(self, *, in_reduce: Fault | None = None, before_vote: Fault | None = None) -> tuple[Plan, bool]:
         """One attempt as the outer loop makes it, and whether it committed."""
-        plan = await self.agreement.plan(self.ready())
-        digest, cause = None, ""
+        plan = await self.plan()
         try:
-            if in_reduce is not None:
-                in_reduce(self, plan)
+            await self._meet(in_reduce, plan)
             digest = await self.reduce(plan)
-            if before_vote is not None:
-                before_vote(self, plan)
+            await self._meet(before_vote, plan)
+            vote = yes(plan, self.name, digest)
         except OuterError as error:
-            digest, cause = None, str(error)
-        is_committed = await self.agreement.decide(plan, digest, cause)
+            vote = no(plan, self.name, str(error), error.peer if isinstance(error, PoisonError) else None)
+        is_committed = await self.agreement.decide(vote)
         if is_committed:
-            self.enter(self.round + 1, digest or "")
+            tokens = self.protocol.standing.tokens + TOKENS * len(plan.names)
+            await self.agreement.stand(Standing(round=plan.round + 1, tokens=tokens, digest=vote.digest or ""))
         else:
-            await self.attempts.drop()
+            await asyncio.gather(*(rank.attempts.drop() for rank in self.ranks))
         return plan, is_committed
 
+    async def _meet(self, fault: Fault | None, plan: Plan) -> None:
+        if fault is not None:
+            fault(self, plan)
+        await self.messenger.is_awake.wait()
+
     async def reduce(self, plan: Plan) -> str:
-        """The digest of the mean."""
-        value = float(ord(self.name[0]))
-        means = await self.attempts.run(plan, {p.index: torch.full((p.num_elements,), value) for p in SPACE.parts})
+        """The digest of the mean, over all ranks."""
+        found = await asyncio.gather(*(self._reduce(plan, rank) for rank in range(len(self.ranks))))
+        means = {part: mean for each in found for part, mean in each.items()}
         return combine([means[part.index].digest for part in SPACE.parts])
+
+    async def _reduce(self, plan: Plan, rank: int) -> dict[int, Mean]:
+        value = float(ord(self.name[0]))
+        carried = [p for p in SPACE.parts if p.index * len(self.ranks) // len(SPACE.parts) == rank]
+        values = {p.index: torch.full((p.num_elements,), value) for p in carried}
+        return await self.ranks[rank].attempts.run(plan, values)
 
     async def attempt_until_committed(self) -> Plan:
         """The plan that committed."""
@@ -117,13 +205,25 @@ class Leader:
             if is_committed:
                 return plan
 
-    async def tell(self, to: "Leader", message: Ready | Plan | Vote) -> bytes:
+    async def tell(self, to: "Leader", message: Message) -> bytes:
         """Say something to another island, out of turn."""
         kind, body = type(message).__name__.lower(), message.model_dump_json().encode()
-        return await self.messenger.call(to.messenger.address, kind, body, timeout_seconds=GUARD_SECONDS)
+        return await self.messenger.call(to.messenger.address, kind, body, timeout_seconds=5.0)
 
-    def vote(self, plan: Plan, digest: str | None) -> Vote:
-        return Vote(round=plan.round, attempt=plan.attempt, island=self.name, digest=digest)
+    async def say_goodbye(self) -> None:
+        """Leave as an island does."""
+        goodbye = Goodbye(island=self.name, incarnation=self.incarnation, round=self.round, steps=0)
+        await self.agreement.say_goodbye(goodbye)
+        await self.membership.leave()
+
+    def hears(self, names: str, kind: Literal["ready", "standing"] = "ready") -> Callable[[], bool]:
+        """Whether all of these have told this island that they are ready for its round, or where they stand."""
+
+        def has_heard() -> bool:
+            known = self.protocol.readies if kind == "ready" else self.protocol.standings
+            return all(name in known and known[name].round == self.round for name in names)
+
+        return has_heard
 
 
 def fail(leader: Leader, plan: Plan) -> None:
@@ -137,12 +237,26 @@ def die(leader: Leader, plan: Plan) -> None:
     raise Gone
 
 
-async def leaders(names: str, hub: Hub | None = None, **rules: Any) -> list[Leader]:
+def freeze(leader: Leader, plan: Plan | None = None) -> None:
+    """A fault: the island stops, and all its connections stand."""
+    for rank in leader.ranks:
+        rank.messenger.is_awake.clear()
+
+
+def wake(leader: Leader) -> None:
+    """A frozen island goes on."""
+    for rank in leader.ranks:
+        rank.messenger.is_awake.set()
+
+
+async def leaders(names: str, hub: Hub | None = None, **options: Any) -> list[Leader]:
     """Islands that know of one another."""
     hub = hub or Hub()
-    found = [Leader(hub, name, **rules) for name in names]
+    found = [Leader(hub, name, **options) for name in names]
     for leader in found:
         await leader.announce()
+    for leader in found:
+        await leader.agreement.start()
     return found
 
 
@@ -151,11 +265,59 @@ async def together(*work: Awaitable[T]) -> list[T | BaseException]:
     return await asyncio.gather(*work, return_exceptions=True)
 
 
+async def until(is_so: Callable[[], bool]) -> None:
+    """Let simulated time pass until it is so."""
+    while not is_so():
+        await asyncio.sleep(0.01)
+
+
+def now() -> float:
+    """Simulated seconds."""
+    return asyncio.get_running_loop().time()
+
+
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a test's coroutine; a hang ends as a failure."""
+    """Run a test's coroutine on a simulated clock; a hang ends as a failure."""
 
     async def guarded() -> None:
+        asyncio.get_running_loop().set_default_executor(InlineExecutor())
         async with asyncio.timeout(GUARD_SECONDS):
             await test()
 
-    asyncio.run(guarded())
+    with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+        runner.run(guarded())
+
+
+class SimulatedSelector(selectors.DefaultSelector):
+    """Waits for nothing: when nothing has happened, it is later."""
+
+    seconds = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        events = super().select(0)
+        if not events and timeout is not None:
+            self.seconds += max(timeout, 0.0)
+        return events
+
+
+class SimulatedLoop(asyncio.SelectorEventLoop):
+    """An event loop on the clock of its selector."""
+
+    def __init__(self) -> None:
+        self._simulated = SimulatedSelector()
+        super().__init__(self._simulated)
+
+    def time(self) -> float:
+        return self._simulated.seconds
+
+
+class InlineExecutor(ThreadPoolExecutor):
+    """Does the work at once: a thread's time would not be in the simulated clock."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future

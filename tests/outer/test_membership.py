@@ -31,7 +31,7 @@ async def until(read: Callable[[], Awaitable[Any]], expected: Any, seconds: floa
     """Return when `read` gives what is expected; records take a moment to travel."""
     async with asyncio.timeout(seconds):
         while await read() != expected:
-            await asyncio.wait({asyncio.create_task(asyncio.Event().wait())}, timeout=0.05)
+            await asyncio.sleep(0.05)
 
 
 @all_kinds

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -761,9 +762,41 @@ def test_a_donor_refuses_requests_that_name_no_part(body: bytes) -> None:
     async def test(here: Run, messenger: Messenger) -> None:
         island = await here.enter("a")
         here.commit()
-        for _ in range(6):  # a refused request takes no place
-            with pytest.raises(MessageError, match=r"not a PartRequest|not carried"):
-                await messenger.call(island.messengers[0].address, "part", body, timeout_seconds=5)
+        with pytest.raises(MessageError, match=r"not a PartRequest|not carried"):
+            await messenger.call(island.messengers[0].address, "part", body, timeout_seconds=5)
+
+    with_run(test)
+
+
+@pytest.mark.parametrize(("part", "at_least"), [(NUM_PARTS, 0), (0, 9)])
+def test_a_request_that_is_given_nothing_takes_no_place(part: int, at_least: int) -> None:
+    async def test(here: Run, messenger: Messenger) -> None:
+        island = await here.enter("a")
+        here.commit()
+
+        async def ask(**fields: int) -> bytes:
+            body = PartRequest(**fields).model_dump_json().encode()
+            return await messenger.call(island.messengers[0].address, "part", body, timeout_seconds=5)
+
+        for worker in range(6):
+            with suppress(MessageError):
+                assert await ask(part=part, at_least=at_least, worker=worker) == b"behind\n"
+        assert (await ask(part=0, worker=6)).startswith(b"part\n")
+
+    with_run(test)
+
+
+def test_new_donors_may_be_of_another_history() -> None:
+    async def test(here: Run, messenger: Messenger) -> None:
+        island = await here.enter("a")
+        here.commit()
+        fetch = here.fetch(messenger)
+        await fetch.run(1)
+        island.states[0].position = Position(round=1, tokens=99)
+        island.describe()
+        fetch.forget()
+        fetch.use([island.member])
+        await enter_state(here, fetch)
 
     with_run(test)
 

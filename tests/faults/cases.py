@@ -1,0 +1,67 @@
+"""Runs of real islands in which one is killed or frozen at a phase of a round, and what must hold afterwards."""
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.swarm import Island, Swarm, swarm
+
+ROUND = 3
+"""The round in which the fault happens."""
+ROUNDS = 24
+GUARD_SECONDS = 150.0
+LOSS_STEP = 0.3
+"""Nats a token that the held-out loss of this tiny model may rise from one round to the next, fault or no fault."""
+
+OVERRIDES = (f"outer.rounds={ROUNDS}", "outer.inner_steps=4", "outer.optimizer.momentum=0.9", "outer.codec=int8")
+
+
+def inflict(folder: Path, fault: str, victim: int, transport: str, address: str) -> None:
+    """Three islands, one of which kills or freezes itself; it comes back; everything must be in order in the end."""
+    own = [{"faults": [fault]} if i == victim else {} for i in range(3)]
+    name = f"name={folder.name}"
+    with swarm(folder, name, *OVERRIDES, f"outer.transport={transport}", islands=own, address=address) as made:
+        islands = made.start_all()
+        if fault.startswith("kill"):
+            (code,) = islands[victim].wait(GUARD_SECONDS)
+            assert code == -signal.SIGKILL, f"the fault did not happen:\n{islands[victim].log[-3000:]}"
+            made.start(victim)
+        else:
+            until(lambda: islands[victim].is_stopped, "the fault did not happen", islands[victim])
+            other = islands[(victim + 1) % 3]
+            others_go_on(other, max(other.committed(), default=-1))
+            islands[victim].signal(signal.SIGCONT)
+        for island in made.started:
+            if not (fault.startswith("kill") and island is islands[victim]):
+                island.finish(GUARD_SECONDS)
+        check(made, victim)
+
+
+def others_go_on(island: Island, last: int) -> None:
+    """Wait until it has committed two more rounds than `last`, or all."""
+    until(lambda: max(island.committed(), default=-1) >= min(last + 2, ROUNDS - 1), "the others do not go on", island)
+
+
+def check(made: Swarm, victim: int) -> None:
+    """One history, held by all; every survivor has every round; the victim came back; the loss never jumped."""
+    islands = {f"island-{i}": Island(made.started[i].folder, made.started[i].ranks) for i in range(3)}
+    rounds = {name: island.committed() for name, island in islands.items()}
+    for number in range(ROUNDS):
+        digests = {found[number]["digest"] for found in rounds.values() if number in found}
+        assert len(digests) == 1, f"round {number}: {len(digests)} states"
+    survivors = [name for i, name in enumerate(islands) if i != victim]
+    for name in survivors:
+        assert set(rounds[name]) == set(range(ROUNDS)), f"{name} misses rounds"
+    assert any(number > ROUND for number in rounds[f"island-{victim}"]), "the victim did not come back"
+    for name in survivors:
+        losses = [record["loss"] for record in islands[name].records("eval")]
+        jumps = [later - earlier for earlier, later in zip(losses, losses[1:], strict=False)]
+        assert max(jumps) < LOSS_STEP, f"{name}: held-out losses {losses}"
+
+
+def until(is_so: Callable[[], bool], what: str, island: Island) -> None:
+    deadline = time.monotonic() + GUARD_SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline, f"{what}:\n{island.log[-3000:]}"
+        time.sleep(0.02)

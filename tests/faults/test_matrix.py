@@ -1,0 +1,53 @@
+"""Each fault at each phase of a round, over both transports: survivors stay equal, the victim returns, nobody hangs.
+
+The default suite runs a few; all of them: scripts/test tests/faults -m "slow or not slow"
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from outer.phases import PHASES
+from tests.faults.cases import ROUND, inflict
+
+ROUND_PHASES = [phase for phase in PHASES if phase not in ("donate", "fetch")]
+FAST = {
+    ("gloo", "kill", "planning", 0),
+    ("gloo", "kill", "reducing", 1),
+    ("gloo", "freeze", "decide", 0),
+    ("hivemind", "kill", "decide", 0),
+    ("hivemind", "kill", "applied", 1),
+}
+MATRIX = [
+    pytest.param(*case, marks=[] if case in FAST else [pytest.mark.slow])
+    for case in product(("gloo", "hivemind"), ("kill", "freeze"), ROUND_PHASES, (0, 1))
+]
+
+
+@pytest.fixture(scope="module")
+def dht() -> Iterator[str]:
+    """The address of a DHT peer, in a process of its own."""
+    import hivemind  # noqa: F401 - the forked islands inherit it
+
+    command = [sys.executable, "-m", "diloco", "bootstrap"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    try:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if line.startswith("address: "))
+        yield line.removeprefix("address: ").strip()
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+@pytest.mark.parametrize("transport,fault,phase,victim", MATRIX)
+def test_one_history_survives_and_the_victim_comes_back(
+    transport: str, fault: str, phase: str, victim: int, tmp_path: Path, request: pytest.FixtureRequest
+):
+    address = request.getfixturevalue("dht") if transport == "hivemind" else ""
+    inflict(tmp_path, f"{fault}:{victim}@round={ROUND},phase={phase}", victim, transport, address)
