@@ -28,6 +28,7 @@ from inner.trainer import Trainer, TrainerSettings
 from outer.keys import RunKey, read_run_key
 from outer.loop import LoopThread
 from outer.network import Network, NetworkSettings, open_network
+from outer.probe import Probe
 from outer.sync import Identity, OuterLoop, Settings
 from outer.team import Team
 from outer.transports.loopback import Hub
@@ -152,6 +153,7 @@ def assembled(config: RunConfig, island: IslandConfig, team: Team, device: str, 
         most = 2 * config.outer.inner_steps * config.optimizer.tokens_per_step  # a round's, and one re-based
         settings = Settings(max_tokens=most, joins=island.joins, cache_dir=folder / "incoming", hooks=hooks)
         outer = OuterLoop(config.outer, identity, trainer.params, team, network, loop, settings)
+        Probe(network.messenger, config.hash, lambda: outer.position.round)
         speed = speedometer(config, island, corpus, device) if team.is_leader else None
         with Profiler(island.profile, folder / "profile", team.rank) as profiler:
             yield Parts(

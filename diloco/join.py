@@ -10,6 +10,8 @@ from diloco.processes import torchrun
 from diloco.runfiles import write_atomically
 
 CONNECT_SECONDS = 30.0
+MAX_RESTARTS = 3
+"""Times that an island is started again, as the same one, when a rank of it has died."""
 
 
 def join(address: str, overrides: list[str], ranks: int, run_name: str | None) -> int:
@@ -26,7 +28,7 @@ def join(address: str, overrides: list[str], ranks: int, run_name: str | None) -
     write_atomically(island_dir / "config.yaml", dump_config(config))
     sys.stdout.write(f"joining run {config.name!r} as {config.island.island!r}: {island_dir}\n")
     sys.stdout.flush()
-    command = torchrun(config.island.ranks, ["train", str(island_dir / "config.yaml")])
+    command = torchrun(config.island.ranks, ["train", str(island_dir / "config.yaml")], MAX_RESTARTS)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.execv(command[0], command)
 

@@ -65,10 +65,13 @@ def start(name: str, command: Sequence[str], log: Path, env: Mapping[str, str] |
     return Child(name, process, log, tuple(command), mark)
 
 
-def torchrun(num_ranks: int, arguments: Sequence[str]) -> list[str]:
-    """The command that runs `python -m diloco ARGUMENTS` on `num_ranks` ranks of this machine."""
+def torchrun(num_ranks: int, arguments: Sequence[str], max_restarts: int = 0) -> list[str]:
+    """The command that runs `python -m diloco ARGUMENTS` on `num_ranks` ranks of this machine.
+
+    When one of them dies, all are started again, `max_restarts` times.
+    """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return [*launcher, "-m", "diloco", *arguments]
+    return [*launcher, "--max-restarts", str(max_restarts), "-m", "diloco", *arguments]
 
 
 def stop(children: Sequence[Child]) -> None:

@@ -93,14 +93,15 @@ class Agreement:
             self._flush()
             match verdict:
                 case Plan():
+                    self._warn_below_quorum(verdict)
                     return verdict
                 case Behind():
                     raise BehindError(verdict.donors, verdict.cause)
-                case Short() if _now() - warned > WARN_SECONDS or waited > self._deadlines.initial_seconds:
-                    warned = _now()
-                    self._complain(verdict, waited)
                 case Short():
                     self._check_policy(verdict, waited)
+                    if _now() - warned > WARN_SECONDS:
+                        warned = _now()
+                        self._complain(f"{verdict.present} of {verdict.needed} islands came; waiting for the others")
             await self._wait_for_change(PING_SECONDS)
 
     async def decide(self, vote: Vote, told: Callable[[], None] = lambda: None) -> bool:
@@ -127,6 +128,8 @@ class Agreement:
         for task in (self._watching, self._beating):
             if task is not None:
                 task.cancel()
+        # A ping that crosses the goodbye is still answered.
+        self.protocol.standing = self.protocol.standing.model_copy(update={"is_coming": False})
         calls = [
             self._call(name, goodbye) for name in self.protocol.present - self.protocol.lost if self._addresses(name)
         ]
@@ -197,9 +200,12 @@ class Agreement:
             for name, m in found.items()
             if name != mine and m.config_hash == self._config_hash and self._gone.get(name) != m.incarnation
         }
-        for name in self.protocol.present & self.protocol.lost - frozenset(self.members):
-            self.protocol.part(name)
-            self._direct.pop(name, None)
+        for name in self.protocol.present - frozenset(self.members):
+            # Without an address nobody would ever find out whether it lives.
+            if name in self.protocol.lost or not self._addresses(name):
+                self.protocol.part(name)
+                self._direct.pop(name, None)
+                self._changed.set()
         self.protocol.meet(self.members)
 
     @property
@@ -214,14 +220,19 @@ class Agreement:
         p = self.protocol
         return sum(r.round == p.standing.round for n, r in p.readies.items() if n in p.present - p.lost)
 
-    def _complain(self, short: Short, waited: float) -> None:
-        text = f"{short.present} of {short.needed} islands came within {waited:.0f} s"
-        if short.is_start and waited > self._deadlines.initial_seconds:
-            raise QuorumError(f"round 0: {text}; outer.start_islands are needed to begin")
-        log.warning("round %d: BELOW QUORUM: %s; waiting for the others", self.protocol.standing.round, text)
-        self._check_policy(short, waited)
+    def _complain(self, text: str) -> None:
+        log.warning("round %d: BELOW QUORUM: %s", self.protocol.standing.round, text)
+
+    def _warn_below_quorum(self, plan: Plan) -> None:
+        present, quorum = len(plan.participants), self.protocol.rules.quorum
+        if present < quorum:
+            self._complain(f"{present} of {quorum} islands; going on, for outer.below_quorum is 'continue'")
 
     def _check_policy(self, short: Short, waited: float) -> None:
+        """Raise QuorumError when these few islands are not waited for any longer."""
+        if short.is_start and waited > self._deadlines.initial_seconds:
+            text = f"{short.present} of {short.needed} islands came within {waited:.0f} s"
+            raise QuorumError(f"round 0: {text}; outer.start_islands are needed to begin")
         is_late = waited > self._deadlines.grace(short.present)
         if self.protocol.rules.below_quorum == "stop" and not short.is_start and is_late:
             raise QuorumError(

@@ -124,6 +124,7 @@ class Protocol:
         ready = self._ready_now()
         absent = self._absent(ready)
         if behind := self.behind(is_settled=is_late or not absent):
+            self.phase, self.own = "training", None  # From now on it refuses plans.
             return behind
         shut_out = self._shut_out()
         agreeing = {name: r for name, r in ready.items() if r.digest == self.own.digest and name not in shut_out}

@@ -9,8 +9,9 @@ Every rank of the island makes the same calls in the same order; the leader spea
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -21,20 +22,20 @@ from outer.attempt import Attempts
 from outer.codecs import build_codec
 from outer.config import OuterConfig
 from outer.deadlines import Deadlines
-from outer.donor import Description, Donor
+from outer.donor import Donor
 from outer.errors import OuterError, PoisonError, TransportError
 from outer.exchange import Params
 from outer.island_state import IslandState
 from outer.loop import LoopThread
-from outer.membership.base import Member, Membership
 from outer.network import Network
 from outer.parts_cache import PartsCache
 from outer.phases import NO_HOOKS, Hooks
+from outer.presence import Identity, Presence, standing_of
 from outer.protocol import Protocol, Rules
 from outer.reduce import Mean, Reducer
-from outer.rounds import Goodbye, Plan, Ready, Standing, no, pack_carriers, parse, yes
+from outer.rounds import Plan, no, parse, yes
 from outer.state import Position
-from outer.taking import take_state
+from outer.taking import Taken, Taker
 from outer.team import Team
 from outer.transfer import Fetch, Share
 from outer.transports.base import Endpoint
@@ -43,20 +44,8 @@ log = logging.getLogger(__name__)
 
 FINISH_SECONDS = 60.0
 """How long an island that has the last round stays for those that live and do not have it yet."""
-LEAVE_SECONDS = 3.0
 DONOR_WAIT_SECONDS = 10.0
 """How long an island that must not begin a run waits for one that can give a state."""
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who this island is in the run. A new process of the same island is a new incarnation."""
-
-    island: str
-    incarnation: str
-    identity: str
-    """The same for every incarnation."""
-    config_hash: str
 
 
 @dataclass(frozen=True)
@@ -121,16 +110,17 @@ class OuterLoop:
         self._hooks = self._settings.hooks
         self._codec = build_codec(config.codec)
         self._held = IslandState(config, self._codec.block_elements, params, team)
-        self._addresses = team.gather((network.transport.address, network.messenger.address))
         self._deadlines = Deadlines(config.wait_seconds)
         me = Endpoint(identity.island, team.rank)
         self._reducer = Reducer(network.transport, self._codec, self._held.space, me, self._hooks, config.merge)
         self._counted = 0, 0
         self._attempts = Attempts(network.transport, self._reducer, self._deadlines)
         self._donor = Donor(self._held.mine, network.messenger, self._hooks)
-        self._agreement = self._build_agreement() if team.is_leader else None
-        if self._agreement is None:
+        addresses = team.gather((network.transport.address, network.messenger.address))
+        self._presence = self._build_presence(addresses) if team.is_leader else None
+        if self._presence is None:
             network.messenger.serve("vote", self._attempts.on_vote)
+        self._taker = Taker(self._held, self._fetch, team, loop, lambda: self._leader.find_donors())
         self._has_entered_late = False
         self._speeds: dict[str, float] = {}
         self._committed_at: float | None = None
@@ -167,14 +157,13 @@ class OuterLoop:
 
     def begin(self) -> Position:
         """Enter the run: with the islands' state if they have committed a round, else from the start with them."""
-        self._announce(is_coming=False)
-        if self._agreement is not None:
-            self._loop.run(self._agreement.start())
+        if self._presence is not None:
+            self._presence.announce()
         if self._team.on_leader(self._has_donors):
             self._take_state()
         elif self._settings.joins:
             raise OuterError("this island joins a run, and no island that has committed a round can be found in it")
-        self._enter()
+        self._stand(is_coming=True)
         return self.position
 
     def attempt(self, tokens: int) -> RoundReport:
@@ -227,12 +216,14 @@ class OuterLoop:
     def interruption(self, steps_left: int) -> Interruption:
         """Why inner steps should end now, the same on every rank; "": go on. Call it after each inner step."""
         seconds, late = steps_left * self.step_seconds, self._has_entered_late
-        return self._team.on_leader(lambda: self._loop.run(self._agree.interruption(seconds, entered_late=late)))
+        return self._team.on_leader(
+            lambda: self._loop.run(self._leader.agreement.interruption(seconds, entered_late=late))
+        )
 
     def finish(self) -> None:
         """The run is over: stay until the others have the last round, take it from them if this one has not."""
         try:
-            if self._team.on_leader(lambda: self._loop.run(self._agree.linger(FINISH_SECONDS))):
+            if self._team.on_leader(lambda: self._leader.linger(FINISH_SECONDS)):
                 self._take_state()
         except TransportError as error:
             log.warning("the others end with another state than this island, and it cannot be taken: %s", error)
@@ -240,12 +231,8 @@ class OuterLoop:
 
     def leave(self, steps: int = 0) -> None:
         """Say goodbye, `steps` inner steps into the round; only the goodbye itself is waited for."""
-        if self._agreement is None:
-            return
-        me, incarnation = self._identity.island, self._identity.incarnation
-        goodbye = Goodbye(island=me, incarnation=incarnation, round=self.position.round, steps=steps)
-        self._loop.run(self._agreement.say_goodbye(goodbye), LEAVE_SECONDS)
-        self._loop.run(self._membership.leave(), LEAVE_SECONDS)
+        if self._presence is not None:
+            self._presence.leave(steps)
 
     # -- a round, step by step ------------------------------------------------------------------------------
 
@@ -262,22 +249,10 @@ class OuterLoop:
 
     def _plan_on_leader(self, tokens: int) -> tuple[bytes | None, bool, str]:
         """(plan, False, ""), or (None, True, why) when behind, or (None, False, why) when there can be no plan."""
-        ready = Ready(
-            island=self._identity.island,
-            incarnation=self._identity.incarnation,
-            round=self.position.round,
-            attempt=self._agree.protocol.next_attempt,
-            tokens=tokens,
-            base_tokens=self.position.tokens,
-            digest=self.digest,
-            step_seconds=self.step_seconds,
-            carriers=pack_carriers(self._held.exchange.carriers),
-            epoch=self._attempts.epoch,
-            transport_addresses=[transport for transport, _ in self._addresses],
-            control_addresses=[control for _, control in self._addresses],
-        )
+        ready = self._leader.ready(tokens, self._attempts.epoch, self.step_seconds)
         try:
-            plan = self._loop.run(self._agree.plan(ready, lambda: self._hooks.reached("planning", ready.round)))
+            told = partial(self._hooks.reached, "planning", ready.round)
+            plan = self._loop.run(self._leader.agreement.plan(ready, told))
             return plan.model_dump_json().encode(), False, ""
         except BehindError as behind:
             return None, True, behind.cause
@@ -318,18 +293,18 @@ class OuterLoop:
         self._hooks.reached("vote", plan.round)
         me = self._identity.island
         vote = yes(plan, me, digest) if digest is not None else no(plan, me, cause, fault if fault != me else None)
-        return self._loop.run(self._agree.decide(vote, lambda: self._hooks.reached("decide", plan.round)))
+        return self._loop.run(self._leader.agreement.decide(vote, partial(self._hooks.reached, "decide", plan.round)))
 
     def _commit(self, plan: Plan, means: Mapping[int, Mean]) -> None:
         self._hooks.reached("apply", plan.round)
         tokens = self.position.tokens + sum(p.tokens for p in plan.participants)
         position = Position(round=plan.round + 1, tokens=tokens)
-        self._held.commit(means, position, lambda: self._hooks.reached("applied", plan.round))
+        self._held.commit(means, position, partial(self._hooks.reached, "applied", plan.round))
         self._reducer.remember(plan.round, means)
         self._speeds = {p.island: p.step_seconds for p in plan.participants}
         self._has_entered_late = False
         self._observe_round()
-        self._stand([p.incarnation for p in plan.participants])
+        self._stand(is_coming=True, included=[p.incarnation for p in plan.participants])
 
     def _observe_round(self) -> None:
         """Time from commit to commit: what going on without an island would cost it."""
@@ -338,51 +313,19 @@ class OuterLoop:
             self._deadlines.observe("round", now - self._committed_at)
         self._committed_at = now
 
-    # -- where this island stands -----------------------------------------------------------------------------
-
-    def _stand(self, included: list[str]) -> None:
-        """Tell others of the state that this island holds now, and be a donor of it."""
-        if self._agreement is None:
-            return
-        self._donor.describe(self.digest, self._held.exchange.carriers, self._held.space.fingerprint, included)
-        self._membership.update(self._member())
-        self._loop.run(self._agree.stand(self._standing(is_coming=True)))
-
-    def _enter(self) -> None:
-        """The others may count on this island from now on."""
-        if self._agreement is not None:
-            self._membership.update(self._member())
-            self._loop.run(self._agree.stand(self._standing(is_coming=True)))
-
-    def _announce(self, *, is_coming: bool) -> None:
-        if self._agreement is not None:
-            self._agreement.protocol.stand(self._standing(is_coming=is_coming))
-            self._loop.run(self._membership.announce(self._member()))
-
-    def _standing(self, *, is_coming: bool) -> Standing:
-        position = self.position
-        return Standing(round=position.round, tokens=position.tokens, digest=self.digest, is_coming=is_coming)
-
-    def _member(self) -> Member:
-        return Member(
-            island=self._identity.island,
-            incarnation=self._identity.incarnation,
-            identity=self._identity.identity,
-            config_hash=self._identity.config_hash,
-            control_addresses=[control for _, control in self._addresses],
-            transport_addresses=[transport for transport, _ in self._addresses],
-            round=self.position.round,
-            tokens=self.position.tokens,
-            digest=self.digest,
-            step_seconds=self.step_seconds,
-        )
+    def _stand(self, *, is_coming: bool, included: Sequence[str] | None = None) -> None:
+        """Tell the others where this island stands; with `included` also that it can give a new state."""
+        if self._presence is not None:
+            if included is not None:
+                self._presence.offer(self._donor, included)
+            self._presence.stand(is_coming=is_coming, step_seconds=self.step_seconds)
 
     # -- another island's state -----------------------------------------------------------------------------
 
     def _has_donors(self) -> bool:
         """Whether any island has committed a round; waited for when this one must not begin a run."""
         deadline = time.monotonic() + (DONOR_WAIT_SECONDS if self._settings.joins else 0.0)
-        while not (found := self._loop.run(self._agree.find_donors())) and time.monotonic() < deadline:
+        while not (found := self._leader.find_donors()) and time.monotonic() < deadline:
             time.sleep(0.2)
         return bool(found)
 
@@ -392,52 +335,41 @@ class OuterLoop:
         It is, when exactly one commit was missed, of this island's own history, and that commit does not contain it
         already. What is re-based once and misses a commit again is dropped.
         """
-        before = self.position.round, self.digest
-        taken, base = self._take_state()
+        digest = self.digest
+        taken = self._take_state()
         is_kept = (
             self._config.missed_progress == "rebase"
-            and taken.position.round == before[0] + 1
-            and base == before[1]
-            and self._identity.incarnation not in taken.included
+            and taken.base_digest == digest
+            and self._identity.incarnation not in taken.description.included
             and 2 * tokens <= self._settings.max_tokens
         )
         if is_kept:
             self._held.rebase(pseudo_grads)
-        self._enter()
+        self._stand(is_coming=True)
         return is_kept
 
-    def _take_state(self) -> tuple[Description, str | None]:
-        """What was taken, and the digest of the round before in its history, if known. Raises TransportError."""
-        if self._agreement is not None:
-            self._loop.run(self._agree.stand(self._standing(is_coming=False)))
-        before = self.position.round
-        share = Share(self._held.space, self._held.exchange.carried, self._codec, self._config.optimizer)
-        fetch = Fetch(self._network.messenger, [], share, self._cache(), self._hooks)
-        taken = take_state(self._held, fetch, self._team, self._loop, lambda: self._loop.run(self._agree.find_donors()))
-        base = None
-        if before > 0 and taken.position.round == before + 1:
-            base = self._team.on_leader(lambda: self._digest_of(fetch, before))
-        fetch.forget()
+    def _take_state(self) -> Taken:
+        """The state of others, in the place of this island's. Raises TransportError."""
+        self._stand(is_coming=False)
+        taken = self._taker.take()
         self._has_entered_late, self._committed_at = True, None
-        self._stand(taken.included)
-        return taken, base
+        self._stand(is_coming=False, included=taken.description.included)
+        return taken
 
-    def _digest_of(self, fetch: Fetch, round_number: int) -> str | None:
-        try:
-            return self._loop.run(fetch.describe(round_number)).digest
-        except TransportError:
-            return None
-
-    def _cache(self) -> PartsCache | None:
-        if self._settings.cache_dir is None:
-            return None
-        folder = self._settings.cache_dir / f"rank-{self._team.rank}"
-        return PartsCache(folder, self._held.space.fingerprint, self._identity.config_hash)
+    def _fetch(self) -> Fetch:
+        folder, held = self._settings.cache_dir, self._held
+        cache = None
+        if folder is not None:
+            run = self._identity.config_hash
+            cache = PartsCache(folder / f"rank-{self._team.rank}", held.space.fingerprint, run)
+        share = Share(held.space, held.exchange.carried, self._codec, self._config.optimizer)
+        return Fetch(self._network.messenger, [], share, cache, self._hooks)
 
     # -- plumbing -------------------------------------------------------------------------------------------
 
-    def _build_agreement(self) -> Agreement:
-        config = self._config
+    def _build_presence(self, addresses: Sequence[tuple[str, str]]) -> Presence:
+        config, identity, membership = self._config, self._identity, self._network.membership
+        assert membership is not None, "the leader has a membership"
         rules = Rules(
             quorum=config.quorum,
             start_islands=config.start_islands,
@@ -446,21 +378,16 @@ class OuterLoop:
             max_tokens=self._settings.max_tokens,
             max_round=config.rounds,
         )
-        protocol = Protocol(self._identity.island, rules, self._standing(is_coming=False))
-        messenger, membership = self._network.messenger, self._membership
-        agreement = Agreement(protocol, messenger, membership, self._deadlines, self._identity.config_hash)
+        protocol = Protocol(identity.island, rules, standing_of(self._held, is_coming=False))
+        messenger = self._network.messenger
+        agreement = Agreement(protocol, messenger, membership, self._deadlines, identity.config_hash)
         agreement.on_no = self._attempts.note_no
-        return agreement
+        return Presence(identity, addresses, self._held, agreement, membership, self._loop)
 
     @property
-    def _agree(self) -> Agreement:
-        assert self._agreement is not None, "only the leader agrees with other islands"
-        return self._agreement
-
-    @property
-    def _membership(self) -> Membership:
-        assert self._network.membership is not None, "only the leader has a membership"
-        return self._network.membership
+    def _leader(self) -> Presence:
+        assert self._presence is not None, "only the leader speaks for the island"
+        return self._presence
 
     def _traffic(self) -> tuple[int, int]:
         """(bytes sent, bytes received) over all ranks since it was asked last: peers send before we have the plan."""

@@ -6,6 +6,7 @@ donors -> parts, each at the round at which it was given -> one round for all ->
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from outer.donor import Description
@@ -27,24 +28,53 @@ FindDonors = Callable[[], Sequence[Member]]
 """The islands that hold the history which survives; asked on the leader before each try."""
 
 
-def take_state(held: IslandState, fetch: Fetch, team: Team, loop: LoopThread, find_donors: FindDonors) -> Description:
-    """Global state and local params become those of the donors' newest round. Every rank calls it.
+@dataclass(frozen=True)
+class Taken:
+    """A state that this island holds now."""
 
-    Raises TransportError, with all causes, when no island's state can be taken.
-    """
-    causes = []
-    for _ in range(TRIES):
-        donors = team.on_leader(lambda: list(find_donors()))
-        fetch.use(donors)
-        taken = _try(held, fetch, team, loop) if donors else "no island has a state to give"
-        if isinstance(taken, Description):
-            held.replace(fetch.parts, taken.position)
-            log.info("took the state of round %d from %s", taken.position.round, ", ".join(d.island for d in donors))
-            return taken
-        log.warning("taking the state of others failed: %s", taken)
-        causes.append(taken)
-        time.sleep(PAUSE_SECONDS)
-    raise TransportError("the state of no island could be taken: " + "; ".join(dict.fromkeys(causes)))
+    description: Description
+    base_digest: str | None
+    """Of the state that this island held before, as the donors remember that round; None: they do not."""
+
+
+class Taker:
+    """Every rank of the island builds it and calls `take` together."""
+
+    def __init__(
+        self, held: IslandState, fetch: Callable[[], Fetch], team: Team, loop: LoopThread, find_donors: FindDonors
+    ) -> None:
+        self._held, self._fetch, self._team, self._loop, self._find_donors = held, fetch, team, loop, find_donors
+
+    def take(self) -> Taken:
+        """Global state and local params become those of the donors' newest round.
+
+        Raises TransportError, with all causes, when no island's state can be taken.
+        """
+        causes, fetch, before = [], self._fetch(), self._held.mine.position.round
+        for _ in range(TRIES):
+            donors = self._team.on_leader(lambda: list(self._find_donors()))
+            fetch.use(donors)
+            taken = _try(self._held, fetch, self._team, self._loop) if donors else "no island has a state to give"
+            if isinstance(taken, Description):
+                self._held.replace(fetch.parts, taken.position)
+                names = ", ".join(donor.island for donor in donors)
+                log.info("took the state of round %d from %s", taken.position.round, names)
+                base = self._digest_of(fetch, before) if 0 < before == taken.position.round - 1 else None
+                fetch.forget()
+                return Taken(taken, base)
+            log.warning("taking the state of others failed: %s", taken)
+            causes.append(taken)
+            time.sleep(PAUSE_SECONDS)
+        raise TransportError("the state of no island could be taken: " + "; ".join(dict.fromkeys(causes)))
+
+    def _digest_of(self, fetch: Fetch, round_number: int) -> str | None:
+        def ask() -> str | None:
+            try:
+                return self._loop.run(fetch.describe(round_number)).digest
+            except TransportError:
+                return None
+
+        return self._team.on_leader(ask)
 
 
 def _try(held: IslandState, fetch: Fetch, team: Team, loop: LoopThread) -> Description | str:

@@ -1,5 +1,6 @@
 """Real islands for tests: every rank a forked process that runs the shipped code, so that torch is imported once."""
 
+import ctypes
 import json
 import os
 import pickle
@@ -21,6 +22,8 @@ from diloco.train import train
 from outer.membership.rendezvous import serve_rendezvous
 
 torch.set_num_threads(1)
+
+CLONE_NEWNET = 0x40000000
 
 TEXT = (
     "def add(a, b):\n    return a + b\n\n\nclass Point:\n    def __init__(self, x, y):\n        self.x, self.y = x, y\n"
@@ -89,6 +92,10 @@ class Island:
         for rank in self.ranks:
             rank.signal(number)
 
+    def events(self, name: str) -> list[str]:
+        """The texts of its events of this name."""
+        return [r["text"] for r in self.records("event") if r["name"] == name]
+
     @property
     def is_stopped(self) -> bool:
         """Whether a rank has been frozen, by itself or by a signal."""
@@ -142,6 +149,8 @@ class Swarm:
         ]
         self.config = parse_config(TINY, [*own, *overrides])
         self.started: list[Island] = []
+        self.inside: dict[int, str] = {}
+        """By island: the network namespace that its ranks run in; others run where the test does."""
 
     def start(self, index: int, work: Work = train, config: Config | None = None) -> Island:
         """Fork the ranks of island `index`."""
@@ -152,7 +161,13 @@ class Swarm:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         size = settings.ranks
-        ranks = [self._fork(rank, size, port, folder, lambda: work(config, index)) for rank in range(size)]
+
+        def life() -> Any:
+            if index in self.inside:
+                enter_namespace(self.inside[index])
+            return work(config, index)
+
+        ranks = [self._fork(rank, size, port, folder, life) for rank in range(size)]
         self.started.append(Island(folder, ranks))
         return self.started[-1]
 
@@ -190,6 +205,14 @@ class Swarm:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
+
+
+def enter_namespace(name: str) -> None:
+    """From now on this process, of one thread, is in the network namespace of that name. Needs root."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/var/run/netns/{name}") as file:
+        if libc.setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name!r}")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from outer.agreement import Agreement
+from outer.agreement import FROZEN_SECONDS, Agreement
 from outer.attempt import Attempts
 from outer.codecs import build_codec
 from outer.deadlines import Deadlines
@@ -80,7 +80,8 @@ class Rank:
     def __init__(self, hub: Hub, run_id: str, me: Endpoint, deadlines: Deadlines) -> None:
         self.messenger = FreezingMessenger(LoopbackMessenger(hub, run_id, me))
         self.transport = LoopbackTransport(hub, run_id, me, GUARD_SECONDS)
-        self.attempts = Attempts(self.transport, Reducer(self.transport, build_codec("fp32"), SPACE, me), deadlines)
+        self.reducer = Reducer(self.transport, build_codec("fp32"), SPACE, me)
+        self.attempts = Attempts(self.transport, self.reducer, deadlines)
         if me.rank > 0:
             self.messenger.serve("vote", self.attempts.on_vote)
 
@@ -167,6 +168,7 @@ class Leader:
         """One attempt as the outer loop makes it, and whether it committed."""
         plan = await self.plan()
         try:
+            await asyncio.sleep(0.01)  # The others have the plan.
             await self._meet(in_reduce, plan)
             digest = await self.reduce(plan)
             await self._meet(before_vote, plan)
@@ -243,8 +245,10 @@ def freeze(leader: Leader, plan: Plan | None = None) -> None:
         rank.messenger.is_awake.clear()
 
 
-def wake(leader: Leader) -> None:
-    """A frozen island goes on."""
+async def wake(leader: Leader) -> None:
+    """A frozen island goes on, and sees by the clock that it was frozen."""
+    stand_still(2 * FROZEN_SECONDS)
+    await asyncio.sleep(0.01)
     for rank in leader.ranks:
         rank.messenger.is_awake.set()
 
@@ -257,6 +261,7 @@ async def leaders(names: str, hub: Hub | None = None, **options: Any) -> list[Le
         await leader.announce()
     for leader in found:
         await leader.agreement.start()
+        await leader.agreement.stand(leader.protocol.standing)
     return found
 
 
@@ -274,6 +279,13 @@ async def until(is_so: Callable[[], bool]) -> None:
 def now() -> float:
     """Simulated seconds."""
     return asyncio.get_running_loop().time()
+
+
+def stand_still(seconds: float) -> None:
+    """As if nothing here had run for this time."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, SimulatedLoop)
+    loop.stand_still(seconds)
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -294,7 +306,7 @@ class SimulatedSelector(selectors.DefaultSelector):
     seconds = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        events = super().select(0)
+        events = super().select(None if timeout is None else 0)
         if not events and timeout is not None:
             self.seconds += max(timeout, 0.0)
         return events
@@ -309,6 +321,9 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._simulated.seconds
+
+    def stand_still(self, seconds: float) -> None:
+        self._simulated.seconds += seconds
 
 
 class InlineExecutor(ThreadPoolExecutor):

@@ -1,18 +1,33 @@
-"""Islands agree on who takes part in a round and on what came of it, whoever dies when."""
+"""Islands agree on who takes part in a round and on what came of it, whoever dies, freezes or leaves when."""
 
 import asyncio
-import gc
-from collections.abc import Callable
+import logging
 
 import pytest
 
-from outer.agreement import Behind
-from outer.attempt import Attempts
-from outer.deadlines import Deadlines
-from outer.errors import MessageError, PeerLost, QuorumError, TransportError
-from outer.rounds import Plan, Question, Ready, make_plan, parse
+from outer.agreement import FROZEN_SECONDS, GOODBYE_SECONDS, PING_SECONDS, WARN_SECONDS, BehindError
+from outer.deadlines import FLOORS, MAX_FIRST_SECONDS
+from outer.errors import InputError, MessageError, PoisonError, QuorumError
+from outer.membership.loopback import LoopbackMessenger
+from outer.rounds import Plan, Standing, no, parse, yes
 from outer.transports.base import Endpoint
-from tests.outer.leaders import START, Fault, Gone, Leader, die, fail, leaders, run, together
+from outer.transports.loopback import Hub
+from tests.outer.leaders import (
+    START,
+    Fault,
+    Gone,
+    Leader,
+    die,
+    fail,
+    freeze,
+    leaders,
+    now,
+    run,
+    stand_still,
+    together,
+    until,
+    wake,
+)
 
 OTHER = "bb" * 16
 
@@ -23,6 +38,11 @@ def plans_of(results: list) -> list[tuple[int, list[str], bool]]:
         if isinstance(result, BaseException):
             raise result
     return [(plan.attempt, plan.names, is_committed) for plan, is_committed in results]
+
+
+def split(islands: list[Leader], name: str) -> tuple[Leader, list[Leader]]:
+    """The island of this name, and the others."""
+    return next(i for i in islands if i.name == name), [i for i in islands if i.name != name]
 
 
 # -- plan and commit ------------------------------------------------------------------------------------------
@@ -49,11 +69,23 @@ def test_one_island_alone_commits() -> None:
 def test_many_rounds_commit_in_one_group() -> None:
     async def test() -> None:
         islands = await leaders("abc", start_islands=3)
+        epochs = set()
         for round_number in range(5):
             results = await together(*(i.attempt() for i in islands))
             assert plans_of(results) == [(0, ["a", "b", "c"], True)] * 3
             assert {i.round for i in islands} == {round_number + 1}
-        assert {i.attempts.epoch for i in islands} == {"0.0.a"}, "connected once, in the first round"
+            epochs |= {i.attempts.epoch for i in islands}
+        assert len(epochs) == 1, "connected once, in the first round"
+
+    run(test)
+
+
+def test_islands_of_unequal_numbers_of_ranks_commit_together() -> None:
+    async def test() -> None:
+        (a,) = await leaders("a", start_islands=2, num_ranks=2)
+        (b,) = await leaders("b", a.hub, start_islands=2)
+        assert plans_of(await together(a.attempt(), b.attempt())) == [(0, ["a", "b"], True)] * 2
+        assert a.digest == b.digest
 
     run(test)
 
@@ -61,27 +93,10 @@ def test_many_rounds_commit_in_one_group() -> None:
 def test_start_islands_are_waited_for() -> None:
     async def test() -> None:
         a, b = await leaders("ab", start_islands=3)
-        met = heard_ready_from(a, {"b"}), heard_ready_from(b, {"a"})
         early = asyncio.gather(a.attempt(), b.attempt())
-        for event in met:
-            await event.wait()
+        await until(lambda: a.hears("b")() and b.hears("a")())
         (c,) = await leaders("c", a.hub, start_islands=3)
-        assert plans_of(await early_with(early, c)) == [(0, ["a", "b", "c"], True)] * 3
-
-    run(test)
-
-
-async def early_with(early: asyncio.Future, late: Leader) -> list:
-    last = await late.attempt()
-    return [*await early, last]
-
-
-def test_a_round_after_the_first_does_not_wait_for_start_islands() -> None:
-    async def test() -> None:
-        a, b = await leaders("ab", start_islands=3)
-        for island in (a, b):
-            island.enter(4)
-        assert plans_of(await together(a.attempt(), b.attempt())) == [(0, ["a", "b"], True)] * 2
+        assert plans_of([await c.attempt(), *await early]) == [(0, ["a", "b", "c"], True)] * 3
 
     run(test)
 
@@ -90,42 +105,78 @@ def test_a_live_island_that_is_not_ready_is_waited_for() -> None:
     async def test() -> None:
         a, b, c = await leaders("abc")
         early = asyncio.gather(a.attempt(), b.attempt())
-        heard = heard_ready_from(c, {"a", "b"})
-        await heard.wait()
-        assert plans_of(await early_with(early, c)) == [(0, ["a", "b", "c"], True)] * 3
+        await until(c.hears("ab"))
+        await asyncio.sleep(100)
+        assert plans_of([await c.attempt(), *await early]) == [(0, ["a", "b", "c"], True)] * 3
 
     run(test)
 
 
-def heard_ready_from(leader: Leader, names: set[str]) -> asyncio.Event:
-    """Set when all of these have told `leader` that they are ready."""
-    heard, missing = asyncio.Event(), set(names)
-    answer = leader.agreement._on_ready
-
-    async def listen(source: Endpoint, body: bytes) -> bytes:
-        missing.discard(parse(Ready, body).island)
-        if not missing:
-            heard.set()
-        return await answer(body)
-
-    leader.messenger.serve("ready", listen)
-    return heard
-
-
-def test_an_island_that_is_alive_but_late_is_left_out() -> None:
+def test_an_island_that_is_alive_but_late_is_left_out_after_the_grace() -> None:
     async def test() -> None:
-        a, b, _ = await leaders("abc", wait_seconds=0.2)
+        a, b, _ = await leaders("abc", wait_seconds=20.0)
         assert plans_of(await together(a.attempt(), b.attempt())) == [(0, ["a", "b"], True)] * 2
+        assert 20 <= now() < 23
 
     run(test)
 
 
-@pytest.mark.parametrize("needed", [{"quorum": 2}, {"start_islands": 2}])
-def test_too_few_islands_end_the_wait_at_its_deadline(needed: dict[str, int]) -> None:
+def test_told_is_called_once_the_others_can_know() -> None:
     async def test() -> None:
-        (a,) = await leaders("a", wait_seconds=0.2, **needed)
-        with pytest.raises(QuorumError, match="1 of 2 islands came"):
+        a, b = await leaders("ab", start_islands=2)
+        seen = []
+        running = asyncio.create_task(b.attempt())
+        plan = await a.agreement.plan(a.ready(), lambda: seen.append("ready"))
+        await a.agreement.decide(no(plan, "a", "disk full"), lambda: seen.append("voted"))
+        await running
+        assert seen == ["ready", "voted"]
+
+    run(test)
+
+
+# -- too few islands ------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_its_first_islands_do_not_come_to_ends() -> None:
+    async def test() -> None:
+        (a,) = await leaders("a", wait_seconds=20.0, start_islands=2)
+        with pytest.raises(QuorumError, match="round 0: 1 of 2 islands came within 2. s; outer.start_islands"):
             await a.attempt()
+
+    run(test)
+
+
+def test_below_the_quorum_wait_waits_and_says_so_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        (a,) = await leaders("a", quorum=2, wait_seconds=5.0)
+        early = asyncio.create_task(a.attempt())
+        await asyncio.sleep(1.5 * WARN_SECONDS)
+        (b,) = await leaders("b", a.hub, quorum=2)
+        assert plans_of([await b.attempt(), await early]) == [(0, ["a", "b"], True)] * 2
+
+    run(test)
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert warnings[0] == "round 0: BELOW QUORUM: 1 of 2 islands came; waiting for the others"
+
+
+def test_below_the_quorum_continue_goes_on_and_says_so_in_every_round(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        (a,) = await leaders("a", quorum=2, below_quorum="continue")
+        for _ in range(2):
+            assert plans_of([await a.attempt()]) == [(0, ["a"], True)]
+
+    run(test)
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert [w[: w.index(";")] for w in warnings] == [f"round {r}: BELOW QUORUM: 1 of 2 islands" for r in (0, 1)]
+
+
+def test_below_the_quorum_stop_ends_the_island_after_the_grace() -> None:
+    async def test() -> None:
+        (a,) = await leaders("a", quorum=2, below_quorum="stop", wait_seconds=20.0)
+        with pytest.raises(QuorumError, match="round 0: 1 of outer.quorum 2 islands .* outer.below_quorum is 'stop'"):
+            await a.attempt()
+        assert now() >= 20
 
     run(test)
 
@@ -148,44 +199,6 @@ def test_one_islands_failure_aborts_everywhere_and_the_next_attempt_commits(mome
     run(test)
 
 
-class BreaksOnCancel:
-    """A transport whose connection breaks in the moment in which the attempt is given up."""
-
-    def __init__(self) -> None:
-        self.is_waiting = asyncio.Event()
-
-    async def connect(self, epoch: str, addresses: dict[Endpoint, str]) -> None:
-        self.is_waiting.set()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            raise PeerLost("b", "it left") from None
-
-    async def disconnect(self) -> None:
-        pass
-
-
-def test_an_abort_leaves_no_error_that_nobody_has_looked_at() -> None:
-    async def test() -> None:
-        unseen: list[dict] = []
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unseen.append(context))
-        a, b = await leaders("ab")
-        transport, plan = BreaksOnCancel(), make_plan("a", 0, {"a": a.ready(), "b": b.ready()})
-        attempts = Attempts(transport, a.reducer, Deadlines(600.0))
-        running = asyncio.create_task(attempts.run(plan, {}))
-        await transport.is_waiting.wait()
-        attempts.note_no(b.vote(plan, None))
-        (error,) = await together(running)
-        assert isinstance(error, TransportError) and "'b' voted no" in str(error)
-        # What is thrown away with the attempt is what would complain.
-        del running, error
-        await asyncio.sleep(0)  # One turn: the event loop, too, lets go of it.
-        gc.collect()
-        assert not unseen
-
-    run(test)
-
-
 def test_an_abort_in_a_lasting_group_makes_all_connect_anew() -> None:
     async def test() -> None:
         islands = await leaders("abc", start_islands=3)
@@ -201,12 +214,17 @@ def test_an_abort_in_a_lasting_group_makes_all_connect_anew() -> None:
 
 def test_a_refused_plan_in_a_lasting_group_leaves_nobody_behind() -> None:
     async def test() -> None:
-        islands = await leaders("abc", start_islands=3)
+        islands = a, b, c = await leaders("abc", start_islands=3)
         await together(*(i.attempt() for i in islands))
-        # c has seen attempts of this round that a, the planner, has not: it refuses a's first ones.
-        islands[2].agreement._last_attempt[1] = 1
-        plans = await together(*(i.attempt_until_committed() for i in islands))
-        assert [(p.attempt, p.names) for p in plans] == [(2, ["a", "b", "c"])] * 3
+        # c gives its part in this round's first attempts to a plan that the others have not seen.
+        early = asyncio.gather(a.attempt_until_committed(), b.attempt_until_committed())
+        await until(c.hears("ab"))
+        c.protocol.used["c"] = 1, 4
+        ready = c.ready().model_copy(update={"attempt": 2})
+        await c.tell(a, ready)
+        plans = [await c.attempt_until_committed(), *await early]
+        assert [p.names for p in plans] == [["a", "b", "c"]] * 3
+        assert plans[0].attempt >= 5
 
     run(test)
 
@@ -215,38 +233,59 @@ def test_a_no_ends_a_running_reduce_at_once() -> None:
     async def test() -> None:
         a, b, c = await leaders("abc", start_islands=3)
         running = asyncio.gather(a.attempt(), b.attempt())
-        plan = await c.agreement.plan(c.ready())
+        plan = await c.plan()
         # c neither connects nor leaves: the others could wait for it until their deadline, ten minutes.
-        assert not await c.agreement.decide(plan, None, "out of memory")
+        started = now()
+        assert not await c.agreement.decide(no(plan, "c", "out of memory"))
         assert plans_of(await running) == [(0, ["a", "b", "c"], False)] * 2
+        assert now() - started < PING_SECONDS
+
+    run(test)
+
+
+def test_a_no_reaches_the_ranks_that_do_not_lead() -> None:
+    async def test() -> None:
+        a, b = await leaders("ab", start_islands=2, num_ranks=2)
+        plans = await asyncio.gather(a.plan(), b.plan())
+        # b's second rank has begun; its leader has not, and passes nothing on.
+        second = asyncio.create_task(b._reduce(plans[1], 1))
+        await a.agreement.decide(no(plans[0], "a", "out of memory"))
+        (error,) = await together(second)
+        assert str(error) == "island 'a': out of memory"
+        assert now() < 2 * PING_SECONDS
 
     run(test)
 
 
 def test_a_no_of_an_island_outside_of_the_plan_changes_nothing() -> None:
     async def test() -> None:
-        a, b = await leaders("ab")
-        (q,) = await leaders("q", a.hub)
+        a, b = await leaders("ab", start_islands=2)
+        q = Leader(a.hub, "q")
 
-        def heckle(leader: Leader, plan: Plan) -> None:
-            no = q.vote(plan, None)
-            leader.attempts.note_no(no)
-            leader.agreement._hear(no)
-
-        await q.membership.leave()
-        results = await together(a.attempt(in_reduce=heckle), b.attempt(in_reduce=heckle))
-        assert plans_of(results) == [(0, ["a", "b"], True)] * 2
+        plans = await asyncio.gather(a.plan(), b.plan())
+        for island in (a, b):
+            await q.tell(island, no(plans[0], "q", "boo"))
+        digests = await asyncio.gather(*(i.reduce(p) for i, p in zip((a, b), plans, strict=True)))
+        votes = [yes(plans[0], name, digest) for name, digest in zip("ab", digests, strict=True)]
+        assert await together(a.agreement.decide(votes[0]), b.agreement.decide(votes[1])) == [True, True]
 
     run(test)
 
 
-def test_after_an_abort_an_island_that_is_slow_to_come_back_is_not_left_out() -> None:
+def test_an_accused_island_is_left_out_of_the_next_attempt_and_then_behind() -> None:
     async def test() -> None:
-        a, b, c = await leaders("abc", start_islands=3)
-        await together(a.attempt(), b.attempt(), c.attempt(in_reduce=fail))
-        early = asyncio.gather(a.attempt(), b.attempt())
-        await heard_ready_from(c, {"a", "b"}).wait()
-        assert plans_of(await early_with(early, c)) == [(1, ["a", "b", "c"], True)] * 3
+        islands = a, b, c = await leaders("abc", start_islands=3)
+
+        def accuse(leader: Leader, plan: Plan) -> None:
+            raise PoisonError("c", "nan")
+
+        first = await together(a.attempt(in_reduce=accuse), b.attempt(), c.attempt())
+        assert plans_of(first) == [(0, ["a", "b", "c"], False)] * 3
+        *second, left_out = await together(*(i.attempt() for i in islands))
+        assert plans_of(second) == [(1, ["a", "b"], True)] * 2
+        assert isinstance(left_out, BehindError)
+        c.take_state(a)
+        assert plans_of(await together(*(i.attempt() for i in islands))) == [(0, ["a", "b", "c"], True)] * 3
 
     run(test)
 
@@ -258,13 +297,13 @@ def test_after_an_abort_an_island_that_is_slow_to_come_back_is_not_left_out() ->
 def test_an_island_lost_before_the_plan_is_not_in_it(name: str) -> None:
     async def test() -> None:
         islands = await leaders("abc", start_islands=2)
-        victim = next(i for i in islands if i.name == name)
-        survivors = [i for i in islands if i is not victim]
+        victim, survivors = split(islands, name)
+        names = [i.name for i in survivors]
         running = asyncio.gather(*(i.attempt() for i in survivors))
-        await heard_ready_from(victim, {i.name for i in survivors}).wait()
+        await until(victim.hears("".join(names)))
         victim.hub.lose(name)
-        plan = (0, [i.name for i in survivors], True)
-        assert plans_of(await running) == [plan] * 2
+        assert plans_of(await running) == [(0, names, True)] * 2
+        assert now() < 3 * PING_SECONDS
 
     run(test)
 
@@ -276,26 +315,28 @@ def test_survivors_of_a_loss_abort_together_and_go_on_without_it(moment: str, na
         islands = await leaders("abc", start_islands=3)
         faults = [{moment: die} if i.name == name else {} for i in islands]
         results = await together(*(i.attempt(**f) for i, f in zip(islands, faults, strict=True)))
-        lost = [i.name for i, result in zip(islands, results, strict=True) if isinstance(result, Gone)]
-        assert lost == [name]
-        first = [result for result in results if not isinstance(result, Gone)]
-        assert plans_of(first) == [(0, ["a", "b", "c"], False)] * 2
-        survivors = [i for i in islands if i.name != name]
+        assert [i.name for i, r in zip(islands, results, strict=True) if isinstance(r, Gone)] == [name]
+        assert plans_of([r for r in results if not isinstance(r, Gone)]) == [(0, ["a", "b", "c"], False)] * 2
+        _, survivors = split(islands, name)
         second = await together(*(i.attempt() for i in survivors))
-        plan = (1, [i.name for i in survivors], True)
-        assert plans_of(second) == [plan] * 2
+        assert plans_of(second) == [(1, [i.name for i in survivors], True)] * 2
         assert survivors[0].digest == survivors[1].digest
+        assert now() < 4 * PING_SECONDS
 
     run(test)
 
 
-def test_when_the_planner_is_lost_the_next_by_name_plans() -> None:
+def test_when_the_planner_dies_with_its_plan_the_next_by_name_plans() -> None:
     async def test() -> None:
         a, b, c = await leaders("abc", start_islands=2)
-        plans = asyncio.gather(b.agreement.plan(b.ready()), c.agreement.plan(c.ready()))
-        await heard_ready_from(a, {"b", "c"}).wait()
-        a.hub.lose("a")
-        assert [(p.planner, p.names) for p in await plans] == [("b", ["b", "c"])] * 2
+
+        async def plan_and_die() -> None:
+            await a.plan()
+            a.hub.lose("a")  # Its offers have not left yet.
+
+        _, *results = await together(plan_and_die(), b.attempt(), c.attempt())
+        assert plans_of(results) == [(0, ["b", "c"], True)] * 2
+        assert {plan.planner for plan, _ in results} == {"b"}
 
     run(test)
 
@@ -305,109 +346,117 @@ def test_survivors_agree_when_the_lost_island_had_voted_to_one_of_them_only() ->
         a, b, c = await leaders("abc", start_islands=3)
 
         async def vote_to_a_and_die() -> None:
-            plan = await c.agreement.plan(c.ready())
-            digest = await c.reduce(plan)
-            await c.tell(a, c.vote(plan, digest))
+            plan = await c.plan()
+            await c.tell(a, yes(plan, "c", await c.reduce(plan)))
             c.hub.lose("c")
 
         left, right, _ = await together(a.attempt(), b.attempt(), vote_to_a_and_die())
-        assert plans_of([left])[0] == plans_of([right])[0]
+        assert plans_of([left]) == plans_of([right])
         assert a.digest == b.digest
 
     run(test)
 
 
-# -- who commits on what --------------------------------------------------------------------------------------
-
-
-async def ask_outcome(asker: Leader, asked: Leader, plan: Plan) -> bytes:
-    body = Question(round=plan.round, attempt=plan.attempt).model_dump_json().encode()
-    return await asker.messenger.call(asked.messenger.address, "outcome", body, timeout_seconds=5)
-
-
-def test_nobody_commits_on_votes_after_having_told_an_asker_that_it_is_open() -> None:
+def test_a_lost_island_that_is_back_takes_part_again() -> None:
     async def test() -> None:
-        a, b, c = await leaders("abc", start_islands=3)
-        plans = await together(*(i.agreement.plan(i.ready()) for i in (a, b, c)))
-        digests = await together(*(i.reduce(p) for i, p in zip((a, b, c), plans, strict=True)))
-        # c has waited for its deadline and asks; on "open" it aborts. Its yes is heard all the same.
-        answers = [await ask_outcome(c, i, plans[0]) for i in (a, b)]
-        assert answers == [b"open", b"open"]
-        for island in (a, b):
-            await c.tell(island, c.vote(plans[0], digests[0]))
-        outcomes = await together(*(i.agreement.decide(plans[0], d) for i, d in zip((a, b), digests, strict=False)))
-        assert outcomes == [False, False]
+        islands = a, b, c = await leaders("abc", start_islands=2)
+        early = asyncio.gather(a.attempt(), b.attempt())
+        await until(c.hears("ab"))
+        c.hub.lose("c")
+        assert plans_of(await early) == [(0, ["a", "b"], True)] * 2
+        c.hub.heal("c")
+        c.take_state(a)
+        await until(lambda: "c" in a.protocol.live and "c" in b.protocol.live)
+        early = asyncio.gather(a.attempt(), b.attempt())
+        await until(c.hears("ab"))
+        assert plans_of([await c.attempt(), *await early]) == [(0, ["a", "b", "c"], True)] * 3
 
     run(test)
 
 
-def test_an_island_that_has_committed_says_so() -> None:
+def test_an_island_that_has_moved_is_found_by_its_record() -> None:
+    async def test() -> None:
+        a, b = await leaders("ab")
+        await b.tell(a, b.ready())
+        moved = LoopbackMessenger(a.hub, "run", Endpoint("b", 7))
+        heard = asyncio.Event()
+
+        async def hear(source: Endpoint, body: bytes) -> bytes:
+            heard.set()
+            return b.protocol.standing.model_dump_json().encode()
+
+        moved.serve("standing", hear)
+        await b.announce(control_addresses=[moved.address])
+        await b.messenger.close()
+        await heard.wait()
+        await until(lambda: "b" not in a.protocol.lost)
+        assert now() < 4 * PING_SECONDS
+
+    run(test)
+
+
+# -- islands freeze -------------------------------------------------------------------------------------------
+
+FOUND_SECONDS = PING_SECONDS + max(FLOORS["call"], MAX_FIRST_SECONDS["call"])
+"""A ping is sent, and not answered within the limit of a call."""
+
+
+def test_a_silent_island_is_lost_within_the_limit_of_a_call_and_the_others_go_on() -> None:
+    async def test() -> None:
+        a, b, c = await leaders("abc")
+        freeze(c)
+        assert plans_of(await together(a.attempt(), b.attempt())) == [(0, ["a", "b"], True)] * 2
+        assert now() <= FOUND_SECONDS + PING_SECONDS
+
+    run(test)
+
+
+@pytest.mark.parametrize("moment", ["in_reduce", "before_vote"])
+@pytest.mark.parametrize("name", "abc")
+def test_an_island_that_freezes_in_a_round_ends_the_attempt_and_the_others_commit(moment: str, name: str) -> None:
+    async def test() -> None:
+        islands = await leaders("abc", start_islands=3)
+        frozen, others = split(islands, name)
+        stuck = asyncio.create_task(frozen.attempt(**{moment: freeze}))
+        first = await together(*(i.attempt() for i in others))
+        assert plans_of(first) == [(0, ["a", "b", "c"], False)] * 2
+        second = await together(*(i.attempt_until_committed() for i in others))
+        assert [p.names for p in second if isinstance(p, Plan)] == [[i.name for i in others]] * 2
+        assert now() <= 2 * FOUND_SECONDS
+        assert not stuck.done()
+
+    run(test)
+
+
+@pytest.mark.parametrize("moment", ["in_reduce", "before_vote"])
+def test_an_island_that_wakes_learns_that_its_attempt_failed_and_that_it_is_behind(moment: str) -> None:
+    async def test() -> None:
+        islands = a, b, c = await leaders("abc", start_islands=3)
+        stuck = asyncio.create_task(c.attempt(**{moment: freeze}))
+        await together(a.attempt_until_committed(), b.attempt_until_committed())
+        await wake(c)
+        assert plans_of([await stuck]) == [(0, ["a", "b", "c"], False)]
+        with pytest.raises(BehindError, match="a, b in round 1 with 200 tokens"):
+            await c.attempt()
+        c.take_state(a)
+        assert plans_of(await together(*(i.attempt() for i in islands))) == [(0, ["a", "b", "c"], True)] * 3
+
+    run(test)
+
+
+def test_an_island_that_stood_still_does_not_commit_on_votes_that_came_meanwhile() -> None:
     async def test() -> None:
         a, b = await leaders("ab", start_islands=2)
-        (plan, _), _ = await together(a.attempt(), b.attempt())
-        assert await ask_outcome(b, a, plan) == b"commit"
-
-    run(test)
-
-
-def test_competing_plans_do_not_both_start() -> None:
-    async def test() -> None:
-        # Each of a and b takes the other for lost and offers c a plan of the same round.
-        a, b, c = await leaders("abc")
-        planned = asyncio.create_task(c.agreement.plan(c.ready()))
-        await heard_ready_from(a, {"c"}).wait()
-        readies = {"a": a.ready(), "b": b.ready(), "c": c.ready()}
-        offers = [make_plan(i.name, attempt, pick(readies, i.name + "c")) for i, attempt in [(a, 0), (b, 1)]]
-        accepted, refused = await together(a.tell(c, offers[0]), b.tell(c, offers[1]))
-        assert accepted == b"accepted"
-        assert isinstance(refused, MessageError) and "'c' has accepted attempt 0" in str(refused)
-        assert await planned == offers[0]
-
-    run(test)
-
-
-def pick(readies: dict, names: str) -> dict:
-    return {name: readies[name] for name in names}
-
-
-def test_a_planner_takes_no_other_plan_while_it_offers_its_own() -> None:
-    async def test() -> None:
-        a, b = await leaders("ab")
-        (c,) = await leaders("c", a.hub)
-        answer = b.agreement._on_plan
-        refusals = []
-
-        async def meanwhile(source: Endpoint, body: bytes) -> bytes:
-            rival = make_plan("c", 7, pick({"a": a.ready(), "c": c.ready()}, "ac"))
-            try:
-                await c.tell(a, rival)
-            except MessageError as error:
-                refusals.append(str(error))
-            return await answer(body)
-
-        b.messenger.serve("plan", meanwhile)
-        await c.membership.leave()
-        assert plans_of(await together(a.attempt(), b.attempt())) == [(0, ["a", "b"], True)] * 2
-        assert refusals == ["'a' has accepted attempt 0"]
-
-    run(test)
-
-
-def test_an_island_that_is_not_waiting_refuses_a_plan() -> None:
-    async def test() -> None:
-        a, b = await leaders("ab")
-        with pytest.raises(MessageError, match="'b' is not ready for round 0"):
-            await a.tell(b, make_plan("a", 0, {"a": a.ready(), "b": b.ready()}))
-
-    run(test)
-
-
-def test_votes_of_far_rounds_are_refused() -> None:
-    async def test() -> None:
-        a, b = await leaders("ab")
-        far = make_plan("a", 0, {"a": a.ready().model_copy(update={"round": 2})})
-        with pytest.raises(MessageError, match="round 2, this island is in round 0"):
-            await a.tell(b, a.vote(far, None))
+        plans = await asyncio.gather(a.plan(), b.plan())
+        digests = await asyncio.gather(*(i.reduce(p) for i, p in zip((a, b), plans, strict=True)))
+        # b gives a up and aborts; its yes, from before that, is what a reads when it goes on.
+        b.protocol.vote(yes(plans[1], "b", digests[1]))
+        b.protocol.lose("a")
+        assert b.protocol.conclude(is_late=False) == "abort"
+        stand_still(2 * FROZEN_SECONDS)
+        await asyncio.sleep(0.01)
+        await b.tell(a, yes(plans[1], "b", digests[1]))
+        assert not await a.agreement.decide(yes(plans[0], "a", digests[0]))
 
     run(test)
 
@@ -422,11 +471,11 @@ def test_an_island_behind_by_a_round_is_told_so() -> None:
             island.enter(3)
         c.enter(2)
         early = asyncio.gather(a.attempt(), b.attempt())
-        with pytest.raises(Behind, match="in round 3, this island in round 2") as caught:
+        with pytest.raises(BehindError, match="a, b in round 3 .* this island in round 2") as caught:
             await c.attempt()
-        assert caught.value.donor in {"a", "b"}
+        assert caught.value.donors == ("a", "b")
         c.enter(3)
-        assert plans_of(await early_with(early, c)) == [(0, ["a", "b", "c"], True)] * 3
+        assert plans_of([await c.attempt(), *await early]) == [(0, ["a", "b", "c"], True)] * 3
 
     run(test)
 
@@ -440,40 +489,315 @@ def test_the_island_whose_state_differs_from_most_is_behind_and_the_others_go_on
         results = await together(*(i.attempt() for i in islands))
         for island, result in zip(islands, results, strict=True):
             if island.name == name:
-                assert isinstance(result, Behind) and result.donor == min(set("abc") - {name})
+                assert isinstance(result, BehindError)
+                assert result.donors == tuple(sorted(set("abc") - {name}))
+                island.take_state(split(islands, name)[1][0])
             else:
                 assert plans_of([result]) == [(0, sorted(set("abc") - {name}), True)]
 
     run(test)
 
 
-def test_who_is_in_the_majority_is_not_settled_before_all_have_spoken() -> None:
-    async def test() -> None:
-        # Of a and b alone, a would be first by name and b would drop a sound state.
-        a, b, c = await leaders("abc")
-        for island in (a, b, c):
-            island.enter(3, OTHER if island is a else START)
-        early = asyncio.gather(a.attempt(), b.attempt(), return_exceptions=True)
-        await heard_ready_from(c, {"a", "b"}).wait()
-        results = await early_with(early, c)
-        assert isinstance(results[0], Behind)
-        assert plans_of(results[1:]) == [(0, ["b", "c"], True)] * 2
-
-    run(test)
-
-
-@pytest.mark.parametrize("leave", [lambda i: i.membership.leave(), lambda i: lose(i)], ids=["left", "lost"])
-def test_an_island_ahead_that_is_gone_holds_nobody_up(leave: Callable) -> None:
+@pytest.mark.parametrize("is_lost", [False, True], ids=["left", "lost"])
+def test_an_island_ahead_that_is_gone_holds_nobody_up(is_lost: bool) -> None:
     async def test() -> None:
         a, b, c = await leaders("abc")
         c.enter(1)
-        for island in (a, b):
-            await c.tell(island, c.ready())
-        await leave(c)
+        await until(lambda: a.hears("c", "standing")() or "c" in a.protocol.standings)
+        if is_lost:
+            c.hub.lose("c")
+        else:
+            await c.say_goodbye()
+        await until(lambda: not a.protocol.live.keys() & {"c"} and not b.protocol.live.keys() & {"c"})
         assert plans_of(await together(a.attempt(), b.attempt())) == [(0, ["a", "b"], True)] * 2
 
     run(test)
 
 
-async def lose(leader: Leader) -> None:
-    leader.hub.lose(leader.name)
+def test_an_island_that_is_behind_takes_part_in_no_plan() -> None:
+    async def test() -> None:
+        a, b, c = await leaders("abc")
+        c.enter(1)
+        with pytest.raises(BehindError):
+            await a.attempt()
+        # b has not heard of c, and counts a in.
+        plan = Plan(round=0, attempt=0, planner="b", participants=[a.ready(), b.ready()])
+        b.protocol.prepare(b.ready())
+        await b.tell(a, plan)
+        await until(lambda: (plan.id, "a") in b.protocol.votes)
+        assert b.protocol.votes[plan.id, "a"].digest is None
+
+    run(test)
+
+
+# -- goodbye --------------------------------------------------------------------------------------------------
+
+
+def test_an_island_that_has_said_goodbye_is_not_waited_for() -> None:
+    async def test() -> None:
+        a, b, c = await leaders("abc")
+        early = asyncio.gather(a.attempt(), b.attempt())
+        await until(c.hears("ab"))
+        started = now()
+        await c.say_goodbye()
+        assert plans_of(await early) == [(0, ["a", "b"], True)] * 2
+        assert now() - started < PING_SECONDS
+
+    run(test)
+
+
+def test_an_island_that_has_said_goodbye_asks_nobody_to_wait_for_it() -> None:
+    async def test() -> None:
+        a, b = await leaders("ab")
+        await b.say_goodbye()
+        # The answer to a ping that has crossed the goodbye.
+        assert not parse(Standing, await a.tell(b, a.protocol.standing)).is_coming
+
+    run(test)
+
+
+def test_a_goodbye_in_an_attempt_lets_it_end_first() -> None:
+    async def test() -> None:
+        a, b = await leaders("ab", start_islands=2)
+        plans = await asyncio.gather(a.plan(), b.plan())
+        digests = await asyncio.gather(*(i.reduce(p) for i, p in zip((a, b), plans, strict=True)))
+        leaving = asyncio.create_task(b.say_goodbye())
+        votes = [yes(plans[0], name, digest) for name, digest in zip("ab", digests, strict=True)]
+        assert await together(a.agreement.decide(votes[0]), b.agreement.decide(votes[1])) == [True, True]
+        await leaving
+        assert a.protocol.present == frozenset()
+
+    run(test)
+
+
+def test_a_goodbye_to_silent_islands_takes_seconds() -> None:
+    async def test() -> None:
+        a, b = await leaders("ab")
+        freeze(b)
+        await a.say_goodbye()
+        assert now() <= GOODBYE_SECONDS
+
+    run(test)
+
+
+# -- in the inner steps, and at the end -------------------------------------------------------------------------
+
+
+def test_inner_steps_go_on_while_nobody_waits_or_waiting_is_worth_it() -> None:
+    async def test() -> None:
+        a, b = await leaders("ab", wait_seconds=60.0)
+        assert await a.agreement.interruption(1e6, entered_late=True) == ""
+        await b.tell(a, b.ready())
+        assert await a.agreement.interruption(59.0, entered_late=False) == ""
+
+    run(test)
+
+
+@pytest.mark.parametrize("seconds_left,entered_late", [(61.0, False), (1.0, True)])
+def test_inner_steps_end_when_others_wait_in_vain(seconds_left: float, entered_late: bool) -> None:
+    async def test() -> None:
+        a, b = await leaders("ab", wait_seconds=60.0)
+        await b.tell(a, b.ready())
+        assert await a.agreement.interruption(seconds_left, entered_late=entered_late) == "waited for"
+
+    run(test)
+
+
+def test_the_more_islands_wait_the_sooner_inner_steps_end() -> None:
+    async def test() -> None:
+        a, b, c = await leaders("abc")
+        for _ in range(3):
+            a.deadlines.observe("round", 60.0)
+        await b.tell(a, b.ready())
+        assert await a.agreement.interruption(45.0, entered_late=False) == ""
+        await c.tell(a, c.ready())
+        assert await a.agreement.interruption(45.0, entered_late=False) == "waited for"
+
+    run(test)
+
+
+def test_inner_steps_do_not_end_for_islands_that_are_lost() -> None:
+    async def test() -> None:
+        a, b = await leaders("ab")
+        await b.tell(a, b.ready())
+        a.hub.lose("b")
+        await until(lambda: not a.protocol.live)
+        assert await a.agreement.interruption(1e6, entered_late=True) == ""
+
+    run(test)
+
+
+def test_inner_steps_end_when_another_history_survives() -> None:
+    async def test() -> None:
+        a, b = await leaders("ab")
+        await b.agreement.stand(Standing(round=1, tokens=200, digest=OTHER))
+        await until(lambda: a.protocol.live.get("b") == b.protocol.standing)
+        assert await a.agreement.interruption(1.0, entered_late=False) == "behind"
+
+    run(test)
+
+
+def test_at_the_end_an_island_stays_until_the_others_have_the_last_round() -> None:
+    async def test() -> None:
+        a, b = await leaders("ab")
+        await until(lambda: "b" in a.protocol.live)
+        a.enter(1)
+        staying = asyncio.create_task(a.agreement.linger(60.0))
+        await asyncio.sleep(20)
+        assert not staying.done()
+        await b.agreement.stand(a.protocol.standing)
+        assert await staying is False
+        assert now() < 25
+
+    run(test)
+
+
+def test_at_the_end_nobody_is_waited_for_longer_than_asked() -> None:
+    async def test() -> None:
+        a, _ = await leaders("ab")
+        await until(lambda: "b" in a.protocol.live)
+        a.enter(1)
+        assert await a.agreement.linger(10.0) is False
+        assert 10 <= now() < 15
+
+    run(test)
+
+
+def test_at_the_end_islands_that_are_gone_are_not_waited_for() -> None:
+    async def test() -> None:
+        a, b, c = await leaders("abc")
+        await until(lambda: len(a.protocol.live) == 2)
+        a.enter(1)
+        a.hub.lose("b")
+        await c.say_goodbye()
+        assert await a.agreement.linger(60.0) is False
+        assert now() < 5
+
+    run(test)
+
+
+def test_at_the_end_an_island_behind_is_told_so() -> None:
+    async def test() -> None:
+        a, b = await leaders("ab")
+        await b.agreement.stand(Standing(round=1, tokens=200, digest=OTHER))
+        await until(lambda: a.protocol.live.get("b") == b.protocol.standing)
+        assert await a.agreement.linger(60.0) is True
+
+    run(test)
+
+
+# -- donors -----------------------------------------------------------------------------------------------------
+
+
+async def donors_of(island: Leader) -> list[str]:
+    return [member.island for member in await island.agreement.find_donors()]
+
+
+def test_the_donors_of_an_island_that_nobody_has_spoken_to_are_in_the_records() -> None:
+    async def test() -> None:
+        hub = Hub()
+        for name, round_number in [("a", 1), ("b", 2), ("c", 2)]:
+            island = Leader(hub, name)
+            island.enter(round_number)
+            await island.announce()
+        assert await donors_of(Leader(hub, "d")) == ["b", "c"]
+
+    run(test)
+
+
+def test_an_island_that_has_committed_no_less_than_the_others_has_no_donors() -> None:
+    async def test() -> None:
+        a, b = await leaders("ab")
+        a.enter(1)
+        await until(lambda: b.agreement.protocol.standings.get("a") == a.protocol.standing)
+        assert await donors_of(a) == []
+        assert await donors_of(b) == ["a"]
+
+    run(test)
+
+
+def test_donors_that_have_spoken_count_more_than_records() -> None:
+    async def test() -> None:
+        a, b, c = await leaders("abc")
+        # The record of c is from before it lost its state.
+        await c.announce(round=5, tokens=500)
+        await b.agreement.stand(Standing(round=1, tokens=200, digest=OTHER))
+        await until(lambda: a.protocol.live.get("b") == b.protocol.standing)
+        assert await donors_of(a) == ["b"]
+
+    run(test)
+
+
+# -- who is who -------------------------------------------------------------------------------------------------
+
+
+def test_two_runs_on_one_network_do_not_mix() -> None:
+    async def test() -> None:
+        hub = Hub()
+        one = await leaders("ab", hub, run_id="one", start_islands=2)
+        two = await leaders("bc", hub, run_id="two", start_islands=2)
+        results = await together(*(i.attempt() for i in one + two))
+        assert plans_of(results) == [(0, ["a", "b"], True)] * 2 + [(0, ["b", "c"], True)] * 2
+        assert [i.protocol.present for i in one + two] == [{"b"}, {"a"}, {"c"}, {"b"}]
+
+    run(test)
+
+
+def test_an_island_with_another_config_is_not_met() -> None:
+    async def test() -> None:
+        (a,) = await leaders("a")
+        (b,) = await leaders("b", a.hub, config_hash="d" * 32)
+        await asyncio.sleep(3 * PING_SECONDS)
+        assert plans_of(await together(a.attempt(), b.attempt())) == [(0, ["a"], True), (0, ["b"], True)]
+
+    run(test)
+
+
+def test_a_second_island_of_the_same_name_is_refused() -> None:
+    async def test() -> None:
+        (a,) = await leaders("a")
+        with pytest.raises(InputError, match="'a'"):
+            await Leader(a.hub, "a").announce(identity="f" * 8)
+
+    run(test)
+
+
+def test_a_restarted_island_takes_its_own_place_in_the_round() -> None:
+    async def test() -> None:
+        islands = a, b, c = await leaders("abc", start_islands=3)
+        await together(*(i.attempt(in_reduce=die) if i is b else i.attempt() for i in islands))
+        freeze(b)
+        a.hub.heal("b")
+        (again,) = await leaders("b", a.hub, start_islands=3, incarnation="01")
+        await until(lambda: "b" in a.protocol.live and "b" in c.protocol.live)
+        early = asyncio.gather(a.attempt(), c.attempt())
+        await until(again.hears("ac"))
+        results = [await again.attempt(), *await early]
+        assert plans_of(results) == [(1, ["a", "b", "c"], True)] * 3
+        assert again.incarnation in [p.incarnation for p in results[1][0].participants]
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "body,cause", [(b"\x00", "not a Vote"), (b"", "not a Vote"), (b"{}", "not a Vote: plan: Field required")]
+)
+def test_what_is_no_message_is_refused_and_the_round_goes_on(body: bytes, cause: str) -> None:
+    async def test() -> None:
+        a, b = await leaders("ab", start_islands=2)
+        with pytest.raises(MessageError, match=cause):
+            await b.messenger.call(a.messenger.address, "vote", body, timeout_seconds=5.0)
+        assert plans_of(await together(a.attempt(), b.attempt())) == [(0, ["a", "b"], True)] * 2
+
+    run(test)
+
+
+def test_nobody_votes_for_another_island() -> None:
+    async def test() -> None:
+        a, b, c = await leaders("abc", start_islands=3)
+        plans = await asyncio.gather(a.plan(), b.plan(), c.plan())
+        with pytest.raises(MessageError, match="'c' speaks for 'b'"):
+            await c.tell(a, no(plans[0], "b", "boo"))
+        assert not a.protocol.has_heard_no
+
+    run(test)

@@ -2,13 +2,13 @@
 
 import pytest
 
-from outer.deadlines import FLOOR_SECONDS, SPREAD, Deadlines
+from outer.deadlines import DEFAULT_FLOOR_SECONDS, FLOORS, MAX_FIRST_SECONDS, SPREAD, Deadlines
 
 
-def measured(*seconds: float, history: int = 32) -> Deadlines:
+def measured(*seconds: float, kind: str = "reduce", history: int = 32) -> Deadlines:
     deadlines = Deadlines(600.0, history)
     for value in seconds:
-        deadlines.observe("reduce", value)
+        deadlines.observe(kind, value)
     return deadlines
 
 
@@ -18,8 +18,14 @@ def test_the_first_limit_is_the_users_until_three_waits_are_measured() -> None:
     assert measured(1.0, 1.0, 1.0).limit("reduce") < 600.0
 
 
-def test_steady_waits_give_their_median_and_the_floor() -> None:
-    assert measured(2.0, 2.0, 2.0, 2.5).limit("reduce") == 2.0 + FLOOR_SECONDS
+def test_a_call_has_a_first_limit_of_its_own_unless_the_users_is_shorter() -> None:
+    assert Deadlines(600.0).limit("call") == MAX_FIRST_SECONDS["call"]
+    assert Deadlines(2.0).limit("call") == 2.0
+
+
+@pytest.mark.parametrize("kind,floor", [*FLOORS.items(), ("other", DEFAULT_FLOOR_SECONDS)])
+def test_steady_waits_give_their_median_and_the_floor_of_their_kind(kind: str, floor: float) -> None:
+    assert measured(2.0, 2.0, 2.0, 2.5, kind=kind).limit(kind) == 2.0 + floor
 
 
 def test_scattered_waits_give_their_median_and_a_multiple_of_their_deviation() -> None:
@@ -33,13 +39,31 @@ def test_one_outlier_among_many_hardly_moves_the_limit() -> None:
 
 
 def test_only_the_last_waits_count() -> None:
-    assert measured(100.0, 100.0, 100.0, 1.0, 1.0, 1.0, history=3).limit("reduce") == 1.0 + FLOOR_SECONDS
+    deadlines = measured(100.0, 100.0, 100.0, 1.0, 1.0, 1.0, history=3)
+    assert deadlines.typical("reduce") == 1.0
+    assert deadlines.limit("reduce") == 1.0 + FLOORS["reduce"]
 
 
 def test_kinds_of_wait_are_measured_apart() -> None:
-    assert measured(1.0, 1.0, 1.0).limit("ready") == 600.0
+    deadlines = measured(1.0, 1.0, 1.0)
+    assert deadlines.limit("other") == 600.0
+    assert deadlines.typical("other") is None
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-9, 3600.0])
 def test_a_limit_is_never_below_what_was_measured(value: float) -> None:
     assert measured(value, value, value).limit("reduce") > value
+
+
+def test_the_grace_is_the_users_until_rounds_are_measured() -> None:
+    assert measured().grace(3) == 600.0
+    assert measured(50.0, 50.0, kind="round").grace(3) == 600.0
+
+
+def test_the_grace_is_a_round_shared_by_those_who_wait() -> None:
+    deadlines = measured(60.0, 60.0, 60.0, kind="round")
+    assert [deadlines.grace(n) for n in (0, 1, 2, 4)] == [60.0, 60.0, 30.0, 15.0]
+
+
+def test_short_rounds_do_not_make_the_grace_shorter_than_its_floor() -> None:
+    assert measured(0.5, 0.5, 0.5, kind="round").grace(4) == FLOORS["grace"]

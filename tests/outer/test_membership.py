@@ -30,7 +30,7 @@ async def two(kind: str) -> AsyncIterator[tuple[Swarm, Membership, Membership]]:
 async def until(read: Callable[[], Awaitable[Any]], expected: Any, seconds: float = 5) -> None:
     """Return when `read` gives what is expected; records take a moment to travel."""
     async with asyncio.timeout(seconds):
-        while await read() != expected:
+        while await read() != expected:  # noqa: ASYNC110 - records set no event
             await asyncio.sleep(0.05)
 
 

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from outer.errors import MessageError
-from outer.protocol import Protocol, Rules, majority
+from outer.protocol import Behind, Protocol, Rules, Short, majority
 from outer.rounds import Goodbye, Plan, Question, Standing, Vote, no, yes
 from tests.outer.explore import (
     START,
@@ -189,6 +189,38 @@ def test_among_equal_histories_the_one_held_by_more_survives():
         a.hear(other, Standing(round=0, tokens=0, digest="bb" * 8))
     behind = a.consider(is_late=True)
     assert behind.donors == ("b", "c")  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+
+
+def test_the_majority_is_not_settled_before_all_who_live_have_spoken():
+    a = gathering("a", "b")
+    a.meet("c")
+    a.hear("b", Standing(round=0, tokens=0, digest="bb" * 8))
+    assert a.behind(is_settled=True) is None, "of the two of them a has the lower digest"
+    assert a.consider(is_late=False) is None
+    a.hear("c", Standing(round=0, tokens=0, digest="bb" * 8))
+    assert isinstance(a.consider(is_late=False), Behind)
+
+
+def test_an_island_that_is_behind_refuses_plans():
+    a, b = gathering("a", "b", ready="b"), gathering("b", "a", ready="a")
+    plan = b.consider(is_late=True) or a.consider(is_late=True)
+    assert isinstance(plan, Plan)
+    b.hear("c", Standing(round=1, tokens=50, digest="cc" * 8))
+    assert isinstance(b.consider(is_late=False), Behind)
+    b.hear("a", plan)
+    assert b.plan is None
+    assert b.votes[plan.id, "b"].digest is None
+
+
+def test_start_islands_are_waited_for_before_the_first_round_only():
+    a = gathering("a", "b", ready="b", start_islands=3)
+    short = a.consider(is_late=True)
+    assert isinstance(short, Short)
+    assert (short.present, short.needed, short.is_start) == (2, 3, True)
+    later = gathering("a", "", start_islands=3)
+    later.stand(Standing(round=1, tokens=10, digest=START))
+    later.prepare(ready_of(later))
+    assert isinstance(later.consider(is_late=False), Plan)
 
 
 def test_among_as_many_the_lower_digest_survives():

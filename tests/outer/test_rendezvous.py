@@ -14,7 +14,8 @@ from outer.errors import InputError, MessageError, PeerLost
 from outer.membership import rendezvous as limits
 from outer.membership.base import Member
 from outer.membership.calls import StreamMessenger
-from outer.membership.records import Announcement, Publication, RunInfo, parse_message
+from outer.membership.link import Link
+from outer.membership.records import Announcement, Publication, Records, RunInfo, parse_message
 from outer.membership.rendezvous import MAX_RUNS, RecordServer, Rendezvous, serve_rendezvous
 from outer.membership.tcp import RENDEZVOUS, TcpMembership, dial, listen, open_membership
 from outer.network import visit
@@ -169,6 +170,16 @@ def test_a_rendezvous_that_comes_back_empty_is_not_believed_at_once(caplog):
             await until(a.members, {})
 
     run(main())
+
+
+def test_another_process_at_the_same_address_is_noticed_without_a_loss():
+    link = Link("tcp://127.0.0.1:1", grace_seconds=60)
+    link.on_answer(Records(server="1", digest="aa", records={"b": member("b").model_dump_json()}, has_config=True))
+    link.on_answer(Records(server="1", digest="bb", records={"c": member("c").model_dump_json()}, has_config=True))
+    assert link.known() == {"c": member("c")}
+    link.on_answer(Records(server="2", digest="cc", records={}, has_config=False))
+    assert link.known() == {"c": member("c")}
+    assert link.wake.is_set()
 
 
 def test_one_of_several_rendezvous_is_enough():

@@ -1,0 +1,209 @@
+"""What a killed or a frozen island costs the others: forked islands, their rounds timed by their own records."""
+
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from tests.faults.forked import POLL_SECONDS, Watch, family, forked, paced
+from tests.swarm import Island, Swarm
+
+NUM_ISLANDS = 4
+INNER_STEPS = 12
+STEP_SECONDS = 0.1
+QUIET_ROUNDS = 3
+"""Whole rounds of all islands between two kills, after the one in which the killed island is back."""
+GUARD_SECONDS = 120.0
+FREEZE_SECONDS = 20.0
+
+
+class FaultBenchError(Exception):
+    """A figure could not be measured; the others can."""
+
+
+@dataclass
+class Timing:
+    """Rounds of one kind: each island's seconds from commit to commit, and the parts of it that it recorded."""
+
+    rounds: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    """For the plan."""
+    reduces: list[float] = field(default_factory=list)
+    """Connecting and reducing."""
+    worst: list[float] = field(default_factory=list)
+    """The slowest island's seconds, one a round."""
+
+    def add(self, watches: Sequence[Watch], number: int) -> None:
+        """One round, as these islands saw it."""
+        seconds = [watch.seconds(number) for watch in watches]
+        self.worst.append(max(seconds))
+        self.rounds += seconds
+        self.waits += [watch.commits[number].wait_seconds for watch in watches]
+        self.reduces += [watch.commits[number].reduce_seconds for watch in watches]
+
+    @property
+    def rest(self) -> float:
+        """Median seconds of inner steps, vote and outer step."""
+        return median(r - w - d for r, w, d in zip(self.rounds, self.waits, self.reduces, strict=True))
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Rounds without and with a kill; a stall is the slowest survivor's round minus the median quiet round."""
+
+    quiet: Timing
+    killed: Timing
+    num_void: int
+    """Kills that came too late: their round was committed with the victim."""
+
+    @property
+    def stalls(self) -> list[float]:
+        return [seconds - median(self.quiet.rounds) for seconds in self.killed.worst]
+
+    @property
+    def noise(self) -> list[float]:
+        """The same of rounds without a kill."""
+        return [seconds - median(self.quiet.rounds) for seconds in self.quiet.worst]
+
+
+class Bench:
+    """Islands that train, and what each has recorded."""
+
+    def __init__(self, made: Swarm) -> None:
+        self._made = made
+        self.islands: list[Island] = [made.start(i, paced(STEP_SECONDS)) for i in range(NUM_ISLANDS)]
+        self.watches = [Watch(island) for island in self.islands]
+
+    def restart(self, index: int) -> None:
+        """Start an island again that was killed."""
+        self.islands[index].wait(10)
+        self.islands[index] = self._made.start(index, paced(STEP_SECONDS))
+
+    def until(self, is_so: Callable[[], bool], what: str) -> None:
+        """Read what islands record until it is so. Raises FaultBenchError."""
+        deadline = time.monotonic() + GUARD_SECONDS
+        while not is_so():
+            if time.monotonic() > deadline:
+                logs = "\n".join(island.log[-1000:] for island in self.islands)
+                raise FaultBenchError(f"{what} did not happen within {GUARD_SECONDS:.0f} s\n{logs}")
+            time.sleep(POLL_SECONDS)
+            for watch in self.watches:
+                watch.read()
+
+    def is_full(self, number: int) -> bool:
+        """Whether all islands have committed the round together."""
+        records = [watch.commits.get(number) for watch in self.watches]
+        return all(record is not None and len(record.participants) == NUM_ISLANDS for record in records)
+
+    def next_full(self, after: int) -> int:
+        """The first round later than `after` that all islands commit together, once they have."""
+        watch = self.watches[0]
+        found = [-1]
+
+        def look() -> bool:
+            found[:] = [number for number in range(after + 1, watch.last + 1) if self.is_full(number)][:1]
+            return bool(found)
+
+        self.until(look, "a round of all islands")
+        return found[0]
+
+
+@contextmanager
+def bench(transport: str) -> Iterator[Bench]:
+    """Islands that have measured what their deadlines need."""
+    overrides = (f"outer.inner_steps={INNER_STEPS}", "optimizer.tokens_per_step=128")
+    with (
+        tempfile.TemporaryDirectory(prefix="diloco-faults-") as folder,
+        forked(Path(folder), transport, NUM_ISLANDS, *overrides) as (made, _),
+    ):
+        running = Bench(made)
+        first = running.next_full(-1)
+        running.until(lambda: running.is_full(first + 4), "the first rounds")
+        yield running
+
+
+def measure_stall(transport: str, kills: int, seed: int, *, with_daemon: bool) -> Stall:
+    """Kill one of the islands at a random moment of a round, with its libp2p daemon or without, `kills` times."""
+    draw = random.Random(seed)
+    result = Stall(Timing(), Timing(), 0)
+    num_void = 0
+    with bench(transport) as running:
+        while len(result.killed.worst) < kills:
+            returned = running.next_full(max(watch.last for watch in running.watches) - 1)
+            last = returned + QUIET_ROUNDS
+            running.until(lambda last=last: running.is_full(last), "quiet rounds")
+            for number in range(returned + 1, last + 1):
+                result.quiet.add(running.watches, number)
+            victim = draw.randrange(NUM_ISLANDS)
+            time.sleep(draw.uniform(0.05, 0.85) * median(result.quiet.rounds))
+            kill(running.islands[victim], with_daemon=with_daemon)
+            survivors = [watch for i, watch in enumerate(running.watches) if i != victim]
+            running.until(lambda s=survivors, n=last + 1: all(w.last >= n for w in s), "the round after a kill")
+            if len(survivors[0].commits[last + 1].participants) == NUM_ISLANDS - 1:
+                result.killed.add(survivors, last + 1)
+            else:
+                num_void += 1
+            running.restart(victim)
+    return Stall(result.quiet, result.killed, num_void)
+
+
+def kill(island: Island, *, with_daemon: bool) -> None:
+    """End it as a crash does, or as the loss of its machine's processes does."""
+    for pid in family(island.ranks[0]) if with_daemon else [island.ranks[0].pid]:
+        os.kill(pid, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """What a freeze of one island cost the others, and when it was back."""
+
+    round_seconds: float
+    first_commit: float
+    """Seconds from the freeze to the others' next commit."""
+    rounds_meanwhile: int
+    rounds_until_back: int
+    """Commits of the others after it woke, up to and with the first that it takes part in."""
+    seconds_until_back: float
+
+
+def measure_freeze(transport: str, seed: int) -> Freeze:
+    """Freeze one of the islands, with its daemon, for FREEZE_SECONDS in the middle of a round."""
+    victim = random.Random(seed).randrange(NUM_ISLANDS)
+    with bench(transport) as running:
+        others = [watch for i, watch in enumerate(running.watches) if i != victim]
+        name = running.islands[victim].folder.name
+        before = running.next_full(others[0].last)
+        round_seconds = median(others[0].seconds(number) for number in range(before - 2, before + 1))
+        time.sleep(round_seconds / 2)
+        pids = family(running.islands[victim].ranks[0])
+        frozen = signal_all(pids, signal.SIGSTOP)
+        running.until(lambda: time.time() >= frozen + FREEZE_SECONDS, "the time of the freeze")
+        last = max(watch.last for watch in others)
+        woken = signal_all(pids, signal.SIGCONT)
+
+        def back() -> list[int]:
+            return [n for n, r in others[0].commits.items() if n > last and name in r.participants]
+
+        running.until(lambda: bool(back()), "a round with the woken island")
+        first = min(record.time for watch in others for record in watch.commits.values() if record.time > frozen)
+        number = min(back())
+        return Freeze(
+            round_seconds=round_seconds,
+            first_commit=first - frozen,
+            rounds_meanwhile=last - before,
+            rounds_until_back=number - last,
+            seconds_until_back=others[0].commits[number].time - woken,
+        )
+
+
+def signal_all(pids: Sequence[int], number: signal.Signals) -> float:
+    """Signal them; when it was done, in unix time."""
+    for pid in pids:
+        os.kill(pid, number)
+    return time.time()

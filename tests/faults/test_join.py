@@ -1,0 +1,101 @@
+"""An island joins a run that goes on: with the run's state, without stalling anybody, over deaths of either side."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.faults.waits import GUARD_SECONDS, all_records, assert_one_history, more_rounds, until
+from tests.swarm import Island, Swarm, swarm
+
+STEPS = 4
+JOINER = 2
+WARMUP = ("optimizer.warmup_steps=4000", "optimizer.schedule=cosine")
+"""Every step has a learning rate of its own."""
+transports = pytest.mark.parametrize("transport", ["gloo", pytest.param("hivemind", marks=pytest.mark.slow)])
+
+
+@contextmanager
+def running(folder: Path, transport: str, address: str, joiner: dict, second: dict | None = None) -> Iterator[Swarm]:
+    """Two islands that have committed some rounds, with inner steps 5 times as long as they need be."""
+    slow = {"faults": ["slow:0x5", "slow:1x5"]}
+    islands = [slow, slow | {"faults": [*slow["faults"], *(second or {}).get("faults", [])]}, joiner]
+    settings = [f"outer.inner_steps={STEPS}", "outer.rounds=5000", f"outer.transport={transport}", *WARMUP]
+    settings += ["outer.start_islands=2", f"name={folder.name}"]
+    with swarm(folder, *settings, islands=islands, address=address) as made:
+        made.start(0)
+        made.start(1)
+        for island in made.started:
+            island.wait_for_round(3)
+        yield made
+
+
+def enters(joiner: Island) -> tuple[int, int]:
+    """(the round whose state it took, the first that it committed), once it has committed some."""
+    until(lambda: len(joiner.committed()) >= 3, "three commits of the joiner", joiner)
+    return int(joiner.events("joined")[-1].split()[1].strip(",")), min(joiner.committed())
+
+
+@transports
+def test_a_joiner_trains_on_the_runs_state_only_and_from_where_the_run_stands(tmp_path, place, transport):
+    with running(tmp_path, transport, place(transport), {"joins": True}) as made:
+        joiner = made.start(JOINER)
+        taken, first = enters(joiner)
+        assert taken >= 3 and first <= taken + 1, "it takes part in the first round boundary after its state"
+        records = all_records(joiner, ("event", "step"))
+        assert records[0].get("name") == "joined", "no step before the state"
+        steps = {record["step"]: record for record in joiner.records("step")}
+        assert min(steps) == taken * STEPS + 1, "data and learning rate stand where the round begins"
+        until(lambda: max(s["step"] for s in made.started[0].records("step")) >= max(steps), "the same steps", joiner)
+        theirs = {record["step"]: record["lr"] for record in made.started[0].records("step")}
+        assert len(set(theirs.values())) == len(theirs), "the schedule tells steps apart"
+        assert all(record["lr"] == theirs[step] for step, record in steps.items())
+        assert_one_history(*made.started)
+
+
+@transports
+def test_others_go_on_while_a_joiner_takes_the_state(tmp_path, place, transport):
+    frozen = {"faults": [f"freeze:{JOINER}@round=0,phase=fetch"]}
+    with running(tmp_path, transport, place(transport), frozen) as made:
+        joiner = made.start(JOINER)
+        until(lambda: joiner.is_stopped, "the joiner stops in the middle of its download", joiner)
+        more_rounds(made.started[0], 5, ["island-0", "island-1"])
+        assert not joiner.records("step")
+        joiner.signal(signal.SIGCONT)
+        enters(joiner)
+        assert_one_history(*made.started)
+
+
+@transports
+def test_a_joiner_killed_in_its_download_resumes_and_gets_in(tmp_path, place, transport):
+    killed = {"faults": [f"kill:{JOINER}@round=0,phase=fetch"]}
+    with running(tmp_path, transport, place(transport), killed) as made:
+        assert made.start(JOINER).wait(GUARD_SECONDS) == [-signal.SIGKILL]
+        parts = list((tmp_path / tmp_path.name / "island-2" / "incoming").rglob("part-*"))
+        again = made.start(JOINER)
+        enters(again)
+        whole = [line for line in again.log.splitlines() if "parts of the state are on disk" in line]
+        assert parts and f" {len(parts)} of " in whole[-1], f"{len(parts)} parts on disk, and the log says {whole}"
+        assert_one_history(*made.started)
+
+
+@transports
+def test_a_donor_killed_while_it_gives_does_not_matter(tmp_path, place, transport):
+    with running(tmp_path, transport, place(transport), {}, {"faults": ["kill:1@round=3,phase=donate"]}) as made:
+        joiner = made.start(JOINER)
+        assert made.started[1].wait(GUARD_SECONDS) == [-signal.SIGKILL]
+        enters(joiner)
+        more_rounds(made.started[0], 2, ["island-0", "island-2"])
+        assert_one_history(made.started[0], joiner)
+
+
+def test_an_island_that_must_join_is_told_when_only_fresh_ones_are_there(tmp_path):
+    with swarm(tmp_path, "outer.start_islands=3", islands=[{}, {"joins": True}]) as made:
+        fresh = made.start(0)
+        until(lambda: fresh.records("step"), "the fresh island trains", fresh)
+        lonely = made.start(1)
+        assert lonely.wait(GUARD_SECONDS) == [1]
+        assert "no island that has committed a round can be found" in lonely.log
+        assert not lonely.records("step")
