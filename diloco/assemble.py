@@ -28,8 +28,10 @@ from inner.trainer import Trainer, TrainerSettings
 from outer.keys import RunKey, read_run_key
 from outer.loop import LoopThread
 from outer.network import Network, NetworkSettings, open_network
-from outer.probe import Probe
-from outer.sync import Identity, OuterLoop, Settings
+from outer.presence import Identity
+from outer.probe import Greeter, Probe
+from outer.reports import Settings
+from outer.sync import OuterLoop
 from outer.team import Team
 from outer.transports.loopback import Hub
 
@@ -153,7 +155,7 @@ def assembled(config: RunConfig, island: IslandConfig, team: Team, device: str, 
         most = 2 * config.outer.inner_steps * config.optimizer.tokens_per_step  # a round's, and one re-based
         settings = Settings(max_tokens=most, joins=island.joins, cache_dir=folder / "incoming", hooks=hooks)
         outer = OuterLoop(config.outer, identity, trainer.params, team, network, loop, settings)
-        Probe(network.messenger, config.hash, lambda: outer.position.round)
+        Probe(network.messenger, Greeter(config.hash, lambda: outer.position.round))
         speed = speedometer(config, island, corpus, device) if team.is_leader else None
         with Profiler(island.profile, folder / "profile", team.rank) as profiler:
             yield Parts(

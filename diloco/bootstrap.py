@@ -13,7 +13,7 @@ PREFIX = "address: "
 """What the line with an address starts with, for programs that read it."""
 
 
-def bootstrap(host: str, port: int, rendezvous: str, identity: Path | None) -> None:
+def bootstrap(host: str, port: int, rendezvous: str, identity: Path | None, run_key_file: Path | None = None) -> None:
     """Serve until a signal comes; prints one line for each address."""
     end_with_parent()
     stopped = threading.Event()
@@ -22,7 +22,7 @@ def bootstrap(host: str, port: int, rendezvous: str, identity: Path | None) -> N
     if rendezvous == "dht":
         addresses, close = _serve_dht(host, port, identity)
     elif rendezvous == "tcp":
-        addresses, close = _serve_tcp(host, port)
+        addresses, close = _serve_tcp(host, port, run_key_file)
     else:
         raise ConfigError(f"--rendezvous: got {rendezvous!r}; allowed: dht (for hivemind), tcp (for gloo)")
     for address in addresses:
@@ -41,8 +41,9 @@ def _serve_dht(host: str, port: int, identity: Path | None):
     return list(peer.addresses), lambda: loop.run(peer.close(), timeout_seconds=5)
 
 
-def _serve_tcp(host: str, port: int):
+def _serve_tcp(host: str, port: int, run_key_file: Path | None):
+    from outer.keys import read_run_key
     from outer.membership.rendezvous import serve_rendezvous
 
-    server = serve_rendezvous(host, port)
+    server = serve_rendezvous(host, port, read_run_key(run_key_file) if run_key_file else None)
     return [server.address], server.close

@@ -125,7 +125,9 @@ def check_port(subject: Subject, host: str, port: int) -> Check:
         return Check("ok", where, "0: any free port; behind a firewall or router set one and open it")
     ports = range(port, port + (subject.island.ranks if subject.transport == "gloo" else 1))
     if ports[-1] > 65535:
-        return Check("FAILED", where, f"{port}: one for each rank makes {ports[-1]}, and 65535 is the last; set a lower")
+        return Check(
+            "FAILED", where, f"{port}: one for each rank makes {ports[-1]}, and 65535 is the last; set a lower"
+        )
     for each in ports:
         problem = bind_problem(host, each)
         if problem:
@@ -178,17 +180,18 @@ def is_loopback(host: str) -> bool:
 def check_disk(subject: Subject) -> Iterator[Check]:
     """Room for the state that an island may take from others, and for the tokenised text."""
     state = state_bytes(subject.run) if subject.run is not None else 0
-    what = f", the run's state takes {human_bytes(state)}" if state else ""
     cache = Path(subject.island.cache_dir).expanduser()
-    for where, path in (("island.run_dir", subject.folder), ("island.cache_dir", cache)):
+    for where, path, needed in (("island.run_dir", subject.folder, state), ("island.cache_dir", cache, 0)):
         there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
         free = shutil.disk_usage(there).free
-        text = f"{path}: {human_bytes(free)} free{what}"
+        text = f"{path}: {human_bytes(free)} free"
+        if needed:
+            text += f", the run's state takes {human_bytes(needed)}"
         if not there.is_dir() or not os.access(there, os.W_OK):
             yield Check("FAILED", where, f"{path}: {there} is no folder that this user may write to; set {where}")
-        elif free < state:
+        elif free < needed:
             yield Check("FAILED", where, f"{text}; make room, or set {where} to a larger disk")
-        elif free < state + LOW_DISK_BYTES:
+        elif free < needed + LOW_DISK_BYTES:
             yield Check("warning", where, f"{text}; that may not last: make room, or set {where} to a larger disk")
         else:
             yield Check("ok", where, text)

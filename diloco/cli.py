@@ -105,12 +105,15 @@ def bootstrap(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 0,
     rendezvous: Annotated[str, typer.Option(help="dht (for outer.transport hivemind) or tcp (for gloo).")] = "dht",
-    identity: Annotated[Path | None, typer.Option(help="Key file that keeps the address over restarts.")] = None,
+    identity: Annotated[Path | None, typer.Option(help="dht: key file that keeps the address over restarts.")] = None,
+    run_key_file: Annotated[
+        Path | None, typer.Option(help="tcp: the run's key, for runs whose islands have island.run_key_file.")
+    ] = None,
 ) -> None:
     """Be the address where islands find each other. Trains nothing; prints the address to give to them."""
     from diloco.bootstrap import bootstrap as run
 
-    run(host, port, rendezvous, identity)
+    run(host, port, rendezvous, identity, run_key_file)
 
 
 @app.command()
@@ -126,6 +129,25 @@ def join(
     from diloco.join import join as run
 
     raise typer.Exit(run(address, overrides or [], ranks, run_name))
+
+
+@app.command()
+def doctor(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ADDRESS] [section.key=value ...]", help="As printed by `diloco bootstrap`; values."),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="The run's YAML file, to be checked and compared, too.")] = None,
+    run_name: Annotated[str | None, typer.Option("--run", help="Which of the swarm's runs; default: all.")] = None,
+) -> None:
+    """Check this machine and, with an address, the links to every island there; status 1 if a check failed.
+
+    Give it the island.key=value that the island here will have (listen_host, listen_port, announce_host,
+    run_key_file, ...): it listens as that island would, and lets the others call back. It changes nothing.
+    """
+    from diloco.doctor import doctor as run
+
+    raise typer.Exit(run(arguments or [], config, run_name))
 
 
 @app.command("config")

@@ -13,8 +13,8 @@ from diloco.measure import evaluation, step_record
 from diloco.metrics import EventRecord, RoundRecord
 from inner.trainer import StepResult
 from outer.errors import OuterError
+from outer.reports import CaughtUp, RoundReport
 from outer.state import Position
-from outer.sync import CaughtUp, RoundReport
 
 log = logging.getLogger(__name__)
 
@@ -59,15 +59,16 @@ def run(parts: Parts) -> None:
 
 
 def enter(parts: Parts, position: Position) -> None:
-    """Stand where the run stands: learning-rate schedule and data position follow from the round."""
-    parts.trainer.inner_step = position.round * parts.config.outer.inner_steps
+    """Say where this island stands, after the state of others or the beginning."""
     parts.event("joined", f"round {position.round}, {position.tokens} tokens, digest {parts.outer.digest[:12]}")
 
 
 def inner_steps(parts: Parts, carried: Progress) -> Progress:
     """Train until the round's inner steps are done, or until going on would be in vain; all progress of the round."""
     outer, trainer = parts.outer, parts.trainer
-    last = outer.position.round * parts.config.outer.inner_steps + outer.inner_steps
+    # Learning-rate schedule and data position follow from the round, however many steps the last one had here.
+    trainer.inner_step = outer.position.round * parts.config.outer.inner_steps
+    last = trainer.inner_step + outer.pace.inner_steps
     steps, tokens = carried.steps, carried.tokens
     while True:
         batches = parts.batches.micro_batches(
@@ -77,7 +78,7 @@ def inner_steps(parts: Parts, carried: Progress) -> Progress:
         result = trainer.step(batches)
         parts.slow_down(time.monotonic() - started)
         parts.profiler.step()
-        outer.observe_step(time.monotonic() - started)
+        outer.pace.observe_step(time.monotonic() - started)
         steps, tokens = steps + 1, tokens + (0 if result.is_skipped else result.tokens)
         record_step(parts, result)
         left = last - trainer.inner_step

@@ -19,7 +19,7 @@ def join(address: str, overrides: list[str], ranks: int, run_name: str | None) -
     refused = [override for override in overrides if not override.startswith("island.")]
     if refused:
         raise ConfigError(f"got {refused[0]!r}; a joiner takes the run's config and sets island.key=value only")
-    text, taken = ask_swarm(address, run_name)
+    text, taken = ask_swarm(address, run_name, key_in(overrides))
     config = joined_config(text, taken, address, [*overrides, f"island.ranks={ranks}"])
     check_island(config.run, config.island, "this island")
     run_dir = Path(config.island.run_dir) / config.name
@@ -36,21 +36,28 @@ def join(address: str, overrides: list[str], ranks: int, run_name: str | None) -
 def joined_config(text: str, taken: set[str], address: str, overrides: list[str]) -> Config:
     """The run's config with this island's own part; its name is the first island-<k> that is free."""
     index = next(k for k in range(len(taken) + 1) if f"island-{k}" not in taken)
-    own = [f"island.bootstrap=[{address}]", f"island.index={index}", *overrides]
+    own = [f"island.bootstrap=[{address}]", f"island.index={index}", "island.joins=true", *overrides]
     config = parse_config(text, own, where="the swarm's config")
     if config.island.island in taken:
         raise ConfigError(f"island.name: {config.island.island!r} is in the run already; names there: {sorted(taken)}")
     return config
 
 
-def ask_swarm(address: str, run_name: str | None) -> tuple[str, set[str]]:
+def key_in(overrides: list[str]) -> str | None:
+    """The file of the run's key, as this island gives it: the run's config is read with it."""
+    return parse_config("", overrides, where="the command line").island.run_key_file
+
+
+def ask_swarm(address: str, run_name: str | None, run_key_file: str | None) -> tuple[str, set[str]]:
     """The config text of the run at `address`, and the names of the islands in it."""
+    from outer.keys import read_run_key
     from outer.loop import LoopThread
     from outer.network import visit
 
+    key = None if run_key_file is None else read_run_key(Path(run_key_file).expanduser())
     loop = LoopThread()
     try:
-        runs = loop.run(visit(address, connect_seconds=CONNECT_SECONDS))
+        runs = loop.run(visit(address, CONNECT_SECONDS, key))
     finally:
         loop.close()
     if not runs:

@@ -22,7 +22,7 @@ PING_SECONDS = 1.0
 """How often every island tells the others where it stands; also how often what may be lost is said again."""
 BEAT_SECONDS = 0.25
 FROZEN_SECONDS = 2.0
-"""An event loop that stood still for so long was frozen, less than the shortest time after which others call it lost."""
+"""An event loop that stood still for so long was frozen. Less than the least time after which others call it lost."""
 WARN_SECONDS = 60.0
 GOODBYE_SECONDS = 1.5
 REPLIES: dict[type[Message], type[Message]] = {Ready: Standing, Standing: Standing, Question: Answer}

@@ -17,7 +17,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from outer.errors import MessageError, TransportError
+from outer.errors import MessageError, PeerLost, TransportError
 from outer.membership.base import Messenger
 from outer.rounds import MAX_ROUND, Message, parse
 from outer.transports.base import Endpoint
@@ -29,7 +29,7 @@ BYTES_PER_MINUTE = 32 << 20
 """Each way; a doctor takes less than half of it."""
 DIAL_BACKS_PER_MINUTE = 6
 DIAL_BACK_SECONDS = 5.0
-MAX_ADDRESS_LENGTH = 2048
+MAX_ADDRESS_LENGTH, MAX_CAUSE_LENGTH = 2048, 500
 PACKAGES = ("diloco", "torch", "hivemind")
 
 Text = Annotated[str, Field(max_length=64)]
@@ -59,30 +59,24 @@ class DialRequest(Message):
 
 
 class DialResult(Message):
-    cause: str = Field(max_length=2000)
+    cause: str = Field(max_length=MAX_CAUSE_LENGTH)
     """Empty: it was answered there."""
 
 
-class Probe:
-    """Answers a doctor's calls on one rank. `clock` gives unix time, `round_number` the rounds committed."""
+class Greeter:
+    """Says who answers on one rank. `clock` gives unix time, `round_number` the rounds committed."""
 
     def __init__(
         self,
-        messenger: Messenger,
-        config_hash: str,
+        config_hash: str = "",
         round_number: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._messenger, self._config_hash, self._round, self._clock = messenger, config_hash, round_number, clock
+        self._config_hash, self._round, self._clock = config_hash, round_number, clock
         self._versions, self._began_at = versions(), time.monotonic()
-        self._sent, self._taken = Budget(BYTES_PER_MINUTE), Budget(BYTES_PER_MINUTE)
-        self._dialled = Budget(DIAL_BACKS_PER_MINUTE)
-        messenger.serve("probe", self._on_probe)
-        messenger.serve("probe_bytes", self._on_bytes)
-        messenger.serve("probe_sink", self._on_sink)
-        messenger.serve("dial_back", self._on_dial_back)
 
-    async def _on_probe(self, source: Endpoint, body: bytes) -> bytes:
+    def greet(self, body: bytes) -> bytes:
+        """The answer to a probe. Raises MessageError."""
         if body:
             raise MessageError(f"a probe with a body of {len(body)} bytes, none expected")
         greeting = Greeting(
@@ -94,6 +88,22 @@ class Probe:
             round=self._round(),
         )
         return greeting.model_dump_json().encode()
+
+
+class Probe:
+    """Answers a doctor's calls on one rank."""
+
+    def __init__(self, messenger: Messenger, greeter: Greeter) -> None:
+        self._messenger, self._greeter = messenger, greeter
+        self._sent, self._taken = Budget(BYTES_PER_MINUTE), Budget(BYTES_PER_MINUTE)
+        self._dialled = Budget(DIAL_BACKS_PER_MINUTE)
+        messenger.serve("probe", self._on_probe)
+        messenger.serve("probe_bytes", self._on_bytes)
+        messenger.serve("probe_sink", self._on_sink)
+        messenger.serve("dial_back", self._on_dial_back)
+
+    async def _on_probe(self, source: Endpoint, body: bytes) -> bytes:
+        return self._greeter.greet(body)
 
     async def _on_bytes(self, source: Endpoint, body: bytes) -> bytes:
         num_bytes = parse(BytesRequest, body).num_bytes
@@ -114,8 +124,8 @@ class Probe:
             reply = await self._messenger.call(address, "probe", b"", timeout_seconds=DIAL_BACK_SECONDS)
             parse(Greeting, reply)
         except TransportError as error:
-            cause = str(error)[:2000] or type(error).__name__
-        return DialResult(cause=cause).model_dump_json().encode()
+            cause = (error.cause if isinstance(error, PeerLost) else str(error)) or type(error).__name__
+        return DialResult(cause=cause[:MAX_CAUSE_LENGTH]).model_dump_json().encode()
 
 
 class Budget:

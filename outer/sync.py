@@ -8,12 +8,8 @@ Every rank of the island makes the same calls in the same order; the leader spea
 
 import logging
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from statistics import median
 
 import torch
 
@@ -28,11 +24,12 @@ from outer.exchange import Params
 from outer.island_state import IslandState
 from outer.loop import LoopThread
 from outer.network import Network
+from outer.pace import Pace
 from outer.parts_cache import PartsCache
-from outer.phases import NO_HOOKS, Hooks
 from outer.presence import Identity, Presence, standing_of
 from outer.protocol import Protocol, Rules
 from outer.reduce import Mean, Reducer
+from outer.reports import CaughtUp, RoundReport, Settings
 from outer.rounds import Plan, no, parse, yes
 from outer.state import Position
 from outer.taking import Taken, Taker
@@ -46,50 +43,6 @@ FINISH_SECONDS = 60.0
 """How long an island that has the last round stays for those that live and do not have it yet."""
 DONOR_WAIT_SECONDS = 10.0
 """How long an island that must not begin a run waits for one that can give a state."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the outer loop does on this island besides the run's config."""
-
-    max_tokens: int = 1 << 52
-    """Most tokens that any island trains on in a round; larger claims are refused."""
-    joins: bool = False
-    """Never begin a run: take the state of others."""
-    cache_dir: Path | None = None
-    """Where parts of a state are kept while they come; None: a restarted island takes all of them anew."""
-    hooks: Hooks = NO_HOOKS
-
-
-@dataclass(frozen=True)
-class RoundReport:
-    """What came of one attempt at a round, as this island saw it; bytes are its ranks' since the last report."""
-
-    round: int
-    attempt: int
-    participants: list[str]
-    is_committed: bool
-    digest: str
-    """Of the global params and outer momentum afterwards."""
-    bytes_sent: int
-    bytes_received: int
-    reduce_seconds: float
-    wait_seconds: float
-    pseudo_grad_norm: float
-    gated: dict[str, int]
-    """By island: parts that this island's leader, as their reducer, left out of the mean."""
-    cause: str
-
-
-class CaughtUp(OuterError):
-    """This island has taken the state of others, for they have committed without it; it goes on from there.
-
-    `is_kept`: its progress since the last commit is on top of that state, as if made there.
-    """
-
-    def __init__(self, cause: str, *, is_kept: bool) -> None:
-        super().__init__(cause)
-        self.is_kept = is_kept
 
 
 class OuterLoop:
@@ -111,6 +64,7 @@ class OuterLoop:
         self._codec = build_codec(config.codec)
         self._held = IslandState(config, self._codec.block_elements, params, team)
         self._deadlines = Deadlines(config.wait_seconds)
+        self.pace = Pace(config, identity.island, self._deadlines)
         me = Endpoint(identity.island, team.rank)
         self._reducer = Reducer(network.transport, self._codec, self._held.space, me, self._hooks, config.merge)
         self._counted = 0, 0
@@ -122,9 +76,6 @@ class OuterLoop:
             network.messenger.serve("vote", self._attempts.on_vote)
         self._taker = Taker(self._held, self._fetch, team, loop, lambda: self._leader.find_donors())
         self._has_entered_late = False
-        self._speeds: dict[str, float] = {}
-        self._committed_at: float | None = None
-        self._step_times: deque[float] = deque(maxlen=32)
 
     @property
     def position(self) -> Position:
@@ -140,18 +91,6 @@ class OuterLoop:
     def num_params(self) -> int:
         """Parameters of the whole model."""
         return self._held.space.num_elements
-
-    @property
-    def inner_steps(self) -> int:
-        """Inner steps of the coming round: all, or fewer on a slow island (2401.09135, dynamic local updates).
-
-        steps = max(1, floor(H * fastest step time / own step time)), by the times in the last plan.
-        """
-        steps, own = self._config.inner_steps, self._speeds.get(self._identity.island, 0.0)
-        known = [seconds for seconds in self._speeds.values() if seconds > 0]
-        if self._config.local_steps == "fixed" or own <= 0 or not known:
-            return steps
-        return max(1, int(steps * min(known) / own))
 
     # -- an island's life -------------------------------------------------------------------------------------
 
@@ -204,18 +143,9 @@ class OuterLoop:
             cause="" if is_committed else cause or "a vote is missing or differs",
         )
 
-    def observe_step(self, seconds: float) -> None:
-        """An inner step took so long: by these times others know what to expect of this island."""
-        self._step_times.append(seconds)
-
-    @property
-    def step_seconds(self) -> float:
-        """Median time of the last inner steps; 0: not measured."""
-        return median(self._step_times) if self._step_times else 0.0
-
     def interruption(self, steps_left: int) -> Interruption:
         """Why inner steps should end now, the same on every rank; "": go on. Call it after each inner step."""
-        seconds, late = steps_left * self.step_seconds, self._has_entered_late
+        seconds, late = steps_left * self.pace.step_seconds, self._has_entered_late
         return self._team.on_leader(
             lambda: self._loop.run(self._leader.agreement.interruption(seconds, entered_late=late))
         )
@@ -249,7 +179,7 @@ class OuterLoop:
 
     def _plan_on_leader(self, tokens: int) -> tuple[bytes | None, bool, str]:
         """(plan, False, ""), or (None, True, why) when behind, or (None, False, why) when there can be no plan."""
-        ready = self._leader.ready(tokens, self._attempts.epoch, self.step_seconds)
+        ready = self._leader.ready(tokens, self._attempts.epoch, self.pace.step_seconds)
         try:
             told = partial(self._hooks.reached, "planning", ready.round)
             plan = self._loop.run(self._leader.agreement.plan(ready, told))
@@ -301,24 +231,16 @@ class OuterLoop:
         position = Position(round=plan.round + 1, tokens=tokens)
         self._held.commit(means, position, partial(self._hooks.reached, "applied", plan.round))
         self._reducer.remember(plan.round, means)
-        self._speeds = {p.island: p.step_seconds for p in plan.participants}
         self._has_entered_late = False
-        self._observe_round()
+        self.pace.observe_commit(plan)
         self._stand(is_coming=True, included=[p.incarnation for p in plan.participants])
-
-    def _observe_round(self) -> None:
-        """Time from commit to commit: what going on without an island would cost it."""
-        now = time.monotonic()
-        if self._committed_at is not None:
-            self._deadlines.observe("round", now - self._committed_at)
-        self._committed_at = now
 
     def _stand(self, *, is_coming: bool, included: Sequence[str] | None = None) -> None:
         """Tell the others where this island stands; with `included` also that it can give a new state."""
         if self._presence is not None:
             if included is not None:
                 self._presence.offer(self._donor, included)
-            self._presence.stand(is_coming=is_coming, step_seconds=self.step_seconds)
+            self._presence.stand(is_coming=is_coming, step_seconds=self.pace.step_seconds)
 
     # -- another island's state -----------------------------------------------------------------------------
 
@@ -352,7 +274,8 @@ class OuterLoop:
         """The state of others, in the place of this island's. Raises TransportError."""
         self._stand(is_coming=False)
         taken = self._taker.take()
-        self._has_entered_late, self._committed_at = True, None
+        self._has_entered_late = True
+        self.pace.interrupt()
         self._stand(is_coming=False, included=taken.description.included)
         return taken
 

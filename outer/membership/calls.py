@@ -64,6 +64,9 @@ class StreamMessenger:
                 outgoing = await self._connection(address, lane)
                 return await outgoing.call(kind, body)
         except TimeoutError:
+            if lane == "control":
+                # Else a connection through a cut cable is kept until the kernel gives it up, minutes after the cure.
+                self._drop(address, lane)
             raise DeadlineError(f"{address} did not answer {kind!r} within {timeout_seconds:g} s") from None
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str = "") -> None:
@@ -102,6 +105,12 @@ class StreamMessenger:
             if task.done() and not task.cancelled() and task.exception() is None:
                 task.result().close("this messenger was closed")
         self._outgoing.clear()
+
+    def _drop(self, address: str, lane: Lane) -> None:
+        """Close an open connection; the next call dials anew."""
+        task = self._outgoing.get((address, lane))
+        if task is not None and task.done() and not task.cancelled() and task.exception() is None:
+            task.result().close("it did not answer")
 
     async def _connection(self, address: str, lane: Lane) -> "_Outgoing":
         """The kept connection, or a new one. Callers that come while it is dialled wait for the same."""

@@ -1,7 +1,6 @@
 """Four islands in network namespaces whose links are cut and healed: one history survives, the one with most tokens."""
 
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import pytest
 
 from diloco.netns import Namespace, Net, opened_net
 from tests.faults.bootstraps import bootstrap
-from tests.faults.waits import GUARD_SECONDS, all_records, more_rounds, until
+from tests.faults.waits import GUARD_SECONDS, assert_one_history, last_round, more_rounds, reached, until
 from tests.swarm import Island, Swarm, swarm
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
@@ -65,64 +64,36 @@ def divided(folder: Path, transport: str, small: list[int], slowed: list[int], *
         ):
             made.inside = {i: place.name for i, place in enumerate(places[:4])}
             for island in made.start_all():
-                island.wait_for_round(4, GUARD_SECONDS)
+                reached(island, 4)
             yield Divided(made, net, places, small)
 
 
-def all_together(made: Divided, after: dict[str, int]) -> None:
-    """Wait until each island has committed three rounds with all others, later than its round in `after`."""
-    for island in made.swarm.started:
-        until(
-            lambda: (
-                sum(r["participants"] == NAMES for n, r in island.committed().items() if n > after[island.folder.name])
-                >= 3
-            ),
-            "three rounds of all four",
-            *made.swarm.started,
-        )
+def rounds_with(island: Island, names: list[str], after: int, all_islands: list[Island]) -> None:
+    """Wait until it has committed three rounds later than `after` with exactly these."""
+
+    def has_come() -> bool:
+        return sum(r["participants"] == names for n, r in island.committed().items() if n > after) >= 3
+
+    until(has_come, f"three rounds of {names} by {island.folder.name}", *all_islands)
 
 
-def last_rounds(made: Divided) -> dict[str, int]:
-    return {island.folder.name: max(island.committed()) for island in made.swarm.started}
+def survivors_chain(winners: list[Island]) -> dict[int, str]:
+    """Digests by round of the history that survives: all that the winners have ever committed."""
+    assert_one_history(*winners)
+    return {number: record["digest"] for island in winners for number, record in island.committed().items()}
 
 
-def chain(island: Island) -> dict[int, str]:
-    """Digests by round that it has committed since it took a state last."""
-    digests: dict[int, str] = {}
-    for record in all_records(island, ("round", "event")):
-        if record["kind"] == "event" and record["name"] == "caught up":
-            digests = {}
-        if record["kind"] == "round" and record["committed"]:
-            digests[record["round"]] = record["digest"]
-    return digests
-
-
-def tokens_before_catching_up(island: Island) -> int:
-    """Tokens behind the state that it held when it took another."""
-    tokens = 0
-    for record in all_records(island, ("eval", "event")):
-        if record["kind"] == "event" and record["name"] == "caught up":
-            return tokens
-        tokens = record["tokens"] if record["kind"] == "eval" else tokens
-    raise AssertionError(f"{island.folder.name} never caught up")
-
-
-def check(winners: list[Island], losers: list[Island]) -> None:
-    """The losers have the winners' history now, theirs had fewer tokens, and nobody mixes two."""
-    survivor = chain(winners[0])
-    for island in winners:
-        assert not island.events("caught up"), f"{island.folder.name} gave up the history that survives"
-    for island in losers:
-        lost = {record["digest"] for record in island.records("round") if record["committed"]} - set(survivor.values())
-        assert lost, f"{island.folder.name} had no history of its own"
-        assert not lost & set(chain(island).values())
-        most = max(record["tokens"] for record in winners[0].records("eval"))
-        assert tokens_before_catching_up(island) < most
-        assert island.events("caught up")[0].count("tokens") == 2, "it says why"
-    for island in [*winners, *losers]:
-        mine = chain(island)
-        shared = mine.keys() & survivor.keys()
-        assert shared and all(mine[number] == survivor[number] for number in shared), f"{island.folder.name} mixes"
+def check_loser(island: Island, chain: dict[int, str], winner: Island) -> None:
+    """It went its own way, then took the survivors' state for good; its own history had fewer tokens."""
+    rounds = [r for r in island.records("round") if r["committed"] and r["round"] <= max(chain)]
+    is_on = [chain.get(r["round"]) == r["digest"] for r in rounds]
+    off = [i for i, on in enumerate(is_on) if not on]
+    assert off, f"{island.folder.name} had no history of its own"
+    assert off == list(range(off[0], off[-1] + 1)) and is_on[-1], f"{island.folder.name} mixes histories: {is_on}"
+    returned_at = rounds[off[-1] + 1]["time"]
+    assert any(r["name"] == "caught up" and r["time"] < returned_at for r in island.records("event"))
+    lost, kept = ([r["tokens"] for r in i.records("eval") if r["time"] < returned_at][-1] for i in (island, winner))
+    assert lost < kept, "the history with most tokens survives"
 
 
 @pytest.mark.parametrize(
@@ -137,26 +108,22 @@ def check(winners: list[Island], losers: list[Island]) -> None:
 )
 def test_both_sides_go_on_and_one_history_survives(tmp_path, transport, small, slowed):
     with divided(tmp_path, transport, small, slowed) as made:
+        everybody = made.swarm.started
         made.cut()
         for side in made.sides:
-            names = [island.folder.name for island in side]
             for island in side:
-                until(
-                    lambda: sum(r["participants"] == names for r in island.committed().values()) >= 3,
-                    f"three rounds of {names}",
-                    *made.swarm.started,
-                )
-        # So that the rule has something to tell apart.
-        fast, late = sorted(made.sides, key=lambda side: made.swarm.started.index(side[0]) in slowed)
+                rounds_with(island, [other.folder.name for other in side], -1, everybody)
+        fast, late = sorted(made.sides, key=lambda side: everybody.index(side[0]) in slowed)
         behind = 2 * max(record["tokens"] for record in late[0].records("eval"))
         until(lambda: fast[0].records("eval")[-1]["tokens"] > behind, "more tokens on one side", *fast)
-        before = last_rounds(made)
+        healed_at = max(last_round(island) for island in everybody)
         made.heal()
-        all_together(made, before | {i.folder.name: before[fast[0].folder.name] for i in late})
-        for island in made.swarm.started:
-            island.signal(signal.SIGTERM)
-            island.wait(GUARD_SECONDS)
-        check(fast, late)
+        for island in everybody:
+            rounds_with(island, NAMES, healed_at, everybody)
+        made.swarm.end()
+        chain = survivors_chain(fast)
+        for island in late:
+            check_loser(island, chain, fast[0])
 
 
 @slow
@@ -165,12 +132,14 @@ def test_below_quorum_an_island_waits_and_goes_on_when_the_others_are_back(tmp_p
         (single,), others = made.sides[1], made.sides[0]
         made.cut()
         more_rounds(others[0], 5, NAMES[:3])
-        before = last_rounds(made)
-        assert {tuple(r["participants"]) for r in single.committed().values()} == {tuple(NAMES)}
+        assert all(len(record["participants"]) >= 3 for record in single.committed().values())
+        healed_at = last_round(others[0])
         made.heal()
-        all_together(made, before)
-        assert not single.events("alone") and not any(island.events("caught up") for island in others)
-        assert all(chain(single)[n] == chain(others[0])[n] for n in chain(single).keys() & chain(others[0]).keys())
+        for island in made.swarm.started:
+            rounds_with(island, NAMES, healed_at, made.swarm.started)
+        made.swarm.end()
+        assert not single.events("alone")
+        assert_one_history(*made.swarm.started)
 
 
 @slow

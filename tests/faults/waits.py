@@ -24,6 +24,11 @@ def last_round(island: Island) -> int:
     return max(island.committed(), default=-1)
 
 
+def reached(island: Island, round_number: int) -> None:
+    """Wait until it has committed this round or a later one: on a loaded machine it may miss some."""
+    until(lambda: last_round(island) >= round_number, f"round {round_number}", island)
+
+
 def more_rounds(island: Island, count: int, participants: list[str] | None = None) -> None:
     """Wait until it has committed so many more rounds; with `participants`, rounds of exactly these."""
     after = last_round(island)

@@ -14,7 +14,9 @@ from outer.errors import MessageError
 from outer.loop import LoopThread
 from outer.network import NetworkSettings, open_network
 from outer.phases import NO_HOOKS, Hooks
-from outer.sync import Identity, OuterLoop, RoundReport, Settings
+from outer.presence import Identity
+from outer.reports import RoundReport, Settings
+from outer.sync import OuterLoop
 from outer.team import Team
 from outer.transports.base import Endpoint, Tag, Transport
 from outer.transports.loopback import Hub
@@ -158,7 +160,9 @@ def _live(
             network.transport = fault(hub, network.transport)
         identity = identity_of(name)
         params = FakeParams(model)
-        return script(Island(name, params, OuterLoop(config, identity, params, Team(), network, loop, Settings(hooks=hooks))))
+        return script(
+            Island(name, params, OuterLoop(config, identity, params, Team(), network, loop, Settings(hooks=hooks)))
+        )
     finally:
         loop.run(network.close(), GUARD_SECONDS)
         loop.close()

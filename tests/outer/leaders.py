@@ -1,13 +1,7 @@
-"""Support for tests of the agreement: islands' leaders on one event loop, with a real reduce over a loopback hub.
-
-The clock is simulated: when nobody has anything to do, the time of the next deadline comes at once. So a wait of ten
-minutes costs nothing, and a busy machine changes no result.
-"""
+"""Support for tests of the agreement: islands' leaders on one event loop, with a real reduce over a loopback hub."""
 
 import asyncio
-import selectors
-from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -26,12 +20,11 @@ from outer.rounds import Goodbye, Message, Plan, Ready, Standing, no, pack_carri
 from outer.space import Space
 from outer.transports.base import Endpoint
 from outer.transports.loopback import Hub, LoopbackTransport
+from tests.outer.clock import GUARD_SECONDS, stand_still
 from tests.outer.islands import Spec
 
 T = TypeVar("T")
 
-GUARD_SECONDS = 120.0
-"""Simulated; far below the ten minutes that are waited for islands of which nothing is known."""
 TOKENS = 100
 SPACE = Space([Spec("w", (20,))], part_elements=5)
 START = "aa" * 16
@@ -212,10 +205,12 @@ class Leader:
         kind, body = type(message).__name__.lower(), message.model_dump_json().encode()
         return await self.messenger.call(to.messenger.address, kind, body, timeout_seconds=5.0)
 
+    def goodbye(self) -> Goodbye:
+        return Goodbye(island=self.name, incarnation=self.incarnation, round=self.round, steps=0)
+
     async def say_goodbye(self) -> None:
         """Leave as an island does."""
-        goodbye = Goodbye(island=self.name, incarnation=self.incarnation, round=self.round, steps=0)
-        await self.agreement.say_goodbye(goodbye)
+        await self.agreement.say_goodbye(self.goodbye())
         await self.membership.leave()
 
     def hears(self, names: str, kind: Literal["ready", "standing"] = "ready") -> Callable[[], bool]:
@@ -270,69 +265,17 @@ async def together(*work: Awaitable[T]) -> list[T | BaseException]:
     return await asyncio.gather(*work, return_exceptions=True)
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    """Let simulated time pass until it is so."""
-    while not is_so():
-        await asyncio.sleep(0.01)
+def plans_of(results: Iterable[tuple[Plan, bool] | BaseException]) -> list[tuple[int, list[str], bool]]:
+    """(attempt, participants, committed) of each; a failure is raised."""
+    found = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        plan, is_committed = result
+        found.append((plan.attempt, plan.names, is_committed))
+    return found
 
 
-def now() -> float:
-    """Simulated seconds."""
-    return asyncio.get_running_loop().time()
-
-
-def stand_still(seconds: float) -> None:
-    """As if nothing here had run for this time."""
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, SimulatedLoop)
-    loop.stand_still(seconds)
-
-
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a test's coroutine on a simulated clock; a hang ends as a failure."""
-
-    async def guarded() -> None:
-        asyncio.get_running_loop().set_default_executor(InlineExecutor())
-        async with asyncio.timeout(GUARD_SECONDS):
-            await test()
-
-    with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
-        runner.run(guarded())
-
-
-class SimulatedSelector(selectors.DefaultSelector):
-    """Waits for nothing: when nothing has happened, it is later."""
-
-    seconds = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        events = super().select(None if timeout is None else 0)
-        if not events and timeout is not None:
-            self.seconds += max(timeout, 0.0)
-        return events
-
-
-class SimulatedLoop(asyncio.SelectorEventLoop):
-    """An event loop on the clock of its selector."""
-
-    def __init__(self) -> None:
-        self._simulated = SimulatedSelector()
-        super().__init__(self._simulated)
-
-    def time(self) -> float:
-        return self._simulated.seconds
-
-    def stand_still(self, seconds: float) -> None:
-        self._simulated.seconds += seconds
-
-
-class InlineExecutor(ThreadPoolExecutor):
-    """Does the work at once: a thread's time would not be in the simulated clock."""
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        future: Future[T] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+def split(islands: list[Leader], name: str) -> tuple[Leader, list[Leader]]:
+    """The island of this name, and the others."""
+    return next(i for i in islands if i.name == name), [i for i in islands if i.name != name]

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from typing import Any
 
 import pytest
 
@@ -10,10 +11,11 @@ from outer.errors import DeadlineError, MessageError, PeerLost, TransportError
 from outer.rounds import Plan, Vote, no, yes
 from outer.transports.base import Endpoint
 from outer.transports.loopback import Hub
-from tests.outer.leaders import Leader, now, run, together
+from tests.outer.clock import now, run
+from tests.outer.leaders import Leader, together
 
 
-def islands(names: str, **options: float) -> list[Leader]:
+def islands(names: str, **options: Any) -> list[Leader]:
     hub = Hub()
     return [Leader(hub, name, **options) for name in names]
 

@@ -191,13 +191,12 @@ def test_among_equal_histories_the_one_held_by_more_survives():
     assert behind.donors == ("b", "c")  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 
 
-def test_the_majority_is_not_settled_before_all_who_live_have_spoken():
-    a = gathering("a", "b")
-    a.meet("c")
-    a.hear("b", Standing(round=0, tokens=0, digest="bb" * 8))
-    assert a.behind(is_settled=True) is None, "of the two of them a has the lower digest"
+def test_the_majority_is_not_settled_before_all_who_live_are_ready():
+    a = gathering("a", "bc")
+    others = {name: ready_of(node(name, "")).model_copy(update={"digest": "bb" * 8}) for name in "bc"}
+    a.hear("b", others["b"])
     assert a.consider(is_late=False) is None
-    a.hear("c", Standing(round=0, tokens=0, digest="bb" * 8))
+    a.hear("c", others["c"])
     assert isinstance(a.consider(is_late=False), Behind)
 
 

@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from outer.sync import CaughtUp
 from outer.config import OuterConfig, OuterOptimizerConfig
 from outer.errors import OuterError
+from outer.reports import CaughtUp
 from outer.wire import HEADER_BYTES
 from tests.outer.islands import (
     GUARD_SECONDS,
@@ -186,10 +186,10 @@ def test_a_non_finite_pseudo_gradient_stops_its_island_by_name_and_the_others_go
 def test_too_few_islands_end_the_run_with_the_reason() -> None:
     def script(island: Island) -> None:
         island.outer.begin()
-        with pytest.raises(OuterError, match="1 of 2 islands came"):
+        with pytest.raises(OuterError, match=r"1 of outer\.quorum 2 islands"):
             island.outer.attempt(1)
 
-    run_islands({"a": script}, config(1, quorum=2, wait_seconds=0.2))
+    run_islands({"a": script}, config(1, quorum=2, below_quorum="stop", wait_seconds=0.2))
 
 
 # -- joiners --------------------------------------------------------------------------------------------------
@@ -255,8 +255,8 @@ def test_an_island_that_missed_a_round_takes_the_state_and_goes_on() -> None:
         # It announces itself only now, as one whose record the others could not see.
         island.train(0)
         assert others_done.wait(GUARD_SECONDS)
-        island.outer._announce()
-        with pytest.raises(CaughtUp, match="in round 1 .* this island in round 0"):
+        island.outer._leader.announce()
+        with pytest.raises(CaughtUp, match=r"in round 1 .* this island in round 0"):
             island.outer.attempt(100)
         taken.set()
         assert island.outer.position.round == 1

@@ -1,0 +1,55 @@
+"""How fast this island is, and how many inner steps of a round follow from it."""
+
+import time
+from collections import deque
+from statistics import median
+
+from outer.config import OuterConfig
+from outer.deadlines import Deadlines
+from outer.rounds import Plan
+
+STEPS_REMEMBERED = 32
+
+
+class Pace:
+    """Of one island. All but `step_seconds` is the same on each of its ranks."""
+
+    def __init__(self, config: OuterConfig, island: str, deadlines: Deadlines) -> None:
+        self._config, self._island, self._deadlines = config, island, deadlines
+        self._step_times: deque[float] = deque(maxlen=STEPS_REMEMBERED)
+        self._step_seconds: dict[str, float] = {}
+        """Of each participant of the last plan, as it said itself."""
+        self._committed_at: float | None = None
+
+    @property
+    def step_seconds(self) -> float:
+        """Median time of the last inner steps on this rank; 0: not measured."""
+        return median(self._step_times) if self._step_times else 0.0
+
+    @property
+    def inner_steps(self) -> int:
+        """Inner steps of the coming round: all, or fewer on a slow island (2401.09135, dynamic local updates).
+
+        steps = max(1, floor(H * fastest step time / own step time)), by the times in the last plan.
+        """
+        steps, own = self._config.inner_steps, self._step_seconds.get(self._island, 0.0)
+        known = [seconds for seconds in self._step_seconds.values() if seconds > 0]
+        if self._config.local_steps == "fixed" or own <= 0 or not known:
+            return steps
+        return max(1, int(steps * min(known) / own))
+
+    def observe_step(self, seconds: float) -> None:
+        """An inner step took so long."""
+        self._step_times.append(seconds)
+
+    def observe_commit(self, plan: Plan) -> None:
+        """A round is committed; the time since the last one is what going on without an island would cost it."""
+        self._step_seconds = {p.island: p.step_seconds for p in plan.participants}
+        now = time.monotonic()
+        if self._committed_at is not None:
+            self._deadlines.observe("round", now - self._committed_at)
+        self._committed_at = now
+
+    def interrupt(self) -> None:
+        """This island has taken a state: the time to its next commit says nothing of a round."""
+        self._committed_at = None

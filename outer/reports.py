@@ -1,0 +1,51 @@
+"""What the outer loop is given besides the run's config, and what it says of each attempt."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from outer.errors import OuterError
+from outer.phases import NO_HOOKS, Hooks
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the outer loop does on this island besides the run's config."""
+
+    max_tokens: int = 1 << 52
+    """Most tokens that any island trains on in a round; larger claims are refused."""
+    joins: bool = False
+    """Never begin a run: take the state of others."""
+    cache_dir: Path | None = None
+    """Where parts of a state are kept while they come; None: a restarted island takes all of them anew."""
+    hooks: Hooks = NO_HOOKS
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What came of one attempt at a round, as this island saw it; bytes are its ranks' since the last report."""
+
+    round: int
+    attempt: int
+    participants: list[str]
+    is_committed: bool
+    digest: str
+    """Of the global params and outer momentum afterwards."""
+    bytes_sent: int
+    bytes_received: int
+    reduce_seconds: float
+    wait_seconds: float
+    pseudo_grad_norm: float
+    gated: dict[str, int]
+    """By island: parts that this island's leader, as their reducer, left out of the mean."""
+    cause: str
+
+
+class CaughtUp(OuterError):
+    """This island has taken the state of others, for they have committed without it; it goes on from there.
+
+    `is_kept`: its progress since the last commit is on top of that state, as if made there.
+    """
+
+    def __init__(self, cause: str, *, is_kept: bool) -> None:
+        super().__init__(cause)
+        self.is_kept = is_kept

@@ -1,0 +1,196 @@
+"""What an island answers to a doctor, and how little anybody can get out of it."""
+
+import asyncio
+import socket
+import time
+
+import pytest
+
+from outer.errors import MessageError, TransportError
+from outer.network import Network
+from outer.probe import (
+    DIAL_BACKS_PER_MINUTE,
+    MAX_ADDRESS_LENGTH,
+    MAX_PROBE_BYTES,
+    Budget,
+    BytesRequest,
+    DialRequest,
+    DialResult,
+    Greeter,
+    Greeting,
+    Probe,
+    versions,
+)
+from outer.rounds import parse
+from outer.wire import VERSION
+from tests.outer.nets import KINDS, A, B, C, Swarm, run, swarm
+
+HASH = "0123456789abcdef"
+TOO_MUCH = MAX_PROBE_BYTES + 1
+
+
+async def probed(place: Swarm) -> tuple[Network, Network]:
+    """A caller, and an island in round 7 of 2001 that answers it."""
+    caller, island = await place.open(A), await place.open(B)
+    Probe(island.messenger, Greeter(HASH, lambda: 7, lambda: 1e9))
+    return caller, island
+
+
+async def ask(caller: Network, island: Network, kind: str, body: bytes = b"") -> bytes:
+    return await caller.messenger.call(island.messenger.address, kind, body, timeout_seconds=20, lane="bulk")
+
+
+async def dial_back(caller: Network, island: Network, address: str) -> DialResult:
+    return parse(
+        DialResult, await ask(caller, island, "dial_back", DialRequest(address=address).model_dump_json().encode())
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_island_says_who_it_is_and_moves_as_many_bytes_as_it_is_asked_to(kind):
+    async def main() -> None:
+        async with swarm(kind) as place:
+            caller, island = await probed(place)
+            told = parse(Greeting, await ask(caller, island, "probe"))
+            assert (told.config_hash, told.round, told.unix_time, told.wire) == (HASH, 7, 1e9, VERSION)
+            assert told.versions == versions() and {"python", "diloco", "torch"} <= set(told.versions)
+            for num_bytes in (1, 100_000):
+                request = BytesRequest(num_bytes=num_bytes).model_dump_json().encode()
+                assert len(await ask(caller, island, "probe_bytes", request)) == num_bytes
+                assert await ask(caller, island, "probe_sink", bytes(num_bytes)) == b""
+
+    run(main())
+
+
+@pytest.mark.parametrize("kind", ["gloo", "hivemind"])
+def test_an_island_calls_back_whom_it_can_reach_and_says_why_it_cannot(kind):
+    async def main() -> None:
+        async with swarm(kind) as place:
+            caller, island = await probed(place)
+            assert "nothing here answers 'probe'" in (await dial_back(caller, island, caller.messenger.address)).cause
+            Probe(caller.messenger, Greeter())
+            assert (await dial_back(caller, island, caller.messenger.address)).cause == ""
+            for nowhere in ("127.0.0.1:9", "a:b", "loopback:run/a/0", "12D3KooX:0@/ip4/127.0.0.1/tcp/9"):
+                assert (await dial_back(caller, island, nowhere)).cause
+
+    run(main())
+
+
+def test_what_listens_but_is_no_island_is_not_taken_for_one():
+    async def main() -> None:
+        async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.close()
+
+        async with swarm("gloo") as place:
+            caller, island = await probed(place)
+            server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+            port = server.sockets[0].getsockname()[1]
+            assert (await dial_back(caller, island, f"127.0.0.1:{port}")).cause
+            server.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("probe", b"x"),
+        ("probe_bytes", b""),
+        ("probe_bytes", b'{"num_bytes": 0}'),
+        ("probe_bytes", b'{"num_bytes": -5}'),
+        ("probe_bytes", b'{"num_bytes": 1.5}'),
+        ("probe_bytes", b'{"num_bytes": %d}' % TOO_MUCH),
+        ("probe_bytes", b'{"num_bytes": 5, "more": 1}'),
+        ("probe_sink", b""),
+        ("probe_sink", bytes(TOO_MUCH)),
+        ("dial_back", b"\xff"),
+        ("dial_back", b'{"address": ""}'),
+        ("dial_back", b'{"address": "10.0.0.1:80\\r\\nGET /"}'),
+        ("dial_back", b'{"address": "%s"}' % (b"x" * (MAX_ADDRESS_LENGTH + 1))),
+    ],
+    ids=lambda value: value if isinstance(value, str) else repr(value[:30]),
+)
+def test_nonsense_is_refused_and_costs_the_asker_only(kind, body):
+    async def main() -> None:
+        async with swarm("loopback") as place:
+            caller, island = await probed(place)
+            with pytest.raises(MessageError):
+                await ask(caller, island, kind, body)
+            assert await ask(caller, island, "probe")
+
+    run(main())
+
+
+def test_nobody_can_use_up_the_link():
+    async def main() -> None:
+        async with swarm("loopback") as place:
+            caller, island = await probed(place)
+            largest = BytesRequest(num_bytes=MAX_PROBE_BYTES).model_dump_json().encode()
+            for kind, body in (("probe_bytes", largest), ("probe_sink", bytes(MAX_PROBE_BYTES))):
+                for _ in range(4):
+                    await ask(caller, island, kind, body)
+                with pytest.raises(MessageError, match="in a minute"):
+                    for _ in range(4):  # refilled by half of one meanwhile, if the machine is slow
+                        await ask(caller, island, kind, body)
+
+    run(main())
+
+
+def test_nobody_can_search_a_network_through_an_island():
+    async def main() -> None:
+        async with swarm("gloo") as place:
+            caller, island = await probed(place)
+            with socket.create_server(("127.0.0.1", 0)) as listening:
+                port = listening.getsockname()[1]
+            with pytest.raises(MessageError, match="in a minute"):
+                for _ in range(2 * DIAL_BACKS_PER_MINUTE):
+                    await dial_back(caller, island, f"127.0.0.1:{port}")
+
+    run(main())
+
+
+def test_a_budget_fills_up_again_by_and_by():
+    budget, deadline = Budget(60_000), time.monotonic() + 30
+    budget.spend(60_000, "bytes")
+    with pytest.raises(TransportError):
+        budget.spend(60_000, "bytes")
+    while time.monotonic() < deadline:
+        try:
+            budget.spend(10, "bytes")
+            return
+        except TransportError:
+            continue
+    raise AssertionError("it stays empty")
+
+
+def test_a_greeting_from_a_peer_is_bounded():
+    good = Greeting(versions=versions(), wire=1, unix_time=1e9, age_seconds=0, config_hash="", round=0).model_dump()
+    for change in (
+        {"unix_time": float("nan")},
+        {"unix_time": float("inf")},
+        {"round": -1},
+        {"config_hash": "no hash"},
+        {"versions": {"x" * 65: ""}},
+        {"versions": {str(i): "" for i in range(17)}},
+    ):
+        with pytest.raises(ValueError, match="Greeting"):
+            Greeting(**(good | change))
+
+
+def test_a_third_island_is_called_back_on_a_connection_of_its_own():
+    async def main() -> None:
+        async with swarm("gloo") as place:
+            caller, island = await probed(place)
+            third = await place.open(C)
+            greeted = asyncio.Event()
+
+            async def on_probe(source, body):
+                assert source == B
+                greeted.set()
+                return Greeter().greet(body)
+
+            third.messenger.serve("probe", on_probe)
+            assert (await dial_back(caller, island, third.messenger.address)).cause == ""
+            assert greeted.is_set()
+
+    run(main())
