@@ -177,13 +177,18 @@ def assembled(config: RunConfig, island: IslandConfig, team: Team, device: str, 
 
 def close(network: Network, loop: LoopThread, metrics: Metrics | None) -> None:
     """Free sockets, processes and files of a rank."""
+    close_network(network, loop)
+    loop.close()
+    if metrics is not None:
+        metrics.close()
+
+
+def close_network(network: Network, loop: LoopThread) -> None:
+    """Free sockets and processes of a rank."""
     try:
         loop.run(network.close(), timeout_seconds=CLOSE_SECONDS)
     except TimeoutError:
         log.warning("the network did not close within %.0f s", CLOSE_SECONDS)
-    loop.close()
-    if metrics is not None:
-        metrics.close()
 
 
 def connect(config: RunConfig, island: IslandConfig, team: Team, loop: LoopThread, folder: Path) -> Network:

@@ -145,8 +145,11 @@ def doctor(
     Give it the island.key=value that the island here will have (listen_host, listen_port, announce_host,
     run_key_file, ...): it listens as that island would, and lets the others call back. It changes nothing.
     """
+    import logging
+
     from diloco.doctor import doctor as run
 
+    logging.getLogger("outer").setLevel(logging.CRITICAL)  # the checks say what there is to say
     raise typer.Exit(run(arguments or [], config, run_name))
 
 

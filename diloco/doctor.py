@@ -4,7 +4,6 @@ It knocks at the swarm as an island here would, yet announces no record: nobody 
 """
 
 import asyncio
-import logging
 import re
 import secrets
 import shutil
@@ -43,7 +42,6 @@ Line = Check | str
 
 def doctor(arguments: Sequence[str], config_path: Path | None, run_name: str | None) -> int:
     """Print all checks; 0 when none has failed, else 1. `arguments`: at most one address, and overrides."""
-    logging.getLogger("outer").setLevel(logging.CRITICAL)  # what peers refuse is said in the checks
     addresses = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
     if len(addresses) > 1:

@@ -10,7 +10,7 @@ from diloco.assemble import (
     Parts,
     assembled,
     build_trainer,
-    close,
+    close_network,
     device_of,
     load_corpus,
     open_metrics,
@@ -99,4 +99,7 @@ def say_goodbye(running: list[Parts]) -> None:
     for parts in running:
         parts.event("left", "stopped by a signal")
         parts.outer.leave(parts.trainer.inner_step % parts.config.outer.inner_steps)
-        close(parts.network, parts.loop, parts.metrics)
+        # Not the loop: the training thread waits in it, and would end the process before its time.
+        close_network(parts.network, parts.loop)
+        if parts.metrics is not None:
+            parts.metrics.close()

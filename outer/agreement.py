@@ -60,6 +60,7 @@ class Agreement:
         self._changed = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
+        self._has_left = False
         for model in (Ready, Standing, Plan, Vote, Question, Goodbye):
             messenger.serve(_kind(model), self._handler(model))
 
@@ -88,6 +89,7 @@ class Agreement:
         await self._find_members()
         started = warned = _now()
         while True:
+            await self._stop_if_left()
             waited = _now() - started
             verdict = self.protocol.consider(is_late=waited > self._deadlines.grace(self._num_waiting()))
             self._flush()
@@ -106,6 +108,7 @@ class Agreement:
 
     async def decide(self, vote: Vote, told: Callable[[], None] = lambda: None) -> bool:
         """Whether the plan commits, by everybody's votes; `told` is called when this island's is on its way."""
+        await self._stop_if_left()
         self.protocol.vote(vote)
         self._flush()
         told()
@@ -113,6 +116,7 @@ class Agreement:
         while (outcome := self.protocol.conclude(is_late=_now() - started > limit)) == "open":
             self._flush()
             await self._wait_for_change(PING_SECONDS)
+            await self._stop_if_left()
         self._flush()
         self._changed.set()
         return outcome == "commit"
@@ -125,6 +129,7 @@ class Agreement:
         deadline = _now() + GOODBYE_SECONDS
         while self.protocol.phase in ("reducing", "voting") and _now() < deadline:
             await self._wait_for_change(deadline - _now())
+        self._has_left = True
         for task in (self._watching, self._beating):
             if task is not None:
                 task.cancel()
@@ -260,9 +265,10 @@ class Agreement:
             case Vote(digest=None):
                 self.on_no(message.plan, sender, message.cause)
             case Goodbye():
+                log.info("%s has left the run", sender)
                 self._gone[sender] = message.incarnation
                 self.members.pop(sender, None)
-                self._lose(sender, "it has left the run")
+                self._end_reduce_with(sender, "it has left the run")
 
     def _flush(self) -> None:
         """Send what the protocol wants to say; one call of a kind to an island at a time."""
@@ -327,9 +333,18 @@ class Agreement:
         if island not in self.protocol.lost:
             log.info("%s is lost: %s", island, cause)
         self.protocol.lose(island)
-        if self.protocol.phase == "reducing" and self.protocol.plan and island in self.protocol.others:
-            self.on_no(self.protocol.plan.id, island, f"it is lost: {cause}")
+        self._end_reduce_with(island, f"it is lost: {cause}")
         self._changed.set()
+
+    def _end_reduce_with(self, island: str, cause: str) -> None:
+        """Its part of the reduce will not come."""
+        if self.protocol.phase == "reducing" and self.protocol.plan and island in self.protocol.others:
+            self.on_no(self.protocol.plan.id, island, cause)
+
+    async def _stop_if_left(self) -> None:
+        """After the goodbye the others go on without this island: it commits nothing more, and its process ends."""
+        if self._has_left:
+            await asyncio.Event().wait()
 
     async def _wait_for_change(self, seconds: float) -> None:
         """Return when something was heard, or after `seconds`."""

@@ -184,7 +184,9 @@ async def _open_hivemind(settings: NetworkSettings, trust: Trust) -> Network:
         if not settings.is_leader:
             return Network("hivemind", transport, messenger, None, refusals=trust.refusals, _closers=[daemon.close])
         dht = await open_dht(daemon, list(settings.bootstrap))
-        membership = HivemindMembership(dht, settings.run_id, settings.record_seconds, trust.key)
+        membership = HivemindMembership(
+            dht, daemon, settings.run_id, settings.record_seconds, bootstrap=settings.bootstrap, key=trust.key
+        )
     except BaseException:
         await daemon.close()
         raise

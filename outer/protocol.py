@@ -205,9 +205,10 @@ class Protocol:
         self.present |= frozenset(islands) - {self.me}
 
     def part(self, island: str) -> None:
-        """This one has left the run."""
+        """This one has left the run. Unlike one that is lost, it has not given this island up: that casts no doubt."""
         self.present -= {island}
-        self.lost -= {island}
+        # Its vote on an open plan is not waited for any longer.
+        self.lost = self.lost | {island} if island in self.others else self.lost - {island}
         self.heard -= {island}
         self.readies.pop(island, None)
         self.standings.pop(island, None)

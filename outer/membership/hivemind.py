@@ -2,16 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from hivemind.dht import DHTNode
-from hivemind.p2p import P2PDaemonError
+from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
-from outer.errors import InputError, MessageError
+from outer.errors import InputError, MessageError, PeerLost
 from outer.keys import SEAL_BYTES, RunKey, Trust, open_sealed, seal
 from outer.membership.base import Member
 from outer.membership.calls import StreamMessenger
@@ -25,7 +25,14 @@ from outer.membership.records import (
     parse_records,
 )
 from outer.transports.base import Endpoint, Traffic
-from outer.transports.hivemind_daemon import Daemon, DaemonSettings, parse_address, start_daemon, unreachable
+from outer.transports.hivemind_daemon import (
+    Daemon,
+    DaemonSettings,
+    PeerAddress,
+    parse_address,
+    start_daemon,
+    unreachable,
+)
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +41,9 @@ CONFIG_SECONDS = 60.0
 ANSWER_SECONDS = 0.5
 """`members` waits so long for the DHT, then says what it knew: a dead peer makes one search slow, not many."""
 RPC_SECONDS = 2.0
+MEET_SECONDS = 3.0
+"""How often peers are looked for that the DHT has given up."""
+MAX_MET = 64
 
 
 async def open_messenger(daemon: Daemon, run_id: str, me: Endpoint, traffic: Traffic, trust: Trust) -> StreamMessenger:
@@ -70,11 +80,27 @@ async def close_dht(dht: DHTNode) -> None:
 
 
 class HivemindMembership:
-    """See outer.membership.base.Membership. Owns the DHT node, not the daemon."""
+    """See outer.membership.base.Membership. Owns the DHT node, not the daemon.
 
-    def __init__(self, dht: DHTNode, run_id: str, record_seconds: float, key: RunKey | None) -> None:
-        self._dht, self._run_id, self._key = dht, run_id, key
+    The DHT forgets a peer that does not answer once. So this island calls on those at `bootstrap`, and on islands that
+    it has met, until they are back: else a bootstrap peer that was started again would lead newcomers to nobody, and
+    the sides of a parted network would never find each other.
+    """
+
+    def __init__(
+        self,
+        dht: DHTNode,
+        daemon: Daemon,
+        run_id: str,
+        record_seconds: float,
+        *,
+        bootstrap: Sequence[str] = (),
+        key: RunKey | None = None,
+    ) -> None:
+        self._dht, self._daemon, self._run_id, self._key = dht, daemon, run_id, key
         self._record_seconds = record_seconds
+        self._met = {maddr: parse_address(f"{maddr.rpartition('/p2p/')[2]}:0@{maddr}") for maddr in bootstrap}
+        """Bootstrap peers by their address, islands by name."""
         self._refresh_seconds = min(REFRESH_SECONDS, record_seconds / 3)
         self._own: Member | None = None
         self._config: str | None = None
@@ -82,6 +108,7 @@ class HivemindMembership:
         self._known: dict[str, Member] = {}
         self._search: asyncio.Task[dict[str, Member]] | None = None
         self._refreshing: asyncio.Task[None] | None = None
+        self._meeting: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
 
     async def announce(self, member: Member) -> None:
@@ -104,6 +131,7 @@ class HivemindMembership:
         await asyncio.wait({self._search}, timeout=ANSWER_SECONDS)
         if self._search.done():
             self._known = self._search.result()
+            self._remember(self._known.values())
         own = {self._own.island: self._own} if self._own else {}
         return dict(sorted((self._known | own).items()))
 
@@ -125,7 +153,7 @@ class HivemindMembership:
 
     async def close(self) -> None:
         """Stop refreshing and leave the DHT. Idempotent."""
-        for task in (self._refreshing, self._search):
+        for task in (self._refreshing, self._meeting, self._search):
             if task is not None:
                 task.cancel()
         await close_dht(self._dht)
@@ -133,6 +161,28 @@ class HivemindMembership:
     def _keep_refreshing(self) -> None:
         if self._refreshing is None:
             self._refreshing = asyncio.create_task(self._refresh())
+            pass
+
+    def _remember(self, members: Iterable[Member]) -> None:
+        for member in members:
+            with suppress(PeerLost, IndexError):
+                if member.island in self._met or len(self._met) < MAX_MET:
+                    self._met[member.island] = parse_address(member.control_addresses[0])
+
+    async def _meet_again(self) -> None:
+        while True:
+            await asyncio.sleep(MEET_SECONDS)
+            await asyncio.gather(*(self._meet(address) for address in self._met.values()))
+
+    async def _meet(self, address: PeerAddress) -> None:
+        """Be in each other's tables, if the peer is there."""
+        peer_id = PeerID.from_base58(address.peer_id)
+        if peer_id == self._dht.peer_id or self._dht.protocol.routing_table.get(peer_id=peer_id) is not None:
+            return
+        with suppress(TimeoutError, P2PDaemonError, OSError, EOFError):
+            async with asyncio.timeout(RPC_SECONDS):
+                await self._daemon.dial(address)
+                await self._dht.protocol.call_ping(peer_id)
 
     async def _refresh(self) -> None:
         while True:

@@ -129,12 +129,16 @@ class Daemon:
         peer_id = PeerID.from_base58(address.peer_id)
         try:
             with suppress(P2PDaemonError):  # without an address that answers, the swarm may still know a way
-                client: Client = self.p2p._client  # pyright: ignore[reportAssignmentType]
-                await client.connect(peer_id, [_dialable(m) for m in address.maddrs])
+                await self.dial(address)
             _, reader, writer = await self.p2p.call_binary_stream_handler(peer_id, name)
         except (P2PDaemonError, OSError, EOFError, ValueError) as error:
             raise PeerLost(address.peer_id, f"cannot open {name!r} there: {_first_line(error)}") from None
         return reader, writer
+
+    async def dial(self, address: PeerAddress) -> None:
+        """Connect the daemon to a peer, if it is not. The caller bounds the time. Raises P2PDaemonError."""
+        client: Client = self.p2p._client  # pyright: ignore[reportAssignmentType]
+        await client.connect(PeerID.from_base58(address.peer_id), [_dialable(m) for m in address.maddrs])
 
     async def close(self) -> None:
         """End the daemon, or let go of it, and remove its sockets. Idempotent."""

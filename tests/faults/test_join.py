@@ -4,6 +4,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ transports = pytest.mark.parametrize("transport", ["gloo", pytest.param("hivemin
 def running(folder: Path, transport: str, address: str, *faults: str, slowness: int = 5) -> Iterator[Swarm]:
     """Two islands that have committed some rounds; everybody's inner steps take `slowness` times what they need."""
     slow = [f"slow:{i}x{slowness}" for i in range(3)]
-    islands = [{"faults": [*slow, *(f for f in faults if f":{i}@" in f)]} for i in range(3)]
+    islands: list[dict[str, Any]] = [{"faults": [*slow, *(f for f in faults if f":{i}@" in f)]} for i in range(3)]
     islands[JOINER]["joins"] = True
     settings = [f"outer.inner_steps={STEPS}", "outer.rounds=5000", f"outer.transport={transport}", *WARMUP]
     settings += ["outer.start_islands=2", f"name={folder.name}"]

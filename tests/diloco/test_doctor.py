@@ -1,0 +1,344 @@
+"""`diloco doctor` against real swarms: what is in order, and each thing that users stumble over."""
+
+import re
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from diloco.checkup import Check, bind_problem, subject_of
+from diloco.config import ConfigError, dump_config, parse_config
+from diloco.doctor import Line, diagnose, doctor, host_of, swarm_checks
+from outer.keys import RunKey
+from outer.membership.rendezvous import serve_rendezvous
+from outer.network import Network, NetworkSettings, open_network
+from outer.probe import Greeter, Probe
+from outer.transports.base import Endpoint
+from tests.outer.nets import A, B, Swarm, member, run, swarm
+from tests.swarm import TINY
+from tests.swarm import swarm as islands_of
+
+real_kinds = pytest.mark.parametrize("kind", ["gloo", "hivemind"])
+
+
+def run_text(kind: str) -> str:
+    """The config text of a run, as islands publish it."""
+    return dump_config(parse_config(TINY, [f"outer.transport={kind}"]).run)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
+async def enter(place: Swarm, me: Endpoint, clock=time.time, **changes) -> Network:
+    """An island of the run that answers a doctor, in the swarm's records."""
+    network = await place.open(me)
+    assert network.membership is not None
+    hash_ = parse_config(run_text(place.kind)).run.hash
+    Probe(network.messenger, Greeter(hash_, lambda: 3, clock))
+    addresses = {"control_addresses": [network.messenger.address], "transport_addresses": [network.transport.address]}
+    await network.membership.publish_config(run_text(place.kind))
+    await network.membership.announce(member(me.island, **(addresses | {"config_hash": hash_, "round": 3} | changes)))
+    return network
+
+
+@asynccontextmanager
+async def entered(kind: str, *islands: Endpoint) -> AsyncIterator[Swarm]:
+    async with swarm(kind, "test") as place:
+        for island in islands:
+            await enter(place, island)
+        yield place
+
+
+async def visited(address: str, *overrides: str, config_text: str | None = None) -> list[Line]:
+    """All that a doctor with these settings says of the swarm at an address."""
+    settings = ["island.connect_seconds=8", *overrides]
+    config = parse_config(config_text, settings) if config_text is not None else None
+    subject = subject_of(config, parse_config("", settings), address)
+    return [line async for line in swarm_checks(subject, address, None)]
+
+
+def troubles(lines: list[Line]) -> list[tuple[str, str]]:
+    """Level and name of what is not ok."""
+    return [(line.level, line.name) for line in lines if isinstance(line, Check) and line.level != "ok"]
+
+
+def texts(lines: list[Line], name: str) -> list[str]:
+    """Of the checks of this name."""
+    return [line.text for line in lines if isinstance(line, Check) and line.name == name]
+
+
+@real_kinds
+def test_a_swarm_in_order_passes_and_does_not_take_the_doctor_for_an_island(kind):
+    async def main() -> None:
+        async with entered(kind, A, B) as place:
+            lines = await visited(place.bootstrap[0], config_text=run_text(kind))
+            assert troubles(lines) == [], lines
+            assert [line for line in lines if str(line).startswith("Island")] == [
+                "Island a of run test",
+                "Island b of run test",
+            ]
+            for name in ("reach", "round trip", "clock", "bandwidth down", "bandwidth up", "way back"):
+                assert len(texts(lines, name)) == 2, name
+            assert all(float(text.split()[0].replace(",", "")) > 0 for text in texts(lines, "bandwidth down"))
+            for network in place.opened:
+                assert network.membership is not None
+                assert set(await network.membership.members()) <= {"a", "b"}
+
+    run(main())
+
+
+@real_kinds
+def test_an_island_that_cannot_be_called_back_and_one_whose_clock_is_wrong_are_found(kind):
+    async def main() -> None:
+        async with swarm(kind, "test") as place:
+            await enter(place, A, lambda: time.time() + 60)
+            away = ["island.announce_host=127.0.0.9", f"island.listen_port={free_port()}"]
+            lines = await visited(place.bootstrap[0], *away)
+            clock = "FAILED" if kind == "hivemind" else "warning"
+            assert troubles(lines) == [(clock, "clock"), ("FAILED", "way back")]
+            ahead = re.match(r"([0-9.]+) s ahead", texts(lines, "clock")[0])
+            assert ahead is not None and 50 < float(ahead[1]) < 70
+            assert "set island.announce_host" in texts(lines, "way back")[0]
+            assert ("relay=client" in texts(lines, "way back")[0]) == (kind == "hivemind")
+
+    run(main())
+
+
+def test_an_island_behind_a_dead_address_is_found_and_the_others_are_examined():
+    async def main() -> None:
+        async with entered("gloo", B) as place:
+            await enter(place, A, control_addresses=[f"127.0.0.1:{free_port()}"])
+            lines = await visited(place.bootstrap[0])
+            assert troubles(lines) == [("FAILED", "reach")]
+            assert "open the ports" in texts(lines, "reach")[0] and "1 of 1 ranks answer" in texts(lines, "reach")[1]
+
+    run(main())
+
+
+def test_a_rank_that_cannot_be_called_is_named():
+    async def main() -> None:
+        async with swarm("gloo", "test") as place:
+            network = await enter(place, A)
+            assert network.membership is not None
+            await enter(place, B, control_addresses=[network.messenger.address, f"127.0.0.1:{free_port()}"])
+            lines = await visited(place.bootstrap[0])
+            assert ("FAILED", "reach") in troubles(lines)
+            assert "1 of 2 ranks cannot be called from here; rank 1" in texts(lines, "reach")[1]
+
+    run(main())
+
+
+def test_a_port_that_takes_no_payloads_is_found():
+    async def main() -> None:
+        async with swarm("gloo", "test") as place:
+            await enter(place, A, transport_addresses=[f"gloo:a/0@127.0.0.1:{free_port()}"])
+            assert troubles(await visited(place.bootstrap[0])) == [("FAILED", "payload ports")]
+
+    run(main())
+
+
+def test_a_port_that_leads_to_another_machine_is_no_way_back():
+    async def main() -> None:
+        async with entered("gloo", A) as place:
+            other = await place.open(B)
+            Probe(other.messenger, Greeter())
+            port = other.messenger.address.rpartition(":")[2]
+            # The doctor cannot have the port itself, but listens on it at another address of this machine.
+            lines = await visited(
+                place.bootstrap[0],
+                "island.listen_host=127.0.0.5",
+                "island.announce_host=127.0.0.1",
+                f"island.listen_port={port}",
+            )
+            assert troubles(lines) == [("FAILED", "way back")]
+            assert "leads to another machine" in texts(lines, "way back")[0]
+
+    run(main())
+
+
+def test_a_taken_port_is_said_and_the_islands_are_examined_all_the_same():
+    async def main() -> None:
+        async with entered("gloo", A) as place:
+            with socket.create_server(("127.0.0.1", 0)) as taken:
+                lines = await visited(place.bootstrap[0], f"island.listen_port={taken.getsockname()[1]}")
+            assert troubles(lines) == [("FAILED", "way back")]
+            assert len(texts(lines, "round trip")) == 1
+
+    run(main())
+
+
+def test_another_config_is_found_and_its_keys_are_named():
+    async def main() -> None:
+        async with entered("gloo", A) as place:
+            ours = dump_config(parse_config(run_text("gloo"), ["outer.codec=int8", "seed=4"]).run)
+            lines = await visited(place.bootstrap[0], config_text=ours)
+            assert troubles(lines) == [("FAILED", "config")]
+            assert "outer.codec" in texts(lines, "config")[0] and "seed" in texts(lines, "config")[0]
+
+    run(main())
+
+
+def test_states_that_differ_in_one_round_are_found():
+    async def main() -> None:
+        async with swarm("gloo", "test") as place:
+            await enter(place, A, digest="aa" * 16)
+            await enter(place, B, digest="bb" * 16)
+            assert troubles(await visited(place.bootstrap[0])) == [("warning", "islands")]
+
+    run(main())
+
+
+def test_a_swarm_without_the_run_says_which_runs_there_are():
+    async def main() -> None:
+        async with entered("gloo", A) as place:
+            other = run_text("gloo").replace("name: test", "name: other")
+            lines = await visited(place.bootstrap[0], config_text=other)
+            assert troubles(lines) == [("warning", "run")]
+            assert "there: test" in texts(lines, "run")[0]
+
+    run(main())
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:{}", "/ip4/127.0.0.1/tcp/{}/p2p/12D3KooWBad"])
+def test_an_address_where_nothing_listens_is_said_at_once(address):
+    lines = run(visited(address.format(free_port())))
+    assert troubles(lines) == [("FAILED", "address")]
+    assert "refused" in texts(lines, "address")[0]
+
+
+@pytest.mark.parametrize("address", ["nonsense", "tcp://nowhere", "/ip4/127.0.0.1"])
+def test_an_address_that_is_none_is_said(address):
+    assert troubles(run(visited(address))) == [("FAILED", "swarm")]
+
+
+@pytest.mark.parametrize("ours", [None, b"o" * 32])
+def test_a_missing_or_wrong_run_key_is_said_over_tcp(tmp_path, ours):
+    rendezvous = serve_rendezvous("127.0.0.1", 0, RunKey(b"k" * 32))
+    try:
+        lines = run(visited(rendezvous.address, *key_file(tmp_path, ours), "island.connect_seconds=0.5"))
+    finally:
+        rendezvous.close()
+    assert troubles(lines) == [("FAILED", "run key")]
+    assert "island.run_key_file" in texts(lines, "run key")[0]
+
+
+def test_a_missing_run_key_is_said_over_hivemind():
+    async def main() -> None:
+        own = NetworkSettings("test", "a", 0, run_key=RunKey(b"k" * 32))
+        network = await open_network("hivemind", own)
+        try:
+            assert network.membership is not None
+            await network.membership.publish_config(run_text("hivemind"))
+            lines = await visited(network.transport.address.partition("@")[2])
+        finally:
+            await network.close()
+        assert troubles(lines) == [("FAILED", "run key")]
+        assert "same key" in texts(lines, "run key")[0]
+
+    run(main())
+
+
+def key_file(folder: Path, secret: bytes | None) -> list[str]:
+    if secret is None:
+        return []
+    path = folder / "run.key"
+    path.write_bytes(secret)
+    path.chmod(0o600)
+    return [f"island.run_key_file={path}"]
+
+
+# -- this machine ---------------------------------------------------------------------------------------------
+
+
+def local(tmp_path: Path, *overrides: str, text: str = TINY) -> list[Line]:
+    """What a doctor says of this machine alone, for an island of this config."""
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    folders = [f"island.run_dir={tmp_path / 'runs'}", f"island.cache_dir={tmp_path / 'cache'}"]
+
+    async def main() -> list[Line]:
+        return [line async for line in diagnose(None, [*folders, *overrides], path)]
+
+    return run(main())
+
+
+def test_a_machine_in_order_is_warned_only_that_others_cannot_reach_it(tmp_path):
+    lines = local(tmp_path)
+    assert troubles(lines) == [("warning", "island.listen_host")]
+    assert parse_config(TINY).run.hash in texts(lines, "config")[0]
+    assert "run's state takes 282 kB" in texts(lines, "island.run_dir")[0]
+
+
+def test_the_libp2p_daemon_is_tried(tmp_path):
+    assert "starts" in texts(local(tmp_path, "outer.transport=hivemind"), "libp2p")[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "level", "name", "part"),
+    [
+        ("island.listen_host=192.0.2.1", "FAILED", "island.listen_host", "not an address of this machine"),
+        ("island.listen_host=0.0.0.0", "FAILED", "island.listen_host", "gloo needs one address"),
+        ("island.run_key_file=/nowhere/key", "FAILED", "run key", "cannot read"),
+        ("island.run_dir=/dev/null/x", "FAILED", "island.run_dir", "no folder"),
+        ("island.micro_batch=7", "FAILED", "config", "micro_batch"),
+        ("outer.rouns=3", "FAILED", "config", "did you mean 'rounds'"),
+        ("island.announce_host=192.0.2.1", "ok", "island.announce_host", "must forward"),
+    ],
+)
+def test_what_is_wrong_here_is_said_with_its_cure(tmp_path, override, level, name, part):
+    found = [c for c in local(tmp_path, override) if isinstance(c, Check) and c.name == name]
+    assert [check.level for check in found] == [level] and part in found[0].text
+
+
+def test_a_taken_port_is_said_before_the_island_finds_out(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        lines = local(tmp_path, f"island.listen_port={port}")
+    assert ("FAILED", "island.listen_port") in troubles(lines)
+    assert bind_problem("127.0.0.1", port) == ""
+
+
+def test_a_key_that_others_may_read_is_warned_of(tmp_path):
+    (override,) = key_file(tmp_path, b"k" * 32)
+    (tmp_path / "run.key").chmod(0o644)
+    assert ("warning", "run key") in troubles(local(tmp_path, override))
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("tcp://10.0.0.1:5", ("10.0.0.1", 5)),
+        ("tcp://[::1]:5", ("::1", 5)),
+        ("/ip4/10.0.0.1/tcp/5/p2p/Qm", ("10.0.0.1", 5)),
+        ("/dns/example.org/tcp/5/p2p/Qm", ("example.org", 5)),
+        ("/ip4/10.0.0.1/udp/5/quic", None),
+        ("10.0.0.1:5", None),
+    ],
+)
+def test_host_and_port_of_an_address(address, expected):
+    assert host_of(address) == expected
+
+
+# -- as a user runs it ----------------------------------------------------------------------------------------
+
+
+def test_a_training_island_is_examined_and_the_exit_status_says_whether_all_is_well(tmp_path, capsys, caplog):
+    with islands_of(tmp_path, "outer.rounds=100000", islands=[{}]) as made:
+        island = made.start(0)
+        island.wait_for_round(0)
+        assert doctor([made.address], None, None) == 0
+        told = capsys.readouterr().out
+        assert "Island island-0 of run test\n  ok      reach" in told and "way back" in told
+        assert re.search(r"\n0 FAILED, 0 warnings, [0-9]+ ok\n$", told)
+        assert not [record for record in caplog.records if record.name == "asyncio"], "it leaves no task behind"
+    assert doctor([made.address], None, None) == 1, "the swarm is gone now"
+
+
+def test_a_second_address_is_the_users_mistake():
+    with pytest.raises(ConfigError, match="one address"):
+        doctor(["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"], None, None)
