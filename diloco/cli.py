@@ -62,6 +62,7 @@ def simulate(
     kill:1@round=3,phase=decide    kill or freeze at this very point of the round
     slow:2x3                       each inner step takes 3 times as long
     corrupt:1@round=4              one bit of a payload that it sends flips
+    nan:1@round=4                  a payload that it sends is all NaN
     poison:1@round=5,rounds=1      pseudo-gradient x -10; for good without rounds
     join:@round=4                  one more island, by diloco join
     cut:0-1@step=40,seconds=15     their link carries nothing; needs root

@@ -272,7 +272,7 @@ async def check_way_back(patient: Patient, callback: Callback) -> Check:
         return Check("warning", "way back", f"not tried: {error}")
     except OuterError as error:
         return Check("FAILED", "way back", str(error))
-    if not cause:
+    if not cause and island in callback.heard:
         return Check("ok", "way back", f"it can call this machine at {places_of(address)}")
     if "island.allow" in cause:
         return Check("warning", "way back", "not tried: its island.allow takes no call to the doctor's peer")

@@ -15,7 +15,7 @@ from diloco.config import ConfigError
 if TYPE_CHECKING:
     from outer.phases import Phase
 
-Kind = Literal["kill", "freeze", "cut", "slow", "corrupt", "poison", "join", "leave"]
+Kind = Literal["kill", "freeze", "cut", "slow", "corrupt", "nan", "poison", "join", "leave"]
 BOOTSTRAP = "bootstrap"
 Who = int | Literal["bootstrap"]
 """An island's index, or the bootstrap process."""
@@ -27,6 +27,7 @@ OPTIONS: dict[Kind, tuple[str, ...]] = {
     "cut": (*TRIGGERS, "seconds"),
     "slow": (*TRIGGERS, "seconds"),
     "corrupt": TRIGGERS,
+    "nan": ("round",),
     "poison": ("round", "rounds"),
     "join": TRIGGERS,
     "leave": (*TRIGGERS, "back"),
@@ -37,6 +38,7 @@ EXAMPLES: dict[Kind, str] = {
     "cut": "cut:0-1@step=40,seconds=15",
     "slow": "slow:2x3",
     "corrupt": "corrupt:1@round=4",
+    "nan": "nan:1@round=4",
     "poison": "poison:1@round=5,rounds=1",
     "join": "join:@round=4",
     "leave": "leave:1@round=6",
@@ -82,7 +84,7 @@ class Fault:
     @property
     def is_own(self) -> bool:
         """Whether the island sees to it by itself, from its config."""
-        at_round = self.kind == "poison" or (self.kind == "corrupt" and self.round is not None)
+        at_round = self.kind in ("nan", "poison") or (self.kind == "corrupt" and self.round is not None)
         return at_round or self.phase is not None or (self.kind == "slow" and not self.has_trigger)
 
 

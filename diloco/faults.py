@@ -1,8 +1,8 @@
 """Faults that an island inflicts on itself, and the record of a run's faults. No torch until there are some.
 
-An island kills or freezes itself at a phase of a round, poisons, corrupts at a round, is slow from the start: from
-island.faults in its config. The launcher (inflict.py) does the rest to processes, and has an island begin what only
-the island can do by a file in ISLAND_DIR/faults.
+An island kills or freezes itself at a phase of a round, poisons, corrupts or sends NaN at a round, is slow from the
+start: from island.faults in its config. The launcher (inflict.py) does the rest to processes, and has an island begin
+what only the island can do by a file in ISLAND_DIR/faults.
 """
 
 import json
@@ -122,13 +122,17 @@ class SelfInflicted:
         return values
 
     def payload(self, round_number: int, payload: "torch.Tensor") -> "torch.Tensor":
-        """With one bit flipped, once, by the rank that is first to send in that round."""
+        """With one bit flipped, or all set, which is NaN; once, by the rank that is first to send in that round."""
         for fault in [*self._faults, *self._begun()]:
-            if fault.kind != "corrupt" or round_number < (fault.round or 0) or not payload.numel():
+            is_kind = fault.kind in ("corrupt", "nan")
+            if not is_kind or round_number < (fault.round or 0) or not payload.numel():
                 continue
             if claim(self._folder, fault):
                 payload = payload.clone()
-                payload[payload.numel() // 2] ^= 1 << 6
+                if fault.kind == "nan":
+                    payload.fill_(0xFF)
+                else:
+                    payload[payload.numel() // 2] ^= 1 << 6
         return payload
 
     def slowness(self) -> float:

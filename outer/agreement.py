@@ -12,9 +12,10 @@ from typing import Literal
 from outer.deadlines import Deadlines
 from outer.errors import DeadlineError, MessageError, OuterError, PeerLost, QuorumError, TransportError
 from outer.membership.base import Handler, Member, Membership, Messenger
-from outer.protocol import Behind, Protocol, Short
+from outer.protocol import Protocol
 from outer.rounds import Answer, Goodbye, Message, Plan, Question, Ready, Standing, Vote, parse
 from outer.transports.base import Endpoint
+from outer.verdicts import Behind, Short
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,8 @@ class Agreement:
         while True:
             await self._stop_if_left()
             waited = _now() - started
-            verdict = self.protocol.consider(is_late=waited > self._deadlines.grace(self._num_waiting()))
+            is_late = waited > self._deadlines.grace(1 + self._num_waiting())
+            verdict = self.protocol.consider(is_late=is_late)
             self._flush()
             match verdict:
                 case Plan():
@@ -221,7 +223,7 @@ class Agreement:
         self.protocol.outbox += [(name, self.protocol.standing) for name in sorted(self.protocol.present)]
 
     def _num_waiting(self) -> int:
-        """Islands that are ready for the round that this one is in."""
+        """Other islands that are ready for the round that this one is in."""
         p = self.protocol
         return sum(r.round == p.standing.round for n, r in p.readies.items() if n in p.present - p.lost)
 

@@ -27,7 +27,7 @@ from outer.network import Network
 from outer.pace import Pace
 from outer.parts_cache import PartsCache
 from outer.presence import Identity, Presence, standing_of
-from outer.protocol import Protocol, Rules
+from outer.protocol import Protocol
 from outer.reduce import Mean, Reducer
 from outer.reports import CaughtUp, RoundReport, Settings
 from outer.rounds import Plan, no, parse, yes
@@ -36,6 +36,7 @@ from outer.taking import Taken, Taker
 from outer.team import Team
 from outer.transfer import Fetch, Share
 from outer.transports.base import Endpoint
+from outer.verdicts import Rules
 
 log = logging.getLogger(__name__)
 
@@ -215,6 +216,8 @@ class OuterLoop:
             # Our own fault first, then a peer's: the other ranks have only heard of it.
             ours = self._identity.island
             cause, fault = min(failed, key=lambda f: (f[1] != ours, f[1] is None))
+            if fault is not None and fault != ours:
+                self._network.refusals.add(fault, "payload", cause)
             return None, cause, fault
         return self._held.combine({index: mean.digest for index, mean in means.items()}), "", None
 

@@ -161,7 +161,7 @@ class HivemindMembership:
     def _keep_refreshing(self) -> None:
         if self._refreshing is None:
             self._refreshing = asyncio.create_task(self._refresh())
-            pass
+            self._meeting = asyncio.create_task(self._meet_again())
 
     def _remember(self, members: Iterable[Member]) -> None:
         for member in members:

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 
+from outer.ballot import Ballot
 from outer.errors import MessageError
-from outer.protocol import Behind, Protocol, Rules, Short
+from outer.protocol import Protocol
 from outer.rounds import Message, Plan, Ready, Standing, no, yes
+from outer.verdicts import Behind, Rules, Short
 
 START = "00" * 8
 TOKENS = 10
@@ -218,7 +220,9 @@ def _mail(world: World, kind: str, index: int) -> World:
 
 def _own_copy(world: World, name: str) -> Protocol:
     node = copy(world.nodes[name])
-    vars(node).update((key, copy(value)) for key, value in vars(node).items() if isinstance(value, dict | list))
+    node.ballot = copy(node.ballot)
+    for tables in (node, node.ballot):
+        vars(tables).update((key, copy(value)) for key, value in vars(tables).items() if isinstance(value, dict | list))
     world.nodes = world.nodes | {name: node}
     return node
 
@@ -243,11 +247,13 @@ def _number(value: object) -> object:
     return found[1]
 
 
-def _describe(node: Protocol) -> tuple[object, ...]:
+def _describe(node: Protocol | Ballot) -> tuple[object, ...]:
     """All of its tables, without their order."""
     return tuple(
         frozenset((key, _number(v)) for key, v in value.items())
         if isinstance(value, dict)
+        else _describe(value)
+        if isinstance(value, Ballot)
         else _number(tuple(value) if isinstance(value, list) else value)
         for value in vars(node).values()
     )

@@ -14,12 +14,13 @@ from outer.digest import combine
 from outer.errors import OuterError, PoisonError
 from outer.membership.base import Handler, Lane, Member
 from outer.membership.loopback import LoopbackMembership, LoopbackMessenger
-from outer.protocol import Protocol, Rules
+from outer.protocol import Protocol
 from outer.reduce import Mean, Reducer
 from outer.rounds import Goodbye, Message, Plan, Ready, Standing, no, pack_carriers, yes
 from outer.space import Space
 from outer.transports.base import Endpoint
 from outer.transports.loopback import Hub, LoopbackTransport
+from outer.verdicts import Rules
 from tests.outer.clock import GUARD_SECONDS, stand_still
 from tests.outer.islands import Spec
 

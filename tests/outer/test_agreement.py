@@ -91,6 +91,18 @@ def test_an_island_that_is_alive_but_late_is_left_out_after_the_grace() -> None:
     run(test)
 
 
+def test_the_more_islands_wait_the_shorter_is_the_grace() -> None:
+    async def test() -> None:
+        a, b, _ = await leaders("abc")
+        for island in (a, b):
+            for _ in range(3):
+                island.deadlines.observe("round", 60.0)
+        assert plans_of(await together(a.attempt(), b.attempt())) == [(0, ["a", "b"], True)] * 2
+        assert 30 <= now() < 33
+
+    run(test)
+
+
 def test_told_is_called_once_the_others_can_know() -> None:
     async def test() -> None:
         a, b = await leaders("ab", start_islands=2)
@@ -322,6 +334,20 @@ def test_what_is_no_message_is_refused_and_the_round_goes_on(body: bytes, cause:
         assert plans_of(await together(a.attempt(), b.attempt())) == [(0, ["a", "b"], True)] * 2
 
     run(test)
+
+
+def test_an_island_whose_ready_is_refused_is_told_why_in_its_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def test() -> None:
+        (a,) = await leaders("a", quorum=2)
+        await leaders("b", a.hub, max_tokens=5)
+        early = asyncio.create_task(a.attempt())
+        await asyncio.sleep(3 * PING_SECONDS)
+        early.cancel()
+
+    run(test)
+    assert "b refused ready: 'a' claims 100 tokens, a round has at most 5" in caplog.messages
 
 
 def test_nobody_votes_for_another_island() -> None:

@@ -76,8 +76,8 @@ def test_an_island_that_is_behind_takes_part_in_no_plan() -> None:
         plan = Plan(round=0, attempt=0, planner="b", participants=[a.ready(), b.ready()])
         b.protocol.prepare(b.ready())
         await b.tell(a, plan)
-        await until(lambda: (plan.id, "a") in b.protocol.votes)
-        assert b.protocol.votes[plan.id, "a"].digest is None
+        await until(lambda: (plan.id, "a") in b.protocol.ballot.votes)
+        assert b.protocol.ballot.votes[plan.id, "a"].digest is None
 
     run(test)
 

@@ -1,34 +1,18 @@
-"""A bootstrap peer that was killed and started again leads newcomers to the islands that went on without it."""
+"""A bootstrap peer that ended and was started again leads newcomers to the islands that went on without it."""
 
 import asyncio
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from outer.membership.hivemind import HivemindMembership
+from outer.membership.hivemind import HivemindMembership, serve_bootstrap
 from outer.network import NetworkSettings, open_network, visit
-from tests.outer.nets import ROOT, member, run
-
-
-class Bootstrap:
-    """A bootstrap process, which keeps its identity."""
-
-    def __init__(self, identity: Path, port: str = "0") -> None:
-        command = [sys.executable, "-u", "-m", "diloco", "bootstrap", "--identity", str(identity), "--port", port]
-        self._process = subprocess.Popen([*command, "--host", "127.0.0.1"], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        assert self._process.stdout is not None
-        self.address = next(line for line in self._process.stdout if line.startswith("address: ")).split()[1]
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+from tests.outer.nets import member, run
 
 
 def test_a_restarted_bootstrap_peer_leads_to_the_islands_again(tmp_path: Path):
-    held = [Bootstrap(tmp_path / "key")]
-    address = held[0].address
-
     async def work() -> None:
+        bootstrap = await serve_bootstrap(["/ip4/127.0.0.1/tcp/0"], tmp_path / "key")
+        (address,) = bootstrap.addresses
         network = await open_network("hivemind", NetworkSettings("run", "a", 0, [address], record_seconds=4))
         membership = network.membership
         assert isinstance(membership, HivemindMembership)
@@ -36,22 +20,19 @@ def test_a_restarted_bootstrap_peer_leads_to_the_islands_again(tmp_path: Path):
         try:
             await membership.announce(member("a"))
             await membership.publish_config("{}")
-            held[0].kill()
+            await bootstrap.close()
             await until(lambda: not table.peer_id_to_uid)  # the DHT gives up a peer that does not answer
-            held.append(await asyncio.to_thread(Bootstrap, tmp_path / "key", address.split("/")[4]))
+            bootstrap = await serve_bootstrap([address.partition("/p2p/")[0]], tmp_path / "key")
             await until(lambda: bool(table.peer_id_to_uid))
-            while "run" not in await visit(address, 5):
+            while "run" not in await visit(address, 5):  # noqa: ASYNC110 - another process has to come
                 await asyncio.sleep(0.1)
         finally:
+            await bootstrap.close()
             await network.close()
 
-    try:
-        run(work())
-    finally:
-        for process in held:
-            process.kill()
+    run(work())
 
 
-async def until(is_so) -> None:
-    while not is_so():
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():  # noqa: ASYNC110 - nobody tells
         await asyncio.sleep(0.05)

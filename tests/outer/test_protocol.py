@@ -6,8 +6,9 @@ from functools import cache
 import pytest
 
 from outer.errors import MessageError
-from outer.protocol import Behind, Protocol, Rules, Short, majority
+from outer.protocol import Protocol
 from outer.rounds import Goodbye, Plan, Question, Standing, Vote, no, yes
+from outer.verdicts import Behind, Rules, Short, majority
 from tests.outer.explore import (
     START,
     Budget,
@@ -69,7 +70,7 @@ def findings(names: str, rounds: int, budget: Budget, bound: int) -> Findings:
 
 def breaks_a_vote(world: World) -> bool:
     """Whether an island has committed a plan that a participant has voted down."""
-    cast = [(c, node.votes.get((c.plan, node.me))) for c in world.commits for node in world.nodes.values()]
+    cast = [(c, node.ballot.votes.get((c.plan, node.me))) for c in world.commits for node in world.nodes.values()]
     return any(vote is not None and vote.digest != digest_of(commit.plan) for commit, vote in cast)
 
 
@@ -208,7 +209,7 @@ def test_an_island_that_is_behind_refuses_plans():
     assert isinstance(b.consider(is_late=False), Behind)
     b.hear("a", plan)
     assert b.plan is None
-    assert b.votes[plan.id, "b"].digest is None
+    assert b.ballot.votes[plan.id, "b"].digest is None
 
 
 def test_start_islands_are_waited_for_before_the_first_round_only():
@@ -233,6 +234,16 @@ def test_whoever_was_asked_does_not_commit_on_votes_alone():
     assert isinstance(plan, Plan)
     a.vote(yes(plan, "a", "11" * 8))
     a.hear("b", Question(plan=plan.id, round=0))
+    a.hear("b", Vote(plan=plan.id, round=0, island="b", digest="11" * 8))
+    assert a.conclude(is_late=False) == "open"
+
+
+def test_whoever_took_a_participant_for_lost_does_not_commit_on_votes_alone():
+    a = gathering("a", "b", ready="b")
+    plan = a.consider(is_late=False)
+    assert isinstance(plan, Plan)
+    a.vote(yes(plan, "a", "11" * 8))
+    a.lose("b")
     a.hear("b", Vote(plan=plan.id, round=0, island="b", digest="11" * 8))
     assert a.conclude(is_late=False) == "open"
 

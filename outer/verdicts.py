@@ -1,0 +1,100 @@
+"""What an island that is ready may find: a plan, that it is behind, that too few have come; and the rules for it."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from outer.errors import MessageError
+from outer.rounds import Plan, Ready, Standing
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When a plan may be fixed, and what a peer may claim."""
+
+    quorum: int = 1
+    start_islands: int = 1
+    below_quorum: Literal["wait", "continue", "stop"] = "wait"
+    num_parts: int = 1
+    max_tokens: int = 1 << 52
+    """Most tokens that an island can have trained on in a round."""
+    max_round: int = 1 << 29
+
+
+@dataclass(frozen=True)
+class Behind:
+    """Others hold the state that survives; any of `donors` can give it."""
+
+    donors: tuple[str, ...]
+    cause: str
+
+
+@dataclass(frozen=True)
+class Short:
+    """Too few islands for a plan. `is_start`: the run has not begun yet."""
+
+    present: int
+    needed: int
+    is_start: bool
+
+
+def majority(digests: Iterable[str]) -> str:
+    """The digest that most hold; among equals the lowest."""
+    counts = Counter(digests)
+    return min(counts, key=lambda digest: (-counts[digest], digest))
+
+
+def objection(plan: Plan, own: Ready, num_parts: int) -> str | None:
+    """Why `own`'s island cannot take part in the plan, or None: it is there as it is now, all hold its state."""
+    if plan.round != own.round:
+        return f"the plan is for round {plan.round}, {own.island!r} is in round {own.round}"
+    if plan.names != sorted(set(plan.names)):
+        return "participants are repeated or out of order"
+    if own not in plan.participants:
+        return f"{own.island!r} is not in the plan as it is now"
+    for participant in plan.participants:
+        if participant.digest != own.digest:
+            return f"the state of {participant.island!r} differs from that of {own.island!r}"
+        try:
+            participant.check(num_parts)
+        except MessageError as error:
+            return str(error)
+    return None
+
+
+def usable(readies: Mapping[str, Ready], round_number: int, used: Mapping[str, tuple[int, int]]) -> dict[str, Ready]:
+    """Those for this round that have not gone into a plan yet; `used` has each island's last round and attempt."""
+    return {
+        name: ready
+        for name, ready in readies.items()
+        if ready.round == round_number and (ready.round, ready.attempt) > used.get(name, (-1, -1))
+    }
+
+
+def find_behind(me: str, own: Standing, live: Mapping[str, Standing], *, is_settled: bool) -> Behind | None:
+    """Whether another history than `own` survives among those that live. `is_settled`: all who count are in `live`."""
+    best = max((*live.values(), own), key=lambda s: s.rank)
+    rivals = {name: s.digest for name, s in live.items() if s.rank == best.rank}
+    if best.rank == own.rank:
+        if not is_settled:
+            return None  # Those who have not spoken yet count in the majority, too.
+        rivals[me] = own.digest
+    digest = majority(rivals.values())
+    if (best.rank, digest) == (own.rank, own.digest):
+        return None
+    donors = tuple(sorted(name for name, theirs in rivals.items() if theirs == digest))
+    return Behind(
+        donors,
+        f"{', '.join(donors)} in round {best.round} with {best.tokens} tokens and digest {digest[:12]}; "
+        f"this island in round {own.round} with {own.tokens} tokens and {own.digest[:12]}",
+    )
+
+
+def find_short(rules: Rules, num_ready: int, *, is_start: bool, is_late: bool) -> Short | None:
+    """Whether too few islands are ready. `is_late`: nobody else is waited for."""
+    if is_start and num_ready < rules.start_islands:
+        return Short(num_ready, rules.start_islands, is_start=True)
+    if num_ready >= rules.quorum or (is_late and rules.below_quorum == "continue"):
+        return None
+    return Short(num_ready, rules.quorum, is_start=False)

@@ -1,0 +1,101 @@
+"""What dies and is started again: a rank of an island, and the bootstrap; the run goes on all the while."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from diloco.config import dump_config
+from diloco.processes import kill, processes_of, start, torchrun
+from tests.faults.bootstraps import bootstrap
+from tests.faults.waits import assert_one_history, last_round, more_rounds, reached, until
+from tests.swarm import Island, swarm
+
+BOTH = ["island-0", "island-1"]
+
+
+def rank_of(pid: int) -> int | None:
+    """The rank that torchrun gave to the process; None: it is none of its workers."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    ranks = [int(value.removeprefix(b"RANK=")) for value in environment if value.startswith(b"RANK=")]
+    return ranks[0] if ranks else None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["gloo", "hivemind"])
+def test_torchrun_starts_an_island_again_whose_rank_died_and_it_is_the_same_island(tmp_path, place, transport):
+    settings = ["outer.rounds=100000", "outer.inner_steps=4", f"outer.transport={transport}", f"name={tmp_path.name}"]
+    islands = [{"faults": ["slow:0x5"]}, {"ranks": 2, "faults": ["slow:1x5"]}]
+    with swarm(tmp_path, *settings, islands=islands, address=place(transport)) as made:
+        (tmp_path / "run.yaml").write_text(dump_config(made.config))
+        command = torchrun(2, ["train", str(tmp_path / "run.yaml"), "island.index=1"], max_restarts=1)
+        log = tmp_path / "torchrun.txt"
+        child = start("island-1", command, log)
+        try:
+            first = made.start(0)
+            victim = Island(tmp_path / tmp_path.name / "island-1", [])
+            reached(first, 3)
+            reached(victim, 3)
+            identity = (victim.folder / "identity").read_text()
+            (rank,) = (pid for pid in processes_of([child]) if rank_of(pid) == 1)
+            os.kill(rank, signal.SIGKILL)
+            more_rounds(first, 3, ["island-0"])
+            until(lambda: len(victim.events("joined")) >= 2, "its second life begins", first)
+            more_rounds(first, 3, BOTH)
+            assert (victim.folder / "identity").read_text() == identity
+            assert child.exit_code is None, child.log_tail()
+            assert "already" not in log.read_text(), "its own name was not refused to it"
+            assert_one_history(first, victim)
+        finally:
+            kill([child])
+
+
+@pytest.mark.parametrize("transport", ["gloo", pytest.param("hivemind", marks=pytest.mark.slow)])
+def test_a_run_outlives_its_bootstrap_and_an_island_joins_after_its_restart(tmp_path, transport):
+    if transport == "hivemind":
+        import hivemind  # noqa: F401 - the forked islands inherit it
+    settings = ["outer.rounds=100000", "outer.inner_steps=4", f"outer.transport={transport}", "outer.start_islands=2"]
+    islands = [{"faults": [f"slow:{i}x5" for i in range(3)]}] * 3
+    with bootstrap(transport, tmp_path) as served:
+        with swarm(tmp_path, *settings, islands=islands, address=served.address) as made:
+            for i in range(2):
+                made.start(i)
+            for island in made.started:
+                reached(island, 2)
+            served.kill()
+            for island in made.started:
+                more_rounds(island, 5, BOTH)
+            served.restart()
+            joiner = made.start(2)
+            more_rounds(joiner, 3, [*BOTH, "island-2"])
+            assert min(joiner.committed()) > 2, "it has taken the run's state"
+            assert_one_history(*made.started)
+
+
+@pytest.mark.slow
+def test_an_island_joins_through_another_when_the_bootstrap_is_dead(tmp_path):
+    import hivemind  # noqa: F401 - the forked islands inherit it
+
+    settings = ["outer.rounds=100000", "outer.inner_steps=4", "outer.transport=hivemind", "outer.start_islands=2"]
+    islands = [{"faults": [f"slow:{i}x5" for i in range(3)], "listen_port": port} for i, port in enumerate(free_ports(3))]
+    with bootstrap("hivemind", tmp_path) as served:
+        with swarm(tmp_path, *settings, islands=islands, address=served.address) as made:
+            for i in range(2):
+                made.start(i)
+            for island in made.started:
+                reached(island, 2)
+            served.kill()
+            last = max(last_round(island) for island in made.started)
+            for island in made.started:
+                more_rounds(island, 5, BOTH)
+            through = islands[0] | {"listen_port": islands[2]["listen_port"], "bootstrap": [address_of(made.started[0])]}
+            config = made.config.model_copy(update={"islands": (islands[0], islands[1], through)})
+            joiner = made.start(2, config=config)
+            more_rounds(joiner, 3, [*BOTH, "island-2"])
+            assert min(joiner.committed()) > last
+            assert_one_history(*made.started)
+        served.restart()
