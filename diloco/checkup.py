@@ -1,5 +1,6 @@
 """What `diloco doctor` finds out about this machine alone: versions, config, addresses, disk, key, libp2p."""
 
+import asyncio
 import errno
 import ipaddress
 import os
@@ -22,6 +23,7 @@ from outer.keys import RunKey, read_run_key
 
 Level = Literal["ok", "warning", "FAILED"]
 DAEMON_SECONDS = 20.0
+DIAL_SECONDS = 5.0
 LOW_DISK_BYTES = 1_000_000_000
 SWARM_CURE = {
     "hivemind": "set island.listen_host=0.0.0.0 island.listen_port=PORT and, behind a router or in a cloud, "
@@ -167,6 +169,24 @@ def bind_problem(host: str, port: int) -> str:
             return "not an address of this machine"
         return f"nothing can listen there ({error.strerror})"
     return ""
+
+
+async def connect_seconds(host: str, port: int) -> tuple[float, str]:
+    """How long a TCP connection takes, and why there is none ("": there is)."""
+    began = time.perf_counter()
+    try:
+        async with asyncio.timeout(DIAL_SECONDS):
+            _, writer = await asyncio.open_connection(host, port)
+    except TimeoutError:
+        return 0.0, f"no answer within {DIAL_SECONDS:g} s, as when a firewall drops what comes"
+    except ConnectionRefusedError:
+        return 0.0, "refused: nothing listens there"
+    except socket.gaierror as error:
+        return 0.0, f"no such host is found: {error.strerror}"
+    except OSError as error:
+        return 0.0, error.strerror or str(error)
+    writer.transport.abort()
+    return time.perf_counter() - began, ""
 
 
 def is_loopback(host: str) -> bool:

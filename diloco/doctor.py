@@ -17,9 +17,9 @@ from pathlib import Path
 
 import typer
 
-from diloco.checkup import Check, Subject, is_loopback, local_checks, subject_of, usable_key
+from diloco.checkup import Check, Subject, connect_seconds, is_loopback, local_checks, subject_of, usable_key
 from diloco.config import ConfigError, RunConfig, differing_keys, load_config, parse_config
-from diloco.examine import Callback, Patient, connect_seconds, examine
+from diloco.examine import Callback, Patient, examine
 from diloco.units import one_line
 from outer.errors import InputError, OuterError
 from outer.membership.base import Member

@@ -2,16 +2,15 @@
 
 import asyncio
 import re
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from statistics import median
 
-from diloco.checkup import SWARM_CURE, Check, Subject, is_loopback, state_bytes
+from diloco.checkup import SWARM_CURE, Check, Subject, connect_seconds, is_loopback, state_bytes
 from diloco.config import RunConfig
 from diloco.units import human_bytes, human_seconds
-from outer.errors import MessageError, OuterError, PeerLost
+from outer.errors import DeadlineError, MessageError, OuterError, PeerLost
 from outer.membership.base import Member, Messenger
 from outer.network import Network
 from outer.probe import (
@@ -29,7 +28,6 @@ from outer.transports.base import Endpoint
 
 CALL_SECONDS = 10.0
 BULK_SECONDS = 30.0
-DIAL_SECONDS = 5.0
 MAX_RANKS = 64
 """Of one island; a record may speak of more, and is not to be trusted."""
 NUM_SAMPLES = 5
@@ -122,11 +120,18 @@ def check_reached(patient: Patient, greetings: list[Greeting | BaseException]) -
         return Check(
             "warning", "reach", f"rank {rank} answers, but not a doctor: {error}; does it run an older diloco?"
         )
-    cause = error.cause if isinstance(error, PeerLost) else str(error) or type(error).__name__
+    cause = cause_of(error)
     text = f"{len(silent)} of {len(greetings)} ranks cannot be called from here; rank {rank}: {cause}"
     if "run key" in cause:
         return Check("FAILED", "reach", text)
     return Check("FAILED", "reach", f"{text}; {reach_cure(patient)}")
+
+
+def cause_of(error: BaseException) -> str:
+    """Why a call failed, without the address, which is long."""
+    if isinstance(error, DeadlineError):
+        return f"no answer within {CALL_SECONDS:g} s"
+    return error.cause if isinstance(error, PeerLost) else str(error) or type(error).__name__
 
 
 def reach_cure(patient: Patient) -> str:
@@ -239,24 +244,6 @@ async def check_payload_ports(member: Member) -> Check:
             cure = "gloo takes ports of its own choice: let islands reach each other on all, or use hivemind"
             return Check("FAILED", "payload ports", f"rank {rank}, {host}:{port}: {problem}; {cure}")
     return Check("ok", "payload ports", f"{len(addresses)} of {len(addresses)} ranks take connections for gloo")
-
-
-async def connect_seconds(host: str, port: int) -> tuple[float, str]:
-    """How long a TCP connection takes, and why there is none ("": there is)."""
-    began = time.perf_counter()
-    try:
-        async with asyncio.timeout(DIAL_SECONDS):
-            _, writer = await asyncio.open_connection(host, port)
-    except TimeoutError:
-        return 0.0, f"no answer within {DIAL_SECONDS:g} s, as when a firewall drops what comes"
-    except ConnectionRefusedError:
-        return 0.0, "refused: nothing listens there"
-    except socket.gaierror as error:
-        return 0.0, f"no such host is found: {error.strerror}"
-    except OSError as error:
-        return 0.0, error.strerror or str(error)
-    writer.transport.abort()
-    return time.perf_counter() - began, ""
 
 
 async def check_way_back(patient: Patient, callback: Callback) -> Check:

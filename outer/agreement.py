@@ -5,13 +5,14 @@ What follows from a message is in protocol.py; here are the calls, the clocks an
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal
 
 from outer.deadlines import Deadlines
-from outer.errors import DeadlineError, MessageError, OuterError, PeerLost, QuorumError, TransportError
+from outer.errors import BehindError, DeadlineError, MessageError, PeerLost, QuorumError
 from outer.membership.base import Handler, Member, Membership, Messenger
+from outer.peers import Peers
 from outer.protocol import Protocol
 from outer.rounds import Answer, Goodbye, Message, Plan, Question, Ready, Standing, Vote, parse
 from outer.transports.base import Endpoint
@@ -30,15 +31,6 @@ REPLIES: dict[type[Message], type[Message]] = {Ready: Standing, Standing: Standi
 Interruption = Literal["", "behind", "waited for"]
 
 
-class BehindError(OuterError):
-    """Others hold the state that survives; this island must take it from one of `donors`."""
-
-    def __init__(self, donors: Collection[str], cause: str) -> None:
-        super().__init__(cause)
-        self.donors = tuple(donors)
-        self.cause = cause
-
-
 class Agreement:
     """The leader's talk with other leaders. All of it runs on one event loop."""
 
@@ -48,16 +40,9 @@ class Agreement:
         self.protocol = protocol
         self.on_no: Callable[[str, str, str], None] = lambda plan, island, cause: None
         """Called with (plan id, island, cause) for every no, so that a running reduce can end at once."""
-        self._messenger, self._membership, self._deadlines = messenger, membership, deadlines
-        self._config_hash = config_hash
-        self.members: dict[str, Member] = {}
-        """The other islands' records, as last seen."""
-        self._direct: dict[str, list[str]] = {}
-        """Control addresses that islands have told us themselves: fresher than their records."""
-        self._gone: dict[str, str] = {}
-        """Incarnations that have said goodbye: their records may live on for a while."""
+        self._peers = Peers(protocol.me, messenger, membership, deadlines, config_hash)
+        self._deadlines = deadlines
         self._calls: dict[tuple[str, type[Message]], asyncio.Task[None]] = {}
-        self._noes: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
@@ -137,9 +122,8 @@ class Agreement:
                 task.cancel()
         # A ping that crosses the goodbye is still answered.
         self.protocol.standing = self.protocol.standing.model_copy(update={"is_coming": False})
-        calls = [
-            self._call(name, goodbye) for name in self.protocol.present - self.protocol.lost if self._addresses(name)
-        ]
+        body = goodbye.model_dump_json().encode()
+        calls = [self._peers.call(name, "goodbye", body) for name in self.protocol.present - self.protocol.lost]
         with suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_SECONDS):
                 await asyncio.gather(*calls, return_exceptions=True)
@@ -169,9 +153,9 @@ class Agreement:
         await self._find_members()
         behind = self.protocol.behind(is_settled=True)
         if behind is not None:
-            return [self.members[name] for name in behind.donors if name in self.members]
+            return [self._peers.members[name] for name in behind.donors if name in self._peers.members]
         # Nobody has spoken to this island yet: what the records say.
-        ahead = [m for m in self.members.values() if (m.tokens, m.round) > self._rank]
+        ahead = [m for m in self._peers.members.values() if (m.tokens, m.round) > self._rank]
         best = max(((m.tokens, m.round) for m in ahead), default=None)
         return [m for m in ahead if (m.tokens, m.round) == best]
 
@@ -196,24 +180,15 @@ class Agreement:
                 self.protocol.doubt()
 
     async def _find_members(self) -> None:
-        try:
-            found = await self._membership.members()
-        except TransportError as error:
-            log.debug("the members could not be read: %s", error)
+        if not await self._peers.find():
             return
-        mine = self.protocol.me
-        self.members = {
-            name: m
-            for name, m in found.items()
-            if name != mine and m.config_hash == self._config_hash and self._gone.get(name) != m.incarnation
-        }
-        for name in self.protocol.present - frozenset(self.members):
+        for name in self.protocol.present - frozenset(self._peers.members):
             # Without an address nobody would ever find out whether it lives.
-            if name in self.protocol.lost or not self._addresses(name):
+            if name in self.protocol.lost or not self._peers.addresses(name):
                 self.protocol.part(name)
-                self._direct.pop(name, None)
+                self._peers.forget(name)
                 self._changed.set()
-        self.protocol.meet(self.members)
+        self.protocol.meet(self._peers.members)
 
     @property
     def _rank(self) -> tuple[int, int]:
@@ -225,7 +200,7 @@ class Agreement:
     def _num_waiting(self) -> int:
         """Other islands that are ready for the round that this one is in."""
         p = self.protocol
-        return sum(r.round == p.standing.round for n, r in p.readies.items() if n in p.present - p.lost)
+        return sum(r.round == p.standing.round for n, r in p.readies.said.items() if n in p.present - p.lost)
 
     def _complain(self, text: str) -> None:
         log.warning("round %d: BELOW QUORUM: %s", self.protocol.standing.round, text)
@@ -263,13 +238,12 @@ class Agreement:
     def _learn(self, sender: str, message: Message) -> None:
         match message:
             case Ready():
-                self._direct[sender] = message.control_addresses
+                self._peers.learn(sender, message.control_addresses)
             case Vote(digest=None):
                 self.on_no(message.plan, sender, message.cause)
             case Goodbye():
                 log.info("%s has left the run", sender)
-                self._gone[sender] = message.incarnation
-                self.members.pop(sender, None)
+                self._peers.part(sender, message.incarnation)
                 self._end_reduce_with(sender, "it has left the run")
 
     def _flush(self) -> None:
@@ -279,23 +253,20 @@ class Agreement:
             key = island, type(message)
             running = self._calls.get(key)
             is_repeat = running is not None and not running.done() and running.get_name() == _name_of(message)
-            if not is_repeat and self._addresses(island):
+            if not is_repeat and self._peers.addresses(island):
                 self._calls[key] = asyncio.create_task(self._tell(island, message), name=_name_of(message))
 
     async def _tell(self, island: str, message: Message) -> None:
         """One call, its reply heard. A no goes to every rank of the island, so that each ends its reduce."""
+        kind, body = _kind(type(message)), message.model_dump_json().encode()
         if isinstance(message, Vote) and message.digest is None:
-            body = message.model_dump_json().encode()
-            for address in self._addresses(island)[1:]:
-                task = asyncio.create_task(_ignore(self._messenger.call(address, "vote", body, timeout_seconds=5.0)))
-                self._noes.add(task)
-                task.add_done_callback(self._noes.discard)
+            self._peers.tell_other_ranks(island, kind, body)
         try:
-            reply = await self._call(island, message)
+            reply = await self._peers.call(island, kind, body)
         except (PeerLost, DeadlineError) as error:
             self._lose(island, str(error))
         except MessageError as error:
-            log.info("%s refused %s: %s", island, _kind(type(message)), error)
+            log.info("%s refused %s: %s", island, kind, error)
         else:
             if (model := REPLIES.get(type(message))) is not None:
                 with suppress(MessageError):
@@ -304,32 +275,6 @@ class Agreement:
             else:
                 self.protocol.lost -= {island}
         self._changed.set()
-
-    async def _call(self, island: str, message: Message) -> bytes:
-        """The reply. A connection that broke is tried once more: only then is the island lost."""
-        kind, body = _kind(type(message)), message.model_dump_json().encode()
-        for is_last in (False, True):
-            addresses, started = self._addresses(island), _now()
-            if not addresses:
-                raise PeerLost(island, "its address is not known")
-            try:
-                limit = self._deadlines.limit("call")
-                reply = await self._messenger.call(addresses[0], kind, body, timeout_seconds=limit)
-            except PeerLost:
-                self._direct.pop(island, None)
-                if is_last:
-                    raise
-            else:
-                self._deadlines.observe("call", _now() - started)
-                return reply
-        raise AssertionError("the last try returns or raises")
-
-    def _addresses(self, island: str) -> list[str]:
-        """Control addresses of the island's ranks; none when they are not known."""
-        if island in self._direct:
-            return self._direct[island]
-        member = self.members.get(island)
-        return member.control_addresses if member is not None else []
 
     def _lose(self, island: str, cause: str) -> None:
         if island not in self.protocol.lost:
@@ -367,8 +312,3 @@ def _name_of(message: Message) -> str:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-async def _ignore(call) -> None:
-    with suppress(TransportError):
-        await call

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from outer.errors import MessageError
 from outer.rounds import Outcome, Plan, Vote
 
 MAX_PLANS = 256
@@ -56,10 +57,11 @@ class Ballot:
         liars = {accuser for accuser, count in by_accuser.items() if count > 1}
         return frozenset(liars | {accused for accuser, accused in now if accuser not in liars})
 
-    def has_room(self, plan: str) -> bool:
-        """Whether something may be remembered of one more plan."""
+    def check_room(self, plan: str) -> None:
+        """Raise MessageError unless something may be remembered of this plan."""
         known = {key[0] for key in self.votes} | set(self.pledged)
-        return plan in known or len(known) < MAX_PLANS
+        if plan not in known and len(known) >= MAX_PLANS:
+            raise MessageError("too many plans are heard of in this round")
 
     def forget(self, round_number: int) -> None:
         """Drop what was said of rounds before the last one."""

@@ -3,7 +3,7 @@
     state {round}         description of that round, or of the newest       (control lane, leader)
     part  {part, ...}     params and momentum as they are now               (bulk lane, each rank: what it carries)
     mean  {part, round}   the encoded mean that led from round to round + 1
-    taken                 the caller has got all that it asked for          (control lane)
+    taken {worker}        the worker has got all that it asked for          (control lane)
 
 A donor keeps no snapshot and waits for nobody: rounds go on while parts leave, each of the round it leaves in.
 """
@@ -75,6 +75,12 @@ class MeanRequest(Message):
     worker: int = Field(default=0, ge=0, lt=MAX_WORKERS)
 
 
+class TakenRequest(Message):
+    """The worker asks for nothing for now: its place is free. None: all of the caller's."""
+
+    worker: int | None = Field(default=None, ge=0, lt=MAX_WORKERS)
+
+
 class Donor:
     """Serves this rank's parts; on the leader also their descriptions. A fresh island is never a donor."""
 
@@ -128,7 +134,11 @@ class Donor:
         return await self._serve((source, request.worker), partial(self._mean, request))
 
     async def _on_taken(self, source: Endpoint, body: bytes) -> bytes:
-        self._gate.leave_all(source)
+        worker = parse(TakenRequest, body).worker
+        if worker is None:
+            self._gate.leave_all(source)
+        else:
+            self._gate.leave((source, worker))
         return b""
 
     async def _serve(self, caller: Caller, read: Callable[[], tuple[Status, bytes]]) -> bytes:

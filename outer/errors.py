@@ -8,8 +8,11 @@ OuterError
     MessageError    a peer's bytes are malformed, oversized, or belong to another run or round
       PoisonError   a peer's payload would put inf or nan, or nothing that can be decoded, into a mean
   NonFiniteError    a pseudo-gradient holds inf or nan
+  BehindError       others hold the state that survives
   QuorumError       too few islands, and the policy says stop
 """
+
+from collections.abc import Collection
 
 
 class InputError(ValueError):
@@ -60,3 +63,12 @@ class NonFiniteError(OuterError):
 
 class QuorumError(OuterError):
     """Fewer islands than outer.quorum for longer than the run waits."""
+
+
+class BehindError(OuterError):
+    """Others hold the state that survives; this island must take it from one of `donors`."""
+
+    def __init__(self, donors: Collection[str], cause: str) -> None:
+        super().__init__(cause)
+        self.donors = tuple(donors)
+        self.cause = cause

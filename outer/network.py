@@ -166,7 +166,8 @@ async def _open_gloo(settings: NetworkSettings, trust: Trust) -> Network:
 
 
 async def _open_hivemind(settings: NetworkSettings, trust: Trust) -> Network:
-    from outer.membership.hivemind import HivemindMembership, open_dht, open_messenger
+    from outer.membership.dht import open_dht
+    from outer.membership.hivemind import HivemindMembership, open_messenger
     from outer.transports.hivemind import HivemindTransport
     from outer.transports.hivemind_daemon import DaemonSettings, attach_daemon, start_daemon
 
@@ -183,7 +184,7 @@ async def _open_hivemind(settings: NetworkSettings, trust: Trust) -> Network:
         messenger = await open_messenger(daemon, settings.run_id, settings.me, transport.traffic, trust)
         if not settings.is_leader:
             return Network("hivemind", transport, messenger, None, refusals=trust.refusals, _closers=[daemon.close])
-        dht = await open_dht(daemon, list(settings.bootstrap))
+        dht = await open_dht(daemon, settings.bootstrap, settings.connect_seconds)
         membership = HivemindMembership(
             dht, daemon, settings.run_id, settings.record_seconds, bootstrap=settings.bootstrap, key=trust.key
         )
@@ -196,7 +197,7 @@ async def _open_hivemind(settings: NetworkSettings, trust: Trust) -> Network:
 
 def _maddrs(settings: NetworkSettings) -> tuple[list[str], list[str] | None]:
     """The multiaddresses to listen on, and those to announce when they differ."""
-    from outer.transports.hivemind_daemon import maddr_of
+    from outer.transports.hivemind_addresses import maddr_of
 
     listen = [maddr_of(settings.listen_host, settings.listen_port)]
     if settings.announce_host is None:

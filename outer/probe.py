@@ -17,7 +17,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from outer.errors import MessageError, PeerLost, TransportError
+from outer.errors import DeadlineError, MessageError, PeerLost, TransportError
 from outer.membership.base import Messenger
 from outer.rounds import MAX_ROUND, Message, parse
 from outer.transports.base import Endpoint
@@ -123,6 +123,8 @@ class Probe:
         try:
             reply = await self._messenger.call(address, "probe", b"", timeout_seconds=DIAL_BACK_SECONDS)
             parse(Greeting, reply)
+        except DeadlineError:
+            cause = f"no answer within {DIAL_BACK_SECONDS:g} s"
         except TransportError as error:
             cause = (error.cause if isinstance(error, PeerLost) else str(error)) or type(error).__name__
         return DialResult(cause=cause[:MAX_CAUSE_LENGTH]).model_dump_json().encode()

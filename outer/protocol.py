@@ -1,12 +1,7 @@
 """The round protocol of one island as a state machine: messages in, messages out. No sockets, no clocks, no tasks.
 
-               prepare            accept or offer a plan       vote
-    training ----------> gathering ------------------> reducing -----> voting
-        ^                    ^                                           |
-        |  commit            |______________ abort ______________________|
-        |________________________________________________________________|
-
-The driver (agreement.py) delivers what peers say, tells when patience has run out, and sends what is in `outbox`.
+Its states are drawn in docs/protocol.md. The driver (agreement.py) delivers what peers say, tells when patience has
+run out, and sends what is in `outbox`.
 
 Why a committed round is the same everywhere. An island commits a plan when every participant has voted yes with one
 digest, or when a participant says that it has committed it. An island that misses votes asks all participants it
@@ -21,8 +16,9 @@ from typing import Literal
 
 from outer.ballot import Ballot
 from outer.errors import MessageError
+from outer.readies import Readies
 from outer.rounds import Answer, Goodbye, Message, Outcome, Plan, Question, Ready, Standing, Vote, no
-from outer.verdicts import Behind, Rules, Short, find_behind, find_short, objection, usable
+from outer.verdicts import Behind, Rules, Short, find_behind, find_short, objection
 
 Phase = Literal["training", "gathering", "reducing", "voting"]
 MAX_ISLANDS = 1024
@@ -45,9 +41,7 @@ class Protocol:
     heard: frozenset[str] = frozenset()
     """Those whose standing is from the present gathering."""
     standings: dict[str, Standing] = field(default_factory=dict)
-    readies: dict[str, Ready] = field(default_factory=dict)
-    used: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By island: round and attempt of its last ready that went into a plan seen here."""
+    readies: Readies = field(default_factory=Readies)
     ballot: Ballot = field(default_factory=Ballot)
     is_asking: bool = False
     outbox: list[tuple[str, Message]] = field(default_factory=list)
@@ -71,8 +65,7 @@ class Protocol:
     @property
     def next_attempt(self) -> int:
         """One more than every attempt at this round that this island has taken part in."""
-        used_round, used_attempt = self.used.get(self.me, (-1, -1))
-        return used_attempt + 1 if used_round == self.standing.round else 0
+        return self.readies.next_attempt(self.me, self.standing.round)
 
     def consider(self, *, is_late: bool) -> Plan | Behind | Short | None:
         """What to do in the gathering: take part in a plan, take a state, or (None) wait.
@@ -82,7 +75,7 @@ class Protocol:
         assert self.own is not None, "an island considers plans when it is ready"
         if self.plan is not None:
             return self.plan
-        ready = self._ready_now()
+        ready = self.readies.usable(self.own.round, self.present - self.lost) | {self.me: self.own}
         absent = self._absent(ready)
         if behind := self.behind(is_settled=is_late or not absent):
             self.phase, self.own = "training", None  # From now on it refuses plans.
@@ -157,7 +150,7 @@ class Protocol:
         # Its vote on an open plan is not waited for any longer.
         self.lost = self.lost | {island} if island in self.others else self.lost - {island}
         self.heard -= {island}
-        self.readies.pop(island, None)
+        self.readies.forget(island)
         self.standings.pop(island, None)
 
     def lose(self, island: str) -> None:
@@ -202,10 +195,7 @@ class Protocol:
         ready.check(self.rules.num_parts)
         if ready.tokens > self.rules.max_tokens:
             raise MessageError(f"{sender!r} claims {ready.tokens} tokens, a round has at most {self.rules.max_tokens}")
-        earlier = self.readies.get(sender)
-        if earlier is not None and earlier.incarnation != ready.incarnation:
-            self.used.pop(sender, None)
-        self.readies[sender] = ready
+        self.readies.keep(ready)
         return self._hear_standing(sender, ready.standing)
 
     def _hear_standing(self, sender: str, standing: Standing) -> Standing:
@@ -214,9 +204,7 @@ class Protocol:
         self.standings[sender] = standing
         self.heard |= {sender}
         self._renew(standing)
-        used_round, used_attempt = self.used.get(sender, (-1, -1))
-        attempt = used_attempt + 1 if used_round == self.standing.round else 0
-        return self.standing.model_copy(update={"attempt": attempt})
+        return self.standing.model_copy(update={"attempt": self.readies.next_attempt(sender, self.standing.round)})
 
     def _renew(self, standing: Standing) -> None:
         """A peer has used up this island's ready in a plan that never came here: be ready for a later attempt."""
@@ -243,7 +231,7 @@ class Protocol:
             return  # Long settled: its sender was frozen or cut off.
         if not self._is_near(vote.round):
             raise MessageError(f"a vote on round {vote.round}, {self.me!r} is in round {self.standing.round}")
-        self._check_room(vote.plan)
+        self.ballot.check_room(vote.plan)
         self.ballot.keep(vote)
 
     def _hear_question(self, question: Question) -> Answer:
@@ -253,17 +241,11 @@ class Protocol:
             # Too long ago to remember, or of a history that this island has left: it will not commit that plan.
             return Answer(plan=question.plan, outcome="abort")
         # The asker may abort on our "open": from now on we do not commit on votes alone.
-        self._check_room(question.plan)
+        self.ballot.check_room(question.plan)
         self.ballot.pledged[question.plan] = question.round
         return Answer(plan=question.plan, outcome="open")
 
     # -- gathering ----------------------------------------------------------------------------------------------
-
-    def _ready_now(self) -> dict[str, Ready]:
-        """Islands that could take part in the next attempt, this one included."""
-        assert self.own is not None
-        others = {n: r for n, r in self.readies.items() if n in self.present - self.lost}
-        return usable(others, self.own.round, self.used) | {self.me: self.own}
 
     def _absent(self, ready: Mapping[str, Ready]) -> frozenset[str]:
         """Islands worth waiting for: they live, and are not ready."""
@@ -293,21 +275,16 @@ class Protocol:
 
     def _accept(self, plan: Plan) -> None:
         self.plan, self.phase, self.is_asking = plan, "reducing", False
-        self._use(plan)
+        self.readies.use(plan)
 
     def _refuse(self, plan: Plan, cause: str) -> None:
         """A no to all participants: a plan without us must not wait for us."""
         self.ballot.outcomes[plan.id] = (plan.round, "abort")
         if plan.round == self.standing.round:
-            self._use(plan)
+            self.readies.use(plan)
         vote = no(plan, self.me, cause)
         self.ballot.keep(vote)
         self._send(frozenset(plan.names) & (self.present | {plan.planner}), vote)
-
-    def _use(self, plan: Plan) -> None:
-        """The readies in a plan are used up: the next attempt needs new ones."""
-        for p in plan.participants:
-            self.used[p.island] = max(self.used.get(p.island, (-1, -1)), (plan.round, max(plan.attempt, p.attempt)))
 
     # -- voting -------------------------------------------------------------------------------------------------
 
@@ -331,8 +308,6 @@ class Protocol:
         self.phase, self.own, self.is_asking = "training", None, False
         return outcome
 
-    # -- plumbing -----------------------------------------------------------------------------------------------
-
     def _send(self, islands: Iterable[str], message: Message) -> None:
         self.outbox += [(name, message) for name in sorted(islands) if name != self.me]
 
@@ -343,7 +318,3 @@ class Protocol:
     def _is_near(self, round_number: int) -> bool:
         """A peer may run ahead by a round, never by more: anything else would fill memory."""
         return abs(round_number - self.standing.round) <= 1
-
-    def _check_room(self, plan: str) -> None:
-        if not self.ballot.has_room(plan):
-            raise MessageError(f"{self.me!r} hears of too many plans in round {self.standing.round}")

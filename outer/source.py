@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from outer.deadlines import Deadlines
-from outer.donor import Description, MeanRequest, PartRequest, StateRequest
+from outer.donor import Description, MeanRequest, PartRequest, StateRequest, TakenRequest
 from outer.errors import DeadlineError, MessageError, TransportError
 from outer.membership.base import Member, Messenger
 from outer.rounds import check_carriers, parse, unpack_carriers
@@ -103,10 +103,11 @@ class Source:
             deadlines.observe(kind, time.monotonic() - started)
         return status, content
 
-    async def say_taken(self) -> None:
-        """Tell its ranks that nothing more is asked for; others need not wait for this joiner's places."""
+    async def say_taken(self, worker: int | None = None) -> None:
+        """Tell its ranks that the worker (None: any) asks for nothing more: others need not wait for its place."""
+        body = TakenRequest(worker=worker).model_dump_json().encode()
         calls = (
-            self._messenger.call(self.member.control_addresses[rank], "taken", b"", timeout_seconds=TAKEN_SECONDS)
+            self._messenger.call(self.member.control_addresses[rank], "taken", body, timeout_seconds=TAKEN_SECONDS)
             for rank in sorted(set(self._carriers))
         )
         await asyncio.gather(*calls, return_exceptions=True)

@@ -13,13 +13,13 @@ from functools import partial
 
 import torch
 
-from outer.agreement import Agreement, BehindError, Interruption
+from outer.agreement import Agreement, Interruption
 from outer.attempt import Attempts
 from outer.codecs import build_codec
 from outer.config import OuterConfig
 from outer.deadlines import Deadlines
 from outer.donor import Donor
-from outer.errors import OuterError, PoisonError, TransportError
+from outer.errors import BehindError, OuterError, PoisonError, TransportError
 from outer.exchange import Params
 from outer.island_state import IslandState
 from outer.loop import LoopThread
@@ -87,11 +87,6 @@ class OuterLoop:
     def digest(self) -> str:
         """Of the global params and outer momentum that this island holds."""
         return self._held.digest
-
-    @property
-    def num_params(self) -> int:
-        """Parameters of the whole model."""
-        return self._held.space.num_elements
 
     # -- an island's life -------------------------------------------------------------------------------------
 

@@ -146,10 +146,15 @@ class Fetch:
 
     async def _work(self, source: Source, worker: int, queue: "asyncio.Queue[int]", target: int) -> None:
         """Take parts from one donor for ever. Raises TransportError when there is no donor left."""
+        has_place = False
         while True:
             await self._until_usable(source)
+            if False and queue.empty():
+                # While it waits for the other workers, others must not wait for it.
+                await source.say_taken(worker)
+                has_place = False
             part = await queue.get()
-            has_come = False
+            has_come, has_place = False, True
             try:
                 if source.is_usable:
                     has_come = await self._bring_part(source, worker, part, target)

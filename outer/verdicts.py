@@ -63,15 +63,6 @@ def objection(plan: Plan, own: Ready, num_parts: int) -> str | None:
     return None
 
 
-def usable(readies: Mapping[str, Ready], round_number: int, used: Mapping[str, tuple[int, int]]) -> dict[str, Ready]:
-    """Those for this round that have not gone into a plan yet; `used` has each island's last round and attempt."""
-    return {
-        name: ready
-        for name, ready in readies.items()
-        if ready.round == round_number and (ready.round, ready.attempt) > used.get(name, (-1, -1))
-    }
-
-
 def find_behind(me: str, own: Standing, live: Mapping[str, Standing], *, is_settled: bool) -> Behind | None:
     """Whether another history than `own` survives among those that live. `is_settled`: all who count are in `live`."""
     best = max((*live.values(), own), key=lambda s: s.rank)

@@ -15,6 +15,7 @@ from outer.errors import InputError, MessageError, PeerLost
 from outer.keys import SEAL_BYTES, RunKey, Trust, open_sealed, seal
 from outer.membership.base import Member
 from outer.membership.calls import StreamMessenger
+from outer.membership.dht import RPC_SECONDS, bootstrap_addresses, close_dht, meet, open_dht
 from outer.membership.records import (
     MAX_CONFIG_BYTES,
     MAX_RECORD_BYTES,
@@ -25,14 +26,8 @@ from outer.membership.records import (
     parse_records,
 )
 from outer.transports.base import Endpoint, Traffic
-from outer.transports.hivemind_daemon import (
-    Daemon,
-    DaemonSettings,
-    PeerAddress,
-    parse_address,
-    start_daemon,
-    unreachable,
-)
+from outer.transports.hivemind_addresses import parse_address
+from outer.transports.hivemind_daemon import Daemon, DaemonSettings, start_daemon
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +35,6 @@ REFRESH_SECONDS = 4.0
 CONFIG_SECONDS = 60.0
 ANSWER_SECONDS = 0.5
 """`members` waits so long for the DHT, then says what it knew: a dead peer makes one search slow, not many."""
-RPC_SECONDS = 2.0
 MEET_SECONDS = 3.0
 """How often peers are looked for that the DHT has given up."""
 MAX_MET = 64
@@ -60,23 +54,6 @@ async def open_messenger(daemon: Daemon, run_id: str, me: Endpoint, traffic: Tra
     messenger.address = str(daemon.address)
     await daemon.serve(_handler_name(run_id, me.rank), accept)
     return messenger
-
-
-async def open_dht(daemon: Daemon, bootstrap: Sequence[str]) -> DHTNode:
-    """A DHT node on the daemon, known to the peers at `bootstrap`. Raises InputError."""
-    try:
-        return await DHTNode.create(
-            p2p=daemon.p2p, initial_peers=list(bootstrap) or None, wait_timeout=RPC_SECONDS, strict=False
-        )
-    except (P2PDaemonError, RuntimeError) as error:
-        raise InputError(unreachable(bootstrap, RPC_SECONDS, str(error).splitlines()[0])) from None
-
-
-async def close_dht(dht: DHTNode) -> None:
-    """Leave the DHT; a daemon that has died does not hold it up."""
-    with suppress(TimeoutError, P2PDaemonError, OSError, EOFError):
-        async with asyncio.timeout(RPC_SECONDS):
-            await dht.shutdown()
 
 
 class HivemindMembership:
@@ -99,7 +76,7 @@ class HivemindMembership:
     ) -> None:
         self._dht, self._daemon, self._run_id, self._key = dht, daemon, run_id, key
         self._record_seconds = record_seconds
-        self._met = {maddr: parse_address(f"{maddr.rpartition('/p2p/')[2]}:0@{maddr}") for maddr in bootstrap}
+        self._met = bootstrap_addresses(bootstrap)
         """Bootstrap peers by their address, islands by name."""
         self._refresh_seconds = min(REFRESH_SECONDS, record_seconds / 3)
         self._own: Member | None = None
@@ -172,17 +149,10 @@ class HivemindMembership:
     async def _meet_again(self) -> None:
         while True:
             await asyncio.sleep(MEET_SECONDS)
-            await asyncio.gather(*(self._meet(address) for address in self._met.values()))
-
-    async def _meet(self, address: PeerAddress) -> None:
-        """Be in each other's tables, if the peer is there."""
-        peer_id = PeerID.from_base58(address.peer_id)
-        if peer_id == self._dht.peer_id or self._dht.protocol.routing_table.get(peer_id=peer_id) is not None:
-            return
-        with suppress(TimeoutError, P2PDaemonError, OSError, EOFError):
-            async with asyncio.timeout(RPC_SECONDS):
-                await self._daemon.dial(address)
-                await self._dht.protocol.call_ping(peer_id)
+            table = self._dht.protocol.routing_table
+            lost = [a for a in self._met.values() if table.get(peer_id=PeerID.from_base58(a.peer_id)) is None]
+            others = [a for a in lost if a.peer_id != self._daemon.peer_id]
+            await asyncio.gather(*(meet(self._dht, self._daemon, address) for address in others))
 
     async def _refresh(self) -> None:
         while True:
@@ -252,7 +222,7 @@ async def visit_swarm(address: str, connect_seconds: float, key: RunKey | None) 
         DaemonSettings(["/ip4/0.0.0.0/tcp/0"], bootstrap=[address], connect_seconds=connect_seconds)
     )
     try:
-        dht = await open_dht(daemon, [address])
+        dht = await open_dht(daemon, [address], connect_seconds)
         runs: dict[str, RunInfo] = {}
         refused: list[InputError] = []
         for run_id in sorted(await _get_dictionary(dht, RUNS_KEY)):

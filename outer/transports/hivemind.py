@@ -11,7 +11,8 @@ from outer.errors import DeadlineError, MessageError, PeerLost, TransportError
 from outer.keys import Trust
 from outer.refusals import Refusals, RefusedError
 from outer.transports.base import Endpoint, Tag, Traffic
-from outer.transports.hivemind_daemon import Daemon, PeerAddress, parse_address
+from outer.transports.hivemind_addresses import PeerAddress, parse_address
+from outer.transports.hivemind_daemon import Daemon
 from outer.transports.mailbox import Mailbox
 from outer.wire import MAX_HELLO_BYTES, CutOffError, FrameStream, Header, Kind, hash_of, refused_by_peer, view_of
 

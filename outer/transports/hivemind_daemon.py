@@ -4,7 +4,6 @@ It ends within seconds of its last rank, however that died, because it is told t
 """
 
 import asyncio
-import ipaddress
 import logging
 import os
 import socket
@@ -22,54 +21,28 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from outer.errors import InputError, PeerLost
 from outer.keys import Trust
+from outer.transports.hivemind_addresses import (
+    PeerAddress,
+    check_bootstrap,
+    check_multiaddresses,
+    dialable,
+    is_local,
+    parse_address,
+    unreachable,
+)
 
 IDLE_SECONDS = 3
 """The daemon ends when nobody has been attached for so long."""
 START_SECONDS = 5.0
 """The least time a daemon gets to start, however short the wait for its peers."""
 RETRY_SECONDS = 1.0
-MAX_ADDRESS_LENGTH = 4096
-MAX_PEER_ADDRESSES = 32
 STALE_SECONDS = 10.0
 NOT_ALLOWED = "its peer id is not in island.allow"
 
-P2P_CODE, CIRCUIT_CODE = b"\xa5\x03", b"\xa2\x02"
-"""Of /p2p and /p2p-circuit in a binary multiaddress."""
 
 Relay = Literal["off", "client", "server"]
 Accept = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Serves one incoming stream, given the peer id that libp2p has proved."""
-
-
-@dataclass(frozen=True)
-class PeerAddress:
-    """A rank of a peer: `<peer id>:<rank>@<multiaddress>;<multiaddress>...` as text."""
-
-    peer_id: str
-    rank: int
-    maddrs: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.peer_id}:{self.rank}@{';'.join(self.maddrs)}"
-
-
-def parse_address(text: str) -> PeerAddress:
-    """The address in a peer's record. Raises PeerLost when it is malformed: such a peer cannot be reached."""
-    try:
-        if len(text) > MAX_ADDRESS_LENGTH:
-            raise ValueError("too long")
-        endpoint, _, joined = text.partition("@")
-        peer_id, _, rank = endpoint.partition(":")
-        maddrs = tuple(str(Multiaddr(m)) for m in joined.split(";")[:MAX_PEER_ADDRESSES] if m)
-        key = PeerID.from_base58(peer_id)
-        raw = key.to_bytes()  # a multihash: its kind, its length, so many bytes
-        if not 32 <= len(raw) <= 64 or raw[1] != len(raw) - 2:
-            raise ValueError("not a peer id")
-        for maddr in maddrs:
-            _dialable(maddr)
-        return PeerAddress(key.to_base58(), int(rank), maddrs)
-    except Exception as error:  # noqa: BLE001 - the parsers raise whatever they like
-        raise PeerLost(text[:80], f"its address is malformed: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -138,7 +111,7 @@ class Daemon:
     async def dial(self, address: PeerAddress) -> None:
         """Connect the daemon to a peer, if it is not. The caller bounds the time. Raises P2PDaemonError."""
         client: Client = self.p2p._client  # pyright: ignore[reportAssignmentType]
-        await client.connect(PeerID.from_base58(address.peer_id), [_dialable(m) for m in address.maddrs])
+        await client.connect(PeerID.from_base58(address.peer_id), [dialable(m) for m in address.maddrs])
 
     async def close(self) -> None:
         """End the daemon, or let go of it, and remove its sockets. Idempotent."""
@@ -183,7 +156,7 @@ async def start_daemon(settings: DaemonSettings) -> Daemon:
                 identity_path=str(settings.identity_path) if settings.identity_path else None,
                 idle_timeout=IDLE_SECONDS,
                 startup_timeout=max(left, START_SECONDS),
-                nat_port_map=not _is_local(hosts),
+                nat_port_map=not is_local(hosts),
                 check_if_identity_free=False,
                 **_relay_options(settings),
             )
@@ -207,7 +180,7 @@ def _relay_options(settings: DaemonSettings) -> dict[str, Any]:
     if settings.relay == "client":
         relays = list(settings.bootstrap)
         return {"force_reachability": "private", "auto_nat": True, "use_auto_relay": True, "trusted_relays": relays}
-    return {"auto_nat": not _is_local(settings.host_maddrs)}
+    return {"auto_nat": not is_local(settings.host_maddrs)}
 
 
 def _circuits(settings: DaemonSettings, visible: str) -> list[str]:
@@ -233,45 +206,6 @@ def check_settings(settings: DaemonSettings) -> None:
             "island.relay: client needs relays to be reached through: put the addresses of islands with "
             "island.relay=server into island.bootstrap"
         )
-
-
-def unreachable(bootstrap: Sequence[str], waited: float, cause: str) -> str:
-    """What to tell a user whose swarm does not answer."""
-    return (
-        f"island.bootstrap: none of these addresses answered within {waited:.0f} s: {', '.join(bootstrap)} "
-        f"({cause}); check that `diloco bootstrap` or another island runs there and that its port is open"
-    )
-
-
-def check_bootstrap(bootstrap: Sequence[str]) -> None:
-    """Raise InputError for an address that is not a multiaddress with a peer id."""
-    check_multiaddresses("island.bootstrap", bootstrap)
-    for address in bootstrap:
-        if "/p2p/" not in address:
-            raise InputError(
-                f"island.bootstrap: got {address!r}, which names no peer; take the whole line that "
-                "`diloco bootstrap` prints: /ip4/HOST/tcp/PORT/p2p/PEER_ID"
-            )
-
-
-def check_multiaddresses(where: str, addresses: Sequence[str]) -> None:
-    """Raise InputError for a text that is not a multiaddress."""
-    for address in addresses:
-        try:
-            Multiaddr(address)
-        except Exception as error:  # noqa: BLE001 - the parser raises whatever it likes
-            raise InputError(
-                f"{where}: {address!r} is no multiaddress ({error}); e.g. /ip4/10.0.0.1/tcp/31337"
-            ) from None
-
-
-def maddr_of(host: str, port: int) -> str:
-    """The multiaddress of a host, by number or name, and a TCP port."""
-    try:
-        version = ipaddress.ip_address(host).version
-    except ValueError:
-        return f"/dns/{host}/tcp/{port}"
-    return f"/ip{version}/{host}/tcp/{port}"
 
 
 def quiet() -> None:
@@ -309,22 +243,6 @@ def _ensure_identity(path: Path) -> None:
     temporary = path.with_suffix(f".{os.getpid()}")
     P2P.generate_identity(str(temporary))
     temporary.replace(path)
-
-
-def _is_local(host_maddrs: Sequence[str]) -> bool:
-    return all(m.startswith(("/ip4/127.", "/ip6/::1/")) for m in host_maddrs)
-
-
-def _dialable(maddr: str) -> Multiaddr:
-    """An address as the daemon takes it: without the peer itself, and with a relay's id as plain bytes.
-
-    hivemind's Multiaddr writes ids as CIDs, which the daemon does not read in binary addresses.
-    """
-    if "/p2p-circuit" not in maddr:
-        return Multiaddr(maddr.partition("/p2p/")[0])
-    host, _, relay = maddr.partition("/p2p-circuit")[0].partition("/p2p/")
-    raw = PeerID.from_base58(relay).to_bytes()
-    return Multiaddr(Multiaddr(host).to_bytes() + P2P_CODE + bytes([len(raw)]) + raw + CIRCUIT_CODE)
 
 
 def _first_line(error: BaseException) -> str:

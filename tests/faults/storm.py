@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -142,11 +142,11 @@ class Storm:
         for index in [index for index, due in self._awake_from.items() if due <= now]:
             del self._awake_from[index]
             self._islands[index].signal(signal.SIGCONT)
-        for who in [who for who, due in self._back_from.items() if due <= now]:
+        for who, due in list(self._back_from.items()):
+            if due > now or (isinstance(who, int) and is_up(self._islands[who])):
+                continue  # it is away, or still leaving
             if isinstance(who, str):
                 self._fleet.restart(who)
-            elif is_up(self._islands[who]):
-                continue  # it is still leaving
             else:
                 self._steps_before[who] = self._watches[who].num_steps
                 self._islands[who] = self._start(who)
@@ -161,7 +161,7 @@ class Storm:
         records = [watch.commits.get(number) for watch in self._watches]
         return all(record is not None and len(record.participants) == len(records) for record in records)
 
-    def _until(self, is_so, what: str) -> None:
+    def _until(self, is_so: Callable[[], bool], what: str) -> None:
         """End faults that are over, and read what islands record, until it is so."""
         deadline = time.monotonic() + GUARD_SECONDS
         while not is_so():

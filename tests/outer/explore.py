@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from outer.ballot import Ballot
 from outer.errors import MessageError
 from outer.protocol import Protocol
+from outer.readies import Readies
 from outer.rounds import Message, Plan, Ready, Standing, no, yes
 from outer.verdicts import Behind, Rules, Short
 
@@ -220,8 +221,8 @@ def _mail(world: World, kind: str, index: int) -> World:
 
 def _own_copy(world: World, name: str) -> Protocol:
     node = copy(world.nodes[name])
-    node.ballot = copy(node.ballot)
-    for tables in (node, node.ballot):
+    node.ballot, node.readies = copy(node.ballot), copy(node.readies)
+    for tables in (node, node.ballot, node.readies):
         vars(tables).update((key, copy(value)) for key, value in vars(tables).items() if isinstance(value, dict | list))
     world.nodes = world.nodes | {name: node}
     return node
@@ -247,13 +248,13 @@ def _number(value: object) -> object:
     return found[1]
 
 
-def _describe(node: Protocol | Ballot) -> tuple[object, ...]:
+def _describe(node: Protocol | Ballot | Readies) -> tuple[object, ...]:
     """All of its tables, without their order."""
     return tuple(
         frozenset((key, _number(v)) for key, v in value.items())
         if isinstance(value, dict)
         else _describe(value)
-        if isinstance(value, Ballot)
+        if isinstance(value, Ballot | Readies)
         else _number(tuple(value) if isinstance(value, list) else value)
         for value in vars(node).values()
     )

@@ -218,7 +218,7 @@ class Leader:
         """Whether all of these have told this island that they are ready for its round, or where they stand."""
 
         def has_heard() -> bool:
-            known = self.protocol.readies if kind == "ready" else self.protocol.standings
+            known = self.protocol.readies.said if kind == "ready" else self.protocol.standings
             return all(name in known and known[name].round == self.round for name in names)
 
         return has_heard

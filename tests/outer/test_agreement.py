@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from outer.agreement import PING_SECONDS, WARN_SECONDS, BehindError
-from outer.errors import InputError, MessageError, PoisonError, QuorumError
+from outer.agreement import PING_SECONDS, WARN_SECONDS
+from outer.errors import BehindError, InputError, MessageError, PoisonError, QuorumError
 from outer.rounds import Plan, no, yes
 from outer.transports.loopback import Hub
 from tests.outer.clock import now, run, until
@@ -201,7 +201,7 @@ def test_a_refused_plan_in_a_lasting_group_leaves_nobody_behind() -> None:
         # c gives its part in this round's first attempts to a plan that the others have not seen.
         early = asyncio.gather(a.attempt_until_committed(), b.attempt_until_committed())
         await until(c.hears("ab"))
-        c.protocol.used["c"] = 1, 4
+        c.protocol.readies.used["c"] = 1, 4
         ready = c.ready().model_copy(update={"attempt": 2})
         await c.tell(a, ready)
         plans = [await c.attempt_until_committed(), *await early]

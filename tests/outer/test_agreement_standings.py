@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from outer.agreement import BehindError
+from outer.errors import BehindError
 from outer.rounds import Plan, Standing
 from outer.transports.loopback import Hub
 from tests.outer.clock import now, run, until

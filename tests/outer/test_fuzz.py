@@ -24,7 +24,7 @@ from outer.membership.records import parse_message, parse_record
 from outer.rounds import Message, parse
 from outer.state import unpack
 from outer.transports.base import Endpoint, Phase, Tag, Traffic
-from outer.transports.hivemind_daemon import parse_address
+from outer.transports.hivemind_addresses import parse_address
 from outer.wire import FrameStream, Header, Kind, hash_of, pack_header, parse_header
 from tests.outer.nets import member
 

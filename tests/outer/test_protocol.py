@@ -30,6 +30,7 @@ WHOLE = {
     "2 islands, a crash": ("ab", 1, Budget(crashes=1)),
 }
 """Every world that can be reached."""
+WHOLE_CASES = [pytest.param(case, marks=[pytest.mark.slow] if "2 rounds" in case else []) for case in WHOLE]
 BOUNDED = {
     "2 islands, everything once": ("ab", 1, ONCE),
     "3 islands, a crash": ("abc", 1, Budget(crashes=1)),
@@ -74,14 +75,14 @@ def breaks_a_vote(world: World) -> bool:
     return any(vote is not None and vote.digest != digest_of(commit.plan) for commit, vote in cast)
 
 
-@pytest.mark.parametrize("case", WHOLE)
+@pytest.mark.parametrize("case", WHOLE_CASES)
 def test_no_order_of_events_makes_two_results_of_one_round(case):
     found = findings(*WHOLE[case], 20_000)
     assert not found.wrong
     assert 100 < found.num_worlds < 20_000, "not all worlds were seen"
 
 
-@pytest.mark.parametrize("case", WHOLE)
+@pytest.mark.parametrize("case", WHOLE_CASES)
 def test_every_history_ends_with_all_rounds_committed_alike(case):
     found = findings(*WHOLE[case], 20_000)
     assert found.num_ends

@@ -415,6 +415,18 @@ def test_three_joiners_at_once_all_get_in_though_the_donor_is_busy(monkeypatch: 
     with_run(test)
 
 
+def test_a_worker_with_nothing_left_to_take_does_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outer.donor, "GATE_SECONDS", 1000.0)
+
+    async def test(here: Run, messenger: Messenger) -> None:
+        island = await here.enter("a")
+        here.commit()
+        island.donors[0].is_busy = True
+        assert await enter_state(here, here.fetch(messenger)) == 1
+
+    with_run(test)
+
+
 @pytest.mark.parametrize(("is_busy", "num_served"), [(False, 4), (True, 1)])
 def test_a_donor_serves_few_parts_at_a_time(is_busy: bool, num_served: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outer.donor, "GATE_SECONDS", 0.02)
@@ -431,7 +443,7 @@ def test_a_donor_serves_few_parts_at_a_time(is_busy: bool, num_served: int, monk
 
         assert [await ask(worker) for worker in range(5)] == [b"part"] * num_served + [b"busy"] * (5 - num_served)
         assert await ask(0) == b"part"
-        await messenger.call(island.messengers[0].address, "taken", b"", timeout_seconds=5)
+        await messenger.call(island.messengers[0].address, "taken", b"{}", timeout_seconds=5)
         assert await ask(4) == b"part"
 
     with_run(test)

@@ -14,7 +14,8 @@ from outer.network import Network, NetworkSettings, open_network
 from outer.transports.base import Endpoint, Phase, Tag, Traffic, Transport
 from outer.transports.gloo import PREAMBLE_BYTES, gloo_tag
 from outer.transports.gloo_groups import KEPT_GROUPS
-from outer.transports.hivemind_daemon import DaemonSettings, parse_address, start_daemon
+from outer.transports.hivemind_addresses import parse_address
+from outer.transports.hivemind_daemon import DaemonSettings, start_daemon
 from outer.transports.loopback import Hub
 from outer.transports.mailbox import Mailbox
 from outer.transports.sealed import SealedTransport

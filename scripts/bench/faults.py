@@ -1,0 +1,167 @@
+"""What faults cost a run: figures of stalls, freezes, joins and storms, with real processes on this machine.
+
+    python -m scripts.bench.faults [stall] [freeze] [join] [storm] [--transports gloo,hivemind]
+        [--kills 10] [--faults 50] [--params 25e6] [--seed 0] [--json FILE]
+
+stall   one of 4 islands is killed at a random moment of a round: by how much the survivors' next round, from commit
+        to commit, is longer than the median quiet round; nothing else is subtracted. Over hivemind it is killed alone,
+        or with its libp2p daemon, as when its machine dies. "noise" is the same of rounds without a kill.
+freeze  one of 4 stands still for 20 s: when the others commit next, and when it is back in a committed round
+join    a new island takes the state of 4 on links of 100 Mbit/s (needs root), then three do so at once
+storm   seeded faults of mixed kinds over 5 islands: what is committed, and how much work is lost
+
+Inner steps of the first two and of the storm last a fixed time, so that rounds do not get faster when a core is freed.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from scripts.bench.arguments import choices
+from scripts.bench.fault_join import Join, measure_joins
+from scripts.bench.fault_stall import FaultBenchError, Stall, measure_freeze, measure_stall
+from tests.faults.storm import Setting, run_storm
+
+TRANSPORTS = ("gloo", "hivemind")
+TARGETS = {"gloo": 0.3, "hivemind": 0.5}
+"""Seconds that a kill may stall the survivors, on an idle machine of two cores."""
+STORM_ISLANDS, STORM_RATE = 5, 5.0
+Figures = dict[str, Any]
+
+
+def show_stall(transport: str, args: argparse.Namespace) -> Figures:
+    """Both ways to be killed over hivemind, one over gloo."""
+    figures: Figures = {}
+    for how in ("process", "process and daemon") if transport == "hivemind" else ("process",):
+        stall = measure_stall(transport, args.kills, args.seed, with_daemon=how != "process")
+        figures[how] = asdict(stall)
+        _print_stall(f"stall   {transport:<9}{how:<19}", stall, TARGETS[transport])
+    return figures
+
+
+def _print_stall(begin: str, stall: Stall, target: float) -> None:
+    quiet, killed = stall.quiet, stall.killed
+    usual, middle, noise = median(quiet.rounds), median(stall.stalls), stall.noise
+    indent = " " * len(begin)
+    print(
+        f"{begin}median {middle:+.3f} s (target {target}), {middle / usual:+.1%} of a round of {usual:.2f} s; "
+        f"max {max(stall.stalls):+.3f} s; {len(stall.stalls)} kills"
+        + (f", {stall.num_void} more came too late" if stall.num_void else "")
+    )
+    print(f"{indent}noise: median {median(noise):+.3f} s, max {max(noise):+.3f} s; {len(noise)} rounds without a kill")
+    plan, reduce = (median(k) - median(q) for k, q in ((killed.waits, quiet.waits), (killed.reduces, quiet.reduces)))
+    rest = killed.rest - quiet.rest
+    print(
+        f"{indent}of it: plan {plan:+.3f} s, connect and reduce {reduce:+.3f} s, "
+        f"steps, vote and outer step {rest:+.3f} s (medians)"
+    )
+
+
+def show_freeze(transport: str, args: argparse.Namespace) -> Figures:
+    """One freeze."""
+    freeze = measure_freeze(transport, args.seed)
+    print(
+        f"freeze  {transport:<9}the others' next commit after {freeze.first_commit:.1f} s (rounds of "
+        f"{freeze.round_seconds:.1f} s), {freeze.rounds_meanwhile} rounds meanwhile; back in the "
+        f"{_ordinal(freeze.rounds_until_back)} round committed after it woke, {freeze.seconds_until_back:.1f} s later"
+    )
+    return asdict(freeze)
+
+
+def show_join(transport: str, args: argparse.Namespace) -> Figures:
+    """One joiner, then three."""
+    if os.geteuid() != 0:
+        raise FaultBenchError("shaped links are network namespaces, which need root (or use sudo)")
+    alone, three = measure_joins(transport, args.params)
+    for who, join in (("one", alone), *(("of three", join) for join in three)):
+        _print_join(f"join    {transport:<9}{who:<9}", join)
+    seconds = max(join.first_commit for join in three) - min(join.began for join in three)
+    print(f"join    {transport:<9}all three are in a committed round {seconds:.1f} s after the first began")
+    return {"alone": asdict(alone), "three": [asdict(join) for join in three]}
+
+
+def _print_join(begin: str, join: Join) -> None:
+    seconds = join.entered - join.began
+    print(
+        f"{begin}{join.wire_bytes / 8 / join.num_params:.3f} x 8 bytes a parameter in {seconds:.1f} s = "
+        f"{seconds / join.ideal_seconds:.2f} x ideal; state of round {join.state_round}, "
+        f"first committed round {join.first_round}; the others' slowest round meanwhile {join.slowest_round:.1f} s, "
+        f"before {join.rounds_before:.1f} s"
+    )
+
+
+def show_storm(transport: str, args: argparse.Namespace) -> Figures:
+    """One storm."""
+    setting = Setting(transport, STORM_ISLANDS, args.faults, STORM_RATE, args.seed)
+    with tempfile.TemporaryDirectory(prefix="diloco-faults-") as folder:
+        outcome = run_storm(setting, Path(folder))
+    summary = outcome.summary
+    kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(summary["faults"].items()))
+    print(
+        f"storm   {transport:<9}{sum(summary['faults'].values())} faults ({kinds}) in {outcome.seconds:.0f} s: "
+        f"{summary['rounds_committed']} rounds committed, {summary['rounds_aborted']} attempts aborted, "
+        f"{len(summary['rounds_disagreeing'])} rounds with more than one result, "
+        f"{summary['committed_share']:.1%} of {summary['steps_trained']} inner steps in committed rounds"
+    )
+    return summary
+
+
+FIGURES: dict[str, Callable[[str, argparse.Namespace], Figures]] = {
+    "stall": show_stall,
+    "freeze": show_freeze,
+    "join": show_join,
+    "storm": show_storm,
+}
+
+
+def _ordinal(number: int) -> str:
+    return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("figures", nargs="*", metavar="FIGURE", help=f"some of {', '.join(FIGURES)}; default: all")
+    parser.add_argument("--transports", type=choices(TRANSPORTS), default=list(TRANSPORTS))
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--faults", type=int, default=50, help="of the storm")
+    parser.add_argument("--params", type=lambda text: int(float(text)), default=25_000_000, help="of the joined model")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    args = parser.parse_args()
+    if unknown := set(args.figures) - set(FIGURES):
+        parser.error(f"got {', '.join(sorted(unknown))}; allowed: {', '.join(FIGURES)}")
+    return args
+
+
+def main() -> None:
+    """Print the figures; one that cannot be had does not keep the others from it."""
+    args = parse_arguments()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    measured: dict[str, Figures] = {}
+    has_failed = False
+    for name in args.figures or FIGURES:
+        for transport in args.transports:
+            before, started = os.getloadavg()[0], time.monotonic()
+            try:
+                measured[f"{name} {transport}"] = FIGURES[name](transport, args)
+            except (FaultBenchError, AssertionError) as error:
+                has_failed = True
+                print(f"{name:<8}{transport:<9}failed: {error}")
+            load = f"load {before:.1f} before, {os.getloadavg()[0]:.1f} after"
+            print(f"{'':<8}({time.monotonic() - started:.0f} s on {os.cpu_count()} cores, {load})", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(measured, indent=1))
+    sys.exit(has_failed)
+
+
+if __name__ == "__main__":
+    main()
