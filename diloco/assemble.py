@@ -1,5 +1,6 @@
 """Puts an island's parts together, in the order in which they need one another."""
 
+import fcntl
 import logging
 import os
 import secrets
@@ -87,7 +88,10 @@ def process_group(island: IslandConfig, device: str) -> Iterator[Team]:
     if os.environ["WORLD_SIZE"] == "1":
         dist.init_process_group(backend_of(device), store=dist.HashStore(), rank=0, world_size=1)
     else:
-        dist.init_process_group(backend_of(device), timeout=timeout)
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        # torchrun keeps its store when it starts dead ranks again: what their last life has left there must not be read.
+        store = dist.PrefixStore(f"life-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(backend_of(device), store=store, rank=rank, world_size=size, timeout=timeout)
     if dist.get_world_size() != island.ranks:
         raise ConfigError(
             f"island.ranks is {island.ranks}, but {dist.get_world_size()} processes were started; "
@@ -141,6 +145,7 @@ def assembled(config: RunConfig, island: IslandConfig, team: Team, device: str, 
     num_islands = config.outer.start_islands
     batches = IslandBatches(corpus, config.data.seq_len, config.seed, island.index, num_islands, num_sequences)
     trainer = build_trainer(config, island, corpus, device)
+    lock = hold_folder(folder) if team.is_leader else None
     metrics = open_metrics(config, island, folder) if team.is_leader else None
     loop = LoopThread()
     network = connect(config, island, team, loop, folder)
@@ -173,6 +178,26 @@ def assembled(config: RunConfig, island: IslandConfig, team: Team, device: str, 
             )
     finally:
         close(network, loop, metrics)
+        if lock is not None:
+            os.close(lock)
+
+
+def hold_folder(folder: Path) -> int:
+    """Keep other processes out of an island's folder until this file descriptor is closed or this process ends.
+
+    Raises ConfigError when one has it: both would be the same island to the others.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / "lock", os.O_CREAT | os.O_WRONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ConfigError(
+            f"a running island uses the folder {str(folder)!r}; stop it first, or give this one another island.name, "
+            "island.index or island.run_dir"
+        ) from None
+    return lock
 
 
 def close(network: Network, loop: LoopThread, metrics: Metrics | None) -> None:

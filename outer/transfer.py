@@ -149,7 +149,7 @@ class Fetch:
         has_place = False
         while True:
             await self._until_usable(source)
-            if False and queue.empty():
+            if has_place and queue.empty():
                 # While it waits for the other workers, others must not wait for it.
                 await source.say_taken(worker)
                 has_place = False

@@ -3,15 +3,16 @@
 import os
 import signal
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from diloco.config import dump_config
 from diloco.processes import kill, processes_of, start, torchrun
-from tests.faults.bootstraps import bootstrap
+from tests.faults.bootstraps import Bootstrap, bootstrap
 from tests.faults.waits import assert_one_history, more_rounds, reached, until
-from tests.swarm import Island, swarm
+from tests.swarm import Island, Swarm, swarm
 
 BOTH = ["island-0", "island-1"]
 
@@ -55,49 +56,50 @@ def test_torchrun_starts_an_island_again_whose_rank_died_and_it_is_the_same_isla
             kill([child])
 
 
+def outlives(made: Swarm, served: Bootstrap) -> None:
+    """Start two islands; they go on committing after the bootstrap's death."""
+    for i in range(2):
+        made.start(i)
+    for island in made.started:
+        reached(island, 2)
+    served.kill()
+    for island in made.started:
+        more_rounds(island, 5, BOTH)
+
+
 @pytest.mark.parametrize("transport", ["gloo", pytest.param("hivemind", marks=pytest.mark.slow)])
 def test_a_run_outlives_its_bootstrap_and_an_island_joins_after_its_restart(tmp_path, transport):
     if transport == "hivemind":
         import hivemind  # noqa: F401 - the forked islands inherit it
     settings = ["outer.rounds=100000", "outer.inner_steps=4", f"outer.transport={transport}", "outer.start_islands=2"]
     islands = [{"faults": [f"slow:{i}x5" for i in range(3)]}] * 3
-    with bootstrap(transport, tmp_path) as served:
-        with swarm(tmp_path, *settings, islands=islands, address=served.address) as made:
-            for i in range(2):
-                made.start(i)
-            for island in made.started:
-                reached(island, 2)
-            served.kill()
-            for island in made.started:
-                more_rounds(island, 5, BOTH)
-            served.restart()
-            joiner = made.start(2)
-            more_rounds(joiner, 3, [*BOTH, "island-2"])
-            assert min(joiner.committed()) > 2, "it has taken the run's state"
-            assert_one_history(*made.started)
+    with ExitStack() as stack:
+        served = stack.enter_context(bootstrap(transport, tmp_path))
+        made = stack.enter_context(swarm(tmp_path, *settings, islands=islands, address=served.address))
+        outlives(made, served)
+        served.restart()
+        joiner = made.start(2)
+        more_rounds(joiner, 3, [*BOTH, "island-2"])
+        assert min(joiner.committed()) > 2, "it has taken the run's state"
+        assert_one_history(*made.started)
 
 
 @pytest.mark.slow
 def test_an_island_joins_through_another_when_the_bootstrap_is_dead(tmp_path):
-    import hivemind
+    from hivemind.p2p import PeerID
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     settings = ["outer.rounds=100000", "outer.inner_steps=4", "outer.transport=hivemind", "outer.start_islands=2"]
     slow = {"faults": [f"slow:{i}x5" for i in range(3)]}
-    with bootstrap("hivemind", tmp_path) as served:
+    with ExitStack() as stack:
+        served = stack.enter_context(bootstrap("hivemind", tmp_path))
         islands = [slow | {"listen_port": port}, slow, slow]
-        with swarm(tmp_path, *settings, islands=islands, address=served.address) as made:
-            for i in range(2):
-                made.start(i)
-            for island in made.started:
-                reached(island, 2)
-            served.kill()
-            for island in made.started:
-                more_rounds(island, 5, BOTH)
-            peer = hivemind.PeerID.from_identity((made.started[0].folder / "identity.key").read_bytes())
-            through = slow | {"bootstrap": [f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}"]}
-            joiner = made.start(2, config=made.config.model_copy(update={"islands": (*islands[:2], through)}))
-            more_rounds(joiner, 3, [*BOTH, "island-2"])
-            assert min(joiner.committed()) > 2, "it has taken the run's state"
-            assert_one_history(*made.started)
+        made = stack.enter_context(swarm(tmp_path, *settings, islands=islands, address=served.address))
+        outlives(made, served)
+        peer = PeerID.from_identity((made.started[0].folder / "identity.key").read_bytes())
+        through = slow | {"bootstrap": [f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}"]}
+        joiner = made.start(2, config=made.config.model_copy(update={"islands": (*islands[:2], through)}))
+        more_rounds(joiner, 3, [*BOTH, "island-2"])
+        assert min(joiner.committed()) > 2, "it has taken the run's state"
+        assert_one_history(*made.started)

@@ -390,7 +390,7 @@ def test_a_donor_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_three_joiners_at_once_all_get_in_though_the_donor_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outer.donor, "GATE_SECONDS", 0.02)
+    monkeypatch.setattr(outer.donor, "GATE_SECONDS", 0.0)
     monkeypatch.setattr(outer.transfer, "PAUSE_SECONDS", 0.01)
 
     async def test(here: Run, messenger: Messenger) -> None:

@@ -1,0 +1,20 @@
+import os
+
+import pytest
+
+from diloco.assemble import hold_folder, lasting_identity
+from diloco.config import ConfigError
+
+
+def test_two_processes_cannot_be_the_same_island(tmp_path):
+    held = hold_folder(tmp_path / "island-0")
+    with pytest.raises(ConfigError, match="a running island uses the folder"):
+        hold_folder(tmp_path / "island-0")
+    os.close(held)
+    os.close(hold_folder(tmp_path / "island-0"))
+
+
+def test_a_restarted_island_keeps_its_identity(tmp_path):
+    first = lasting_identity(tmp_path)
+    assert first == lasting_identity(tmp_path)
+    assert first != lasting_identity(tmp_path / "another")
