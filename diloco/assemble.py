@@ -89,7 +89,7 @@ def process_group(island: IslandConfig, device: str) -> Iterator[Team]:
         dist.init_process_group(backend_of(device), store=dist.HashStore(), rank=0, world_size=1)
     else:
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        # torchrun keeps its store when it starts dead ranks again: what their last life has left there must not be read.
+        # torchrun keeps its store when it starts ranks again: what their last life has left there must not be read.
         store = dist.PrefixStore(f"life-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(backend_of(device), store=store, rank=rank, world_size=size, timeout=timeout)
     if dist.get_world_size() != island.ranks:

@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 from tests.swarm import Island, Swarm, swarm
@@ -56,7 +57,7 @@ def check(made: Swarm, victim: int) -> None:
     assert any(number > ROUND for number in rounds[f"island-{victim}"]), "the victim did not come back"
     for name in survivors:
         losses = [record["loss"] for record in islands[name].records("eval")]
-        jumps = [later - earlier for earlier, later in zip(losses, losses[1:], strict=False)]
+        jumps = [later - earlier for earlier, later in pairwise(losses)]
         assert max(jumps) < LOSS_STEP, f"{name}: held-out losses {losses}"
 
 

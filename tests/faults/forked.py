@@ -25,7 +25,7 @@ OVERRIDES = ("outer.rounds=100000", "evaluate.every_rounds=100000", "outer.optim
 
 @contextmanager
 def forked(folder: Path, transport: str, num_islands: int, *overrides: str) -> Iterator[tuple[Swarm, Fleet]]:
-    """A swarm without islands yet, and the fleet that can start its bootstrap process again; all is killed at the end."""
+    """A swarm without islands yet, and the fleet that starts its bootstrap process again; all is killed at the end."""
     if transport == "hivemind":
         import hivemind  # noqa: F401 - the forked islands inherit it
     fleet = Fleet(folder / "bootstrap", [])

@@ -15,7 +15,7 @@ STEPS = 4
 JOINER = 2
 WARMUP = ("optimizer.warmup_steps=4000", "optimizer.schedule=cosine")
 """Every step has a learning rate of its own."""
-transports = pytest.mark.parametrize("transport", ["gloo", pytest.param("hivemind", marks=pytest.mark.slow)])
+both = pytest.mark.parametrize("transport", ["gloo", "hivemind"])
 
 
 @contextmanager
@@ -40,7 +40,8 @@ def enters(joiner: Island) -> tuple[int, int]:
     return int(joiner.events("joined")[-1].split()[1].strip(",")), min(joiner.committed())
 
 
-@transports
+@pytest.mark.slow
+@both
 def test_a_joiner_trains_on_the_runs_state_only_and_from_where_the_run_stands(tmp_path, place, transport):
     with running(tmp_path, transport, place(transport)) as made:
         joiner = made.start(JOINER)
@@ -57,7 +58,8 @@ def test_a_joiner_trains_on_the_runs_state_only_and_from_where_the_run_stands(tm
         assert_one_history(*made.started)
 
 
-@transports
+@pytest.mark.slow
+@both
 def test_others_go_on_while_a_joiner_takes_the_state(tmp_path, place, transport):
     with running(tmp_path, transport, place(transport), f"freeze:{JOINER}@round=0,phase=fetch") as made:
         joiner = made.start(JOINER)
@@ -69,11 +71,11 @@ def test_others_go_on_while_a_joiner_takes_the_state(tmp_path, place, transport)
         assert_one_history(*made.started)
 
 
-@transports
+@pytest.mark.parametrize("transport", ["gloo", pytest.param("hivemind", marks=pytest.mark.slow)])
 def test_a_joiner_killed_in_its_download_resumes_and_gets_in(tmp_path, place, transport):
     with running(tmp_path, transport, place(transport), f"kill:{JOINER}@round=0,phase=fetch") as made:
         assert made.start(JOINER).wait(GUARD_SECONDS) == [-signal.SIGKILL]
-        parts = list((tmp_path / tmp_path.name / "island-2" / "incoming").rglob("part-*"))
+        parts = list((tmp_path / tmp_path.name / "island-2" / "incoming").rglob("part-??????"))
         again = made.start(JOINER)
         enters(again)
         whole = [line for line in again.log.splitlines() if "parts of the state are on disk" in line]
@@ -81,7 +83,8 @@ def test_a_joiner_killed_in_its_download_resumes_and_gets_in(tmp_path, place, tr
         assert_one_history(*made.started)
 
 
-@transports
+@pytest.mark.slow
+@both
 def test_a_donor_killed_while_it_gives_does_not_matter(tmp_path, place, transport):
     # Rounds are long, so that the records of both donors are known before the next one: it takes from both then.
     slowness = 5 if transport == "gloo" else 40
@@ -94,6 +97,7 @@ def test_a_donor_killed_while_it_gives_does_not_matter(tmp_path, place, transpor
         assert_one_history(made.started[0], joiner)
 
 
+@pytest.mark.slow
 def test_an_island_that_must_join_is_told_when_only_fresh_ones_are_there(tmp_path):
     with swarm(tmp_path, "outer.start_islands=3", islands=[{}, {"joins": True}]) as made:
         fresh = made.start(0)

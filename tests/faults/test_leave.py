@@ -33,7 +33,8 @@ def check_left(made: Swarm, leaver: Island, asked: float) -> None:
     assert_one_history(*made.started)
 
 
-@transports
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["gloo", "hivemind"])
 def test_an_island_stopped_while_it_trains_is_gone_at_once(tmp_path, place, transport):
     # Its steps are long: it is in the middle of them when the signal comes.
     islands = [{"faults": ["slow:2x20"]}] * 3

@@ -17,11 +17,9 @@ from tests.faults.cases import ROUND, inflict
 
 ROUND_PHASES = [phase for phase in PHASES if phase not in ("donate", "fetch")]
 FAST = {
-    ("gloo", "kill", "planning", 0),
     ("gloo", "kill", "reducing", 1),
     ("gloo", "freeze", "decide", 0),
     ("hivemind", "kill", "decide", 0),
-    ("hivemind", "kill", "applied", 1),
 }
 MATRIX = [
     pytest.param(*case, marks=[] if case in FAST else [pytest.mark.slow])

@@ -148,7 +148,7 @@ def test_below_quorum_an_island_stops_when_it_is_told_to(tmp_path):
         (single,), others = made.sides[1], made.sides[0]
         made.cut()
         assert single.wait(GUARD_SECONDS) == [1]
-        assert "QuorumError" in single.log and "1 of outer.quorum 3 islands" in single.log
+        assert "1 of outer.quorum 3 islands" in single.log and "outer.below_quorum is 'stop'" in single.log
         more_rounds(others[0], 5, NAMES[:3])
 
 

@@ -67,7 +67,8 @@ def outlives(made: Swarm, served: Bootstrap) -> None:
         more_rounds(island, 5, BOTH)
 
 
-@pytest.mark.parametrize("transport", ["gloo", pytest.param("hivemind", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["gloo", "hivemind"])
 def test_a_run_outlives_its_bootstrap_and_an_island_joins_after_its_restart(tmp_path, transport):
     if transport == "hivemind":
         import hivemind  # noqa: F401 - the forked islands inherit it

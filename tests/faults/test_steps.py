@@ -1,22 +1,19 @@
 """Unequal progress: fewer inner steps on slow islands, and what becomes of steps whose round went on without them."""
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
 import pytest
 
-from diloco.fault_spec import parse_fault
-from diloco.faults import FOLDER, begin
-from tests.faults.waits import assert_one_history, last_round, until
-from tests.swarm import Island, Swarm, swarm
+from tests.faults.waits import assert_one_history, last_round, more_rounds, until
+from tests.swarm import Island, swarm
 
 STEPS = 9
 STEP_TOKENS = 512
 
 
+@pytest.mark.slow
 def test_a_slow_island_makes_fewer_steps_and_nobody_waits_long(tmp_path):
     islands = [{}, {"faults": ["slow:1x3"]}]
     settings = ["outer.local_steps=dynamic", f"outer.inner_steps={STEPS}", "outer.rounds=30"]
@@ -39,46 +36,39 @@ def test_a_slow_island_makes_fewer_steps_and_nobody_waits_long(tmp_path):
         assert_one_history(fast, slow)
 
 
-@contextmanager
-def frozen_in_a_round(folder: Path, policy: str) -> Iterator[tuple[Swarm, Island]]:
-    """Island 2 has given steps to round 3, stands still before the plan, and the others' rounds now take seconds."""
-    islands = [{"faults": ["freeze:2@round=3,phase=plan"]}] * 3
-    settings = [f"outer.missed_progress={policy}", "outer.rounds=5000", "outer.inner_steps=4"]
-    with swarm(folder, *settings, islands=islands) as made:
-        for i in range(3):
-            (folder / "test" / f"island-{i}" / FOLDER).mkdir(parents=True)
-        victim = made.start_all()[2]
-        until(lambda: victim.is_stopped, "the victim stands still", victim)
-        for i, island in enumerate(made.started):
-            begin(island.folder, parse_fault(f"slow:{i}x50@round=3,seconds=600"))
-        yield made, victim
+def missed(folder: Path, num_rounds: int, policy: str) -> Island:
+    """Island 2, which has missed so many commits, taken the others' state and committed again.
 
-
-def wake_after(made: Swarm, victim: Island, missed: int) -> int:
-    """Wake it when the others have committed so many rounds without it; the round in which it was."""
-    was_in = last_round(victim) + 1
-    until(lambda: last_round(made.started[0]) >= was_in + missed - 1, f"{missed} rounds without it", *made.started)
-    victim.signal(signal.SIGCONT)
-    until(lambda: victim.events("caught up"), "it takes the others' state", *made.started)
-    return was_in
-
-
-@pytest.mark.parametrize("policy", ["rebase", pytest.param("drop", marks=pytest.mark.slow)])
-def test_steps_of_one_missed_commit_are_kept_or_dropped_as_the_policy_says(tmp_path, policy):
-    with frozen_in_a_round(tmp_path, policy) as (made, victim):
-        was_in = wake_after(made, victim, 1)
-        assert victim.events("caught up")[0].endswith("kept" if policy == "rebase" else "dropped")
-        until(lambda: last_round(victim) > was_in, "it commits again", *made.started)
-        first = victim.committed()[was_in + 1]
-        assert first["participants"] == ["island-0", "island-1", "island-2"]
-        assert (first["steps"] > 4) == (policy == "rebase"), "what was kept counts again"
+    Island 2 stands still with its steps for round 3 done. The others commit without it until island 1 stands still,
+    too: then island 0 has no quorum and waits, for as long as island 2 needs.
+    """
+    faults = ["freeze:2@round=3,phase=plan", f"freeze:1@round={3 + num_rounds},phase=plan"]
+    settings = [f"outer.missed_progress={policy}", "outer.rounds=5000", f"outer.inner_steps={STEPS}", "outer.quorum=2"]
+    with swarm(folder, *settings, islands=[{"faults": faults}] * 3) as made:
+        donor, helper, victim = made.start_all()
+        until(lambda: helper.is_stopped, "the others go on without it, then stop", *made.started)
+        assert victim.is_stopped and last_round(donor) - last_round(victim) == num_rounds
+        victim.signal(signal.SIGCONT)
+        until(lambda: last_round(victim) > last_round(helper), "it commits again", *made.started)
+        helper.signal(signal.SIGCONT)
+        more_rounds(donor, 3, ["island-0", "island-1", "island-2"])
         assert_one_history(*made.started)
+    return victim
 
 
-@pytest.mark.slow
-def test_steps_of_more_missed_commits_are_dropped(tmp_path):
-    with frozen_in_a_round(tmp_path, "rebase") as (made, victim):
-        wake_after(made, victim, 2)
-        assert victim.events("caught up")[0].endswith("4 inner steps dropped")
-        until(lambda: last_round(victim) > 3, "it commits again", *made.started)
-        assert_one_history(*made.started)
+@pytest.mark.parametrize(
+    ("num_rounds", "policy", "is_kept"),
+    [
+        pytest.param(1, "rebase", True, id="one-rebase"),
+        pytest.param(1, "drop", False, id="one-drop", marks=pytest.mark.slow),
+        pytest.param(2, "rebase", False, id="two-rebase", marks=pytest.mark.slow),
+    ],
+)
+def test_steps_of_a_missed_commit_are_kept_if_it_was_one_and_the_policy_says_so(tmp_path, num_rounds, policy, is_kept):
+    victim = missed(tmp_path, num_rounds, policy)
+    (event,) = victim.events("caught up")
+    assert event.endswith(f"{STEPS} inner steps {'kept' if is_kept else 'dropped'}")
+    first = victim.committed()[3 + num_rounds]
+    assert first["participants"] == ["island-0", "island-2"]
+    assert (first["steps"] > STEPS) == is_kept, "what was kept counts again"
+    assert first["tokens"] == STEP_TOKENS * first["steps"]

@@ -45,7 +45,8 @@ def keyed(folder: Path, transport: str, address: str, stranger: dict) -> Iterato
         rendezvous.close()
 
 
-@transports
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["gloo", "hivemind"])
 @pytest.mark.parametrize("theirs", ["another", "none"])
 def test_an_island_without_the_runs_key_cannot_get_in_and_is_told_why(tmp_path, place, transport, theirs):
     stranger = {"run_key_file": key_file(tmp_path, "w")} if theirs == "another" else {}
@@ -120,7 +121,8 @@ def test_a_payload_of_nan_is_refused_and_its_sender_left_out_of_the_next_attempt
         assert_one_history(first, liar, third)
 
 
-@transports
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["gloo", "hivemind"])
 def test_two_runs_at_one_place_do_not_mix(tmp_path, place, transport):
     settings = ["outer.rounds=5000", f"outer.transport={transport}"]
     rendezvous = serve_rendezvous("127.0.0.1", 0)

@@ -5,14 +5,11 @@ import logging
 
 import pytest
 
-from outer.agreement import PING_SECONDS, WARN_SECONDS, BehindError
-from outer.errors import PoisonError, QuorumError
+from outer.agreement import PING_SECONDS, WARN_SECONDS
+from outer.errors import BehindError, PoisonError, QuorumError
 from outer.rounds import Plan, no, yes
 from tests.outer.clock import now, run, until
 from tests.outer.leaders import START, Fault, Leader, fail, leaders, plans_of, together
-
-OTHER = "bb" * 16
-
 
 # -- plan and commit -------------------------------------------------------------------------------------------
 

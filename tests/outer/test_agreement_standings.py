@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from outer.agreement import PING_SECONDS, BehindError
-from outer.errors import InputError, MessageError
+from outer.agreement import PING_SECONDS
+from outer.errors import BehindError, InputError, MessageError
 from outer.rounds import Plan, Standing, no
 from outer.transports.loopback import Hub
 from tests.outer.clock import now, run, until
