@@ -1,6 +1,6 @@
 """What faults cost a run: figures of stalls, freezes, joins and storms, with real processes on this machine.
 
-    python -m scripts.bench.faults [stall] [freeze] [join] [storm] [--transports gloo,hivemind]
+    python scripts/bench/faults.py [stall] [freeze] [join] [storm] [--transports gloo,hivemind]
         [--kills 10] [--faults 50] [--params 25e6] [--seed 0] [--json FILE]
 
 stall   one of 4 islands is killed at a random moment of a round: by how much the survivors' next round, from commit
@@ -25,10 +25,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from scripts.bench.arguments import choices
-from scripts.bench.fault_join import Join, measure_joins
-from scripts.bench.fault_stall import FaultBenchError, Stall, measure_freeze, measure_stall
-from tests.faults.storm import Setting, run_storm
+# Started as a file, this folder would come first, where `outer` is a file and not the package.
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from scripts.bench.arguments import choices  # noqa: E402
+from scripts.bench.fault_join import Join, measure_joins  # noqa: E402
+from scripts.bench.fault_stall import FaultBenchError, Stall, measure_freeze, measure_stall  # noqa: E402
+from tests.faults.storm import Setting, run_storm  # noqa: E402
 
 TRANSPORTS = ("gloo", "hivemind")
 TARGETS = {"gloo": 0.3, "hivemind": 0.5}
