@@ -77,7 +77,7 @@ class Agreement:
         while True:
             await self._stop_if_left()
             waited = _now() - started
-            is_late = waited > self._deadlines.grace(1 + self._num_waiting())
+            is_late = waited > self._deadlines.grace(1 + self._num_waiting(), self._num_absent())
             verdict = self.protocol.consider(is_late=is_late)
             self._flush()
             match verdict:
@@ -201,6 +201,10 @@ class Agreement:
         """Other islands that are ready for the round that this one is in."""
         p = self.protocol
         return sum(r.round == p.standing.round for n, r in p.readies.said.items() if n in p.present - p.lost)
+
+    def _num_absent(self) -> int:
+        """Other islands that live and are not ready."""
+        return len(self.protocol.present - self.protocol.lost) - self._num_waiting()
 
     def _complain(self, text: str) -> None:
         log.warning("round %d: BELOW QUORUM: %s", self.protocol.standing.round, text)

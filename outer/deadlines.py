@@ -40,11 +40,13 @@ class Deadlines:
         deviation = median(abs(m - middle) for m in self._measured[kind])
         return middle + max(FLOORS.get(kind, DEFAULT_FLOOR_SECONDS), SPREAD * deviation)
 
-    def grace(self, num_waiting: int) -> float:
-        """How long `num_waiting` islands wait for one that lives but is not ready, in seconds.
+    def grace(self, num_waiting: int, num_absent: int = 1) -> float:
+        """How long `num_waiting` islands wait for `num_absent` that live but are not ready, in seconds.
 
-        Waiting costs them `num_waiting` x that time; going on without it costs one island's round. The floor keeps
-        noise in short rounds from costing anybody a round.
+        Waiting costs `num_waiting` x that time; going on without them costs `num_absent` islands' rounds. The floor
+        keeps noise in short rounds from costing anybody a round.
         """
         a_round = self.typical("round")
-        return self.initial_seconds if a_round is None else max(FLOORS["grace"], a_round / max(num_waiting, 1))
+        if a_round is None:
+            return self.initial_seconds
+        return max(FLOORS["grace"], a_round * max(num_absent, 1) / max(num_waiting, 1))

@@ -5,6 +5,14 @@ import pytest
 from outer.deadlines import DEFAULT_FLOOR_SECONDS, FLOORS, MAX_FIRST_SECONDS, SPREAD, Deadlines
 
 
+def test_more_islands_are_waited_for_longer():
+    deadlines = Deadlines(600.0)
+    for _ in range(3):
+        deadlines.observe("round", 60.0)
+    assert deadlines.grace(num_waiting=1, num_absent=2) == 120.0
+    assert deadlines.grace(num_waiting=3, num_absent=1) == 20.0
+
+
 def measured(*seconds: float, kind: str = "reduce", history: int = 32) -> Deadlines:
     deadlines = Deadlines(600.0, history)
     for value in seconds:
