@@ -51,8 +51,7 @@ class Presence:
 
     def stand(self, *, is_coming: bool, step_seconds: float = 0.0) -> None:
         """Tell the others of the state that this island holds now, and whether to wait for it."""
-        self._membership.update(self._member(step_seconds))
-        self._loop.run(self.agreement.stand(standing_of(self._held, is_coming=is_coming)))
+        self._loop.run(self._stand(self._member(step_seconds), standing_of(self._held, is_coming=is_coming)))
 
     def offer(self, donor: Donor, included: Sequence[str]) -> None:
         """Be a donor of the state held now; `included`: incarnations whose progress its last commit contains."""
@@ -94,6 +93,11 @@ class Presence:
         goodbye = Goodbye(island=me, incarnation=incarnation, round=self._held.mine.position.round, steps=steps)
         self._loop.run(self.agreement.say_goodbye(goodbye), LEAVE_SECONDS)
         self._loop.run(self._membership.leave(), LEAVE_SECONDS)
+
+    async def _stand(self, member: Member, standing: Standing) -> None:
+        # On the event loop, whose things no other thread may touch.
+        self._membership.update(member)
+        await self.agreement.stand(standing)
 
     def _member(self, step_seconds: float) -> Member:
         standing = standing_of(self._held, is_coming=True)

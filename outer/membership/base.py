@@ -76,7 +76,7 @@ class Membership(Protocol):
         ...
 
     def update(self, member: Member) -> None:
-        """Change this island's record after `announce`, in the background: nothing is waited for."""
+        """Change this island's record after `announce`, in the background. On the event loop, as all else."""
         ...
 
     async def members(self) -> dict[str, Member]:
