@@ -26,7 +26,7 @@ from inner.measure.profile import Profiler
 from inner.mesh import IslandMesh, resolve_degrees
 from inner.presets import resolve_sizes
 from inner.trainer import Trainer, TrainerSettings
-from outer.keys import RunKey, read_run_key
+from outer.keys import run_key_in
 from outer.loop import LoopThread
 from outer.network import Network, NetworkSettings, open_network
 from outer.presence import Identity
@@ -230,7 +230,7 @@ def connect(config: RunConfig, island: IslandConfig, team: Team, loop: LoopThrea
                 listen_host=island.listen_host,
                 listen_port=island.listen_port,
                 announce_host=island.announce_host,
-                run_key=run_key_of(island),
+                run_key=run_key_in(island.run_key_file),
                 allow=island.allow,
                 relay=island.relay,
                 identity_path=folder / "identity.key",
@@ -247,11 +247,6 @@ def connect(config: RunConfig, island: IslandConfig, team: Team, loop: LoopThrea
         check_same_run(config, theirs)
         loop.run(network.membership.publish_config(dump_config(config)))
     return network
-
-
-def run_key_of(island: IslandConfig) -> RunKey | None:
-    """What every message of the run is proved with; None: no key. Raises InputError when the file cannot be used."""
-    return None if island.run_key_file is None else read_run_key(Path(island.run_key_file).expanduser())
 
 
 def check_same_run(ours: RunConfig, theirs: str | None) -> None:

@@ -42,8 +42,8 @@ def _serve_dht(host: str, port: int, identity: Path | None):
 
 
 def _serve_tcp(host: str, port: int, run_key_file: Path | None):
-    from outer.keys import read_run_key
+    from outer.keys import run_key_in
     from outer.membership.rendezvous import serve_rendezvous
 
-    server = serve_rendezvous(host, port, read_run_key(run_key_file) if run_key_file else None)
+    server = serve_rendezvous(host, port, run_key_in(str(run_key_file) if run_key_file else None))
     return [server.address], server.close

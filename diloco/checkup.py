@@ -19,7 +19,7 @@ from diloco.units import human_bytes
 from inner.errors import InputError as DataError
 from inner.presets import num_params, resolve_sizes
 from outer.errors import InputError
-from outer.keys import RunKey, read_run_key
+from outer.keys import RunKey, read_run_key, run_key_in
 
 Level = Literal["ok", "warning", "FAILED"]
 DAEMON_SECONDS = 20.0
@@ -241,7 +241,7 @@ def check_key(path: Path) -> Check:
 def usable_key(island: IslandConfig) -> RunKey | None:
     """The island's key, or None when it has none or it cannot be read, which `check_key` says."""
     try:
-        return None if island.run_key_file is None else read_run_key(Path(island.run_key_file).expanduser())
+        return run_key_in(island.run_key_file)
     except InputError:
         return None
 

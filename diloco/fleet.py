@@ -30,6 +30,8 @@ class Fleet:
     join: Callable[[int], Child] | None = None
     joined: set[int] = field(default_factory=set)
     net: Net | None = None
+    has_trouble: bool = False
+    """Whether faults may be begun in islands while they run."""
     namespaces: dict[Who, Namespace] = field(default_factory=dict)
 
     def child(self, who: Who) -> Child | None:
@@ -104,8 +106,9 @@ def own_overrides(island: IslandConfig, index: int, faults: Sequence[Fault], fle
     own = [*island.faults, *(str(fault) for fault in faults if fault.is_own and index in fault.who)]
     if own:
         overrides.append(f"island.faults={json.dumps(own)}")
-    # The island looks for faults that are begun later where there is such a folder when it starts.
-    (fleet.run_dir / island.island / FOLDER).mkdir(parents=True, exist_ok=True)
+    if fleet.has_trouble:
+        # The island looks there, with each payload and step, for faults that are begun later; not without the folder.
+        (fleet.run_dir / island.island / FOLDER).mkdir(parents=True, exist_ok=True)
     return overrides
 
 

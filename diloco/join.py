@@ -50,11 +50,11 @@ def key_in(overrides: list[str]) -> str | None:
 
 def ask_swarm(address: str, run_name: str | None, run_key_file: str | None) -> tuple[str, set[str]]:
     """The config text of the run at `address`, and the names of the islands in it."""
-    from outer.keys import read_run_key
+    from outer.keys import run_key_in
     from outer.loop import LoopThread
     from outer.network import visit
 
-    key = None if run_key_file is None else read_run_key(Path(run_key_file).expanduser())
+    key = run_key_in(run_key_file)
     loop = LoopThread()
     try:
         runs = loop.run(visit(address, CONNECT_SECONDS, key))

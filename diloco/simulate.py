@@ -37,6 +37,11 @@ class Trouble:
     netns: bool = False
 
     @property
+    def has_faults(self) -> bool:
+        """Whether anything is inflicted."""
+        return bool(self.faults) or self.storm is not None
+
+    @property
     def needs_net(self) -> bool:
         """Whether islands must have namespaces."""
         return self.netns or any(parse_fault(spec).kind == "cut" for spec in self.faults)
@@ -69,7 +74,8 @@ def simulate(
     try:
         with opened_net() if trouble.needs_net else nullcontext() as net:
             try:
-                finished = run_islands(config, run_dir, trouble, Fleet(run_dir, started, net=net), console)
+                fleet = Fleet(run_dir, started, net=net, has_trouble=trouble.has_faults)
+                finished = run_islands(config, run_dir, trouble, fleet, console)
             finally:
                 stop(started)
         if with_baseline and finished:

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from diloco import island as life
@@ -28,8 +29,8 @@ from inner.trainer import Trainer
 log = logging.getLogger(__name__)
 
 
-def train(config: Config, index: int) -> None:
-    """This rank's part in the island `index` of a run; returns when the run is over."""
+def train(config: Config, index: int, live: Callable[[Parts], None] = life.run) -> None:
+    """This rank's part in the island `index` of a run; returns when the run is over, or `live` returns."""
     run, island = config.run, config.for_island(index)
     start_logging(island.island)
     end_with_parent()
@@ -42,7 +43,7 @@ def train(config: Config, index: int) -> None:
             keep_config(folder.parent, config)
         with assembled(run, island, team, device, folder) as parts:
             goodbyes.append(parts)
-            life.run(parts)
+            live(parts)
 
 
 def baseline(config: Config, num_islands: int, ranks: int) -> None:

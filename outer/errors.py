@@ -72,3 +72,11 @@ class BehindError(OuterError):
         super().__init__(cause)
         self.donors = tuple(donors)
         self.cause = cause
+
+
+def first_cause(group: BaseExceptionGroup) -> BaseException:
+    """The first error in a group of groups."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

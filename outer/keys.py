@@ -73,6 +73,11 @@ class Trust:
     """hivemind: the peer ids that may connect; empty: all."""
 
 
+def run_key_in(path: str | None) -> RunKey | None:
+    """The key in a config's run_key_file; None: the run has none. Raises InputError."""
+    return None if path is None else read_run_key(Path(path).expanduser())
+
+
 def seal(key: RunKey | None, purpose: str, body: bytes) -> bytes:
     """`body` with a proof that a holder of the key wrote it for this purpose; without a key, `body` itself."""
     if key is None:

@@ -124,11 +124,6 @@ class Protocol:
         """The other participants of the plan."""
         return frozenset(self.plan.names) - {self.me} if self.plan else frozenset()
 
-    @property
-    def has_heard_no(self) -> bool:
-        """Whether a participant has voted the plan down."""
-        return self.plan is not None and self.ballot.tally(self.plan) == "abort"
-
     def behind(self, *, is_settled: bool) -> Behind | None:
         """Whether another history than this island's survives. `is_settled`: all who count have been heard."""
         return find_behind(self.me, self.standing, self.live, is_settled=is_settled)

@@ -19,7 +19,7 @@ import torch
 from outer.codecs.base import Codec
 from outer.config import MergeConfig
 from outer.digest import part_digest
-from outer.errors import MessageError, NonFiniteError, OuterError, PoisonError
+from outer.errors import MessageError, NonFiniteError, OuterError, PoisonError, first_cause
 from outer.gates import left_out
 from outer.merges import build_merge
 from outer.merges.base import weights_of
@@ -107,7 +107,7 @@ class Reducer:
                     started[part] = tasks.create_task(attempt.reduce(part, pseudo_grads[part]))
                     window.append(part)
         except BaseExceptionGroup as group:
-            raise _first_cause(group) from None
+            raise first_cause(group) from None
         if attempt.gated:
             log.info("round %d attempt %d: parts left out by gates: %s", plan.round, plan.attempt, dict(attempt.gated))
         return {part: task.result() for part, task in started.items()}
@@ -227,11 +227,3 @@ class _Attempt:
 
     def _tag(self, phase: Phase, part: int) -> Tag:
         return Tag(self._plan.round, self._plan.attempt, phase, part)
-
-
-def _first_cause(group: BaseExceptionGroup) -> BaseException:
-    """The first error in a group of groups."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -142,9 +142,7 @@ class OuterLoop:
     def interruption(self, steps_left: int) -> Interruption:
         """Why inner steps should end now, the same on every rank; "": go on. Call it after each inner step."""
         seconds, late = steps_left * self.pace.step_seconds, self._has_entered_late
-        return self._team.on_leader(
-            lambda: self._loop.run(self._leader.agreement.interruption(seconds, entered_late=late))
-        )
+        return self._team.on_leader(lambda: self._leader.interruption(seconds, entered_late=late))
 
     def finish(self) -> None:
         """The run is over: stay until the others have the last round, take it from them if this one has not."""

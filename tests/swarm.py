@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from diloco.assemble import Parts, assembled, device_of, process_group
+from diloco.assemble import Parts
 from diloco.config import Config, parse_config
 from diloco.train import train
 from outer.membership.rendezvous import serve_rendezvous
@@ -231,11 +231,14 @@ def train_and_return_params(config: Config, index: int) -> dict[str, torch.Tenso
     """Train an island and return rank 0's local params, whole (for islands whose rank 0 holds the model)."""
     from diloco import island as life
 
-    run, settings = config.run, config.for_island(index)
-    folder = Path(settings.run_dir) / run.name / settings.island
-    with process_group(settings, "cpu") as team, assembled(run, settings, team, device_of(settings), folder) as parts:
+    params: dict[str, torch.Tensor] = {}
+
+    def live(parts: Parts) -> None:
         life.run(parts)
-        return params_of(parts)
+        params.update(params_of(parts))
+
+    train(config, index, live)
+    return params
 
 
 def params_of(parts: Parts) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import torch
 
-from outer.errors import DeadlineError, MessageError, PeerLost, TransportError
+from outer.errors import DeadlineError, MessageError, PeerLost, TransportError, first_cause
 from outer.keys import Trust
 from outer.refusals import Refusals, RefusedError
 from outer.transports.base import Endpoint, Tag, Traffic
@@ -258,11 +258,3 @@ class _Group:
 
 def _handler_name(run_id: str, rank: int) -> str:
     return f"diloco/{run_id}/bulk/{rank}"
-
-
-def first_cause(group: BaseExceptionGroup) -> BaseException:
-    """The first error in a group of groups."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -1,17 +1,15 @@
 """Runs of real islands in which one is killed or frozen at a phase of a round, and what must hold afterwards."""
 
 import signal
-import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+from tests.faults.waits import GUARD_SECONDS, assert_one_history, last_round, until
 from tests.swarm import Island, Swarm, swarm
 
 ROUND = 3
 """The round in which the fault happens."""
 ROUNDS = 24
-GUARD_SECONDS = 150.0
 LOSS_STEP = 0.3
 """Nats a token that the held-out loss of this tiny model may rise from one round to the next, fault or no fault."""
 
@@ -29,9 +27,9 @@ def inflict(folder: Path, fault: str, victim: int, transport: str, address: str)
             assert code == -signal.SIGKILL, f"the fault did not happen:\n{islands[victim].log[-3000:]}"
             made.start(victim)
         else:
-            until(lambda: islands[victim].is_stopped, "the fault did not happen", islands[victim])
+            until(lambda: islands[victim].is_stopped, "the fault", islands[victim])
             other = islands[(victim + 1) % 3]
-            others_go_on(other, max(other.committed(), default=-1))
+            others_go_on(other, last_round(other))
             islands[victim].signal(signal.SIGCONT)
         for island in made.started:
             if not (fault.startswith("kill") and island is islands[victim]):
@@ -41,16 +39,14 @@ def inflict(folder: Path, fault: str, victim: int, transport: str, address: str)
 
 def others_go_on(island: Island, last: int) -> None:
     """Wait until it has committed two more rounds than `last`, or all."""
-    until(lambda: max(island.committed(), default=-1) >= min(last + 2, ROUNDS - 1), "the others do not go on", island)
+    until(lambda: last_round(island) >= min(last + 2, ROUNDS - 1), "two more rounds of the others", island)
 
 
 def check(made: Swarm, victim: int) -> None:
     """One history, held by all; every survivor has every round; the victim came back; the loss never jumped."""
     islands = {f"island-{i}": Island(made.started[i].folder, made.started[i].ranks) for i in range(3)}
     rounds = {name: island.committed() for name, island in islands.items()}
-    for number in range(ROUNDS):
-        digests = {found[number]["digest"] for found in rounds.values() if number in found}
-        assert len(digests) == 1, f"round {number}: {len(digests)} states"
+    assert_one_history(*islands.values())
     survivors = [name for i, name in enumerate(islands) if i != victim]
     for name in survivors:
         assert set(rounds[name]) == set(range(ROUNDS)), f"{name} misses rounds"
@@ -59,10 +55,3 @@ def check(made: Swarm, victim: int) -> None:
         losses = [record["loss"] for record in islands[name].records("eval")]
         jumps = [later - earlier for earlier, later in pairwise(losses)]
         assert max(jumps) < LOSS_STEP, f"{name}: held-out losses {losses}"
-
-
-def until(is_so: Callable[[], bool], what: str, island: Island) -> None:
-    deadline = time.monotonic() + GUARD_SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline, f"{what}:\n{island.log[-3000:]}"
-        time.sleep(0.02)

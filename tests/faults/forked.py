@@ -7,15 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from diloco import island as life
-from diloco.assemble import Parts, assembled, device_of, process_group
+from diloco.assemble import Parts
 from diloco.config import Config, parse_config
 from diloco.faults import FOLDER
 from diloco.fleet import Fleet, start_bootstrap
 from diloco.metrics import RoundRecord, StepRecord
 from diloco.processes import stop
 from diloco.runfiles import METRICS, Tail
-from diloco.signals import end_with_parent, on_stop
-from diloco.train import say_goodbye, start_logging
+from diloco.train import train
 from tests.swarm import TINY, Island, Rank, Swarm, Work, swarm
 
 POLL_SECONDS = 0.01
@@ -44,24 +43,18 @@ def forked(folder: Path, transport: str, num_islands: int, *overrides: str) -> I
 def paced(step_seconds: float) -> Work:
     """What `diloco train` does, every inner step made to last so long: the same whatever else the machine does."""
 
+    def live(parts: Parts) -> None:
+        slower = parts.slow_down
+
+        def slow_down(seconds: float) -> None:
+            time.sleep(max(0.0, step_seconds - seconds))
+            slower(max(step_seconds, seconds))
+
+        parts.slow_down = slow_down
+        life.run(parts)
+
     def work(config: Config, index: int) -> None:
-        run, settings = config.run, config.for_island(index)
-        start_logging(settings.island)
-        end_with_parent()
-        goodbyes: list[Parts] = []
-        on_stop(lambda: say_goodbye(goodbyes))
-        folder = Path(settings.run_dir) / run.name / settings.island
-        device = device_of(settings)
-        with process_group(settings, device) as team, assembled(run, settings, team, device, folder) as parts:
-            goodbyes.append(parts)
-            slower = parts.slow_down
-
-            def slow_down(seconds: float) -> None:
-                time.sleep(max(0.0, step_seconds - seconds))
-                slower(max(step_seconds, seconds))
-
-            parts.slow_down = slow_down
-            life.run(parts)
+        train(config, index, live)
 
     return work
 

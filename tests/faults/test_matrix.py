@@ -3,10 +3,7 @@
 The default suite runs a few; all of them: scripts/test tests/faults -m "slow or not slow"
 """
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -27,25 +24,8 @@ MATRIX = [
 ]
 
 
-@pytest.fixture(scope="module")
-def dht() -> Iterator[str]:
-    """The address of a DHT peer, in a process of its own."""
-    import hivemind  # noqa: F401 - the forked islands inherit it
-
-    command = [sys.executable, "-m", "diloco", "bootstrap"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
-    try:
-        assert process.stdout is not None
-        line = next(line for line in process.stdout if line.startswith("address: "))
-        yield line.removeprefix("address: ").strip()
-    finally:
-        process.terminate()
-        process.wait(20)
-
-
 @pytest.mark.parametrize("transport,fault,phase,victim", MATRIX)
 def test_one_history_survives_and_the_victim_comes_back(
-    transport: str, fault: str, phase: str, victim: int, tmp_path: Path, request: pytest.FixtureRequest
+    transport: str, fault: str, phase: str, victim: int, tmp_path: Path, place: Callable[[str], str]
 ):
-    address = request.getfixturevalue("dht") if transport == "hivemind" else ""
-    inflict(tmp_path, f"{fault}:{victim}@round={ROUND},phase={phase}", victim, transport, address)
+    inflict(tmp_path, f"{fault}:{victim}@round={ROUND},phase={phase}", victim, transport, place(transport))

@@ -163,7 +163,7 @@ def digest_of(text: str) -> str:
 
 def _think(world: World, node: Protocol, *, is_late: bool = False) -> None:
     """What a driver does after every change: consider or conclude, apply, take a state, send."""
-    if node.plan and node.phase == "reducing" and node.has_heard_no:
+    if node.plan and node.phase == "reducing" and node.ballot.tally(node.plan) == "abort":
         node.vote(no(node.plan, node.me, "another island voted no"))
     if node.phase == "gathering":
         verdict = node.consider(is_late=is_late)
