@@ -97,9 +97,12 @@ def process_group(island: IslandConfig, device: str) -> Iterator[Team]:
             f"island.ranks is {island.ranks}, but {dist.get_world_size()} processes were started; "
             f"give torchrun --nproc-per-node {island.ranks}, or set island.ranks={dist.get_world_size()}"
         )
-    group = dist.new_group(backend="gloo", timeout=timeout) if island.ranks > 1 else None
-    assert not isinstance(group, int), "every rank is in the group of all ranks"
-    yield Team(group)
+    if island.ranks == 1:
+        yield Team()
+        return
+    group, background = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    assert not isinstance(group, int) and not isinstance(background, int), "every rank is in the group of all ranks"
+    yield Team(group, background)
 
 
 def backend_of(device: str) -> str:

@@ -48,6 +48,8 @@ class RoundRecord:
     """Inner steps whose progress this island gave to the attempt."""
     tokens: int = 0
     """That they were trained on: the island's weight in the mean."""
+    stalled_seconds: float = 0.0
+    """Inner steps stood still so long for the round, all its attempts together; the rest was behind them."""
     gated: dict[str, int] = field(default_factory=dict)
     """By island: parts that this island's leader, as their reducer, left out of the mean."""
     time: float = field(default_factory=time.time)

@@ -99,7 +99,8 @@ def say_goodbye(running: list[Parts]) -> None:
     """Withdraw from the run, so that others need not find out; close what leaves traces."""
     for parts in running:
         parts.event("left", "stopped by a signal")
-        parts.outer.leave(parts.trainer.inner_step % parts.config.outer.inner_steps)
+        steps = parts.trainer.inner_step - parts.outer.schedule.begin(parts.outer.round)
+        parts.outer.leave(max(steps, 0))
         # Not the loop: the training thread waits in it, and would end the process before its time.
         close_network(parts.network, parts.loop)
         if parts.metrics is not None:

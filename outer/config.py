@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class OuterOptimizerConfig(BaseModel):
@@ -45,18 +45,47 @@ class MergeConfig(BaseModel):
         return self.rule == "centered_clip" or self.min_cosine is not None
 
 
+class CodingConfig(BaseModel):
+    """How the codec works; each codec reads what concerns it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    feedback: float | None = Field(default=None, ge=0, le=1)
+    """Error feedback: what coding lost is kept, times this, and added to the next pseudo-gradient; null: none."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """int4: to the nearest code, or up or down by chance so that the expected value is exact."""
+    top_k: int = Field(default=64, ge=1)
+    """topk: elements of each chunk that are sent; the largest magnitudes."""
+    chunk_elements: int = Field(default=4096, ge=16, le=65536)
+    """topk: elements among which the largest are found; a power of two makes the most of an index's bits."""
+    value_bits: Literal[2, 8, 32] = 2
+    """topk: of each value that is sent; 32 sends it as it is."""
+    rank: int = Field(default=32, ge=1)
+    """lowrank: columns of the two factors that a part, seen as a matrix, is sent as; all rows: all but lossless."""
+
+
 class OuterConfig(BaseModel):
     """When islands average, how a pseudo-gradient is coded, and who must be there."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rounds: int = Field(default=100, ge=1)
+    """Times that every parameter is averaged: rounds x inner_steps inner steps in all."""
     inner_steps: int = Field(default=30, ge=1)
+    fragments: int = Field(default=1, ge=1)
+    """Sets of parameters that are averaged in turn, each once in `inner_steps`, at its own offset (2501.18512)."""
+    fragment_pattern: Literal["strided", "sequential", "balanced"] = "strided"
+    """Which layers a fragment has: every so many, neighbours, or such that all fragments are about as large."""
+    delay: int = Field(default=0, ge=0)
+    """Inner steps for which a round runs behind the training, before its result is merged: tau of 2501.18512."""
+    mix: float = Field(default=0.0, ge=0, le=1)
+    """Share of an island's own params in what it goes on from after a round: alpha of 2501.18512."""
     local_steps: Literal["fixed", "dynamic"] = "fixed"
     """dynamic: a slower island makes fewer inner steps of a round, in proportion to its measured speed."""
     optimizer: OuterOptimizerConfig = OuterOptimizerConfig()
     merge: MergeConfig = MergeConfig()
-    codec: Literal["fp32", "bf16", "fp16", "int8"] = "fp32"
+    codec: Literal["fp32", "bf16", "fp16", "int8", "int4", "e3m0", "stat2", "topk", "lowrank"] = "fp32"
+    coding: CodingConfig = CodingConfig()
     transport: Literal["loopback", "gloo", "hivemind"] = "hivemind"
     part_elements: int = Field(default=262144, ge=256)
     """Largest part, in parameters; the same on every island, so that codec blocks never depend on a mesh."""
@@ -70,3 +99,28 @@ class OuterConfig(BaseModel):
     """Islands that must have come before the first round is planned."""
     wait_seconds: float = Field(default=600.0, gt=0)
     """Longest wait for other islands before anything has been measured; afterwards deadlines are derived."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "OuterConfig":
+        if self.fragments > self.inner_steps:
+            raise ValueError(
+                f"fragments is {self.fragments}, inner_steps {self.inner_steps}: each fragment is sent at a step of "
+                "its own; lower fragments or raise inner_steps"
+            )
+        between = self.inner_steps // self.fragments
+        if self.delay > between:
+            raise ValueError(
+                f"delay is {self.delay}, but there are only {between} inner steps (inner_steps / fragments) from one "
+                f"round to the next, and one is on its way at a time; set delay to {between} or less"
+            )
+        return self
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds of the protocol, each of one fragment."""
+        return self.rounds * self.fragments
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether local params equal the global params after every round."""
+        return self.fragments == 1 and self.delay == 0 and self.mix == 0

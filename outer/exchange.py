@@ -5,7 +5,7 @@ its carrier; `scatter` brings new values from the carriers to every rank that ho
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -53,27 +53,64 @@ class Exchange:
         self.carried = [p.index for p in space.parts if self.carriers[p.index] == team.rank]
         """The parts this rank carries."""
         self._own_index = {(s.name, s.rows, s.cols): i for i, s in enumerate(params.slices)}
-        self._gather_sends, self._gather_receives = self._plan(holders, to_all_holders=False)
-        receives, sends = self._plan(holders, to_all_holders=True)
-        self._scatter_sends, self._scatter_receives = sends, receives
+        gather_sends, gather_receives = self._plan(holders, to_all_holders=False)
+        scatter_receives, scatter_sends = self._plan(holders, to_all_holders=True)
+        self._gathers = [
+            (_of_fragment(gather_sends, space, f), _of_fragment(gather_receives, space, f))
+            for f in range(len(space.fragments))
+        ]
+        self._scatters = [
+            (_of_fragment(scatter_sends, space, f), _of_fragment(scatter_receives, space, f))
+            for f in range(len(space.fragments))
+        ]
 
-    def gather(self) -> dict[int, torch.Tensor]:
-        """The parts of the local params that this rank carries, 1-D fp32 on the CPU, freshly allocated."""
-        parts = {i: torch.empty(self._space.parts[i].num_elements) for i in self.carried}
+    def gather(self, fragment: int | None = None) -> dict[int, torch.Tensor]:
+        """The parts of the local params that this rank carries, 1-D fp32 on the CPU, freshly allocated.
+
+        Of one fragment, or None: of all.
+        """
+        parts: dict[int, torch.Tensor] = {}
+        for number in self._numbers(fragment):
+            parts |= self._gather(number)
+        return parts
+
+    def scatter(self, parts: Mapping[int, torch.Tensor], fragment: int | None = None, mix: float = 0.0) -> None:
+        """Write carried parts into the local params of every rank that holds a slice of them.
+
+        local = mix x local + (1 - mix) x part. Of one fragment, or None: of all; `parts` has all that is carried of it.
+        """
+        for number in self._numbers(fragment):
+            self._scatter(parts, number, mix)
+
+    def _numbers(self, fragment: int | None) -> Iterable[int]:
+        return range(len(self._gathers)) if fragment is None else (fragment,)
+
+    def _gather(self, fragment: int) -> dict[int, torch.Tensor]:
+        sends, receives = self._gathers[fragment]
+        of_fragment = self._space.fragments[fragment]
+        parts = {
+            i: torch.empty(self._space.parts[i].num_elements)
+            for i in of_fragment
+            if self.carriers[i] == self._team.rank
+        }
         # Each slice once: a read copies all of it when the params live on a GPU.
-        slices = {i: self._params.read(i) for i in {_own(m) for moves in self._gather_sends for m in moves}}
-        outgoing = [[_rectangle(slices[_own(m)], m.piece) for m in moves] for moves in self._gather_sends]
-        incoming = [[_part_view(parts, m) for m in moves] for moves in self._gather_receives]
+        slices = {i: self._params.read(i) for i in {_own(m) for moves in sends for m in moves}}
+        outgoing = [[_rectangle(slices[_own(m)], m.piece) for m in moves] for moves in sends]
+        incoming = [[_part_view(parts, m) for m in moves] for moves in receives]
         self._team.exchange(outgoing, incoming)
         return parts
 
-    def scatter(self, parts: Mapping[int, torch.Tensor]) -> None:
-        """Write carried parts into the local params of every rank that holds a slice of them."""
-        buffers = [torch.empty(*_rows_cols(s)) for s in self._params.slices]
-        outgoing = [[_part_view(parts, m) for m in moves] for moves in self._scatter_sends]
-        incoming = [[_rectangle(buffers[_own(m)], m.piece) for m in moves] for moves in self._scatter_receives]
+    def _scatter(self, parts: Mapping[int, torch.Tensor], fragment: int, mix: float) -> None:
+        sends, receives = self._scatters[fragment]
+        held = {_own(m) for moves in receives for m in moves}
+        buffers = {i: torch.empty(*_rows_cols(self._params.slices[i])) for i in sorted(held)}
+        outgoing = [[_part_view(parts, m) for m in moves] for moves in sends]
+        incoming = [[_rectangle(buffers[_own(m)], m.piece) for m in moves] for moves in receives]
         self._team.exchange(outgoing, incoming)
-        for index, values in enumerate(buffers):
+        for index, values in buffers.items():
+            if mix:
+                # Two roundings, no fused multiply-add: replicas on other machines find the same.
+                values = values * (1 - mix) + self._params.read(index) * mix
             self._params.write(index, values)
 
     def _plan(
@@ -94,6 +131,11 @@ class Exchange:
                     if carrier == self._team.rank:
                         part_side[rank].append(Move(None, piece))
         return slice_side, part_side
+
+
+def _of_fragment(moves: Sequence[Sequence[Move]], space: Space, fragment: int) -> list[list[Move]]:
+    """By rank, the moves of the fragment's parts: a slice is of one parameter, so of one fragment."""
+    return [[move for move in of_rank if space.parts[move.piece.part].fragment == fragment] for of_rank in moves]
 
 
 @dataclass(frozen=True)

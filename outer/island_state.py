@@ -1,57 +1,93 @@
 """The global state of one island as a whole: parts spread over its ranks, in step with the local params."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
+from outer.coding import Coding
 from outer.config import OuterConfig
 from outer.digest import combine
 from outer.exchange import Exchange, Params
+from outer.fragments import groups_of
 from outer.reduce import Mean
 from outer.space import Space
 from outer.state import GlobalState, PartState, Position
 from outer.team import Team
 
 
-class IslandState:
-    """Built, and each method called, by every rank of the island in the same order."""
+@dataclass(frozen=True)
+class Snapshot:
+    """What an island gives to a round: its rank's parts of the pseudo-gradient, fp32, of the round's fragment."""
 
-    def __init__(self, config: OuterConfig, block_elements: int, params: Params, team: Team) -> None:
+    round: int
+    pseudo_grads: dict[int, torch.Tensor]
+    norm: float
+    """Of all ranks' parts together."""
+    tokens: int
+    """Trained since the last round was sent."""
+    weight: int
+    """Trained since the fragment was averaged last: what the pseudo-gradient stands for."""
+
+
+class IslandState:
+    """Built, and each method called, by every rank of the island in the same order.
+
+    `commit` may run in a thread of its own while local params are trained; it is over before the next call.
+    """
+
+    def __init__(self, config: OuterConfig, coding: Coding, params: Params, team: Team) -> None:
         self._team = team
-        self.space = Space(params.specs, config.part_elements, block_elements)
+        groups = groups_of(params.specs, config, splits_fine=coding.splits_fine)
+        self.space = Space(params.specs, config.part_elements, coding.block_elements, groups)
         self.exchange = Exchange(self.space, params, team)
         self.mine = GlobalState(self.exchange.gather(), config.optimizer)
         """What this rank carries."""
-        self.digest = self.combine(self.mine.digests())
+        self.digest = self.combine(self.mine.digests(), team)
         """Of global params and outer momentum, over all ranks; changes by `commit` and `replace`."""
 
-    def pseudo_grads(self) -> tuple[dict[int, torch.Tensor], float]:
-        """This rank's parts of the pseudo-gradient (fp32), and the norm of the whole."""
-        grads = self.mine.pseudo_grads(self.exchange.gather())
-        square = sum(float(grad.double().square().sum()) for grad in grads.values())
-        return grads, sum(self._team.gather(square)) ** 0.5
+    def pseudo_grads(self, fragment: int | None = None) -> dict[int, torch.Tensor]:
+        """This rank's parts of the pseudo-gradient, fp32; of a fragment, or None: of all."""
+        return self.mine.pseudo_grads(self.exchange.gather(fragment))
 
-    def commit(self, means: Mapping[int, Mean], position: Position, between: Callable[[], None]) -> None:
-        """One outer step, then `between`, then local params become the global params."""
+    def norm(self, pseudo_grads: Mapping[int, torch.Tensor]) -> float:
+        """Of all ranks' parts together."""
+        square = sum(float(grad.double().square().sum()) for grad in pseudo_grads.values())
+        return sum(self._team.gather(square)) ** 0.5
+
+    def commit(self, means: Mapping[int, Mean], position: Position) -> None:
+        """One outer step of the parts in `means`. Local params stay as they are: see `merge`."""
         values = {index: mean.values for index, mean in means.items()}
         self.mine.commit(values, position, {index: mean.payload for index, mean in means.items()})
-        between()
-        self._write_back()
+        self.digest = self.combine(self.mine.digests(), self._team.background)
+
+    def merge(self, fragment: int, mix: float) -> None:
+        """Local params of the fragment become mix x local + (1 - mix) x global."""
+        if mix < 1:
+            self.exchange.scatter(self.mine.parts, fragment, mix)
 
     def replace(self, parts: Mapping[int, PartState], position: Position) -> None:
         """Another island's state, in place of global state and local params."""
         self.mine.replace(parts, position)
-        self._write_back()
+        self.exchange.scatter(self.mine.parts)
+        self.digest = self.combine(self.mine.digests(), self._team)
 
     def rebase(self, pseudo_grads: Mapping[int, torch.Tensor]) -> None:
         """Local params become global params minus these parts: progress made on an earlier state, put on this one."""
         self.exchange.scatter({i: self.mine.parts[i] - grad for i, grad in pseudo_grads.items()})
 
-    def combine(self, digests_by_part: dict[int, bytes]) -> str:
-        """One digest of all ranks' parts, in part order."""
-        merged = {i: digest for digests in self._team.gather(digests_by_part) for i, digest in digests.items()}
-        return combine([merged[part.index] for part in self.space.parts])
-
-    def _write_back(self) -> None:
+    @contextmanager
+    def global_params(self) -> Iterator[None]:
+        """Local params are the global params while it lasts."""
+        local = self.exchange.gather()
         self.exchange.scatter(self.mine.parts)
-        self.digest = self.combine(self.mine.digests())
+        try:
+            yield
+        finally:
+            self.exchange.scatter(local)
+
+    def combine(self, digests_by_part: dict[int, bytes], team: Team) -> str:
+        """One digest of all ranks' parts, in part order."""
+        merged = {i: digest for digests in team.gather(digests_by_part) for i, digest in digests.items()}
+        return combine([merged[i] for i in sorted(merged)])

@@ -12,7 +12,7 @@ STEPS_REMEMBERED = 32
 
 
 class Pace:
-    """Of one island. All but `step_seconds` is the same on each of its ranks."""
+    """Of one rank of an island."""
 
     def __init__(self, config: OuterConfig, island: str, deadlines: Deadlines) -> None:
         self._config, self._island, self._deadlines = config, island, deadlines
@@ -26,13 +26,12 @@ class Pace:
         """Median time of the last inner steps on this rank; 0: not measured."""
         return median(self._step_times) if self._step_times else 0.0
 
-    @property
-    def inner_steps(self) -> int:
-        """Inner steps of the coming round: all, or fewer on a slow island (2401.09135, dynamic local updates).
+    def of(self, steps: int) -> int:
+        """Of a round's `steps`: all, or fewer on a slow island (2401.09135, dynamic local updates).
 
-        steps = max(1, floor(H * fastest step time / own step time)), by the times in the last plan.
+        max(1, floor(steps * fastest step time / own step time)), by the times in the last plan.
         """
-        steps, own = self._config.inner_steps, self._step_seconds.get(self._island, 0.0)
+        own = self._step_seconds.get(self._island, 0.0)
         known = [seconds for seconds in self._step_seconds.values() if seconds > 0]
         if self._config.local_steps == "fixed" or own <= 0 or not known:
             return steps

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from outer.agreement import Agreement, Interruption
 from outer.donor import Donor
-from outer.island_state import IslandState
+from outer.island_state import IslandState, Snapshot
 from outer.loop import LoopThread
 from outer.membership.base import Member, Membership
 from outer.rounds import Goodbye, Ready, Standing, pack_carriers
@@ -57,15 +57,16 @@ class Presence:
         """Be a donor of the state held now; `included`: incarnations whose progress its last commit contains."""
         donor.describe(self._held.digest, self._held.exchange.carriers, self._held.space.fingerprint, included)
 
-    def ready(self, tokens: int, epoch: str, step_seconds: float) -> Ready:
-        """This island's word that it could take part in a plan now."""
+    def ready(self, snapshot: Snapshot, epoch: str, step_seconds: float) -> Ready:
+        """This island's word that it could take part in a plan now, with this snapshot."""
         standing = standing_of(self._held, is_coming=True)
         return Ready(
             island=self._identity.island,
             incarnation=self._identity.incarnation,
             round=standing.round,
             attempt=self.agreement.protocol.next_attempt,
-            tokens=tokens,
+            tokens=snapshot.tokens,
+            weight=snapshot.weight,
             base_tokens=standing.tokens,
             digest=standing.digest,
             step_seconds=step_seconds,

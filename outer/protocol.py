@@ -188,8 +188,9 @@ class Protocol:
     def _hear_ready(self, sender: str, ready: Ready) -> Standing:
         self._check_sender(sender, ready.island)
         ready.check(self.rules.num_parts)
-        if ready.tokens > self.rules.max_tokens:
-            raise MessageError(f"{sender!r} claims {ready.tokens} tokens, a round has at most {self.rules.max_tokens}")
+        claimed = max(ready.tokens, ready.weight)
+        if claimed > self.rules.max_tokens:
+            raise MessageError(f"{sender!r} claims {claimed} tokens, a round has at most {self.rules.max_tokens}")
         self.readies.keep(ready)
         return self._hear_standing(sender, ready.standing)
 

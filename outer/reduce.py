@@ -2,9 +2,10 @@
 
 For each part one participant is the reducer. The others encode and send it their pseudo-gradient; the reducer
 decodes and sums in fp32 in participant order, encodes the mean once, and sends that to all. Everyone, the
-reducer too, decodes the same bytes, so a codec's error does not grow with the number of islands. Parts are
-pipelined: several are encoded, sent, summed and decoded at the same time. Which rule makes the mean, and who is let
-into it, is the run config's (outer/merges, outer/gates.py).
+reducer too, decodes the same bytes, so a codec's error does not grow with the number of islands. Of sparse codecs
+every participant gets every payload and makes the mean itself. Parts are pipelined: several are encoded, sent, summed
+and decoded at the same time. Which rule makes the mean, and who is let into it, is the run config's (outer/merges,
+outer/gates.py).
 """
 
 import asyncio
@@ -17,9 +18,11 @@ from itertools import compress
 import torch
 
 from outer.codecs.base import Codec
+from outer.coding import Coding
 from outer.config import MergeConfig
 from outer.digest import part_digest
 from outer.errors import MessageError, NonFiniteError, OuterError, PoisonError, first_cause
+from outer.feedback import Feedback
 from outer.gates import left_out
 from outer.merges import build_merge
 from outer.merges.base import weights_of
@@ -50,11 +53,15 @@ class _Rank:
     """What all attempts of this rank work with."""
 
     transport: Transport
-    codec: Codec
+    coding: Coding
     space: Space
     me: Endpoint
     hooks: Hooks
     config: MergeConfig
+    feedback: Feedback | None
+    """Of this island's pseudo-gradients."""
+    mean_feedback: Feedback | None
+    """Of the means that it encodes."""
 
 
 class Reducer:
@@ -63,24 +70,37 @@ class Reducer:
     def __init__(
         self,
         transport: Transport,
-        codec: Codec,
+        coding: Coding,
         space: Space,
         me: Endpoint,
         hooks: Hooks = NO_HOOKS,
         config: MergeConfig = DEFAULT_MERGE,
     ) -> None:
-        self._rank = _Rank(transport, codec, space, me, hooks, config)
-        self._last: tuple[int, Mapping[int, Mean]] = 0, {}
+        decay = coding.feedback
+        self.feedbacks = [] if decay is None else [Feedback(decay), Feedback(decay)]
+        """What coding lost: of this rank's pseudo-gradients, and of the means that it encoded."""
+        own, means = self.feedbacks or (None, None)
+        self._rank = _Rank(transport, coding, space, me, hooks, config, own, means)
+        self._last: dict[int, tuple[int, Mapping[int, Mean]]] = {}
+        """By fragment: the round that committed it last, and its means."""
         self.gated: dict[str, int] = {}
         """Parts that this rank reduced in the last attempt without this island, for the gates left it out."""
 
-    def remember(self, round_number: int, means: Mapping[int, Mean]) -> None:
+    def commit(self, round_number: int, means: Mapping[int, Mean]) -> None:
         """`means`, by part, are what the round committed. To be called at each commit, before the next attempt.
 
         The values are kept as they are, not copied: nobody may change them.
         """
+        for feedback in self.feedbacks:
+            feedback.commit()
         if self._rank.config.needs_last_mean:
-            self._last = round_number, means
+            self._last[round_number % len(self._rank.space.fragments)] = round_number, means
+
+    def forget(self) -> None:
+        """Another history is this island's now: what was kept of its own means nothing in it."""
+        for feedback in self.feedbacks:
+            feedback.clear()
+        self._last.clear()
 
     async def run(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, Mean]:
         """The mean of each carried part. The caller bounds the time.
@@ -92,9 +112,12 @@ class Reducer:
         unfinished part waits for stands behind nothing but parts that its receiver has started too: no two ranks
         can wait for each other, even where a transport lets few payloads through at a time.
         """
-        # Only of the round before: what this rank saw before it missed a commit says little of the next mean.
-        last_round, last = self._last
-        attempt = _Attempt(self._rank, plan, last if last_round == plan.round - 1 else {})
+        num_fragments = len(self._rank.space.fragments)
+        last_round, last = self._last.get(plan.round % num_fragments, (-1, {}))
+        # Only of the time before: what this rank saw before it missed a commit says little of the next mean.
+        attempt = _Attempt(self._rank, plan, last if last_round == plan.round - num_fragments else {})
+        for feedback in self.feedbacks:
+            feedback.drop()
         self.gated = attempt.gated
         self._rank.hooks.reached("send", plan.round)
         started: dict[int, asyncio.Task[Mean]] = {}
@@ -117,19 +140,22 @@ class _Attempt:
     """One attempt at a round, as one rank sees it."""
 
     def __init__(self, rank: _Rank, plan: Plan, last: Mapping[int, Mean]) -> None:
-        self._transport, self._codec, self._space, self._me = rank.transport, rank.codec, rank.space, rank.me
+        self._transport, self._coding, self._space, self._me = rank.transport, rank.coding, rank.space, rank.me
         self._hooks, self._config, self._plan, self._last = rank.hooks, rank.config, plan, last
+        self._feedback, self._mean_feedback = rank.feedback, rank.mean_feedback
         self.gated: Counter[str] = Counter()
         self._reached: set[RoundPhase] = set()
         self._merge = build_merge(rank.config)
-        self._tokens = [p.tokens for p in plan.participants]
+        self._tokens = [p.weight for p in plan.participants]
         self._others = [name for name in plan.names if name != self._me.island]
         self._carriers = {p.island: unpack_carriers(p.carriers) for p in plan.participants}
 
     async def reduce(self, part: int, pseudo_grad: torch.Tensor) -> Mean:
         """One part's mean, when this rank is done with the part."""
         reducer = self._plan.names[part % len(self._plan.names)]
-        if reducer == self._me.island:
+        if self._coding.gathers(self._space.parts[part]):
+            payload = await self._as_equal(part, pseudo_grad)
+        elif reducer == self._me.island:
             payload = await self._as_reducer(part, pseudo_grad)
         else:
             payload = await self._as_sender(part, pseudo_grad, reducer)
@@ -137,18 +163,31 @@ class _Attempt:
         self._reach("reducing")
         return mean
 
+    async def _as_equal(self, part: int, pseudo_grad: torch.Tensor) -> torch.Tensor:
+        """The encoded mean of what everybody sends to everybody, made here."""
+        payloads = await self._collect(part, pseudo_grad, to_all=True)
+        mean, gated = await asyncio.to_thread(self._mean_of, part, payloads)
+        self.gated.update(gated)
+        return mean
+
     async def _as_reducer(self, part: int, pseudo_grad: torch.Tensor) -> torch.Tensor:
         """The encoded mean, made in participant order whatever order the payloads come in."""
-        async with asyncio.TaskGroup() as tasks:
-            coming = {name: tasks.create_task(self._receive(name, Phase.REDUCE, part)) for name in self._others}
-            own = await asyncio.to_thread(self._encode, part, pseudo_grad)
-        payloads = [own if name == self._me.island else coming[name].result() for name in self._plan.names]
+        payloads = await self._collect(part, pseudo_grad)
         mean, gated = await asyncio.to_thread(self._mean_of, part, payloads)
         self.gated.update(gated)
         async with asyncio.TaskGroup() as tasks:
             for name in self._others:
                 tasks.create_task(self._send(name, Phase.GATHER, part, mean))
         return mean
+
+    async def _collect(self, part: int, pseudo_grad: torch.Tensor, *, to_all: bool = False) -> list[torch.Tensor]:
+        """Everybody's payload of the part, in participant order; this island's own is sent `to_all`."""
+        async with asyncio.TaskGroup() as tasks:
+            coming = {name: tasks.create_task(self._receive(name, Phase.REDUCE, part)) for name in self._others}
+            own = await asyncio.to_thread(self._encode, part, pseudo_grad)
+            for name in self._others if to_all else ():
+                tasks.create_task(self._send(name, Phase.REDUCE, part, own))
+        return [own if name == self._me.island else coming[name].result() for name in self._plan.names]
 
     async def _as_sender(self, part: int, pseudo_grad: torch.Tensor, reducer: str) -> torch.Tensor:
         """The encoded mean, as the reducer sends it."""
@@ -174,9 +213,19 @@ class _Attempt:
             values, tokens = compress(parts, let_in), list(compress(tokens, let_in))
         mean = self._merge(values, weights_of(tokens), last)
         try:
-            return self._codec.encode(mean), gated
+            return self._encode_mean(part, mean), gated
         except NonFiniteError as error:
             raise self._overflow(part, payloads, error) from None
+
+    def _encode_mean(self, part: int, mean: torch.Tensor) -> torch.Tensor:
+        bounds = self._space.parts[part]
+        codec, feedback = self._coding.of_mean(bounds), self._mean_feedback
+        if feedback is None or self._coding.gathers(bounds):
+            return codec.encode(mean)
+        mean = feedback.add(part, mean)
+        payload = codec.encode(mean)
+        feedback.note(part, mean, codec.decode(payload, bounds.num_elements))
+        return payload
 
     def _overflow(self, part: int, payloads: list[torch.Tensor], error: NonFiniteError) -> PoisonError:
         """Whom to blame for a mean that is not finite although all that entered it was: the largest of them."""
@@ -188,12 +237,12 @@ class _Attempt:
         name = self._space.name_at(self._space.parts[part].start + error.index)
         return PoisonError(peer, f"{sizes[peer]} for {name!r}, which makes the mean {error.value}")
 
-    def _decode(self, part: int, payload: torch.Tensor, sender: str) -> torch.Tensor:
-        """The values of a payload, all finite. Raises PoisonError."""
+    def _decode(self, part: int, payload: torch.Tensor, sender: str, codec: Codec | None = None) -> torch.Tensor:
+        """The values of a payload (None: of a pseudo-gradient), all finite. Raises PoisonError."""
+        bounds = self._space.parts[part]
         try:
-            return self._codec.decode(payload, self._space.parts[part].num_elements)
+            return (codec or self._coding.of(bounds)).decode(payload, bounds.num_elements)
         except MessageError as error:
-            bounds = self._space.parts[part]
             first, last = self._space.name_at(bounds.start), self._space.name_at(bounds.stop - 1)
             inside = f"{first!r}" if first == last else f"{first!r} to {last!r}"
             raise PoisonError(sender, f"a payload of {inside} that is refused: {error}") from None
@@ -204,18 +253,28 @@ class _Attempt:
         self._reach("sending")
 
     async def _receive(self, island: str, phase: Phase, part: int) -> torch.Tensor:
-        num_bytes = self._codec.num_bytes(self._space.parts[part].num_elements)
+        bounds = self._space.parts[part]
+        codec = self._coding.of(bounds) if phase is Phase.REDUCE else self._coding.of_mean(bounds)
+        num_bytes = codec.num_bytes(bounds.num_elements)
         return await self._transport.recv(self._endpoint(island, part), self._tag(phase, part), num_bytes)
 
     def _encode(self, part: int, values: torch.Tensor) -> torch.Tensor:
+        bounds, feedback = self._space.parts[part], self._feedback
+        codec, values = self._coding.of(bounds), self._hooks.pseudo_grad(self._plan.round, values)
         try:
-            return self._codec.encode(self._hooks.pseudo_grad(self._plan.round, values))
+            if feedback is None:
+                return codec.encode(values)
+            values = feedback.add(part, values)
+            payload = codec.encode(values)
+            feedback.note(part, values, codec.decode(payload, bounds.num_elements))
+            return payload
         except NonFiniteError as error:
             name = self._space.name_at(self._space.parts[part].start + error.index)
             raise OuterError(f"the pseudo-gradient of {name!r} holds {error.value}") from None
 
     def _decode_mean(self, part: int, payload: torch.Tensor, reducer: str) -> Mean:
-        return Mean(self._decode(part, payload, reducer), payload, part_digest(payload))
+        codec = self._coding.of_mean(self._space.parts[part])
+        return Mean(self._decode(part, payload, reducer, codec), payload, part_digest(payload))
 
     def _reach(self, phase: RoundPhase) -> None:
         if phase not in self._reached:

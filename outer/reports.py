@@ -40,6 +40,15 @@ class RoundReport:
     cause: str
 
 
+@dataclass(frozen=True)
+class Landing:
+    """What came of a round: all its attempts, the last one committed."""
+
+    reports: list[RoundReport]
+    waited_seconds: float
+    """That inner steps stood still for it; the rest of the round was behind the training."""
+
+
 class CaughtUp(OuterError):
     """This island has taken the state of others, for they have committed without it; it goes on from there.
 

@@ -63,7 +63,9 @@ class Ready(Message):
     attempt: int = Field(ge=0, lt=1 << 20)
     """The first that it would take part in: a ready is good for one plan."""
     tokens: int = Field(ge=0, lt=1 << 53)
-    """Trained since the global params of this round; the island's weight in the mean."""
+    """Trained since the round that it sent last."""
+    weight: int = Field(ge=0, lt=1 << 53)
+    """Tokens trained since it sent the round's fragment last: the island's weight in the mean."""
     base_tokens: int = Field(ge=0, lt=MAX_TOKENS)
     """Behind those global params: `Standing.tokens`."""
     digest: str = Digest

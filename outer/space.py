@@ -6,12 +6,15 @@ different shape agree on every index; a codec's blocks never depend on a mesh.
     names      | embed          | layers.0.wq | ...        | head      |
     flat       0 ........................................... num_elements
     parts      |   0   |   1   |   2   |   3   |   4   | ...       | last |
+
+Names in groups (a fragment's, its fine tensors) lie together, and no part has names of two groups.
 """
 
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from typing import Protocol
@@ -41,12 +44,23 @@ class HeldSlice(Protocol):
 
 
 @dataclass(frozen=True)
+class Group:
+    """Names whose parts go together: of one fragment, and all of them fine (at least 8 bits an element) or none."""
+
+    names: tuple[str, ...]
+    fragment: int = 0
+    is_fine: bool = False
+
+
+@dataclass(frozen=True)
 class Part:
     """A contiguous range of the flat vector, sent at once."""
 
     index: int
     start: int
     stop: int
+    fragment: int = 0
+    is_fine: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -72,24 +86,48 @@ class Piece:
 
 
 class Space:
-    """The flat vector of `specs`, cut into parts of at most `part_elements`, at multiples of `block_elements`."""
+    """The flat vector of `specs`, cut into parts of at most `part_elements`, at multiples of `block_elements`.
 
-    def __init__(self, specs: Sequence[TensorSpec], part_elements: int, block_elements: int = 1) -> None:
-        self.names = [spec.name for spec in specs]
-        self.shapes = {spec.name: tuple(spec.shape) for spec in specs}
-        sizes = [prod(spec.shape) for spec in specs]
-        self._starts = [0, *accumulate(sizes)]
+    `groups` hold every name once; None: all names are one group, in the order of `specs`.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        part_elements: int,
+        block_elements: int = 1,
+        groups: Sequence[Group] | None = None,
+    ) -> None:
+        groups = [Group(tuple(spec.name for spec in specs))] if groups is None else groups
+        shapes = {spec.name: tuple(spec.shape) for spec in specs}
+        self.names = [name for group in groups for name in group.names]
+        assert sorted(self.names) == sorted(shapes), "groups hold every name once"
+        self.shapes = {name: shapes[name] for name in self.names}
+        self._starts = [0, *accumulate(prod(shapes[name]) for name in self.names)]
         self.offsets = dict(zip(self.names, self._starts, strict=False))
         self.num_elements = self._starts[-1]
-        self._step = part_length(self.num_elements, part_elements, block_elements)
-        bounds = range(0, self.num_elements, self._step)
-        self.parts = [Part(i, a, min(a + self._step, self.num_elements)) for i, a in enumerate(bounds)]
+        self.parts: list[Part] = []
+        for group in groups:
+            start = self.num_elements if not group.names else self.offsets[group.names[0]]
+            stop = start + sum(prod(shapes[name]) for name in group.names)
+            step = part_length(stop - start, part_elements, block_elements)
+            for a in range(start, stop, step):
+                part = Part(len(self.parts), a, min(a + step, stop), group.fragment, group.is_fine)
+                self.parts.append(part)
+        self._bounds = [part.start for part in self.parts]
 
     @property
     def fingerprint(self) -> str:
         """Hex digest of names, shapes and cuts: equal on islands whose parts mean the same."""
-        text = repr([(name, self.shapes[name]) for name in self.names] + [self._step])
+        cuts = [(part.start, part.fragment, part.is_fine) for part in self.parts]
+        text = repr(([(name, self.shapes[name]) for name in self.names], cuts))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @cached_property
+    def fragments(self) -> list[list[int]]:
+        """The parts of each fragment."""
+        count = max((part.fragment for part in self.parts), default=0) + 1
+        return [[part.index for part in self.parts if part.fragment == i] for i in range(count)]
 
     def name_at(self, index: int) -> str:
         """The parameter that element `index` of the flat vector belongs to."""
@@ -117,7 +155,7 @@ class Space:
                     )
 
     def _parts_over(self, first: int, last: int) -> list[Part]:
-        return self.parts[first // self._step : last // self._step + 1]
+        return self.parts[bisect_right(self._bounds, first) - 1 : bisect_right(self._bounds, last)]
 
 
 def part_length(num_elements: int, part_elements: int, block_elements: int) -> int:

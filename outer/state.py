@@ -5,8 +5,8 @@ Parts are independent under the outer optimizer, so each may be served, and brou
 
 import threading
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from pydantic import Field
@@ -51,11 +51,13 @@ class GlobalState:
         self._log: deque[tuple[int, dict[int, torch.Tensor]]] = deque()
         """(r, by part the encoded mean that led from round r to r + 1), without gaps up to the last commit."""
         self._optimizer = OuterOptimizer(self.parts, config)
+        self._digests: dict[int, bytes] = {}
+        """Of parts that have not changed since."""
         self._lock = threading.Lock()
 
     def pseudo_grads(self, local: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Global minus local, in fp32; descend it."""
-        return {i: self.parts[i] - local[i] for i in self.parts}
+        """Global minus local, in fp32, of the parts in `local`; descend it."""
+        return {i: self.parts[i] - values for i, values in local.items()}
 
     def commit(
         self,
@@ -63,13 +65,14 @@ class GlobalState:
         position: Position,
         payloads: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        """One outer step: the only place where global params change in a round.
+        """One outer step of these parts, all or a fragment's: the only place where global params change in a round.
 
         `payloads` are the bytes (1-D uint8) that every participant decoded the means from, kept for joiners; do not
         write to them. None: joiners cannot be brought over this round, and take parts anew.
         """
         with self._lock:
             self._optimizer.step(mean_pseudo_grads)
+            self._forget_digests(mean_pseudo_grads)
             self._remember(position.round - 1, payloads)
             self.position = position
 
@@ -79,13 +82,16 @@ class GlobalState:
             for index, state in parts.items():
                 self.parts[index].copy_(state.params)
                 self._optimizer.set_momentum(index, state.momentum)
+            self._forget_digests(parts)
             self._log.clear()
             self.num_replaced += 1
             self.position = position
 
     def digests(self) -> dict[int, bytes]:
         """Of each carried part: params and momentum."""
-        return {i: part_digest(torch.cat([self.parts[i], self._optimizer.momentum(i)])) for i in self.parts}
+        for i in self.parts.keys() - self._digests.keys():
+            self._digests[i] = part_digest(torch.cat([self.parts[i], self._optimizer.momentum(i)]))
+        return dict(self._digests)
 
     def pack(self, index: int) -> bytes:
         """A carried part for a joiner: one line of JSON with the position, then params and momentum, raw fp32."""
@@ -95,10 +101,15 @@ class GlobalState:
             return b"".join((header, raw_bytes(self.parts[index]), raw_bytes(self._optimizer.momentum(index))))
 
     def mean(self, index: int, round_number: int) -> bytes | None:
-        """The encoded mean that led a carried part from this round to the next; None: it is no longer kept."""
+        """The encoded mean that led a carried part from this round to the next; None: it is no longer kept.
+
+        Raises MessageError for a part of another fragment than the round's: nothing has changed it.
+        """
         self._check_carried(index)
         with self._lock:
             payloads = dict(self._log).get(round_number)
+        if payloads is not None and index not in payloads:
+            raise MessageError(f"part {index} was not in round {round_number}")
         return None if payloads is None else raw_bytes(payloads[index])
 
     def _remember(self, round_number: int, payloads: Mapping[int, torch.Tensor] | None) -> None:
@@ -106,10 +117,14 @@ class GlobalState:
             self._log.clear()
         if payloads is None:
             return
-        self._log.append((round_number, {i: payloads[i] for i in self.parts}))
+        self._log.append((round_number, dict(payloads)))
         limit = LOG_BYTES_PER_PARAM * sum(values.numel() for values in self.parts.values())
         while sum(p.numel() for _, means in self._log for p in means.values()) > limit:
             self._log.popleft()
+
+    def _forget_digests(self, parts: Iterable[int]) -> None:
+        for index in parts:
+            self._digests.pop(index, None)
 
     def _check_carried(self, index: int) -> None:
         if index not in self.parts:
@@ -136,8 +151,13 @@ def part_of(raw: bytes, round_number: int) -> PartState:
     return PartState(values[: values.numel() // 2], values[values.numel() // 2 :], round_number)
 
 
-def advance(state: PartState, mean: torch.Tensor, config: OuterOptimizerConfig) -> PartState:
-    """The part one round later, bit-equal to what `GlobalState.commit` makes of it. `state` is left alone."""
+def advance(state: PartState, mean: torch.Tensor | None, config: OuterOptimizerConfig) -> PartState:
+    """The part one round later, bit-equal to what `GlobalState.commit` makes of it. `state` is left alone.
+
+    None: the round was another fragment's, and only its number changes.
+    """
+    if mean is None:
+        return replace(state, round=state.round + 1)
     params = state.params.clone()
     optimizer = OuterOptimizer({0: params}, config)
     optimizer.set_momentum(0, state.momentum)

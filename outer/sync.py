@@ -1,41 +1,38 @@
-"""The outer loop of one island: begin or join, then a round after every `inner_steps` inner steps.
+"""The outer loop of one island: begin or join, then a round after every so many inner steps.
 
-    gather local params -> pseudo-gradient -> plan -> reduce -> vote -> commit: outer step, write back
-                                               ^________________|  abort: nothing changed, next attempt
+    launch   snapshot of a fragment's pseudo-gradient; its round runs behind the training   (outer/averaging.py)
+    land     wait for the commit; the fragment's local params go on from the global params
 
 Every rank of the island makes the same calls in the same order; the leader speaks to other islands.
 """
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from functools import partial
-
-import torch
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from outer.agreement import Agreement, Interruption
-from outer.attempt import Attempts
-from outer.codecs import build_codec
+from outer.averaging import Averaging, Side
+from outer.coding import coding_of
 from outer.config import OuterConfig
 from outer.deadlines import Deadlines
 from outer.donor import Donor
-from outer.errors import BehindError, OuterError, PoisonError, TransportError
+from outer.errors import BehindError, OuterError, TransportError
 from outer.exchange import Params
-from outer.island_state import IslandState
+from outer.flight import Flight
+from outer.fragments import schedule_of
+from outer.island_state import IslandState, Snapshot
 from outer.loop import LoopThread
 from outer.network import Network
 from outer.pace import Pace
 from outer.parts_cache import PartsCache
 from outer.presence import Identity, Presence, standing_of
 from outer.protocol import Protocol
-from outer.reduce import Mean, Reducer
-from outer.reports import CaughtUp, RoundReport, Settings
-from outer.rounds import Plan, no, parse, yes
+from outer.reports import CaughtUp, Landing, RoundReport, Settings
 from outer.state import Position
 from outer.taking import Taken, Taker
 from outer.team import Team
 from outer.transfer import Fetch, Share
-from outer.transports.base import Endpoint
 from outer.verdicts import Rules
 
 log = logging.getLogger(__name__)
@@ -61,20 +58,22 @@ class OuterLoop:
     ) -> None:
         self._config, self._identity, self._settings = config, identity, settings or Settings()
         self._team, self._network, self._loop = team, network, loop
-        self._hooks = self._settings.hooks
-        self._codec = build_codec(config.codec)
-        self._held = IslandState(config, self._codec.block_elements, params, team)
-        self._deadlines = Deadlines(config.wait_seconds)
-        self.pace = Pace(config, identity.island, self._deadlines)
-        me = Endpoint(identity.island, team.rank)
-        self._reducer = Reducer(network.transport, self._codec, self._held.space, me, self._hooks, config.merge)
-        self._counted = 0, 0
-        self._attempts = Attempts(network.transport, self._reducer, self._deadlines)
-        self._donor = Donor(self._held.mine, network.messenger, self._hooks)
+        coding, hooks = coding_of(config), self._settings.hooks
+        self.schedule = schedule_of(config)
+        self._held = IslandState(config, coding, params, team)
+        self._weights = [0] * config.fragments
+        """By fragment: tokens trained since it was sent last, up to the last round that was sent."""
+        deadlines = Deadlines(config.wait_seconds)
+        self.pace = Pace(config, identity.island, deadlines)
+        self._side = Side(config, identity, self._held, coding, team, network, loop, hooks, deadlines, self.pace)
+        donor = Donor(self._held.mine, network.messenger, hooks)
+        self._averaging = Averaging(self._side, donor)
+        self._flight: Flight | None = None
         addresses = team.gather((network.transport.address, network.messenger.address))
         self._presence = self._build_presence(addresses) if team.is_leader else None
+        self._averaging.presence = self._presence
         if self._presence is None:
-            network.messenger.serve("vote", self._attempts.on_vote)
+            network.messenger.serve("vote", self._averaging.attempts.on_vote)
         self._taker = Taker(self._held, self._fetch, team, loop, lambda: self._leader.find_donors())
         self._has_entered_late = False
 
@@ -88,6 +87,16 @@ class OuterLoop:
         """Of the global params and outer momentum that this island holds."""
         return self._held.digest
 
+    @property
+    def round(self) -> int:
+        """The round that inner steps are made for now: after the one on its way, if there is one."""
+        return self.position.round if self._flight is None else self._flight.snapshot.round + 1
+
+    @property
+    def in_flight(self) -> int | None:
+        """The round on its way, if there is one."""
+        return None if self._flight is None else self._flight.snapshot.round
+
     # -- an island's life -------------------------------------------------------------------------------------
 
     def begin(self) -> Position:
@@ -98,51 +107,63 @@ class OuterLoop:
             self._take_state()
         elif self._settings.joins:
             raise OuterError("this island joins a run, and no island that has committed a round can be found in it")
-        self._stand(is_coming=True)
+        self._averaging.stand(is_coming=True)
         return self.position
 
-    def attempt(self, tokens: int) -> RoundReport:
-        """One attempt at the round, with the island's progress since the last commit, made on `tokens` tokens.
-
-        Not committed means that nothing has changed, on any island: call it again at once. Raises CaughtUp when
-        others have committed without this island; OuterError when its own pseudo-gradient cannot be used, or too
-        few islands come.
-        """
-        started = time.monotonic()
-        pseudo_grads, norm = self._held.pseudo_grads()
-        plan = self._plan(tokens, pseudo_grads)
-        planned = time.monotonic()
-        means, failure = self._reduce(plan, pseudo_grads)
-        digest, cause, fault = self._result(means, failure)
-        reduced = time.monotonic()
-        is_committed = self._team.on_leader(lambda: self._decide(plan, digest, cause, fault))
-        if is_committed:
-            self._deadlines.observe("reduce", reduced - planned)
-            self._commit(plan, means)
-        else:
-            self._loop.run(self._attempts.drop())
-        if fault == self._identity.island:
-            raise OuterError(cause)
-        sent, received = self._traffic()
-        return RoundReport(
-            round=plan.round,
-            attempt=plan.attempt,
-            participants=plan.names,
-            is_committed=is_committed,
-            digest=self.digest,
-            bytes_sent=sent,
-            bytes_received=received,
-            reduce_seconds=reduced - planned,
-            wait_seconds=planned - started,
-            pseudo_grad_norm=norm,
-            gated=dict(self._reducer.gated),
-            cause="" if is_committed else cause or "a vote is missing or differs",
-        )
+    def inner_steps(self) -> int:
+        """How many this island makes for `round`: the schedule's, or fewer with dynamic local steps."""
+        steps = self.schedule.steps(self.round)
+        # The leader's word: a round on its way may have told another rank's pace something new already.
+        return self._team.on_leader(lambda: self.pace.of(steps))
 
     def interruption(self, steps_left: int) -> Interruption:
         """Why inner steps should end now, the same on every rank; "": go on. Call it after each inner step."""
-        seconds, late = steps_left * self.pace.step_seconds, self._has_entered_late
-        return self._team.on_leader(lambda: self._leader.interruption(seconds, entered_late=late))
+        return self._team.on_leader(lambda: self._interruption(steps_left))
+
+    def launch(self, tokens: int) -> None:
+        """Send `round` on its way with the island's progress since the last launch, made on `tokens` tokens.
+
+        The round before has landed. `land` must be called before the next launch.
+        """
+        assert self._flight is None, "one round is on its way at a time"
+        snapshot = self._snapshot(tokens)
+        self._weights = self._weights_after(snapshot)
+        self._flight = Flight(self._averaging, snapshot)
+
+    def land(self) -> Landing:
+        """Wait for the round on its way, and go on from what it has committed.
+
+        Raises CaughtUp when others have committed without this island; OuterError when its own pseudo-gradient
+        cannot be used, or too few islands come, or too many attempts have failed.
+        """
+        assert self._flight is not None, "there is a round on its way"
+        flight, snapshot = self._flight, self._flight.snapshot
+        try:
+            reports, waited = flight.land()
+        except BehindError as behind:
+            self._flight = None
+            self._weights = self._weights_before(snapshot)
+            raise self._caught_up(behind, snapshot) from None
+        self._flight = None
+        self._merge(snapshot)
+        return Landing(reports, waited)
+
+    def attempt(self, tokens: int) -> RoundReport:
+        """One attempt at `round`, waited for. Not committed: nothing has changed, call it again. Raises as `land`."""
+        snapshot = self._snapshot(tokens)
+        try:
+            report = self._averaging.attempt(snapshot)
+        except BehindError as behind:
+            raise self._caught_up(behind, snapshot) from None
+        if report.is_committed:
+            self._weights = self._weights_after(snapshot)
+            self._merge(snapshot)
+        return report
+
+    def global_params(self) -> AbstractContextManager[None]:
+        """Local params are the global params while it lasts. No round may be on its way."""
+        assert self._flight is None, "what a round on its way will commit is not known yet"
+        return self._held.global_params()
 
     def finish(self) -> None:
         """The run is over: stay until the others have the last round, take it from them if this one has not."""
@@ -158,85 +179,34 @@ class OuterLoop:
         if self._presence is not None:
             self._presence.leave(steps)
 
-    # -- a round, step by step ------------------------------------------------------------------------------
+    # -- a round's two ends ------------------------------------------------------------------------------------
 
-    def _plan(self, tokens: int, pseudo_grads: Mapping[int, torch.Tensor]) -> Plan:
-        """The plan, on every rank. When this island is behind, take the state and raise CaughtUp."""
-        self._hooks.reached("plan", self.position.round)
-        body, is_behind, cause = self._team.on_leader(lambda: self._plan_on_leader(tokens))
-        if body is not None:
-            return parse(Plan, body)
-        if not is_behind:
-            raise OuterError(cause)
-        is_kept = self._catch_up(pseudo_grads, tokens)
-        raise CaughtUp(cause, is_kept=is_kept)
+    def _snapshot(self, tokens: int) -> Snapshot:
+        fragment = self.schedule.fragment(self.round)
+        pseudo_grads = self._held.pseudo_grads(fragment)
+        norm = self._held.norm(pseudo_grads)
+        return Snapshot(self.round, pseudo_grads, norm, tokens, self._weights[fragment] + tokens)
 
-    def _plan_on_leader(self, tokens: int) -> tuple[bytes | None, bool, str]:
-        """(plan, False, ""), or (None, True, why) when behind, or (None, False, why) when there can be no plan."""
-        ready = self._leader.ready(tokens, self._attempts.epoch, self.pace.step_seconds)
-        try:
-            told = partial(self._hooks.reached, "planning", ready.round)
-            plan = self._loop.run(self._leader.agreement.plan(ready, told))
-            return plan.model_dump_json().encode(), False, ""
-        except BehindError as behind:
-            return None, True, behind.cause
-        except OuterError as error:
-            return None, False, str(error)
+    def _weights_after(self, snapshot: Snapshot) -> list[int]:
+        sent = self.schedule.fragment(snapshot.round)
+        return [0 if i == sent else weight + snapshot.tokens for i, weight in enumerate(self._weights)]
 
-    def _reduce(
-        self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]
-    ) -> tuple[dict[int, Mean], OuterError | None]:
-        """The mean of this rank's parts, or why there is none."""
-        self._donor.is_busy = True
-        try:
-            return self._loop.run(self._attempts.run(plan, pseudo_grads)), None
-        except OuterError as error:
-            log.info("round %d attempt %d failed here: %s", plan.round, plan.attempt, error)
-            return {}, error
-        finally:
-            self._donor.is_busy = False
+    def _weights_before(self, snapshot: Snapshot) -> list[int]:
+        sent = self.schedule.fragment(snapshot.round)
+        own = snapshot.weight - snapshot.tokens
+        return [own if i == sent else weight - snapshot.tokens for i, weight in enumerate(self._weights)]
 
-    def _result(self, means: Mapping[int, Mean], failure: OuterError | None) -> tuple[str | None, str, str | None]:
-        """What the island votes: the digest of all ranks' means, or None, the cause, and whose fault it is."""
-        fault = None
-        if isinstance(failure, PoisonError):
-            fault = failure.peer
-        elif failure is not None and not isinstance(failure, TransportError):
-            fault = self._identity.island
-        results = self._team.gather((None if failure is None else str(failure), fault))
-        failed = [(cause, fault) for cause, fault in results if cause is not None]
-        if failed:
-            # Our own fault first, then a peer's: the other ranks have only heard of it.
-            ours = self._identity.island
-            cause, fault = min(failed, key=lambda f: (f[1] != ours, f[1] is None))
-            if fault is not None and fault != ours:
-                self._network.refusals.add(fault, "payload", cause)
-            return None, cause, fault
-        return self._held.combine({index: mean.digest for index, mean in means.items()}), "", None
-
-    def _decide(self, plan: Plan, digest: str | None, cause: str, fault: str | None) -> bool:
-        """Whether the attempt commits, on the leader."""
-        self._hooks.reached("vote", plan.round)
-        me = self._identity.island
-        vote = yes(plan, me, digest) if digest is not None else no(plan, me, cause, fault if fault != me else None)
-        return self._loop.run(self._leader.agreement.decide(vote, partial(self._hooks.reached, "decide", plan.round)))
-
-    def _commit(self, plan: Plan, means: Mapping[int, Mean]) -> None:
-        self._hooks.reached("apply", plan.round)
-        tokens = self.position.tokens + sum(p.tokens for p in plan.participants)
-        position = Position(round=plan.round + 1, tokens=tokens)
-        self._held.commit(means, position, partial(self._hooks.reached, "applied", plan.round))
-        self._reducer.remember(plan.round, means)
+    def _merge(self, snapshot: Snapshot) -> None:
+        self._side.hooks.reached("applied", snapshot.round)
         self._has_entered_late = False
-        self.pace.observe_commit(plan)
-        self._stand(is_coming=True, included=[p.incarnation for p in plan.participants])
+        self._held.merge(self.schedule.fragment(snapshot.round), self._config.mix)
 
-    def _stand(self, *, is_coming: bool, included: Sequence[str] | None = None) -> None:
-        """Tell the others where this island stands; with `included` also that it can give a new state."""
-        if self._presence is not None:
-            if included is not None:
-                self._presence.offer(self._donor, included)
-            self._presence.stand(is_coming=is_coming, step_seconds=self.pace.step_seconds)
+    def _interruption(self, steps_left: int) -> Interruption:
+        if self._flight is not None:
+            # It is ready for its round, so nobody waits for it; only what has ended the round matters.
+            return "behind" if self._flight.has_failed else ""
+        seconds = steps_left * self.pace.step_seconds
+        return self._leader.interruption(seconds, entered_late=self._has_entered_late)
 
     # -- another island's state -----------------------------------------------------------------------------
 
@@ -247,32 +217,37 @@ class OuterLoop:
             time.sleep(0.2)
         return bool(found)
 
-    def _catch_up(self, pseudo_grads: Mapping[int, torch.Tensor], tokens: int) -> bool:
-        """Take the state that survives; whether this island's progress was put on top of it.
+    def _caught_up(self, behind: BehindError, snapshot: Snapshot) -> CaughtUp:
+        """Take the state that survives; what is raised then says whether this island's progress was put on top of it.
 
         It is, when exactly one commit was missed, of this island's own history, and that commit does not contain it
         already. What is re-based once and misses a commit again is dropped.
         """
-        digest = self.digest
+        digest, progress = self.digest, self._held.pseudo_grads()
         taken = self._take_state()
+        is_same = taken.base_digest == digest
         is_kept = (
             self._config.missed_progress == "rebase"
-            and taken.base_digest == digest
+            and is_same
             and self._identity.incarnation not in taken.description.included
-            and 2 * tokens <= self._settings.max_tokens
+            and 2 * snapshot.weight <= self._settings.max_tokens
         )
         if is_kept:
-            self._held.rebase(pseudo_grads)
-        self._stand(is_coming=True)
-        return is_kept
+            self._held.rebase(progress)
+        else:
+            self._weights = [0] * len(self._weights)
+        if not is_same:
+            self._averaging.reducer.forget()
+        self._averaging.stand(is_coming=True)
+        return CaughtUp(behind.cause, is_kept=is_kept)
 
     def _take_state(self) -> Taken:
         """The state of others, in the place of this island's. Raises TransportError."""
-        self._stand(is_coming=False)
+        self._averaging.stand(is_coming=False)
         taken = self._taker.take()
         self._has_entered_late = True
         self.pace.interrupt()
-        self._stand(is_coming=False, included=taken.description.included)
+        self._averaging.stand(is_coming=False, included=taken.description.included)
         return taken
 
     def _fetch(self) -> Fetch:
@@ -281,8 +256,8 @@ class OuterLoop:
         if folder is not None:
             run = self._identity.config_hash
             cache = PartsCache(folder / f"rank-{self._team.rank}", held.space.fingerprint, run)
-        share = Share(held.space, held.exchange.carried, self._codec, self._config.optimizer)
-        return Fetch(self._network.messenger, [], share, cache, self._hooks)
+        share = Share(held.space, held.exchange.carried, self._side.coding, self._config.optimizer)
+        return Fetch(self._network.messenger, [], share, cache, self._side.hooks)
 
     # -- plumbing -------------------------------------------------------------------------------------------
 
@@ -295,22 +270,15 @@ class OuterLoop:
             below_quorum=config.below_quorum,
             num_parts=len(self._held.space.parts),
             max_tokens=self._settings.max_tokens,
-            max_round=config.rounds,
+            max_round=config.num_rounds,
         )
         protocol = Protocol(identity.island, rules, standing_of(self._held, is_coming=False))
         messenger = self._network.messenger
-        agreement = Agreement(protocol, messenger, membership, self._deadlines, identity.config_hash)
-        agreement.on_no = self._attempts.note_no
+        agreement = Agreement(protocol, messenger, membership, self._side.deadlines, identity.config_hash)
+        agreement.on_no = self._averaging.attempts.note_no
         return Presence(identity, addresses, self._held, agreement, membership, self._loop)
 
     @property
     def _leader(self) -> Presence:
         assert self._presence is not None, "only the leader speaks for the island"
         return self._presence
-
-    def _traffic(self) -> tuple[int, int]:
-        """(bytes sent, bytes received) over all ranks since it was asked last: peers send before we have the plan."""
-        traffic = self._network.transport.traffic
-        counts = self._team.gather((traffic.bytes_sent, traffic.bytes_received))
-        before, self._counted = self._counted, (sum(sent for sent, _ in counts), sum(got for _, got in counts))
-        return self._counted[0] - before[0], self._counted[1] - before[1]

@@ -84,7 +84,7 @@ def _try(held: IslandState, fetch: Fetch, team: Team, loop: LoopThread) -> Descr
         target = _to_one_round(fetch, team, loop, newest)
         if isinstance(target, str):
             return target
-        digest = held.combine(fetch.digests())
+        digest = held.combine(fetch.digests(), team)
         taken, newest = team.on_leader(partial(_confirm, fetch, loop, target, digest))
         if isinstance(taken, str):
             # Some part is of another history or was damaged; nobody knows which one.

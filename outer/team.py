@@ -18,10 +18,16 @@ class Team:
     `group` is None in an island of one rank. Objects travel by pickle: ranks of one island trust one another.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None = None, background: dist.ProcessGroup | None = None) -> None:
+        """`background`: a second group of the same ranks, for calls while another thread uses the first."""
+        self._group, self._background = group, background
         self.rank = dist.get_rank(group) if group else 0
         self.num_ranks = dist.get_world_size(group) if group else 1
+
+    @property
+    def background(self) -> "Team":
+        """The same ranks, for calls from another thread."""
+        return self if self._background is None else Team(self._background)
 
     @property
     def is_leader(self) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outer.codecs.base import Codec
+from outer.coding import Coding
 from outer.config import OuterOptimizerConfig
 from outer.deadlines import Deadlines
 from outer.digest import part_digest
@@ -45,8 +45,18 @@ class Share:
 
     space: Space
     parts: Sequence[int]
-    codec: Codec
+    coding: Coding
     optimizer: OuterOptimizerConfig
+
+    def is_in(self, part: int, round_number: int) -> bool:
+        """Whether the round changes the part: it sends that fragment."""
+        return self.space.parts[part].fragment == round_number % len(self.space.fragments)
+
+    def mean_bytes(self, part: int, first: int, stop: int) -> int:
+        """Of the means that lead the part from one round to a later one."""
+        bounds = self.space.parts[part]
+        count = sum(self.is_in(part, number) for number in range(first, stop))
+        return count * self.coding.of_mean(bounds).num_bytes(bounds.num_elements)
 
 
 class Fetch:
@@ -194,7 +204,10 @@ class Fetch:
     async def _bring_part(self, source: Source, worker: int, part: int, target: int) -> bool:
         """Whether the part is at `target` or beyond; not when the donor is busy or behind."""
         while (state := self.parts.get(part)) is None or state.round < target:
-            if state is None or self._is_far(state, target):
+            if state is not None and not self._share.is_in(part, state.round):
+                self.parts[part] = advance(state, None, self._share.optimizer)
+                continue
+            if state is None or self._is_far(part, state, target):
                 request = PartRequest(part=part, at_least=target, worker=worker)
             else:
                 request = MeanRequest(part=part, round=state.round, worker=worker)
@@ -203,7 +216,7 @@ class Fetch:
             if status == b"part" and isinstance(request, PartRequest):
                 await self._take(source, part, body, target)
             elif status == b"mean" and state is not None and isinstance(request, MeanRequest):
-                self.parts[part] = await asyncio.to_thread(self._advance, state, body)
+                self.parts[part] = await asyncio.to_thread(self._advance, part, state, body)
             elif status == b"gone" and isinstance(request, MeanRequest):
                 del self.parts[part]
             elif status in (b"busy", b"behind"):
@@ -214,10 +227,9 @@ class Fetch:
             self._arrived_at = time.monotonic()
         return True
 
-    def _is_far(self, state: PartState, target: int) -> bool:
+    def _is_far(self, part: int, state: PartState, target: int) -> bool:
         """Whether the missing means are larger than the part itself."""
-        num_elements = state.params.numel()
-        return (target - state.round) * self._share.codec.num_bytes(num_elements) > STATE_BYTES * num_elements
+        return self._share.mean_bytes(part, state.round, target) > STATE_BYTES * state.params.numel()
 
     async def _take(self, source: Source, part: int, body: bytes, target: int) -> None:
         position, state = await asyncio.to_thread(unpack, body, self._share.space.parts[part].num_elements)
@@ -236,9 +248,10 @@ class Fetch:
             self._hooks.reached("fetch", position.round)
         self.parts[part] = state
 
-    def _advance(self, state: PartState, payload: bytes) -> PartState:
+    def _advance(self, part: int, state: PartState, payload: bytes) -> PartState:
         coded = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0).byte()
-        return advance(state, self._share.codec.decode(coded, state.params.numel()), self._share.optimizer)
+        codec = self._share.coding.of_mean(self._share.space.parts[part])
+        return advance(state, codec.decode(coded, state.params.numel()), self._share.optimizer)
 
     def _check_history(self, round_number: int, tokens: int) -> None:
         known = self._tokens.setdefault(round_number, tokens)

@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol
 import torch
 
 from outer.codecs import build_codec
+from outer.coding import uniform
 from outer.config import OuterConfig
 from outer.digest import combine
 from outer.loop import LoopThread
@@ -156,7 +157,7 @@ class Ours:
         space = Space(specs, OuterConfig().part_elements, codec.block_elements)
         me = Endpoint(f"island-{self._seat.index}", 0)
         return _Setup(
-            Reducer(self._network.transport, codec, space, me),
+            Reducer(self._network.transport, uniform(codec), space, me),
             {part.index: self._values[part.start : part.stop] for part in space.parts},
             [(0, len(space.parts))],
         )
@@ -166,7 +167,10 @@ class Ours:
             island=f"island-{index}",
             incarnation=f"{index:08x}",
             round=self._round,
+            attempt=0,
             tokens=1000,
+            weight=1000,
+            base_tokens=0,
             digest="0" * 32,
             carriers=self._setup.carriers,
             transport_addresses=[address],

@@ -149,6 +149,7 @@ def ready_of(node: Protocol) -> Ready:
         round=s.round,
         attempt=node.next_attempt,
         tokens=TOKENS,
+        weight=TOKENS,
         base_tokens=s.tokens,
         digest=s.digest,
         carriers=[(0, 1)],

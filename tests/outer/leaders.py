@@ -9,6 +9,7 @@ import torch
 from outer.agreement import FROZEN_SECONDS, Agreement
 from outer.attempt import Attempts
 from outer.codecs import build_codec
+from outer.coding import uniform
 from outer.deadlines import Deadlines
 from outer.digest import combine
 from outer.errors import OuterError, PoisonError
@@ -74,7 +75,7 @@ class Rank:
     def __init__(self, hub: Hub, run_id: str, me: Endpoint, deadlines: Deadlines) -> None:
         self.messenger = FreezingMessenger(LoopbackMessenger(hub, run_id, me))
         self.transport = LoopbackTransport(hub, run_id, me, GUARD_SECONDS)
-        self.reducer = Reducer(self.transport, build_codec("fp32"), SPACE, me)
+        self.reducer = Reducer(self.transport, uniform(build_codec("fp32")), SPACE, me)
         self.attempts = Attempts(self.transport, self.reducer, deadlines)
         if me.rank > 0:
             self.messenger.serve("vote", self.attempts.on_vote)
@@ -147,6 +148,7 @@ class Leader:
             round=self.round,
             attempt=self.protocol.next_attempt,
             tokens=TOKENS,
+            weight=TOKENS,
             base_tokens=self.protocol.standing.tokens,
             digest=self.digest,
             carriers=pack_carriers([part.index * num_ranks // len(SPACE.parts) for part in SPACE.parts]),

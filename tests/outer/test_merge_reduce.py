@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from outer.codecs import build_codec
+from outer.coding import uniform
 from outer.config import MergeConfig
 from outer.errors import PoisonError
 from outer.merges import build_merge
@@ -67,7 +68,7 @@ class Islands:
         self.names, self.space = names, space
         self.transports = {n: LoopbackTransport(hub, "run", Endpoint(n, 0), GUARD_SECONDS) for n in names}
         self.reducers = {
-            n: Reducer(t, build_codec(codec), space, Endpoint(n, 0), hooks.get(n, NoHooks()), config)
+            n: Reducer(t, uniform(build_codec(codec)), space, Endpoint(n, 0), hooks.get(n, NoHooks()), config)
             for n, t in self.transports.items()
         }
 
@@ -94,6 +95,7 @@ class Islands:
             round=round_number,
             attempt=0,
             tokens=tokens,
+            weight=tokens,
             base_tokens=0,
             digest="0" * 32,
             carriers=[(0, len(self.space.parts))],
@@ -147,7 +149,7 @@ def test_centered_clipping_starts_at_what_the_round_before_committed() -> None:
         first, second = grads(islands, 0), grads(islands, 1)
         last = means_of(await islands.reduce(first, 0))
         for name in islands.names:
-            islands.reducers[name].remember(0, last)
+            islands.reducers[name].commit(0, last)
         means = means_of(await islands.reduce(second, 1))
         for part in range(NUM_PARTS):
             parts, weights = [second[name][part] for name in islands.names], weights_of([1, 1, 1])
@@ -164,7 +166,7 @@ def test_an_island_that_missed_a_commit_starts_afresh() -> None:
         islands = Islands("abc", config)
         given = grads(islands)
         fresh = means_of(await islands.reduce(given, 5))
-        islands.reducers["a"].remember(3, means_of(await islands.reduce(grads(islands, 1), 3)))
+        islands.reducers["a"].commit(3, means_of(await islands.reduce(grads(islands, 1), 3)))
         again = means_of(await islands.reduce(given, 5))
         assert all(torch.equal(again[part].values, fresh[part].values) for part in range(NUM_PARTS))
 

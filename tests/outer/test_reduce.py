@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from outer.codecs import build_codec
 from outer.codecs.base import Codec
+from outer.coding import uniform
 from outer.errors import OuterError
 from outer.reduce import PARTS_IN_FLIGHT, Mean, Reducer
 from outer.rounds import Plan, Ready, pack_carriers
@@ -67,6 +68,7 @@ class Case:
                     attempt=0,
                     base_tokens=0,
                     tokens=self.tokens[name],
+                    weight=self.tokens[name],
                     digest="0" * 32,
                     carriers=pack_carriers(self.carriers[name]),
                     transport_addresses=addresses,
@@ -120,7 +122,7 @@ async def reduce_on_all(case: Case) -> Outcome:
     plan = case.plan()
     async with asyncio.timeout(GUARD_SECONDS):
         await asyncio.gather(*(t.connect("0", plan.addresses) for t in transports.values()))
-        reducers = [Reducer(t, case.codec, case.space, e) for e, t in transports.items()]
+        reducers = [Reducer(t, uniform(case.codec), case.space, e) for e, t in transports.items()]
         work = (r.run(plan, case.carried(e)) for r, e in zip(reducers, transports, strict=True))
         means = await asyncio.gather(*work)
     sent = {name: sum(t.traffic.bytes_sent for e, t in transports.items() if e.island == name) for name in case.names}
@@ -234,7 +236,7 @@ def test_a_non_finite_pseudo_gradient_is_refused_by_its_parameters_name() -> Non
     async def reduce_alone() -> None:
         case = Case(space, build_codec("fp32"), {"a": [0] * len(space.parts)}, {"a": 1}, 0)
         transport = LoopbackTransport(Hub(), "run", Endpoint("a", 0), GUARD_SECONDS)
-        await Reducer(transport, case.codec, space, Endpoint("a", 0)).run(case.plan(), values)
+        await Reducer(transport, uniform(case.codec), space, Endpoint("a", 0)).run(case.plan(), values)
 
     with pytest.raises(OuterError, match=r"'layers.0.wq' holds nan"):
         asyncio.run(reduce_alone())

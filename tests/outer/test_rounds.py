@@ -42,6 +42,7 @@ def ready(island: str, digest: str = "x", round_number: int = 3, **changes: obje
         "round": round_number,
         "attempt": 0,
         "tokens": 100,
+        "weight": 100,
         "base_tokens": 600,
         "digest": DIGESTS[digest],
         "carriers": [(0, 3), (1, 2)],

@@ -18,6 +18,7 @@ import outer.deadlines
 import outer.donor
 import outer.transfer
 from outer.codecs import build_codec
+from outer.coding import uniform
 from outer.config import OuterOptimizerConfig
 from outer.digest import combine
 from outer.donor import Donor, Gate, PartRequest
@@ -135,7 +136,7 @@ class Run:
             island.describe()
 
     def fetch(self, messenger: Messenger, *, donors: Sequence[Island] | None = None, **options: Any) -> Fetch:
-        share = Share(SPACE, PARTS, self.codec, self.config)
+        share = Share(SPACE, PARTS, uniform(self.codec), self.config)
         return Fetch(messenger, [i.member for i in donors or self.islands], share, **options)
 
     async def close(self) -> None:
@@ -537,7 +538,7 @@ def files(folder: Path, pattern: str = "*") -> list[Path]:
 
 
 async def _join_until_killed(address: str, folder: Path) -> None:
-    share = Share(SPACE, PARTS, build_codec("bf16"), DEFAULTS)
+    share = Share(SPACE, PARTS, uniform(build_codec("bf16")), DEFAULTS)
     await Fetch(await tcp("joiner"), [member("a", [address])], share, cache_in(folder)).run(1)
 
 
@@ -862,7 +863,7 @@ def test_of_25m_parameters_hardly_a_byte_more_than_the_state_is_received(num_don
             Donor(state, messenger).describe("d" * 32, [0] * len(space.parts), space.fingerprint)
             donors.append(messenger)
         joiner = await tcp("joiner", traffic=traffic)
-        share = Share(space, [p.index for p in space.parts], build_codec("bf16"), DEFAULTS)
+        share = Share(space, [p.index for p in space.parts], uniform(build_codec("bf16")), DEFAULTS)
         fetch = Fetch(joiner, [member(f"donor-{i}", [m.address]) for i, m in enumerate(donors)], share)
         started = time.monotonic()
         await fetch.run(1)

@@ -1,0 +1,198 @@
+"""A round as one rank goes through it, from a snapshot of its pseudo-gradient to the commit of the global params.
+
+    plan -> reduce -> vote -> commit: outer step on the global params
+     ^________________|  abort: nothing changed, next attempt
+
+Local params are not touched, so it may run in a thread of its own while they are trained: it speaks to the island's
+other ranks by the team's background group.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from outer.attempt import Attempts
+from outer.coding import Coding
+from outer.config import OuterConfig
+from outer.deadlines import Deadlines
+from outer.donor import Donor
+from outer.errors import BehindError, OuterError, PoisonError, TransportError
+from outer.island_state import IslandState, Snapshot
+from outer.loop import LoopThread
+from outer.network import Network
+from outer.pace import Pace
+from outer.phases import Hooks
+from outer.presence import Identity, Presence
+from outer.reduce import Mean, Reducer
+from outer.reports import RoundReport
+from outer.rounds import Plan, no, parse, yes
+from outer.state import Position
+from outer.team import Team
+from outer.transports.base import Endpoint
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 100
+"""Aborted attempts at one round before the island gives up."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """What the outer loop of one rank works with."""
+
+    config: OuterConfig
+    identity: Identity
+    held: IslandState
+    coding: Coding
+    team: Team
+    network: Network
+    loop: LoopThread
+    hooks: Hooks
+    deadlines: Deadlines
+    pace: Pace
+
+
+class Averaging:
+    """Every rank of the island builds it and makes the same calls; the leader sets `presence`."""
+
+    def __init__(self, side: Side, donor: Donor) -> None:
+        self._side, self._donor, self._team = side, donor, side.team.background
+        me = Endpoint(side.identity.island, side.team.rank)
+        self.reducer = Reducer(side.network.transport, side.coding, side.held.space, me, side.hooks, side.config.merge)
+        self.attempts = Attempts(side.network.transport, self.reducer, side.deadlines)
+        self.presence: Presence | None = None
+        """The leader's."""
+        self._counted = 0, 0
+
+    def run(self, snapshot: Snapshot) -> list[RoundReport]:
+        """Attempts until one commits everywhere: the reports of all. Raises as `attempt`, and after MAX_ATTEMPTS."""
+        reports: list[RoundReport] = []
+        while not reports or not reports[-1].is_committed:
+            if len(reports) == MAX_ATTEMPTS:
+                cause = reports[-1].cause
+                raise OuterError(
+                    f"round {snapshot.round} was aborted {MAX_ATTEMPTS} times in a row, at last because: {cause}"
+                )
+            reports.append(self.attempt(snapshot))
+        return reports
+
+    def attempt(self, snapshot: Snapshot) -> RoundReport:
+        """One attempt. Not committed means that nothing has changed, on any island: call it again at once.
+
+        Raises BehindError when others have committed without this island; OuterError when its own pseudo-gradient
+        cannot be used, or too few islands come.
+        """
+        started = time.monotonic()
+        plan = self._plan(snapshot)
+        planned = time.monotonic()
+        means, failure = self._reduce(plan, snapshot)
+        digest, cause, fault = self._result(means, failure)
+        reduced = time.monotonic()
+        is_committed = self._team.on_leader(lambda: self._decide(plan, digest, cause, fault))
+        if is_committed:
+            self._side.deadlines.observe("reduce", reduced - planned)
+            self._commit(plan, means)
+        else:
+            self._side.loop.run(self.attempts.drop())
+        if fault == self._side.identity.island:
+            raise OuterError(cause)
+        sent, received = self._traffic()
+        return RoundReport(
+            round=plan.round,
+            attempt=plan.attempt,
+            participants=plan.names,
+            is_committed=is_committed,
+            digest=self._side.held.digest,
+            bytes_sent=sent,
+            bytes_received=received,
+            reduce_seconds=reduced - planned,
+            wait_seconds=planned - started,
+            pseudo_grad_norm=snapshot.norm,
+            gated=dict(self.reducer.gated),
+            cause="" if is_committed else cause or "a vote is missing or differs",
+        )
+
+    def stand(self, *, is_coming: bool, included: list[str] | None = None) -> None:
+        """Tell the others where this island stands; with `included` also that it can give a new state."""
+        if self.presence is not None:
+            if included is not None:
+                self.presence.offer(self._donor, included)
+            self.presence.stand(is_coming=is_coming, step_seconds=self._side.pace.step_seconds)
+
+    # -- step by step ----------------------------------------------------------------------------------------
+
+    def _plan(self, snapshot: Snapshot) -> Plan:
+        """The plan, on every rank."""
+        self._side.hooks.reached("plan", snapshot.round)
+        body, donors, cause = self._team.on_leader(lambda: self._plan_on_leader(snapshot))
+        if body is not None:
+            return parse(Plan, body)
+        raise OuterError(cause) if donors is None else BehindError(donors, cause)
+
+    def _plan_on_leader(self, snapshot: Snapshot) -> tuple[bytes | None, tuple[str, ...] | None, str]:
+        """(plan, None, ""), or (None, who holds the state, why) when behind, or (None, None, why) without a plan."""
+        assert self.presence is not None, "only the leader speaks for the island"
+        ready = self.presence.ready(snapshot, self.attempts.epoch, self._side.pace.step_seconds)
+        try:
+            told = partial(self._side.hooks.reached, "planning", ready.round)
+            plan = self._side.loop.run(self.presence.agreement.plan(ready, told))
+            return plan.model_dump_json().encode(), None, ""
+        except BehindError as behind:
+            return None, behind.donors, behind.cause
+        except OuterError as error:
+            return None, None, str(error)
+
+    def _reduce(self, plan: Plan, snapshot: Snapshot) -> tuple[dict[int, Mean], OuterError | None]:
+        """The mean of this rank's parts, or why there is none."""
+        self._donor.is_busy = True
+        try:
+            return self._side.loop.run(self.attempts.run(plan, snapshot.pseudo_grads)), None
+        except OuterError as error:
+            log.info("round %d attempt %d failed here: %s", plan.round, plan.attempt, error)
+            return {}, error
+        finally:
+            self._donor.is_busy = False
+
+    def _result(self, means: Mapping[int, Mean], failure: OuterError | None) -> tuple[str | None, str, str | None]:
+        """What the island votes: the digest of all ranks' means, or None, the cause, and whose fault it is."""
+        fault = None
+        if isinstance(failure, PoisonError):
+            fault = failure.peer
+        elif failure is not None and not isinstance(failure, TransportError):
+            fault = self._side.identity.island
+        results = self._team.gather((None if failure is None else str(failure), fault))
+        failed = [(cause, fault) for cause, fault in results if cause is not None]
+        if failed:
+            # Our own fault first, then a peer's: the other ranks have only heard of it.
+            ours = self._side.identity.island
+            cause, fault = min(failed, key=lambda f: (f[1] != ours, f[1] is None))
+            if fault is not None and fault != ours:
+                self._side.network.refusals.add(fault, "payload", cause)
+            return None, cause, fault
+        digests = {index: mean.digest for index, mean in means.items()}
+        return self._side.held.combine(digests, self._team), "", None
+
+    def _decide(self, plan: Plan, digest: str | None, cause: str, fault: str | None) -> bool:
+        """Whether the attempt commits, on the leader."""
+        assert self.presence is not None, "only the leader speaks for the island"
+        self._side.hooks.reached("vote", plan.round)
+        me, said = self._side.identity.island, partial(self._side.hooks.reached, "decide", plan.round)
+        vote = yes(plan, me, digest) if digest is not None else no(plan, me, cause, fault if fault != me else None)
+        return self._side.loop.run(self.presence.agreement.decide(vote, said))
+
+    def _commit(self, plan: Plan, means: Mapping[int, Mean]) -> None:
+        self._side.hooks.reached("apply", plan.round)
+        tokens = self._side.held.mine.position.tokens + sum(p.tokens for p in plan.participants)
+        self._side.held.commit(means, Position(round=plan.round + 1, tokens=tokens))
+        self.reducer.commit(plan.round, means)
+        self._side.pace.observe_commit(plan)
+        self.stand(is_coming=True, included=[p.incarnation for p in plan.participants])
+
+    def _traffic(self) -> tuple[int, int]:
+        """(bytes sent, bytes received) over all ranks since it was asked last: peers send before we have the plan."""
+        traffic = self._side.network.transport.traffic
+        counts = self._team.gather((traffic.bytes_sent, traffic.bytes_received))
+        before, self._counted = self._counted, (sum(sent for sent, _ in counts), sum(got for _, got in counts))
+        return self._counted[0] - before[0], self._counted[1] - before[1]
