@@ -12,8 +12,9 @@ from typing import Literal
 from outer.deadlines import Deadlines
 from outer.errors import BehindError, DeadlineError, MessageError, PeerLost, QuorumError
 from outer.membership.base import Handler, Member, Membership, Messenger
-from outer.peers import Peers
+from outer.peers import Peers, kind_of, name_of
 from outer.protocol import Protocol
+from outer.pulse import BEAT_SECONDS, Pulse
 from outer.rounds import Answer, Goodbye, Message, Plan, Question, Ready, Standing, Vote, parse
 from outer.transports.base import Endpoint
 from outer.verdicts import Behind, Short
@@ -22,9 +23,6 @@ log = logging.getLogger(__name__)
 
 PING_SECONDS = 1.0
 """How often every island tells the others where it stands; also how often what may be lost is said again."""
-BEAT_SECONDS = 0.25
-FROZEN_SECONDS = 2.0
-"""An event loop that stood still for so long was frozen. Less than the least time after which others call it lost."""
 WARN_SECONDS = 60.0
 GOODBYE_SECONDS = 1.5
 REPLIES: dict[type[Message], type[Message]] = {Ready: Standing, Standing: Standing, Question: Answer}
@@ -47,8 +45,9 @@ class Agreement:
         self._watching: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
         self._has_left = False
+        self._pulse = Pulse()
         for model in (Ready, Standing, Plan, Vote, Question, Goodbye):
-            messenger.serve(_kind(model), self._handler(model))
+            messenger.serve(kind_of(model), self._handler(model))
 
     # -- the calls of the outer loop ------------------------------------------------------------------------------
 
@@ -100,7 +99,12 @@ class Agreement:
         self._flush()
         told()
         started, limit = _now(), self._deadlines.limit("reduce")
-        while (outcome := self.protocol.conclude(is_late=_now() - started > limit)) == "open":
+        while True:
+            # All votes may be here since before it stood still, and its own not with the others: it would be alone.
+            self._doubt_after_freeze()
+            outcome = self.protocol.conclude(is_late=_now() - started > limit)
+            if outcome != "open":
+                break
             self._flush()
             await self._wait_for_change(PING_SECONDS)
             await self._stop_if_left()
@@ -173,11 +177,12 @@ class Agreement:
     async def _beat(self) -> None:
         """Notice, before anything that came meanwhile is read, that this process was frozen."""
         while True:
-            before = _now()
+            self._doubt_after_freeze()
             await asyncio.sleep(BEAT_SECONDS)
-            if _now() - before > FROZEN_SECONDS:
-                log.warning("this process stood still for %.1f s", _now() - before)
-                self.protocol.doubt()
+
+    def _doubt_after_freeze(self) -> None:
+        if self._pulse.has_missed():
+            self.protocol.doubt()
 
     async def _find_members(self) -> None:
         if not await self._peers.find():
@@ -256,13 +261,13 @@ class Agreement:
         for island, message in outbox:
             key = island, type(message)
             running = self._calls.get(key)
-            is_repeat = running is not None and not running.done() and running.get_name() == _name_of(message)
+            is_repeat = running is not None and not running.done() and running.get_name() == name_of(message)
             if not is_repeat and self._peers.addresses(island):
-                self._calls[key] = asyncio.create_task(self._tell(island, message), name=_name_of(message))
+                self._calls[key] = asyncio.create_task(self._tell(island, message), name=name_of(message))
 
     async def _tell(self, island: str, message: Message) -> None:
         """One call, its reply heard. A no goes to every rank of the island, so that each ends its reduce."""
-        kind, body = _kind(type(message)), message.model_dump_json().encode()
+        kind, body = kind_of(type(message)), message.model_dump_json().encode()
         if isinstance(message, Vote) and message.digest is None:
             self._peers.tell_other_ranks(island, kind, body)
         try:
@@ -303,15 +308,6 @@ class Agreement:
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
         self._changed.clear()
-
-
-def _kind(model: type[Message]) -> str:
-    return model.__name__.lower()
-
-
-def _name_of(message: Message) -> str:
-    """Tells a repetition from something new to say."""
-    return str(hash(message.model_dump_json()))
 
 
 def _now() -> float:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from outer.deadlines import Deadlines
 from outer.errors import PeerLost, TransportError
 from outer.membership.base import Member, Membership, Messenger
+from outer.rounds import Message
 
 log = logging.getLogger(__name__)
 
@@ -94,3 +95,13 @@ class Peers:
     async def _try(self, address: str, kind: str, body: bytes) -> None:
         with suppress(TransportError):
             await self._messenger.call(address, kind, body, timeout_seconds=RANK_CALL_SECONDS)
+
+
+def kind_of(model: type[Message]) -> str:
+    """The call that carries such messages."""
+    return model.__name__.lower()
+
+
+def name_of(message: Message) -> str:
+    """Tells a repetition from something new to say."""
+    return str(hash(message.model_dump_json()))

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from outer.agreement import FROZEN_SECONDS, Agreement
+from outer.agreement import Agreement
 from outer.attempt import Attempts
 from outer.codecs import build_codec
 from outer.coding import uniform
@@ -16,6 +16,7 @@ from outer.errors import OuterError, PoisonError
 from outer.membership.base import Handler, Lane, Member
 from outer.membership.loopback import LoopbackMembership, LoopbackMessenger
 from outer.protocol import Protocol
+from outer.pulse import FROZEN_SECONDS
 from outer.reduce import Mean, Reducer
 from outer.rounds import Goodbye, Message, Plan, Ready, Standing, no, pack_carriers, yes
 from outer.space import Space

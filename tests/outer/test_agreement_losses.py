@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
-from outer.agreement import FROZEN_SECONDS, GOODBYE_SECONDS, PING_SECONDS, BehindError
+from outer.agreement import GOODBYE_SECONDS, PING_SECONDS, BehindError
 from outer.deadlines import FLOORS, MAX_FIRST_SECONDS
 from outer.membership.loopback import LoopbackMessenger
+from outer.pulse import FROZEN_SECONDS
 from outer.rounds import Plan, Standing, parse, yes
 from outer.transports.base import Endpoint
 from tests.outer.clock import now, run, stand_still, until
@@ -186,6 +187,25 @@ def test_an_island_that_stood_still_does_not_commit_on_votes_that_came_meanwhile
         await asyncio.sleep(0.01)
         await b.tell(a, yes(plans[1], "b", digests[1]))
         assert not await a.agreement.decide(yes(plans[0], "a", digests[0]))
+
+    run(test)
+
+
+def test_an_island_that_stood_still_before_its_vote_left_does_not_commit_on_the_votes_it_had() -> None:
+    async def test() -> None:
+        a, b = await leaders("ab", start_islands=2)
+        plans = await asyncio.gather(a.plan(), b.plan())
+        digests = await asyncio.gather(*(i.reduce(p) for i, p in zip((a, b), plans, strict=True)))
+        b.protocol.vote(yes(plans[1], "b", digests[1]))
+        await b.tell(a, yes(plans[1], "b", digests[1]))
+
+        def freeze_before_the_vote_leaves() -> None:
+            b.protocol.lose("a")
+            assert b.protocol.conclude(is_late=False) == "abort"
+            stand_still(2 * FROZEN_SECONDS)
+
+        vote = yes(plans[0], "a", digests[0])
+        assert not await a.agreement.decide(vote, freeze_before_the_vote_leaves)
 
     run(test)
 
