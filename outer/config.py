@@ -20,10 +20,11 @@ class MergeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    rule: Literal["mean", "trimmed_mean", "geometric_median", "centered_clip", "radial"] = "mean"
+    rule: Literal["mean", "trimmed_mean", "geometric_median", "centered_clip", "radial", "contributors"] = "mean"
     """trimmed_mean, geometric_median and centered_clip stand a few poisoned islands, from three islands on.
 
     radial: radial-directional averaging (2604.21428), meant for eight islands and more; against drift, not poison.
+    contributors: of each element the mean of those who sent it, for codecs that send few.
     """
     trim: float = Field(default=0.125, gt=0, lt=0.5)
     """trimmed_mean: the share of participants left out at each end of every coordinate, rounded up; some stay."""

@@ -9,8 +9,9 @@ from outer.errors import MessageError
 
 _FP16_SCALE_BYTES = 4
 _FP16_PEAK_EXPONENT = 15
-# The least keeps every decoded value a normal fp32: a process that flushes denormals sees the same.
-_FP16_MIN_SCALE = 2.0**-115
+# The least makes every denormal fp32 code 0 and every code a normal fp32: a process that flushes denormals sees the
+# same.
+_FP16_MIN_SCALE = 2.0**-100
 # The largest fp32 of fp16's 11 significant bits: more would round up to inf.
 _FP16_MAX_VALUE = (2.0 - 2.0**-10) * 2.0**127
 
@@ -72,7 +73,7 @@ class Fp16Codec:
     """Nearest fp16 of x / scale, scale a power of two: |error| <= max(2**-11 |x|, 2**-25 scale).
 
     The scale brings the part's largest magnitude to about 2**15, so that nothing overflows and a part of
-    tiny values keeps its digits: scale <= largest / 2**13.99, or 2**-115 when that is more.
+    tiny values keeps its digits: scale <= largest / 2**13.99, or 2**-100 when that is more.
     Payload: the scale (fp32), then the codes.
     """
 

@@ -5,6 +5,7 @@ from functools import partial
 from outer.config import MergeConfig
 from outer.merges.base import Merge
 from outer.merges.centered_clip import centered_clip
+from outer.merges.contributors import contributors
 from outer.merges.geometric_median import geometric_median
 from outer.merges.mean import mean
 from outer.merges.radial import radial
@@ -19,5 +20,6 @@ def build_merge(config: MergeConfig) -> Merge:
         "geometric_median": geometric_median,
         "centered_clip": centered_clip,
         "radial": radial,
+        "contributors": contributors,
     }
     return rules[config.rule]

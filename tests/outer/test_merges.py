@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from outer.config import MergeConfig
 from outer.merges import build_merge
 from outer.merges.base import Merge, weights_of
+from outer.merges.contributors import contributors
 from outer.merges.geometric_median import geometric_median
 from outer.merges.mean import weighted_mean
 from outer.merges.order import CHUNK, comparators, coordinate_median
@@ -21,7 +22,7 @@ from outer.merges.trimmed_mean import num_trimmed, trimmed_mean
 torch.set_num_threads(1)
 
 ROBUST = ["trimmed_mean", "geometric_median", "centered_clip"]
-RULES = ["mean", *ROBUST, "radial"]
+RULES = ["mean", *ROBUST, "radial", "contributors"]
 HUGE = 3.0e38
 
 
@@ -302,3 +303,19 @@ def test_directions_that_cancel_give_the_mean() -> None:
     (part,) = parts_of(1)
     parts = [part, -3.0 * part]
     assert torch.equal(radial(parts, [0.5, 0.5], None), weighted_mean(parts, [0.5, 0.5]))
+
+
+# -- contributors -----------------------------------------------------------------------------------------------
+
+
+def test_contributors_divides_each_element_by_the_weights_of_those_who_sent_it() -> None:
+    parts = [torch.tensor([2.0, 0.0, 4.0, 0.0]), torch.tensor([4.0, 8.0, 0.0, 0.0])]
+    weights = [0.25, 0.75]
+    assert contributors(parts, weights, None).tolist() == [3.5, 8.0, 4.0, 0.0]
+    assert weighted_mean(parts, weights).tolist() == [3.5, 6.0, 1.0, 0.0]
+
+
+def test_when_everybody_sends_everything_contributors_is_the_mean() -> None:
+    parts = parts_of(4)
+    weights = weights_of([1, 2, 3, 4])
+    assert near(contributors(parts, weights, None), weighted_mean(parts, weights), 1e-6)

@@ -1,0 +1,105 @@
+"""The lowrank codec: a part, seen as a matrix, as the product of two thin ones."""
+
+import math
+
+import torch
+
+from outer.codecs.checks import checked_payload, flat_fp32, is_finite, non_finite_error
+from outer.errors import MessageError
+
+_SCALE_BYTES = 4
+_LEVELS = 32767
+_ITERATIONS = 2
+# No entry of the product, 2**-120 or 0 at least, is denormal in fp32.
+_MIN_SCALE = 2.0**-120
+_MAX_EXPONENT = 100
+_FP32_MAX = torch.finfo(torch.float32).max
+
+
+class LowrankCodec:
+    """P Q^T of rank `rank`, P an orthonormal basis found by subspace iteration, Q = A^T P: PowerSGD's (1905.13727).
+
+    A part of n elements is filled up with zeros to a matrix A of `cols` columns, the least power of two that is at
+    least sqrt(n), and as many rows as it takes: no more than columns. A rank of all rows loses nothing but the
+    factors' rounding, to the nearest of 2 x 32767 steps between their extremes.
+    A part whose largest magnitude is below 1e-27 loses digits.
+
+    Factors are integers, so that decoding is exact in fp64 in whatever order a machine adds: all islands decode the
+    same bytes to the same bits. Encoding goes through matrix products and QR in fp32, whose last bits depend on the
+    machine and on how many threads it uses: there, equal values may give slightly different bytes.
+    Payload: the scale of the product (fp32), then P and Q row by row (int16).
+    """
+
+    name = "lowrank"
+    block_elements = 1
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def num_bytes(self, num_elements: int) -> int:
+        """2 for each of rank x (rows + cols) entries, 4 for the scale: 2.0001 bits an element for rank 32 of 2**18."""
+        rows, cols, rank = self._shape(num_elements)
+        return _SCALE_BYTES + 2 * rank * (rows + cols)
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """The payload of `values`. Raises NonFiniteError."""
+        values = flat_fp32(values)
+        if not is_finite(values):
+            raise non_finite_error(values)
+        rows, cols, rank = self._shape(values.numel())
+        payload = torch.empty(self.num_bytes(values.numel()), dtype=torch.uint8)
+        scale, left, right = _split(payload, rows, rank)
+        # Near 1, so that no product overflows.
+        exponent = min(max(math.frexp(_peak(values))[1], -_MAX_EXPONENT), _MAX_EXPONENT)
+        matrix = torch.zeros(rows * cols)
+        torch.mul(values, 2.0**-exponent, out=matrix[: values.numel()])
+        basis, loads = _factors(matrix.view(rows, cols), rank)
+        # No step of 0, and no product of steps below the least scale.
+        left_step = max(_peak(basis) / _LEVELS, _MIN_SCALE)
+        right_step = max(_peak(loads) / _LEVELS, math.ldexp(_MIN_SCALE, -exponent) / left_step)
+        scale.fill_(max(math.ldexp(left_step * right_step, exponent), _MIN_SCALE))
+        left.copy_(basis.double().div_(left_step).round_())
+        right.copy_(loads.double().div_(right_step).round_())
+        return payload
+
+    def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
+        """1-D fp32 values; beyond fp32 they are its largest. Raises MessageError on a wrong size or scale."""
+        payload = checked_payload(payload, self.num_bytes(num_elements), self.name)
+        rows, _, rank = self._shape(num_elements)
+        scale, left, right = _split(payload, rows, rank)
+        factor = scale.item()
+        if not _MIN_SCALE <= factor <= _FP32_MAX:
+            raise MessageError(f"lowrank scale {factor}, allowed {_MIN_SCALE} to {_FP32_MAX}")
+        product = left.double() @ right.double().T
+        product.mul_(factor).clamp_(-_FP32_MAX, _FP32_MAX)
+        return product.view(-1)[:num_elements].float()
+
+    def _shape(self, num_elements: int) -> tuple[int, int, int]:
+        """Rows, columns and rank of a part's matrix."""
+        # An empty part is a matrix of one element, which is cut off.
+        num_elements = max(num_elements, 1)
+        cols = 1 << math.isqrt(num_elements - 1).bit_length()
+        rows = -(-num_elements // cols)
+        return rows, cols, min(self._rank, rows)
+
+
+def _split(payload: torch.Tensor, rows: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of a payload's scale (fp32, 1 element), P (int16, rows x rank) and Q (int16, cols x rank)."""
+    entries = payload[_SCALE_BYTES:].view(torch.int16).view(-1, rank)
+    return payload[:_SCALE_BYTES].view(torch.float32), entries[:rows], entries[rows:]
+
+
+def _peak(values: torch.Tensor) -> float:
+    """The largest magnitude, 0.0 of no values."""
+    return values.abs().max().item() if values.numel() else 0.0
+
+
+def _factors(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """P (rows, rank) with orthonormal columns, and Q = A^T P (cols, rank), for which P Q^T is close to A."""
+    loads = torch.rand(matrix.shape[1], rank, generator=torch.Generator().manual_seed(0)).sub_(0.5)
+    basis = torch.empty(len(matrix), rank)
+    for _ in range(_ITERATIONS):
+        # Without the second QR, columns for small singular values would drown in the large ones' rounding.
+        basis = torch.linalg.qr(matrix @ torch.linalg.qr(loads).Q).Q
+        loads = matrix.T @ basis
+    return basis, loads
