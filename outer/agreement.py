@@ -135,13 +135,15 @@ class Agreement:
     async def interruption(self, seconds_left: float, *, entered_late: bool) -> Interruption:
         """Why inner steps should end now: another history survives, or others wait and it would be in vain.
 
+        It is not in vain while they are too few to go on without this island.
         `seconds_left`: until the round's inner steps are done. `entered_late`: this island took the round's state
         while the others were training; they do not wait for it.
         """
         if self.protocol.behind(is_settled=False) is not None:
             return "behind"
-        num_waiting = self._num_waiting()
-        if num_waiting and (entered_late or seconds_left > self._deadlines.grace(num_waiting)):
+        num_waiting, rules = self._num_waiting(), self.protocol.rules
+        may_go_on = num_waiting >= rules.quorum or rules.below_quorum != "wait"
+        if num_waiting and (entered_late or (may_go_on and seconds_left > self._deadlines.grace(num_waiting))):
             return "waited for"
         return ""
 

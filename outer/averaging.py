@@ -21,6 +21,7 @@ from outer.donor import Donor
 from outer.errors import BehindError, OuterError, PoisonError, TransportError
 from outer.island_state import IslandState, Snapshot
 from outer.loop import LoopThread
+from outer.merges.base import weights_of
 from outer.network import Network
 from outer.pace import Pace
 from outer.phases import Hooks
@@ -64,6 +65,8 @@ class Averaging:
         self.attempts = Attempts(side.network.transport, self.reducer, side.deadlines)
         self.presence: Presence | None = None
         """The leader's."""
+        self.share = 1 / side.config.start_islands
+        """This island's weight in the last mean; before the first, what it will be among equals."""
         self._counted = 0, 0
 
     def run(self, snapshot: Snapshot) -> list[RoundReport]:
@@ -187,6 +190,8 @@ class Averaging:
         tokens = self._side.held.mine.position.tokens + sum(p.tokens for p in plan.participants)
         self._side.held.commit(means, Position(round=plan.round + 1, tokens=tokens))
         self.reducer.commit(plan.round, means)
+        shares = weights_of([p.weight for p in plan.participants])
+        self.share = shares[plan.names.index(self._side.identity.island)]
         self._side.pace.observe_commit(plan)
         self.stand(is_coming=True, included=[p.incarnation for p in plan.participants])
 

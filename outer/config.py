@@ -81,6 +81,8 @@ class OuterConfig(BaseModel):
     """Inner steps for which a round runs behind the training, before its result is merged: tau of 2501.18512."""
     mix: float = Field(default=0.0, ge=0, le=1)
     """Share of an island's own params in what it goes on from after a round: alpha of 2501.18512."""
+    eager: bool = False
+    """While a round is on its way, go on from what this island's own share of it will change (2502.12996)."""
     local_steps: Literal["fixed", "dynamic"] = "fixed"
     """dynamic: a slower island makes fewer inner steps of a round, in proportion to its measured speed."""
     optimizer: OuterOptimizerConfig = OuterOptimizerConfig()
@@ -113,6 +115,11 @@ class OuterConfig(BaseModel):
             raise ValueError(
                 f"delay is {self.delay}, but there are only {between} inner steps (inner_steps / fragments) from one "
                 f"round to the next, and one is on its way at a time; set delay to {between} or less"
+            )
+        if self.eager and (self.delay == 0 or self.mix > 0):
+            raise ValueError(
+                f"eager is for rounds that run behind the training and are not mixed: set delay to 1 or more and mix "
+                f"to 0 (delay is {self.delay}, mix {self.mix})"
             )
         return self
 

@@ -67,6 +67,21 @@ class IslandState:
         if mix < 1:
             self.exchange.scatter(self.mine.parts, fragment, mix)
 
+    def look_ahead(self, snapshot: Snapshot, fragment: int, share: float) -> dict[int, torch.Tensor]:
+        """Local params of the fragment become global params after an outer step on this island's share alone.
+
+        Returns what they became, by carried part, for `correct`. No round may be on its way.
+        """
+        ahead = {i: self.mine.after(i, grad * share) for i, grad in snapshot.pseudo_grads.items()}
+        self.exchange.scatter(ahead, fragment)
+        return ahead
+
+    def correct(self, ahead: Mapping[int, torch.Tensor], fragment: int) -> None:
+        """Local params of the fragment, trained from `ahead`, go on as if trained from the global params."""
+        local = self.exchange.gather(fragment)
+        moved = {i: values + (self.mine.parts[i] - ahead[i]) for i, values in local.items()}
+        self.exchange.scatter(moved, fragment)
+
     def replace(self, parts: Mapping[int, PartState], position: Position) -> None:
         """Another island's state, in place of global state and local params."""
         self.mine.replace(parts, position)

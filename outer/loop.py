@@ -1,6 +1,7 @@
 """The event loop of a rank, in a thread of its own, so that peers are answered while inner steps compute."""
 
 import asyncio
+import selectors
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -9,11 +10,15 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class LoopThread:
-    """Runs coroutines for the training thread."""
+MAX_SELECT_SECONDS = 3600.0
 
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+
+class LoopThread:
+    """Runs coroutines for the training threads. Its clock, and so every wait on it, is `slowness` times slower."""
+
+    def __init__(self, slowness: float = 1.0) -> None:
+        self._slowness = slowness
+        self._loop = asyncio.new_event_loop() if slowness == 1.0 else SlowLoop(slowness)
         self._thread = threading.Thread(target=self._loop.run_forever, name="outer-loop", daemon=True)
         self._thread.start()
 
@@ -25,7 +30,7 @@ class LoopThread:
         """The result of `work`, waited for. None: `work` bounds its own waits. Raises TimeoutError."""
         future = self.start(work)
         try:
-            return future.result(timeout_seconds)
+            return future.result(None if timeout_seconds is None else timeout_seconds * self._slowness)
         except BaseException:
             future.cancel()
             raise
@@ -37,6 +42,28 @@ class LoopThread:
         self._thread.join(5)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+class SlowLoop(asyncio.SelectorEventLoop):
+    """An event loop on which `slowness` seconds pass as one."""
+
+    def __init__(self, slowness: float) -> None:
+        super().__init__(SlowSelector(slowness))
+        self._slowness = slowness
+
+    def time(self) -> float:
+        return super().time() / self._slowness
+
+
+class SlowSelector(selectors.DefaultSelector):
+    """Waits `slowness` times as long as it is told."""
+
+    def __init__(self, slowness: float) -> None:
+        super().__init__()
+        self._slowness = slowness
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        return super().select(None if timeout is None else min(timeout * self._slowness, MAX_SELECT_SECONDS))
 
 
 async def _cancel_others() -> None:

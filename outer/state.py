@@ -46,6 +46,7 @@ class GlobalState:
     def __init__(self, parts: Mapping[int, torch.Tensor], config: OuterOptimizerConfig) -> None:
         self.parts = dict(parts)
         self.position = Position(round=0, tokens=0)
+        self._config = config
         self.num_replaced = 0
         """Times that `replace` was called: what came before is another history."""
         self._log: deque[tuple[int, dict[int, torch.Tensor]]] = deque()
@@ -75,6 +76,11 @@ class GlobalState:
             self._forget_digests(mean_pseudo_grads)
             self._remember(position.round - 1, payloads)
             self.position = position
+
+    def after(self, index: int, mean: torch.Tensor) -> torch.Tensor:
+        """A carried part's global params as `commit` would make them of this mean; nothing changes."""
+        state = PartState(self.parts[index], self._optimizer.momentum(index), self.position.round)
+        return advance(state, mean, self._config).params
 
     def replace(self, parts: Mapping[int, PartState], position: Position) -> None:
         """Continue from another island's state."""

@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
+import torch
+
 from outer.agreement import Agreement, Interruption
 from outer.averaging import Averaging, Side
 from outer.coding import coding_of
@@ -69,6 +71,8 @@ class OuterLoop:
         donor = Donor(self._held.mine, network.messenger, hooks)
         self._averaging = Averaging(self._side, donor)
         self._flight: Flight | None = None
+        self._ahead: dict[int, torch.Tensor] = {}
+        """What local params of the fragment on its way went on from, by carried part; empty: they were left alone."""
         addresses = team.gather((network.transport.address, network.messenger.address))
         self._presence = self._build_presence(addresses) if team.is_leader else None
         self._averaging.presence = self._presence
@@ -128,6 +132,9 @@ class OuterLoop:
         assert self._flight is None, "one round is on its way at a time"
         snapshot = self._snapshot(tokens)
         self._weights = self._weights_after(snapshot)
+        if self._config.eager:
+            fragment = self.schedule.fragment(snapshot.round)
+            self._ahead = self._held.look_ahead(snapshot, fragment, self._averaging.share)
         self._flight = Flight(self._averaging, snapshot)
 
     def land(self) -> Landing:
@@ -199,7 +206,12 @@ class OuterLoop:
     def _merge(self, snapshot: Snapshot) -> None:
         self._side.hooks.reached("applied", snapshot.round)
         self._has_entered_late = False
-        self._held.merge(self.schedule.fragment(snapshot.round), self._config.mix)
+        fragment = self.schedule.fragment(snapshot.round)
+        if self._ahead:
+            self._held.correct(self._ahead, fragment)
+            self._ahead = {}
+        else:
+            self._held.merge(fragment, self._config.mix)
 
     def _interruption(self, steps_left: int) -> Interruption:
         if self._flight is not None:
@@ -224,6 +236,10 @@ class OuterLoop:
         already. What is re-based once and misses a commit again is dropped.
         """
         digest, progress = self.digest, self._held.pseudo_grads()
+        for part, values in self._ahead.items():
+            # Trained from there; what the snapshot holds had been taken out.
+            progress[part] += values - self._held.mine.parts[part] + snapshot.pseudo_grads[part]
+        self._ahead = {}
         taken = self._take_state()
         is_same = taken.base_digest == digest
         is_kept = (

@@ -40,7 +40,7 @@ def test_every_element_is_within_the_bound(name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", DENSE)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(values=finite_values)
 def test_any_finite_values_are_within_the_bound(name: str, values: torch.Tensor) -> None:
     assert_within_bound(name, values.clamp(-3.37e38, 3.37e38))
@@ -62,7 +62,7 @@ def test_denormals_stay_below_the_smallest_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DENSE)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(values=finite_values)
 def test_encoding_decoded_values_gives_the_same_values(name: str, values: torch.Tensor) -> None:
     once = round_trip(name, values)

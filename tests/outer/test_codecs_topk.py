@@ -41,7 +41,7 @@ def test_the_largest_of_each_chunk_are_sent(top_k: int, chunk: int, size: int) -
     assert torch.equal(round_trip(topk(top_k, chunk, 32), values), largest(values, top_k, chunk))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(values=finite_values)
 def test_the_largest_of_any_values_are_sent(values: torch.Tensor) -> None:
     assert torch.equal(round_trip(topk(3, 64, 32), values), largest(values, 3, 64))
@@ -155,11 +155,11 @@ def test_no_bytes_break_the_decoder(value_bits: int) -> None:
     codec = topk(4, 16, value_bits)
     generator = torch.Generator().manual_seed(8)
     refused = 0
-    for _ in range(300):
+    for _ in range(150):
         payload = codec.encode(normal_values(40, 9))
         payload[torch.randint(len(payload), (2,), generator=generator)] = 0x5A
         try:
             assert codec.decode(payload, 40).isfinite().all()
         except MessageError:
             refused += 1
-    assert 0 < refused < 300
+    assert 0 < refused < 150

@@ -352,3 +352,75 @@ def test_weights_are_the_tokens_since_the_fragment_was_sent() -> None:
 def test_the_schedule_of_a_config_counts_rounds_of_all_fragments() -> None:
     made = config(1, fragments=3)
     assert (schedule_of(made).rounds, made.num_rounds) == (9, 9)
+
+
+# -- eager updates ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{"delay": 7}, {"delay": 3}, {"fragments": 3, "delay": 2}], ids=str)
+def test_eager_with_one_island_is_averaging_without_a_delay(changes: dict[str, int]) -> None:
+    eager = config(1, eager=True, optimizer=NESTEROV, **changes)
+    plain = config(1, optimizer=NESTEROV, fragments=eager.fragments)
+    rounds = eager.num_rounds
+    found = run_islands({"a": partial(streamed, eager, rounds)}, eager, model=layered)["a"]
+    expected = run_islands({"a": partial(streamed, plain, rounds)}, plain, model=layered)["a"]
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
+def test_the_first_eager_step_is_made_on_the_islands_own_share_alone() -> None:
+    made = config(2, eager=True, delay=7, optimizer=NESTEROV)
+    start = torch.cat([values.flatten() for values in layered().values()])
+
+    def script(island: Island) -> None:
+        island.outer.begin()
+        stream = Stream(island, made)
+        stream.segment()
+        own = start - island.params.flat()
+        stream.launch()
+        # Nesterov's first step: lr (1 + momentum) times the gradient.
+        torch.testing.assert_close(start - island.params.flat(), 0.7 * 1.9 * own / 2)
+        stream.land()
+
+    run_islands(dict.fromkeys("ab", script), made, model=layered)
+
+
+def test_global_params_of_eager_islands_are_equal_and_local_progress_is_kept_when_the_round_lands() -> None:
+    made = config(2, eager=True, delay=7, optimizer=NESTEROV)
+
+    def script(island: Island) -> list[str]:
+        island.outer.begin()
+        stream, found = Stream(island, made), []
+        for _ in range(3):
+            stream.segment()
+            stream.launch()
+            ahead = island.params.flat()
+            moved = island.train(99) - ahead
+            stream.land()
+            now = island.params.flat()
+            torch.testing.assert_close(now - stream.global_params(), moved)
+            found.append(island.outer.digest)
+        return found
+
+    found = run_islands(dict.fromkeys("ab", script), made, model=layered)
+    assert found["a"] == found["b"]
+
+
+def test_on_quadratics_eager_is_nearer_the_optimum_than_as_late_and_not_eager() -> None:
+    def script(made: OuterConfig, island: Island) -> float:
+        island.outer.begin()
+        outer, target = island.outer, 1.0 if island.name == "a" else -1.0
+        for _ in range(20):
+            for _ in range(5):
+                for values in island.params.values:
+                    values.sub_(0.05 * (values - target))
+            if outer.in_flight is not None:
+                outer.land()
+            outer.launch(1)
+        outer.land()
+        with outer.global_params():
+            return float(island.params.flat().square().mean())
+
+    average = OuterOptimizerConfig(lr=0.7, momentum=0.0)
+    made = {e: config(2, inner_steps=5, rounds=20, delay=5, eager=e, optimizer=average) for e in (True, False)}
+    found = {e: run_islands(dict.fromkeys("ab", partial(script, c)), c, model=layered)["a"] for e, c in made.items()}
+    assert found[True] < 0.5 * found[False]
