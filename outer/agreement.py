@@ -45,7 +45,7 @@ class Agreement:
         self._watching: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
         self._has_left = False
-        self._pulse = Pulse()
+        self._pulse, self._woke_at = Pulse(), float("-inf")
         for model in (Ready, Standing, Plan, Vote, Question, Goodbye):
             messenger.serve(kind_of(model), self._handler(model))
 
@@ -75,7 +75,8 @@ class Agreement:
         started = warned = _now()
         while True:
             await self._stop_if_left()
-            waited = _now() - started
+            self._notice_freeze()
+            waited = _now() - max(started, self._woke_at)
             is_late = waited > self._deadlines.grace(1 + self._num_waiting(), self._num_absent())
             verdict = self.protocol.consider(is_late=is_late)
             self._flush()
@@ -101,7 +102,7 @@ class Agreement:
         started, limit = _now(), self._deadlines.limit("reduce")
         while True:
             # All votes may be here since before it stood still, and its own not with the others: it would be alone.
-            self._doubt_after_freeze()
+            self._notice_freeze()
             outcome = self.protocol.conclude(is_late=_now() - started > limit)
             if outcome != "open":
                 break
@@ -177,13 +178,14 @@ class Agreement:
             self._flush()
 
     async def _beat(self) -> None:
-        """Notice, before anything that came meanwhile is read, that this process was frozen."""
         while True:
-            self._doubt_after_freeze()
+            self._notice_freeze()
             await asyncio.sleep(BEAT_SECONDS)
 
-    def _doubt_after_freeze(self) -> None:
+    def _notice_freeze(self) -> None:
+        """The others may have given this island up; that they did not answer meanwhile says nothing of them."""
         if self._pulse.has_missed():
+            self._woke_at = _now()
             self.protocol.doubt()
 
     async def _find_members(self) -> None:
@@ -269,13 +271,15 @@ class Agreement:
 
     async def _tell(self, island: str, message: Message) -> None:
         """One call, its reply heard. A no goes to every rank of the island, so that each ends its reduce."""
-        kind, body = kind_of(type(message)), message.model_dump_json().encode()
+        kind, body, started = kind_of(type(message)), message.model_dump_json().encode(), _now()
         if isinstance(message, Vote) and message.digest is None:
             self._peers.tell_other_ranks(island, kind, body)
         try:
             reply = await self._peers.call(island, kind, body)
         except (PeerLost, DeadlineError) as error:
-            self._lose(island, str(error))
+            self._notice_freeze()
+            if started > self._woke_at:
+                self._lose(island, str(error))
         except MessageError as error:
             log.info("%s refused %s: %s", island, kind, error)
         else:

@@ -120,5 +120,6 @@ def _fp16_scale(peak: float) -> float:
     """The scale, a power of two, for a part whose largest magnitude is `peak`."""
     # A peak that fp16's 11 bits round up to the next power of two counts as that power already, so that
     # encoding what was decoded finds the same scale again.
-    exponent = math.frexp(peak / (1.0 - 2.0**-12))[1]
+    # A peak of 0 has no exponent, and denormals may be read as 0: they count alike.
+    exponent = math.frexp(max(peak, _FP16_MIN_SCALE) / (1.0 - 2.0**-12))[1]
     return max(2.0 ** (exponent - _FP16_PEAK_EXPONENT), _FP16_MIN_SCALE)

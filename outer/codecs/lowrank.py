@@ -21,8 +21,8 @@ class LowrankCodec:
 
     A part of n elements is filled up with zeros to a matrix A of `cols` columns, the least power of two that is at
     least sqrt(n), and as many rows as it takes: no more than columns. A rank of all rows loses nothing but the
-    factors' rounding, to the nearest of 2 x 32767 steps between their extremes.
-    A part whose largest magnitude is below 1e-27 loses digits.
+    factors' rounding, to the nearest of 2 x 32767 steps between their extremes. A
+    part whose largest magnitude is below 1e-27 loses digits.
 
     Factors are integers, so that decoding is exact in fp64 in whatever order a machine adds: all islands decode the
     same bytes to the same bits. Encoding goes through matrix products and QR in fp32, whose last bits depend on the
@@ -99,7 +99,6 @@ def _factors(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tenso
     loads = torch.rand(matrix.shape[1], rank, generator=torch.Generator().manual_seed(0)).sub_(0.5)
     basis = torch.empty(len(matrix), rank)
     for _ in range(_ITERATIONS):
-        # Without the second QR, columns for small singular values would drown in the large ones' rounding.
-        basis = torch.linalg.qr(matrix @ torch.linalg.qr(loads).Q).Q
+        basis = torch.linalg.qr(matrix @ loads).Q
         loads = matrix.T @ basis
     return basis, loads

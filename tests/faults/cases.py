@@ -16,11 +16,23 @@ LOSS_STEP = 0.3
 OVERRIDES = (f"outer.rounds={ROUNDS}", "outer.inner_steps=4", "outer.optimizer.momentum=0.9", "outer.codec=int8")
 
 
-def inflict(folder: Path, fault: str, victim: int, transport: str, address: str) -> None:
+STREAMING = (
+    f"outer.rounds={ROUNDS // 3}",
+    "outer.inner_steps=12",
+    "outer.fragments=3",
+    "outer.delay=2",
+    "outer.codec=int4",
+    "outer.coding.feedback=0.9",
+)
+"""Over OVERRIDES: as many rounds, each of one fragment in 4 bits, behind the inner steps that follow it."""
+
+
+def inflict(folder: Path, fault: str, victim: int, transport: str, address: str, *overrides: str) -> None:
     """Three islands, one of which kills or freezes itself; it comes back; everything must be in order in the end."""
     own = [{"faults": [fault]} if i == victim else {} for i in range(3)]
     name = f"name={folder.name}"
-    with swarm(folder, name, *OVERRIDES, f"outer.transport={transport}", islands=own, address=address) as made:
+    settings = [name, *OVERRIDES, f"outer.transport={transport}", *overrides]
+    with swarm(folder, *settings, islands=own, address=address) as made:
         islands = made.start_all()
         if fault.startswith("kill"):
             (code,) = islands[victim].wait(GUARD_SECONDS)

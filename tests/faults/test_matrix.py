@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outer.phases import PHASES
-from tests.faults.cases import ROUND, inflict
+from tests.faults.cases import ROUND, STREAMING, inflict
 
 ROUND_PHASES = [phase for phase in PHASES if phase not in ("donate", "fetch")]
 FAST = {
@@ -29,3 +29,18 @@ def test_one_history_survives_and_the_victim_comes_back(
     transport: str, fault: str, phase: str, victim: int, tmp_path: Path, place: Callable[[str], str]
 ):
     inflict(tmp_path, f"{fault}:{victim}@round={ROUND},phase={phase}", victim, transport, place(transport))
+
+
+STREAMED = [
+    pytest.param(*case, marks=[] if case == ("gloo", "kill", "decide") else [pytest.mark.slow])
+    for case in product(
+        ("gloo", "hivemind"), ("kill", "freeze"), ("planning", "sending", "reducing", "decide", "applied")
+    )
+]
+
+
+@pytest.mark.parametrize("transport,fault,phase", STREAMED)
+def test_a_fragment_on_its_way_is_as_safe_as_a_whole_round(
+    transport: str, fault: str, phase: str, tmp_path: Path, place: Callable[[str], str]
+):
+    inflict(tmp_path, f"{fault}:1@round={ROUND},phase={phase}", 1, transport, place(transport), *STREAMING)

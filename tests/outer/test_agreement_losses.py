@@ -210,6 +210,23 @@ def test_an_island_that_stood_still_before_its_vote_left_does_not_commit_on_the_
     run(test)
 
 
+def test_an_island_that_wakes_while_it_gathers_does_not_take_the_others_for_lost_and_plan_alone() -> None:
+    async def test() -> None:
+        a, b = await leaders("ab", start_islands=2)
+        assert plans_of(await together(a.attempt(), b.attempt())) == [(0, ["a", "b"], True)] * 2
+        freeze(b)
+        early = asyncio.create_task(a.attempt())
+        await asyncio.sleep(0.3)  # It has told b, and waits for the reply.
+        stand_still(2 * FROZEN_SECONDS)
+        await asyncio.sleep(0.1)
+        assert a.protocol.lost == frozenset() and not early.done()
+        for rank in b.ranks:
+            rank.messenger.is_awake.set()
+        assert plans_of(await together(early, b.attempt())) == [(0, ["a", "b"], True)] * 2
+
+    run(test)
+
+
 # -- goodbye ---------------------------------------------------------------------------------------------------
 
 

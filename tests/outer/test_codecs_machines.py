@@ -15,11 +15,13 @@ from outer.config import CodingConfig
 torch.set_flush_denormal({flush})
 bits = torch.arange(1, 40_000, dtype=torch.int64).mul(2654435761).bitwise_and(0xFFFFFFFF)
 raw = bits.to(torch.uint8)
-bits = bits[(bits >> 23 & 255) != 255]
+is_denormal = (bits >> 23 & 255) == 0
+is_finite = (bits >> 23 & 255) != 255
 values = torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32)
+denormals, values = values[is_denormal], values[is_finite]
 parts = [values, values[values.abs() < 1e-20], values[values.abs() < 1e20], values[values.abs() < 3e-37]]
 small = values[(values.abs() < 2) & (values.abs() > 1e-3)]
-parts += [small, torch.cat([small[:700], small[:700] * 1e-3 - 1e-4, -small[:900] * 1e30])]
+parts += [small, torch.cat([small[:700], small[:700] * 1e-3 - 1e-4, -small[:900] * 1e30]), denormals]
 codecs = [build_codec(name) for name in ("fp32", "bf16", "fp16", "int8", "int4", "e3m0", "stat2", "topk")]
 codecs += [build_codec("int4", CodingConfig(rounding="stochastic")), build_codec("topk", CodingConfig(value_bits=8))]
 def digest(tensor):
@@ -47,5 +49,5 @@ def test_bytes_and_values_do_not_depend_on_vector_units_or_denormal_mode() -> No
         for capability, flush in (("default", False), ("avx2", True))
     ]
     outputs = [process.communicate(timeout=60)[0].splitlines() for process in processes]
-    assert len(outputs[0]) == 10 * 6 + 3
+    assert len(outputs[0]) == 10 * 7 + 3
     assert outputs[0] == outputs[1]

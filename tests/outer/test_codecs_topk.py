@@ -8,6 +8,7 @@ from hypothesis import given, settings
 
 from outer.codecs import build_codec
 from outer.codecs.base import Codec
+from outer.codecs.packing import pack_numbers
 from outer.config import CodingConfig
 from outer.errors import MessageError
 from tests.outer.codec_values import FP32_MAX, finite_values, mixed_values, normal_values
@@ -135,9 +136,17 @@ def test_an_index_beyond_a_chunk_that_is_no_power_of_two_is_refused() -> None:
     codec = topk(1, 20, 32)
     payload = codec.encode(torch.arange(40.0))
     assert codec.decode(payload, 40)[[19, 39]].tolist() == [19.0, 39.0]
-    payload[8:] = 0b11111111
+    # Both places, 25 and 39, are in the part and ascend.
+    pack_numbers(torch.tensor([25, 19]), 5, out=payload[8:])
     with pytest.raises(MessageError, match="ascending"):
         codec.decode(payload, 40)
+
+
+def test_no_value_of_eight_bits_decodes_to_inf() -> None:
+    codec = topk(4, 16, 8)
+    payload = codec.encode(torch.full((4,), FP32_MAX))
+    payload[2:6] = 0x80  # -128: the one code that no encoder writes
+    assert codec.decode(payload, 4).isfinite().all()
 
 
 @pytest.mark.parametrize(("value_bits", "dtype"), [(2, torch.bfloat16), (8, torch.bfloat16), (32, torch.float32)])

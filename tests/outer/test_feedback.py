@@ -1,4 +1,4 @@
-"""Error feedback, fine tensors and gathered payloads: what coding loses comes with a later round, and only by commits."""
+"""Error feedback, fine tensors, gathered payloads: what coding loses comes with a later round, and only by commits."""
 
 import threading
 from functools import partial

@@ -1,0 +1,83 @@
+"""What an island sends in a round, counted from the parts themselves, before anything is launched."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from inner.measure.units import block_unit, table_unit
+from inner.presets import ModelSizes
+from outer.coding import Coding, coding_of
+from outer.config import OuterConfig
+from outer.fragments import groups_of
+from outer.space import Part, Space
+
+
+class Spec(NamedTuple):
+    """A parameter's full name and global shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """What one round sends. Bytes are of payloads."""
+
+    num_elements: int
+    num_parts: int
+    sent_bytes: float
+    """By an island, on average."""
+    most_bytes: int
+    """By the island that sends most."""
+    last_bytes: int
+    """That a reducer still sends when all else has arrived: the mean of its last part, to every other island."""
+    mean_bytes: int
+    """Of all means, as they are digested."""
+
+
+def specs_of(sizes: ModelSizes) -> tuple[Spec, ...]:
+    """The model's parameters in its own order, as far as cutting it into fragments and parts needs them."""
+    table = table_unit(sizes, tp=1).shapes[0]
+    specs = [Spec("embed.weight", table)]
+    for layer in range(sizes.num_layers):
+        for number, (rows, cols) in enumerate(block_unit(sizes, tp=1).shapes):
+            specs.append(Spec(f"layers.{layer}.w{number}", (rows,) if cols == 1 else (rows, cols)))
+    specs.append(Spec("norm.weight", (sizes.dim,)))
+    return tuple(specs if sizes.tie_embeddings else [*specs, Spec("head.weight", table)])
+
+
+def fragments_of(outer: OuterConfig, specs: tuple[Spec, ...], num_islands: int) -> Sequence[Fragment]:
+    """What each round of a cycle sends. Raises InputError when the model cannot be cut into so many fragments."""
+    # When it is sent does not matter to what is sent.
+    what = outer.model_copy(update={"inner_steps": outer.fragments, "delay": 0, "rounds": 1})
+    return _fragments(what.model_dump_json(), specs, num_islands)
+
+
+@lru_cache(maxsize=64)
+def _fragments(outer_json: str, specs: tuple[Spec, ...], num_islands: int) -> Sequence[Fragment]:
+    outer = OuterConfig.model_validate_json(outer_json)
+    coding = coding_of(outer)
+    groups = groups_of(specs, outer, splits_fine=coding.splits_fine)
+    space = Space(specs, outer.part_elements, coding.block_elements, groups)
+    return [_fragment([space.parts[i] for i in indices], coding, num_islands) for indices in space.fragments]
+
+
+def _fragment(parts: Sequence[Part], coding: Coding, num_islands: int) -> Fragment:
+    """Every other island's reducer gets a part's payload, and sends its mean; of sparse codecs all get all payloads."""
+    peers = num_islands - 1
+    by_all = last_bytes = mean_bytes = 0
+    as_reducer = [0] * num_islands
+    for part in parts:
+        payload = coding.of(part).num_bytes(part.num_elements)
+        mean = coding.of_mean(part).num_bytes(part.num_elements)
+        mean_bytes += mean
+        if coding.gathers(part):
+            by_all += peers * payload
+        else:
+            by_all += payload
+            as_reducer[part.index % num_islands] += peers * mean - payload
+            last_bytes = peers * mean
+    sent = [by_all + own for own in as_reducer]
+    num_elements = sum(part.num_elements for part in parts)
+    return Fragment(num_elements, len(parts), sum(sent) / num_islands, max(sent), last_bytes, mean_bytes)

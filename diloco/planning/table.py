@@ -1,0 +1,246 @@
+"""How `diloco plan` shows what it found."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from diloco.config import Config
+from diloco.mesh_picture import Plan, header
+from diloco.mesh_traffic import plain_table
+from diloco.planning.advice import Rung, needed_bandwidth
+from diloco.planning.predict import CONTROL_TRIPS, PAYLOAD_TRIPS, Case, Prediction
+from diloco.planning.round_bytes import fragments_of
+from diloco.planning.utilisation import Model, diloco, streaming, utilisation
+from diloco.units import human_bytes, human_count, human_seconds
+from outer.state import LOG_BYTES_PER_PARAM
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Picture:
+    """All there is to show."""
+
+    config: Config
+    island: Plan
+    """The first island's."""
+    step_source: str
+    rungs: list[Rung]
+    """The run as configured, then what would be better."""
+    target: float
+    tokens: float | None
+    """None: the run's own."""
+
+    @property
+    def case(self) -> Case:
+        return self.rungs[0].case
+
+    @property
+    def prediction(self) -> Prediction:
+        return self.rungs[0].prediction
+
+
+def print_plan(picture: Picture, console: Console) -> None:
+    """The whole plan."""
+    case, p = picture.case, picture.prediction
+    link = f"{human_rate(case.link.bits_per_second)}, round trip {human_duration(case.link.rtt_seconds)}"
+    islands = f"{case.num_islands} island{'s' * (case.num_islands > 1)}"
+    _print(console, f"{picture.config.name}, {islands}, each on a link of {link}", "bold")
+    _print(console, header(picture.config.run, picture.island))
+    _print(console, _outer_line(picture))
+    _print(console, f"       {human_duration(case.step_seconds)} an inner step ({picture.step_source})")
+    _section(console, f"Computes {percent(p.utilisation)} of the time: {_cycle(p)}", terms_table(case, p))
+    console.print()
+    for line in notes(picture):
+        _print(console, line)
+    _section(console, "What a rank holds for the outer loop, on the host", memory_table(picture))
+    wanted = percent(picture.target)
+    _section(
+        console,
+        f"What reaches {wanted}, line upon line; bits a parameter and inner step",
+        advice_table(picture),
+    )
+    console.print()
+    _print(console, verdict(picture), "bold green" if _is_reached(picture) else "bold red")
+
+
+def terms_table(case: Case, prediction: Prediction) -> Table:
+    """What a cycle's time goes to."""
+    table = plain_table(("",), ("seconds", "share"))
+    table.add_column("")
+    for name, seconds, note in _terms(case, prediction):
+        table.add_row(name, human_duration(seconds), percent(seconds / prediction.total_seconds), note)
+    table.add_row("total", human_duration(prediction.total_seconds), percent(1.0), "")
+    return table
+
+
+def _terms(case: Case, p: Prediction) -> Iterator[tuple[str, float, str]]:
+    outer, rtt = case.outer, human_duration(case.link.rtt_seconds)
+    trips = (CONTROL_TRIPS + PAYLOAD_TRIPS) * outer.fragments
+    sent = f"{human_bytes(p.sent_bytes)} each way"
+    yield "inner steps", p.compute_seconds, f"{outer.inner_steps} x {human_duration(case.step_seconds)}"
+    yield "transfer", p.transfer_seconds, f"of {human_duration(p.busy_transfer_seconds)} for {sent}"
+    yield "round trips", p.trip_seconds, f"of {trips:g} x {rtt}, and TCP's slow start"
+    yield "codec", p.codec_seconds, f"of {human_duration(p.busy_codec_seconds)} of {outer.codec}, as parts travel"
+    yield "outer step", p.step_seconds, "and the digest of the new state"
+    yield "snapshot", p.copy_seconds, "of local params, and writing back"
+    yield "slowest island", p.spread_seconds, _spread_note(case)
+
+
+def _spread_note(case: Case) -> str:
+    if case.outer.local_steps == "dynamic":
+        return "makes fewer inner steps"
+    return f"its steps take {percent(case.spread)} longer" if case.spread else "equal speed assumed; see --spread"
+
+
+def notes(picture: Picture) -> Iterator[str]:
+    """What else follows, a line each."""
+    case, p = picture.case, picture.prediction
+    if p.hidden_seconds:
+        yield f"behind inner steps  {human_duration(p.hidden_seconds)} a cycle, not in the terms above"
+    bits = f"{8 * p.sent_bytes / p.num_params:.3g} bits a parameter, {p.bits_per_param_step:.3g} a parameter and step"
+    yield f"sent by an island   {human_bytes(p.sent_bytes)} a cycle: {bits}"
+    yield f"with {_tokens(picture)}"
+    yield f"published model     {percent(published_utilisation(picture))} (2501.18512: one-way bytes, nothing else)"
+    if p.is_codec_slower:
+        busy, transfer = human_duration(p.busy_codec_seconds), human_duration(p.busy_transfer_seconds)
+        yield f"WARNING: {case.outer.codec} is slower than the link it serves: {busy} for {transfer} of transfer"
+
+
+def _tokens(picture: Picture) -> str:
+    """The wanted tokens, or the run's own, and their time."""
+    config, case, p = picture.config, picture.case, picture.prediction
+    a_cycle = case.num_islands * config.optimizer.tokens_per_step * p.inner_steps
+    tokens = picture.tokens or config.run.total_steps * config.optimizer.tokens_per_step * case.num_islands
+    seconds = tokens / a_cycle * p.total_seconds
+    counted = f"{human_count(tokens)} tokens".ljust(13)
+    return f"{counted}  {human_duration(seconds)}, {human_count(tokens / seconds)} tokens/s in all islands"
+
+
+def published_utilisation(picture: Picture) -> float:
+    """Of the run, by the model of diloco/planning/utilisation.py."""
+    case, outer = picture.case, picture.case.outer
+    sizes = picture.island.work.sizes
+    fragments = fragments_of(outer, case.specs, case.num_islands)
+    num_params = sum(fragment.num_elements for fragment in fragments)
+    # What is sent once: the means, all of them together.
+    bits = 8 * sum(fragment.mean_bytes for fragment in fragments) / num_params
+    model = Model(num_layers=sizes.num_layers, num_params=num_params, step_seconds=case.step_seconds)
+    if outer.fragments == 1:
+        method = diloco(model, outer.inner_steps, delay=outer.delay, bits=bits)
+    else:
+        pattern = "sequential" if outer.fragment_pattern == "sequential" else "strided"
+        count = min(outer.fragments, sizes.num_layers)
+        method = streaming(model, outer.inner_steps, fragments=count, delay=outer.delay, bits=bits, pattern=pattern)
+    return float(utilisation(model, method, np.array([case.link.bits_per_second / 1e9]))[0])
+
+
+def memory_table(picture: Picture) -> Table:
+    """Bytes of the outer loop's state beside those of an inner step."""
+    table = plain_table(("",), ("any rank",))
+    for name, num_bytes in memory_rows(picture):
+        table.add_row(name, human_bytes(num_bytes))
+    where = "the CPU" if picture.island.device_type == "cpu" else "a GPU"
+    table.add_row(f"beside an inner step, on {where}", human_bytes(max(each.peak for each in picture.island.memory)))
+    return table
+
+
+def memory_rows(picture: Picture) -> list[tuple[str, float]]:
+    """(what, bytes) of a rank that carries its share of the parts."""
+    case, outer = picture.case, picture.case.outer
+    fragments = fragments_of(outer, case.specs, case.num_islands)
+    held = sum(fragment.num_elements for fragment in fragments) / case.ranks
+    largest = max(fragment.num_elements for fragment in fragments) / case.ranks
+    rows = [("global params", FP32 * held)]
+    if outer.optimizer.momentum > 0:
+        rows.append(("outer momentum", FP32 * held))
+    if outer.coding.feedback is not None:
+        rows.append(("residuals of coding", FP32 * held * (1 + 1 / case.num_islands)))
+    if outer.merge.needs_last_mean:
+        rows.append(("last mean", FP32 * held))
+    rows.append(("a round's snapshot and mean", 2 * FP32 * largest))
+    rows.append(("means for joiners, at most", LOG_BYTES_PER_PARAM * held))
+    return [*rows, ("together", sum(num_bytes for _, num_bytes in rows))]
+
+
+def advice_table(picture: Picture) -> Table:
+    """Each setting, and what it gives."""
+    table = plain_table((), ("computes", "sent", "bits"))
+    table.add_column("set")
+    before: dict[str, Any] = {}
+    for rung in picture.rungs:
+        p = rung.prediction
+        added = {key: value for key, value in rung.changes.items() if before.get(key) != value}
+        what = overrides_of(added) if rung.changes else "(as configured)"
+        table.add_row(percent(p.utilisation), human_bytes(p.sent_bytes), f"{p.bits_per_param_step:.3g}", what)
+        before = rung.changes
+    return table
+
+
+def verdict(picture: Picture) -> str:
+    """One line: what to do."""
+    last, goal = picture.rungs[-1], percent(picture.target)
+    if _is_reached(picture):
+        return f"{goal}: {'as configured' if not last.changes else f'set {overrides_of(last.changes)}'}"
+    needed = needed_bandwidth(last.case, picture.target)
+    if needed is None:
+        return f"Nothing reaches {goal}, nor would a faster link: what is left is the host's work, and waiting"
+    return f"Nothing reaches {goal} on this link; the last line does with {human_rate(needed)}"
+
+
+def overrides_of(changes: Mapping[str, Any]) -> str:
+    """Changes below `outer`, as the command line has them."""
+    return " ".join(f"outer.{key}={value}" for key, value in changes.items())
+
+
+def percent(share: float) -> str:
+    """`0.12345` as `12.3 %`."""
+    return f"{100 * share:.1f} %"
+
+
+def human_duration(seconds: float) -> str:
+    """`0.0123` as `12.3 ms`, `200000` as `2 d 7 h`."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us" if seconds else "0"
+    if seconds < 48 * 3600:
+        return human_seconds(seconds)
+    hours = round(seconds / 3600)
+    return f"{hours // 24:,} d {hours % 24} h"
+
+
+def human_rate(bits_per_second: float) -> str:
+    """`2.5e9` as `2.5 Gbit/s`."""
+    for unit, size in (("Gbit", 1e9), ("Mbit", 1e6), ("kbit", 1e3)):
+        if bits_per_second >= size:
+            return f"{bits_per_second / size:.3g} {unit}/s"
+    return f"{bits_per_second:.3g} bit/s"
+
+
+def _outer_line(picture: Picture) -> str:
+    outer = picture.case.outer
+    fragments = f"{outer.fragments} fragment{'s' * (outer.fragments > 1)}"
+    settings = f"{outer.inner_steps} inner steps, {fragments}, delay {outer.delay}, {outer.codec}"
+    return f"outer  {settings} over {outer.transport}"
+
+
+def _cycle(p: Prediction) -> str:
+    return f"a cycle of {p.inner_steps} inner steps, all parameters averaged"
+
+
+def _is_reached(picture: Picture) -> bool:
+    return picture.rungs[-1].prediction.utilisation >= picture.target
+
+
+def _section(console: Console, name: str, content: Table) -> None:
+    console.print()
+    _print(console, name, "bold")
+    console.print(content)
+
+
+def _print(console: Console, text: str, style: str = "") -> None:
+    console.print(Text(text, style=style))

@@ -1,0 +1,98 @@
+"""`diloco plan`: what the command prints, and how it answers mistakes."""
+
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from diloco.config import ConfigError
+from diloco.plan import Question, parse_count, show_plan
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+def printed(overrides: list[str], width: int = 100, **asked: object) -> list[str]:
+    """The lines that the command prints into a pipe of such a width."""
+    out = StringIO()
+    question = Question(**{"step_seconds": "0.1", "codec_speed": "4G"} | asked)  # pyright: ignore
+    show_plan(QUICKSTART, overrides, question, Console(file=out, width=width))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def error_of(overrides: list[str] | None = None, **asked: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        printed(overrides or [], **asked)
+    return str(caught.value)
+
+
+def test_the_plan_shows_every_term_memory_time_and_advice():
+    text = "\n".join(printed([], bandwidth="1mbit", rtt="50ms"))
+    for word in ("inner steps", "transfer", "round trips", "codec", "outer step", "slowest island", "global params"):
+        assert word in text
+    assert "tokens/s" in text and "bits a parameter" in text
+    assert "set outer." in text
+
+
+def test_memory_is_what_the_outer_loop_keeps():
+    def amounts(*overrides: str) -> dict[str, str]:
+        lines = printed(list(overrides))
+        start = next(i for i, line in enumerate(lines) if line.startswith("What a rank holds"))
+        rows = [line.rsplit(maxsplit=2) for line in lines[start + 2 : lines.index("", start)]]
+        return {row[0]: f"{row[1]} {row[2]}" for row in rows}
+
+    plain = amounts()
+    assert plain["global params"] == "2.1 MB", "1.05M parameters, 4 bytes each, on 2 ranks"
+    assert "outer momentum" not in plain and "residuals of coding" not in plain
+    assert amounts("outer.optimizer.momentum=0.9")["outer momentum"] == "2.1 MB"
+    assert amounts("outer.coding.feedback=0.9")["residuals of coding"] == "3.15 MB"
+    assert plain["a round's snapshot and mean"] == "4.2 MB"
+    assert amounts("outer.fragments=5")["a round's snapshot and mean"] == "984 kB", "of the largest fragment, a layer"
+
+
+def test_no_line_is_wider_than_the_terminal():
+    for width in (80, 100):
+        assert max(map(len, printed([], width, bandwidth="1mbit", rtt="50ms"))) <= width
+
+
+def test_the_status_is_asked_for_with_the_utilisation():
+    def status(**asked: object) -> bool:
+        question = Question(step_seconds="0.1", bandwidth="1mbit", **asked)  # pyright: ignore
+        return show_plan(QUICKSTART, [], question, Console(file=StringIO()))
+
+    assert status() and status(utilisation=0.01) and not status(utilisation=0.99)
+
+
+def test_a_codec_slower_than_the_link_is_warned_of():
+    assert any("WARNING: int8 is slower" in line for line in printed([], codec_speed="1M"))
+    assert not any("WARNING" in line for line in printed([], bandwidth="1mbit"))
+
+
+def test_unequal_islands_make_a_spread():
+    text = "\n".join(printed(["islands=[{ranks: 1}, {ranks: 2}]"], step_seconds=None, flops="1T"))
+    assert "100.0 % longer" in text
+
+
+@pytest.mark.parametrize(
+    ("asked", "flag", "cure"),
+    [
+        ({"bandwidth": "fast"}, "--bandwidth", "100mbit"),
+        ({"rtt": "50"}, "--rtt", "50ms"),
+        ({"tokens": "many"}, "--tokens", "10B"),
+        ({"step_seconds": "0"}, "--step-seconds", "200ms"),
+        ({"step_seconds": None, "flops": "-3"}, "--flops", "10B"),
+        ({"codec_speed": "2GB"}, "--codec-speed", "10B"),
+    ],
+)
+def test_a_mistyped_flag_is_answered_with_its_name_and_a_cure(asked, flag, cure):
+    text = error_of(**asked)
+    assert text.startswith(flag) and cure in text
+
+
+def test_too_many_fragments_are_answered_with_as_many_as_there_can_be():
+    with pytest.raises(ValueError, match=r"outer.fragments=5"):
+        printed(["outer.fragments=9", "outer.inner_steps=30"])
+
+
+def test_counts_are_read_with_their_letters():
+    assert [parse_count(text) for text in ("10B", "1.5k", "2e6", "400T")] == [1e10, 1500.0, 2e6, 4e14]
