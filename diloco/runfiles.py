@@ -33,6 +33,11 @@ class RunFacts:
     """Held-out loss of a byte bigram model, nats a token: what any model must beat."""
     created: str = ""
     """ISO 8601, UTC."""
+    links: str = ""
+    """As `simulate --link` was given, one after the other."""
+    wire_bytes_sent: dict[str, int] | None = None
+    wire_bytes_received: dict[str, int] | None = None
+    """By island: whole frames, headers and all, as the interfaces counted them. None without network namespaces."""
 
 
 @dataclass

@@ -44,6 +44,9 @@ def summarise_records(run: RunRecords) -> Summary:
         "bigram_loss": run.facts.bigram_loss if run.facts else None,
         **training_figures(run.islands),
         "faults": dict(Counter(fault.kind for fault in read_faults(run.run_dir) if not fault.is_end)),
+        "links": run.facts.links or None if run.facts else None,
+        "wire_bytes_sent": run.facts.wire_bytes_sent if run.facts else None,
+        "wire_bytes_received": run.facts.wire_bytes_received if run.facts else None,
         "data_parallel_bytes": data_parallel_bytes(run),
         "data_parallel_formula": DATA_PARALLEL_FORMULA,
         "baseline": None,
@@ -150,6 +153,10 @@ def summary_rows(summary: Summary) -> list[tuple[str, str, str]]:
         ("Digests equal in every round", _yes_or_no(summary["digests_equal"]), ""),
         ("Sent between islands", human_bytes(sent), ""),
     ]
+    if summary["wire_bytes_sent"] is not None:
+        rows.append(("On the wire, headers and all", human_bytes(total(summary["wire_bytes_sent"])), ""))
+    if summary["links"] is not None:
+        rows.append(("Links", summary["links"], ""))
     if summary["committed_share"] is not None:
         rows.append(("Inner steps in committed rounds", f"{summary['committed_share'] * 100:.1f} %", ""))
     if summary["faults"]:

@@ -1,6 +1,14 @@
 """Numbers as people read them. Decimal units: 1 MB is 10^6 bytes, as links are rated."""
 
+import math
+import re
+from collections.abc import Mapping
+
+from diloco.config import ConfigError
+
 UNKNOWN = "-"
+BIT_RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def human_count(value: float | None) -> str:
@@ -31,6 +39,35 @@ def human_loss(value: float | None) -> str:
 def one_line(text: str) -> str:
     """Text from elsewhere made safe for a terminal: no line breaks, no escape codes."""
     return "".join(c if c.isprintable() else " " for c in text).strip()
+
+
+def parse_bits_per_second(text: str) -> float:
+    """`100mbit` (or `100mbit/s`) as 1e8; above 0. Raises ConfigError, which does not say where it was written."""
+    rate = _parse(text.removesuffix("/s"), BIT_RATES)
+    if rate is None or rate <= 0:
+        raise ConfigError(
+            f"{text!r} is not a bit rate; allowed: a number above 0 and one of {', '.join(BIT_RATES)} (a second), "
+            "for example 100mbit or 2.5gbit"
+        )
+    return rate
+
+
+def parse_seconds(text: str) -> float:
+    """`50ms` as 0.05; 0 or more. Raises ConfigError, which does not say where it was written."""
+    seconds = _parse(text, SECONDS)
+    if seconds is None:
+        raise ConfigError(
+            f"{text!r} is not a time; allowed: a number and one of {', '.join(SECONDS)}, for example 50ms or 0.2s"
+        )
+    return seconds
+
+
+def _parse(text: str, units: Mapping[str, float]) -> float | None:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([a-z]+)", text.strip().lower())
+    if found is None or found[2] not in units:
+        return None
+    value = float(found[1]) * units[found[2]]
+    return value if math.isfinite(value) else None
 
 
 def _scaled(value: float, units: tuple[str, ...], gap: str) -> str:

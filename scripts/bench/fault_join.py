@@ -13,14 +13,14 @@ from statistics import median
 from typing import Any
 
 from diloco.bootstrap import PREFIX
+from diloco.links import Link, linked_namespaces
 from diloco.netns import Namespace
 from diloco.processes import Child, start, stop
 from scripts.bench.fault_island import Seat
 from scripts.bench.fault_stall import FaultBenchError
-from scripts.bench.netns import shaped_namespaces
 
 NUM_STARTING = 4
-LINK, LINK_RATE = "100mbit", 100e6
+LINK_RATE = 100e6
 STATE_BYTES = 8
 """Per parameter: params and momentum in fp32."""
 INNER_STEPS = 12
@@ -108,7 +108,7 @@ def opened(kind: str, num_params: int, num_islands: int) -> Iterator[Net]:
     """A run of NUM_STARTING islands that has committed ROUNDS_BEFORE rounds, and room for more islands."""
     with (
         tempfile.TemporaryDirectory(prefix="diloco-faults-") as folder,
-        shaped_namespaces(num_islands + 1, LINK) as namespaces,
+        linked_namespaces(num_islands + 1, Link(LINK_RATE)) as namespaces,
     ):
         net = Net(namespaces, kind, num_params, Path(folder))
         try:

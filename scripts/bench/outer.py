@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # Started as a file, this folder would come first, where `outer` is this file and not the package.
 sys.path[0] = str(ROOT)
 
+from diloco.links import linked_namespaces, parse_link, sent_bytes  # noqa: E402
 from diloco.netns import Namespace  # noqa: E402
 from scripts.bench.arguments import choices  # noqa: E402
-from scripts.bench.netns import sent_bytes, shaped_namespaces  # noqa: E402
 
 LINKS = {"loopback": None, "100mbit": 100e6, "1gbit": 1e9}
 CODECS = {
@@ -251,7 +251,7 @@ def linked(link: str, num_islands: int) -> Iterator[Sequence[Namespace]]:
     if LINKS[link] is None:
         yield ()
         return
-    with shaped_namespaces(num_islands, link) as namespaces:
+    with linked_namespaces(num_islands, parse_link(link)[1]) as namespaces:
         yield namespaces
 
 
