@@ -50,7 +50,7 @@ def specs_of(sizes: ModelSizes) -> tuple[Spec, ...]:
 def fragments_of(outer: OuterConfig, specs: tuple[Spec, ...], num_islands: int) -> Sequence[Fragment]:
     """What each round of a cycle sends. Raises InputError when the model cannot be cut into so many fragments."""
     # When it is sent does not matter to what is sent.
-    what = outer.model_copy(update={"inner_steps": outer.fragments, "delay": 0, "rounds": 1})
+    what = outer.model_copy(update={"inner_steps": outer.fragments, "delay": 0, "eager": False, "rounds": 1})
     return _fragments(what.model_dump_json(), specs, num_islands)
 
 

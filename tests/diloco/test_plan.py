@@ -20,6 +20,17 @@ def printed(overrides: list[str], width: int = 100, **asked: object) -> list[str
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
+METHODS = sorted((QUICKSTART.parent / "methods").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
+def test_every_shipped_method_can_be_planned(path: Path):
+    out = StringIO()
+    question = Question(step_seconds="0.1", codec_speed="4G", bandwidth="10mbit", rtt="50ms")
+    show_plan(path, [], question, Console(file=out, width=100))
+    assert "bits a parameter" in out.getvalue()
+
+
 def error_of(overrides: list[str] | None = None, **asked: object) -> str:
     with pytest.raises(ConfigError) as caught:
         printed(overrides or [], **asked)
