@@ -43,6 +43,14 @@ GROUP_SECONDS = 1800.0
 """Longest wait of ranks for one another beyond the outer loop's own waits."""
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What islands of one process have in common."""
+
+    hub: Hub
+    loop: LoopThread
+
+
 @dataclass
 class Parts:
     """What one rank of an island works with. Metrics and the speedometer are the leader's alone."""
@@ -141,8 +149,13 @@ def load_corpus(config: RunConfig, island: IslandConfig) -> Corpus:
 
 
 @contextmanager
-def assembled(config: RunConfig, island: IslandConfig, team: Team, device: str, folder: Path) -> Iterator[Parts]:
-    """One rank's parts, its network connections open. Every rank of the island must enter it."""
+def assembled(
+    config: RunConfig, island: IslandConfig, team: Team, device: str, folder: Path, shared: Shared | None = None
+) -> Iterator[Parts]:
+    """One rank's parts, its network connections open. Every rank of the island must enter it.
+
+    `shared`: what it has in common with the other islands of this process, if there are any.
+    """
     corpus = load_corpus(config, island)
     num_sequences = config.optimizer.tokens_per_step // config.data.seq_len
     num_islands = config.outer.start_islands
@@ -150,8 +163,9 @@ def assembled(config: RunConfig, island: IslandConfig, team: Team, device: str, 
     trainer = build_trainer(config, island, corpus, device)
     lock = hold_folder(folder) if team.is_leader else None
     metrics = open_metrics(config, island, folder) if team.is_leader else None
-    loop = LoopThread()
-    network = connect(config, island, team, loop, folder)
+    # A lone island needs no network.
+    hub, loop = (Hub(), LoopThread()) if shared is None else (shared.hub, shared.loop)
+    network = connect(config, island, team, loop, folder, hub)
     try:
         identity = Identity(
             island=island.island,
@@ -180,7 +194,11 @@ def assembled(config: RunConfig, island: IslandConfig, team: Team, device: str, 
                 partial(slow_down, hooks),
             )
     finally:
-        close(network, loop, metrics)
+        close_network(network, loop)
+        if shared is None:
+            loop.close()
+        if metrics is not None:
+            metrics.close()
         if lock is not None:
             os.close(lock)
 
@@ -203,14 +221,6 @@ def hold_folder(folder: Path) -> int:
     return lock
 
 
-def close(network: Network, loop: LoopThread, metrics: Metrics | None) -> None:
-    """Free sockets, processes and files of a rank."""
-    close_network(network, loop)
-    loop.close()
-    if metrics is not None:
-        metrics.close()
-
-
 def close_network(network: Network, loop: LoopThread) -> None:
     """Free sockets and processes of a rank."""
     try:
@@ -219,7 +229,7 @@ def close_network(network: Network, loop: LoopThread) -> None:
         log.warning("the network did not close within %.0f s", CLOSE_SECONDS)
 
 
-def connect(config: RunConfig, island: IslandConfig, team: Team, loop: LoopThread, folder: Path) -> Network:
+def connect(config: RunConfig, island: IslandConfig, team: Team, loop: LoopThread, folder: Path, hub: Hub) -> Network:
     """The rank's connections to other islands; the leader checks that they run the same config."""
     leader_address = None
     network = None
@@ -237,8 +247,7 @@ def connect(config: RunConfig, island: IslandConfig, team: Team, loop: LoopThrea
                 allow=island.allow,
                 relay=island.relay,
                 identity_path=folder / "identity.key",
-                # A lone island needs no network; islands that share a hub are threads of one process.
-                hub=Hub() if config.outer.transport == "loopback" else None,
+                hub=hub,
                 leader_address=leader_address,
                 connect_seconds=island.connect_seconds,
             )

@@ -48,6 +48,23 @@ def simulate(
         bool,
         typer.Option("--netns", help="Each island in a network namespace of its own, as a cut has it; needs root."),
     ] = False,
+    link: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[ISLAND:]RATE[,rtt=TIME]",
+            help="Shape the islands' access links, up and down each, with TIME from one to another and back; needs "
+            "root. Repeatable: 1gbit for all, 0:50mbit for island 0. With rtt on a kernel without netem all islands "
+            "together get about 2 Gbit/s. Example: --link 100mbit,rtt=50ms.",
+        ),
+    ] = None,
+    in_process: Annotated[
+        bool,
+        typer.Option(
+            "--in-process",
+            help="All islands as threads of one process, which take turns on its processors: many of them on a small "
+            "machine, with the very results of real processes. Example: --in-process --islands 32 --ranks 1.",
+        ),
+    ] = False,
 ) -> None:
     """Run all islands of a config on this machine, as real processes, and write a report.
 
@@ -73,8 +90,9 @@ def simulate(
     from diloco.simulate import Trouble
     from diloco.simulate import simulate as run
 
-    trouble = Trouble(tuple(fault or ()), storm, storm_seed, storm_count, netns)
-    raise typer.Exit(run(config, overrides or [], islands, ranks, with_baseline=baseline, trouble=trouble))
+    trouble = Trouble(tuple(fault or ()), storm, storm_seed, storm_count, netns, tuple(link or ()))
+    options = {"with_baseline": baseline, "in_process": in_process}
+    raise typer.Exit(run(config, overrides or [], islands, ranks, trouble=trouble, **options))
 
 
 @app.command()
@@ -86,6 +104,17 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     from diloco.train import train as run
 
     run(resolved, resolved.island.index)
+
+
+@app.command(hidden=True)
+def islands(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Run all islands of a config as threads of this process: what `simulate --in-process` starts."""
+    from diloco.config import load_config
+
+    resolved = load_config(config, overrides or [])
+    from diloco.turns import train_together as run
+
+    run(resolved)
 
 
 @app.command(hidden=True)
@@ -178,6 +207,55 @@ def mesh(
     from diloco.mesh_picture import show_mesh
 
     raise typer.Exit(0 if show_mesh(config, overrides or [], island, memory, Console()) else 1)
+
+
+@app.command()
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    islands: Annotated[int | None, typer.Option(min=1, help="Number of islands; default: the config's.")] = None,
+    bandwidth: Annotated[str, typer.Option(help="Of an island's link, each way: 100mbit, 2.5gbit.")] = "1gbit",
+    rtt: Annotated[str, typer.Option(help="Round-trip time between islands: 50ms.")] = "0ms",
+    step_seconds: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Of an inner step: 0.2 or 200ms; default: from --flops.")
+    ] = None,
+    flops: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Peak of a rank, a second: 400T; default: measured here.")
+    ] = None,
+    spread: Annotated[
+        float | None,
+        typer.Option(min=0, help="How much longer the slowest island's steps are, as a share of the fastest's: 0.1."),
+    ] = None,
+    codec_speed: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="Of fp32 coded in a second: 2G; default: measured here.")
+    ] = None,
+    utilisation: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01, max=0.999, help="Wanted share of the time that computes, 0.95; status 1 if not reached."
+        ),
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="COUNT", help="Say how long so many take: 10B; default: the run's.")
+    ] = None,
+) -> None:
+    """Predict what a run costs on given links, term by term, and what to set; starts nothing."""
+    from rich.console import Console
+
+    from diloco.plan import Question, show_plan
+
+    question = Question(
+        islands=islands,
+        bandwidth=bandwidth,
+        rtt=rtt,
+        step_seconds=step_seconds,
+        flops=flops,
+        spread=spread,
+        codec_speed=codec_speed,
+        utilisation=utilisation,
+        tokens=tokens,
+    )
+    raise typer.Exit(0 if show_plan(config, overrides or [], question, Console()) else 1)
 
 
 @app.command()

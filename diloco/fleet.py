@@ -12,6 +12,7 @@ from diloco.bootstrap import PREFIX
 from diloco.config import Config, ConfigError, IslandConfig
 from diloco.fault_spec import BOOTSTRAP, Fault, Who
 from diloco.faults import FOLDER
+from diloco.links import Links, connect
 from diloco.netns import Namespace, Net
 from diloco.processes import Child, kill, start, torchrun
 
@@ -30,6 +31,7 @@ class Fleet:
     join: Callable[[int], Child] | None = None
     joined: set[int] = field(default_factory=set)
     net: Net | None = None
+    links: Links = field(default_factory=Links)
     has_trouble: bool = False
     """Whether faults may be begun in islands while they run."""
     namespaces: dict[Who, Namespace] = field(default_factory=dict)
@@ -61,9 +63,9 @@ class Fleet:
 
 
 def settle(fleet: Fleet, who: Who) -> None:
-    """Give the process a namespace of its own, if the fleet has a net."""
+    """Give the process a namespace and a link of its own, if the fleet has a net."""
     if fleet.net is not None and who not in fleet.namespaces:
-        fleet.namespaces[who] = fleet.net.add()
+        fleet.namespaces[who] = connect(fleet.net, fleet.links.of(who))
 
 
 def start_island(config: Config, index: int, address: str | None, faults: Sequence[Fault], fleet: Fleet) -> Child:

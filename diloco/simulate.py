@@ -3,7 +3,7 @@
 import signal
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -14,9 +14,11 @@ from diloco.check import bigram_yardstick, check_run, model_params
 from diloco.config import Config, ConfigError, dump_config, load_config
 from diloco.fault_spec import BOOTSTRAP, check_faults, parse_fault
 from diloco.fleet import Fleet, settle, start_bootstrap, start_in, start_island, start_joiner
+from diloco.in_process import in_one_process, run_in_process
 from diloco.inflict import Inflictor
+from diloco.links import carried, opened_links, parse_links, relay_warning
 from diloco.live import LiveView
-from diloco.netns import check_possible, opened_net
+from diloco.netns import check_possible
 from diloco.processes import Child, stop, torchrun
 from diloco.report import write_report
 from diloco.runfiles import BASELINE, RunFacts, write_atomically, write_facts
@@ -28,13 +30,14 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Trouble:
-    """What is inflicted on a run: faults as written, a storm's faults an island and minute, and their number."""
+    """What is inflicted on a run: faults and links as written, a storm's faults an island and minute, their number."""
 
     faults: tuple[str, ...] = ()
     storm: float | None = None
     storm_seed: int = 0
     storm_count: int | None = None
     netns: bool = False
+    links: tuple[str, ...] = ()
 
     @property
     def has_faults(self) -> bool:
@@ -44,7 +47,7 @@ class Trouble:
     @property
     def needs_net(self) -> bool:
         """Whether islands must have namespaces."""
-        return self.netns or any(parse_fault(spec).kind == "cut" for spec in self.faults)
+        return self.netns or bool(self.links) or any(parse_fault(spec).kind == "cut" for spec in self.faults)
 
 
 NO_TROUBLE = Trouble()
@@ -58,9 +61,15 @@ def simulate(
     *,
     with_baseline: bool,
     trouble: Trouble = NO_TROUBLE,
+    in_process: bool = False,
 ) -> int:
     """The exit status: 0 when at least one island finished the run, 130 after Ctrl-C or SIGTERM."""
     config = sized(load_config(path, overrides), islands, ranks)
+    if in_process:
+        config = in_one_process(config, has_trouble=trouble != NO_TROUBLE)
+    else:
+        check_transport(config)
+    links = parse_links(trouble.links, len(config.islands))
     check_trouble(trouble, config)
     facts, run_dir = prepare(config, with_baseline=with_baseline)
     config = config.model_copy(update={"name": run_dir.name})
@@ -72,12 +81,19 @@ def simulate(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     try:
-        with opened_net() if trouble.needs_net else nullcontext() as net:
+        with opened_links(links) if trouble.needs_net else nullcontext() as net:
+            fleet = Fleet(run_dir, started, net=net, links=links, has_trouble=trouble.has_faults)
+            if net is not None and (warning := relay_warning(net, links, len(config.islands))):
+                console.print(warning)
             try:
-                fleet = Fleet(run_dir, started, net=net, has_trouble=trouble.has_faults)
-                finished = run_islands(config, run_dir, trouble, fleet, console)
+                finished = (
+                    run_in_process(config, run_dir, started, console)
+                    if in_process
+                    else run_islands(config, run_dir, trouble, fleet, console)
+                )
             finally:
                 stop(started)
+            record_links(fleet, facts, trouble)
         if with_baseline and finished:
             finished = run_baseline(config, run_dir, started, console)
     except KeyboardInterrupt:
@@ -129,13 +145,17 @@ def sized(config: Config, islands: int | None, ranks: int | None) -> Config:
     )
     if ranks is not None:
         listed = [{**island, "ranks": ranks} for island in listed]
-    if config.outer.transport == "loopback" and count > 1:
-        raise ConfigError(
-            "outer.transport is 'loopback', which joins islands of one process only; "
-            "simulate starts real processes: use outer.transport=gloo or outer.transport=hivemind"
-        )
     outer = config.outer.model_copy(update={"start_islands": count})
     return config.model_copy(update={"islands": tuple(listed), "outer": outer})
+
+
+def check_transport(config: Config) -> None:
+    """Raise ConfigError if islands in processes of their own could not find each other."""
+    if config.outer.transport == "loopback" and len(config.islands) > 1:
+        raise ConfigError(
+            "outer.transport is 'loopback', which joins islands of one process only; simulate starts real processes: "
+            "use outer.transport=gloo or outer.transport=hivemind, or --in-process"
+        )
 
 
 def new_run_dir(parent: Path, name: str) -> Path:
@@ -182,8 +202,20 @@ def run_baseline(config: Config, run_dir: Path, started: list[Child], console: C
     return child.exit_code == 0
 
 
+def record_links(fleet: Fleet, facts: RunFacts, trouble: Trouble) -> None:
+    """Put into run.json what the islands' links have carried, if there are any."""
+    if fleet.net is None:
+        return
+    both = {fleet.islands[who].name: carried(fleet.net, fleet.namespaces[who]) for who in fleet.islands}
+    sent, received = ({name: ways[i] for name, ways in both.items()} for i in range(2))
+    links = " ".join(trouble.links)
+    write_facts(fleet.run_dir, replace(facts, links=links, wire_bytes_sent=sent, wire_bytes_received=received))
+
+
 def baseline_ranks(config: Config) -> int:
-    """All ranks of all islands."""
+    """All ranks of all islands; one for islands of one process, who may be more than this machine has room for."""
+    if config.outer.transport == "loopback" and len(config.islands) > 1:
+        return 1
     return sum(config.for_island(index).ranks for index in range(len(config.islands)))
 
 

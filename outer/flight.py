@@ -17,7 +17,7 @@ class Flight:
         self._reports: list[RoundReport] = []
         self._error: BaseException | None = None
         # A daemon: a process that is told to stop does not wait for the others of its last round.
-        self._thread = threading.Thread(target=self._run, name=f"round-{snapshot.round}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{threading.current_thread().name} round {snapshot.round}", daemon=True)
         self._thread.start()
 
     @property

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-
 MAX_SELECT_SECONDS = 3600.0
+"""The system takes no longer waits than some weeks."""
 
 
 class LoopThread:
@@ -37,7 +37,7 @@ class LoopThread:
 
     def close(self) -> None:
         """Cancel what still runs and end the thread."""
-        self.start(_cancel_others()).result(5)
+        self.start(_cancel_others()).result(5 * self._slowness)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
         if not self._thread.is_alive():

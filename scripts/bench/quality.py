@@ -1,0 +1,165 @@
+"""Held-out loss of methods at equal tokens, and the bytes that each sent, over several seeds; in one process each.
+
+    python -m scripts.bench.quality [--rows diloco,int4] [--seeds 0,1,2] [--out FOLDER] [section.key=value ...]
+
+Every row trains the quickstart's model and text on as many tokens (4 islands x 200 inner steps x 1024 tokens, or one
+island with steps four times as large). Results go to FOLDER/results.jsonl as they come, and runs that are in there are
+not repeated; `--plot FILE.png` draws loss against bytes.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from tempfile import TemporaryDirectory
+
+from scripts.bench.arguments import choices
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["optimizer.tokens_per_step=1024", "island.micro_batch=4", "evaluate.every_rounds=4"]
+ONE = ["optimizer.tokens_per_step=4096", "outer.start_islands=1", "evaluate.every_rounds=4"]
+PLAIN = "outer.optimizer={lr: 1.0, momentum: 0.0, nesterov: false}"
+RUN_SECONDS = 1800.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method: a config of configs/methods and what is changed in it."""
+
+    config: str
+    changes: tuple[str, ...] = ()
+    islands: int = 4
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run."""
+
+    row: str
+    seed: int
+    settings: str
+    loss: float | None
+    sent_bytes: float
+    """By an island, on average."""
+    tokens: int
+
+
+FEEDBACK = "outer.coding.feedback=0.9"
+ROWS = {
+    "data-parallel": Row("snoo", ("outer.inner_steps=1", "outer.rounds=200", PLAIN), 1),
+    "data-parallel muon": Row("snoo", ("outer.inner_steps=1", "outer.rounds=200", PLAIN, "optimizer.name=muon"), 1),
+    "snoo": Row("snoo", (), 1),
+    "muloco 1 island": Row("snoo", ("outer.optimizer={lr: 0.7, momentum: 0.6}", "optimizer.name=muon"), 1),
+    "fp32": Row("fedavg"),
+    "bf16": Row("fedavg", ("outer.codec=bf16",)),
+    "int4": Row("fedavg", ("outer.codec=int4",)),
+    "e3m0": Row("fedavg", ("outer.codec=e3m0",)),
+    "2 bits": Row("fedavg", ("outer.codec=stat2",)),
+    "2 bits, feedback": Row("fedavg", ("outer.codec=stat2", FEEDBACK)),
+    "nesterov": Row("diloco"),
+    "streaming, delay 1": Row("streaming-diloco", (PLAIN,)),
+    "streaming, delay 2, mix 0.5": Row("streaming-diloco", (PLAIN, "outer.delay=2", "outer.mix=0.5")),
+    "streaming int4": Row("streaming-diloco", (PLAIN, "outer.codec=int4")),
+    "eager": Row("eager-updates", (PLAIN,)),
+    "sparseloco": Row("sparseloco"),
+    "sparseloco, all islands": Row("sparseloco", ("outer.merge.rule=mean",)),
+    "muloco 2 bits": Row("muloco", (PLAIN,)),
+    "lowrank": Row("powersgd", (PLAIN,)),
+}
+
+
+def main() -> None:
+    """Run what is missing, and print the table."""
+    args = _arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / "results.jsonl"
+    for seed in args.seeds:
+        for name in args.rows:
+            wanted = settings_of(ROWS[name], seed, args.overrides)
+            if not any(r.row == name and r.settings == " ".join(wanted) for r in read(path)):
+                result = train(name, seed, wanted)
+                with path.open("a") as file:
+                    file.write(json.dumps(asdict(result)) + "\n")
+                print(f"seed {seed} {name}: {result.loss}", file=sys.stderr, flush=True)
+    found = [r for r in read(path) if r.settings in {" ".join(settings_of(ROWS[r.row], r.seed, args.overrides))}]
+    print_table([r for r in found if r.row in args.rows and r.seed in args.seeds])
+    if args.plot is not None:
+        draw(found, args.plot)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rows", type=choices(tuple(ROWS)), default=list(ROWS), help="with commas between")
+    parser.add_argument("--seeds", type=lambda text: [int(s) for s in text.split(",")], default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=Path("runs/quality"), help="folder of results.jsonl")
+    parser.add_argument("--plot", type=Path, help="a PNG: loss against bytes")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for every row")
+    return parser.parse_args()
+
+
+def settings_of(row: Row, seed: int, overrides: list[str]) -> list[str]:
+    """Config, islands and overrides of a run, as on the command line of `diloco simulate`."""
+    size = ONE if row.islands == 1 else SMALL
+    config = f"configs/methods/{row.config}.yaml"
+    return [config, "--islands", str(row.islands), f"seed={seed}", *size, *row.changes, *overrides]
+
+
+def read(path: Path) -> Iterator[Result]:
+    """All results so far."""
+    for line in path.read_text().splitlines() if path.exists() else ():
+        yield Result(**json.loads(line))
+
+
+def train(name: str, seed: int, settings: list[str]) -> Result:
+    """A run of its own. Its loss is None when it diverged or failed; then its last lines are on stderr."""
+    with TemporaryDirectory(prefix="quality-") as folder:
+        command = [sys.executable, "-m", "diloco", "simulate", "--in-process", "--ranks", "1", *settings]
+        command += ["name=run", f"island.run_dir={folder}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_SECONDS, check=False)
+        summary = Path(folder) / "run" / "summary.json"
+        if done.returncode or not summary.exists():
+            print((done.stdout + done.stderr)[-2000:], file=sys.stderr)
+            return Result(name, seed, " ".join(settings), None, 0.0, 0)
+        facts = json.loads(summary.read_text())
+    sent = list(facts["bytes_sent"].values())
+    return Result(name, seed, " ".join(settings), facts["final_eval_loss"], mean(sent), facts["tokens"])
+
+
+def print_table(results: list[Result]) -> None:
+    """Mean and spread of each row, and its bytes."""
+    print(f"{'row':<30}{'seeds':>6}{'loss':>9}{'spread':>8}{'against fp32':>14}{'MB an island':>14}")
+    plain = [r.loss for r in results if r.row == "fp32" and r.loss is not None]
+    for name in ROWS:
+        losses = [r.loss for r in results if r.row == name and r.loss is not None]
+        if not losses:
+            continue
+        spread = stdev(losses) if len(losses) > 1 else 0.0
+        against = f"{100 * (mean(losses) / mean(plain) - 1):+.2f} %" if plain else ""
+        sent = mean(r.sent_bytes for r in results if r.row == name) / 1e6
+        print(f"{name:<30}{len(losses):>6}{mean(losses):>9.4f}{spread:>8.4f}{against:>14}{sent:>14.2f}")
+
+
+def draw(results: list[Result], path: Path) -> None:
+    """Loss against bytes, a point for each run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for name in ROWS:
+        points = [(r.sent_bytes / 1e6, r.loss) for r in results if r.row == name and r.loss and r.sent_bytes]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o", label=name, alpha=0.7)
+    axes.set(xscale="log", xlabel="MB sent by an island", ylabel="held-out loss (nats a token)")
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
