@@ -16,8 +16,9 @@ class Flight:
         self._averaging = averaging
         self._reports: list[RoundReport] = []
         self._error: BaseException | None = None
+        name = f"{threading.current_thread().name} round {snapshot.round}"
         # A daemon: a process that is told to stop does not wait for the others of its last round.
-        self._thread = threading.Thread(target=self._run, name=f"{threading.current_thread().name} round {snapshot.round}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property

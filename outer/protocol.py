@@ -267,7 +267,7 @@ class Protocol:
             return "it has been given up here"
         if self.phase != "gathering" or self.own is None or self.plan is not None:
             return f"{self.me!r} is {self.phase} in round {self.standing.round}"
-        return objection(plan, self.own, self.rules.num_parts)
+        return objection(plan, self.own, self.rules.num_parts, self.next_attempt)
 
     def _accept(self, plan: Plan) -> None:
         self.plan, self.phase, self.is_asking = plan, "reducing", False

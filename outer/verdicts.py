@@ -45,13 +45,19 @@ def majority(digests: Iterable[str]) -> str:
     return min(counts, key=lambda digest: (-counts[digest], digest))
 
 
-def objection(plan: Plan, own: Ready, num_parts: int) -> str | None:
-    """Why `own`'s island cannot take part in the plan, or None: it is there as it is now, all hold its state."""
+def objection(plan: Plan, own: Ready, num_parts: int, first_attempt: int = 0) -> str | None:
+    """Why `own`'s island cannot take part in the plan, or None: it is there as it is now, all hold its state.
+
+    `first_attempt`: the least for which it has given its word to no plan yet.
+    """
     if plan.round != own.round:
         return f"the plan is for round {plan.round}, {own.island!r} is in round {own.round}"
     if plan.names != sorted(set(plan.names)):
         return "participants are repeated or out of order"
-    if own not in plan.participants:
+    mine = next((p for p in plan.participants if p.island == own.island), None)
+    # Renewed, when the planner's word that its ready is used came before the plan: the ready of that plan still holds.
+    is_own = mine is not None and mine.model_copy(update={"attempt": own.attempt}) == own
+    if mine is None or not is_own or not first_attempt <= mine.attempt <= own.attempt:
         return f"{own.island!r} is not in the plan as it is now"
     for participant in plan.participants:
         if participant.digest != own.digest:

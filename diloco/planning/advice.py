@@ -112,7 +112,8 @@ def _overlapped(rung: Rung, measure: Measure, delay: int, fragments: int) -> Run
     outer = rung.case.outer
     if delay < outer.delay or fragments < outer.fragments or delay > outer.inner_steps // fragments:
         return None
-    changes: dict[str, Any] = {"fragments": fragments, "delay": delay} | ({"mix": MIX} if delay > 1 and not outer.eager else {})
+    mixing = {"mix": MIX} if delay > 1 and not outer.eager else {}
+    changes: dict[str, Any] = {"fragments": fragments, "delay": delay} | mixing
     changes = {key: value for key, value in changes.items() if getattr(outer, key) != value}
     try:
         return changed(rung, measure, **changes)

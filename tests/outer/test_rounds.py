@@ -117,6 +117,14 @@ def test_a_sound_plan_passes() -> None:
     assert objection(plan_of("a", "b", attempt=1), ready("b"), NUM_PARTS) is None
 
 
+def test_a_plan_with_the_ready_of_an_attempt_before_passes_if_its_word_is_not_given() -> None:
+    plan, own = plan_of("a", "b"), ready("b", attempt=2)
+    assert objection(plan, own, NUM_PARTS, first_attempt=0) is None
+    assert objection(plan, own, NUM_PARTS, first_attempt=1) == "'b' is not in the plan as it is now"
+    later = changed(plan, participants=[ready("a"), ready("b", attempt=3)])
+    assert objection(later, own, NUM_PARTS) == "'b' is not in the plan as it is now"
+
+
 def changed(plan: Plan, **changes: object) -> Plan:
     return plan.model_copy(update=changes)
 
