@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from inner.primal_averaging import kind
+
 PARAMS = "params/"
 OPTIMIZER = "optimizer/"
 
@@ -47,8 +49,8 @@ def num_bytes(tensors: Mapping[str, Tensor | Sequence[Tensor]]) -> dict[str, int
 
 
 def optimizer_names(parts: Parts, optimizers: Optimizers) -> dict[str, str]:
-    """The class of the optimizer that steps each parameter."""
-    return {name: type(optimizer).__name__ for name, _, optimizer, _ in _stepped(parts, optimizers)}
+    """The kind of the optimizer that steps each parameter."""
+    return {name: kind(optimizer) for name, _, optimizer, _ in _stepped(parts, optimizers)}
 
 
 def make_states(parts: Parts, optimizers: Optimizers, saved: Saved) -> None:

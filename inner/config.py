@@ -74,6 +74,19 @@ class ParamGroup(Section):
         return pattern
 
 
+class AveragingConfig(Section):
+    """Generalized primal averaging (2512.17131) of the inner optimizer: one island's DiLoCo, made smooth.
+
+    The inner optimizer steps a point of its own; x is the slow average of that point. Trained on, evaluated, and sent
+    to other islands is what lies between the two: y, the island's params.
+    """
+
+    x: float = Field(ge=0, lt=1)
+    """What x keeps of itself in a step; 0.9 ** (1 / inner_steps) is like DiLoCo with so many; 0: no averaging."""
+    y: float = Field(default=0.7, gt=0, le=1)
+    """The share of x in y; the rest is the inner optimizer's own point."""
+
+
 class OptimizerConfig(Section):
     """The inner optimizer, its schedule in inner steps, and what guards it."""
 
@@ -86,6 +99,8 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(default=0.1, ge=0)
     """Of matrices; norms and the embedding do not decay, unless a group says so."""
     groups: tuple[ParamGroup, ...] = ()
+    averaging: AveragingConfig | None = None
+    """None: the inner optimizer steps the params themselves."""
     clip_norm: float | None = Field(default=1.0, gt=0)
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
     warmup_steps: int = Field(default=100, ge=0)

@@ -12,6 +12,7 @@ from torch import nn
 from inner.config import OptimizerConfig, ParamGroup
 from inner.errors import InputError
 from inner.muon import Muon
+from inner.primal_averaging import PrimalAveraging
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ def build_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Optimizers that step every parameter of `parts` once: AdamW, SGD without momentum, or Muon and AdamW.
 
+    Each is averaged if the config says so: the parameters are then PrimalAveraging's y, for whoever reads them.
     Their groups carry `lr_scale`, see set_lr. `all_names` are the whole model's parameters, of which a pipeline stage
     holds some. Raises InputError if a group's pattern takes none of them.
     """
@@ -41,7 +43,10 @@ def build_optimizers(
         groups.setdefault(treatment.optimizer, []).append(
             {"params": members, "lr_scale": treatment.lr_scale, "weight_decay": treatment.weight_decay}
         )
-    return [BUILDERS[name](groups[name], config) for name in BUILDERS if name in groups]
+    optimizers = [BUILDERS[name](groups[name], config) for name in BUILDERS if name in groups]
+    if config.averaging is None:
+        return optimizers
+    return [PrimalAveraging(base, config.averaging.x, config.averaging.y) for base in optimizers]
 
 
 def set_lr(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
