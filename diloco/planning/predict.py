@@ -21,6 +21,10 @@ PAYLOAD_TRIPS = 1.0
 """There with a part, back with its mean."""
 PAYLOAD_SHARE = {"gloo": 0.94, "hivemind": 0.91, "loopback": 1.0}
 """Of a link's rate, measured at 100 Mbit/s; headers of frames with 1448 bytes of payload alone leave 0.956."""
+MANY_PEERS_SHARE = 0.96
+"""Of that, with more than one peer: now and then a link waits for another."""
+ROUND_MESSAGES = 15
+"""What ready, plan and vote, and a thread for the round, take of the host, in payloads."""
 FIRST_WINDOW_BYTES = 10 * 1448
 """What TCP sends to a peer before it has heard anything, also after a pause; it doubles with each round trip."""
 
@@ -49,6 +53,8 @@ class HostSpeed:
     write: float
     """Global params into local params."""
     digest: float
+    message: float = 0.0
+    """Seconds a payload, sent or received: from thread to thread and through the system, while no link is busy."""
 
     def shared(self, ranks: float) -> "HostSpeed":
         """As it is where so many ranks share a core."""
@@ -80,7 +86,7 @@ class Prediction:
     transfer_seconds: float
     """2 (M - 1) / M x payload, each way, at the rate that payloads get."""
     trip_seconds: float
-    """Round trips: control messages, a part's way there and back, TCP's slow start."""
+    """Control messages, a part's way there and back, TCP's slow start, and the host's time for each payload."""
     codec_seconds: float
     """Encoding, decoding, merging: what the transfer does not cover."""
     step_seconds: float
@@ -159,7 +165,7 @@ def _round(case: Case, fragment: Fragment) -> tuple[float, float, float, float]:
     # Parts are coded while others travel; but for the first on its way out, and the last on its way in.
     beyond = max(codec - transfer, 0.0) + min(codec, transfer) / fragment.num_parts
     step = fragment.num_elements * case.speed.step / case.ranks
-    return transfer, trips + _slow_start_seconds(case, fragment), beyond, step
+    return transfer, trips + _slow_start_seconds(case, fragment) + _message_seconds(case, fragment), beyond, step
 
 
 def _transfer_seconds(case: Case, fragment: Fragment) -> float:
@@ -169,7 +175,16 @@ def _transfer_seconds(case: Case, fragment: Fragment) -> float:
 def _payload_rate(case: Case) -> float:
     """Bits of payload a second that an island sends."""
     share = case.link.payload_share
-    return case.link.bits_per_second * (PAYLOAD_SHARE[case.outer.transport] if share is None else share)
+    if share is None:
+        share = PAYLOAD_SHARE[case.outer.transport] * (MANY_PEERS_SHARE if case.num_islands > 2 else 1.0)
+    return case.link.bits_per_second * share
+
+
+def _message_seconds(case: Case, fragment: Fragment) -> float:
+    """What the host takes to pass on payloads: a part's go out and come in, with all peers or as their reducer."""
+    peers = case.num_islands - 1
+    a_part = 2 * peers if case.outer.codec in GATHERED else 4 * peers / case.num_islands
+    return case.speed.message * (fragment.num_parts * a_part / case.ranks + ROUND_MESSAGES) if peers else 0.0
 
 
 def _slow_start_seconds(case: Case, fragment: Fragment) -> float:

@@ -85,7 +85,7 @@ def _terms(case: Case, p: Prediction) -> Iterator[tuple[str, float, str]]:
     sent = f"{human_bytes(p.sent_bytes)} each way"
     yield "inner steps", p.compute_seconds, f"{outer.inner_steps} x {human_duration(case.step_seconds)}"
     yield "transfer", p.transfer_seconds, f"of {human_duration(p.busy_transfer_seconds)} for {sent}"
-    yield "round trips", p.trip_seconds, f"of {trips:g} x {rtt}, and TCP's slow start"
+    yield "round trips", p.trip_seconds, f"of {trips:g} x {rtt}, TCP's slow start, passing payloads on"
     yield "codec", p.codec_seconds, f"of {human_duration(p.busy_codec_seconds)} of {outer.codec}, as parts travel"
     yield "outer step", p.step_seconds, "and the digest of the new state"
     yield "snapshot", p.copy_seconds, "of local params, and writing back"

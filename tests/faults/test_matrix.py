@@ -15,7 +15,6 @@ from tests.faults.cases import ROUND, STREAMING, inflict
 ROUND_PHASES = [phase for phase in PHASES if phase not in ("donate", "fetch")]
 FAST = {
     ("gloo", "kill", "reducing", 1),
-    ("gloo", "freeze", "decide", 0),
     ("hivemind", "kill", "decide", 0),
 }
 MATRIX = [

@@ -56,7 +56,7 @@ MESHES = {
     "pp2-cp2": Mesh(Degrees(pp=2, cp=2)),
 }
 # Every mesh loads what it saved itself, and what these did: shards and replicas, matrices split twice, stages.
-SLOW = ["dp_shard3", "dp_shard4", "pp2-cp2"]
+SLOW = ["dp_shard2", "dp_shard3", "dp_shard4", "dp_replicate2-dp_shard2", "pp2-cp2"]
 SAVED = ["dp_replicate2-dp_shard2", "dp_shard2-tp2", "pp2-zbv-dp_replicate2"]
 
 

@@ -42,6 +42,8 @@ def kept_on_a_rank(rank: int, degrees: Degrees, parallel: ParallelConfig) -> int
     kept = Kept(trainer.parts[0])
     tokens = trainer._cut(batch(0).clamp(min=0)).tokens_BS
     blocks = list(trainer.parts[0].blocks())
+    # What the first forward makes once is not what a step keeps.
+    trainer.parts[0](tokens, targets_BS=tokens)
     # From the first block to the last: neither embedding nor loss.
     hooks: Any = saved_tensors_hooks(kept.pack, lambda tensor: tensor)
     blocks[0].register_forward_pre_hook(lambda *_: hooks.__enter__())
@@ -60,7 +62,7 @@ def of_one_process() -> int:
 
 
 def test_sequence_parallel_over_two_ranks_keeps_half(of_one_process: int) -> None:
-    assert 0.45 < kept(Degrees(tp=2)) / of_one_process < 0.56
+    assert 0.45 < kept(Degrees(tp=2)) / of_one_process < 0.57
 
 
 def test_tensor_parallel_without_it_keeps_the_stream_on_every_rank(of_one_process: int) -> None:
@@ -69,4 +71,4 @@ def test_tensor_parallel_without_it_keeps_the_stream_on_every_rank(of_one_proces
 
 @pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
 def test_context_parallel_over_two_ranks_keeps_half(of_one_process: int, method: str) -> None:
-    assert 0.45 < kept(Degrees(cp=2), context=method) / of_one_process < 0.56
+    assert 0.45 < kept(Degrees(cp=2), context=method) / of_one_process < 0.57

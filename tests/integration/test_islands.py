@@ -60,6 +60,7 @@ def test_an_island_left_alone_goes_on_and_says_so(tmp_path):
         assert any(event["name"] == "alone" for event in first.records("event"))
 
 
+@pytest.mark.slow
 def test_a_joiner_takes_the_state_and_commits_equal_digests(tmp_path):
     with swarm(tmp_path, "outer.rounds=40", "outer.inner_steps=4", islands=[ONE, FSDP2]) as islands:
         first, second = islands.start_all()

@@ -1,0 +1,161 @@
+"""One island of scripts/bench/utilisation.py: the outer loop as it is, under inner steps that last exactly so long.
+
+    python -m scripts.bench.utilisation_island '{"index": 0, "host": "10.213.0.2", ..., "tasks": [...]}'
+
+It does its tasks one after the other and prints a line of JSON for each round that lands.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from diloco.links import sent_bytes
+from diloco.netns import Namespace
+from diloco.signals import end_with_parent
+from outer.config import OuterConfig
+from outer.loop import LoopThread
+from outer.network import NetworkSettings, open_network
+from outer.sync import OuterLoop
+from outer.team import Team
+from tests.outer.islands import FakeParams, identity_of
+
+TOKENS = 1000
+"""That a round is said to have been trained on."""
+DIM = 256
+VOCABULARY = 4096
+LAYER = (DIM, 3 * DIM)
+CONNECT_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """A run: its outer loop, and what is trained in it."""
+
+    outer: dict[str, Any]
+    num_params: int
+    step_seconds: float
+
+    @property
+    def config(self) -> OuterConfig:
+        return OuterConfig.model_validate(self.outer)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of tensors named as a model's are: fragments go by names. At least 2M parameters, in steps of 0.2M."""
+        layers = max(1, round((self.num_params - 2 * VOCABULARY * DIM) / (LAYER[0] * LAYER[1])))
+        inside = {f"layers.{i}.w": LAYER for i in range(layers)}
+        table = (VOCABULARY, DIM)
+        return {"embed.weight": table, **inside, "norm.weight": (DIM,), "head.weight": table}
+
+
+@dataclass(frozen=True)
+class Seat:
+    """An island's place in all tasks."""
+
+    index: int
+    namespace: str
+    host: str
+    port: str
+    bootstrap: str
+    counts_wire: bool
+    """Whether each round's line has the bytes that the link has carried up; takes some milliseconds."""
+    tasks: list[dict[str, Any]]
+
+
+class Life:
+    """What an island does in one task, in the order of diloco/island.py."""
+
+    def __init__(self, task: Task, number: int, outer: OuterLoop, params: FakeParams, place: Namespace | None) -> None:
+        self._task, self._number, self._outer, self._params, self._place = task, number, outer, params, place
+        self._config = task.config
+        self._launch_seconds = 0.0
+
+    def run(self) -> None:
+        """All rounds."""
+        outer, rounds = self._outer, self._config.num_rounds
+        outer.begin()
+        while outer.position.round < rounds:
+            if outer.round < rounds:
+                self.inner_steps()
+                started_at = time.monotonic()
+                outer.launch(TOKENS)
+                self._launch_seconds = time.monotonic() - started_at
+            if self._config.delay == 0 or outer.round == rounds:
+                self.land()
+        outer.finish()
+
+    def inner_steps(self) -> None:
+        """The round's. Steps are due one after the other: a late one is made up for, unless the outer loop was why."""
+        outer, steps = self._outer, self._outer.inner_steps()
+        due_at = time.monotonic()
+        for done in range(1, steps + 1):
+            due_at += self._task.step_seconds
+            self._params.values[done % len(self._params.values)].add_(1e-3)
+            time.sleep(max(0.0, due_at - time.monotonic()))
+            outer.pace.observe_step(self._task.step_seconds)
+            outer.interruption(steps - done)
+            if outer.in_flight is not None and (done >= self._config.delay or done == steps):
+                self.land()
+                due_at = time.monotonic()
+
+    def land(self) -> None:
+        """Wait for the round on its way, and say what it took."""
+        launch_seconds, started_at = self._launch_seconds, time.monotonic()
+        landing = self._outer.land()
+        ended_at = time.monotonic()
+        report = landing.reports[-1]
+        facts = {
+            "task": self._number,
+            "round": report.round,
+            "time": ended_at,
+            "attempts": len(landing.reports),
+            "participants": len(report.participants),
+            "launch": launch_seconds,
+            "waited": landing.waited_seconds,
+            "merge": ended_at - started_at - landing.waited_seconds,
+            "plan": report.wait_seconds,
+            "reduce": report.reduce_seconds,
+            "counted": report.bytes_sent,
+            "wire": sent_bytes(self._place) if self._place is not None else 0,
+        }
+        print(json.dumps(facts), flush=True)
+
+
+def main() -> None:
+    """Do the tasks."""
+    end_with_parent()
+    torch.set_num_threads(1)
+    seat = Seat(**json.loads(sys.argv[1]))
+    try:
+        for number, task in enumerate(seat.tasks):
+            live(seat, number, Task(**task))
+    except Exception:  # noqa: BLE001 - whatever it is, the bench shows it
+        traceback.print_exc()
+        os._exit(1)
+    # Not the interpreter's shutdown: gloo's threads abort in it now and then.
+    os._exit(0)
+
+
+def live(seat: Seat, number: int, task: Task) -> None:
+    """One task, with a network and params of its own."""
+    config, name, loop = task.config, f"island-{seat.index}", LoopThread()
+    where = NetworkSettings(
+        f"bench-{number}", name, 0, [seat.bootstrap], listen_host=seat.host, connect_seconds=CONNECT_SECONDS
+    )
+    network = loop.run(open_network(config.transport, where))
+    params = FakeParams({name: torch.zeros(shape) for name, shape in task.shapes.items()})
+    place = Namespace(seat.namespace, seat.host, seat.port) if seat.counts_wire else None
+    outer = OuterLoop(config, identity_of(name), params, Team(), network, loop)
+    Life(task, number, outer, params, place).run()
+    loop.run(network.close(), CONNECT_SECONDS)
+    loop.close()
+
+
+if __name__ == "__main__":
+    main()
