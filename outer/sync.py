@@ -71,8 +71,8 @@ class OuterLoop:
         donor = Donor(self._held.mine, network.messenger, hooks)
         self._averaging = Averaging(self._side, donor)
         self._flight: Flight | None = None
-        self._ahead: dict[int, torch.Tensor] = {}
-        """What local params of the fragment on its way went on from, by carried part; empty: they were left alone."""
+        self._ahead: dict[int, torch.Tensor] | None = None
+        """What local params of the fragment on its way went on from, by carried part; None: they were left alone."""
         addresses = team.gather((network.transport.address, network.messenger.address))
         self._presence = self._build_presence(addresses) if team.is_leader else None
         self._averaging.presence = self._presence
@@ -207,11 +207,11 @@ class OuterLoop:
         self._side.hooks.reached("applied", snapshot.round)
         self._has_entered_late = False
         fragment = self.schedule.fragment(snapshot.round)
-        if self._ahead:
-            self._held.correct(self._ahead, fragment)
-            self._ahead = {}
-        else:
+        if self._ahead is None:
             self._held.merge(fragment, self._config.mix)
+        else:
+            self._held.correct(self._ahead, fragment)
+            self._ahead = None
 
     def _interruption(self, steps_left: int) -> Interruption:
         if self._flight is not None:
@@ -236,10 +236,10 @@ class OuterLoop:
         already. What is re-based once and misses a commit again is dropped.
         """
         digest, progress = self.digest, self._held.pseudo_grads()
-        for part, values in self._ahead.items():
+        for part, values in (self._ahead or {}).items():
             # Trained from there; what the snapshot holds had been taken out.
             progress[part] += values - self._held.mine.parts[part] + snapshot.pseudo_grads[part]
-        self._ahead = {}
+        self._ahead = None
         taken = self._take_state()
         is_same = taken.base_digest == digest
         is_kept = (

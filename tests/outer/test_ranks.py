@@ -1,7 +1,9 @@
 """The outer loop of an island of several ranks, beside one of a single rank, as processes over gloo."""
 
 from collections.abc import Callable
+from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -15,6 +17,7 @@ from outer.team import Team
 from outer.transports.loopback import Hub
 from tests.harness import run_ranks
 from tests.outer.islands import GUARD_SECONDS, FakeParams, Held, Island, Wrap, fails_in, identity_of, tensors
+from tests.outer.streams import Stream, layered
 from tests.outer.test_sync import TOKENS, assert_equal, reference
 
 CONFIG = OuterConfig(transport="gloo", start_islands=2, wait_seconds=GUARD_SECONDS)
@@ -30,20 +33,34 @@ LAYOUTS = [
     [Held("embed", (0, 6), (0, 7)), Held("wq", (0, 5), (0, 3)), Held("bias", (0, 9), (0, 1))],
 ]
 
+# Of the second of three fragments, layer 1, the first rank of b holds nothing.
+LAYERED = [
+    None,
+    [Held("embed", (0, 13), (0, 7)), Held("layers.0.w", (0, 6), (0, 5)), Held("head", (0, 3), (0, 13))],
+    [Held("layers.1.w", (0, 4), (0, 9)), Held("layers.2.w", (0, 6), (0, 5)), Held("head", (3, 7), (0, 13))],
+]
 
-def on_island(process: int, script: Callable[[Island, int], object], address: str, fault: Wrap | None) -> object:
+
+def on_island(
+    process: int,
+    script: Callable[[Island, int], object],
+    address: str,
+    fault: Wrap | None = None,
+    config: OuterConfig = CONFIG,
+) -> object:
     """Run `script` as one rank of island a or b; the last rank has the faulty transport."""
-    team_of_b = dist.new_group([1, 2])
-    name, rank, team = ("a", 0, Team()) if process == 0 else ("b", process - 1, Team(team_of_b))
+    groups = [dist.new_group([1, 2]) for _ in range(2)]
+    name, rank, team = ("a", 0, Team()) if process == 0 else ("b", process - 1, Team(*groups))
     loop = LoopThread()
     settings = NetworkSettings(run_id="run", island=name, rank=rank, bootstrap=[address])
     network = loop.run(open_network("gloo", settings), GUARD_SECONDS)
     if process == 2 and fault is not None:
         network.transport = fault(Hub(), network.transport)
     try:
-        params = FakeParams(tensors(), LAYOUTS[process])
+        model, layouts = (tensors(), LAYOUTS) if config.fragments == 1 else (layered(), LAYERED)
+        params = FakeParams(model, layouts[process])
         identity = identity_of(name)
-        island = Island(name, params, OuterLoop(CONFIG, identity, params, team, network, loop))
+        island = Island(name, params, OuterLoop(config, identity, params, team, network, loop))
         island.outer.begin()
         return script(island, rank)
     finally:
@@ -52,10 +69,12 @@ def on_island(process: int, script: Callable[[Island, int], object], address: st
         loop.close()
 
 
-def islands_of_ranks(script: Callable[[Island, int], object], fault: Wrap | None = None) -> list:
+def islands_of_ranks(
+    script: Callable[[Island, int], object], fault: Wrap | None = None, config: OuterConfig = CONFIG
+) -> list:
     rendezvous = serve_rendezvous("127.0.0.1", 0)
     try:
-        return run_ranks(on_island, 3, script, rendezvous.address, fault)
+        return run_ranks(on_island, 3, script, rendezvous.address, fault, config)
     finally:
         rendezvous.close()
 
@@ -124,3 +143,18 @@ def test_a_fault_of_one_rank_ends_all_ranks_of_its_island_with_its_cause() -> No
 
     cause = "the pseudo-gradient of 'embed' holds nan"
     assert islands_of_ranks(script) == [["a"], cause, cause]
+
+
+def stream(config: OuterConfig, island: Island, rank: int) -> tuple[list[str], torch.Tensor]:
+    made = Stream(island, config)
+    made.run(config.num_rounds)
+    return [landing.reports[-1].digest for landing in made.landings], made.global_params()
+
+
+@pytest.mark.parametrize("changes", [{"delay": 2, "mix": 0.5}, {"delay": 2, "eager": True}, {"codec": "int8"}], ids=str)
+def test_fragments_that_a_rank_has_nothing_of_stream_as_in_an_island_of_one_rank(changes: dict) -> None:
+    fields = {"transport": "gloo", "start_islands": 2, "wait_seconds": GUARD_SECONDS, "rounds": 2, "inner_steps": 7}
+    config = OuterConfig(**fields, fragments=3, **changes)
+    whole, first, second = islands_of_ranks(partial(stream, config), config=config)
+    assert whole[0] == first[0] == second[0] and len(whole[0]) == 6
+    assert sorted(torch.cat([first[1], second[1]]).tolist()) == sorted(whole[1].tolist())
