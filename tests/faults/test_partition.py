@@ -99,7 +99,7 @@ def check_loser(island: Island, chain: dict[int, str], winner: Island) -> None:
 @pytest.mark.parametrize(
     ("transport", "small", "slowed"),
     [
-        pytest.param("gloo", [3], [3], id="gloo-3+1"),
+        pytest.param("gloo", [3], [3], id="gloo-3+1", marks=slow),
         pytest.param("gloo", [3], [0, 1, 2], id="gloo-3+1-the-one-has-more-tokens", marks=slow),
         pytest.param("gloo", [2, 3], [2, 3], id="gloo-2+2", marks=slow),
         pytest.param("hivemind", [3], [3], id="hivemind-3+1", marks=slow),

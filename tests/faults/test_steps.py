@@ -59,7 +59,7 @@ def missed(folder: Path, num_rounds: int, policy: str) -> Island:
 @pytest.mark.parametrize(
     ("num_rounds", "policy", "is_kept"),
     [
-        pytest.param(1, "rebase", True, id="one-rebase"),
+        pytest.param(1, "rebase", True, id="one-rebase", marks=pytest.mark.slow),
         pytest.param(1, "drop", False, id="one-drop", marks=pytest.mark.slow),
         pytest.param(2, "rebase", False, id="two-rebase", marks=pytest.mark.slow),
     ],

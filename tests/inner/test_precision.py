@@ -82,6 +82,7 @@ def losses(_: int) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_bf16_trains_as_fp32() -> None:
     # Measured 0.05 % apart; with weights rounded to bf16 after each step it is 3.8 %.
     found = run_ranks(losses, 1, timeout_seconds=200)[0]

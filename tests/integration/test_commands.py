@@ -118,6 +118,7 @@ def join_and_compare(tmp_path: Path, address: str) -> None:
         assert all(record["digest"] == first.committed()[number]["digest"] for number, record in shared.items())
 
 
+@pytest.mark.slow
 def test_join_of_an_address_that_nobody_answers_says_what_was_tried(tmp_path):
     done = run("join", NOBODY)
     assert done.returncode == 2

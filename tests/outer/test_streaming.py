@@ -281,7 +281,7 @@ def test_a_joiner_in_the_middle_of_a_cycle_has_the_state_and_commits_the_next_fr
     assert found["a"] == found["b"] == found["c"]
 
 
-@pytest.mark.parametrize("policy", ["rebase", "drop"])
+@pytest.mark.parametrize("policy", ["rebase", pytest.param("drop", marks=pytest.mark.slow)])
 def test_an_island_that_missed_a_fragment_goes_on_from_the_state_by_the_rule(policy: str) -> None:
     made = config(2, fragments=3, missed_progress=policy, inner_steps=6)
     alone, taken = threading.Event(), threading.Event()
