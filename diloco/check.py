@@ -1,5 +1,6 @@
 """What can be found wrong with a run before any process starts. No torch here."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.config import Config, ConfigError, IslandConfig, RunConfig
@@ -8,6 +9,8 @@ from inner.data.corpus import Corpus, check_source, prepare_corpus
 from inner.mesh import accumulation, resolve_degrees
 from inner.parallel.check import check_layout
 from inner.presets import BYTE_VOCAB_SIZE, num_params, resolve_sizes
+from outer.errors import InputError
+from outer.fragments import fragments_of
 
 BIGRAM_VOCAB = 1024
 
@@ -25,11 +28,27 @@ def check_island(run: RunConfig, island: IslandConfig, where: str) -> None:
         raise ConfigError(f"{where}: {error}") from None
 
 
+@dataclass(frozen=True)
+class _Named:
+    name: str
+    shape: tuple[int, ...] = (1,)
+
+
+def check_fragments(run: RunConfig) -> None:
+    """Raise ConfigError if the model has too few layers for the run's fragments."""
+    num_layers = resolve_sizes(run.model, run.model.vocab_size or BYTE_VOCAB_SIZE).num_layers
+    try:
+        fragments_of([_Named("embed"), *(_Named(f"layers.{i}") for i in range(num_layers)), _Named("norm")], run.outer)
+    except InputError as error:
+        raise ConfigError(str(error)) from None
+
+
 def check_run(config: Config, num_islands: int) -> Corpus:
     """The prepared corpus, after everything that this machine can check has been checked."""
     run = config.run
     for index in range(num_islands):
         check_island(run, config.for_island(index), f"island {index}")
+    check_fragments(run)
     island = config.for_island(0)
     check_source(run.data)
     corpus = prepare_corpus(run.data, Path(island.cache_dir).expanduser())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.check import check_island
+from diloco.check import check_fragments, check_island
 from diloco.config import ConfigError, differing_keys, dump_config, load_config, parse_config
 from inner.presets import resolve_sizes
 
@@ -124,3 +124,9 @@ def test_a_mesh_that_does_not_divide_the_ranks_is_an_error_with_a_cure():
     config = parse_config("island: {ranks: 3, mesh: {dp_replicate: 2}}")
     with pytest.raises(ConfigError, match=r"island 0: island.mesh: dp_replicate 2.*3 ranks"):
         check_island(config.run, config.for_island(0), "island 0")
+
+
+def test_more_fragments_than_layers_is_found_before_any_process_starts():
+    run = parse_config("outer: {fragments: 7}\nmodel: {preset: 1m}").run
+    with pytest.raises(ConfigError, match=r"outer.fragments: got 7, but a model of 4 layers .* set outer.fragments=5"):
+        check_fragments(run)
