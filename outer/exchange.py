@@ -40,6 +40,10 @@ class Move:
     piece: Piece
 
 
+Moves = list[list[Move]]
+"""By the other rank."""
+
+
 class Exchange:
     """The moves of one island, planned once. Every rank of the island must build it and call each method."""
 
@@ -53,16 +57,8 @@ class Exchange:
         self.carried = [p.index for p in space.parts if self.carriers[p.index] == team.rank]
         """The parts this rank carries."""
         self._own_index = {(s.name, s.rows, s.cols): i for i, s in enumerate(params.slices)}
-        gather_sends, gather_receives = self._plan(holders, to_all_holders=False)
-        scatter_receives, scatter_sends = self._plan(holders, to_all_holders=True)
-        self._gathers = [
-            (_of_fragment(gather_sends, space, f), _of_fragment(gather_receives, space, f))
-            for f in range(len(space.fragments))
-        ]
-        self._scatters = [
-            (_of_fragment(scatter_sends, space, f), _of_fragment(scatter_receives, space, f))
-            for f in range(len(space.fragments))
-        ]
+        self._gathers = self._plan(holders, to_all_holders=False)
+        self._scatters = [(sends, receives) for receives, sends in self._plan(holders, to_all_holders=True)]
 
     def gather(self, fragment: int | None = None) -> dict[int, torch.Tensor]:
         """The parts of the local params that this rank carries, 1-D fp32 on the CPU, freshly allocated.
@@ -113,29 +109,23 @@ class Exchange:
                 values = values * (1 - mix) + self._params.read(index) * mix
             self._params.write(index, values)
 
-    def _plan(
-        self, holders: dict[Rectangle, list[int]], *, to_all_holders: bool
-    ) -> tuple[list[list[Move]], list[list[Move]]]:
-        """Moves between this rank's slices and the carriers, then between this rank's parts and the holders.
+    def _plan(self, holders: dict[Rectangle, list[int]], *, to_all_holders: bool) -> list[tuple[Moves, Moves]]:
+        """By fragment, moves between this rank's slices and the carriers, then between its parts and the holders.
 
-        Both are by the other rank, in an order that all ranks share.
+        Both are by the other rank, in an order that all ranks share. A slice is of one parameter, so of one fragment.
         """
-        slice_side: list[list[Move]] = [[] for _ in range(self._team.num_ranks)]
-        part_side: list[list[Move]] = [[] for _ in range(self._team.num_ranks)]
-        for rectangle, ranks in holders.items():
+        ranks = range(self._team.num_ranks)
+        found: list[tuple[Moves, Moves]] = [([[] for _ in ranks], [[] for _ in ranks]) for _ in self._space.fragments]
+        for rectangle, holding in holders.items():
             for piece in self._space.pieces(_Held(*rectangle)):
+                slice_side, part_side = found[self._space.parts[piece.part].fragment]
                 carrier = self.carriers[piece.part]
-                for rank in ranks if to_all_holders else [_source(ranks, carrier)]:
+                for rank in holding if to_all_holders else [_source(holding, carrier)]:
                     if rank == self._team.rank:
                         slice_side[carrier].append(Move(self._own_index[rectangle], piece))
                     if carrier == self._team.rank:
                         part_side[rank].append(Move(None, piece))
-        return slice_side, part_side
-
-
-def _of_fragment(moves: Sequence[Sequence[Move]], space: Space, fragment: int) -> list[list[Move]]:
-    """By rank, the moves of the fragment's parts: a slice is of one parameter, so of one fragment."""
-    return [[move for move in of_rank if space.parts[move.piece.part].fragment == fragment] for of_rank in moves]
+        return found
 
 
 @dataclass(frozen=True)

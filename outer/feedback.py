@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 import torch
 
+from outer.codecs.base import Codec
+
 
 class Feedback:
     """Residuals by part (1-D fp32) of one rank; parts of one attempt may be worked on by several threads."""
@@ -19,6 +21,13 @@ class Feedback:
         self._decay = decay
         self._kept: dict[int, torch.Tensor] = {}
         self._tried: dict[int, torch.Tensor] = {}
+
+    def encode(self, part: int, values: torch.Tensor, codec: Codec) -> torch.Tensor:
+        """The payload of `values` and what was lost before; what it loses is noted. Raises NonFiniteError."""
+        wanted = self.add(part, values)
+        payload = codec.encode(wanted)
+        self.note(part, wanted, codec.decode(payload, wanted.numel()))
+        return payload
 
     def add(self, part: int, values: torch.Tensor) -> torch.Tensor:
         """`values` and what was lost before; `values` itself when nothing was."""

@@ -24,17 +24,11 @@ FINE_ELEMENTS = 4096
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which fragment a round sends, and between which inner steps of the run it lies."""
+    """Between which inner steps of the run a round lies."""
 
-    rounds: int
-    """Of the whole run: each fragment's averages, together."""
     inner_steps: int
     fragments: int = 1
     delay: int = 0
-
-    def fragment(self, round_number: int) -> int:
-        """The one that the round sends."""
-        return round_number % self.fragments
 
     def end(self, round_number: int) -> int:
         """Inner steps of the run that are done when the round's pseudo-gradient is taken."""
@@ -49,16 +43,10 @@ class Schedule:
         """Inner steps between the round before and this one; at least one."""
         return self.end(round_number) - self.begin(round_number)
 
-    def round_at(self, inner_step: int) -> int:
-        """The round that inner step `inner_step` (0-based) belongs to."""
-        cycle, rest = divmod(inner_step, self.inner_steps)
-        ends = ((i + 1) * self.inner_steps // self.fragments for i in range(self.fragments))
-        return cycle * self.fragments + sum(end <= rest for end in ends)
-
 
 def schedule_of(config: OuterConfig) -> Schedule:
     """The config's; its values have been checked."""
-    return Schedule(config.num_rounds, config.inner_steps, config.fragments, config.delay)
+    return Schedule(config.inner_steps, config.fragments, config.delay)
 
 
 def groups_of(specs: Sequence[TensorSpec], config: OuterConfig, *, splits_fine: bool) -> list[Group]:

@@ -22,6 +22,7 @@ class Snapshot:
     """What an island gives to a round: its rank's parts of the pseudo-gradient, fp32, of the round's fragment."""
 
     round: int
+    fragment: int
     pseudo_grads: dict[int, torch.Tensor]
     norm: float
     """Of all ranks' parts together."""
@@ -67,13 +68,13 @@ class IslandState:
         if mix < 1:
             self.exchange.scatter(self.mine.parts, fragment, mix)
 
-    def look_ahead(self, snapshot: Snapshot, fragment: int, share: float) -> dict[int, torch.Tensor]:
+    def look_ahead(self, snapshot: Snapshot, share: float) -> dict[int, torch.Tensor]:
         """Local params of the fragment become global params after an outer step on this island's share alone.
 
         Returns what they became, by carried part, for `correct`. No round may be on its way.
         """
         ahead = {i: self.mine.after(i, grad * share) for i, grad in snapshot.pseudo_grads.items()}
-        self.exchange.scatter(ahead, fragment)
+        self.exchange.scatter(ahead, snapshot.fragment)
         return ahead
 
     def correct(self, ahead: Mapping[int, torch.Tensor], fragment: int) -> None:

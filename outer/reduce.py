@@ -94,7 +94,7 @@ class Reducer:
         for feedback in self.feedbacks:
             feedback.commit()
         if self._rank.config.needs_last_mean:
-            self._last[round_number % len(self._rank.space.fragments)] = round_number, means
+            self._last[self._rank.space.fragment_of(round_number)] = round_number, means
 
     def forget(self) -> None:
         """Another history is this island's now: what was kept of its own means nothing in it."""
@@ -112,10 +112,10 @@ class Reducer:
         unfinished part waits for stands behind nothing but parts that its receiver has started too: no two ranks
         can wait for each other, even where a transport lets few payloads through at a time.
         """
-        num_fragments = len(self._rank.space.fragments)
-        last_round, last = self._last.get(plan.round % num_fragments, (-1, {}))
+        space = self._rank.space
+        last_round, last = self._last.get(space.fragment_of(plan.round), (-1, {}))
         # Only of the time before: what this rank saw before it missed a commit says little of the next mean.
-        attempt = _Attempt(self._rank, plan, last if last_round == plan.round - num_fragments else {})
+        attempt = _Attempt(self._rank, plan, last if last_round == plan.round - len(space.fragments) else {})
         for feedback in self.feedbacks:
             feedback.drop()
         self.gated = attempt.gated
@@ -222,10 +222,7 @@ class _Attempt:
         codec, feedback = self._coding.of_mean(bounds), self._mean_feedback
         if feedback is None or self._coding.gathers(bounds):
             return codec.encode(mean)
-        mean = feedback.add(part, mean)
-        payload = codec.encode(mean)
-        feedback.note(part, mean, codec.decode(payload, bounds.num_elements))
-        return payload
+        return feedback.encode(part, mean, codec)
 
     def _overflow(self, part: int, payloads: list[torch.Tensor], error: NonFiniteError) -> PoisonError:
         """Whom to blame for a mean that is not finite although all that entered it was: the largest of them."""
@@ -262,12 +259,7 @@ class _Attempt:
         bounds, feedback = self._space.parts[part], self._feedback
         codec, values = self._coding.of(bounds), self._hooks.pseudo_grad(self._plan.round, values)
         try:
-            if feedback is None:
-                return codec.encode(values)
-            values = feedback.add(part, values)
-            payload = codec.encode(values)
-            feedback.note(part, values, codec.decode(payload, bounds.num_elements))
-            return payload
+            return codec.encode(values) if feedback is None else feedback.encode(part, values, codec)
         except NonFiniteError as error:
             name = self._space.name_at(self._space.parts[part].start + error.index)
             raise OuterError(f"the pseudo-gradient of {name!r} holds {error.value}") from None

@@ -126,8 +126,14 @@ class Space:
     @cached_property
     def fragments(self) -> list[list[int]]:
         """The parts of each fragment."""
-        count = max((part.fragment for part in self.parts), default=0) + 1
-        return [[part.index for part in self.parts if part.fragment == i] for i in range(count)]
+        found: list[list[int]] = [[] for _ in range(max((part.fragment for part in self.parts), default=0) + 1)]
+        for part in self.parts:
+            found[part.fragment].append(part.index)
+        return found
+
+    def fragment_of(self, round_number: int) -> int:
+        """The fragment that a round sends: each in its turn."""
+        return round_number % len(self.fragments)
 
     def name_at(self, index: int) -> str:
         """The parameter that element `index` of the flat vector belongs to."""

@@ -64,7 +64,7 @@ class OuterLoop:
         self.schedule = schedule_of(config)
         self._held = IslandState(config, coding, params, team)
         self._weights = [0] * config.fragments
-        """By fragment: tokens trained since it was sent last, up to the last round that was sent."""
+        """By fragment: tokens trained since it was sent last, up to the last round that landed."""
         deadlines = Deadlines(config.wait_seconds)
         self.pace = Pace(config, identity.island, deadlines)
         self._side = Side(config, identity, self._held, coding, team, network, loop, hooks, deadlines, self.pace)
@@ -131,10 +131,8 @@ class OuterLoop:
         """
         assert self._flight is None, "one round is on its way at a time"
         snapshot = self._snapshot(tokens)
-        self._weights = self._weights_after(snapshot)
         if self._config.eager:
-            fragment = self.schedule.fragment(snapshot.round)
-            self._ahead = self._held.look_ahead(snapshot, fragment, self._averaging.share)
+            self._ahead = self._held.look_ahead(snapshot, self._averaging.share)
         self._flight = Flight(self._averaging, snapshot)
 
     def land(self) -> Landing:
@@ -149,7 +147,6 @@ class OuterLoop:
             reports, waited = flight.land()
         except BehindError as behind:
             self._flight = None
-            self._weights = self._weights_before(snapshot)
             raise self._caught_up(behind, snapshot) from None
         self._flight = None
         self._merge(snapshot)
@@ -163,7 +160,6 @@ class OuterLoop:
         except BehindError as behind:
             raise self._caught_up(behind, snapshot) from None
         if report.is_committed:
-            self._weights = self._weights_after(snapshot)
             self._merge(snapshot)
         return report
 
@@ -189,28 +185,20 @@ class OuterLoop:
     # -- a round's two ends ------------------------------------------------------------------------------------
 
     def _snapshot(self, tokens: int) -> Snapshot:
-        fragment = self.schedule.fragment(self.round)
+        fragment = self._held.space.fragment_of(self.round)
         pseudo_grads = self._held.pseudo_grads(fragment)
         norm = self._held.norm(pseudo_grads)
-        return Snapshot(self.round, pseudo_grads, norm, tokens, self._weights[fragment] + tokens)
-
-    def _weights_after(self, snapshot: Snapshot) -> list[int]:
-        sent = self.schedule.fragment(snapshot.round)
-        return [0 if i == sent else weight + snapshot.tokens for i, weight in enumerate(self._weights)]
-
-    def _weights_before(self, snapshot: Snapshot) -> list[int]:
-        sent = self.schedule.fragment(snapshot.round)
-        own = snapshot.weight - snapshot.tokens
-        return [own if i == sent else weight - snapshot.tokens for i, weight in enumerate(self._weights)]
+        return Snapshot(self.round, fragment, pseudo_grads, norm, tokens, self._weights[fragment] + tokens)
 
     def _merge(self, snapshot: Snapshot) -> None:
         self._side.hooks.reached("applied", snapshot.round)
         self._has_entered_late = False
-        fragment = self.schedule.fragment(snapshot.round)
+        self._weights = [weight + snapshot.tokens for weight in self._weights]
+        self._weights[snapshot.fragment] = 0
         if self._ahead is None:
-            self._held.merge(fragment, self._config.mix)
+            self._held.merge(snapshot.fragment, self._config.mix)
         else:
-            self._held.correct(self._ahead, fragment)
+            self._held.correct(self._ahead, snapshot.fragment)
             self._ahead = None
 
     def _interruption(self, steps_left: int) -> Interruption:

@@ -50,7 +50,7 @@ class Share:
 
     def is_in(self, part: int, round_number: int) -> bool:
         """Whether the round changes the part: it sends that fragment."""
-        return self.space.parts[part].fragment == round_number % len(self.space.fragments)
+        return self.space.parts[part].fragment == self.space.fragment_of(round_number)
 
     def mean_bytes(self, part: int, first: int, stop: int) -> int:
         """Of the means that lead the part from one round to a later one."""

@@ -54,10 +54,9 @@ def objection(plan: Plan, own: Ready, num_parts: int, first_attempt: int = 0) ->
         return f"the plan is for round {plan.round}, {own.island!r} is in round {own.round}"
     if plan.names != sorted(set(plan.names)):
         return "participants are repeated or out of order"
-    mine = next((p for p in plan.participants if p.island == own.island), None)
     # Renewed, when the planner's word that its ready is used came before the plan: the ready of that plan still holds.
-    is_own = mine is not None and mine.model_copy(update={"attempt": own.attempt}) == own
-    if mine is None or not is_own or not first_attempt <= mine.attempt <= own.attempt:
+    mine = [p.attempt for p in plan.participants if p.model_copy(update={"attempt": own.attempt}) == own]
+    if not mine or not first_attempt <= mine[0] <= own.attempt:
         return f"{own.island!r} is not in the plan as it is now"
     for participant in plan.participants:
         if participant.digest != own.digest:

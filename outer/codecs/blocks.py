@@ -23,6 +23,11 @@ def rows_of(values: torch.Tensor, block: int) -> list[torch.Tensor]:
     return rows if end == values.numel() else [*rows, values[end:].view(1, -1)]
 
 
+def split_scales(payload: torch.Tensor, num_scales: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of a payload's scales (bf16), which come first, and of the rest (uint8)."""
+    return payload[: 2 * num_scales].view(torch.bfloat16), payload[2 * num_scales :]
+
+
 def columns_of(numbers: torch.Tensor, num_elements: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """One number a block, as a column beside each of `rows_of` that many elements."""
     num_full = num_elements // block

@@ -2,7 +2,7 @@
 
 import torch
 
-from outer.codecs.blocks import MIN_SCALE, checked_scales, finite_peaks, multiply_blocks, num_blocks
+from outer.codecs.blocks import MIN_SCALE, checked_scales, finite_peaks, multiply_blocks, num_blocks, split_scales
 from outer.codecs.checks import checked_payload, flat_fp32
 from outer.codecs.packing import pack, packed_bytes, unpack
 
@@ -35,7 +35,7 @@ class E3m0Codec:
         scratch = values.abs()
         peaks = finite_peaks(scratch, _BLOCK, values)
         payload = torch.empty(self.num_bytes(values.numel()), dtype=torch.uint8)
-        scales, packed = _split(payload, peaks.numel())
+        scales, packed = split_scales(payload, peaks.numel())
         # The largest fp32 would round up to inf.
         scales.copy_(peaks.clamp_(min=MIN_SCALE, max=_MAX_SCALE))
         # A quarter of the scale: of the largest the reciprocal is denormal.
@@ -48,16 +48,11 @@ class E3m0Codec:
     def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
         """1-D fp32 values. Raises MessageError on a wrong size or a scale that no encoder writes."""
         payload = checked_payload(payload, self.num_bytes(num_elements), self.name)
-        scales, packed = _split(payload, num_blocks(num_elements, _BLOCK))
+        scales, packed = split_scales(payload, num_blocks(num_elements, _BLOCK))
         scales = checked_scales(scales, MIN_SCALE, _MAX_SCALE, self.name)
         values = _VALUES.index_select(0, unpack(packed, 4, num_elements).int())
         multiply_blocks(values, scales, _BLOCK, out=values)
         return values
-
-
-def _split(payload: torch.Tensor, num_scales: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of a payload's scales (bf16) and packed codes (uint8)."""
-    return payload[: 2 * num_scales].view(torch.bfloat16), payload[2 * num_scales :]
 
 
 def _magnitude_codes(bits: torch.Tensor) -> torch.Tensor:

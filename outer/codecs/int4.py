@@ -4,7 +4,15 @@ from hashlib import blake2b
 
 import torch
 
-from outer.codecs.blocks import MIN_SCALE, checked_scales, finite_peaks, multiply_blocks, num_blocks, round_up
+from outer.codecs.blocks import (
+    MIN_SCALE,
+    checked_scales,
+    finite_peaks,
+    multiply_blocks,
+    num_blocks,
+    round_up,
+    split_scales,
+)
 from outer.codecs.checks import checked_payload, flat_fp32
 from outer.codecs.packing import pack, packed_bytes, unpack
 
@@ -46,7 +54,7 @@ class Int4Codec:
         steps = round_up((peaks / _LEVELS).clamp_(min=MIN_SCALE), _DROPPED_BITS).clamp_(max=_MAX_SCALE)
         multiply_blocks(values, steps.reciprocal(), _BLOCK, out=scratch)
         payload = torch.empty(self.num_bytes(values.numel()), dtype=torch.uint8)
-        scales, packed = _split(payload, peaks.numel())
+        scales, packed = split_scales(payload, peaks.numel())
         scales.copy_(steps)
         if self._stochastic:
             scratch.clamp_(-_LEVELS, _LEVELS).add_(_noise(scales, values.numel())).floor_()
@@ -60,18 +68,13 @@ class Int4Codec:
     def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
         """1-D fp32 values. Raises MessageError on a wrong size or a scale that no encoder writes."""
         payload = checked_payload(payload, self.num_bytes(num_elements), self.name)
-        scales, packed = _split(payload, num_blocks(num_elements, _BLOCK))
+        scales, packed = split_scales(payload, num_blocks(num_elements, _BLOCK))
         scales = checked_scales(scales, MIN_SCALE, _MAX_SCALE, self.name)
         # Code 0, which would be -8, is nothing that an encoder writes; it counts as -7.
         codes = unpack(packed, 4, num_elements).clamp_(min=_OFFSET - _LEVELS).view(torch.int8).sub_(_OFFSET)
         values = codes.float()
         multiply_blocks(values, scales, _BLOCK, out=values)
         return values
-
-
-def _split(payload: torch.Tensor, num_scales: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of a payload's scales (bf16) and packed codes (uint8)."""
-    return payload[: 2 * num_scales].view(torch.bfloat16), payload[2 * num_scales :]
 
 
 def _noise(scales: torch.Tensor, num_elements: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from outer.config import OuterConfig, OuterOptimizerConfig
 from outer.errors import InputError
-from outer.fragments import Schedule, fragments_of, groups_of, schedule_of
+from outer.fragments import Schedule, fragments_of, groups_of
 from outer.reports import CaughtUp
 from outer.space import Space
 from tests.outer.islands import GUARD_SECONDS, Island, Spec, dies_in, fails_in, run_islands
@@ -44,20 +44,13 @@ def specs() -> list[Spec]:
 
 @pytest.mark.parametrize("inner_steps,fragments", [(1, 1), (7, 3), (12, 4), (5, 5), (100, 9)])
 def test_every_fragment_is_sent_exactly_once_in_inner_steps(inner_steps: int, fragments: int) -> None:
-    schedule = Schedule(4 * fragments, inner_steps, fragments)
-    sent = [(schedule.fragment(r), schedule.end(r)) for r in range(4 * fragments)]
+    schedule = Schedule(inner_steps, fragments)
+    sent = [(r % fragments, schedule.end(r)) for r in range(4 * fragments)]
     for fragment in range(fragments):
         steps = [step for f, step in sent if f == fragment]
         assert [b - a for a, b in pairwise(steps)] == [inner_steps] * 3
     assert sent[-1][1] == 4 * inner_steps
     assert min(schedule.steps(r) for r in range(4 * fragments)) >= 1
-
-
-def test_an_inner_step_belongs_to_the_round_that_ends_after_it() -> None:
-    schedule = Schedule(12, 7, 3)
-    for number in range(12):
-        steps = range(schedule.begin(number), schedule.end(number))
-        assert {schedule.round_at(step) for step in steps} == {number}
 
 
 @pytest.mark.parametrize("pattern", ["strided", "sequential", "balanced"])
@@ -349,9 +342,8 @@ def test_weights_are_the_tokens_since_the_fragment_was_sent() -> None:
     ]
 
 
-def test_the_schedule_of_a_config_counts_rounds_of_all_fragments() -> None:
-    made = config(1, fragments=3)
-    assert (schedule_of(made).rounds, made.num_rounds) == (9, 9)
+def test_a_config_counts_rounds_of_all_fragments() -> None:
+    assert config(1, fragments=3).num_rounds == 9
 
 
 # -- eager updates ----------------------------------------------------------------------------------------------
