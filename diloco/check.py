@@ -1,9 +1,9 @@
 """What can be found wrong with a run before any process starts. No torch here."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.config import Config, ConfigError, IslandConfig, RunConfig
+from diloco.planning.specs import specs_of
 from inner.data.bigram import bigram_loss
 from inner.data.corpus import Corpus, check_source, prepare_corpus
 from inner.mesh import accumulation, resolve_degrees
@@ -28,17 +28,10 @@ def check_island(run: RunConfig, island: IslandConfig, where: str) -> None:
         raise ConfigError(f"{where}: {error}") from None
 
 
-@dataclass(frozen=True)
-class _Named:
-    name: str
-    shape: tuple[int, ...] = (1,)
-
-
 def check_fragments(run: RunConfig) -> None:
     """Raise ConfigError if the model has too few layers for the run's fragments."""
-    num_layers = resolve_sizes(run.model, run.model.vocab_size or BYTE_VOCAB_SIZE).num_layers
     try:
-        fragments_of([_Named("embed"), *(_Named(f"layers.{i}") for i in range(num_layers)), _Named("norm")], run.outer)
+        fragments_of(specs_of(resolve_sizes(run.model, run.model.vocab_size or BYTE_VOCAB_SIZE)), run.outer)
     except InputError as error:
         raise ConfigError(str(error)) from None
 

@@ -71,7 +71,7 @@ def show_plan(path: Path, overrides: list[str], question: Question, console: Con
     # Only now: a mistake is answered without waiting for torch.
     from diloco.planning.advice import ladder
     from diloco.planning.predict import Case, Link
-    from diloco.planning.round_bytes import specs_of
+    from diloco.planning.specs import specs_of
     from diloco.planning.table import Picture, print_plan
 
     speed_of = _speeds(codec_bytes)

@@ -11,7 +11,8 @@ model, which knows of none of these terms but the first two.
 from dataclasses import dataclass
 from math import log2
 
-from diloco.planning.round_bytes import Fragment, Spec, fragments_of
+from diloco.planning.round_bytes import Fragment, fragments_of
+from diloco.planning.specs import Spec
 from outer.coding import GATHERED
 from outer.config import OuterConfig
 

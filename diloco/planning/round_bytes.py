@@ -3,21 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
-from inner.measure.units import block_unit, table_unit
-from inner.presets import ModelSizes
+from diloco.planning.specs import Spec
 from outer.coding import Coding, coding_of
 from outer.config import OuterConfig
 from outer.fragments import groups_of
 from outer.space import Part, Space
-
-
-class Spec(NamedTuple):
-    """A parameter's full name and global shape."""
-
-    name: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -34,17 +25,6 @@ class Fragment:
     """That a reducer still sends when all else has arrived: the mean of its last part, to every other island."""
     mean_bytes: int
     """Of all means, as they are digested."""
-
-
-def specs_of(sizes: ModelSizes) -> tuple[Spec, ...]:
-    """The model's parameters in its own order, as far as cutting it into fragments and parts needs them."""
-    table = table_unit(sizes, tp=1).shapes[0]
-    specs = [Spec("embed.weight", table)]
-    for layer in range(sizes.num_layers):
-        for number, (rows, cols) in enumerate(block_unit(sizes, tp=1).shapes):
-            specs.append(Spec(f"layers.{layer}.w{number}", (rows,) if cols == 1 else (rows, cols)))
-    specs.append(Spec("norm.weight", (sizes.dim,)))
-    return tuple(specs if sizes.tie_embeddings else [*specs, Spec("head.weight", table)])
 
 
 def fragments_of(outer: OuterConfig, specs: tuple[Spec, ...], num_islands: int) -> Sequence[Fragment]:

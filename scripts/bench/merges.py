@@ -9,13 +9,8 @@ poison:1@round=1`: its pseudo-gradient turned around and ten times as long), and
 """
 
 import argparse
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import get_args
 
 import torch
@@ -24,13 +19,12 @@ from outer.config import MergeConfig
 from outer.gates import left_out
 from outer.merges import build_merge
 from scripts.bench.arguments import choices
+from scripts.bench.simulation import simulated
 
-ROOT = Path(__file__).resolve().parents[2]
 RULES: tuple[str, ...] = get_args(MergeConfig.model_fields["rule"].annotation)
 FAULTS = {"honest": [], "one poisons": ["--fault", "poison:1@round=1"]}
 QUICK = ["outer.transport=gloo", "outer.codec=int8", "optimizer.tokens_per_step=1024", "island.micro_batch=4"]
 """Eight islands on a small machine: an eighth of the quickstart's tokens for each."""
-RUN_SECONDS = 900.0
 
 
 def main() -> None:
@@ -97,23 +91,11 @@ def _print_quality(rules: list[str], num_islands: int, overrides: list[str]) -> 
 
 def _train(rule: str, num_islands: int, overrides: list[str], fault: list[str]) -> str:
     """The loss of a run of its own, or what became of it."""
-    with TemporaryDirectory(prefix="merges-") as folder:
-        settings = [*overrides, f"outer.merge.rule={rule}", "name=merges", f"island.run_dir={folder}"]
-        command = [sys.executable, "-m", "diloco", "simulate", "configs/quickstart.yaml", *settings]
-        command += ["--islands", str(num_islands), "--ranks", "1", *fault]
-        with (Path(folder) / "output.txt").open("wb") as output:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
-            try:
-                process.wait(RUN_SECONDS)
-            finally:
-                # Asked to, it ends the islands; killed, it would leave them behind.
-                process.terminate()
-                process.wait()
-        summary = Path(folder) / "merges" / "summary.json"
-        if process.returncode or not summary.exists():
-            print((Path(folder) / "output.txt").read_text(errors="replace")[-2000:], file=sys.stderr)
-            return "failed"
-        loss = json.loads(summary.read_text())["final_eval_loss"]
+    settings = ["configs/quickstart.yaml", *overrides, f"outer.merge.rule={rule}"]
+    summary = simulated([*settings, "--islands", str(num_islands), "--ranks", "1", *fault])
+    if summary is None:
+        return "failed"
+    loss = summary["final_eval_loss"]
     return "diverged" if loss is None else f"{loss:.4f}"
 
 

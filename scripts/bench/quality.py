@@ -9,21 +9,19 @@ not repeated; `--plot FILE.png` draws loss against bytes.
 
 import argparse
 import json
-import subprocess
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from tempfile import TemporaryDirectory
 
 from scripts.bench.arguments import choices
+from scripts.bench.simulation import simulated
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["optimizer.tokens_per_step=1024", "island.micro_batch=4", "evaluate.every_rounds=4"]
 ONE = ["optimizer.tokens_per_step=4096", "outer.start_islands=1", "evaluate.every_rounds=4"]
 PLAIN = "outer.optimizer={lr: 1.0, momentum: 0.0, nesterov: false}"
-RUN_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,8 @@ class Result:
     """One run."""
 
     row: str
-    seed: int
     settings: str
+    """Config, islands and overrides, as on the command line of `diloco simulate`."""
     loss: float | None
     sent_bytes: float
     """By an island, on average."""
@@ -77,16 +75,16 @@ def main() -> None:
     args = _arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "results.jsonl"
-    for seed in args.seeds:
-        for name in args.rows:
-            wanted = settings_of(ROWS[name], seed, args.overrides)
-            if not any(r.row == name and r.settings == " ".join(wanted) for r in read(path)):
-                result = train(name, seed, wanted)
-                with path.open("a") as file:
-                    file.write(json.dumps(asdict(result)) + "\n")
-                print(f"seed {seed} {name}: {result.loss}", file=sys.stderr, flush=True)
-    found = [r for r in read(path) if r.settings in {" ".join(settings_of(ROWS[r.row], r.seed, args.overrides))}]
-    print_table([r for r in found if r.row in args.rows and r.seed in args.seeds])
+    wanted = {
+        shlex.join(settings_of(ROWS[name], seed, args.overrides)): name for seed in args.seeds for name in args.rows
+    }
+    for settings, name in wanted.items():
+        if all(r.settings != settings for r in read(path)) and (result := train(name, settings)):
+            with path.open("a") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
+            print(f"{name}: {result.loss}: {settings}", file=sys.stderr, flush=True)
+    found = [result for result in read(path) if result.settings in wanted]
+    print_table(found)
     if args.plot is not None:
         draw(found, args.plot)
 
@@ -114,19 +112,13 @@ def read(path: Path) -> Iterator[Result]:
         yield Result(**json.loads(line))
 
 
-def train(name: str, seed: int, settings: list[str]) -> Result:
-    """A run of its own. Its loss is None when it diverged or failed; then its last lines are on stderr."""
-    with TemporaryDirectory(prefix="quality-") as folder:
-        command = [sys.executable, "-m", "diloco", "simulate", "--in-process", "--ranks", "1", *settings]
-        command += ["name=run", f"island.run_dir={folder}"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_SECONDS, check=False)
-        summary = Path(folder) / "run" / "summary.json"
-        if done.returncode or not summary.exists():
-            print((done.stdout + done.stderr)[-2000:], file=sys.stderr)
-            return Result(name, seed, " ".join(settings), None, 0.0, 0)
-        facts = json.loads(summary.read_text())
-    sent = list(facts["bytes_sent"].values())
-    return Result(name, seed, " ".join(settings), facts["final_eval_loss"], mean(sent), facts["tokens"])
+def train(name: str, settings: str) -> Result | None:
+    """A run of its own; its loss is None when it diverged. None when it failed."""
+    summary = simulated(["--in-process", "--ranks", "1", *shlex.split(settings)])
+    if summary is None:
+        return None
+    sent = list(summary["bytes_sent"].values())
+    return Result(name, settings, summary["final_eval_loss"], mean(sent), summary["tokens"])
 
 
 def print_table(results: list[Result]) -> None:

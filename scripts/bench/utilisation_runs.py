@@ -17,7 +17,7 @@ from diloco.netns import Namespace
 from diloco.planning import predict as planning
 from diloco.planning.host_speed import measure
 from diloco.planning.predict import Case, predict
-from diloco.planning.round_bytes import Spec
+from diloco.planning.specs import Spec
 from diloco.processes import Child, start, stop
 from outer.config import OuterConfig
 from scripts.bench.utilisation_island import Seat, Task

@@ -9,7 +9,8 @@ import torch
 from diloco.planning.advice import Rung, changed, ladder, needed_bandwidth
 from diloco.planning.host_speed import measure
 from diloco.planning.predict import MANY_PEERS_SHARE, ROUND_MESSAGES, Case, HostSpeed, Link, predict
-from diloco.planning.round_bytes import Spec, fragments_of, specs_of
+from diloco.planning.round_bytes import fragments_of
+from diloco.planning.specs import Spec, specs_of
 from inner.model import Transformer
 from inner.presets import PRESETS, num_params
 from outer.config import CodingConfig, OuterConfig

@@ -1,0 +1,30 @@
+"""A run of `diloco simulate` in a folder of its own, for benches that compare what comes of it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN_SECONDS = 1800.0
+
+
+def simulated(arguments: list[str]) -> dict[str, Any] | None:
+    """The run's summary.json; None when it failed, and then its last lines are on stderr."""
+    with TemporaryDirectory(prefix="bench-") as folder:
+        command = [sys.executable, "-m", "diloco", "simulate", *arguments, "name=run", f"island.run_dir={folder}"]
+        with (Path(folder) / "output.txt").open("wb") as output:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+            try:
+                process.wait(RUN_SECONDS)
+            finally:
+                # Asked to, it ends the islands; killed, it would leave them behind.
+                process.terminate()
+                process.wait()
+        summary = Path(folder) / "run" / "summary.json"
+        if process.returncode or not summary.exists():
+            print((Path(folder) / "output.txt").read_text(errors="replace")[-2000:], file=sys.stderr)
+            return None
+        return json.loads(summary.read_text())
