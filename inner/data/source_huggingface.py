@@ -52,9 +52,14 @@ class HuggingFaceSource:
             require_on_hub("dataset", self.dataset, CURE)
         # datasets takes a second to import: only who reads one pays for it.
         import datasets
+        from pyarrow.dataset import ParquetFragmentScanOptions
 
         try:
-            yield from datasets.load_dataset(self.dataset, self.dataset_config, split=self.split, streaming=True)
+            builder = datasets.load_dataset_builder(self.dataset, self.dataset_config)
+            if hasattr(builder.config, "fragment_scan_options"):
+                # Reading ahead goes on behind a stream that is left, and aborts the interpreter when it exits meanwhile.
+                builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
+            yield from builder.as_streaming_dataset(split=self.split)
         except Exception as error:
             # Builders, file systems and HTTP libraries each raise their own kind; all mean: not to be had.
             where = f"dataset {self.dataset!r} (config {self.dataset_config!r}, split {self.split!r})"
