@@ -5,7 +5,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -18,6 +18,7 @@ from diloco.config import ConfigError, IslandConfig, RunConfig, differing_keys, 
 from diloco.faults import build_hooks, slow_down
 from diloco.measure import Speedometer, speedometer
 from diloco.metrics import EventRecord, Metrics
+from diloco.run_checkpoints import RunCheckpoints, opened
 from diloco.runfiles import write_atomically
 from diloco.sinks import build_sinks
 from inner.data.batches import IslandBatches
@@ -56,6 +57,7 @@ class Parts:
     """What one rank of an island works with. Metrics and the speedometer are the leader's alone."""
 
     config: RunConfig
+    island: IslandConfig
     corpus: Corpus
     batches: IslandBatches
     trainer: Trainer
@@ -65,6 +67,7 @@ class Parts:
     profiler: Profiler
     metrics: Metrics | None
     speed: Speedometer | None
+    checkpoints: RunCheckpoints | None
     slow_down: Callable[[float], None]
     """Called with the seconds of each inner step: what a fault adds to it, usually nothing."""
     tokens: int = 0
@@ -179,9 +182,12 @@ def assembled(
         outer = OuterLoop(config.outer, identity, trainer.params, team, network, loop, settings)
         Probe(network.messenger, Greeter(config.hash, lambda: outer.position.round))
         speed = speedometer(config, island, corpus, device) if team.is_leader else None
-        with Profiler(island.profile, folder / "profile", team.rank) as profiler:
+        # Islands of one process are threads, and a checkpoint's ranks talk over torch's groups of the whole process.
+        saving = opened(config, island, folder, trainer, outer) if shared is None else nullcontext()
+        with saving as checkpoints, Profiler(island.profile, folder / "profile", team.rank) as profiler:
             yield Parts(
                 config,
+                island,
                 corpus,
                 batches,
                 trainer,
@@ -191,6 +197,7 @@ def assembled(
                 profiler,
                 metrics,
                 speed,
+                checkpoints,
                 partial(slow_down, hooks),
             )
     finally:

@@ -61,6 +61,19 @@ class RunConfig(Section):
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+class CheckpointConfig(Section):
+    """When an island saves all that it needs to go on after a stop, and where."""
+
+    every_rounds: int | None = Field(default=10, ge=1)
+    """Times that every parameter is averaged, from one checkpoint to the next; also after the last. null: none."""
+    keep: int = Field(default=2, ge=1)
+    """Older ones are deleted."""
+    folder: str | None = None
+    """None: `checkpoints` in the island's folder. Ranks of one island must all see it."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: go on from the newest whole checkpoint in the folder, if there is one."""
+
+
 class IslandConfig(Section):
     """What is one island's own business."""
 
@@ -96,6 +109,7 @@ class IslandConfig(Section):
     data_paths: tuple[str, ...] | None = None
     """Replaces data.paths on this island."""
     connect_seconds: float = Field(default=30.0, gt=0)
+    checkpoint: CheckpointConfig = CheckpointConfig()
     profile: ProfileConfig = ProfileConfig()
     tensorboard: bool = False
     wandb: Literal["off", "offline", "online"] = "off"

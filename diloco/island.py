@@ -8,11 +8,11 @@ that follow it: it is launched at its step and lands some steps later.
 import logging
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 from diloco.assemble import Parts
 from diloco.measure import evaluation, step_record
 from diloco.metrics import EventRecord, RoundRecord
+from diloco.progress import NOTHING, Place, Progress, Resumed
 from inner.trainer import StepResult
 from outer.reports import CaughtUp, Landing, RoundReport
 from outer.state import Position
@@ -20,26 +20,16 @@ from outer.state import Position
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Progress:
-    """What an island has done that no committed round has."""
-
-    steps: int = 0
-    tokens: int = 0
-
-    def __add__(self, other: "Progress") -> "Progress":
-        return Progress(self.steps + other.steps, self.tokens + other.tokens)
-
-
-NOTHING = Progress()
-
-
 def run(parts: Parts) -> None:
     """Train until the run's last round is committed. Raises TrainingStopped or OuterError when it cannot go on."""
     outer, rounds = parts.outer, parts.config.outer.num_rounds
-    enter(parts, outer.begin())
-    evaluate(parts)
     life = Life(parts)
+    resumed = resume(parts)
+    enter(parts, outer.begin())
+    if resumed is not None and (resumed.round, resumed.digest) == (outer.position.round, outer.digest):
+        life.take_up(resumed.place)
+    else:
+        evaluate(parts)
     while outer.position.round < rounds:
         try:
             if outer.round < rounds:
@@ -59,13 +49,21 @@ class Life:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.made = self.sent = NOTHING
+        self.begun_at = 0
+        """Inner steps of the round that were made before this process began."""
+
+    def take_up(self, place: Place) -> None:
+        """Go on in the middle of a round."""
+        self.made, self.begun_at = place.made, place.steps
 
     def inner_steps(self) -> None:
         """Train until the round's inner steps are done, or until going on would be in vain."""
         parts, outer, trainer = self.parts, self.parts.outer, self.parts.trainer
         # Learning-rate schedule and data position follow from the round, however many steps the last one had here.
-        trainer.inner_step = begin = outer.schedule.begin(outer.round)
+        begin = outer.schedule.begin(outer.round)
+        trainer.inner_step = begin + self.begun_at
         last = begin + outer.inner_steps()
+        self.begun_at = 0
         while True:
             result = train(parts)
             self.made += Progress(1, 0 if result.is_skipped else result.tokens)
@@ -93,6 +91,20 @@ class Life:
         is_last = outer.position.round == parts.config.outer.num_rounds
         if rest == 0 and (is_last or cycle % parts.config.evaluate.every_rounds == 0):
             evaluate(parts)
+        every = parts.island.checkpoint.every_rounds
+        if rest == 0 and every is not None and (is_last or cycle % every == 0):
+            self.save()
+
+    def save(self) -> None:
+        """A checkpoint of where the island is; no round may be on its way. Training goes on whatever comes of it."""
+        parts, outer = self.parts, self.parts.outer
+        if parts.checkpoints is None:
+            return
+        steps = max(parts.trainer.inner_step - outer.schedule.begin(outer.round), 0)
+        problem = parts.checkpoints.save(Place(steps, self.made), parts.tokens)
+        if problem is not None:
+            parts.event("not saved", problem)
+            log.error("round %d: NOT SAVED, training goes on: %s", outer.position.round, problem)
 
     def go_on(self, caught: CaughtUp) -> None:
         """Others have committed without this island: it has their state now, and goes on from there."""
@@ -101,6 +113,18 @@ class Life:
         fate = "kept" if caught.is_kept else "dropped"
         self.parts.event("caught up", f"{caught}; {progress.steps} inner steps {fate}")
         enter(self.parts, self.parts.outer.position)
+
+
+def resume(parts: Parts) -> Resumed | None:
+    """Go on from the island's newest checkpoint, if there is one and it is wanted."""
+    if parts.checkpoints is None or parts.island.checkpoint.resume == "never":
+        return None
+    resumed = parts.checkpoints.resume()
+    if resumed is not None:
+        parts.tokens = resumed.tokens
+        changed = f"; changed since: {'; '.join(resumed.changed)}" if resumed.changed else ""
+        parts.event("resumed", f"inner step {resumed.inner_step}, round {resumed.round}{changed}")
+    return resumed
 
 
 def enter(parts: Parts, position: Position) -> None:

@@ -6,7 +6,7 @@ index of them is a pickle: load only checkpoints from your own disk. All that is
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from datetime import timedelta
@@ -29,9 +29,16 @@ from inner.together import on_first, together
 
 log = logging.getLogger(__name__)
 
+NOTHING: Mapping[str, Tensor] = {}
+
 
 class CheckpointFailed(RuntimeError):
     """A checkpoint could not be written or read; the older ones are as they were."""
+
+
+def no_room(saved: Collection[str]) -> Mapping[str, Tensor]:
+    """For checkpoints of a trainer alone."""
+    return NOTHING
 
 
 class TrainingState(Protocol):
@@ -69,15 +76,22 @@ class Checkpoints:
         self._lock: TextIO | None = None
         on_first(group, self._hold)
 
-    def save(self, trainer: TrainingState, facts: dict[str, Any], wait: bool = False) -> None:
+    def save(
+        self,
+        trainer: TrainingState,
+        facts: dict[str, Any],
+        more: Mapping[str, Tensor] = NOTHING,
+        *,
+        wait: bool = False,
+    ) -> None:
         """Copies the state to CPU memory and returns; with `wait`, only when it is published. Raises InputError.
 
         The copy is written in the background, so training may go on at once; call wait() before the process ends.
-        `facts`: JSON, of which rank 0's are kept. Waits first for an earlier save, and raises CheckpointFailed if that
-        one failed.
+        `facts`: JSON, of which rank 0's are kept. `more`: plain tensors of this rank, under names that no other rank
+        and no parameter has. Waits first for an earlier save, and raises CheckpointFailed if that one failed.
         """
         self.wait(self._timeout_seconds)
-        live = state.live_tensors(trainer.parts, trainer.optimizers)
+        live = state.live_tensors(trainer.parts, trainer.optimizers) | {name: [more[name]] for name in more}
         sizes = _merged(together(self._group, lambda: state.num_bytes(live)))
         steppers = _merged(together(self._group, lambda: state.optimizer_names(trainer.parts, trainer.optimizers)))
         contents = Contents(trainer.inner_step, facts, steppers)
@@ -136,11 +150,14 @@ class Checkpoints:
             raise InputError(f"{problem}; restore it, or load another step's checkpoint")
         return there[0]
 
-    def load(self, trainer: TrainingState, found: Found) -> dict[str, Any]:
+    def load(
+        self, trainer: TrainingState, found: Found, room: Callable[[Collection[str]], Mapping[str, Tensor]] = no_room
+    ) -> dict[str, Any]:
         """Sets parameters, optimizer states and inner step to the saved ones, on any mesh; the facts saved with them.
 
-        `found` is of newest() or at(), which checked its files. Raises InputError, and has changed nothing, if the
-        checkpoint is of another model or optimizer.
+        `found` is of newest() or at(), which checked its files. `room`: from the names of all saved tensors, those of
+        `more` that this rank wants, to be loaded into. Raises InputError, and has changed nothing, if the checkpoint is
+        of another model or optimizer.
         """
         self.wait(self._timeout_seconds)
         saved: dict[str, Any] = dcp.FileSystemReader(found.path).read_metadata().state_dict_metadata
@@ -149,7 +166,7 @@ class Checkpoints:
         live = state.live_tensors(trainer.parts, trainer.optimizers)
         try:
             dcp.load(
-                {name: copies[0] for name, copies in live.items()},
+                {name: copies[0] for name, copies in live.items()} | dict(room(saved.keys())),
                 storage_reader=dcp.FileSystemReader(found.path),
                 planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
                 process_group=self._group,

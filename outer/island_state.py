@@ -85,8 +85,12 @@ class IslandState:
 
     def replace(self, parts: Mapping[int, PartState], position: Position) -> None:
         """Another island's state, in place of global state and local params."""
-        self.mine.replace(parts, position)
+        self.restore(parts, position)
         self.exchange.scatter(self.mine.parts)
+
+    def restore(self, parts: Mapping[int, PartState], position: Position) -> None:
+        """A state that was saved, in place of the global state; local params are left alone."""
+        self.mine.replace(parts, position)
         self.digest = self.combine(self.mine.digests(), self._team)
 
     def rebase(self, pseudo_grads: Mapping[int, torch.Tensor]) -> None:

@@ -44,6 +44,15 @@ class Presence:
         self._transport_addresses = [transport for transport, _ in addresses]
         self._control_addresses = [control for _, control in addresses]
 
+    def resume(self) -> None:
+        """This island holds a state that was saved. To be called before `announce`."""
+        self._loop.run(self._resume())
+
+    @property
+    def num_islands(self) -> int:
+        """Islands that this one has heard of since it began, itself among them; records outlive who wrote them."""
+        return 1 + len(self.agreement.protocol.live)
+
     def announce(self) -> None:
         """Enter the membership, and begin to speak with the others. Raises InputError when the name is taken."""
         self._loop.run(self._membership.announce(self._member(0.0)))
@@ -94,6 +103,9 @@ class Presence:
         goodbye = Goodbye(island=me, incarnation=incarnation, round=self._held.mine.position.round, steps=steps)
         self._loop.run(self.agreement.say_goodbye(goodbye), LEAVE_SECONDS)
         self._loop.run(self._membership.leave(), LEAVE_SECONDS)
+
+    async def _resume(self) -> None:
+        self.agreement.protocol.stand(standing_of(self._held, is_coming=False))
 
     async def _stand(self, member: Member, standing: Standing) -> None:
         # On the event loop, whose things no other thread may touch.

@@ -81,8 +81,8 @@ class Reducer:
         """What coding lost: of this rank's pseudo-gradients, and of the means that it encoded."""
         own, means = self.feedbacks or (None, None)
         self._rank = _Rank(transport, coding, space, me, hooks, config, own, means)
-        self._last: dict[int, tuple[int, Mapping[int, Mean]]] = {}
-        """By fragment: the round that committed it last, and its means."""
+        self.last_means: dict[int, tuple[int, Mapping[int, Mean]]] = {}
+        """By fragment: the round that committed it last, and its means; kept where merging or gates look at them."""
         self.gated: dict[str, int] = {}
         """Parts that this rank reduced in the last attempt without this island, for the gates left it out."""
 
@@ -94,13 +94,13 @@ class Reducer:
         for feedback in self.feedbacks:
             feedback.commit()
         if self._rank.config.needs_last_mean:
-            self._last[self._rank.space.fragment_of(round_number)] = round_number, means
+            self.last_means[self._rank.space.fragment_of(round_number)] = round_number, means
 
     def forget(self) -> None:
         """Another history is this island's now: what was kept of its own means nothing in it."""
         for feedback in self.feedbacks:
             feedback.clear()
-        self._last.clear()
+        self.last_means.clear()
 
     async def run(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, Mean]:
         """The mean of each carried part. The caller bounds the time.
@@ -113,7 +113,7 @@ class Reducer:
         can wait for each other, even where a transport lets few payloads through at a time.
         """
         space = self._rank.space
-        last_round, last = self._last.get(space.fragment_of(plan.round), (-1, {}))
+        last_round, last = self.last_means.get(space.fragment_of(plan.round), (-1, {}))
         # Only of the time before: what this rank saw before it missed a commit says little of the next mean.
         attempt = _Attempt(self._rank, plan, last if last_round == plan.round - len(space.fragments) else {})
         for feedback in self.feedbacks:

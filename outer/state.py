@@ -93,6 +93,11 @@ class GlobalState:
             self.num_replaced += 1
             self.position = position
 
+    @property
+    def momentum(self) -> dict[int, torch.Tensor]:
+        """The outer optimizer's of each carried part, itself; empty when it has none."""
+        return {i: self._optimizer.momentum(i) for i in self.parts} if self._config.momentum > 0 else {}
+
     def digests(self) -> dict[int, bytes]:
         """Of each carried part: params and momentum."""
         for i in self.parts.keys() - self._digests.keys():

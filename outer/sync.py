@@ -8,11 +8,12 @@ Every rank of the island makes the same calls in the same order; the leader spea
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 
+from outer import saved
 from outer.agreement import Agreement, Interruption
 from outer.averaging import Averaging, Side
 from outer.coding import coding_of
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 
 FINISH_SECONDS = 60.0
 """How long an island that has the last round stays for those that live and do not have it yet."""
+RESUME_SECONDS = 60.0
+"""How long an island that goes on from a checkpoint waits for the others to do so; then it goes on alone."""
 DONOR_WAIT_SECONDS = 10.0
 """How long an island that must not begin a run waits for one that can give a state."""
 
@@ -111,6 +114,9 @@ class OuterLoop:
             self._take_state()
         elif self._settings.joins:
             raise OuterError("this island joins a run, and no island that has committed a round can be found in it")
+        elif self.position.round:
+            # A state that was saved is as good as one just committed: others may take it.
+            self._averaging.stand(is_coming=False, included=[])
         self._averaging.stand(is_coming=True)
         return self.position
 
@@ -182,6 +188,25 @@ class OuterLoop:
         if self._presence is not None:
             self._presence.leave(steps)
 
+    def saved(self) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+        """What a checkpoint holds: this rank's tensors as they are, and facts. No round may be on its way."""
+        assert self._flight is None, "what a round on its way will commit is not known yet"
+        reducer = self._averaging.reducer
+        facts = saved.facts_of(self._held, reducer, self._weights, self._averaging.share)
+        return saved.tensors_of(self._held, reducer), facts
+
+    def room(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """Zeros to load what this rank needs of the saved tensors into, for `restore`."""
+        return saved.room_for(self._held, self._averaging.reducer, names)
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], facts: object) -> None:
+        """Go on from what was saved, before `begin`; local params have been loaded. Raises InputError."""
+        read = saved.read_facts(facts)
+        saved.restore(self._held, self._averaging.reducer, read, tensors)
+        self._weights, self._averaging.share = read.weights, read.share
+        if self._presence is not None:
+            self._presence.resume()
+
     # -- a round's two ends ------------------------------------------------------------------------------------
 
     def _snapshot(self, tokens: int) -> Snapshot:
@@ -211,9 +236,13 @@ class OuterLoop:
     # -- another island's state -----------------------------------------------------------------------------
 
     def _has_donors(self) -> bool:
-        """Whether any island has committed a round; waited for when this one must not begin a run."""
-        deadline = time.monotonic() + (DONOR_WAIT_SECONDS if self._settings.joins else 0.0)
+        """Whether others hold a state that survives; waited for when this one must not begin, or go on, without."""
+        is_resumed = self.position.round > 0
+        seconds = DONOR_WAIT_SECONDS if self._settings.joins else RESUME_SECONDS * is_resumed
+        deadline = time.monotonic() + seconds
         while not (found := self._leader.find_donors()) and time.monotonic() < deadline:
+            if is_resumed and self._leader.num_islands >= self._config.start_islands:
+                break
             time.sleep(0.2)
         return bool(found)
 

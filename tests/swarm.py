@@ -36,7 +36,7 @@ data: {source: files, seq_len: 32, heldout_fraction: 0.3}
 optimizer: {lr: 1e-2, tokens_per_step: 512, warmup_steps: 0, schedule: constant}
 outer: {rounds: 3, inner_steps: 2, part_elements: 1024, transport: gloo, wait_seconds: 60}
 evaluate: {tokens: 512}
-island: {micro_batch: 4, connect_seconds: 20}
+island: {micro_batch: 4, connect_seconds: 20, checkpoint: {every_rounds: null}}
 """
 
 

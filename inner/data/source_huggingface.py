@@ -57,7 +57,7 @@ class HuggingFaceSource:
         try:
             builder = datasets.load_dataset_builder(self.dataset, self.dataset_config)
             if hasattr(builder.config, "fragment_scan_options"):
-                # Reading ahead goes on behind a stream that is left, and aborts the interpreter when it exits meanwhile.
+                # Reading ahead outlives a stream that is left, and aborts the interpreter when it exits meanwhile.
                 builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
             yield from builder.as_streaming_dataset(split=self.split)
         except Exception as error:

@@ -1,0 +1,113 @@
+"""What an island's checkpoint holds of the outer loop: tensors by part, so that any mesh of the island can go on.
+
+    outer/params/<part>          global params, fp32             outer/momentum/<part>   the outer optimizer's
+    outer/residual/<part>        what coding this island's       outer/mean_residual/<part>   and the means that it
+                                 pseudo-gradients has lost                                    encoded have lost
+    outer/last_mean/<part>       of the part's last round, where merging or gates look at it
+
+Residuals are this island's own; they are never given to another.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from pydantic import Field, ValidationError
+
+from outer.errors import InputError
+from outer.island_state import IslandState
+from outer.reduce import Mean, Reducer
+from outer.rounds import Digest, Message
+from outer.state import PartState, Position
+
+PARAMS, MOMENTUM, LAST_MEAN = "outer/params/", "outer/momentum/", "outer/last_mean/"
+RESIDUALS = "outer/residual/", "outer/mean_residual/"
+
+
+class SavedFacts(Message):
+    """What goes with the tensors, as JSON."""
+
+    position: Position
+    digest: str = Digest
+    """Of the global params and outer momentum."""
+    fingerprint: str = Digest
+    """Of the canonical space: which element lies in which part."""
+    weights: list[int]
+    """By fragment: tokens trained since it was sent last."""
+    last_rounds: list[tuple[int, int]] = Field(default=[])
+    """(fragment, round) of the means kept."""
+    share: float
+
+
+def tensors_of(held: IslandState, reducer: Reducer) -> dict[str, torch.Tensor]:
+    """This rank's tensors by name, as they are: copy them before the next round."""
+    tensors = {f"{PARAMS}{i}": values for i, values in held.mine.parts.items()}
+    tensors |= {f"{MOMENTUM}{i}": values for i, values in held.mine.momentum.items()}
+    for prefix, feedback in zip(RESIDUALS, reducer.feedbacks, strict=False):
+        tensors |= {f"{prefix}{i}": values for i, values in feedback.residuals.items()}
+    for _, means in reducer.last_means.values():
+        tensors |= {f"{LAST_MEAN}{i}": mean.values for i, mean in means.items()}
+    return tensors
+
+
+def room_for(held: IslandState, reducer: Reducer, saved: Collection[str]) -> dict[str, torch.Tensor]:
+    """Zeros to load those of the `saved` tensors into that this rank carries now."""
+    wanted = [PARAMS, MOMENTUM, *RESIDUALS[: len(reducer.feedbacks)], LAST_MEAN]
+    return {
+        name: torch.zeros_like(values)
+        for index, values in held.mine.parts.items()
+        for name in (f"{prefix}{index}" for prefix in wanted)
+        if name in saved
+    }
+
+
+def restore(held: IslandState, reducer: Reducer, facts: SavedFacts, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Global state and residuals become what was saved; local params are left alone. Every rank calls it.
+
+    Raises InputError when they are of another canonical space, or not what the digest says.
+    """
+    if facts.fingerprint != held.space.fingerprint:
+        raise InputError(
+            "the checkpoint's parts are cut in another way: it is of a run with another model, outer.codec, "
+            "outer.part_elements or outer.fragments"
+        )
+    parts, params, momentum = {}, _by_part(PARAMS, tensors), _by_part(MOMENTUM, tensors)
+    for i, values in held.mine.parts.items():
+        if i not in params:
+            raise InputError(f"the checkpoint has no part {i} of the global params")
+        parts[i] = PartState(params[i], momentum.get(i, torch.zeros_like(values)), facts.position.round)
+    held.restore(parts, facts.position)
+    if held.digest != facts.digest:
+        raise InputError(f"the checkpoint's global params have the digest {held.digest}, expected {facts.digest}")
+    for prefix, feedback in zip(RESIDUALS, reducer.feedbacks, strict=False):
+        feedback.load(_by_part(prefix, tensors))
+    no_bytes = torch.empty(0, dtype=torch.uint8)
+    last = {i: Mean(values, no_bytes, b"") for i, values in _by_part(LAST_MEAN, tensors).items()}
+    for fragment, round_number in facts.last_rounds:
+        mine = {i: mean for i, mean in last.items() if held.space.parts[i].fragment == fragment}
+        reducer.last_means[fragment] = round_number, mine
+
+
+def facts_of(held: IslandState, reducer: Reducer, weights: Sequence[int], share: float) -> dict[str, object]:
+    """What goes with `tensors_of`, as JSON values."""
+    facts = SavedFacts(
+        position=held.mine.position,
+        digest=held.digest,
+        fingerprint=held.space.fingerprint,
+        weights=list(weights),
+        last_rounds=[(fragment, number) for fragment, (number, _) in sorted(reducer.last_means.items())],
+        share=share,
+    )
+    return facts.model_dump(mode="json")
+
+
+def read_facts(values: object) -> SavedFacts:
+    """The facts in a checkpoint. Raises InputError when they are none."""
+    try:
+        return SavedFacts.model_validate(values, strict=False)
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+        raise InputError(f"the checkpoint's facts of the outer loop are not readable: {problem}") from None
+
+
+def _by_part(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+    return {int(name.removeprefix(prefix)): values for name, values in tensors.items() if name.startswith(prefix)}
