@@ -42,8 +42,9 @@ class RunCheckpoints:
         """
         tensors, facts = self._outer.saved()
         run = self._run.model_dump(mode="json")
+        params = [(spec.name, list(spec.shape)) for spec in self._trainer.params.specs]
         try:
-            facts = {"outer": facts, "place": asdict(place), "tokens": tokens, "run": run}
+            facts = {"outer": facts, "place": asdict(place), "tokens": tokens, "run": run, "params": params}
             self._files.save(self._trainer, facts, tensors)
         except (InputError, CheckpointFailed, TimeoutError) as error:
             return str(error)

@@ -1,21 +1,24 @@
 """An island that was killed goes on from its checkpoint as if it had never stopped, bit for bit."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from diloco import island as life
 from diloco.assemble import Parts
 from diloco.config import Config
+from diloco.global_params import read_global_params
 from diloco.train import train
-from tests.swarm import Island, Work, swarm
+from tests.swarm import Island, Work, swarm, train_and_return_params
 
 EACH_ROUND = ["island.checkpoint.every_rounds=1", "outer.rounds=6", "outer.inner_steps=4"]
-LAST = 5
+LAST, END = 5, 14
 STREAMED = ["outer.fragments=2", "outer.delay=1", "outer.mix=0.5"]
 LOSSY = ["outer.codec=stat2", "outer.coding.feedback=0.9"]
 
@@ -75,3 +78,72 @@ def test_two_islands_killed_in_a_round_end_as_if_nothing_had_been(tmp_path: Path
         assert losses(one) == losses(other)
     last = max(whole[0].committed())
     assert {i.committed()[last]["digest"] for i in [*whole, *broken]} == {whole[0].committed()[last]["digest"]}
+
+
+def digests(island: Island, event: str) -> list[str]:
+    """What the island's events of this kind say of the digest of its global params."""
+    return [text.rpartition(" ")[2] for text in island.events(event)]
+
+
+def test_global_params_are_read_from_any_mesh_by_one_process(tmp_path: Path) -> None:
+    with swarm(tmp_path, *EACH_ROUND, islands=[{"ranks": 2}, {}]) as made:
+        islands = made.start_all(train_and_return_params)
+        for island in islands:
+            island.finish()
+        trained = islands[1].result()
+    for name in ("island-0", "island-1"):
+        run, params = read_global_params(tmp_path / "test", name)
+        assert params.keys() == trained.keys()
+        assert all(torch.equal(params[key].flatten(), trained[key].flatten()) for key in params)
+        assert run.outer.rounds == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "before, after", [((1, 1), (2, 1)), ((2, 1), (1, 2)), ((1, 1), (1, 1, 2, 1)), ((1, 2, 1), (1, 1))]
+)
+def test_islands_go_on_with_other_meshes_and_numbers(
+    tmp_path: Path, before: tuple[int, ...], after: tuple[int, ...]
+) -> None:
+    with swarm(tmp_path, *EACH_ROUND, islands=[{"ranks": n} for n in before]) as made:
+        for island in made.start_all():
+            island.finish()
+        saved = {record["digest"][:12] for record in (island.committed()[LAST] for island in made.started)}
+    settings = [*EACH_ROUND, f"outer.rounds={END}"]
+    with swarm(tmp_path, *settings, islands=[{"ranks": n} for n in after]) as made:
+        for island in made.start_all():
+            island.finish()
+        for island in made.started[: len(before)]:
+            assert island.events("resumed")
+            assert {digests(island, "joined")[-1]} == saved, "the digest after is the digest before"
+        last = [island.committed()[END - 1] for island in made.started]
+        assert len({record["digest"] for record in last}) == 1
+        assert len(last[0]["participants"]) == len(after)
+
+
+@pytest.mark.slow
+def test_the_checkpoint_of_one_island_is_enough(tmp_path: Path) -> None:
+    with swarm(tmp_path, *EACH_ROUND, islands=[{}, {}]) as made:
+        for island in made.start_all():
+            island.finish()
+    shutil.rmtree(tmp_path / "test" / "island-1")
+    with swarm(tmp_path, *EACH_ROUND, f"outer.rounds={END}", islands=[{}, {}]) as made:
+        for island in made.start_all():
+            island.finish()
+        first, second = made.started
+        assert first.events("resumed") and not second.events("resumed")
+        assert not second.events("joined")[-1].startswith("round 0"), "it has taken the other's state"
+        assert first.committed()[END - 1]["digest"] == second.committed()[END - 1]["digest"]
+
+
+@pytest.mark.slow
+def test_killed_in_any_step_it_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+    with swarm(tmp_path / "whole", *EACH_ROUND, islands=[{}]) as made:
+        made.start(0).finish()
+        whole = losses(made.started[0])
+    for steps in range(1, 21):
+        with swarm(tmp_path / str(steps), *EACH_ROUND, islands=[{}]) as made:
+            assert made.start(0, killed_after(steps)).wait() == [-signal.SIGKILL]
+            again = made.start(0)
+            again.finish()
+            assert losses(again) == whole, f"killed in step {steps}"
