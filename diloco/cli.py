@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from diloco.cli_weights import evaluate, export, generate
+
 app = typer.Typer(
     name="diloco",
     help="Train one language model over islands: FSDP inside each, DiLoCo between them.",
@@ -271,6 +273,10 @@ def report(
     summary = write_summary(run_dir)
     print_summary(summary, Console())
     typer.echo(f"report: {write_report(run_dir)}")
+
+
+for command in (export, evaluate, generate):
+    app.command()(command)
 
 
 def main() -> None:

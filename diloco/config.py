@@ -31,6 +31,8 @@ from inner.config import (
     ProfileConfig,
     Section,
 )
+from inner.errors import InputError
+from inner.huggingface.model_config import sized_as_in
 from outer.config import OuterConfig
 
 
@@ -108,6 +110,8 @@ class IslandConfig(Section):
     cache_dir: str = "~/.cache/diloco"
     data_paths: tuple[str, ...] | None = None
     """Replaces data.paths on this island."""
+    init_from: str | None = None
+    """Replaces model.init_from on this island: the folder of the same weights here."""
     connect_seconds: float = Field(default=30.0, gt=0)
     checkpoint: CheckpointConfig = CheckpointConfig()
     profile: ProfileConfig = ProfileConfig()
@@ -148,13 +152,13 @@ class Config(RunConfig):
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
-    """The config in a YAML file with `section.key=value` overrides applied. Raises ConfigError."""
+    """The config in a YAML file with `section.key=value` overrides applied; sizes from model.init_from. ConfigError."""
     path = Path(path)
     try:
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"cannot read the config {str(path)!r}: {error.strerror}") from None
-    return parse_config(text, overrides, where=str(path))
+    return _with_sizes(parse_config(text, overrides, where=str(path)))
 
 
 def parse_config(text: str, overrides: typing.Sequence[str] = (), where: str = "config") -> Config:
@@ -170,6 +174,23 @@ def parse_config(text: str, overrides: typing.Sequence[str] = (), where: str = "
     for override in overrides:
         _apply_override(values, override)
     return _validate(values, where)
+
+
+def initial_weights(run: RunConfig, island: IslandConfig) -> Path | None:
+    """The folder of this island's first weights; None: they follow from the seed, or others' state replaces them."""
+    if run.model.init_from is None or island.joins:
+        return None
+    return Path(island.init_from or run.model.init_from).expanduser()
+
+
+def _with_sizes(config: Config) -> Config:
+    folder = initial_weights(config, config.for_island(config.island.index))
+    if folder is None:
+        return config
+    try:
+        return config.model_copy(update={"model": sized_as_in(config.model, folder)})
+    except InputError as error:
+        raise ConfigError(str(error)) from None
 
 
 def dump_config(config: BaseModel) -> str:

@@ -20,6 +20,7 @@ import typer
 from diloco.checkup import Check, Subject, connect_seconds, is_loopback, local_checks, subject_of, usable_key
 from diloco.config import ConfigError, RunConfig, differing_keys, load_config, parse_config
 from diloco.examine import Callback, Patient, examine
+from diloco.initial import pinned
 from diloco.units import one_line
 from outer.errors import InputError, OuterError
 from outer.membership.base import Member
@@ -86,7 +87,7 @@ async def diagnose(
     """This machine, then the swarm at `address`, its runs, and each of their islands."""
     yield "This machine"
     try:
-        config = load_config(config_path, overrides) if config_path is not None else None
+        config = pinned(load_config(config_path, overrides)) if config_path is not None else None
         subject = subject_of(config, parse_config("", overrides), address)
     except ConfigError as error:
         yield Check("FAILED", "config", str(error))

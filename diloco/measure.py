@@ -63,5 +63,9 @@ def evaluation(config: RunConfig, trainer: Trainer, corpus: Corpus, round_number
     )
     loss_sum, num_targets = trainer.evaluate(windows)
     loss = loss_sum / num_targets
-    bits_per_byte = loss / math.log(2) * len(corpus.heldout) / corpus.heldout_bytes
-    return EvalRecord(round=round_number, tokens=tokens, loss=loss, bits_per_byte=bits_per_byte)
+    return EvalRecord(round=round_number, tokens=tokens, loss=loss, bits_per_byte=bits_per_byte(loss, corpus))
+
+
+def bits_per_byte(loss: float, corpus: Corpus) -> float:
+    """A loss in nats a token on held-out text, whatever the tokenizer."""
+    return loss / math.log(2) * len(corpus.heldout) / corpus.heldout_bytes

@@ -16,6 +16,7 @@ from diloco.fault_spec import BOOTSTRAP, check_faults, parse_fault
 from diloco.fleet import Fleet, settle, start_bootstrap, start_in, start_island, start_joiner
 from diloco.in_process import in_one_process, run_in_process
 from diloco.inflict import Inflictor
+from diloco.initial import pinned
 from diloco.links import carried, opened_links, parse_links, relay_warning
 from diloco.live import LiveView
 from diloco.netns import check_possible
@@ -64,7 +65,7 @@ def simulate(
     in_process: bool = False,
 ) -> int:
     """The exit status: 0 when at least one island finished the run, 130 after Ctrl-C or SIGTERM."""
-    config = sized(load_config(path, overrides), islands, ranks)
+    config = sized(pinned(load_config(path, overrides)), islands, ranks)
     if in_process:
         config = in_one_process(config, has_trouble=trouble != NO_TROUBLE)
     else:

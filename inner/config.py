@@ -15,6 +15,10 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """A Llama-style decoder. `preset` gives the sizes; any size named beside it wins over the preset's."""
 
+    init_from: str | None = None
+    """A folder in Hugging Face's layout: training begins with its weights, and its config.json gives the sizes."""
+    init_sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+    """Of its *.safetensors, one after the other by name; None: filled in as the run begins."""
     preset: str | None = None
     dim: int | None = Field(default=None, ge=8)
     num_layers: int | None = Field(default=None, ge=1)

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import Tensor
 from inner.config import OptimizerConfig, ParallelConfig
 from inner.errors import TrainingStopped
 from inner.gradients import scale_gradients, squared_norm, sum_tied
+from inner.huggingface.load import load_weights
 from inner.init import initialise
 from inner.mesh import IslandMesh, accumulation
 from inner.model import Transformer
@@ -60,6 +62,8 @@ class TrainerSettings:
     """Inner steps of the whole run: the length of the learning-rate schedule."""
     eos_id: int | None = None
     """The token that ends a document, when attention must not look past it; None: it may."""
+    init_from: Path | None = None
+    """A folder with the initial weights, in Hugging Face's layout; None: they follow from the seed."""
 
 
 class Trainer:
@@ -80,7 +84,7 @@ class Trainer:
         parallel: ParallelConfig,
         settings: TrainerSettings,
     ) -> None:
-        """Raises InputError if the mesh cannot hold the model or the tokens of a step do not divide."""
+        """Raises InputError if the mesh cannot hold the model, a step's tokens do not divide, or init_from fails."""
         self.settings = settings
         self.mesh = mesh
         self.inner_step = 0
@@ -94,7 +98,10 @@ class Trainer:
         with torch.device("meta"):
             whole = Transformer(sizes, layout.positions)
         self.params = LocalParams(whole, self.parts)
-        initialise(self.params, self.parts, settings.seed)
+        if settings.init_from is None:
+            initialise(self.params, self.parts, settings.seed)
+        else:
+            load_weights(self.params, self.parts, settings.init_from)
         names = [spec.name for spec in self.params.specs]
         self.optimizers = build_optimizers(list(self.parts), names, optimizer_config)
         self._cut = Cutter(layout.positions, settings.seq_len, settings.eos_id)

@@ -70,6 +70,10 @@ class LibraryTokenizer:
         """The library's text of ids."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
+    def save(self, path: Path) -> None:
+        """Write it as a tokenizer.json."""
+        self._tokenizer.save(str(path))
+
 
 def build_tokenizer(name: str) -> Tokenizer:
     """`bytes`, the path of a tokenizer.json, or a name on the hub. InputError: there is none, or it has no eos."""
@@ -90,6 +94,11 @@ def tokenizer_fingerprint(name: str) -> str:
     if name != "bytes" and _is_file_name(name):
         return hashlib.sha256(_file_of(name).read_bytes()).hexdigest()
     return name
+
+
+def folder_of(name: str) -> Path | None:
+    """Where the tokenizer.json that `name` is lies, with what belongs to it; None for `bytes` and for a hub's name."""
+    return _file_of(name).parent if name != "bytes" and _is_file_name(name) else None
 
 
 def _is_file_name(name: str) -> bool:

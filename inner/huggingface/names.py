@@ -1,0 +1,37 @@
+"""What Hugging Face calls the tensors of a Llama-family model. No torch here.
+
+The values are the same in both: a matrix is (outputs, inputs), and RoPE turns the pairs (e, e + half a head) there and
+here, so nothing is permuted.
+"""
+
+OUTSIDE = {
+    "embed.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+IN_LAYER = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "attention.q_proj.weight": "self_attn.q_proj.weight",
+    "attention.k_proj.weight": "self_attn.k_proj.weight",
+    "attention.v_proj.weight": "self_attn.v_proj.weight",
+    "attention.out_proj.weight": "self_attn.o_proj.weight",
+    "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn.gate_proj.weight": "mlp.gate_proj.weight",
+    "ffn.up_proj.weight": "mlp.up_proj.weight",
+    "ffn.down_proj.weight": "mlp.down_proj.weight",
+}
+
+
+def their_name(name: str) -> str:
+    """Hugging Face's name of the parameter that has this full name here."""
+    if name in OUTSIDE:
+        return OUTSIDE[name]
+    _, number, part = name.split(".", 2)
+    return f"model.layers.{number}.{IN_LAYER[part]}"
+
+
+def is_computed(their_name: str) -> bool:
+    """Whether a tensor of a folder is a table that follows from the config; old exports hold RoPE's."""
+    return their_name.endswith("rotary_emb.inv_freq")
