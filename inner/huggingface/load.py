@@ -56,7 +56,7 @@ class StoredWeights:
         for path in weights_files(self.folder):
             try:
                 file = self._opened.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
+            except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: torch cannot map the file.
                 raise InputError(f"{path}: cannot be read as safetensors ({error}); copy it again") from None
             self._slices |= {name: file.get_slice(name) for name in file.keys() if not is_computed(name)}  # noqa: SIM118
 

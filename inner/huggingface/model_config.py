@@ -108,14 +108,14 @@ def sized_as_in(given: ModelConfig, folder: Path) -> ModelConfig:
     if given.preset is not None:
         raise InputError(
             f"model.preset is {given.preset!r}, but the sizes come from model.init_from ({folder / CONFIG}); "
-            "leave model.preset out"
+            "leave model.preset out (or set it to null)"
         )
     for key in sorted(given.model_fields_set & there.model_fields_set):
         mine, theirs = getattr(given, key), getattr(there, key)
         if mine is not None and mine != theirs:
             raise InputError(
                 f"model.{key} is {mine!r}, but the model in model.init_from has {theirs!r} ({folder / CONFIG}); "
-                f"leave model.{key} out"
+                f"leave model.{key} out (or set it to null)"
             )
     sizes = {key: getattr(there, key) for key in there.model_fields_set}
     return given.model_copy(update=sizes)

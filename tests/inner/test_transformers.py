@@ -1,0 +1,101 @@
+"""What is exported, in the hands of transformers; what transformers has saved, in ours."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import tokenizers
+import torch
+from tokenizers import AddedToken, models, pre_tokenizers
+
+from inner.data.tokenizer import BytesTokenizer, build_tokenizer
+from inner.huggingface.load import read_whole
+from inner.huggingface.model_config import model_in
+from inner.presets import resolve_sizes
+from inner.whole_model import build_model, specs_of
+from tests.inner.folders import BYTE_SIZES, spread_model, write_folder
+
+pytestmark = pytest.mark.slow
+TEXT = "h\u00e9llo  w\u00f6rld\n\t\x00 don't \U0001f600 \u4e16\u754c <|end_of_text|>\r\n"
+
+
+@pytest.fixture(scope="module")
+def transformers() -> ModuleType:
+    """Imported when a test asks for it: it takes seconds."""
+    import transformers
+
+    return transformers
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 260, (2, 32), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("qk_norm", "tied", "kv_heads"), [(False, False, 2), (False, True, 4), (True, False, 1), (True, True, 2)]
+)
+def test_an_export_gives_the_same_logits_in_transformers(transformers, tmp_path, qk_norm, tied, kv_heads):
+    sizes = replace(
+        BYTE_SIZES, qk_norm=qk_norm, tie_embeddings=tied, num_kv_heads=kv_heads, rope_theta=700.0, norm_eps=1e-3
+    )
+    ours = spread_model(sizes)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(write_folder(tmp_path / "out", ours))
+    assert type(theirs) is (transformers.Qwen3ForCausalLM if qk_norm else transformers.LlamaForCausalLM)
+    with torch.no_grad():
+        assert (ours(tokens()) - theirs(tokens()).logits).abs().max() < 1e-5
+
+
+def test_an_export_in_several_files_loads_in_transformers(transformers, tmp_path):
+    ours = spread_model()
+    folder = write_folder(tmp_path / "out", ours, shard_bytes=20_000)
+    assert len(list(folder.glob("model-*.safetensors"))) > 2 and (folder / "model.safetensors.index.json").exists()
+    with torch.no_grad():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)(tokens()).logits
+    assert (ours(tokens()) - theirs).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_that_transformers_saved_gives_the_same_logits_here(transformers, tmp_path, tied):
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=50, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=tied, rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(config)
+    theirs.save_pretrained(tmp_path)
+    sizes = resolve_sizes(model_in(tmp_path), 0)
+    assert (sizes.rope_theta, sizes.norm_eps, sizes.tie_embeddings) == (300.0, 1e-6, tied)
+    ours = build_model(sizes, read_whole(tmp_path, specs_of(sizes)), 32, "cpu")
+    with torch.no_grad():
+        assert (ours(tokens() % 61) - theirs(tokens() % 61).logits).abs().max() < 1e-5
+
+
+def test_the_byte_tokenizer_has_the_same_ids_in_transformers_and_as_a_file_here(transformers, tmp_path):
+    folder = write_folder(tmp_path / "out", spread_model())
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), BytesTokenizer()
+    every = "".join(chr(code) for code in (*range(0x300), *range(0x2000, 0x2100)))
+    for text in (TEXT, every, ""):
+        expected = list(ours.encode(text))
+        assert theirs.encode(text) == expected
+        assert list(build_tokenizer(str(folder)).encode(text)) == expected
+        assert theirs.decode(expected) == text
+    assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (ours.bos_id, ours.eos_id, ours.vocab_size)
+
+
+def word_tokenizer(path: Path) -> None:
+    """A tokenizer.json whose tokens are words."""
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+    tokenizer.save(str(path))
+
+
+def test_a_tokenizer_of_the_library_is_exported_with_what_lies_beside_it(transformers, tmp_path):
+    word_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    folder = write_folder(tmp_path / "out", spread_model(), tokenizer=str(tmp_path / "tokenizer.json"))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert theirs.encode("b a c") == list(build_tokenizer(str(folder)).encode("b a c")) == [1, 0, 2]
+    assert theirs.eos_token == "</s>" and theirs.eos_token_id == 3
+    assert theirs.chat_template == "{{ messages }}"
