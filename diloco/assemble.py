@@ -14,17 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from diloco.config import (
-    ConfigError,
-    IslandConfig,
-    RunConfig,
-    differing_keys,
-    dump_config,
-    initial_weights,
-    parse_config,
-)
+from diloco.config import ConfigError, IslandConfig, RunConfig, differing_keys, dump_config, parse_config
 from diloco.faults import build_hooks, slow_down
-from diloco.initial import with_hash
 from diloco.measure import Speedometer, speedometer
 from diloco.metrics import EventRecord, Metrics
 from diloco.run_checkpoints import RunCheckpoints, opened
@@ -146,7 +137,7 @@ def build_trainer(
         seed=config.seed,
         total_steps=config.total_steps,
         eos_id=corpus.eos_id if config.data.document_mask else None,
-        init_from=initial_weights(config, island),
+        init_from=config.initial_weights(island),
     )
     sizes = resolve_sizes(config.model, corpus.vocab_size)
     mesh = IslandMesh(degrees, torch.device(device).type)
@@ -169,9 +160,6 @@ def assembled(
 
     `shared`: what it has in common with the other islands of this process, if there are any.
     """
-    weights = initial_weights(config, island)
-    if weights is not None:
-        config = team.broadcast(with_hash(config, weights) if team.is_leader else None)
     corpus = load_corpus(config, island)
     num_sequences = config.optimizer.tokens_per_step // config.data.seq_len
     num_islands = config.outer.start_islands

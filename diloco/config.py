@@ -62,6 +62,12 @@ class RunConfig(Section):
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
+    def initial_weights(self, island: "IslandConfig") -> Path | None:
+        """The folder of the island's first weights; None: they follow from the seed, or others' state replaces them."""
+        if self.model.init_from is None or island.joins:
+            return None
+        return Path(island.init_from or self.model.init_from).expanduser()
+
 
 class CheckpointConfig(Section):
     """When an island saves all that it needs to go on after a stop, and where."""
@@ -176,15 +182,8 @@ def parse_config(text: str, overrides: typing.Sequence[str] = (), where: str = "
     return _validate(values, where)
 
 
-def initial_weights(run: RunConfig, island: IslandConfig) -> Path | None:
-    """The folder of this island's first weights; None: they follow from the seed, or others' state replaces them."""
-    if run.model.init_from is None or island.joins:
-        return None
-    return Path(island.init_from or run.model.init_from).expanduser()
-
-
 def _with_sizes(config: Config) -> Config:
-    folder = initial_weights(config, config.for_island(config.island.index))
+    folder = config.initial_weights(config.for_island(config.island.index))
     if folder is None:
         return config
     try:

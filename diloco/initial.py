@@ -1,23 +1,24 @@
 """The hash of the weights that a run begins with, when model.init_from names a folder. No torch here."""
 
-from pathlib import Path
-
-from diloco.config import Config, ConfigError, RunConfig, initial_weights
+from diloco.config import Config, ConfigError, IslandConfig, RunConfig
 from inner.errors import InputError
 from inner.huggingface.files import weights_sha256
 
 
 def pinned(config: Config) -> Config:
-    """The config with the hash of its island's first weights, if it reads any. Raises ConfigError."""
-    folder = initial_weights(config, config.for_island(config.island.index))
-    return config if folder is None else config.model_copy(update={"model": with_hash(config.run, folder).model})
+    """The config with the hash of the weights that its island begins with, if it reads any. Raises ConfigError."""
+    run = with_hash(config.run, config.for_island(config.island.index))
+    return config.model_copy(update={"model": run.model})
 
 
-def with_hash(run: RunConfig, folder: Path) -> RunConfig:
-    """The run with the hash of the weights in `folder`, so that islands with others have another config.
+def with_hash(run: RunConfig, island: IslandConfig) -> RunConfig:
+    """The run with the hash of the weights that the island begins with: islands with others have another config.
 
     Raises ConfigError if there are none, or model.init_sha256 is set and is another.
     """
+    folder = run.initial_weights(island)
+    if folder is None:
+        return run
     try:
         sha256 = weights_sha256(folder)
     except InputError as error:

@@ -18,6 +18,7 @@ from diloco.assemble import (
     process_group,
 )
 from diloco.config import Config, IslandConfig, RunConfig, dump_config
+from diloco.initial import with_hash
 from diloco.measure import evaluation, speedometer, step_record
 from diloco.metrics import Metrics
 from diloco.runfiles import write_atomically
@@ -41,6 +42,7 @@ def train(config: Config, index: int, live: Callable[[Parts], None] = life.run) 
     with process_group(island, device) as team:
         if team.is_leader:
             keep_config(folder.parent, config)
+        run = team.broadcast(with_hash(run, island) if team.is_leader else None)
         with assembled(run, island, team, device, folder) as parts:
             goodbyes.append(parts)
             live(parts)

@@ -26,6 +26,7 @@ from torch import Tensor
 from diloco import island as life
 from diloco.assemble import Parts, Shared, assembled, device_of, process_group
 from diloco.config import Config, IslandConfig
+from diloco.initial import with_hash
 from diloco.signals import end_with_parent, on_stop
 from inner.trainer import StepResult, Trainer
 from outer.loop import LoopThread
@@ -47,7 +48,7 @@ def train_together(config: Config, live: Callable[[Parts], None] = life.run) -> 
     with process_group(islands[0], device) as team, ExitStack() as stack:
         for island in islands:
             folder = Path(island.run_dir) / run.name / island.island
-            parts = stack.enter_context(assembled(run, island, team, device, folder, shared))
+            parts = stack.enter_context(assembled(with_hash(run, island), island, team, device, folder, shared))
             take_turns(parts.trainer, turns)
             running.append(parts)
         live_together(islands, running, live)

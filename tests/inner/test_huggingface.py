@@ -108,20 +108,20 @@ def test_a_mesh_begins_with_the_folders_weights(tmp_path, degrees, tied):
 
 
 def test_a_slice_is_read_without_the_rest_of_its_tensor(tmp_path):
-    rows, dim = 1 << 27, 16
+    rows, dim = 1 << 25, 16
     header = json.dumps(
         {"lm_head.weight": {"dtype": "F32", "shape": [rows, dim], "data_offsets": [0, rows * dim * 4]}}
     ).encode()
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         begin = file.tell()
-        file.seek(begin + (rows - 2) * dim * 4)  # A hole of 8 GB, which takes no room.
+        file.seek(begin + (rows - 2) * dim * 4)  # A hole of 2 GB, which takes no room.
         file.write(struct.pack(f"<{2 * dim}f", *range(2 * dim)))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with StoredWeights(tmp_path, [ParamSpec("head.weight", (rows, dim))]) as stored:
         last = stored.read("head.weight", (rows - 1, rows), (3, 5))
     assert last.tolist() == [[19.0, 20.0]]
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # kB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18  # kB
 
 
 def test_missing_strange_and_misshapen_tensors_are_named_in_one_error(folder):
