@@ -134,6 +134,8 @@ def objections(config: dict[str, Any]) -> Iterator[str]:
             yield f"{key} is {config[key]!r}; allowed: {only!r}"
     if config.get("sliding_window") is not None and config.get("use_sliding_window", model_type == "llama"):
         yield f"sliding_window is {config['sliding_window']!r}; attention here sees the whole sequence"
+    if strange := set(config.get("layer_types") or ()) - {"full_attention"}:
+        yield f"layer_types has {', '.join(map(repr, sorted(strange)))}; allowed: 'full_attention'"
     rope_type = _rope(config).get("rope_type", _rope(config).get("type", "default"))
     if rope_type != "default":
         yield f"rope_scaling has rope_type {rope_type!r}; allowed: default (RoPE is not stretched here)"
@@ -153,4 +155,6 @@ def _head_objections(config: dict[str, Any], model_type: str) -> Iterator[str]:
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
     """How positions are turned: transformers 5 calls it rope_parameters, older versions rope_scaling."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return rope if isinstance(rope, dict) else {"rope_type": repr(rope)}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        return {"rope_type": str(rope)}  # By kind of layer, or nothing known.
+    return rope
