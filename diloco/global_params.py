@@ -69,6 +69,13 @@ def checkpoint_folders(path: Path, island: str | None) -> list[Path]:
     return sorted(path.glob(f"{island or '*'}/{FOLDER}"), key=lambda folder: natural_key(folder.parent.name))
 
 
+def run_folder(path: Path) -> Path:
+    """The run's folder that `path` is, or lies in."""
+    if disk.PUBLISHED_NAME.fullmatch(path.name):
+        return path.parent.parent.parent
+    return path.parent if (path / FOLDER).is_dir() else path
+
+
 def round_of(found: Found) -> int:
     """Rounds committed when it was saved."""
     return read_facts(found.facts.get("outer")).position.round

@@ -55,17 +55,20 @@ class Evaluation:
 
 
 def open_weights(path: Path, island: str | None = None) -> Weights:
-    """The weights of an exported folder, or the global params of a run, as `island` has saved them. InputError."""
+    """The weights of an exported folder, or the global params of a run: `path` is its folder or one checkpoint.
+
+    `island`: as this one has saved them; None: the one that has saved the latest round. Raises InputError.
+    """
     if (path / CONFIG).is_file():
         return _open_folder(path)
-    if not (path / RUN_CONFIG).is_file():
-        raise InputError(
-            f"{path} holds no weights: a run's folder has {RUN_CONFIG}, an exported model {CONFIG}; it has neither"
-        )
-    from diloco.run_checkpoints import read_global_params
+    if not path.is_dir():
+        raise InputError(f"{path}: no such folder; give a run's folder, a checkpoint, or an exported model")
+    # Only a run's checkpoints need torch's.
+    from diloco.global_params import read_global_params, run_folder
 
     run, tensors = read_global_params(path, island)
-    own = parse_config((path / RUN_CONFIG).read_text(), where=str(path / RUN_CONFIG)).for_island(0)
+    config = run_folder(path) / RUN_CONFIG
+    own = parse_config(config.read_text(), where=str(config)).for_island(0) if config.is_file() else None
     sizes = resolve_sizes(run.model, build_tokenizer(run.data.tokenizer).vocab_size)
     return Weights(sizes, tensors, run.data.seq_len, run.data.tokenizer, run, own)
 

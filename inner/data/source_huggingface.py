@@ -1,10 +1,11 @@
 """Any Hugging Face dataset by name, or a local folder of one, read as a stream."""
 
 import gc
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from inner.data.documents import Document, row_text
 from inner.data.hub import one_line, require_on_hub
@@ -59,7 +60,8 @@ class HuggingFaceSource:
             if hasattr(builder.config, "fragment_scan_options"):
                 # Reading ahead outlives a stream that is left, and aborts the interpreter when it exits meanwhile.
                 builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
-            yield from builder.as_streaming_dataset(split=self.split)
+            rows: Iterable[Any] = builder.as_streaming_dataset(split=self.split)
+            yield from rows
         except Exception as error:
             # Builders, file systems and HTTP libraries each raise their own kind; all mean: not to be had.
             where = f"dataset {self.dataset!r} (config {self.dataset_config!r}, split {self.split!r})"
