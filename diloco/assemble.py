@@ -4,6 +4,7 @@ import fcntl
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,10 +17,13 @@ import torch.distributed as dist
 
 from diloco.config import ConfigError, IslandConfig, RunConfig, differing_keys, dump_config, parse_config
 from diloco.faults import build_hooks, slow_down
+from diloco.heartbeat import Heartbeat
+from diloco.logbook import Logbook
 from diloco.measure import Speedometer, speedometer
 from diloco.metrics import EventRecord, Metrics
 from diloco.runfiles import write_atomically
 from diloco.sinks import build_sinks
+from diloco.wishes import Wishes
 from inner.data.batches import IslandBatches
 from inner.data.corpus import Corpus, prepare_corpus
 from inner.measure.profile import Profiler
@@ -67,6 +71,9 @@ class Parts:
     speed: Speedometer | None
     slow_down: Callable[[float], None]
     """Called with the seconds of each inner step: what a fault adds to it, usually nothing."""
+    heartbeat: Heartbeat
+    wishes: Wishes
+    book: Logbook
     tokens: int = 0
     """Trained on by this island so far."""
 
@@ -75,6 +82,7 @@ class Parts:
         if self.metrics is not None:
             log.info("%s: %s", name, text)
             self.metrics.event(EventRecord(name=name, text=text))
+            self.book.note(name, text)
 
 
 def device_of(island: IslandConfig) -> str:
@@ -156,6 +164,7 @@ def assembled(
 
     `shared`: what it has in common with the other islands of this process, if there are any.
     """
+    started_at = time.time()
     corpus = load_corpus(config, island)
     num_sequences = config.optimizer.tokens_per_step // config.data.seq_len
     num_islands = config.outer.start_islands
@@ -163,6 +172,10 @@ def assembled(
     trainer = build_trainer(config, island, corpus, device)
     lock = hold_folder(folder) if team.is_leader else None
     metrics = open_metrics(config, island, folder) if team.is_leader else None
+    book = Logbook(folder.parent, island.island)
+    if team.is_leader:
+        book.started(config, island)
+    wishes = Wishes(team, folder, island.max_hours, started_at)
     # A lone island needs no network.
     hub, loop = (Hub(), LoopThread()) if shared is None else (shared.hub, shared.loop)
     network = connect(config, island, team, loop, folder, hub)
@@ -192,8 +205,12 @@ def assembled(
                 metrics,
                 speed,
                 partial(slow_down, hooks),
+                Heartbeat(island.watchdog_seconds),
+                wishes,
+                book,
             )
     finally:
+        wishes.close()
         close_network(network, loop)
         if shared is None:
             loop.close()

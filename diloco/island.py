@@ -37,6 +37,7 @@ NOTHING = Progress()
 def run(parts: Parts) -> None:
     """Train until the run's last round is committed. Raises TrainingStopped or OuterError when it cannot go on."""
     outer, rounds = parts.outer, parts.config.outer.num_rounds
+    parts.heartbeat.rest("entering the run")
     enter(parts, outer.begin())
     evaluate(parts)
     life = Life(parts)
@@ -45,10 +46,16 @@ def run(parts: Parts) -> None:
             if outer.round < rounds:
                 life.inner_steps()
                 life.launch()
-            if parts.config.outer.delay == 0 or outer.round == rounds:
+            if parts.config.outer.delay == 0 or outer.round == rounds or parts.wishes.next(outer.round).stop:
                 life.land()
+                if outer.position.round < rounds and (cause := parts.wishes.next(outer.position.round).stop):
+                    parts.heartbeat.rest("leaving")
+                    outer.leave()
+                    parts.event("left", f"{cause}; {outer.position.round} of the run's {rounds} rounds are done")
+                    return
         except CaughtUp as caught:
             life.go_on(caught)
+    parts.heartbeat.rest("leaving")
     outer.finish()
     parts.event("left", f"the run's {parts.config.outer.rounds} rounds are done")
 
@@ -79,12 +86,14 @@ class Life:
 
     def launch(self) -> None:
         """Send the round on its way."""
+        self.parts.heartbeat.rest("a round")
         self.parts.outer.launch(self.made.tokens)
         self.made, self.sent = NOTHING, self.made
 
     def land(self) -> None:
         """Wait for the round on its way; it commits everywhere, or CaughtUp or OuterError is raised."""
         parts, outer = self.parts, self.parts.outer
+        parts.heartbeat.rest("a round")
         landing = outer.land()
         for report in landing.reports:
             record_round(parts, report, self.sent, landing)
@@ -111,6 +120,7 @@ def enter(parts: Parts, position: Position) -> None:
 def train(parts: Parts) -> StepResult:
     """One inner step, measured and recorded."""
     trainer = parts.trainer
+    parts.heartbeat.begin("inner step")
     batches = parts.batches.micro_batches(
         trainer.inner_step, trainer.data_rank, trainer.num_data_ranks, trainer.settings.micro_batch
     )
@@ -126,6 +136,7 @@ def train(parts: Parts) -> StepResult:
 def evaluate(parts: Parts) -> None:
     """Held-out loss of the global params. In plain rounds local params are equal to them at this point."""
     position, outer = parts.outer.position, parts.config.outer
+    parts.heartbeat.begin("evaluation")
     with nullcontext() if outer.is_plain else parts.outer.global_params():
         cycle = position.round // outer.fragments
         record = evaluation(parts.config, parts.trainer, parts.corpus, cycle, position.tokens)
