@@ -75,7 +75,7 @@ class Watchdog:
                 work, self._idle_seconds = self._heartbeat.work, 0.0
             looked_at = now
             if work.limit_seconds is not None and self._idle_seconds > work.limit_seconds:
-                self._end(f"{work.kind} has taken longer than {work.limit_seconds:.0f} s on rank {self._post.rank}")
+                self._end(f"{work.kind} has taken longer than {work.limit_seconds:.3g} s on rank {self._post.rank}")
             elif (cause := self._alarm()) is not None:
                 self._end(cause)
 
