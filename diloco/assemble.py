@@ -116,7 +116,8 @@ def process_group(island: IslandConfig, device: str) -> Iterator[Team]:
     if island.ranks == 1:
         yield Team()
         return
-    group, background = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    names = "the team", "the team in background"
+    group, background = (dist.new_group(backend="gloo", timeout=timeout, group_desc=name) for name in names)
     assert not isinstance(group, int) and not isinstance(background, int), "every rank is in the group of all ranks"
     yield Team(group, background)
 
