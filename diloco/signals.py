@@ -41,11 +41,11 @@ def _ignore(number: int, frame: FrameType | None) -> None:
     """The wake-up descriptor has done the work."""
 
 
-def end_after(goodbye: Callable[[], None], status: int) -> NoReturn:
-    """Run `goodbye` for GRACE_SECONDS at most, then end the process; from any thread."""
+def end_after(goodbye: Callable[[], None], status: int, seconds: float = GRACE_SECONDS) -> NoReturn:
+    """Run `goodbye` in a thread for so long at most, then end the process; from any thread."""
     worker = threading.Thread(target=goodbye, name="goodbye", daemon=True)
     worker.start()
-    worker.join(GRACE_SECONDS)
+    worker.join(seconds)
     # Not sys.exit: other threads may be inside a collective that will never return.
     os._exit(status)
 

@@ -32,7 +32,11 @@ HUNG = 85
 """Exit status of a rank that its watchdog has ended."""
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 20.0
-"""How long ranks wait for one another's state, and for one of them to have told the verdict."""
+"""How long ranks wait for one another's state, and then for one of them to have told the verdict."""
+WRITE_SECONDS = 5.0
+"""How long the rank that tells the verdict waits for others to have written it."""
+END_SECONDS = 2 * ANSWER_SECONDS + 5.0
+"""A rank ends so long after its alarm whoever answers."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,12 @@ class Watchdog:
         self._training_thread = threading.get_ident()
         self._is_over = threading.Event()
         self._idle_seconds = 0.0
+        self._alarm: str | None = None
+        """Why another rank has raised the alarm, if one has."""
 
     def __enter__(self) -> "Watchdog":
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        for work in (self._watch, self._listen):
+            threading.Thread(target=work, name=f"watchdog{work.__name__}", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,46 +83,49 @@ class Watchdog:
             looked_at = now
             if work.limit_seconds is not None and self._idle_seconds > work.limit_seconds:
                 self._end(f"{work.kind} has taken longer than {work.limit_seconds:.3g} s on rank {self._post.rank}")
-            elif (cause := self._alarm()) is not None:
-                self._end(cause)
+            elif self._alarm is not None:
+                self._end(self._alarm)
 
-    def _alarm(self) -> str | None:
-        """Why another rank has raised the alarm, if one has."""
-        try:
-            return self._store.get("cause").decode() if self._store.check(["cause"]) else None
-        except RuntimeError as error:
-            # torchrun ends its workers when its store goes; this rank still has its own heartbeat.
-            log.debug("the ranks' store does not answer: %s", error)
-            return None
+    def _listen(self) -> None:
+        """Hear another rank's alarm. In a thread of its own: the store of a machine that is gone never answers."""
+        while self._alarm is None and not self._is_over.wait(POLL_SECONDS):
+            try:
+                self._alarm = self._store.get("cause").decode() if self._store.check(["cause"]) else None
+            except RuntimeError as error:
+                # torchrun ends its workers when its store goes; this rank still has its own heartbeat.
+                log.debug("the ranks' store does not answer: %s", error)
 
     def _end(self, cause: str) -> NoReturn:
-        """Write, compare, tell, end."""
-        post = self._post
+        """Write where this rank stands, then find out with the others who is to blame, and end in any case."""
         state = self._state()
-        path = write_dump(post, cause, state)
+        path = write_dump(self._post, cause, state)
         log.error("%s; stacks and collectives are in %s", cause, path)
-        try:
-            self._store.set("cause", cause)
-            self._store.set(f"state/{post.rank}", json.dumps(to_values(state)))
-            states = self._states()
-        except RuntimeError as error:
-            log.warning("the ranks' store does not answer: %s", error)
-            states = {post.rank: state}
-        text = f"{cause}; {verdict(states, post.num_ranks)}"
+        end_after(partial(self._compare, cause, state, path), HUNG, END_SECONDS)
+
+    def _compare(self, cause: str, state: RankState, path: Path) -> None:
+        self._store.set("cause", cause)
+        self._store.set(f"state/{state.rank}", json.dumps(to_values(state)))
+        states = self._states()
+        text = f"{cause}; {verdict(states, self._post.num_ranks)}"
         with path.open("a") as file:
             file.write(f"\nVerdict: {text}\n")
-        is_teller = post.rank == min(states)
-        end_after(partial(self._tell, text) if is_teller else self._wait_until_told, HUNG)
+        self._store.set(f"written/{state.rank}", "")
+        # torchrun ends all ranks as soon as one has ended: nobody does before all have written and one has told.
+        if state.rank == min(states):
+            self._tell(text)
+            deadline = time.monotonic() + WRITE_SECONDS
+            for rank in states:
+                self._wait_for(f"written/{rank}", deadline - time.monotonic())
+            self._store.set("told", "")
+        else:
+            self._wait_for("told", ANSWER_SECONDS)
 
     def _tell(self, text: str) -> None:
         log.error("hung: %s", text)
         try:
             self._post.tell(text)
-        finally:
-            self._store.set("told", "")
-
-    def _wait_until_told(self) -> None:
-        self._wait_for("told", ANSWER_SECONDS)
+        except (OSError, RuntimeError) as error:
+            log.error("the verdict was not told: %s", error)
 
     def _states(self) -> dict[int, RankState]:
         """Of each rank that answers in time."""
