@@ -4,6 +4,7 @@ import fcntl
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,11 +17,14 @@ import torch.distributed as dist
 
 from diloco.config import ConfigError, IslandConfig, RunConfig, differing_keys, dump_config, parse_config
 from diloco.faults import build_hooks, slow_down
+from diloco.heartbeat import Heartbeat
+from diloco.logbook import Logbook
 from diloco.measure import Speedometer, speedometer
 from diloco.metrics import EventRecord, Metrics
 from diloco.run_checkpoints import RunCheckpoints, opened
 from diloco.runfiles import write_atomically
 from diloco.sinks import build_sinks
+from diloco.wishes import Wishes
 from inner.data.batches import IslandBatches
 from inner.data.corpus import Corpus, prepare_corpus
 from inner.measure.profile import Profiler
@@ -70,6 +74,9 @@ class Parts:
     checkpoints: RunCheckpoints | None
     slow_down: Callable[[float], None]
     """Called with the seconds of each inner step: what a fault adds to it, usually nothing."""
+    heartbeat: Heartbeat
+    wishes: Wishes
+    book: Logbook
     tokens: int = 0
     """Trained on by this island so far."""
 
@@ -78,6 +85,7 @@ class Parts:
         if self.metrics is not None:
             log.info("%s: %s", name, text)
             self.metrics.event(EventRecord(name=name, text=text))
+            self.book.note(name, text)
 
 
 def device_of(island: IslandConfig) -> str:
@@ -111,7 +119,8 @@ def process_group(island: IslandConfig, device: str) -> Iterator[Team]:
     if island.ranks == 1:
         yield Team()
         return
-    group, background = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    names = "the team", "the team in background"
+    group, background = (dist.new_group(backend="gloo", timeout=timeout, group_desc=name) for name in names)
     assert not isinstance(group, int) and not isinstance(background, int), "every rank is in the group of all ranks"
     yield Team(group, background)
 
@@ -160,6 +169,7 @@ def assembled(
 
     `shared`: what it has in common with the other islands of this process, if there are any.
     """
+    started_at = time.time()
     corpus = load_corpus(config, island)
     num_sequences = config.optimizer.tokens_per_step // config.data.seq_len
     num_islands = config.outer.start_islands
@@ -167,6 +177,10 @@ def assembled(
     trainer = build_trainer(config, island, corpus, device)
     lock = hold_folder(folder) if team.is_leader else None
     metrics = open_metrics(config, island, folder) if team.is_leader else None
+    book = Logbook(folder.parent, island.island)
+    if team.is_leader:
+        book.started(config, island)
+    wishes = Wishes(team, folder, island.max_hours, started_at)
     # A lone island needs no network.
     hub, loop = (Hub(), LoopThread()) if shared is None else (shared.hub, shared.loop)
     network = connect(config, island, team, loop, folder, hub)
@@ -200,8 +214,12 @@ def assembled(
                 speed,
                 checkpoints,
                 partial(slow_down, hooks),
+                Heartbeat(island.watchdog_seconds),
+                wishes,
+                book,
             )
     finally:
+        wishes.close()
         close_network(network, loop)
         if shared is None:
             loop.close()

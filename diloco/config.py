@@ -120,6 +120,10 @@ class IslandConfig(Section):
     """Replaces model.init_from on this island: the folder of the same weights here."""
     connect_seconds: float = Field(default=30.0, gt=0)
     checkpoint: CheckpointConfig = CheckpointConfig()
+    watchdog_seconds: float | None = Field(default=None, gt=0)
+    """An inner step or evaluation that takes longer ends the island; not the first ones. None: by their times."""
+    max_hours: float | None = Field(default=None, gt=0)
+    """The island leaves after the last round that fits, counted from its start, torchrun's restarts included."""
     profile: ProfileConfig = ProfileConfig()
     tensorboard: bool = False
     wandb: Literal["off", "offline", "online"] = "off"
@@ -199,7 +203,7 @@ def dump_config(config: BaseModel) -> str:
 
 def differing_keys(ours: RunConfig, theirs: RunConfig) -> list[str]:
     """One line for each key that two runs do not share, with both values."""
-    flat_ours, flat_theirs = _flatten(ours.model_dump(mode="json")), _flatten(theirs.model_dump(mode="json"))
+    flat_ours, flat_theirs = flatten(ours.model_dump(mode="json")), flatten(theirs.model_dump(mode="json"))
     return [
         f"{key}: here {flat_ours.get(key)!r}, in the run {flat_theirs.get(key)!r}"
         for key in flat_ours | flat_theirs
@@ -285,8 +289,9 @@ def _merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A dumped config's values by their dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat

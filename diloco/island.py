@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 def run(parts: Parts) -> None:
     """Train until the run's last round is committed. Raises TrainingStopped or OuterError when it cannot go on."""
     outer, rounds = parts.outer, parts.config.outer.num_rounds
+    parts.heartbeat.rest("entering the run")
     life = Life(parts)
     resumed = resume(parts)
     enter(parts, outer.begin())
@@ -35,10 +36,17 @@ def run(parts: Parts) -> None:
             if outer.round < rounds:
                 life.inner_steps()
                 life.launch()
-            if parts.config.outer.delay == 0 or outer.round == rounds:
+            if parts.config.outer.delay == 0 or outer.round == rounds or parts.wishes.next(outer.round).stop:
                 life.land()
+                if outer.position.round < rounds and (cause := parts.wishes.next(outer.position.round).stop):
+                    life.save()
+                    parts.heartbeat.rest("leaving")
+                    outer.leave()
+                    parts.event("left", f"{cause}; {outer.position.round} of the run's {rounds} rounds are done")
+                    return
         except CaughtUp as caught:
             life.go_on(caught)
+    parts.heartbeat.rest("leaving")
     outer.finish()
     parts.event("left", f"the run's {parts.config.outer.rounds} rounds are done")
 
@@ -72,17 +80,21 @@ class Life:
             is_over = left <= 0 or cause
             if outer.in_flight is not None and (is_over or trainer.inner_step - begin >= outer.schedule.delay):
                 self.land()
+            if outer.in_flight is None and parts.wishes.next(outer.round).save:
+                self.save()
             if is_over:
                 return
 
     def launch(self) -> None:
         """Send the round on its way."""
+        self.parts.heartbeat.rest("a round")
         self.parts.outer.launch(self.made.tokens)
         self.made, self.sent = NOTHING, self.made
 
     def land(self) -> None:
         """Wait for the round on its way; it commits everywhere, or CaughtUp or OuterError is raised."""
         parts, outer = self.parts, self.parts.outer
+        parts.heartbeat.rest("a round")
         landing = outer.land()
         for report in landing.reports:
             record_round(parts, report, self.sent, landing)
@@ -98,13 +110,14 @@ class Life:
     def save(self) -> None:
         """A checkpoint of where the island is; no round may be on its way. Training goes on whatever comes of it."""
         parts, outer = self.parts, self.parts.outer
+        parts.wishes.saved()
         if parts.checkpoints is None:
             return
+        parts.heartbeat.begin("a checkpoint")
         steps = max(parts.trainer.inner_step - outer.schedule.begin(outer.round), 0)
         problem = parts.checkpoints.save(Place(steps, self.made), parts.tokens)
         if problem is not None:
-            parts.event("not saved", problem)
-            log.error("round %d: NOT SAVED, training goes on: %s", outer.position.round, problem)
+            parts.event("not saved", f"{problem}; training goes on")
 
     def go_on(self, caught: CaughtUp) -> None:
         """Others have committed without this island: it has their state now, and goes on from there."""
@@ -135,6 +148,7 @@ def enter(parts: Parts, position: Position) -> None:
 def train(parts: Parts) -> StepResult:
     """One inner step, measured and recorded."""
     trainer = parts.trainer
+    parts.heartbeat.begin("inner step")
     batches = parts.batches.micro_batches(
         trainer.inner_step, trainer.data_rank, trainer.num_data_ranks, trainer.settings.micro_batch
     )
@@ -150,6 +164,7 @@ def train(parts: Parts) -> StepResult:
 def evaluate(parts: Parts) -> None:
     """Held-out loss of the global params. In plain rounds local params are equal to them at this point."""
     position, outer = parts.outer.position, parts.config.outer
+    parts.heartbeat.begin("evaluation")
     with nullcontext() if outer.is_plain else parts.outer.global_params():
         cycle = position.round // outer.fragments
         record = evaluation(parts.config, parts.trainer, parts.corpus, cycle, position.tokens)

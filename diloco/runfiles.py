@@ -1,6 +1,6 @@
 """Reading a run's folder, also while it is being written or after it was killed. No torch here.
 
-runs/NAME/config.yaml  run.json  summary.json  report.html  plots/
+runs/NAME/config.yaml  run.json  summary.json  report.html  plots/  LOGBOOK.md
           island-<k>/metrics.jsonl      baseline/metrics.jsonl
 """
 

@@ -3,7 +3,9 @@
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from diloco import island as life
@@ -19,10 +21,13 @@ from diloco.assemble import (
 )
 from diloco.config import Config, IslandConfig, RunConfig, dump_config
 from diloco.initial import with_hash
+from diloco.logbook import Logbook
 from diloco.measure import evaluation, speedometer, step_record
 from diloco.metrics import Metrics
 from diloco.runfiles import write_atomically
 from diloco.signals import end_with_parent, on_stop
+from diloco.watchdog import Post, Watchdog
+from diloco.wishes import SIGNALS, ask
 from inner.data.batches import IslandBatches
 from inner.data.corpus import Corpus
 from inner.trainer import Trainer
@@ -36,16 +41,20 @@ def train(config: Config, index: int, live: Callable[[Parts], None] = life.run) 
     start_logging(island.island)
     end_with_parent()
     goodbyes: list[Parts] = []
-    on_stop(lambda: say_goodbye(goodbyes))
     folder = Path(island.run_dir) / run.name / island.island
+    wishes = {int(number): partial(ask, folder, name) for number, name in SIGNALS.items()}
+    on_stop(lambda: say_goodbye(goodbyes, "left", "stopped by a signal"), wishes)
     device = device_of(island)
     with process_group(island, device) as team:
         if team.is_leader:
             keep_config(folder.parent, config)
         run = team.broadcast(with_hash(run, island) if team.is_leader else None)
-        with assembled(run, island, team, device, folder) as parts:
+        book = Logbook(folder.parent, island.island)
+        with noted_failure(book, team.rank), assembled(run, island, team, device, folder) as parts:
             goodbyes.append(parts)
-            live(parts)
+            post = Post(team.rank, team.num_ranks, folder, partial(say_goodbye, goodbyes, "hung"))
+            with Watchdog(parts.heartbeat, post):
+                live(parts)
 
 
 def baseline(config: Config, num_islands: int, ranks: int) -> None:
@@ -97,10 +106,20 @@ def keep_config(folder: Path, config: Config) -> None:
         write_atomically(folder / "config.yaml", dump_config(config))
 
 
-def say_goodbye(running: list[Parts]) -> None:
-    """Withdraw from the run, so that others need not find out; close what leaves traces."""
+@contextmanager
+def noted_failure(book: Logbook, rank: int) -> Iterator[None]:
+    """Put what ends this rank into the logbook, too."""
+    try:
+        yield
+    except Exception as error:
+        book.note("failed", f"rank {rank}: {type(error).__name__}: {error}")
+        raise
+
+
+def say_goodbye(running: list[Parts], name: str, text: str) -> None:
+    """Record why, and withdraw from the run, so that others need not find out; close what leaves traces."""
     for parts in running:
-        parts.event("left", "stopped by a signal")
+        parts.event(name, text)
         steps = parts.trainer.inner_step - parts.outer.schedule.begin(parts.outer.round)
         parts.outer.leave(max(steps, 0))
         # Not the loop: the training thread waits in it, and would end the process before its time.

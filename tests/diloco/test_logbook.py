@@ -1,0 +1,73 @@
+"""A run's logbook: who wrote what, what a restart was for, what is configured differently."""
+
+import multiprocessing
+import re
+
+from diloco.config import parse_config
+from diloco.logbook import MAX_CHARACTERS, Logbook
+
+
+def entries(book):
+    return [line.split("** ", 1)[1] for line in book.path.read_text().splitlines()[2:]]
+
+
+def start(book, *overrides, restart="0", monkeypatch=None):
+    config = parse_config("name: run", overrides)
+    if monkeypatch is not None:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+    book.started(config.run, config.for_island(0))
+
+
+def test_a_first_start_says_with_what(tmp_path):
+    book = Logbook(tmp_path / "run", "island-0")
+    start(book, "island.ranks=4", "island.mesh.tp=2")
+    (entry,) = entries(book)
+    run_hash = parse_config("name: run").run.hash
+    assert entry.startswith(f"started: config {run_hash}, dp_shard2 x tp2, on ") and "torch 2" in entry
+    assert re.match(r"# Logbook of run\n\n- \d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ \*\*island-0\*\* ", book.path.read_text())
+
+
+def test_a_restart_says_how_the_last_life_ended_and_what_is_configured_differently(tmp_path, monkeypatch):
+    book = Logbook(tmp_path / "run", "island-0")
+    start(book)
+    book.note("failed", "rank 2: MemoryError: 8 GB")
+    Logbook(tmp_path / "run", "island-1").note("left", "the run is done")
+    book.note("left", "stopped by a signal")
+    start(book, "optimizer.lr=0.5", "island.bootstrap=[tcp://h:1]", restart="1", monkeypatch=monkeypatch)
+    again, cause, change = entries(book)[-3:]
+    assert again.startswith("started again: ") and again.endswith("torchrun's restart 1")
+    assert cause == "cause: its last life ended with 'failed: rank 2: MemoryError: 8 GB'"
+    assert re.fullmatch(r"config changed: optimizer\.lr: [\d.e-]+ -> 0\.5", change)
+
+
+def test_a_life_that_was_killed_ended_without_a_word(tmp_path):
+    book = Logbook(tmp_path / "run", "island-0")
+    start(book)
+    book.note("joined", "round 7")
+    start(book)
+    assert entries(book)[-1].startswith("cause: its last life ended without a word")
+    assert "'joined: round 7'" in entries(book)[-1]
+
+
+def test_an_entry_is_one_line_of_bounded_length_whatever_its_text(tmp_path):
+    book = Logbook(tmp_path / "run", "island-0")
+    book.note("failed", "a\nb\x1b[31m" + "c" * 5000)
+    lines = book.path.read_text().splitlines()
+    assert len(lines) == 3 and len(lines[2]) == MAX_CHARACTERS and "\x1b" not in lines[2]
+
+
+def write_many(folder, number):
+    for k in range(50):
+        Logbook(folder, f"island-{number}").note("joined", f"{k} " + "x" * 400)
+
+
+def test_islands_that_write_at_once_leave_whole_lines(tmp_path):
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=write_many, args=(tmp_path / "run", number)) for number in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    head, blank, *lines = (tmp_path / "run" / "LOGBOOK.md").read_text().splitlines()
+    assert (head, blank, len(lines)) == ("# Logbook of run", "", 200)
+    assert all(re.fullmatch(r"- \S+ \S+ \*\*island-\d\*\* joined: \d+ x{400}", line) for line in lines)

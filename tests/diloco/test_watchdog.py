@@ -1,0 +1,167 @@
+"""A rank that no longer moves: found, explained by all ranks, ended, started again."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from diloco.assemble import process_group
+from diloco.config import dump_config
+from diloco.heartbeat import FIRST_SECONDS, FLOOR_SECONDS, Heartbeat
+from diloco.processes import kill, start, torchrun
+from diloco.verdict import GroupState, RankState, from_values, group_states, to_values, verdict
+from diloco.watchdog import HUNG, Post, Watchdog
+from tests.swarm import swarm
+
+
+def heartbeat_after(*durations, limit=None):
+    now = 0.0
+    heartbeat = Heartbeat(limit, lambda: now)
+    for seconds in durations:
+        heartbeat.begin("inner step")
+        now += seconds
+    heartbeat.begin("inner step")
+    return heartbeat
+
+
+def test_first_pieces_of_work_may_take_long():
+    assert heartbeat_after(2.0, 2.0, limit=60.0).work.limit_seconds == FIRST_SECONDS
+
+
+def test_later_ones_may_take_as_long_as_the_last_ones_and_a_floor_or_what_is_set():
+    assert heartbeat_after(100.0, 2.0, 2.0, 2.0).work.limit_seconds == pytest.approx(FLOOR_SECONDS + 12.0)
+    assert heartbeat_after(100.0, 2.0, 2.0, 2.0, limit=60.0).work.limit_seconds == 60.0
+
+
+def test_a_wait_for_other_islands_has_no_limit_here_and_is_no_measure():
+    heartbeat = heartbeat_after(2.0, 2.0, 2.0)
+    heartbeat.rest("a round")
+    assert heartbeat.work.limit_seconds is None
+    heartbeat.begin("inner step")
+    assert heartbeat.work.limit_seconds == pytest.approx(FLOOR_SECONDS + 12.0)
+
+
+def group(sequence, *, waits, name="0", ranks=(0, 1, 2), operation="gloo:all_reduce"):
+    return GroupState(name, f"group {name}", ranks, sequence, operation, waits)
+
+
+def rank(number, *groups, in_torch=True):
+    return RankState(number, "inner step", 7.0, f"file.py:{number}", in_torch, groups)
+
+
+def verdict_of(*states, num_ranks=3):
+    return verdict({state.rank: state for state in states}, num_ranks)
+
+
+def test_who_did_not_come_to_a_collective_is_named_and_where_it_is():
+    text = verdict_of(rank(0, group(9, waits=True)), rank(1, group(8, waits=False)), rank(2, group(9, waits=True)))
+    assert text == (
+        "rank 1 did not come to gloo:all_reduce 9 of group 0 (ranks 0 1 2), where rank 0 2 waits; "
+        "rank 1: inner step for 7 s, at file.py:1"
+    )
+
+
+def test_a_rank_that_is_kept_from_a_collective_by_another_is_not_to_blame():
+    tp, pp = {"name": "tp", "ranks": (0, 1)}, {"name": "pp", "ranks": (1, 2)}
+    text = verdict_of(
+        rank(0, group(5, waits=True, **tp)),
+        rank(1, group(4, waits=False, **tp), group(3, waits=True, **pp)),
+        rank(2, group(2, waits=False, **pp)),
+    )
+    assert text.startswith("rank 2 did not come") and "rank 1 did not come" not in text
+
+
+def test_a_rank_that_cannot_answer_is_named():
+    assert verdict_of(rank(0, group(9, waits=True)), rank(2, group(9, waits=True))).startswith("rank 1 did not come")
+    assert verdict_of(rank(0), rank(2)) == "rank 1 did not answer: frozen, dead or without its interpreter"
+
+
+def test_ranks_that_wait_for_one_another_are_all_named():
+    first, second = group(3, waits=True), group(3, waits=True, operation="gloo:barrier")
+    text = verdict_of(rank(0, first), rank(1, second), rank(2, second))
+    assert "rank 0 in gloo:all_reduce 3" in text and "rank 1 in gloo:barrier 3" in text
+
+
+def test_without_a_collective_the_rank_outside_of_torch_is_named():
+    text = verdict_of(rank(0), rank(1, in_torch=False), rank(2))
+    assert "rank 1: inner step" in text and "rank 0" not in text
+
+
+def test_of_a_trace_the_last_collective_of_each_group_of_the_island_counts():
+    def entry(name, sequence, *, retired=True, p2p=False):
+        return {
+            "process_group": [name, "purpose"],
+            "collective_seq_id": sequence,
+            "profiling_name": "gloo:all_reduce",
+            "retired": retired,
+            "is_p2p": p2p,
+        }
+
+    trace = [entry("0", 1), entry("elsewhere", 7), entry("0", 2, retired=False), entry("0", 0, p2p=True)]
+    assert group_states(trace, {"0": ("group 0", [0, 1, 2])}) == [group(2, waits=True)]
+
+
+def test_a_state_travels_as_json():
+    state = rank(1, group(8, waits=False))
+    assert from_values(to_values(state)) == state
+
+
+def one_rank_hangs(config, index):
+    """Rank 1 of three does not come to the last collective."""
+    island = config.for_island(index)
+    folder = Path(island.run_dir) / config.name / island.island
+    heartbeat = Heartbeat(0.5)
+    with process_group(island, "cpu") as team:
+
+        def tell(text):
+            (folder / "told.txt").write_text(f"{team.rank}: {text}")
+
+        with Watchdog(heartbeat, Post(team.rank, 3, folder, tell)):
+            for _ in range(4):
+                heartbeat.begin("inner step")
+                dist.all_reduce(torch.ones(1))
+            # The others have no limit of their own.
+            heartbeat.begin("inner step") if team.rank == 1 else heartbeat.rest("a round")
+            read_data_for_ever() if team.rank == 1 else dist.all_reduce(torch.ones(1))
+
+
+def read_data_for_ever():
+    threading.Event().wait()
+
+
+def test_every_rank_says_where_it_stands_one_tells_the_verdict_and_all_end(tmp_path):
+    with swarm(tmp_path, islands=[{"ranks": 3}]) as islands:
+        island = islands.start(0, one_rank_hangs)
+        assert island.wait(60) == [HUNG] * 3
+        told = (island.folder / "told.txt").read_text()
+        assert told.startswith(
+            "0: inner step has taken longer than 0.5 s on rank 1; rank 1 did not come to gloo:all_reduce 5"
+        )
+        dumps = [(island.folder / f"hang-{number}.txt").read_text() for number in range(3)]
+        assert ["read_data_for_ever" in dump for dump in dumps] == [False, True, False]
+        assert all("Thread 0x" in dump and '"collective_seq_id": 4' in dump for dump in dumps)
+        assert all(told.removeprefix("0: ") in dump for dump in dumps)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_an_island_again_whose_rank_hangs_in_its_data(tmp_path):
+    settings = ["outer.rounds=4", "island.watchdog_seconds=4", "outer.transport=loopback", "island.device=cpu"]
+    with swarm(tmp_path, *settings, "optimizer.tokens_per_step=384", islands=[{"ranks": 3}]) as made:
+        (tmp_path / "run.yaml").write_text(dump_config(made.config))
+        command = torchrun(3, [], max_restarts=1)
+        command[command.index("-m", 3) + 1 :] = ["tests.faults.hangs", str(tmp_path / "run.yaml")]
+        child = start("island-0", command, tmp_path / "torchrun.txt")
+        try:
+            assert child.process.wait(120) == 0, child.log_tail(60)
+        finally:
+            kill([child])
+    folder = tmp_path / "test" / "island-0"
+    assert sorted(path.name for path in folder.glob("hang-*")) == ["hang-0.txt", "hang-1.txt", "hang-2.txt"]
+    assert "sleep_in_the_data" in (folder / "hang-1.txt").read_text()
+    lines = (tmp_path / "test" / "LOGBOOK.md").read_text().splitlines()
+    (cause,) = (line for line in lines if " cause: " in line)
+    assert "'hung: " in cause and "rank 1 did not come to gloo:all_reduce" in cause and "sleep_in_the_data" in cause
+    assert "torchrun's restart 1" in lines[lines.index(cause) - 1]
+    assert "the run's 4 rounds are done" in lines[-1]

@@ -1,0 +1,118 @@
+"""What the operator asks of running islands: files, signals, a limit of time."""
+
+import os
+import signal
+
+import pytest
+
+from diloco.wishes import SAVE, STOP, Clock, Wish, Wishes, ask, is_listening, listen
+from outer.team import Team
+from tests.harness import run_ranks
+from tests.swarm import swarm
+
+
+def wishes_of(folder, max_hours=None):
+    return Wishes(Team(), folder, max_hours, started_at=0.0 if max_hours else 1e12)
+
+
+def test_nothing_is_wanted_of_an_island_that_nobody_asks_for_anything(tmp_path):
+    assert wishes_of(tmp_path / "run" / "island-0").next(1) == Wish()
+
+
+def test_a_wish_to_save_is_taken_up_once_and_lasts_until_it_is_fulfilled(tmp_path):
+    wishes = wishes_of(tmp_path / "run" / "island-0")
+    ask(tmp_path / "run" / "island-0", SAVE)
+    assert [wishes.next(1).save, wishes.next(1).save] == [True, True]
+    assert not (tmp_path / "run" / "island-0" / SAVE).exists()
+    wishes.saved()
+    assert not wishes.next(1).save
+
+
+@pytest.mark.parametrize(("text", "stops"), [("", [4, 5]), ("5\n", [5]), ("soon", [4, 5])])
+def test_an_island_stops_after_the_round_going_on_or_the_one_that_the_file_names(tmp_path, text, stops):
+    wishes = wishes_of(tmp_path / "run" / "island-0")
+    assert not wishes.next(3).stop
+    (tmp_path / "run" / "island-0" / STOP).write_text(text)
+    assert [done for done in (4, 5) if wishes.next(done).stop] == stops
+    assert not (tmp_path / "run" / "island-0" / STOP).exists()
+
+
+def test_a_wish_to_the_run_stops_all_islands_that_run_here_after_the_same_round(tmp_path):
+    first, second = (wishes_of(tmp_path / "run" / f"island-{i}") for i in range(2))
+    ended = wishes_of(tmp_path / "run" / "island-2")
+    ended.close()
+    assert not second.next(7).stop
+    ask(tmp_path / "run", STOP)
+    assert not first.next(7).stop, "the other is in the next round by now, perhaps"
+    assert [first.next(8).stop, second.next(8).stop] == ["asked to stop after 8 rounds"] * 2
+    assert not (tmp_path / "run" / "island-2" / STOP).exists(), "nobody would take it up before its next start"
+    assert not (tmp_path / "run" / STOP).exists()
+
+
+def test_nobody_listens_in_a_folder_whose_island_has_ended(tmp_path):
+    lock = listen(tmp_path)
+    assert is_listening(tmp_path / "listens")
+    os.close(lock)
+    assert not is_listening(tmp_path / "listens")
+
+
+def answers_of(rank, folder):
+    import torch.distributed as dist
+
+    wishes = Wishes(Team(dist.new_group(backend="gloo")), folder, None, 0.0)
+    if rank == 1:
+        ask(folder, SAVE)
+    dist.barrier()
+    return wishes.next(1)
+
+
+def test_every_rank_comes_to_the_same_answer(tmp_path):
+    assert run_ranks(answers_of, 2, tmp_path / "run" / "island-0") == [Wish(save=True)] * 2
+
+
+def test_there_is_time_for_another_round_as_long_as_the_longest_of_the_last_ones_fits(tmp_path):
+    now = 1000.0
+    clock = Clock(tmp_path, 1000.0, lambda: now)
+    for done, seconds in enumerate([0, 20, 50, 10]):
+        now += seconds
+        clock.observe(done)
+    assert not clock.is_short(130.0)  # 80 s have passed
+    assert clock.is_short(129.0)
+
+
+def test_time_goes_on_when_torchrun_starts_an_island_again(tmp_path, monkeypatch):
+    Clock(tmp_path, 1000.0)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert Clock(tmp_path, 5000.0, lambda: 5000.0).is_short(3999.0)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert not Clock(tmp_path, 5000.0, lambda: 5000.0).is_short(3999.0)
+
+
+def test_an_island_leaves_when_another_round_does_not_fit(tmp_path):
+    assert "max_hours=0.5" in wishes_of(tmp_path / "run" / "island-0", max_hours=0.5).next(1).stop
+
+
+def test_islands_asked_to_stop_leave_well_after_the_same_round_and_note_why(tmp_path):
+    with swarm(tmp_path, "outer.rounds=100000", islands=[{"ranks": 2}, {}]) as islands:
+        running = islands.start_all()
+        running[0].wait_for_round(1)
+        ask(tmp_path / "test", STOP)
+        for island in running:
+            island.finish()
+        assert len({max(island.committed()) for island in running}) == 1
+        assert all(len(r["participants"]) == 2 for island in running for r in island.committed().values())
+        last = running[0].committed()
+        assert f"stop after {len(last)} rounds" in running[1].events("left")[0]
+        book = (tmp_path / "test" / "LOGBOOK.md").read_text()
+        assert book.count("**island-1** left: asked to stop") == 1
+
+
+@pytest.mark.parametrize("delay", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_signal_to_any_rank_stops_the_island_after_its_round_with_nothing_lost(tmp_path, delay):
+    with swarm(tmp_path, "outer.rounds=100000", f"outer.delay={delay}", islands=[{"ranks": 2}]) as islands:
+        (island,) = islands.start_all()
+        island.wait_for_round(1)
+        island.ranks[1].signal(signal.SIGUSR2)
+        island.finish()
+        steps = len(island.records("step"))
+        assert steps == sum(record["steps"] for record in island.committed().values())
