@@ -18,6 +18,7 @@ from diloco.config import ConfigError, IslandConfig, RunConfig, differing_keys, 
 from diloco.faults import build_hooks, slow_down
 from diloco.measure import Speedometer, speedometer
 from diloco.metrics import EventRecord, Metrics
+from diloco.prepare import data_of
 from diloco.runfiles import write_atomically
 from diloco.sinks import build_sinks
 from inner.data.batches import IslandBatches
@@ -142,10 +143,7 @@ def build_trainer(
 
 def load_corpus(config: RunConfig, island: IslandConfig) -> Corpus:
     """The island's text, from its cache or tokenised now."""
-    data = config.data
-    if island.data_paths is not None:
-        data = data.model_copy(update={"paths": island.data_paths})
-    return prepare_corpus(data, Path(island.cache_dir).expanduser())
+    return prepare_corpus(data_of(config, island), Path(island.cache_dir).expanduser())
 
 
 @contextmanager

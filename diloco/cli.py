@@ -273,6 +273,9 @@ def report(
     typer.echo(f"report: {write_report(run_dir)}")
 
 
+from diloco import cli_data  # noqa: E402, F401 -- needs the app; its commands come last
+
+
 def main() -> None:
     """Run the command line; a user's mistake is one clear message and exit status 2."""
     try:
