@@ -71,7 +71,7 @@ def test_half_a_surrogate_pair_in_a_row_does_no_harm(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(rows)
     config = DataConfig(source="files", paths=[str(tmp_path)], heldout_fraction=0.3)
     corpus = prepare_corpus(config, tmp_path / "cache")
-    assert len(corpus.texts[0].heldout[:]) > corpus.heldout_bytes > 0
+    assert len(corpus.texts[0].heldout[:]) > corpus.texts[0].heldout_bytes > 0
 
 
 def test_a_dataset_folder_is_streamed_by_the_datasets_library(tmp_path: Path) -> None:
