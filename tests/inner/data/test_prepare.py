@@ -140,11 +140,12 @@ def test_what_was_killed_goes_on_and_ends_as_if_it_had_not_been(tmp_path: Path, 
 
 
 def test_two_processes_write_what_one_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = write_texts(tmp_path / "data", 20)
+    texts = write_texts(tmp_path / "data", 40)
     # Chunks of some documents each, not of all.
     monkeypatch.setattr(encoding, "CHUNK_CHARACTERS", 500)
     name = bpe_file(tmp_path / "t.json", list(texts.values()))
-    config = config_of(tmp_path / "data", tokenizer=name)
+    # So few that documents are encoded for which there is no place any more.
+    config = config_of(tmp_path / "data", tokenizer=name, max_tokens=1000)
     for processes in (1, 2):
         prepare_corpus(config, tmp_path / str(processes), options(processes=processes))
     assert files_of(tmp_path / "1") == files_of(tmp_path / "2")
