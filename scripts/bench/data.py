@@ -15,7 +15,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 from statistics import median
 
