@@ -11,25 +11,27 @@ read the same rows with the same tokenizer in as many processes and write what c
 import argparse
 import json
 import os
+import resource
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-import torch
-
 from diloco.config import Config, load_config
 from inner.config import DataConfig
-from inner.data.batches import IslandBatches
 from inner.data.corpus import prepare_corpus
 from inner.data.prepare import Options
 from inner.data.source_stdlib import stdlib_source
 from scripts.bench.arguments import choices
+
+if TYPE_CHECKING:
+    from inner.data.batches import IslandBatches
 
 ROOT = Path(__file__).resolve().parents[2]
 EOS = "</s>"
@@ -39,7 +41,6 @@ STEPS = 200
 def main() -> None:
     """Print the ratios."""
     args = _arguments()
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="bench-data-") as folder:
         if "loader" in args.what:
             compare_loader(Path(folder), args.repeat)
@@ -58,6 +59,12 @@ def _arguments() -> argparse.Namespace:
 
 def compare_loader(folder: Path, repeat: int) -> None:
     """The loader's tokens a second over the trainer's: of CPU time, or of wall time where it waits for the disk."""
+    # Here, for processes that tokenise import this file, too, and have no use for torch.
+    import torch
+
+    from inner.data.batches import IslandBatches
+
+    torch.set_num_threads(1)
     config = load_config(ROOT / "configs/quickstart.yaml")
     corpus = prepare_corpus(config.data, folder / "loader")
     per_step = config.optimizer.tokens_per_step // config.data.seq_len
@@ -77,7 +84,7 @@ def compare_loader(folder: Path, repeat: int) -> None:
         print(f"{what:<26}{tokens:>14,.0f} tokens/s{median(speeds) / median(rows['model']):>10.1f} x model")
 
 
-def trainer_step(config: Config, batches: IslandBatches) -> Callable[[], object]:
+def trainer_step(config: Config, batches: "IslandBatches") -> Callable[[], object]:
     """One inner step of the quickstart's model in this process, its text read beforehand."""
     from diloco.assemble import build_trainer, process_group
     from inner.data.corpus import Corpus
@@ -90,7 +97,7 @@ def trainer_step(config: Config, batches: IslandBatches) -> Callable[[], object]
     return lambda: trainer.step(text)
 
 
-def read(batches: IslandBatches, steps: range) -> None:
+def read(batches: "IslandBatches", steps: range) -> None:
     """All micro-batches of these steps."""
     for step in steps:
         batches.micro_batches(step, 0, 1, 8)
@@ -116,25 +123,35 @@ def compare_prepare(folder: Path, args: argparse.Namespace) -> None:
     text, tokenizer = folder / "text.jsonl", folder / "tokenizer.json"
     write_text(text, args.megabytes * 10**6)
     train_tokenizer(text, tokenizer)
+    import datasets  # noqa: F401 -- its import is not to be measured
+
     megabytes = text.stat().st_size / 1e6
     for processes in args.processes:
-        pairs = [one_pair(text, tokenizer, folder / "both", processes) for _ in range(args.repeat)]
-        ours, theirs = (megabytes / median(side) for side in zip(*pairs, strict=True))
-        ratio = median(theirs_seconds / ours_seconds for ours_seconds, theirs_seconds in pairs)
+        sides = [one_round(text, tokenizer, folder / "both", processes) for _ in range(args.repeat)]
+        wall, cpu = (median(theirs[i] / ours[i] for ours, theirs in sides) for i in (0, 1))
+        ours, theirs = (megabytes / median(side[0] for side in both) for both in zip(*sides, strict=True))
         print(
-            f"{processes} processes: prepare {ours:.2f} MB/s, datasets.map {theirs:.2f} MB/s, ratio {ratio:.2f}",
+            f"{processes} processes: prepare {ours:.2f} MB/s, datasets.map {theirs:.2f} MB/s; "
+            f"ratio {wall:.2f} of wall time, {cpu:.2f} of CPU time",
             flush=True,
         )
 
 
-def one_pair(text: Path, tokenizer: Path, folder: Path, processes: int) -> tuple[float, float]:
-    """Seconds of prepare, then of datasets.map."""
-    try:
-        ours = seconds(lambda: with_prepare(text, tokenizer, folder / "ours", processes))
-        theirs = seconds(lambda: with_datasets(text, tokenizer, folder / "theirs", processes))
-    finally:
+def one_round(text: Path, tokenizer: Path, folder: Path, processes: int) -> list[tuple[float, float]]:
+    """Wall and CPU seconds of prepare, then of datasets.map."""
+    took = []
+    for side in (with_prepare, with_datasets):
+        began = cpu_seconds()
+        wall = seconds(lambda side=side: side(text, tokenizer, folder, processes))
+        took.append((wall, cpu_seconds() - began))
         shutil.rmtree(folder, ignore_errors=True)
-    return ours, theirs
+    return took
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it has started and that have ended."""
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in usage)
 
 
 def with_prepare(text: Path, tokenizer: Path, cache: Path, processes: int) -> None:
