@@ -21,6 +21,7 @@ from diloco.heartbeat import Heartbeat
 from diloco.logbook import Logbook
 from diloco.measure import Speedometer, speedometer
 from diloco.metrics import EventRecord, Metrics
+from diloco.prepare import data_of
 from diloco.run_checkpoints import RunCheckpoints, opened
 from diloco.runfiles import write_atomically
 from diloco.sinks import build_sinks
@@ -155,10 +156,7 @@ def build_trainer(
 
 def load_corpus(config: RunConfig, island: IslandConfig) -> Corpus:
     """The island's text, from its cache or tokenised now."""
-    data = config.data
-    if island.data_paths is not None:
-        data = data.model_copy(update={"paths": island.data_paths})
-    return prepare_corpus(data, Path(island.cache_dir).expanduser())
+    return prepare_corpus(data_of(config, island), Path(island.cache_dir).expanduser())
 
 
 @contextmanager

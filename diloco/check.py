@@ -55,7 +55,8 @@ def model_params(run: RunConfig, corpus: Corpus) -> int:
 
 
 def bigram_yardstick(corpus: Corpus) -> float | None:
-    """Held-out loss of a byte bigram model, nats a token; None for vocabularies where it would say nothing."""
-    if corpus.vocab_size > BIGRAM_VOCAB:
+    """Held-out loss of a byte bigram model, nats a token; None for mixtures, and where it would say nothing."""
+    text, *others = corpus.texts
+    if corpus.vocab_size > BIGRAM_VOCAB or others:
         return None
-    return bigram_loss(corpus.train, corpus.heldout, corpus.vocab_size)
+    return bigram_loss(text.train, text.heldout, corpus.vocab_size)

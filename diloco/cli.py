@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from diloco.cli_arguments import ConfigPath, Overrides
+from diloco.cli_data import prepare
 from diloco.cli_weights import evaluate, export, generate
 
 app = typer.Typer(
@@ -16,11 +18,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, for example configs/quickstart.yaml.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Values that win over the file's.")
-]
 
 
 @app.command()
@@ -275,7 +272,7 @@ def report(
     typer.echo(f"report: {write_report(run_dir)}")
 
 
-for command in (export, evaluate, generate):
+for command in (prepare, export, evaluate, generate):
     app.command()(command)
 
 

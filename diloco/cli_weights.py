@@ -82,10 +82,12 @@ def evaluate(
     weights = library.open_weights(source, island)
     if data:
         corpus = library.text_in(data, weights, tokens)
-        num_tokens = tokens or len(corpus.heldout)
+        num_tokens = tokens or library.heldout_tokens(corpus)
     else:
         corpus = library.heldout_text(weights)
-        num_tokens = tokens or (weights.run.evaluate.tokens if weights.run is not None else len(corpus.heldout))
+        num_tokens = tokens or (
+            weights.run.evaluate.tokens if weights.run is not None else library.heldout_tokens(corpus)
+        )
     found = library.evaluate(weights, corpus, num_tokens, where)
     text = ", ".join(data) if data else "the run's held-out text"
     typer.echo(f"loss           {found.loss:.4f} nats a token")

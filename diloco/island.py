@@ -10,7 +10,7 @@ import time
 from contextlib import nullcontext
 
 from diloco.assemble import Parts
-from diloco.measure import evaluation, step_record
+from diloco.measure import Reading, evaluation, read_step, step_record
 from diloco.metrics import EventRecord, RoundRecord
 from diloco.progress import NOTHING, Place, Progress, Resumed
 from inner.trainer import StepResult
@@ -147,17 +147,14 @@ def enter(parts: Parts, position: Position) -> None:
 
 def train(parts: Parts) -> StepResult:
     """One inner step, measured and recorded."""
-    trainer = parts.trainer
     parts.heartbeat.begin("inner step")
-    batches = parts.batches.micro_batches(
-        trainer.inner_step, trainer.data_rank, trainer.num_data_ranks, trainer.settings.micro_batch
-    )
+    reading = read_step(parts.batches, parts.trainer)
     started = time.monotonic()
-    result = trainer.step(batches)
+    result = parts.trainer.step(reading.micro_batches)
     parts.slow_down(time.monotonic() - started)
     parts.profiler.step()
     parts.outer.pace.observe_step(time.monotonic() - started)
-    record_step(parts, result)
+    record_step(parts, result, reading)
     return result
 
 
@@ -173,12 +170,12 @@ def evaluate(parts: Parts) -> None:
         log.info("round %d: held-out loss %.4f, %.4f bits per byte", record.round, record.loss, record.bits_per_byte)
 
 
-def record_step(parts: Parts, result: StepResult) -> None:
+def record_step(parts: Parts, result: StepResult, reading: Reading) -> None:
     """One line in metrics.jsonl, on the island's leader."""
     if parts.metrics is None or parts.speed is None:
         return
     parts.tokens += 0 if result.is_skipped else result.tokens
-    parts.metrics.step(step_record(result, parts.tokens, parts.speed))
+    parts.metrics.step(step_record(result, parts.tokens, parts.speed, reading))
 
 
 def record_round(parts: Parts, report: RoundReport, progress: Progress, landing: Landing) -> None:

@@ -1,11 +1,14 @@
 """What islands and the baseline measure alike: a step's record, and held-out loss."""
 
 import math
+import time
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from diloco.config import IslandConfig, RunConfig
 from diloco.metrics import EvalRecord, StepRecord
-from inner.data.batches import heldout_windows
+from inner.data.batches import IslandBatches, heldout_windows
 from inner.data.corpus import Corpus
 from inner.measure.flops import flops_per_token, peak_flops, utilisation
 from inner.presets import resolve_sizes
@@ -35,7 +38,27 @@ def speedometer(config: RunConfig, island: IslandConfig, corpus: Corpus, device:
     return Speedometer(flops.total, peak_flops(device, island.compute_dtype), island.ranks)
 
 
-def step_record(result: StepResult, tokens: int, speed: Speedometer) -> StepRecord:
+@dataclass(frozen=True)
+class Reading:
+    """What a step has read, and how long it waited for that."""
+
+    micro_batches: list[Tensor]
+    """This rank's."""
+    source_tokens: dict[str, int]
+    """All ranks', by source; empty without a mixture."""
+    seconds: float
+
+
+def read_step(batches: IslandBatches, trainer: Trainer) -> Reading:
+    """The text of the trainer's next inner step."""
+    started_at = time.perf_counter()
+    step, micro_batch = trainer.inner_step, trainer.settings.micro_batch
+    micro_batches = batches.micro_batches(step, trainer.data_rank, trainer.num_data_ranks, micro_batch)
+    seconds = time.perf_counter() - started_at
+    return Reading(micro_batches, batches.tokens_by_source(step) if batches.is_mixed else {}, seconds)
+
+
+def step_record(result: StepResult, tokens: int, speed: Speedometer, reading: Reading) -> StepRecord:
     """The record of an inner step; `tokens` are all that have been trained on so far."""
     tokens_per_second = result.tokens / result.seconds
     return StepRecord(
@@ -48,6 +71,8 @@ def step_record(result: StepResult, tokens: int, speed: Speedometer) -> StepReco
         tokens_per_second=tokens_per_second,
         mfu=speed.mfu(tokens_per_second),
         skipped=result.is_skipped,
+        data_seconds=reading.seconds,
+        source_tokens={} if result.is_skipped else reading.source_tokens,
     )
 
 
@@ -68,4 +93,4 @@ def evaluation(config: RunConfig, trainer: Trainer, corpus: Corpus, round_number
 
 def bits_per_byte(loss: float, corpus: Corpus) -> float:
     """A loss in nats a token on held-out text, whatever the tokenizer."""
-    return loss / math.log(2) * len(corpus.heldout) / corpus.heldout_bytes
+    return loss / math.log(2) * corpus.heldout_tokens_per_byte

@@ -23,6 +23,10 @@ class StepRecord:
     mfu: float | None = None
     """Model FLOPs utilisation: share of the ranks' measured matmul peak that the model's arithmetic used."""
     skipped: bool = False
+    data_seconds: float | None = None
+    """The leader waited so long for the step's text, beside `seconds`."""
+    source_tokens: dict[str, int] = field(default_factory=dict)
+    """Of a mixture: this step's tokens by source."""
     time: float = field(default_factory=time.time)
     kind: Literal["step"] = "step"
 

@@ -69,6 +69,7 @@ def training_figures(islands: Sequence[IslandRecords]) -> Summary:
         "final_eval_loss": last.loss if last else None,
         "final_bits_per_byte": last.bits_per_byte if last else None,
         "tokens": sum(max((s.tokens for s in island.steps), default=0) for island in islands),
+        "source_tokens": source_tokens(islands),
         "steps": {island.name: len(island.steps) for island in islands},
         **committed_share(islands),
         "skipped_steps": {island.name: sum(s.skipped for s in island.steps) for island in islands},
@@ -80,6 +81,15 @@ def training_figures(islands: Sequence[IslandRecords]) -> Summary:
         "rounds_disagreeing": disagreeing,
         "seconds": seconds_of(islands),
     }
+
+
+def source_tokens(islands: Sequence[IslandRecords]) -> dict[str, int]:
+    """Tokens trained on by source of a mixture; empty without one."""
+    found: Counter[str] = Counter()
+    for island in islands:
+        for record in island.steps:
+            found.update(record.source_tokens)
+    return dict(found)
 
 
 def committed_share(islands: Sequence[IslandRecords]) -> Summary:
@@ -159,6 +169,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str, str]]:
         rows.append(("Links", summary["links"], ""))
     if summary["committed_share"] is not None:
         rows.append(("Inner steps in committed rounds", f"{summary['committed_share'] * 100:.1f} %", ""))
+    if summary["source_tokens"]:
+        rows.append(("Tokens by source", shares_of(summary["source_tokens"]), ""))
     if summary["faults"]:
         kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(summary["faults"].items()))
         rows.append(("Faults inflicted", kinds, ""))
@@ -173,6 +185,12 @@ def summary_rows(summary: Summary) -> list[tuple[str, str, str]]:
     if summary["bigram_loss"] is not None:
         rows.insert(1, ("Byte bigram model's loss", human_loss(summary["bigram_loss"]), ""))
     return rows
+
+
+def shares_of(tokens: dict[str, int]) -> str:
+    """`code 70.1 %, prose 29.9 %`."""
+    whole = sum(tokens.values())
+    return ", ".join(f"{name} {100 * number / whole:.1f} %" for name, number in tokens.items())
 
 
 def print_summary(summary: Summary, console: Console) -> None:

@@ -22,7 +22,7 @@ from diloco.assemble import (
 from diloco.config import Config, IslandConfig, RunConfig, dump_config
 from diloco.initial import with_hash
 from diloco.logbook import Logbook
-from diloco.measure import evaluation, speedometer, step_record
+from diloco.measure import evaluation, read_step, speedometer, step_record
 from diloco.metrics import Metrics
 from diloco.runfiles import write_atomically
 from diloco.signals import end_with_parent, on_stop
@@ -79,12 +79,13 @@ def train_data_parallel(
     num_sequences = run.optimizer.tokens_per_step * num_islands // run.data.seq_len
     batches = IslandBatches(corpus, run.data.seq_len, run.seed, 0, 1, num_sequences)
     speed = speedometer(run, island, corpus, trainer.settings.device) if metrics is not None else None
-    tokens, rank, ranks = 0, trainer.data_rank, trainer.num_data_ranks
-    for step in range(run.total_steps):
-        result = trainer.step(batches.micro_batches(step, rank, ranks, island.micro_batch))
+    tokens = 0
+    for _ in range(run.total_steps):
+        reading = read_step(batches, trainer)
+        result = trainer.step(reading.micro_batches)
         tokens += result.tokens
         if metrics is not None and speed is not None:
-            metrics.step(step_record(result, tokens, speed))
+            metrics.step(step_record(result, tokens, speed, reading))
         rounds, rest = divmod(result.step, run.outer.inner_steps)
         if rest == 0 and rounds % run.evaluate.every_rounds == 0:
             record = evaluation(run, trainer, corpus, rounds, tokens)

@@ -13,7 +13,7 @@ from diloco.config import IslandConfig, RunConfig, parse_config
 from diloco.measure import bits_per_byte
 from inner.config import DataConfig
 from inner.data.batches import heldout_windows
-from inner.data.corpus import Corpus
+from inner.data.corpus import Corpus, Text
 from inner.data.sources import build_source
 from inner.data.tokenizer import Tokenizer, build_tokenizer
 from inner.errors import InputError
@@ -100,14 +100,19 @@ def text_in(paths: Sequence[str], weights: Weights, num_tokens: int | None) -> C
         found_bytes += len(document.text.encode("utf-8", "replace"))
         if num_tokens is not None and found_tokens > num_tokens:
             break
-    nothing = np.empty(0, dtype=np.uint32)
-    return Corpus(nothing, np.concatenate(pieces), tokenizer.vocab_size, tokenizer.eos_id, found_bytes)
+    text = Text(np.empty(0, dtype=np.uint32), np.concatenate(pieces), found_bytes)
+    return Corpus((text,), tokenizer.vocab_size, tokenizer.eos_id)
+
+
+def heldout_tokens(corpus: Corpus) -> int:
+    """Of all its texts."""
+    return sum(len(text.heldout) for text in corpus.texts)
 
 
 def evaluate(weights: Weights, corpus: Corpus, num_tokens: int, device: str) -> Evaluation:
     """The loss on the first `num_tokens` held-out tokens (rounded up to sequences, as far as there are)."""
     # A text that is shorter than a sequence is one by itself.
-    seq_len = min(weights.seq_len, len(corpus.heldout) - 1)
+    seq_len = min(weights.seq_len, *(len(text.heldout) - 1 for text in corpus.texts))
     micro_batch = max(1, MICRO_BATCH_TOKENS // seq_len)
     windows = heldout_windows(corpus, seq_len, num_tokens, 0, 1, micro_batch)
     eos_id = corpus.eos_id if weights.run is not None and weights.run.data.document_mask else None

@@ -34,8 +34,8 @@ class ModelConfig(Section):
     tie_embeddings: bool | None = None
 
 
-class DataConfig(Section):
-    """Where text comes from and how it is cut into sequences."""
+class SourceConfig(Section):
+    """Where text comes from."""
 
     source: Literal["python-stdlib", "files", "huggingface"] = "python-stdlib"
     paths: list[str] = []
@@ -45,14 +45,49 @@ class DataConfig(Section):
     dataset_config: str | None = None
     split: str = "train"
     text_field: str = "text"
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Stop reading the training text after so many tokens."""
+
+
+class MixtureEntry(SourceConfig):
+    """One of several sources."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """What metrics call it."""
+    weight: float = Field(gt=0, allow_inf_nan=False)
+    """Its share of the sequences that are read, times the sum of all weights."""
+
+
+class DataConfig(SourceConfig):
+    """Where text comes from and how it is cut into sequences."""
+
+    mixture: tuple[MixtureEntry, ...] = ()
+    """Several sources, mixed by weight; empty: the one named beside it."""
     tokenizer: str = "bytes"
     """`bytes`, the path of a tokenizer.json, or a tokenizer's name on the Hugging Face hub."""
     seq_len: int = Field(default=256, ge=8)
     document_mask: bool = False
     """Whether attention stays within a document when several are packed into a sequence."""
     heldout_fraction: float = Field(default=0.02, gt=0, lt=1)
-    max_tokens: int | None = Field(default=None, ge=1)
-    """Stop reading the training text after so many tokens."""
+
+    @model_validator(mode="after")
+    def _a_mixture_names_each_source_once(self) -> "DataConfig":
+        names = [entry.name for entry in self.mixture]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise ValueError(f"mixture has {twice[0]!r} {names.count(twice[0])} times; give each entry its own name")
+        fields = SourceConfig.model_fields
+        also = [key for key, field in fields.items() if getattr(self, key) != field.get_default()]
+        if self.mixture and also:
+            raise ValueError(f"mixture has sources of its own: move {', '.join(also)} into its entries")
+        return self
+
+    @property
+    def sources(self) -> "tuple[DataConfig, ...]":
+        """One for each source, in the mixture's order; without a mixture this config itself."""
+        fields = SourceConfig.model_fields
+        changes = [{key: getattr(entry, key) for key in fields} | {"mixture": ()} for entry in self.mixture]
+        return tuple(self.model_copy(update=change) for change in changes) or (self,)
 
 
 class ParamGroup(Section):

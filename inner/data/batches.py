@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from inner.data.corpus import Corpus
+from inner.data.corpus import Corpus, Text
+from inner.data.mixture import MixedOrder, Shares
+from inner.data.shards import Tokens
 from inner.errors import InputError
 
 PADDING = -100
@@ -56,11 +58,12 @@ class IslandBatches:
         num_islands: int,
         sequences_per_step: int,
     ) -> None:
-        self._tokens = corpus.train
+        self._texts = corpus.texts
         self._seq_len = seq_len
         generation, self._slot = divmod(island_index, num_islands)
-        num_sequences = _num_windows(corpus.train, seq_len, "training")
-        self._order = SequenceOrder(num_sequences, seed, late_offset(generation, num_sequences))
+        self._num_sequences = [_num_windows(text, text.train, seq_len, "training") for text in corpus.texts]
+        orders = [SequenceOrder(number, seed, late_offset(generation, number)) for number in self._num_sequences]
+        self._order = MixedOrder(corpus.weights, orders, seed)
         self._num_islands = num_islands
         self._sequences_per_step = sequences_per_step
         self._require_one_step()
@@ -74,22 +77,38 @@ class IslandBatches:
                 f"micro-batches of {micro_batch}; make tokens_per_step a multiple of "
                 f"{self._seq_len * num_data_ranks * micro_batch} (seq_len x data ranks x micro-batch)"
             )
-        block = (step * self._num_islands + self._slot) * self._sequences_per_step
-        first = block + data_rank * per_rank
+        first = self._first_position(step) + data_rank * per_rank
         starts = range(first, first + per_rank, micro_batch)
         return [self._read(range(start, start + micro_batch)) for start in starts]
 
+    @property
+    def is_mixed(self) -> bool:
+        return len(self._texts) > 1
+
+    def tokens_by_source(self, step: int) -> dict[str, int]:
+        """How many tokens of each text all ranks together read in inner step `step`."""
+        first = self._first_position(step)
+        before, after = self._order.counts(first), self._order.counts(first + self._sequences_per_step)
+        numbers = [(new - old) * self._seq_len for old, new in zip(before, after, strict=True)]
+        return {text.name: number for text, number in zip(self._texts, numbers, strict=True)}
+
+    def _first_position(self, step: int) -> int:
+        return (step * self._num_islands + self._slot) * self._sequences_per_step
+
     def _read(self, positions: range) -> torch.Tensor:
-        return torch.stack([_window(self._tokens, self._order[p], self._seq_len) for p in positions])
+        places = [self._order[position] for position in positions]
+        return torch.stack([_window(self._texts[p.source].train, p.sequence, self._seq_len) for p in places])
 
     def _require_one_step(self) -> None:
-        needed = self._num_islands * self._sequences_per_step
-        if self._order.num_sequences < needed:
-            raise InputError(
-                f"the training text has {self._order.num_sequences} sequences of {self._seq_len} tokens, but one step "
-                f"reads {needed} ({self._num_islands} islands x {self._sequences_per_step}); give more text, "
-                "raise data.max_tokens, or lower tokens_per_step or seq_len"
-            )
+        read = self._num_islands * self._sequences_per_step
+        weights = [text.weight for text in self._texts]
+        for text, number, needed in zip(self._texts, self._num_sequences, Shares(weights).counts(read), strict=True):
+            if number < needed:
+                raise InputError(
+                    f"the training text{_of(text)} has {number} sequences of {self._seq_len} tokens, but one step "
+                    f"reads {needed} ({self._num_islands} islands x {self._sequences_per_step}); give more text, "
+                    "raise data.max_tokens, or lower tokens_per_step or seq_len"
+                )
 
 
 def late_offset(generation: int, num_sequences: int) -> int:
@@ -109,29 +128,37 @@ def heldout_windows(
     """This rank's held-out windows, int64 [micro_batch, seq_len + 1] on the CPU, padded with -100 rows.
 
     All ranks together read the first num_tokens targets (rounded up to windows, as far as there are), whatever
-    the mesh; every rank yields equally often, because a sharded forward pass needs all ranks.
+    the mesh; every rank yields equally often, because a sharded forward pass needs all ranks. Texts have the shares
+    that they have in training.
     """
-    available = _num_windows(corpus.heldout, seq_len, "held-out")
+    shares = Shares(corpus.weights)
+    available = shares.most([_num_windows(text, text.heldout, seq_len, "held-out") for text in corpus.texts])
     num_windows = min(available, -(-num_tokens // seq_len))
     num_micro_batches = -(-num_windows // (num_data_ranks * micro_batch))
     first = data_rank * num_micro_batches * micro_batch
     for start in range(first, first + num_micro_batches * micro_batch, micro_batch):
         batch = torch.full((micro_batch, seq_len + 1), PADDING, dtype=torch.int64)
         for row, index in enumerate(range(start, min(start + micro_batch, num_windows))):
-            batch[row] = _window(corpus.heldout, index, seq_len)
+            place = shares.place(index)
+            batch[row] = _window(corpus.texts[place.source].heldout, place.sequence, seq_len)
         yield batch
 
 
-def _window(tokens: np.ndarray, index: int, seq_len: int) -> torch.Tensor:
+def _window(tokens: Tokens, index: int, seq_len: int) -> torch.Tensor:
     # One token more than the stride: every token but the first is a target exactly once.
     return torch.from_numpy(tokens[index * seq_len : (index + 1) * seq_len + 1].astype(np.int64))
 
 
-def _num_windows(tokens: np.ndarray, seq_len: int, name: str) -> int:
+def _num_windows(text: Text, tokens: Tokens, seq_len: int, split: str) -> int:
     num_windows = (len(tokens) - 1) // seq_len
     if num_windows < 1:
         raise InputError(
-            f"the {name} text has {len(tokens)} tokens, but one window needs {seq_len + 1} (data.seq_len + 1); "
-            "give more text, raise data.max_tokens or data.heldout_fraction, or lower data.seq_len"
+            f"the {split} text{_of(text)} has {len(tokens)} tokens, but one window needs {seq_len + 1} "
+            "(data.seq_len + 1); give more text, raise data.max_tokens or data.heldout_fraction, or lower data.seq_len"
         )
     return num_windows
+
+
+def _of(text: Text) -> str:
+    """Which text, in a mixture."""
+    return f" of {text.name!r}" if text.name else ""

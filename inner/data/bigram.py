@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from inner.data.shards import Tokens
+
 MAX_VOCAB_SIZE = 1024
 TOKENS_PER_COUNT = 1 << 22
 """Pairs counted at once: bounds the temporary int64 arrays to some 100 MB."""
@@ -9,7 +11,7 @@ TOKENS_PER_COUNT = 1 << 22
 SMOOTHINGS = (1.0, 0.1, 0.01, 0.001)
 
 
-def bigram_loss(train: np.ndarray, heldout: np.ndarray, vocab_size: int) -> float:
+def bigram_loss(train: Tokens, heldout: Tokens, vocab_size: int) -> float:
     """Held-out loss in nats per token of the bigram model counted on `train`, vocab_size at most 1024.
 
     Each pair is counted `smoothing` times more than seen; of a few smoothings the one best on the
@@ -26,7 +28,7 @@ def _loss(weights: np.ndarray, asked: np.ndarray) -> float:
     return float(-(asked * log_probs).sum() / asked.sum())
 
 
-def _pair_counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+def _pair_counts(tokens: Tokens, vocab_size: int) -> np.ndarray:
     """How often each (previous, next) pair occurs, float64 [vocab_size, vocab_size]."""
     counts = np.zeros(vocab_size * vocab_size, dtype=np.float64)
     for start in range(0, len(tokens) - 1, TOKENS_PER_COUNT):

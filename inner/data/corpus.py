@@ -1,56 +1,60 @@
-"""Text, tokenised once: two token files that every later run and every rank maps into memory."""
+"""Text, tokenised once: shards of tokens that every later run and every rank maps into memory."""
 
 import hashlib
 import json
 import logging
-import math
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
-import numpy as np
-
-from inner.config import DataConfig
-from inner.data.documents import Document
+from inner.config import DataConfig, SourceConfig
+from inner.data.encoding import token_dtype
+from inner.data.lock import Beat, held
+from inner.data.prepare import Options, Progress, write_shards, writing
+from inner.data.shards import Counts, Tokens, open_split
 from inner.data.sources import build_source
-from inner.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_fingerprint
+from inner.data.tokenizer import build_tokenizer, tokenizer_fingerprint
 from inner.errors import InputError
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
-"""Part of the cache key: raise it when the same config would give other tokens."""
+FORMAT = 3
+"""Part of the cache key: raise it when the same config would give other tokens, or other files."""
+META = "meta.json"
+KEY_FIELDS = {*SourceConfig.model_fields, "tokenizer", "heldout_fraction"}
+"""Of DataConfig: what the token files of a source depend on."""
 
 
 @dataclass(frozen=True, eq=False)
-class Corpus:
-    """Token ids, 1-D uint16 or uint32, every document ended by eos; held-out documents are never in train."""
+class Text:
+    """The token ids of one source, every document ended by eos; held-out documents are never in train."""
 
-    train: np.ndarray
-    heldout: np.ndarray
-    vocab_size: int
-    eos_id: int
+    train: Tokens
+    heldout: Tokens
     heldout_bytes: int
     """UTF-8 bytes of the text behind all held-out tokens, for bits per byte."""
+    name: str = ""
+    """As the mixture has it; empty: there is no mixture."""
+    weight: float = 1.0
 
 
-@dataclass
-class Split:
-    """One token file while it is written."""
+@dataclass(frozen=True)
+class Corpus:
+    """What a run reads: one text, or several that are mixed by weight."""
 
-    file: BinaryIO
-    limit_tokens: float
-    num_documents: int = 0
-    num_tokens: int = 0
-    num_bytes: int = 0
+    texts: tuple[Text, ...]
+    vocab_size: int
+    eos_id: int
 
     @property
-    def is_full(self) -> bool:
-        return self.num_tokens >= self.limit_tokens
+    def weights(self) -> list[float]:
+        return [text.weight for text in self.texts]
+
+    @property
+    def heldout_tokens_per_byte(self) -> float:
+        """Of the held-out text, as the texts are mixed."""
+        whole = sum(self.weights)
+        return 1 / sum(text.weight / whole * text.heldout_bytes / len(text.heldout) for text in self.texts)
 
 
 @dataclass(frozen=True)
@@ -66,32 +70,43 @@ class Meta:
 
 
 def check_source(config: DataConfig) -> None:
-    """Return if the tokenizer loads and the source gives a first document; InputError says what is missing."""
+    """Return if the tokenizer loads and each source gives a first document; InputError says what is missing."""
     build_tokenizer(config.tokenizer)
-    next(build_source(config).documents())
+    for source in config.sources:
+        next(build_source(source).documents())
 
 
-def prepare_corpus(config: DataConfig, cache_dir: Path) -> Corpus:
-    """The corpus of `config`, from `cache_dir` or read and tokenised now. Several processes may prepare at once."""
+def prepare_corpus(config: DataConfig, cache_dir: Path, options: Options | None = None) -> Corpus:
+    """The corpus of `config`, from `cache_dir` or read and tokenised now.
+
+    Of several processes that want the same at once, one prepares and the others wait for it. InputError: a source
+    is broken, or there is no room; what is finished stays, and the next call goes on there.
+    """
+    folders = [_prepared(source, cache_dir, options or Options()) for source in config.sources]
+    entries = [(entry.name, entry.weight) for entry in config.mixture] or [("", 1.0)]
+    metas = [_read_meta(folder) for folder in folders]
+    texts = [_open(*each) for each in zip(folders, metas, entries, strict=True)]
+    return Corpus(tuple(texts), metas[0].vocab_size, metas[0].eos_id)
+
+
+def _prepared(config: DataConfig, cache_dir: Path, options: Options) -> Path:
+    """The folder of one source's shards, all of them there."""
     folder = cache_dir / _cache_key(config)
-    if not folder.exists():
+    if folder.exists():
+        return folder
+    with writing(cache_dir):
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with _published_folder(folder) as unfinished:
-            _write_corpus(config, unfinished)
-    return _open_corpus(folder)
-
-
-def is_heldout(key: str, heldout_fraction: float) -> bool:
-    """Whether a document is held out: decided by its key alone, so the same on every machine and in every run."""
-    value = int.from_bytes(hashlib.sha256(key.encode("utf-8", "replace")).digest()[:8], "big")
-    return value / 2**64 < heldout_fraction
+    with held(cache_dir / f".{folder.name}.lock", f"the text in {folder}") as beat:
+        # Whoever held the lock before may have finished it.
+        if not folder.exists():
+            _prepare(config, folder, options, beat)
+    return folder
 
 
 def _cache_key(config: DataConfig) -> str:
-    # Left out: what the token files do not depend on.
     parts = [
         FORMAT,
-        config.model_dump(mode="json", exclude={"seq_len", "document_mask"}),
+        config.model_dump(mode="json", include=KEY_FIELDS),
         build_source(config).fingerprint(),
         tokenizer_fingerprint(config.tokenizer),
     ]
@@ -99,82 +114,72 @@ def _cache_key(config: DataConfig) -> str:
     return f"{config.source}-{digest[:16]}"
 
 
-@contextmanager
-def _published_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into that becomes `folder` in one move, or vanishes if writing fails."""
-    unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
+def _prepare(config: DataConfig, folder: Path, options: Options, beat: Beat) -> None:
+    """Fill the folder beside `folder` that an earlier process may have begun, then move it there."""
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+
+    def report(progress: Progress) -> None:
+        beat()
+        options.report(progress)
+
     try:
-        yield unfinished
-        unfinished.rename(folder)
-    except OSError:
-        # Another process was first: its files are as good as ours.
-        if not folder.exists():
-            raise
+        with writing(folder):
+            unfinished.mkdir(exist_ok=True)
+        counts = write_shards(config, unfinished, replace(options, report=report))
+        _require_both(config, counts)
+        with writing(folder):
+            (unfinished / META).write_text(json.dumps(asdict(_meta(config, counts)), indent=1))
+            unfinished.rename(folder)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _write_corpus(config: DataConfig, folder: Path) -> None:
-    tokenizer = build_tokenizer(config.tokenizer)
-    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    train_limit, heldout_limit = math.inf, math.inf
-    if config.max_tokens is not None:
-        train_limit, heldout_limit = config.max_tokens, config.max_tokens * config.heldout_fraction
-    with (folder / "train.bin").open("wb") as train_file, (folder / "heldout.bin").open("wb") as heldout_file:
-        train, heldout = Split(train_file, train_limit), Split(heldout_file, heldout_limit)
-        for document in build_source(config).documents():
-            if is_heldout(document.key, config.heldout_fraction):
-                _append(heldout, document, tokenizer, dtype)
-            else:
-                _append(train, document, tokenizer, dtype)
-            if train.is_full and heldout.is_full:
-                break
-    _require_both(config, train, heldout)
-    # The last training document is cut to give the number asked for; held-out ones stay whole for their bytes.
-    train_tokens = int(min(train.num_tokens, train_limit))
-    meta = Meta(tokenizer.vocab_size, tokenizer.eos_id, dtype, train_tokens, heldout.num_tokens, heldout.num_bytes)
-    (folder / "meta.json").write_text(json.dumps(asdict(meta), indent=1))
+        # What went wrong before a shard was finished leaves nothing.
+        with suppress(OSError):
+            unfinished.rmdir()
     log.info(
         "prepared %d training and %d held-out tokens from %d + %d documents of %s",
-        train_tokens, heldout.num_tokens, train.num_documents, heldout.num_documents, config.source,
+        counts.train_tokens, counts.heldout_tokens, counts.train_documents, counts.heldout_documents, config.source,
     )  # fmt: skip
 
 
-def _append(split: Split, document: Document, tokenizer: Tokenizer, dtype: str) -> None:
-    if split.is_full:
-        return
-    ids = np.append(tokenizer.encode(document.text), np.uint32(tokenizer.eos_id))
-    split.file.write(ids.astype(dtype).tobytes())
-    split.num_documents += 1
-    split.num_tokens += len(ids)
-    split.num_bytes += len(document.text.encode("utf-8", "replace"))
+def _meta(config: DataConfig, counts: Counts) -> Meta:
+    tokenizer = build_tokenizer(config.tokenizer)
+    # The last training document is cut to give the number asked for; held-out ones stay whole for their bytes.
+    train_tokens = min(counts.train_tokens, config.max_tokens or counts.train_tokens)
+    return Meta(
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        dtype=token_dtype(tokenizer),
+        train_tokens=train_tokens,
+        heldout_tokens=counts.heldout_tokens,
+        heldout_bytes=counts.heldout_bytes,
+    )
 
 
-def _require_both(config: DataConfig, train: Split, heldout: Split) -> None:
-    if train.num_documents and heldout.num_documents:
+def _require_both(config: DataConfig, counts: Counts) -> None:
+    if counts.train_documents and counts.heldout_documents:
         return
     raise InputError(
-        f"data.source={config.source}: {train.num_documents} documents to train on and "
-        f"{heldout.num_documents} held out with data.heldout_fraction={config.heldout_fraction}; need at least one "
+        f"data.source={config.source}: {counts.train_documents} documents to train on and "
+        f"{counts.heldout_documents} held out with data.heldout_fraction={config.heldout_fraction}; need at least one "
         "of each: give more documents (split a long text into several files, or into the rows of a .jsonl file) "
-        f"or {'raise' if train.num_documents else 'lower'} data.heldout_fraction"
+        f"or {'raise' if counts.train_documents else 'lower'} data.heldout_fraction"
     )
 
 
-def _open_corpus(folder: Path) -> Corpus:
-    meta = Meta(**json.loads((folder / "meta.json").read_text()))
-    return Corpus(
-        train=_map_tokens(folder / "train.bin", meta.dtype, meta.train_tokens),
-        heldout=_map_tokens(folder / "heldout.bin", meta.dtype, meta.heldout_tokens),
-        vocab_size=meta.vocab_size,
-        eos_id=meta.eos_id,
+def _read_meta(folder: Path) -> Meta:
+    try:
+        meta = Meta(**json.loads((folder / META).read_bytes()))
+        if meta.dtype not in ("uint16", "uint32"):
+            raise ValueError(f"dtype {meta.dtype!r}")
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{folder / META} is damaged ({error}); delete {folder}") from None
+    return meta
+
+
+def _open(folder: Path, meta: Meta, entry: tuple[str, float]) -> Text:
+    return Text(
+        train=open_split(folder, "train", meta.dtype, meta.train_tokens),
+        heldout=open_split(folder, "heldout", meta.dtype, meta.heldout_tokens),
         heldout_bytes=meta.heldout_bytes,
+        name=entry[0],
+        weight=entry[1],
     )
-
-
-def _map_tokens(path: Path, dtype: str, num_tokens: int) -> np.ndarray:
-    needed = num_tokens * np.dtype(dtype).itemsize
-    size = path.stat().st_size
-    if size < needed:
-        raise InputError(f"{path}: {size} bytes, needs {needed}: the file is damaged; delete {path.parent}")
-    return np.memmap(path, dtype=dtype, mode="r", shape=(num_tokens,))

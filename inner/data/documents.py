@@ -1,5 +1,6 @@
 """What every source of text gives: documents, each with a stable key."""
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,8 @@ class Document:
 
     key: str
     text: str
+    share: float | None = None
+    """How much of the source has been read with it, 0 to 1, where that is known."""
 
 
 class Source(Protocol):
@@ -25,6 +28,12 @@ class Source(Protocol):
     def documents(self) -> Iterator[Document]:
         """All documents in a fixed order, at least one, none empty. InputError: there is none, or it is broken."""
         ...
+
+
+def is_heldout(key: str, heldout_fraction: float) -> bool:
+    """Whether a document is held out: decided by its key alone, so the same on every machine and in every run."""
+    value = int.from_bytes(hashlib.sha256(key.encode("utf-8", "replace")).digest()[:8], "big")
+    return value / 2**64 < heldout_fraction
 
 
 def row_text(row: Mapping[str, object], text_field: str, where: str) -> str:

@@ -15,6 +15,9 @@ log = logging.getLogger(__name__)
 
 ROWS_PER_READ = 1024
 
+Row = tuple[str, str, float]
+"""Key and text of a document, and the share of its file that has been read with it."""
+
 
 @dataclass(frozen=True)
 class FilesSource:
@@ -31,12 +34,14 @@ class FilesSource:
     def documents(self) -> Iterator[Document]:
         """Documents in the order of `paths`, within a folder or pattern by path."""
         files = self._files()
-        found = False
-        for key, path in files:
-            for document in _read(key, path, self.text_field):
-                if document.text:
+        sizes = [path.stat().st_size for _, path in files]
+        found, size_read, whole_size = False, 0, max(sum(sizes), 1)
+        for (key, path), size in zip(files, sizes, strict=True):
+            for row_key, text, file_share in _read(key, path, self.text_field):
+                if text:
                     found = True
-                    yield document
+                    yield Document(row_key, text, (size_read + file_share * size) / whole_size)
+            size_read += size
         if not found:
             raise InputError(
                 f"data.paths {list(self.paths)}: {len(files)} files, none with any text; "
@@ -84,7 +89,7 @@ def _relative(folder: Path, paths: list[Path], entry: str) -> list[tuple[str, Pa
     return files
 
 
-def _read(key: str, path: Path, text_field: str) -> Iterator[Document]:
+def _read(key: str, path: Path, text_field: str) -> Iterator[Row]:
     if path.suffix == ".jsonl":
         return _jsonl_rows(key, path, text_field)
     if path.suffix == ".parquet":
@@ -92,21 +97,23 @@ def _read(key: str, path: Path, text_field: str) -> Iterator[Document]:
     return _text_file(key, path)
 
 
-def _text_file(key: str, path: Path) -> Iterator[Document]:
+def _text_file(key: str, path: Path) -> Iterator[Row]:
     try:
-        yield Document(key, path.read_bytes().decode("utf-8"))
+        yield key, path.read_bytes().decode("utf-8"), 1.0
     except UnicodeDecodeError:
         # A folder of text often holds a picture or two: no reason to stop.
         log.warning("%s is not UTF-8 text: left out", path)
 
 
-def _jsonl_rows(key: str, path: Path, text_field: str) -> Iterator[Document]:
+def _jsonl_rows(key: str, path: Path, text_field: str) -> Iterator[Row]:
+    size, size_read = path.stat().st_size, 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines):
+            size_read += len(line)
             if not line.strip():
                 continue
             where = f"{path}, line {number + 1}"
-            yield Document(f"{key}#{number}", row_text(_json_object(line, where), text_field, where))
+            yield f"{key}#{number}", row_text(_json_object(line, where), text_field, where), size_read / size
 
 
 def _json_object(line: bytes, where: str) -> dict[str, object]:
@@ -119,7 +126,7 @@ def _json_object(line: bytes, where: str) -> dict[str, object]:
     return row
 
 
-def _parquet_rows(key: str, path: Path, text_field: str) -> Iterator[Document]:
+def _parquet_rows(key: str, path: Path, text_field: str) -> Iterator[Row]:
     # pyarrow takes half a second to import: only who reads Parquet pays for it.
     import pyarrow
     import pyarrow.parquet
@@ -131,6 +138,7 @@ def _parquet_rows(key: str, path: Path, text_field: str) -> Iterator[Document]:
             batches = file.iter_batches(ROWS_PER_READ, columns=[text_field])
             rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, row in enumerate(rows):
-                yield Document(f"{key}#{number}", row_text(row, text_field, f"{path}, row {number}"))
+                text = row_text(row, text_field, f"{path}, row {number}")
+                yield f"{key}#{number}", text, (number + 1) / file.metadata.num_rows
     except pyarrow.ArrowException as error:
         raise InputError(f"{path}: cannot be read as Parquet ({error}); write it again or leave it out") from error

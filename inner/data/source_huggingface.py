@@ -1,7 +1,7 @@
 """Any Hugging Face dataset by name, or a local folder of one, read as a stream."""
 
 import gc
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +60,7 @@ class HuggingFaceSource:
             if hasattr(builder.config, "fragment_scan_options"):
                 # Reading ahead outlives a stream that is left, and aborts the interpreter when it exits meanwhile.
                 builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
-            rows: Iterable[Any] = builder.as_streaming_dataset(split=self.split)
+            rows: Any = builder.as_streaming_dataset(split=self.split)
             yield from rows
         except Exception as error:
             # Builders, file systems and HTTP libraries each raise their own kind; all mean: not to be had.

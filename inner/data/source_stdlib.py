@@ -25,11 +25,12 @@ class StdlibSource:
     def documents(self) -> Iterator[Document]:
         """One document per file; its key is the path below the library's folder."""
         found = False
-        for key, path in _python_files(self.folder):
+        files = _python_files(self.folder)
+        for number, (key, path) in enumerate(files, start=1):
             text = _utf8_or_empty(path)
             if text:
                 found = True
-                yield Document(key, text)
+                yield Document(key, text, number / len(files))
         if not found:
             raise InputError(
                 f"data.source=python-stdlib: no readable .py file below {self.folder} (this Python comes "

@@ -1,6 +1,7 @@
 """Text to token ids and back: raw bytes, or any tokenizer of the `tokenizers` library."""
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -55,6 +56,8 @@ class LibraryTokenizer:
     def __init__(self, tokenizer: tokenizers.Tokenizer, name: str) -> None:
         # Else the characters "</s>" inside a document would end it.
         tokenizer.encode_special_tokens = True
+        # Threads of the library do not survive a fork, and compete with the island's other ranks.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         ids = tokenizer.get_vocab(with_added_tokens=True)
         self._tokenizer = tokenizer
         self.eos_id = _find_eos(ids, name)
@@ -64,7 +67,9 @@ class LibraryTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """The library's ids; half a surrogate pair becomes a question mark."""
         clean = text.encode("utf-8", "replace").decode("utf-8")
-        return np.array(self._tokenizer.encode(clean, add_special_tokens=False).ids, dtype=np.uint32)
+        # Without offsets, a quarter faster than encode(); one by one, as larger batches are slower.
+        (encoding,) = self._tokenizer.encode_batch_fast([clean], add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.uint32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The library's text of ids."""

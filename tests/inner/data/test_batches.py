@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inner.data.batches import PADDING, IslandBatches, SequenceOrder, heldout_windows, late_offset
-from inner.data.corpus import Corpus
+from inner.data.corpus import Corpus, Text
 from inner.errors import InputError
 
 SEQ_LEN = 4
@@ -19,7 +19,7 @@ def corpus_of(train_windows: int, heldout_windows: int = 3) -> Corpus:
     """Token i is i, so a window's first token divided by SEQ_LEN is its number."""
     train = np.arange(train_windows * SEQ_LEN + 1, dtype=np.uint16)
     heldout = np.arange(heldout_windows * SEQ_LEN + 1, dtype=np.uint16)
-    return Corpus(train, heldout, vocab_size=1 << 16, eos_id=0, heldout_bytes=len(heldout))
+    return Corpus((Text(train, heldout, heldout_bytes=len(heldout)),), vocab_size=1 << 16, eos_id=0)
 
 
 def numbers(windows: Sequence[torch.Tensor]) -> list[int]:
@@ -103,7 +103,7 @@ def test_the_order_is_the_same_on_every_machine() -> None:
 
 
 def test_text_too_short_for_a_window_says_the_numbers() -> None:
-    corpus = Corpus(np.arange(4, dtype=np.uint16), np.arange(9, dtype=np.uint16), 260, 257, 9)
+    corpus = Corpus((Text(np.arange(4, dtype=np.uint16), np.arange(9, dtype=np.uint16), 9),), 260, 257)
     with pytest.raises(InputError, match=r"training text has 4 tokens, but one window needs 5"):
         IslandBatches(corpus, SEQ_LEN, 0, 0, 1, 1)
 
@@ -132,6 +132,6 @@ def test_every_mesh_evaluates_the_same_heldout_windows(ranks: int, micro_batch: 
 
 
 def test_heldout_text_too_short_for_a_window_says_the_numbers() -> None:
-    corpus = Corpus(np.arange(9, dtype=np.uint16), np.arange(2, dtype=np.uint16), 260, 257, 2)
+    corpus = Corpus((Text(np.arange(9, dtype=np.uint16), np.arange(2, dtype=np.uint16), 2),), 260, 257)
     with pytest.raises(InputError, match=r"held-out text has 2 tokens, but one window needs 5"):
         next(heldout_windows(corpus, SEQ_LEN, 100, 0, 1, 1))

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from inner.config import DataConfig
-from inner.data.corpus import Corpus, check_source, is_heldout, prepare_corpus
+from inner.data.corpus import Corpus, check_source, prepare_corpus
+from inner.data.documents import is_heldout
+from inner.data.shards import Tokens
 from inner.data.tokenizer import BytesTokenizer
 from inner.errors import InputError
 
@@ -30,23 +32,29 @@ def files_config(folder: Path, **changes: object) -> DataConfig:
     return DataConfig.model_validate({"source": "files", "paths": [str(folder)], "heldout_fraction": 0.2, **changes})
 
 
-def documents_of(tokens: np.ndarray) -> list[str]:
+def documents_of(row: Tokens) -> list[str]:
+    tokens = row[:]
     ends = np.flatnonzero(tokens == EOS)
     assert ends[-1] == len(tokens) - 1
     return [BytesTokenizer().decode(part) for part in np.split(tokens, ends + 1)[:-1]]
 
 
+def corpora_in(cache: Path) -> list[str]:
+    """Names of the folders there, finished or not; the locks beside them stay."""
+    return [path.name for path in cache.iterdir() if not path.name.endswith(".lock")]
+
+
 def test_every_document_is_in_exactly_one_split_by_its_key(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "data")
     corpus = prepare_corpus(files_config(tmp_path / "data"), tmp_path / "cache")
-    assert documents_of(corpus.train) == [t for k, t in texts.items() if not is_heldout(k, 0.2)]
-    assert documents_of(corpus.heldout) == [t for k, t in texts.items() if is_heldout(k, 0.2)]
+    assert documents_of(corpus.texts[0].train) == [t for k, t in texts.items() if not is_heldout(k, 0.2)]
+    assert documents_of(corpus.texts[0].heldout) == [t for k, t in texts.items() if is_heldout(k, 0.2)]
 
 
 def test_heldout_bytes_are_the_utf8_bytes_of_the_heldout_text(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "data")
     corpus = prepare_corpus(files_config(tmp_path / "data"), tmp_path / "cache")
-    assert corpus.heldout_bytes == sum(len(t.encode()) for k, t in texts.items() if is_heldout(k, 0.2))
+    assert corpus.texts[0].heldout_bytes == sum(len(t.encode()) for k, t in texts.items() if is_heldout(k, 0.2))
 
 
 def test_the_held_out_share_is_near_the_fraction() -> None:
@@ -64,8 +72,9 @@ def test_the_second_call_reads_the_cache_and_not_the_source(tmp_path: Path) -> N
     first = prepare_corpus(config, tmp_path / "cache")
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
     second = prepare_corpus(config, tmp_path / "cache")
-    assert np.array_equal(first.train, second.train) and np.array_equal(first.heldout, second.heldout)
-    assert isinstance(second.train, np.memmap) and second.train.dtype == np.uint16
+    assert np.array_equal(first.texts[0].train[:], second.texts[0].train[:])
+    assert np.array_equal(first.texts[0].heldout[:], second.texts[0].heldout[:])
+    assert isinstance(second.texts[0].train[:], np.memmap) and second.texts[0].train[:].dtype == np.uint16
     assert files == {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
 
 
@@ -75,22 +84,22 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     before = prepare_corpus(config, tmp_path / "cache")
     for path in (tmp_path / "data").iterdir():
         path.write_text("other text")
-    assert len(prepare_corpus(config, tmp_path / "cache").train) != len(before.train)
+    assert len(prepare_corpus(config, tmp_path / "cache").texts[0].train) != len(before.texts[0].train)
 
 
 def test_another_sequence_length_shares_the_token_files(tmp_path: Path) -> None:
     write_texts(tmp_path / "data")
     for seq_len in (8, 16):
         prepare_corpus(files_config(tmp_path / "data", seq_len=seq_len), tmp_path / "cache")
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert len(corpora_in(tmp_path / "cache")) == 1
 
 
 def test_max_tokens_cuts_training_and_keeps_some_heldout(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "data")
     whole = prepare_corpus(files_config(tmp_path / "data"), tmp_path / "cache")
     corpus = prepare_corpus(files_config(tmp_path / "data", max_tokens=1000), tmp_path / "cache")
-    assert np.array_equal(corpus.train, whole.train[:1000])
-    assert documents_of(corpus.heldout) == [next(t for k, t in texts.items() if is_heldout(k, 0.2))]
+    assert np.array_equal(corpus.texts[0].train[:], whole.texts[0].train[:1000])
+    assert documents_of(corpus.texts[0].heldout) == [next(t for k, t in texts.items() if is_heldout(k, 0.2))]
 
 
 def test_max_tokens_reads_on_until_something_is_held_out(tmp_path: Path) -> None:
@@ -98,13 +107,13 @@ def test_max_tokens_reads_on_until_something_is_held_out(tmp_path: Path) -> None
     first = next(index for index, key in enumerate(texts) if is_heldout(key, 0.2))
     assert first > 0, "the first file must be one to train on, or this test shows nothing"
     corpus = prepare_corpus(files_config(tmp_path / "data", max_tokens=5), tmp_path / "cache")
-    assert len(corpus.train) == 5 and len(corpus.heldout) > 5
+    assert len(corpus.texts[0].train) == 5 and len(corpus.texts[0].heldout) > 5
 
 
 def prepare_and_check(folder: Path, cache: Path, barrier: Barrier) -> None:
     barrier.wait(timeout=30)
     corpus = prepare_corpus(files_config(folder), cache)
-    assert corpus.train[-1] == corpus.heldout[-1] == EOS
+    assert corpus.texts[0].train[-1:] == corpus.texts[0].heldout[-1:] == EOS
 
 
 def test_processes_that_prepare_at_once_leave_one_whole_folder(tmp_path: Path) -> None:
@@ -118,7 +127,7 @@ def test_processes_that_prepare_at_once_leave_one_whole_folder(tmp_path: Path) -
     for process in processes:
         process.join(timeout=30)
     assert [process.exitcode for process in processes] == [0] * 4
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert len(corpora_in(tmp_path / "cache")) == 1
 
 
 def test_a_source_that_breaks_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -126,7 +135,7 @@ def test_a_source_that_breaks_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join([*rows, "{broken"]))
     with pytest.raises(InputError, match=r"a.jsonl, line 51: not JSON"):
         prepare_corpus(files_config(tmp_path / "a.jsonl"), tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert corpora_in(tmp_path / "cache") == []
 
 
 def test_a_damaged_token_file_is_named(tmp_path: Path) -> None:
@@ -135,7 +144,9 @@ def test_a_damaged_token_file_is_named(tmp_path: Path) -> None:
     prepare_corpus(config, tmp_path / "cache")
     (file,) = (tmp_path / "cache").rglob("train.bin")
     os.truncate(file, 10)
-    with pytest.raises(InputError, match=r"train.bin: 10 bytes, needs \d+: the file is damaged; delete "):
+    with pytest.raises(
+        InputError, match=r"train.bin: 10 bytes, needs \d+: the file is damaged; delete .*cache/files-\w+$"
+    ):
         prepare_corpus(config, tmp_path / "cache")
 
 
@@ -153,6 +164,6 @@ def stdlib_corpus(cache: Path) -> Corpus:
 
 def test_the_standard_library_gives_python_to_train_on(tmp_path: Path) -> None:
     corpus = stdlib_corpus(tmp_path)
-    assert len(corpus.train) == 200_000
+    assert len(corpus.texts[0].train) == 200_000
     assert corpus.vocab_size == 260
-    assert "\ndef " in documents_of(corpus.heldout)[0] + BytesTokenizer().decode(corpus.train)
+    assert "\ndef " in documents_of(corpus.texts[0].heldout)[0] + BytesTokenizer().decode(corpus.texts[0].train[:])

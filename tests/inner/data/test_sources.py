@@ -71,7 +71,7 @@ def test_half_a_surrogate_pair_in_a_row_does_no_harm(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(rows)
     config = DataConfig(source="files", paths=[str(tmp_path)], heldout_fraction=0.3)
     corpus = prepare_corpus(config, tmp_path / "cache")
-    assert len(corpus.heldout) > corpus.heldout_bytes > 0
+    assert len(corpus.texts[0].heldout[:]) > corpus.texts[0].heldout_bytes > 0
 
 
 def test_a_dataset_folder_is_streamed_by_the_datasets_library(tmp_path: Path) -> None:
@@ -88,8 +88,8 @@ def test_a_dataset_is_read_until_max_tokens(tmp_path: Path) -> None:
     config = DataConfig(source="huggingface", dataset=str(folder), max_tokens=500, heldout_fraction=0.1)
     check_source(config)
     corpus = prepare_corpus(config, tmp_path / "cache")
-    assert len(corpus.train) == 500
-    assert 50 <= len(corpus.heldout) < 60
+    assert len(corpus.texts[0].train[:]) == 500
+    assert 50 <= len(corpus.texts[0].heldout[:]) < 60
 
 
 def test_a_program_that_stops_within_a_stream_ends_cleanly(tmp_path: Path) -> None:

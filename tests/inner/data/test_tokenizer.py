@@ -72,7 +72,7 @@ def test_a_corpus_is_written_with_a_tokenizer_file(tmp_path: Path) -> None:
     check_source(config)
     corpus = prepare_corpus(config, tmp_path / "cache")
     assert corpus.vocab_size == vocab_size_of(config)
-    assert np.count_nonzero(corpus.train == 0) + np.count_nonzero(corpus.heldout == 0) == 20
+    assert np.count_nonzero(corpus.texts[0].train[:] == 0) + np.count_nonzero(corpus.texts[0].heldout[:] == 0) == 20
 
 
 def test_a_changed_tokenizer_file_has_another_fingerprint(tmp_path: Path) -> None:

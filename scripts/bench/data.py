@@ -1,0 +1,214 @@
+"""Tokens a second of the loader beside the model that reads them, and of `prepare` beside datasets.map.
+
+    python -m scripts.bench.data [--what loader,prepare] [--megabytes N] [--processes N,...] [--repeat N]
+
+loader: batches of the quickstart's shape from the standard library's tokens, from mapped pages that are in memory and
+from files that the system was told to forget, over the quickstart's own trainer, one process of one thread each.
+prepare: the standard library's text as a .jsonl file, with a BPE tokenizer of 8192 tokens trained on it; both sides
+read the same rows with the same tokenizer in as many processes and write what can be mapped. Ratios above 1: faster.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from diloco.config import Config, load_config
+from inner.config import DataConfig
+from inner.data.corpus import prepare_corpus
+from inner.data.prepare import Options
+from inner.data.source_stdlib import stdlib_source
+from scripts.bench.arguments import choices
+
+if TYPE_CHECKING:
+    from inner.data.batches import IslandBatches
+
+ROOT = Path(__file__).resolve().parents[2]
+EOS = "</s>"
+STEPS = 200
+
+
+def main() -> None:
+    """Print the ratios."""
+    args = _arguments()
+    with tempfile.TemporaryDirectory(prefix="bench-data-") as folder:
+        if "loader" in args.what:
+            compare_loader(Path(folder), args.repeat)
+        if "prepare" in args.what:
+            compare_prepare(Path(folder), args)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--what", type=choices(("loader", "prepare")), default=["loader", "prepare"])
+    parser.add_argument("--megabytes", type=int, default=16, help="of text for prepare")
+    parser.add_argument("--processes", type=lambda text: [int(word) for word in text.split(",")], default=[1, 2])
+    parser.add_argument("--repeat", type=int, default=3, help="rounds; medians are printed")
+    return parser.parse_args()
+
+
+def compare_loader(folder: Path, repeat: int) -> None:
+    """The loader's tokens a second over the trainer's: of CPU time, or of wall time where it waits for the disk."""
+    # Here, for processes that tokenise import this file, too, and have no use for torch.
+    import torch
+
+    from inner.data.batches import IslandBatches
+
+    torch.set_num_threads(1)
+    config = load_config(ROOT / "configs/quickstart.yaml")
+    corpus = prepare_corpus(config.data, folder / "loader")
+    per_step = config.optimizer.tokens_per_step // config.data.seq_len
+    batches = IslandBatches(corpus, config.data.seq_len, config.seed, 0, 1, per_step)
+    files = list((folder / "loader").rglob("*.bin"))
+    step = trainer_step(config, batches)
+    rows: dict[str, list[float]] = {"model": [], "loader, pages in memory": [], "loader, files forgotten": []}
+    for number in range(repeat):
+        rows["model"].append(1 / seconds(step, clock=time.process_time))
+        steps = range(number * STEPS, (number + 1) * STEPS)
+        forget(files)
+        rows["loader, files forgotten"].append(STEPS / seconds(lambda s=steps: read(batches, s)))
+        in_memory = seconds(lambda s=steps: read(batches, s), clock=time.process_time)
+        rows["loader, pages in memory"].append(STEPS / in_memory)
+    for what, speeds in rows.items():
+        tokens = median(speeds) * config.optimizer.tokens_per_step
+        print(f"{what:<26}{tokens:>14,.0f} tokens/s{median(speeds) / median(rows['model']):>10.1f} x model")
+
+
+def trainer_step(config: Config, batches: "IslandBatches") -> Callable[[], object]:
+    """One inner step of the quickstart's model in this process, its text read beforehand."""
+    from diloco.assemble import build_trainer, process_group
+    from inner.data.corpus import Corpus
+
+    island = config.for_island(0).model_copy(update={"ranks": 1, "device": "cpu"})
+    process_group(island, "cpu").__enter__()
+    trainer = build_trainer(config.run, island, Corpus((), 260, 257), "cpu")
+    text = batches.micro_batches(0, 0, 1, island.micro_batch)
+    trainer.step(text)
+    return lambda: trainer.step(text)
+
+
+def read(batches: "IslandBatches", steps: range) -> None:
+    """All micro-batches of these steps."""
+    for step in steps:
+        batches.micro_batches(step, 0, 1, 8)
+
+
+def forget(files: list[Path]) -> None:
+    """Ask the system to drop what it holds of the files; mapped pages that are in use it may keep."""
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def seconds(action: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """What the action takes by the clock."""
+    started_at = clock()
+    action()
+    return clock() - started_at
+
+
+def compare_prepare(folder: Path, args: argparse.Namespace) -> None:
+    """Seconds of datasets.map over those of prepare, by number of processes."""
+    text, tokenizer = folder / "text.jsonl", folder / "tokenizer.json"
+    write_text(text, args.megabytes * 10**6)
+    train_tokenizer(text, tokenizer)
+    import datasets  # noqa: F401 -- its import is not to be measured
+
+    megabytes = text.stat().st_size / 1e6
+    for processes in args.processes:
+        sides = [one_round(text, tokenizer, folder / "both", processes) for _ in range(args.repeat)]
+        wall, cpu = (median(theirs[i] / ours[i] for ours, theirs in sides) for i in (0, 1))
+        ours, theirs = (megabytes / median(side[0] for side in both) for both in zip(*sides, strict=True))
+        print(
+            f"{processes} processes: prepare {ours:.2f} MB/s, datasets.map {theirs:.2f} MB/s; "
+            f"ratio {wall:.2f} of wall time, {cpu:.2f} of CPU time",
+            flush=True,
+        )
+
+
+def one_round(text: Path, tokenizer: Path, folder: Path, processes: int) -> list[tuple[float, float]]:
+    """Wall and CPU seconds of prepare, then of datasets.map."""
+    took = []
+    for side in (with_prepare, with_datasets):
+        began = cpu_seconds()
+        wall = seconds(lambda side=side: side(text, tokenizer, folder, processes))
+        took.append((wall, cpu_seconds() - began))
+        shutil.rmtree(folder, ignore_errors=True)
+    return took
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it has started and that have ended."""
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in usage)
+
+
+def with_prepare(text: Path, tokenizer: Path, cache: Path, processes: int) -> None:
+    """Shards of the text."""
+    config = DataConfig(source="files", paths=[str(text)], tokenizer=str(tokenizer))
+    prepare_corpus(config, cache, Options(processes, report=lambda progress: None))
+
+
+def with_datasets(text: Path, tokenizer: Path, cache: Path, processes: int) -> None:
+    """Arrow files of the text's ids and eos, by datasets."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    rows = datasets.load_dataset("json", data_files=str(text), split="train", cache_dir=str(cache))
+    rows.map(Encode(str(tokenizer)), batched=True, remove_columns=["text"], num_proc=processes)
+
+
+class Encode:
+    """A batch of texts to ids, in whichever process datasets calls it."""
+
+    def __init__(self, tokenizer: str) -> None:
+        import tokenizers
+
+        self._tokenizer = tokenizers.Tokenizer.from_file(tokenizer)
+        self._eos = self._tokenizer.token_to_id(EOS)
+
+    def __call__(self, rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        encodings = self._tokenizer.encode_batch(rows["text"], add_special_tokens=False)
+        return {"ids": [[*encoding.ids, self._eos] for encoding in encodings]}
+
+
+def write_text(path: Path, num_bytes: int) -> None:
+    """The standard library's files as rows, as often as it takes."""
+    texts = [document.text for document in stdlib_source().documents()]
+    with path.open("w", encoding="utf-8") as file:
+        while True:
+            for text in texts:
+                file.write(json.dumps({"text": text}) + "\n")
+                if file.tell() >= num_bytes:
+                    return
+
+
+def train_tokenizer(text: Path, path: Path) -> None:
+    """A byte-level BPE of the text's first part."""
+    import tokenizers
+    from tokenizers import models, pre_tokenizers, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=8192, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False)
+    with text.open(encoding="utf-8") as lines:
+        tokenizer.train_from_iterator(
+            (json.loads(line)["text"] for line, _ in zip(lines, range(300), strict=False)), trainer
+        )
+    tokenizer.save(str(path))
+
+
+if __name__ == "__main__":
+    main()
