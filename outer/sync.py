@@ -22,7 +22,7 @@ from outer.donor import Donor
 from outer.errors import BehindError, OuterError, TransportError
 from outer.exchange import Params
 from outer.flight import Flight
-from outer.fragments import schedule_of
+from outer.fragments import param_name, schedule_of
 from outer.island_state import IslandState, Snapshot
 from outer.loop import LoopThread
 from outer.network import Network
@@ -168,6 +168,18 @@ class OuterLoop:
         assert self._flight is None, "what a round on its way will commit is not known yet"
         return self._held.global_params()
 
+    def moment_steps(self, landed: int | None = None) -> dict[str, int]:
+        """By parameter, the inner steps of the run behind the second moments that local ones were overwritten with.
+
+        By the round that has just landed, if it sent them; None: by the state of others. 0: they were never averaged.
+        """
+        space, steps = self._held.space, {}
+        for number, group in enumerate(space.groups):
+            if group.kind == "exp_avg_sq" and (landed is None or space.sends(landed, number)):
+                last = self.schedule.last_end(group.fragment, group.period, self.position.round)
+                steps |= dict.fromkeys(map(param_name, group.names), last)
+        return steps
+
     def finish(self) -> None:
         """The run is over: stay until the others have the last round, take it from them if this one has not."""
         try:
@@ -186,7 +198,7 @@ class OuterLoop:
 
     def _snapshot(self, tokens: int) -> Snapshot:
         fragment = self._held.space.fragment_of(self.round)
-        pseudo_grads = self._held.pseudo_grads(fragment)
+        pseudo_grads = self._held.pseudo_grads(self.round)
         norm = self._held.norm(pseudo_grads)
         return Snapshot(self.round, fragment, pseudo_grads, norm, tokens, self._weights[fragment] + tokens)
 
@@ -196,9 +208,9 @@ class OuterLoop:
         self._weights = [weight + snapshot.tokens for weight in self._weights]
         self._weights[snapshot.fragment] = 0
         if self._ahead is None:
-            self._held.merge(snapshot.fragment, self._config.mix)
+            self._held.merge(snapshot.round, self._config.mix)
         else:
-            self._held.correct(self._ahead, snapshot.fragment)
+            self._held.correct(self._ahead, snapshot.round)
             self._ahead = None
 
     def _interruption(self, steps_left: int) -> Interruption:
