@@ -87,9 +87,9 @@ class OuterConfig(BaseModel):
     eager: bool = False
     """While a round is on its way, go on from what this island's own share of it will change (2502.12996)."""
     moments: tuple[PositiveInt, PositiveInt] | None = None
-    """Every how-manieth time that params are averaged the inner AdamW's first and second moments are, too (2505.22549).
+    """[u, v]: every u-th time that params are averaged the inner AdamW's first moments are, too, every v-th its second.
 
-    [1, 1] is Local Adam; null: never. Sent in fp32 when `codec` is fp32, else in bf16.
+    [3, 6] is DES-LOC's (2505.22549), [1, 1] Local Adam; null: never. Sent in fp32 when `codec` is fp32, else in bf16.
     """
     local_steps: Literal["fixed", "dynamic"] = "fixed"
     """dynamic: a slower island makes fewer inner steps of a round, in proportion to its measured speed."""

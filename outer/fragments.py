@@ -7,7 +7,7 @@
     fragment 3                                                              s   m
 
 A round sends one fragment; with one fragment that is the model, after every `inner_steps`. With `moments` it also sends
-those of the fragment's params, each in every so-manieth cycle (DES-LOC, 2505.22549).
+those of the fragment's params, each kind in the cycles that are for it (DES-LOC, 2505.22549).
 """
 
 from collections.abc import Callable, Sequence
@@ -83,7 +83,7 @@ def param_name(moment: str) -> str:
 
 
 def moments_of(config: OuterConfig) -> list[tuple[Kind, int]]:
-    """The moments that are averaged, and in every how-manieth cycle each is."""
+    """The moments that are averaged, and the period of each: in every `period`-th cycle."""
     return [] if config.moments is None else [("exp_avg", config.moments[0]), ("exp_avg_sq", config.moments[1])]
 
 

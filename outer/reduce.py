@@ -241,7 +241,9 @@ class _Attempt:
         bounds = self._space.parts[part]
         try:
             values = (codec or self._coding.of(bounds)).decode(payload, bounds.num_elements)
-            return checked_moments(values, bounds.kind)
+            if (index := first_negative(values, bounds.kind)) is not None:
+                raise MessageError(f"a second moment of {values[index]}; none is below 0")
+            return values
         except MessageError as error:
             first, last = self._space.name_at(bounds.start), self._space.name_at(bounds.stop - 1)
             inside = f"{first!r}" if first == last else f"{first!r} to {last!r}"
@@ -260,6 +262,9 @@ class _Attempt:
 
     def _encode(self, part: int, values: torch.Tensor) -> torch.Tensor:
         bounds, feedback = self._space.parts[part], self._feedback
+        if (index := first_negative(values, bounds.kind)) is not None:
+            name = self._space.name_at(bounds.start + index)
+            raise OuterError(f"{name!r} holds {values[index]}; no mean of squares is below 0")
         codec, values = self._coding.of(bounds), self._hooks.pseudo_grad(self._plan.round, values)
         try:
             if feedback is None or not self._coding.keeps(bounds):
@@ -285,8 +290,9 @@ class _Attempt:
         return Tag(self._plan.round, self._plan.attempt, phase, part)
 
 
-def checked_moments(values: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """The values. Raises MessageError when they are second moments and one is negative: a step would be nan."""
-    if kind == "exp_avg_sq" and values.numel() and values.min() < 0:
-        raise MessageError(f"a second moment of {values.min().item()}; none is below 0")
-    return values
+def first_negative(values: torch.Tensor, kind: Kind) -> int | None:
+    """Where second moments first hold a negative value, whose root a step would take; None: nowhere."""
+    if kind != "exp_avg_sq" or values.numel() == 0 or values.min() >= 0:
+        return None
+    found = (values < 0).nonzero()
+    return int(found[0]) if len(found) else None

@@ -57,7 +57,7 @@ class Group:
     is_fine: bool = False
     kind: Kind = "params"
     period: int = 1
-    """Sent in every so-manieth round of the fragment."""
+    """Sent in every `period`-th round of the fragment."""
 
 
 @dataclass(frozen=True)
