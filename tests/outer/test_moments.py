@@ -150,18 +150,23 @@ class Lies(NoHooks):
 
 
 def test_a_peer_whose_second_moments_are_negative_is_named_and_nothing_of_it_is_committed() -> None:
+    both_are_done = threading.Barrier(2)
+
     def script(island: Island) -> tuple[bool, str]:
         island.outer.begin()
         train(island, 0)
         try:
             report = island.outer.attempt(1)
+            return report.is_committed, report.cause
         except OuterError as error:  # b itself may find it first, where it is the reducer
             return False, str(error)
-        return report.is_committed, report.cause
+        finally:
+            both_are_done.wait(GUARD_SECONDS)
 
     found = run_islands(dict.fromkeys("ab", script), config(2, moments=(1, 1)), model=model, hooks={"b": Lies()})
-    for is_committed, cause in found.values():
-        assert not is_committed and re.search(r"island 'b'.* a second moment of -", cause)
+    assert not any(is_committed for is_committed, _ in found.values())
+    # Whoever finds it second may only see that the other has left.
+    assert any(re.search(r"island 'b' sent .* a second moment of -", cause) for _, cause in found.values())
 
 
 def test_an_islands_own_negative_second_moment_stops_it_by_name() -> None:
