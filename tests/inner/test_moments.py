@@ -128,7 +128,7 @@ class OneKind:
 @pytest.mark.parametrize(
     "degrees,parallel",
     [
-        (Degrees(dp_shard=2), None),
+        pytest.param(Degrees(dp_shard=2), None, marks=pytest.mark.slow),
         pytest.param(Degrees(pp=2, tp=2), None, marks=pytest.mark.slow),
         pytest.param(Degrees(pp=2), ZBV, marks=pytest.mark.slow),
         pytest.param(Degrees(dp_replicate=2, cp=2), None, marks=pytest.mark.slow),
