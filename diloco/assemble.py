@@ -30,6 +30,7 @@ from inner.data.batches import IslandBatches
 from inner.data.corpus import Corpus, prepare_corpus
 from inner.measure.profile import Profiler
 from inner.mesh import IslandMesh, resolve_degrees
+from inner.moments import ParamsAndMoments
 from inner.presets import resolve_sizes
 from inner.trainer import Trainer, TrainerSettings
 from outer.keys import run_key_in
@@ -78,6 +79,8 @@ class Parts:
     heartbeat: Heartbeat
     wishes: Wishes
     book: Logbook
+    moments: ParamsAndMoments | None
+    """If the run averages moments."""
     tokens: int = 0
     """Trained on by this island so far."""
 
@@ -192,7 +195,8 @@ def assembled(
         hooks = build_hooks(island.faults, island.index, team.rank, folder)
         most = 2 * config.outer.inner_steps * config.optimizer.tokens_per_step  # a round's, and one re-based
         settings = Settings(max_tokens=most, joins=island.joins, cache_dir=folder / "incoming", hooks=hooks)
-        outer = OuterLoop(config.outer, identity, trainer.params, team, network, loop, settings)
+        moments = None if config.outer.moments is None else ParamsAndMoments(trainer.params, trainer.optimizers)
+        outer = OuterLoop(config.outer, identity, moments or trainer.params, team, network, loop, settings)
         Probe(network.messenger, Greeter(config.hash, lambda: outer.position.round))
         speed = speedometer(config, island, corpus, device) if team.is_leader else None
         # Islands of one process are threads, and a checkpoint's ranks talk over torch's groups of the whole process.
@@ -215,6 +219,7 @@ def assembled(
                 Heartbeat(island.watchdog_seconds),
                 wishes,
                 book,
+                moments,
             )
     finally:
         wishes.close()

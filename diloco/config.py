@@ -51,6 +51,17 @@ class RunConfig(Section):
     outer: OuterConfig = OuterConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
 
+    @model_validator(mode="after")
+    def _moments_are_adamws(self) -> "RunConfig":
+        optimizer = self.optimizer
+        if self.outer.moments is not None and (optimizer.name != "adamw" or optimizer.averaging is not None):
+            averaging = ", averaged" if optimizer.averaging is not None else ""
+            raise ValueError(
+                f"outer.moments are those of AdamW alone, and the inner optimizer is {optimizer.name}{averaging}; set "
+                "optimizer.name to adamw and optimizer.averaging to null, or outer.moments to null"
+            )
+        return self
+
     @property
     def total_steps(self) -> int:
         """Inner steps of the whole run, on one island."""

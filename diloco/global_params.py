@@ -14,7 +14,7 @@ from inner import checkpoint_folder as disk
 from inner.checkpoint_folder import Found
 from inner.errors import InputError
 from outer.coding import coding_of
-from outer.fragments import groups_of
+from outer.fragments import groups_of, with_moments
 from outer.saved import PARAMS, read_facts
 from outer.space import Space
 
@@ -34,12 +34,12 @@ def read_global_params(run_dir: Path, island: str | None = None) -> tuple[RunCon
         raise InputError(f"{found.path}: not a checkpoint of an island of this version: {error!r}") from None
     coding = coding_of(run.outer)
     groups = groups_of(specs, run.outer, splits_fine=coding.splits_fine)
-    space = Space(specs, run.outer.part_elements, coding.block_elements, groups)
-    parts = {f"{PARAMS}{part.index}": torch.empty(part.num_elements) for part in space.parts}
+    space = Space(with_moments(specs, run.outer), run.outer.part_elements, coding.block_elements, groups)
+    flat = torch.empty(space.num_elements)
+    parts = {f"{PARAMS}{p.index}": flat[p.start : p.stop] for p in space.parts if not p.is_moment}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(parts, storage_reader=dcp.FileSystemReader(found.path), no_dist=True)
-    flat = torch.cat(list(parts.values()))
     starts = space.offsets
     return run, {s.name: flat[starts[s.name] : starts[s.name] + prod(s.shape)].view(s.shape).clone() for s in specs}
 

@@ -30,6 +30,7 @@ def run(parts: Parts) -> None:
     if resumed is not None and (resumed.round, resumed.digest) == (outer.position.round, outer.digest):
         life.take_up(resumed.place)
     else:
+        count_moments(parts)
         evaluate(parts)
     while outer.position.round < rounds:
         try:
@@ -95,7 +96,8 @@ class Life:
         """Wait for the round on its way; it commits everywhere, or CaughtUp or OuterError is raised."""
         parts, outer = self.parts, self.parts.outer
         parts.heartbeat.rest("a round")
-        landing = outer.land()
+        landed, landing = outer.in_flight, outer.land()
+        count_moments(parts, landed)
         for report in landing.reports:
             record_round(parts, report, self.sent, landing)
         self.sent = NOTHING
@@ -126,6 +128,8 @@ class Life:
         fate = "kept" if caught.is_kept else "dropped"
         self.parts.event("caught up", f"{caught}; {progress.steps} inner steps {fate}")
         enter(self.parts, self.parts.outer.position)
+        if not caught.is_kept:
+            count_moments(self.parts)
 
 
 def resume(parts: Parts) -> Resumed | None:
@@ -143,6 +147,12 @@ def resume(parts: Parts) -> Resumed | None:
 def enter(parts: Parts, position: Position) -> None:
     """Say where this island stands, after the state of others or the beginning."""
     parts.event("joined", f"round {position.round}, {position.tokens} tokens, digest {parts.outer.digest[:12]}")
+
+
+def count_moments(parts: Parts, landed: int | None = None) -> None:
+    """Bias correction goes by the steps behind the moments: of the round that landed, or (None) of others' state."""
+    if parts.moments is not None:
+        parts.moments.set_steps(parts.outer.moment_steps(landed))
 
 
 def train(parts: Parts) -> StepResult:

@@ -65,9 +65,14 @@ def make_states(parts: Parts, optimizers: Optimizers, saved: Saved) -> None:
             name, key = full.removeprefix(OPTIMIZER).rsplit("/", 1)
             keys[name].append(key)
     for name, param, optimizer, group in _stepped(parts, optimizers):
-        optimizer.state.pop(param, None)
-        for key in keys[name]:
-            optimizer.state[param][key] = _zeros(param, group, saved[f"{OPTIMIZER}{name}/{key}"])
+        # Those that are there stay what they are: others may hold them, too.
+        held = optimizer.state.pop(param, {})
+        for key in held.keys() - set(keys[name]):
+            del held[key]
+        for key in set(keys[name]) - held.keys():
+            held[key] = _zeros(param, group, saved[f"{OPTIMIZER}{name}/{key}"])
+        if held:
+            optimizer.state[param] = held
 
 
 def find_mismatch(

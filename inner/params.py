@@ -64,6 +64,10 @@ class LocalParams:
                 self.slices.append(held)
                 self._copies.append(copies)
 
+    def copies(self, index: int) -> Sequence[Tensor]:
+        """The live parameters that slice `index` is of: several of a tied one."""
+        return self._copies[index]
+
     def read(self, index: int) -> Tensor:
         """Slice `index` as a 2-D fp32 CPU tensor; a view of the live parameter where that is on the CPU."""
         return local_tensor(self._copies[index][0]).view(self.slices[index].shape).cpu()

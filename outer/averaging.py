@@ -9,10 +9,11 @@ other ranks by the team's background group.
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from outer.agreement import Agreement
 from outer.attempt import Attempts
 from outer.coding import Coding
 from outer.config import OuterConfig
@@ -25,13 +26,15 @@ from outer.merges.base import weights_of
 from outer.network import Network
 from outer.pace import Pace
 from outer.phases import Hooks
-from outer.presence import Identity, Presence
+from outer.presence import Identity, Presence, standing_of
+from outer.protocol import Protocol
 from outer.reduce import Mean, Reducer
 from outer.reports import RoundReport
 from outer.rounds import Plan, no, parse, yes
 from outer.state import Position
 from outer.team import Team
 from outer.transports.base import Endpoint
+from outer.verdicts import Rules
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +56,23 @@ class Side:
     hooks: Hooks
     deadlines: Deadlines
     pace: Pace
+
+
+def presence_of(side: Side, addresses: Sequence[tuple[str, str]], max_tokens: int) -> Presence:
+    """What the leader shows of the island; `addresses` are (transport, control) of each rank."""
+    config, identity, membership = side.config, side.identity, side.network.membership
+    assert membership is not None, "the leader has a membership"
+    rules = Rules(
+        quorum=config.quorum,
+        start_islands=config.start_islands,
+        below_quorum=config.below_quorum,
+        num_parts=len(side.held.space.parts),
+        max_tokens=max_tokens,
+        max_round=config.num_rounds,
+    )
+    protocol = Protocol(identity.island, rules, standing_of(side.held, is_coming=False))
+    agreement = Agreement(protocol, side.network.messenger, membership, side.deadlines, identity.config_hash)
+    return Presence(identity, addresses, side.held, agreement, membership, side.loop)
 
 
 class Averaging:

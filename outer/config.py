@@ -2,7 +2,10 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+MOMENT_RULES = ("mean", "trimmed_mean", "geometric_median")
+"""Whose result lies between what the participants send, as a second moment must."""
 
 
 class OuterOptimizerConfig(BaseModel):
@@ -83,6 +86,11 @@ class OuterConfig(BaseModel):
     """Share of an island's own params in what it goes on from after a round: alpha of 2501.18512."""
     eager: bool = False
     """While a round is on its way, go on from what this island's own share of it will change (2502.12996)."""
+    moments: tuple[PositiveInt, PositiveInt] | None = None
+    """[u, v]: every u-th time that params are averaged the inner AdamW's first moments are, too, every v-th its second.
+
+    [3, 6] is DES-LOC's (2505.22549), [1, 1] Local Adam; null: never. Sent in fp32 when `codec` is fp32, else in bf16.
+    """
     local_steps: Literal["fixed", "dynamic"] = "fixed"
     """dynamic: a slower island makes fewer inner steps of a round, in proportion to its measured speed."""
     optimizer: OuterOptimizerConfig = OuterOptimizerConfig()
@@ -120,6 +128,21 @@ class OuterConfig(BaseModel):
             raise ValueError(
                 f"eager is for rounds that run behind the training and are not mixed: set delay to 1 or more and mix "
                 f"to 0 (delay is {self.delay}, mix {self.mix})"
+            )
+        return self._moments_fit()
+
+    def _moments_fit(self) -> "OuterConfig":
+        if self.moments is None:
+            return self
+        if self.eager:
+            raise ValueError(
+                "moments are not sent by eager rounds: there is no outer step on an island's own share of them; set "
+                "eager to false or moments to null"
+            )
+        if self.merge.rule not in MOMENT_RULES:
+            raise ValueError(
+                f"moments cannot be merged by {self.merge.rule}, which is about pseudo-gradients; set merge.rule to "
+                f"{', '.join(MOMENT_RULES[:-1])} or {MOMENT_RULES[-1]}, or moments to null"
             )
         return self
 

@@ -5,7 +5,7 @@ its carrier; `scatter` brings new values from the carriers to every rank that ho
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -19,7 +19,7 @@ from outer.team import Team
 
 
 class Params(Protocol):
-    """What an island's rank offers of its local params."""
+    """What an island's rank offers of its local params: `specs` are the model's, `slices` may be of moments, too."""
 
     @property
     def specs(self) -> Sequence: ...
@@ -60,33 +60,33 @@ class Exchange:
         self._gathers = self._plan(holders, to_all_holders=False)
         self._scatters = [(sends, receives) for receives, sends in self._plan(holders, to_all_holders=True)]
 
-    def gather(self, fragment: int | None = None) -> dict[int, torch.Tensor]:
+    def gather(self, groups: Sequence[int] | None = None) -> dict[int, torch.Tensor]:
         """The parts of the local params that this rank carries, 1-D fp32 on the CPU, freshly allocated.
 
-        Of one fragment, or None: of all.
+        Of these groups, or None: of all.
         """
         parts: dict[int, torch.Tensor] = {}
-        for number in self._numbers(fragment):
+        for number in self._numbers(groups):
             parts |= self._gather(number)
         return parts
 
-    def scatter(self, parts: Mapping[int, torch.Tensor], fragment: int | None = None, mix: float = 0.0) -> None:
+    def scatter(self, parts: Mapping[int, torch.Tensor], groups: Sequence[int] | None = None, mix: float = 0.0) -> None:
         """Write carried parts into the local params of every rank that holds a slice of them.
 
-        local = mix x local + (1 - mix) x part. Of one fragment, or None: of all; `parts` has all that is carried of it.
+        local = mix x local + (1 - mix) x part. Of these groups, or None: of all; `parts` has all that is carried of
+        them.
         """
-        for number in self._numbers(fragment):
+        for number in self._numbers(groups):
             self._scatter(parts, number, mix)
 
-    def _numbers(self, fragment: int | None) -> Iterable[int]:
-        return range(len(self._gathers)) if fragment is None else (fragment,)
+    def _numbers(self, groups: Sequence[int] | None) -> Sequence[int]:
+        return range(len(self._gathers)) if groups is None else groups
 
-    def _gather(self, fragment: int) -> dict[int, torch.Tensor]:
-        sends, receives = self._gathers[fragment]
-        of_fragment = self._space.fragments[fragment]
+    def _gather(self, group: int) -> dict[int, torch.Tensor]:
+        sends, receives = self._gathers[group]
         parts = {
             i: torch.empty(self._space.parts[i].num_elements)
-            for i in of_fragment
+            for i in self._space.parts_of[group]
             if self.carriers[i] == self._team.rank
         }
         # Each slice once: a read copies all of it when the params live on a GPU.
@@ -96,8 +96,8 @@ class Exchange:
         self._team.exchange(outgoing, incoming)
         return parts
 
-    def _scatter(self, parts: Mapping[int, torch.Tensor], fragment: int, mix: float) -> None:
-        sends, receives = self._scatters[fragment]
+    def _scatter(self, parts: Mapping[int, torch.Tensor], group: int, mix: float) -> None:
+        sends, receives = self._scatters[group]
         held = {_own(m) for moves in receives for m in moves}
         buffers = {i: torch.empty(*_rows_cols(self._params.slices[i])) for i in sorted(held)}
         outgoing = [[_part_view(parts, m) for m in moves] for moves in sends]
@@ -110,15 +110,15 @@ class Exchange:
             self._params.write(index, values)
 
     def _plan(self, holders: dict[Rectangle, list[int]], *, to_all_holders: bool) -> list[tuple[Moves, Moves]]:
-        """By fragment, moves between this rank's slices and the carriers, then between its parts and the holders.
+        """By group, moves between this rank's slices and the carriers, then between its parts and the holders.
 
-        Both are by the other rank, in an order that all ranks share. A slice is of one parameter, so of one fragment.
+        Both are by the other rank, in an order that all ranks share. A slice is of one name, so of one group.
         """
         ranks = range(self._team.num_ranks)
-        found: list[tuple[Moves, Moves]] = [([[] for _ in ranks], [[] for _ in ranks]) for _ in self._space.fragments]
+        found: list[tuple[Moves, Moves]] = [([[] for _ in ranks], [[] for _ in ranks]) for _ in self._space.groups]
         for rectangle, holding in holders.items():
             for piece in self._space.pieces(_Held(*rectangle)):
-                slice_side, part_side = found[self._space.parts[piece.part].fragment]
+                slice_side, part_side = found[self._space.parts[piece.part].group]
                 carrier = self.carriers[piece.part]
                 for rank in holding if to_all_holders else [_source(holding, carrier)]:
                     if rank == self._team.rank:

@@ -6,7 +6,8 @@
     fragment 2                                                      s   m
     fragment 3                                                              s   m
 
-A round sends one fragment; with one fragment that is the model, after every `inner_steps`.
+A round sends one fragment; with one fragment that is the model, after every `inner_steps`. With `moments` it also sends
+those of the fragment's params, each kind in the cycles that are for it (DES-LOC, 2505.22549).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from math import prod
 
 from outer.config import OuterConfig
 from outer.errors import InputError
-from outer.space import Group, TensorSpec
+from outer.space import Group, Kind, TensorSpec
 
 FINE_ELEMENTS = 4096
 """A tensor with fewer is worth its bytes: like norms and biases it never gets fewer than 8 bits an element."""
@@ -39,6 +40,12 @@ class Schedule:
         """Inner steps of the run that are done when the round's own begin."""
         return self.end(round_number - 1) if round_number else 0
 
+    def last_end(self, fragment: int, period: int, round_number: int) -> int:
+        """`end` of the last round before this one that sent what the fragment sends in every `period`-th; 0: none."""
+        done = (round_number - fragment + self.fragments - 1) // self.fragments
+        cycles = done // period * period
+        return self.end((cycles - 1) * self.fragments + fragment) if cycles else 0
+
     def steps(self, round_number: int) -> int:
         """Inner steps between the round before and this one; at least one."""
         return self.end(round_number) - self.begin(round_number)
@@ -49,8 +56,41 @@ def schedule_of(config: OuterConfig) -> Schedule:
     return Schedule(config.inner_steps, config.fragments, config.delay)
 
 
+@dataclass(frozen=True)
+class MomentSpec:
+    """A moment of one parameter, of the same shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def with_moments(specs: Sequence[TensorSpec], config: OuterConfig) -> list[TensorSpec]:
+    """The model's parameters and, if they are averaged, the moments of each."""
+    made: list[TensorSpec] = list(specs)
+    for kind, _ in moments_of(config):
+        made += [MomentSpec(moment_name(spec.name, kind), tuple(spec.shape)) for spec in specs]
+    return made
+
+
+def moment_name(param: str, kind: Kind) -> str:
+    """What a parameter's moment is called in the canonical space, and in the slices of an island's ranks."""
+    return f"{param}@{kind}"
+
+
+def param_name(moment: str) -> str:
+    """The parameter that a moment, by its name, is of."""
+    return moment.rpartition("@")[0]
+
+
+def moments_of(config: OuterConfig) -> list[tuple[Kind, int]]:
+    """The moments that are averaged, and the period of each: in every `period`-th cycle."""
+    return [] if config.moments is None else [("exp_avg", config.moments[0]), ("exp_avg_sq", config.moments[1])]
+
+
 def groups_of(specs: Sequence[TensorSpec], config: OuterConfig, *, splits_fine: bool) -> list[Group]:
     """Every name in one group, in fragment order; a fragment's fine tensors in a group of their own if wanted.
+
+    `specs` are the model's; names of moments are added, each kind in a group of its own.
 
     Raises InputError when the model has fewer layers than it takes to give every fragment something.
     """
@@ -60,6 +100,10 @@ def groups_of(specs: Sequence[TensorSpec], config: OuterConfig, *, splits_fine: 
         fine = {name for name, shape in shapes.items() if splits_fine and is_fine(shape)}
         kinds = (tuple(n for n in shapes if n not in fine), False), (tuple(n for n in shapes if n in fine), True)
         groups += [Group(kind, fragment, is_fine=fine) for kind, fine in kinds if kind]
+        groups += [
+            Group(tuple(moment_name(name, kind) for name in shapes), fragment, kind=kind, period=period)
+            for kind, period in moments_of(config)
+        ]
     return groups
 
 

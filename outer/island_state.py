@@ -10,7 +10,7 @@ from outer.coding import Coding
 from outer.config import OuterConfig
 from outer.digest import combine
 from outer.exchange import Exchange, Params
-from outer.fragments import groups_of
+from outer.fragments import groups_of, with_moments
 from outer.reduce import Mean
 from outer.space import Space
 from outer.state import GlobalState, PartState, Position
@@ -19,13 +19,16 @@ from outer.team import Team
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What an island gives to a round: its rank's parts of the pseudo-gradient, fp32, of the round's fragment."""
+    """What an island gives to a round: its rank's parts of the pseudo-gradient, fp32, of the round's fragment.
+
+    Among them, in the rounds that are for it, parts of the fragment's moments, which are sent as they are.
+    """
 
     round: int
     fragment: int
     pseudo_grads: dict[int, torch.Tensor]
     norm: float
-    """Of all ranks' parts together."""
+    """Of all ranks' parts together, but for moments."""
     tokens: int
     """Trained since the last round was sent."""
     weight: int
@@ -41,20 +44,23 @@ class IslandState:
     def __init__(self, config: OuterConfig, coding: Coding, params: Params, team: Team) -> None:
         self._team = team
         groups = groups_of(params.specs, config, splits_fine=coding.splits_fine)
-        self.space = Space(params.specs, config.part_elements, coding.block_elements, groups)
+        self.space = Space(with_moments(params.specs, config), config.part_elements, coding.block_elements, groups)
         self.exchange = Exchange(self.space, params, team)
-        self.mine = GlobalState(self.exchange.gather(), config.optimizer)
+        moments = [part.index for part in self.space.parts if part.is_moment]
+        self.mine = GlobalState(self.exchange.gather(), config.optimizer, moments)
         """What this rank carries."""
         self.digest = self.combine(self.mine.digests(), team)
         """Of global params and outer momentum, over all ranks; changes by `commit` and `replace`."""
 
-    def pseudo_grads(self, fragment: int | None = None) -> dict[int, torch.Tensor]:
-        """This rank's parts of the pseudo-gradient, fp32; of a fragment, or None: of all."""
-        return self.mine.pseudo_grads(self.exchange.gather(fragment))
+    def pseudo_grads(self, round_number: int | None = None) -> dict[int, torch.Tensor]:
+        """This rank's parts of the pseudo-gradient, fp32; of what a round sends, or None: of all."""
+        groups = None if round_number is None else self.space.sent_in(round_number)
+        return self.mine.pseudo_grads(self.exchange.gather(groups))
 
     def norm(self, pseudo_grads: Mapping[int, torch.Tensor]) -> float:
-        """Of all ranks' parts together."""
-        square = sum(float(grad.double().square().sum()) for grad in pseudo_grads.values())
+        """Of all ranks' parts together, but for moments."""
+        own = [grad for index, grad in pseudo_grads.items() if not self.space.parts[index].is_moment]
+        square = sum(float(grad.double().square().sum()) for grad in own)
         return sum(self._team.gather(square)) ** 0.5
 
     def commit(self, means: Mapping[int, Mean], position: Position) -> None:
@@ -63,10 +69,10 @@ class IslandState:
         self.mine.commit(values, position, {index: mean.payload for index, mean in means.items()})
         self.digest = self.combine(self.mine.digests(), self._team.background)
 
-    def merge(self, fragment: int, mix: float) -> None:
-        """Local params of the fragment become mix x local + (1 - mix) x global."""
+    def merge(self, round_number: int, mix: float) -> None:
+        """Local params and moments that the round sent become mix x local + (1 - mix) x global."""
         if mix < 1:
-            self.exchange.scatter(self.mine.parts, fragment, mix)
+            self.exchange.scatter(self.mine.parts, self.space.sent_in(round_number), mix)
 
     def look_ahead(self, snapshot: Snapshot, share: float) -> dict[int, torch.Tensor]:
         """Local params of the fragment become global params after an outer step on this island's share alone.
@@ -74,17 +80,18 @@ class IslandState:
         Returns what they became, by carried part, for `correct`. No round may be on its way.
         """
         ahead = {i: self.mine.after(i, grad * share) for i, grad in snapshot.pseudo_grads.items()}
-        self.exchange.scatter(ahead, snapshot.fragment)
+        self.exchange.scatter(ahead, self.space.sent_in(snapshot.round))
         return ahead
 
-    def correct(self, ahead: Mapping[int, torch.Tensor], fragment: int) -> None:
-        """Local params of the fragment, trained from `ahead`, go on as if trained from the global params."""
-        local = self.exchange.gather(fragment)
+    def correct(self, ahead: Mapping[int, torch.Tensor], round_number: int) -> None:
+        """Local params that the round sent, trained from `ahead`, go on as if trained from the global params."""
+        groups = self.space.sent_in(round_number)
+        local = self.exchange.gather(groups)
         moved = {i: values + (self.mine.parts[i] - ahead[i]) for i, values in local.items()}
-        self.exchange.scatter(moved, fragment)
+        self.exchange.scatter(moved, groups)
 
     def replace(self, parts: Mapping[int, PartState], position: Position) -> None:
-        """Another island's state, in place of global state and local params."""
+        """Another island's state, in place of global state and local params, moments too."""
         self.restore(parts, position)
         self.exchange.scatter(self.mine.parts)
 
@@ -94,18 +101,21 @@ class IslandState:
         self.digest = self.combine(self.mine.digests(), self._team)
 
     def rebase(self, pseudo_grads: Mapping[int, torch.Tensor]) -> None:
-        """Local params become global params minus these parts: progress made on an earlier state, put on this one."""
-        self.exchange.scatter({i: self.mine.parts[i] - grad for i, grad in pseudo_grads.items()})
+        """Local params become global params minus these parts: progress made on an earlier state, put on this one.
+
+        Moments become those that the island had.
+        """
+        self.exchange.scatter(self.mine.locals_of(pseudo_grads))
 
     @contextmanager
     def global_params(self) -> Iterator[None]:
         """Local params are the global params while it lasts."""
-        local = self.exchange.gather()
-        self.exchange.scatter(self.mine.parts)
+        local = self.exchange.gather(self.space.param_groups)
+        self.exchange.scatter(self.mine.parts, self.space.param_groups)
         try:
             yield
         finally:
-            self.exchange.scatter(local)
+            self.exchange.scatter(local, self.space.param_groups)
 
     def combine(self, digests_by_part: dict[int, bytes], team: Team) -> str:
         """One digest of all ranks' parts, in part order."""

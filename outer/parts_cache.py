@@ -14,7 +14,7 @@ from pydantic import Field
 
 from outer.errors import MessageError
 from outer.rounds import MAX_ROUND, Message, parse
-from outer.state import PartState, part_of, raw_bytes
+from outer.state import PartState, part_of, raw_bytes, state_bytes
 
 log = logging.getLogger(__name__)
 
@@ -44,15 +44,16 @@ class PartsCache:
             if not self._is_off:
                 self._write(part, state)
 
-    def read(self, part: int, num_elements: int) -> PartState | None:
+    def read(self, part: int, num_elements: int, *, has_momentum: bool = True) -> PartState | None:
         """A part as it was written, or None when it is missing, damaged, or of another model or run."""
         try:
             line, _, raw = self._path(part).read_bytes().partition(b"\n")
             header = parse(_Header, line)
             is_ours = (header.fingerprint, header.run, header.part) == (self._fingerprint, self._run, part)
-            if not is_ours or len(raw) != 8 * num_elements or header.checksum != _checksum(raw):
+            is_whole = len(raw) == state_bytes(num_elements, has_momentum=has_momentum)
+            if not is_ours or not is_whole or header.checksum != _checksum(raw):
                 return None
-            return part_of(raw, header.round)
+            return part_of(raw, num_elements, header.round)
         except (OSError, MessageError):
             return None
 

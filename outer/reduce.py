@@ -29,7 +29,7 @@ from outer.merges.base import weights_of
 from outer.phases import NO_HOOKS, Hooks
 from outer.phases import Phase as RoundPhase
 from outer.rounds import Plan, unpack_carriers
-from outer.space import Space
+from outer.space import Kind, Space
 from outer.transports.base import Endpoint, Phase, Tag, Transport
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,9 @@ class Reducer:
         for feedback in self.feedbacks:
             feedback.commit()
         if self._rank.config.needs_last_mean:
-            self.last_means[self._rank.space.fragment_of(round_number)] = round_number, means
+            space = self._rank.space
+            of_params = {part: mean for part, mean in means.items() if not space.parts[part].is_moment}
+            self.last_means[space.fragment_of(round_number)] = round_number, of_params
 
     def forget(self) -> None:
         """Another history is this island's now: what was kept of its own means nothing in it."""
@@ -115,7 +117,7 @@ class Reducer:
         space = self._rank.space
         last_round, last = self.last_means.get(space.fragment_of(plan.round), (-1, {}))
         # Only of the time before: what this rank saw before it missed a commit says little of the next mean.
-        attempt = _Attempt(self._rank, plan, last if last_round == plan.round - len(space.fragments) else {})
+        attempt = _Attempt(self._rank, plan, last if last_round == plan.round - space.num_fragments else {})
         for feedback in self.feedbacks:
             feedback.drop()
         self.gated = attempt.gated
@@ -220,7 +222,7 @@ class _Attempt:
     def _encode_mean(self, part: int, mean: torch.Tensor) -> torch.Tensor:
         bounds = self._space.parts[part]
         codec, feedback = self._coding.of_mean(bounds), self._mean_feedback
-        if feedback is None or self._coding.gathers(bounds):
+        if feedback is None or not self._coding.keeps(bounds) or self._coding.gathers(bounds):
             return codec.encode(mean)
         return feedback.encode(part, mean, codec)
 
@@ -238,7 +240,10 @@ class _Attempt:
         """The values of a payload (None: of a pseudo-gradient), all finite. Raises PoisonError."""
         bounds = self._space.parts[part]
         try:
-            return (codec or self._coding.of(bounds)).decode(payload, bounds.num_elements)
+            values = (codec or self._coding.of(bounds)).decode(payload, bounds.num_elements)
+            if (index := first_negative(values, bounds.kind)) is not None:
+                raise MessageError(f"a second moment of {values[index]}; none is below 0")
+            return values
         except MessageError as error:
             first, last = self._space.name_at(bounds.start), self._space.name_at(bounds.stop - 1)
             inside = f"{first!r}" if first == last else f"{first!r} to {last!r}"
@@ -257,9 +262,14 @@ class _Attempt:
 
     def _encode(self, part: int, values: torch.Tensor) -> torch.Tensor:
         bounds, feedback = self._space.parts[part], self._feedback
+        if (index := first_negative(values, bounds.kind)) is not None:
+            name = self._space.name_at(bounds.start + index)
+            raise OuterError(f"{name!r} holds {values[index]}; no mean of squares is below 0")
         codec, values = self._coding.of(bounds), self._hooks.pseudo_grad(self._plan.round, values)
         try:
-            return codec.encode(values) if feedback is None else feedback.encode(part, values, codec)
+            if feedback is None or not self._coding.keeps(bounds):
+                return codec.encode(values)
+            return feedback.encode(part, values, codec)
         except NonFiniteError as error:
             name = self._space.name_at(self._space.parts[part].start + error.index)
             raise OuterError(f"the pseudo-gradient of {name!r} holds {error.value}") from None
@@ -278,3 +288,11 @@ class _Attempt:
 
     def _tag(self, phase: Phase, part: int) -> Tag:
         return Tag(self._plan.round, self._plan.attempt, phase, part)
+
+
+def first_negative(values: torch.Tensor, kind: Kind) -> int | None:
+    """Where second moments first hold a negative value, whose root a step would take; None: nowhere."""
+    if kind != "exp_avg_sq" or values.numel() == 0 or values.min() >= 0:
+        return None
+    found = (values < 0).nonzero()
+    return int(found[0]) if len(found) else None

@@ -7,7 +7,8 @@ different shape agree on every index; a codec's blocks never depend on a mesh.
     flat       0 ........................................... num_elements
     parts      |   0   |   1   |   2   |   3   |   4   | ...       | last |
 
-Names in groups (a fragment's, its fine tensors) lie together, and no part has names of two groups.
+Names in groups (a fragment's, its fine tensors, its moments) lie together, and no part has names of two groups. A
+round sends the groups of its fragment that it is the time for.
 """
 
 import hashlib
@@ -17,10 +18,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from typing import Protocol
+from typing import Literal, Protocol
 
 MIN_PARTS = 16
 """A small model is cut finer than part_elements says, so that reducing it is shared by all islands."""
+
+
+Kind = Literal["params", "exp_avg", "exp_avg_sq"]
+"""Parameters, or the first or second moment of each that the inner optimizer keeps."""
 
 
 class TensorSpec(Protocol):
@@ -45,11 +50,14 @@ class HeldSlice(Protocol):
 
 @dataclass(frozen=True)
 class Group:
-    """Names whose parts go together: of one fragment, and all of them fine (at least 8 bits an element) or none."""
+    """Names whose parts go together: of one fragment and kind, all fine (at least 8 bits an element) or none."""
 
     names: tuple[str, ...]
     fragment: int = 0
     is_fine: bool = False
+    kind: Kind = "params"
+    period: int = 1
+    """Sent in every `period`-th round of the fragment."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +69,18 @@ class Part:
     stop: int
     fragment: int = 0
     is_fine: bool = False
+    kind: Kind = "params"
+    group: int = 0
+    """Its number in the space."""
 
     @property
     def num_elements(self) -> int:
         return self.stop - self.start
+
+    @property
+    def is_moment(self) -> bool:
+        """Whether it is averaged as it is, by no outer optimizer."""
+        return self.kind != "params"
 
 
 @dataclass(frozen=True)
@@ -98,42 +114,60 @@ class Space:
         block_elements: int = 1,
         groups: Sequence[Group] | None = None,
     ) -> None:
-        groups = [Group(tuple(spec.name for spec in specs))] if groups is None else groups
+        self.groups = [Group(tuple(spec.name for spec in specs))] if groups is None else list(groups)
         shapes = {spec.name: tuple(spec.shape) for spec in specs}
-        self.names = [name for group in groups for name in group.names]
+        self.names = [name for group in self.groups for name in group.names]
         assert sorted(self.names) == sorted(shapes), "groups hold every name once"
         self.shapes = {name: shapes[name] for name in self.names}
         self._starts = [0, *accumulate(prod(shapes[name]) for name in self.names)]
         self.offsets = dict(zip(self.names, self._starts, strict=False))
         self.num_elements = self._starts[-1]
         self.parts: list[Part] = []
-        for group in groups:
+        for number, group in enumerate(self.groups):
             start = self.num_elements if not group.names else self.offsets[group.names[0]]
             stop = start + sum(prod(shapes[name]) for name in group.names)
             step = part_length(stop - start, part_elements, block_elements)
             for a in range(start, stop, step):
-                part = Part(len(self.parts), a, min(a + step, stop), group.fragment, group.is_fine)
-                self.parts.append(part)
+                bounds = len(self.parts), a, min(a + step, stop)
+                self.parts.append(Part(*bounds, group.fragment, group.is_fine, group.kind, number))
         self._bounds = [part.start for part in self.parts]
 
     @property
     def fingerprint(self) -> str:
         """Hex digest of names, shapes and cuts: equal on islands whose parts mean the same."""
-        cuts = [(part.start, part.fragment, part.is_fine) for part in self.parts]
+        cuts = [(part.start, part.fragment, part.is_fine, self.groups[part.group].period) for part in self.parts]
         text = repr(([(name, self.shapes[name]) for name in self.names], cuts))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @cached_property
-    def fragments(self) -> list[list[int]]:
-        """The parts of each fragment."""
-        found: list[list[int]] = [[] for _ in range(max((part.fragment for part in self.parts), default=0) + 1)]
+    def num_fragments(self) -> int:
+        return max((group.fragment for group in self.groups), default=0) + 1
+
+    @cached_property
+    def parts_of(self) -> list[list[int]]:
+        """The parts of each group."""
+        found: list[list[int]] = [[] for _ in self.groups]
         for part in self.parts:
-            found[part.fragment].append(part.index)
+            found[part.group].append(part.index)
         return found
 
     def fragment_of(self, round_number: int) -> int:
         """The fragment that a round sends: each in its turn."""
-        return round_number % len(self.fragments)
+        return round_number % self.num_fragments
+
+    def sends(self, round_number: int, group: int) -> bool:
+        """Whether a round sends the group: it is of the round's fragment, and its period has come around."""
+        cycle, fragment = divmod(round_number, self.num_fragments)
+        return self.groups[group].fragment == fragment and (cycle + 1) % self.groups[group].period == 0
+
+    def sent_in(self, round_number: int) -> list[int]:
+        """The groups that a round sends."""
+        return [group for group in range(len(self.groups)) if self.sends(round_number, group)]
+
+    @cached_property
+    def param_groups(self) -> list[int]:
+        """The groups that are the model itself."""
+        return [number for number, group in enumerate(self.groups) if group.kind == "params"]
 
     def name_at(self, index: int) -> str:
         """The parameter that element `index` of the flat vector belongs to."""

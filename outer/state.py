@@ -1,11 +1,12 @@
 """The global params and outer momentum of the parts a rank carries: stepped, digested, served to joiners.
 
-Parts are independent under the outer optimizer, so each may be served, and brought up to date, by itself.
+Parts are independent under the outer optimizer, so each may be served, and brought up to date, by itself. A part of the
+inner optimizer's moments is sent as it is and becomes the mean: it has no outer momentum.
 """
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,29 +37,46 @@ class PartState:
     """One part's global params and outer momentum, fp32, after so many committed rounds."""
 
     params: torch.Tensor
+    """Or moments."""
     momentum: torch.Tensor
+    """Empty of moments."""
     round: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.params.nbytes + self.momentum.nbytes
 
 
 class GlobalState:
     """Changes only by `commit` and `replace`, whole, under a lock: peers never read half of a step."""
 
-    def __init__(self, parts: Mapping[int, torch.Tensor], config: OuterOptimizerConfig) -> None:
+    def __init__(
+        self, parts: Mapping[int, torch.Tensor], config: OuterOptimizerConfig, moments: Collection[int] = ()
+    ) -> None:
+        """`moments`: which of the parts are not params."""
         self.parts = dict(parts)
+        self._moments = frozenset(moments)
         self.position = Position(round=0, tokens=0)
         self._config = config
         self.num_replaced = 0
         """Times that `replace` was called: what came before is another history."""
         self._log: deque[tuple[int, dict[int, torch.Tensor]]] = deque()
         """(r, by part the encoded mean that led from round r to r + 1), without gaps up to the last commit."""
-        self._optimizer = OuterOptimizer(self.parts, config)
+        self._optimizer = OuterOptimizer({i: v for i, v in self.parts.items() if i not in self._moments}, config)
         self._digests: dict[int, bytes] = {}
         """Of parts that have not changed since."""
         self._lock = threading.Lock()
 
     def pseudo_grads(self, local: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Global minus local, in fp32, of the parts in `local`; descend it."""
-        return {i: self.parts[i] - values for i, values in local.items()}
+        """Global minus local, in fp32, of the parts in `local`; descend it. Of moments, the local ones themselves.
+
+        A difference of second moments, coded, could bring one to zero or below; a mean of them cannot.
+        """
+        return {i: values if i in self._moments else self.parts[i] - values for i, values in local.items()}
+
+    def locals_of(self, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The local params that have these pseudo-gradients now; the local moments."""
+        return {i: grad if i in self._moments else self.parts[i] - grad for i, grad in pseudo_grads.items()}
 
     def commit(
         self,
@@ -72,13 +90,15 @@ class GlobalState:
         write to them. None: joiners cannot be brought over this round, and take parts anew.
         """
         with self._lock:
-            self._optimizer.step(mean_pseudo_grads)
+            self._optimizer.step({i: mean for i, mean in mean_pseudo_grads.items() if i not in self._moments})
+            for index in self._moments & mean_pseudo_grads.keys():
+                self.parts[index].copy_(mean_pseudo_grads[index])
             self._forget_digests(mean_pseudo_grads)
             self._remember(position.round - 1, payloads)
             self.position = position
 
     def after(self, index: int, mean: torch.Tensor) -> torch.Tensor:
-        """A carried part's global params as `commit` would make them of this mean; nothing changes."""
+        """A carried part's global params (no moments) as `commit` would make them of this mean; nothing changes."""
         state = PartState(self.parts[index], self._optimizer.momentum(index), self.position.round)
         return advance(state, mean, self._config).params
 
@@ -87,7 +107,8 @@ class GlobalState:
         with self._lock:
             for index, state in parts.items():
                 self.parts[index].copy_(state.params)
-                self._optimizer.set_momentum(index, state.momentum)
+                if index not in self._moments:
+                    self._optimizer.set_momentum(index, state.momentum)
             self._forget_digests(parts)
             self._log.clear()
             self.num_replaced += 1
@@ -96,12 +117,13 @@ class GlobalState:
     @property
     def momentum(self) -> dict[int, torch.Tensor]:
         """The outer optimizer's of each carried part, itself; empty when it has none."""
-        return {i: self._optimizer.momentum(i) for i in self.parts} if self._config.momentum > 0 else {}
+        of_params = self.parts.keys() - self._moments if self._config.momentum > 0 else ()
+        return {i: self._optimizer.momentum(i) for i in of_params}
 
     def digests(self) -> dict[int, bytes]:
         """Of each carried part: params and momentum."""
         for i in self.parts.keys() - self._digests.keys():
-            self._digests[i] = part_digest(torch.cat([self.parts[i], self._optimizer.momentum(i)]))
+            self._digests[i] = part_digest(torch.cat([self.parts[i], self._momentum(i)]))
         return dict(self._digests)
 
     def pack(self, index: int) -> bytes:
@@ -109,7 +131,7 @@ class GlobalState:
         self._check_carried(index)
         with self._lock:
             header = self.position.model_dump_json().encode() + b"\n"
-            return b"".join((header, raw_bytes(self.parts[index]), raw_bytes(self._optimizer.momentum(index))))
+            return b"".join((header, raw_bytes(self.parts[index]), raw_bytes(self._momentum(index))))
 
     def mean(self, index: int, round_number: int) -> bytes | None:
         """The encoded mean that led a carried part from this round to the next; None: it is no longer kept.
@@ -122,6 +144,9 @@ class GlobalState:
         if payloads is not None and index not in payloads:
             raise MessageError(f"part {index} was not in round {round_number}")
         return None if payloads is None else raw_bytes(payloads[index])
+
+    def _momentum(self, index: int) -> torch.Tensor:
+        return torch.empty(0) if index in self._moments else self._optimizer.momentum(index)
 
     def _remember(self, round_number: int, payloads: Mapping[int, torch.Tensor] | None) -> None:
         if payloads is None or (self._log and self._log[-1][0] != round_number - 1):
@@ -142,33 +167,41 @@ class GlobalState:
             raise MessageError(f"part {index} is not carried by this rank")
 
 
-def unpack(body: bytes, num_elements: int) -> tuple[Position, PartState]:
+def unpack(body: bytes, num_elements: int, *, has_momentum: bool = True) -> tuple[Position, PartState]:
     """The part in a donor's bytes. Raises MessageError when they are malformed, of another size or not finite."""
     header, newline, raw = body.partition(b"\n")
-    if not newline or len(raw) != 8 * num_elements:
-        raise MessageError(f"a part's state has {len(raw)} bytes, expected {8 * num_elements}")
+    if not newline or len(raw) != state_bytes(num_elements, has_momentum=has_momentum):
+        expected = state_bytes(num_elements, has_momentum=has_momentum)
+        raise MessageError(f"a part's state has {len(raw)} bytes, expected {expected}")
     try:
         position = parse(Position, header)
     except MessageError:
         raise MessageError("a part's state without a position") from None
-    return position, part_of(raw, position.round)
+    return position, part_of(raw, num_elements, position.round)
 
 
-def part_of(raw: bytes, round_number: int) -> PartState:
+def state_bytes(num_elements: int, *, has_momentum: bool) -> int:
+    """Of a part: params and, unless it is of moments, momentum, fp32."""
+    return (8 if has_momentum else 4) * num_elements
+
+
+def part_of(raw: bytes, num_elements: int, round_number: int) -> PartState:
     """Params and momentum from their raw fp32, one behind the other. Raises MessageError when one is not finite."""
     values = torch.frombuffer(bytearray(raw), dtype=torch.float32) if raw else torch.empty(0)
     if not is_finite(values):
         raise MessageError("a part's state with non-finite values")
-    return PartState(values[: values.numel() // 2], values[values.numel() // 2 :], round_number)
+    return PartState(values[:num_elements], values[num_elements:], round_number)
 
 
-def advance(state: PartState, mean: torch.Tensor | None, config: OuterOptimizerConfig) -> PartState:
+def advance(state: PartState, mean: torch.Tensor | None, config: OuterOptimizerConfig | None) -> PartState:
     """The part one round later, bit-equal to what `GlobalState.commit` makes of it. `state` is left alone.
 
-    None: the round was another fragment's, and only its number changes.
+    `mean` None: the round did not send it, and only its number changes. `config` None: it is of moments.
     """
     if mean is None:
         return replace(state, round=state.round + 1)
+    if config is None:
+        return replace(state, params=mean, round=state.round + 1)
     params = state.params.clone()
     optimizer = OuterOptimizer({0: params}, config)
     optimizer.set_momentum(0, state.momentum)

@@ -8,14 +8,14 @@ Every rank of the island makes the same calls in the same order; the leader spea
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 
 import torch
 
 from outer import saved
-from outer.agreement import Agreement, Interruption
-from outer.averaging import Averaging, Side
+from outer.agreement import Interruption
+from outer.averaging import Averaging, Side, presence_of
 from outer.coding import coding_of
 from outer.config import OuterConfig
 from outer.deadlines import Deadlines
@@ -23,20 +23,18 @@ from outer.donor import Donor
 from outer.errors import BehindError, OuterError, TransportError
 from outer.exchange import Params
 from outer.flight import Flight
-from outer.fragments import schedule_of
+from outer.fragments import param_name, schedule_of
 from outer.island_state import IslandState, Snapshot
 from outer.loop import LoopThread
 from outer.network import Network
 from outer.pace import Pace
 from outer.parts_cache import PartsCache
-from outer.presence import Identity, Presence, standing_of
-from outer.protocol import Protocol
+from outer.presence import Identity, Presence
 from outer.reports import CaughtUp, Landing, RoundReport, Settings
 from outer.state import Position
 from outer.taking import Taken, Taker
 from outer.team import Team
 from outer.transfer import Fetch, Share
-from outer.verdicts import Rules
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +75,11 @@ class OuterLoop:
         self._ahead: dict[int, torch.Tensor] | None = None
         """What local params of the fragment on its way went on from, by carried part; None: they were left alone."""
         addresses = team.gather((network.transport.address, network.messenger.address))
-        self._presence = self._build_presence(addresses) if team.is_leader else None
+        self._presence = presence_of(self._side, addresses, self._settings.max_tokens) if team.is_leader else None
         self._averaging.presence = self._presence
-        if self._presence is None:
+        if self._presence is not None:
+            self._presence.agreement.on_no = self._averaging.attempts.note_no
+        else:
             network.messenger.serve("vote", self._averaging.attempts.on_vote)
         self._taker = Taker(self._held, self._fetch, team, loop, lambda: self._leader.find_donors())
         self._has_entered_late = False
@@ -174,6 +174,18 @@ class OuterLoop:
         assert self._flight is None, "what a round on its way will commit is not known yet"
         return self._held.global_params()
 
+    def moment_steps(self, landed: int | None = None) -> dict[str, int]:
+        """By parameter, the inner steps of the run behind the second moments that local ones were overwritten with.
+
+        By the round that has just landed, if it sent them; None: by the state of others. 0: they were never averaged.
+        """
+        space, steps = self._held.space, {}
+        for number, group in enumerate(space.groups):
+            if group.kind == "exp_avg_sq" and (landed is None or space.sends(landed, number)):
+                last = self.schedule.last_end(group.fragment, group.period, self.position.round)
+                steps |= dict.fromkeys(map(param_name, group.names), last)
+        return steps
+
     def finish(self) -> None:
         """The run is over: stay until the others have the last round, take it from them if this one has not."""
         try:
@@ -211,7 +223,7 @@ class OuterLoop:
 
     def _snapshot(self, tokens: int) -> Snapshot:
         fragment = self._held.space.fragment_of(self.round)
-        pseudo_grads = self._held.pseudo_grads(fragment)
+        pseudo_grads = self._held.pseudo_grads(self.round)
         norm = self._held.norm(pseudo_grads)
         return Snapshot(self.round, fragment, pseudo_grads, norm, tokens, self._weights[fragment] + tokens)
 
@@ -221,9 +233,9 @@ class OuterLoop:
         self._weights = [weight + snapshot.tokens for weight in self._weights]
         self._weights[snapshot.fragment] = 0
         if self._ahead is None:
-            self._held.merge(snapshot.fragment, self._config.mix)
+            self._held.merge(snapshot.round, self._config.mix)
         else:
-            self._held.correct(self._ahead, snapshot.fragment)
+            self._held.correct(self._ahead, snapshot.round)
             self._ahead = None
 
     def _interruption(self, steps_left: int) -> Interruption:
@@ -293,23 +305,6 @@ class OuterLoop:
         return Fetch(self._network.messenger, [], share, cache, self._side.hooks)
 
     # -- plumbing -------------------------------------------------------------------------------------------
-
-    def _build_presence(self, addresses: Sequence[tuple[str, str]]) -> Presence:
-        config, identity, membership = self._config, self._identity, self._network.membership
-        assert membership is not None, "the leader has a membership"
-        rules = Rules(
-            quorum=config.quorum,
-            start_islands=config.start_islands,
-            below_quorum=config.below_quorum,
-            num_parts=len(self._held.space.parts),
-            max_tokens=self._settings.max_tokens,
-            max_round=config.num_rounds,
-        )
-        protocol = Protocol(identity.island, rules, standing_of(self._held, is_coming=False))
-        messenger = self._network.messenger
-        agreement = Agreement(protocol, messenger, membership, self._side.deadlines, identity.config_hash)
-        agreement.on_no = self._averaging.attempts.note_no
-        return Presence(identity, addresses, self._held, agreement, membership, self._loop)
 
     @property
     def _leader(self) -> Presence:

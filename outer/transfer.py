@@ -35,8 +35,6 @@ WORKERS_PER_DONOR = 4
 PAUSE_SECONDS = 0.2
 """Before a donor is asked again that was busy, or had not come to the round."""
 LOG_SECONDS = 10.0
-STATE_BYTES = 8
-"""Of one parameter: params and momentum, fp32."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +47,18 @@ class Share:
     optimizer: OuterOptimizerConfig
 
     def is_in(self, part: int, round_number: int) -> bool:
-        """Whether the round changes the part: it sends that fragment."""
-        return self.space.parts[part].fragment == self.space.fragment_of(round_number)
+        """Whether the round changes the part: it sends it."""
+        return self.space.sends(round_number, self.space.parts[part].group)
 
     def mean_bytes(self, part: int, first: int, stop: int) -> int:
         """Of the means that lead the part from one round to a later one."""
         bounds = self.space.parts[part]
         count = sum(self.is_in(part, number) for number in range(first, stop))
         return count * self.coding.of_mean(bounds).num_bytes(bounds.num_elements)
+
+    def rule_of(self, part: int) -> OuterOptimizerConfig | None:
+        """By what a mean moves the part; None: a moment becomes the mean."""
+        return None if self.space.parts[part].is_moment else self.optimizer
 
 
 class Fetch:
@@ -205,7 +207,7 @@ class Fetch:
         """Whether the part is at `target` or beyond; not when the donor is busy or behind."""
         while (state := self.parts.get(part)) is None or state.round < target:
             if state is not None and not self._share.is_in(part, state.round):
-                self.parts[part] = advance(state, None, self._share.optimizer)
+                self.parts[part] = advance(state, None, self._share.rule_of(part))
                 continue
             if state is None or self._is_far(part, state, target):
                 request = PartRequest(part=part, at_least=target, worker=worker)
@@ -229,10 +231,11 @@ class Fetch:
 
     def _is_far(self, part: int, state: PartState, target: int) -> bool:
         """Whether the missing means are larger than the part itself."""
-        return self._share.mean_bytes(part, state.round, target) > STATE_BYTES * state.params.numel()
+        return self._share.mean_bytes(part, state.round, target) > state.num_bytes
 
     async def _take(self, source: Source, part: int, body: bytes, target: int) -> None:
-        position, state = await asyncio.to_thread(unpack, body, self._share.space.parts[part].num_elements)
+        bounds = self._share.space.parts[part]
+        position, state = await asyncio.to_thread(unpack, body, bounds.num_elements, has_momentum=not bounds.is_moment)
         if position.round < target:
             raise MessageError(f"it sent part {part} of round {position.round}, asked for {target} or later")
         if position.round > source.round + 1:
@@ -251,7 +254,7 @@ class Fetch:
     def _advance(self, part: int, state: PartState, payload: bytes) -> PartState:
         coded = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0).byte()
         codec = self._share.coding.of_mean(self._share.space.parts[part])
-        return advance(state, codec.decode(coded, state.params.numel()), self._share.optimizer)
+        return advance(state, codec.decode(coded, state.params.numel()), self._share.rule_of(part))
 
     def _check_history(self, round_number: int, tokens: int) -> None:
         known = self._tokens.setdefault(round_number, tokens)
@@ -267,7 +270,10 @@ class Fetch:
         newest = (await self.describe(None)).position.round
         self._has_read_cache = True
         for part in self._share.parts:
-            state = await asyncio.to_thread(self._cache.read, part, self._share.space.parts[part].num_elements)
+            bounds = self._share.space.parts[part]
+            state = await asyncio.to_thread(
+                self._cache.read, part, bounds.num_elements, has_momentum=not bounds.is_moment
+            )
             # Beyond the donors' round it is of a history that has ended.
             if state is not None and state.round <= newest:
                 self.parts[part] = state

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import log2
 
 from diloco.planning.round_bytes import Fragment, fragments_of
-from diloco.planning.specs import Spec
+from diloco.planning.specs import Spec, num_elements
 from outer.coding import GATHERED
 from outer.config import OuterConfig
 
@@ -81,7 +81,10 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One cycle: seconds of an island, in which `inner_steps` inner steps are done. Terms are what adds to the time."""
+    """One cycle: seconds of an island, in which `inner_steps` inner steps are done. Terms are what adds to the time.
+
+    The mean over cycles, where moments make some of them longer.
+    """
 
     compute_seconds: float
     transfer_seconds: float
@@ -141,21 +144,23 @@ def predict(case: Case) -> Prediction:
         left = max(0.0, sum(parts) - hiding) / sum(parts) if sum(parts) else 0.0
         hidden += (1 - left) * sum(parts)
         terms = [term + left * part for term, part in zip(terms, parts, strict=True)]
-    num_params = sum(fragment.num_elements for fragment in fragments)
+    cycles = len(fragments) // outer.fragments
+    terms, hidden = [term / cycles for term in terms], hidden / cycles
+    moved = sum(fragment.num_elements for fragment in fragments) / cycles
     return Prediction(
         compute_seconds=outer.inner_steps * case.step_seconds,
         transfer_seconds=terms[0],
         trip_seconds=terms[1],
         codec_seconds=terms[2],
         step_seconds=terms[3],
-        copy_seconds=num_params * (case.speed.snapshot + case.speed.write) / case.ranks,
+        copy_seconds=moved * (case.speed.snapshot + case.speed.write) / case.ranks,
         spread_seconds=outer.inner_steps * case.step_seconds * spread,
         hidden_seconds=hidden,
-        sent_bytes=sum(fragment.sent_bytes for fragment in fragments),
-        num_params=num_params,
+        sent_bytes=sum(fragment.sent_bytes for fragment in fragments) / cycles,
+        num_params=num_elements(case.specs),
         inner_steps=outer.inner_steps,
-        busy_transfer_seconds=sum(_transfer_seconds(case, fragment) for fragment in fragments),
-        busy_codec_seconds=sum(_codec_seconds(case, fragment) for fragment in fragments),
+        busy_transfer_seconds=sum(_transfer_seconds(case, fragment) for fragment in fragments) / cycles,
+        busy_codec_seconds=sum(_codec_seconds(case, fragment) for fragment in fragments) / cycles,
     )
 
 

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import lcm
 
 from diloco.planning.specs import Spec
 from outer.coding import Coding, coding_of
 from outer.config import OuterConfig
-from outer.fragments import groups_of
+from outer.fragments import groups_of, with_moments
 from outer.space import Part, Space
 
 
@@ -28,7 +29,10 @@ class Fragment:
 
 
 def fragments_of(outer: OuterConfig, specs: tuple[Spec, ...], num_islands: int) -> Sequence[Fragment]:
-    """What each round of a cycle sends. Raises InputError when the model cannot be cut into so many fragments."""
+    """What each round sends, of one cycle, or with moments of as many as it takes for all of them to come around.
+
+    Raises InputError when the model cannot be cut into so many fragments.
+    """
     # When it is sent does not matter to what is sent.
     what = outer.model_copy(update={"inner_steps": outer.fragments, "delay": 0, "eager": False, "rounds": 1})
     return _fragments(what.model_dump_json(), specs, num_islands)
@@ -39,8 +43,10 @@ def _fragments(outer_json: str, specs: tuple[Spec, ...], num_islands: int) -> Se
     outer = OuterConfig.model_validate_json(outer_json)
     coding = coding_of(outer)
     groups = groups_of(specs, outer, splits_fine=coding.splits_fine)
-    space = Space(specs, outer.part_elements, coding.block_elements, groups)
-    return [_fragment([space.parts[i] for i in indices], coding, num_islands) for indices in space.fragments]
+    space = Space(with_moments(specs, outer), outer.part_elements, coding.block_elements, groups)
+    rounds = lcm(*(outer.moments or (1,))) * outer.fragments
+    sent = ([i for group in space.sent_in(number) for i in space.parts_of[group]] for number in range(rounds))
+    return [_fragment([space.parts[i] for i in indices], coding, num_islands) for indices in sent]
 
 
 def _fragment(parts: Sequence[Part], coding: Coding, num_islands: int) -> Fragment:

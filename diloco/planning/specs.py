@@ -1,5 +1,7 @@
 """A model's parameters by name and shape, without building it. No torch here."""
 
+from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 from inner.measure.units import block_unit, table_unit
@@ -22,3 +24,8 @@ def specs_of(sizes: ModelSizes) -> tuple[Spec, ...]:
             specs.append(Spec(f"layers.{layer}.w{number}", (rows,) if cols == 1 else (rows, cols)))
     specs.append(Spec("norm.weight", (sizes.dim,)))
     return tuple(specs if sizes.tie_embeddings else [*specs, Spec("head.weight", table)])
+
+
+def num_elements(specs: Sequence[Spec]) -> int:
+    """Parameters in all."""
+    return sum(prod(spec.shape) for spec in specs)

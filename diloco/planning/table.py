@@ -15,6 +15,7 @@ from diloco.mesh_traffic import plain_table
 from diloco.planning.advice import Rung, needed_bandwidth
 from diloco.planning.predict import CONTROL_TRIPS, PAYLOAD_TRIPS, Case, Prediction
 from diloco.planning.round_bytes import fragments_of
+from diloco.planning.specs import num_elements
 from diloco.planning.utilisation import Model, diloco, streaming, utilisation
 from diloco.units import human_bytes, human_count, human_seconds
 from outer.state import LOG_BYTES_PER_PARAM
@@ -127,9 +128,9 @@ def published_utilisation(picture: Picture) -> float:
     case, outer = picture.case, picture.case.outer
     sizes = picture.island.work.sizes
     fragments = fragments_of(outer, case.specs, case.num_islands)
-    num_params = sum(fragment.num_elements for fragment in fragments)
-    # What is sent once: the means, all of them together.
-    bits = 8 * sum(fragment.mean_bytes for fragment in fragments) / num_params
+    num_params = num_elements(case.specs)
+    # What is sent once: the means, all of them together, in a cycle.
+    bits = 8 * sum(fragment.mean_bytes for fragment in fragments) / num_params * outer.fragments / len(fragments)
     model = Model(num_layers=sizes.num_layers, num_params=num_params, step_seconds=case.step_seconds)
     if outer.fragments == 1:
         method = diloco(model, outer.inner_steps, delay=outer.delay, bits=bits)
@@ -154,9 +155,12 @@ def memory_rows(picture: Picture) -> list[tuple[str, float]]:
     """(what, bytes) of a rank that carries its share of the parts."""
     case, outer = picture.case, picture.case.outer
     fragments = fragments_of(outer, case.specs, case.num_islands)
-    held = sum(fragment.num_elements for fragment in fragments) / case.ranks
+    held = num_elements(case.specs) / case.ranks
+    moments = 2 * held if outer.moments else 0
     largest = max(fragment.num_elements for fragment in fragments) / case.ranks
     rows = [("global params", FP32 * held)]
+    if moments:
+        rows.append(("averaged moments", FP32 * moments))
     if outer.optimizer.momentum > 0:
         rows.append(("outer momentum", FP32 * held))
     if outer.coding.feedback is not None:
@@ -164,7 +168,7 @@ def memory_rows(picture: Picture) -> list[tuple[str, float]]:
     if outer.merge.needs_last_mean:
         rows.append(("last mean", FP32 * held))
     rows.append(("a round's snapshot and mean", 2 * FP32 * largest))
-    rows.append(("means for joiners, at most", LOG_BYTES_PER_PARAM * held))
+    rows.append(("means for joiners, at most", LOG_BYTES_PER_PARAM * (held + moments)))
     return [*rows, ("together", sum(num_bytes for _, num_bytes in rows))]
 
 

@@ -57,9 +57,10 @@ class HuggingFaceSource:
 
         try:
             builder = datasets.load_dataset_builder(self.dataset, self.dataset_config)
-            if hasattr(builder.config, "fragment_scan_options"):
+            settings: Any = builder.config
+            if hasattr(settings, "fragment_scan_options"):
                 # Reading ahead outlives a stream that is left, and aborts the interpreter when it exits meanwhile.
-                builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
+                settings.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
             rows: Any = builder.as_streaming_dataset(split=self.split)
             yield from rows
         except Exception as error:

@@ -130,3 +130,21 @@ def test_more_fragments_than_layers_is_found_before_any_process_starts():
     run = parse_config("outer: {fragments: 7}\nmodel: {preset: 1m}").run
     with pytest.raises(ConfigError, match=r"outer.fragments: got 7, but a model of 4 layers .* set outer.fragments=5"):
         check_fragments(run)
+
+
+@pytest.mark.parametrize(
+    "settings,text",
+    [
+        (["optimizer.name=muon"], "inner optimizer is muon; set optimizer.name to adamw"),
+        (["optimizer.name=sgd"], "inner optimizer is sgd; set optimizer.name to adamw"),
+        (["optimizer.averaging={x: 0.9}"], "adamw, averaged; .* optimizer.averaging to null"),
+        (["outer.eager=true", "outer.delay=1"], "outer: .* set eager to false or moments to null"),
+        (["outer.merge.rule=radial"], "outer: .* merged by radial.*; set merge.rule to mean, trimmed_mean or"),
+        (["outer.moments=[0, 6]"], r"outer.moments.0: got 0; allowed: greater than 0"),
+        (["outer.moments=3"], "outer.moments: got 3"),
+    ],
+    ids=str,
+)
+def test_moments_that_cannot_be_averaged_are_refused_with_the_cure(settings: list[str], text: str):
+    with pytest.raises(ConfigError, match=text):
+        parse_config("outer: {moments: [3, 6]}", settings)

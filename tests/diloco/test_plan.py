@@ -58,6 +58,9 @@ def test_memory_is_what_the_outer_loop_keeps():
     assert amounts("outer.optimizer.momentum=0.9")["outer momentum"] == "2.1 MB"
     assert amounts("outer.coding.feedback=0.9")["residuals of coding"] == "3.15 MB"
     assert plain["a round's snapshot and mean"] == "4.2 MB"
+    moments = amounts("outer.moments=[3,6]")
+    assert moments["averaged moments"] == "4.2 MB" and moments["a round's snapshot and mean"] == "12.6 MB"
+    assert moments["global params"] == plain["global params"]
     assert amounts("outer.fragments=5")["a round's snapshot and mean"] == "984 kB", "of the largest fragment, a layer"
 
 

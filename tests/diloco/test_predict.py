@@ -72,6 +72,19 @@ def test_fragments_together_send_what_the_whole_does():
     assert sum(fragment.sent_bytes for fragment in made) == whole.sent_bytes
 
 
+def test_moments_every_third_and_sixth_cycle_are_half_as_many_bytes_again():
+    plain, averaged = (predict(case(moments=moments, fragments=4)) for moments in (None, (3, 6)))
+    assert averaged.sent_bytes == pytest.approx(1.5 * plain.sent_bytes, rel=1e-9)
+    assert averaged.bits_per_param_step == pytest.approx(1.5 * plain.bits_per_param_step, rel=1e-9)
+    assert averaged.transfer_seconds == pytest.approx(1.5 * plain.transfer_seconds, rel=0.03)
+    assert len(fragments_of(OuterConfig(moments=(3, 6)), SPECS, 2)) == 6
+
+
+def test_moments_go_in_bf16_beside_a_coarser_codec():
+    plain, averaged = (fragments_of(OuterConfig(codec="int4", moments=m), SPECS, 2)[0] for m in (None, (1, 1)))
+    assert averaged.sent_bytes - plain.sent_bytes == pytest.approx(2 * 2 * NUM_PARAMS, rel=0.01)
+
+
 def test_sparse_payloads_go_to_every_other_island():
     two, four = (fragments_of(OuterConfig(codec="topk"), SPECS, count)[0] for count in (2, 4))
     assert four.sent_bytes == pytest.approx(3 * two.sent_bytes, rel=0.01)

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,9 @@ def killed_after(steps: int) -> Work:
             def die(seconds: float) -> None:
                 made[0] += 1
                 if made[0] == steps:
-                    # What has been saved is on the disk, however fast steps are made here.
-                    if parts.checkpoints is not None:
-                        parts.checkpoints.wait()
+                    assert parts.checkpoints is not None
+                    parts.checkpoints.wait()
+                    come_together(Path(parts.island.run_dir), index, len(config.islands))
                     os.kill(os.getpid(), signal.SIGKILL)
 
             parts.slow_down = die
@@ -44,6 +45,15 @@ def killed_after(steps: int) -> Work:
         train(config, index, live)
 
     return work
+
+
+def come_together(folder: Path, index: int, count: int) -> None:
+    """All islands are here: one that died before would have left the last round to the others."""
+    (folder / f"here-{index}").touch()
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob("here-*"))) < count:
+        assert time.monotonic() < deadline, "an island did not come to its last step"
+        time.sleep(0.01)
 
 
 def losses(island: Island) -> dict[int, float]:
