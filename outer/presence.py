@@ -105,7 +105,8 @@ class Presence:
         self._loop.run(self._membership.leave(), LEAVE_SECONDS)
 
     async def _resume(self) -> None:
-        self.agreement.protocol.stand(standing_of(self._held, is_coming=False))
+        # It comes: others that go on from their checkpoints, too, and are faster, wait for it.
+        self.agreement.protocol.stand(standing_of(self._held, is_coming=True))
 
     async def _stand(self, member: Member, standing: Standing) -> None:
         # On the event loop, whose things no other thread may touch.

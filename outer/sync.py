@@ -110,14 +110,14 @@ class OuterLoop:
         """Enter the run: with the islands' state if they have committed a round, else from the start with them."""
         if self._presence is not None:
             self._presence.announce()
+        included = None
         if self._team.on_leader(self._has_donors):
             self._take_state()
         elif self._settings.joins:
             raise OuterError("this island joins a run, and no island that has committed a round can be found in it")
         elif self.position.round:
-            # A state that was saved is as good as one just committed: others may take it.
-            self._averaging.stand(is_coming=False, included=[])
-        self._averaging.stand(is_coming=True)
+            included = []  # A state that was saved is as good as one just committed: others may take it.
+        self._averaging.stand(is_coming=True, included=included)
         return self.position
 
     def inner_steps(self) -> int:
