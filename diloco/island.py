@@ -15,6 +15,7 @@ from diloco.measure import evaluation, step_record
 from diloco.metrics import EventRecord, RoundRecord
 from inner.trainer import StepResult
 from outer.reports import CaughtUp, Landing, RoundReport
+from outer.runs import triple
 from outer.state import Position
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ def run(parts: Parts) -> None:
         except CaughtUp as caught:
             life.go_on(caught)
     outer.finish()
+    account = outer.position.account
+    parts.event("account", f"{account.trained} units of text trained; {account.open} leased or returned, not trained")
     parts.event("left", f"the run's {parts.config.outer.rounds} rounds are done")
 
 
@@ -63,15 +66,17 @@ class Life:
     def inner_steps(self) -> None:
         """Train until the round's inner steps are done, or until going on would be in vain."""
         parts, outer, trainer = self.parts, self.parts.outer, self.parts.trainer
-        # Learning-rate schedule and data position follow from the round, however many steps the last one had here.
+        if outer.reading.num_left == 0 and outer.in_flight is not None:
+            self.land()  # Only a commit gives this island more to read.
+        # The learning-rate schedule follows from the round, however many steps the last one had here.
         trainer.inner_step = begin = outer.schedule.begin(outer.round)
         last = begin + outer.inner_steps()
-        while True:
+        while outer.reading.num_left > 0:
             result = train(parts)
             self.made += Progress(1, 0 if result.is_skipped else result.tokens)
             left = last - trainer.inner_step
             cause = outer.interruption(left)
-            is_over = left <= 0 or cause
+            is_over = left <= 0 or cause or outer.reading.num_left == 0
             if outer.in_flight is not None and (is_over or trainer.inner_step - begin >= outer.schedule.delay):
                 self.land()
             if is_over:
@@ -112,7 +117,7 @@ def train(parts: Parts) -> StepResult:
     """One inner step, measured and recorded."""
     trainer = parts.trainer
     batches = parts.batches.micro_batches(
-        trainer.inner_step, trainer.data_rank, trainer.num_data_ranks, trainer.settings.micro_batch
+        parts.outer.reading.next_unit(), trainer.data_rank, trainer.num_data_ranks, trainer.settings.micro_batch
     )
     started = time.monotonic()
     result = trainer.step(batches)
@@ -146,6 +151,7 @@ def record_round(parts: Parts, report: RoundReport, progress: Progress, landing:
     """One line in metrics.jsonl; being alone is said loudly, it is what a broken network looks like."""
     if parts.metrics is None:
         return
+    account = parts.outer.position.account
     parts.metrics.round(
         RoundRecord(
             round=report.round,
@@ -163,6 +169,10 @@ def record_round(parts: Parts, report: RoundReport, progress: Progress, landing:
             tokens=progress.tokens,
             stalled_seconds=landing.waited_seconds if report.is_committed else 0.0,
             gated=report.gated,
+            base=report.base,
+            units=[triple(run) for run in report.units],
+            trained_units=account.trained,
+            open_units=account.open,
         )
     )
     for peer, kind, text, count in parts.network.refusals.drain():

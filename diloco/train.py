@@ -66,7 +66,7 @@ def train_data_parallel(
 ) -> None:
     """Every rank calls it; evaluates where the islands would have committed a round."""
     num_sequences = run.optimizer.tokens_per_step * num_islands // run.data.seq_len
-    batches = IslandBatches(corpus, run.data.seq_len, run.seed, 0, 1, num_sequences)
+    batches = IslandBatches(corpus, run.data.seq_len, run.seed, 1, num_sequences)
     speed = speedometer(run, island, corpus, trainer.settings.device) if metrics is not None else None
     tokens, rank, ranks = 0, trainer.data_rank, trainer.num_data_ranks
     for step in range(run.total_steps):

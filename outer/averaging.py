@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from outer.account import settle
 from outer.attempt import Attempts
 from outer.coding import Coding
 from outer.config import OuterConfig
@@ -108,6 +109,8 @@ class Averaging:
             participants=plan.names,
             is_committed=is_committed,
             digest=self._side.held.digest,
+            base=plan.participants[0].digest,
+            units=snapshot.units,
             bytes_sent=sent,
             bytes_received=received,
             reduce_seconds=reduced - planned,
@@ -187,8 +190,10 @@ class Averaging:
 
     def _commit(self, plan: Plan, means: Mapping[int, Mean]) -> None:
         self._side.hooks.reached("apply", plan.round)
-        tokens = self._side.held.mine.position.tokens + sum(p.tokens for p in plan.participants)
-        self._side.held.commit(means, Position(round=plan.round + 1, tokens=tokens))
+        held, before = self._side.held, self._side.held.mine.position
+        tokens = before.tokens + sum(p.tokens for p in plan.participants)
+        account = settle(before.account, plan.participants, held.terms)
+        held.commit(means, Position(round=plan.round + 1, tokens=tokens, account=account))
         self.reducer.commit(plan.round, means)
         shares = weights_of([p.weight for p in plan.participants])
         self.share = shares[plan.names.index(self._side.identity.island)]

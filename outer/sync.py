@@ -8,11 +8,12 @@ Every rank of the island makes the same calls in the same order; the leader spea
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 
+from outer.account import refused
 from outer.agreement import Agreement, Interruption
 from outer.averaging import Averaging, Side
 from outer.coding import coding_of
@@ -30,7 +31,10 @@ from outer.pace import Pace
 from outer.parts_cache import PartsCache
 from outer.presence import Identity, Presence, standing_of
 from outer.protocol import Protocol
+from outer.reading import Reading
 from outer.reports import CaughtUp, Landing, RoundReport, Settings
+from outer.rounds import Ready
+from outer.runs import count
 from outer.state import Position
 from outer.taking import Taken, Taker
 from outer.team import Team
@@ -63,6 +67,7 @@ class OuterLoop:
         coding, hooks = coding_of(config), self._settings.hooks
         self.schedule = schedule_of(config)
         self._held = IslandState(config, coding, params, team)
+        self.reading = Reading(identity.island, self._settings.index, identity.incarnation, self._held.terms)
         self._weights = [0] * config.fragments
         """By fragment: tokens trained since it was sent last, up to the last round that landed."""
         deadlines = Deadlines(config.wait_seconds)
@@ -88,7 +93,7 @@ class OuterLoop:
 
     @property
     def digest(self) -> str:
-        """Of the global params and outer momentum that this island holds."""
+        """Of the committed state that this island holds."""
         return self._held.digest
 
     @property
@@ -111,6 +116,7 @@ class OuterLoop:
             self._take_state()
         elif self._settings.joins:
             raise OuterError("this island joins a run, and no island that has committed a round can be found in it")
+        self.reading.begin(self.position.account)
         self._averaging.stand(is_coming=True)
         return self.position
 
@@ -188,11 +194,13 @@ class OuterLoop:
         fragment = self._held.space.fragment_of(self.round)
         pseudo_grads = self._held.pseudo_grads(fragment)
         norm = self._held.norm(pseudo_grads)
-        return Snapshot(self.round, fragment, pseudo_grads, norm, tokens, self._weights[fragment] + tokens)
+        weight = self._weights[fragment] + tokens
+        return Snapshot(self.round, fragment, pseudo_grads, norm, tokens, weight, self.reading.read)
 
     def _merge(self, snapshot: Snapshot) -> None:
         self._side.hooks.reached("applied", snapshot.round)
         self._has_entered_late = False
+        self.reading.settle(self.position.account, count(snapshot.units))
         self._weights = [weight + snapshot.tokens for weight in self._weights]
         self._weights[snapshot.fragment] = 0
         if self._ahead is None:
@@ -220,8 +228,9 @@ class OuterLoop:
     def _caught_up(self, behind: BehindError, snapshot: Snapshot) -> CaughtUp:
         """Take the state that survives; what is raised then says whether this island's progress was put on top of it.
 
-        It is, when exactly one commit was missed, of this island's own history, and that commit does not contain it
-        already. What is re-based once and misses a commit again is dropped.
+        It is, when exactly one commit was missed, of this island's own history, that commit does not contain it
+        already, and no other island has been given what it read. What is re-based once and misses a commit again is
+        dropped.
         """
         digest, progress = self.digest, self._held.pseudo_grads()
         for part, values in (self._ahead or {}).items():
@@ -235,10 +244,12 @@ class OuterLoop:
             and is_same
             and self._identity.incarnation not in taken.description.included
             and 2 * snapshot.weight <= self._settings.max_tokens
+            and self.reading.go_on(self.position.account)
         )
         if is_kept:
             self._held.rebase(progress)
         else:
+            self.reading.begin(self.position.account)
             self._weights = [0] * len(self._weights)
         if not is_same:
             self._averaging.reducer.forget()
@@ -275,12 +286,21 @@ class OuterLoop:
             num_parts=len(self._held.space.parts),
             max_tokens=self._settings.max_tokens,
             max_round=config.num_rounds,
+            refused=self._refused,
         )
         protocol = Protocol(identity.island, rules, standing_of(self._held, is_coming=False))
         messenger = self._network.messenger
         agreement = Agreement(protocol, messenger, membership, self._side.deadlines, identity.config_hash)
         agreement.on_no = self._averaging.attempts.note_no
         return Presence(identity, addresses, self._held, agreement, membership, self._loop)
+
+    def _refused(self, readies: Sequence[Ready]) -> Mapping[str, str]:
+        """`account.refused` of islands that hold this island's state."""
+        causes = refused(self.position.account, readies, self._held.terms)
+        cause = causes.get(self._identity.island)
+        if cause is not None and self.position.round == 0 and self._settings.index < self._config.start_islands:
+            raise OuterError(f"island.index is {self._settings.index}: {cause}; give each island its own index")
+        return causes
 
     @property
     def _leader(self) -> Presence:
