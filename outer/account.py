@@ -29,6 +29,7 @@ NUM_SPARES = 16
 MISSED_COMMITS = 1
 """An island may miss so many and keep its lease: its progress may be put on top of the later state."""
 MAX_OPEN = 1 << 24
+"""Units that a peer's or a file's account may have leased or returned."""
 Holder = Annotated[str, Field(max_length=64, pattern=r"^#?[A-Za-z0-9._-]+$")]
 
 
@@ -52,7 +53,7 @@ class Lease(Message):
 
 
 class Account(Message):
-    """Whose the units are. Raises when two places have the same unit."""
+    """Whose the units are. From a peer or a file it is refused when two places have the same unit."""
 
     frontier: int = Field(default=0, ge=0, le=MAX_UNIT)
     """The first unit that has never been leased."""
@@ -234,7 +235,8 @@ def _extended(runs: Runs, more: Runs) -> Runs:
 
 def _account(frontier: int, returned: Iterable[range], leases: Mapping[str, Lease]) -> Account:
     in_order = {name: leases[name] for name in sorted(leases)}
-    return Account(frontier=frontier, returned=tuple(sorted(returned, key=_first)), leases=in_order)
+    # Not checked again: that takes as long as all open units are many, on every island in every commit.
+    return Account.model_construct(frontier=frontier, returned=tuple(sorted(returned, key=_first)), leases=in_order)
 
 
 def _first(run: range) -> int:
