@@ -174,7 +174,7 @@ def assembled(
     corpus = load_corpus(config, island)
     num_sequences = config.optimizer.tokens_per_step // config.data.seq_len
     num_islands = config.outer.start_islands
-    batches = IslandBatches(corpus, config.data.seq_len, config.seed, island.index, num_islands, num_sequences)
+    batches = IslandBatches(corpus, config.data.seq_len, config.seed, num_islands, num_sequences)
     trainer = build_trainer(config, island, corpus, device)
     lock = hold_folder(folder) if team.is_leader else None
     metrics = open_metrics(config, island, folder) if team.is_leader else None
@@ -194,7 +194,8 @@ def assembled(
         )
         hooks = build_hooks(island.faults, island.index, team.rank, folder)
         most = 2 * config.outer.inner_steps * config.optimizer.tokens_per_step  # a round's, and one re-based
-        settings = Settings(max_tokens=most, joins=island.joins, cache_dir=folder / "incoming", hooks=hooks)
+        incoming = folder / "incoming"
+        settings = Settings(most, island.joins, island.index, cache_dir=incoming, hooks=hooks)
         moments = None if config.outer.moments is None else ParamsAndMoments(trainer.params, trainer.optimizers)
         outer = OuterLoop(config.outer, identity, moments or trainer.params, team, network, loop, settings)
         Probe(network.messenger, Greeter(config.hash, lambda: outer.position.round))

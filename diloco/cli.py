@@ -306,9 +306,9 @@ def is_users(error: BaseException) -> bool:
 
 
 def end(code: int) -> None:
-    """Leave without the interpreter's shutdown where gloo may be loaded: its threads abort in it now and then."""
+    """Leave without the interpreter's shutdown where gloo or Arrow is: their threads abort or hang in it at times."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if "torch" in sys.modules:
+    if {"torch", "pyarrow"} & sys.modules.keys():
         os._exit(code)
     sys.exit(code)

@@ -10,11 +10,12 @@ import time
 from contextlib import nullcontext
 
 from diloco.assemble import Parts
-from diloco.measure import Reading, evaluation, read_step, step_record
+from diloco.measure import ReadUnit, evaluation, read_unit, step_record
 from diloco.metrics import EventRecord, RoundRecord
 from diloco.progress import NOTHING, Place, Progress, Resumed
 from inner.trainer import StepResult
 from outer.reports import CaughtUp, Landing, RoundReport
+from outer.runs import triple
 from outer.state import Position
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ def run(parts: Parts) -> None:
             life.go_on(caught)
     parts.heartbeat.rest("leaving")
     outer.finish()
+    account = outer.position.account
+    parts.event("account", f"{account.trained} units of text trained; {account.open} leased or returned, not trained")
     parts.event("left", f"the run's {parts.config.outer.rounds} rounds are done")
 
 
@@ -68,17 +71,19 @@ class Life:
     def inner_steps(self) -> None:
         """Train until the round's inner steps are done, or until going on would be in vain."""
         parts, outer, trainer = self.parts, self.parts.outer, self.parts.trainer
-        # Learning-rate schedule and data position follow from the round, however many steps the last one had here.
+        if outer.reading.num_left == 0 and outer.in_flight is not None:
+            self.land()  # Only a commit gives this island more to read.
+        # The learning-rate schedule follows from the round, however many steps the last one had here.
         begin = outer.schedule.begin(outer.round)
         trainer.inner_step = begin + self.begun_at
         last = begin + outer.inner_steps()
         self.begun_at = 0
-        while True:
+        while outer.reading.num_left > 0:
             result = train(parts)
             self.made += Progress(1, 0 if result.is_skipped else result.tokens)
             left = last - trainer.inner_step
             cause = outer.interruption(left)
-            is_over = left <= 0 or cause
+            is_over = left <= 0 or cause or outer.reading.num_left == 0
             if outer.in_flight is not None and (is_over or trainer.inner_step - begin >= outer.schedule.delay):
                 self.land()
             if outer.in_flight is None and parts.wishes.next(outer.round).save:
@@ -158,7 +163,7 @@ def count_moments(parts: Parts, landed: int | None = None) -> None:
 def train(parts: Parts) -> StepResult:
     """One inner step, measured and recorded."""
     parts.heartbeat.begin("inner step")
-    reading = read_step(parts.batches, parts.trainer)
+    reading = read_unit(parts.batches, parts.outer.reading.next_unit(), parts.trainer)
     started = time.monotonic()
     result = parts.trainer.step(reading.micro_batches)
     parts.slow_down(time.monotonic() - started)
@@ -180,7 +185,7 @@ def evaluate(parts: Parts) -> None:
         log.info("round %d: held-out loss %.4f, %.4f bits per byte", record.round, record.loss, record.bits_per_byte)
 
 
-def record_step(parts: Parts, result: StepResult, reading: Reading) -> None:
+def record_step(parts: Parts, result: StepResult, reading: ReadUnit) -> None:
     """One line in metrics.jsonl, on the island's leader."""
     if parts.metrics is None or parts.speed is None:
         return
@@ -192,6 +197,7 @@ def record_round(parts: Parts, report: RoundReport, progress: Progress, landing:
     """One line in metrics.jsonl; being alone is said loudly, it is what a broken network looks like."""
     if parts.metrics is None:
         return
+    account = parts.outer.position.account
     parts.metrics.round(
         RoundRecord(
             round=report.round,
@@ -209,6 +215,10 @@ def record_round(parts: Parts, report: RoundReport, progress: Progress, landing:
             tokens=progress.tokens,
             stalled_seconds=landing.waited_seconds if report.is_committed else 0.0,
             gated=report.gated,
+            base=report.base,
+            units=[triple(run) for run in report.units],
+            trained_units=account.trained,
+            open_units=account.open,
         )
     )
     for peer, kind, text, count in parts.network.refusals.drain():

@@ -39,7 +39,7 @@ def speedometer(config: RunConfig, island: IslandConfig, corpus: Corpus, device:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadUnit:
     """What a step has read, and how long it waited for that."""
 
     micro_batches: list[Tensor]
@@ -49,16 +49,16 @@ class Reading:
     seconds: float
 
 
-def read_step(batches: IslandBatches, trainer: Trainer) -> Reading:
-    """The text of the trainer's next inner step."""
+def read_unit(batches: IslandBatches, unit: int, trainer: Trainer) -> ReadUnit:
+    """This rank's share of a unit, for the trainer's next inner step."""
     started_at = time.perf_counter()
-    step, micro_batch = trainer.inner_step, trainer.settings.micro_batch
-    micro_batches = batches.micro_batches(step, trainer.data_rank, trainer.num_data_ranks, micro_batch)
+    micro_batch = trainer.settings.micro_batch
+    micro_batches = batches.micro_batches(unit, trainer.data_rank, trainer.num_data_ranks, micro_batch)
     seconds = time.perf_counter() - started_at
-    return Reading(micro_batches, batches.tokens_by_source(step) if batches.is_mixed else {}, seconds)
+    return ReadUnit(micro_batches, batches.tokens_by_source(unit) if batches.is_mixed else {}, seconds)
 
 
-def step_record(result: StepResult, tokens: int, speed: Speedometer, reading: Reading) -> StepRecord:
+def step_record(result: StepResult, tokens: int, speed: Speedometer, reading: ReadUnit) -> StepRecord:
     """The record of an inner step; `tokens` are all that have been trained on so far."""
     tokens_per_second = result.tokens / result.seconds
     return StepRecord(

@@ -40,7 +40,7 @@ class RoundRecord:
     participants: tuple[str, ...]
     committed: bool
     digest: str
-    """Hex digest of the global params after the round."""
+    """Of the committed state after the round, hex."""
     bytes_sent: int
     bytes_received: int
     reduce_seconds: float
@@ -56,6 +56,14 @@ class RoundRecord:
     """Inner steps stood still so long for the round, all its attempts together; the rest was behind them."""
     gated: dict[str, int] = field(default_factory=dict)
     """By island: parts that this island's leader, as their reducer, left out of the mean."""
+    base: str = ""
+    """Digest of the committed state before the round."""
+    units: list[list[int]] = field(default_factory=list)
+    """Of text, read by what this island gave to the attempt: runs of [first, count, stride]."""
+    trained_units: int = 0
+    """In committed rounds, by all islands, as far as the account says after the attempt."""
+    open_units: int = 0
+    """Leased or returned then, and not trained."""
     time: float = field(default_factory=time.time)
     """The end of the attempt: the wait came first, then the reduce."""
     kind: Literal["round"] = "round"

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from diloco.accounting import data_account
 from diloco.faults import read_faults
 from diloco.metrics import EvalRecord
 from diloco.runfiles import IslandRecords, RunRecords, read_run, write_atomically
@@ -43,6 +44,7 @@ def summarise_records(run: RunRecords) -> Summary:
         "num_islands": run.num_islands,
         "bigram_loss": run.facts.bigram_loss if run.facts else None,
         **training_figures(run.islands),
+        **data_account(run.islands),
         "faults": dict(Counter(fault.kind for fault in read_faults(run.run_dir) if not fault.is_end)),
         "links": run.facts.links or None if run.facts else None,
         "wire_bytes_sent": run.facts.wire_bytes_sent if run.facts else None,
@@ -171,6 +173,9 @@ def summary_rows(summary: Summary) -> list[tuple[str, str, str]]:
         rows.append(("Inner steps in committed rounds", f"{summary['committed_share'] * 100:.1f} %", ""))
     if summary["source_tokens"]:
         rows.append(("Tokens by source", shares_of(summary["source_tokens"]), ""))
+    if summary["units_trained"] is not None:
+        figures = (f"{summary[f'units_{what}']:,}" for what in ("trained", "repeated", "open"))
+        rows.append(("Units of text trained, repeated, open", " / ".join(figures), ""))
     if summary["faults"]:
         kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(summary["faults"].items()))
         rows.append(("Faults inflicted", kinds, ""))

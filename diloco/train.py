@@ -22,7 +22,7 @@ from diloco.assemble import (
 from diloco.config import Config, IslandConfig, RunConfig, dump_config
 from diloco.initial import with_hash
 from diloco.logbook import Logbook
-from diloco.measure import evaluation, read_step, speedometer, step_record
+from diloco.measure import evaluation, read_unit, speedometer, step_record
 from diloco.metrics import Metrics
 from diloco.runfiles import write_atomically
 from diloco.signals import end_with_parent, on_stop
@@ -77,11 +77,11 @@ def train_data_parallel(
 ) -> None:
     """Every rank calls it; evaluates where the islands would have committed a round."""
     num_sequences = run.optimizer.tokens_per_step * num_islands // run.data.seq_len
-    batches = IslandBatches(corpus, run.data.seq_len, run.seed, 0, 1, num_sequences)
+    batches = IslandBatches(corpus, run.data.seq_len, run.seed, 1, num_sequences)
     speed = speedometer(run, island, corpus, trainer.settings.device) if metrics is not None else None
     tokens = 0
-    for _ in range(run.total_steps):
-        reading = read_step(batches, trainer)
+    for step in range(run.total_steps):
+        reading = read_unit(batches, step, trainer)
         result = trainer.step(reading.micro_batches)
         tokens += result.tokens
         if metrics is not None and speed is not None:

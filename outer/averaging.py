@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from outer.account import refused, settle
 from outer.agreement import Agreement
 from outer.attempt import Attempts
 from outer.coding import Coding
@@ -29,8 +30,8 @@ from outer.phases import Hooks
 from outer.presence import Identity, Presence, standing_of
 from outer.protocol import Protocol
 from outer.reduce import Mean, Reducer
-from outer.reports import RoundReport
-from outer.rounds import Plan, no, parse, yes
+from outer.reports import RoundReport, Settings
+from outer.rounds import Plan, Ready, no, parse, yes
 from outer.state import Position
 from outer.team import Team
 from outer.transports.base import Endpoint
@@ -58,7 +59,7 @@ class Side:
     pace: Pace
 
 
-def presence_of(side: Side, addresses: Sequence[tuple[str, str]], max_tokens: int) -> Presence:
+def presence_of(side: Side, addresses: Sequence[tuple[str, str]], settings: Settings) -> Presence:
     """What the leader shows of the island; `addresses` are (transport, control) of each rank."""
     config, identity, membership = side.config, side.identity, side.network.membership
     assert membership is not None, "the leader has a membership"
@@ -67,12 +68,23 @@ def presence_of(side: Side, addresses: Sequence[tuple[str, str]], max_tokens: in
         start_islands=config.start_islands,
         below_quorum=config.below_quorum,
         num_parts=len(side.held.space.parts),
-        max_tokens=max_tokens,
+        max_tokens=settings.max_tokens,
         max_round=config.num_rounds,
+        refused=partial(refused_by, side, settings.index),
     )
     protocol = Protocol(identity.island, rules, standing_of(side.held, is_coming=False))
     agreement = Agreement(protocol, side.network.messenger, membership, side.deadlines, identity.config_hash)
     return Presence(identity, addresses, side.held, agreement, membership, side.loop)
+
+
+def refused_by(side: Side, index: int, readies: Sequence[Ready]) -> Mapping[str, str]:
+    """`account.refused` of islands that hold this island's state. Raises OuterError for two with one island.index."""
+    position = side.held.mine.position
+    causes = refused(position.account, readies, side.held.terms)
+    cause = causes.get(side.identity.island)
+    if cause is not None and position.round == 0 and index < side.config.start_islands:
+        raise OuterError(f"island.index is {index}: {cause}; give each island its own index")
+    return causes
 
 
 class Averaging:
@@ -128,6 +140,8 @@ class Averaging:
             participants=plan.names,
             is_committed=is_committed,
             digest=self._side.held.digest,
+            base=plan.participants[0].digest,
+            units=snapshot.units,
             bytes_sent=sent,
             bytes_received=received,
             reduce_seconds=reduced - planned,
@@ -207,8 +221,10 @@ class Averaging:
 
     def _commit(self, plan: Plan, means: Mapping[int, Mean]) -> None:
         self._side.hooks.reached("apply", plan.round)
-        tokens = self._side.held.mine.position.tokens + sum(p.tokens for p in plan.participants)
-        self._side.held.commit(means, Position(round=plan.round + 1, tokens=tokens))
+        held, before = self._side.held, self._side.held.mine.position
+        tokens = before.tokens + sum(p.tokens for p in plan.participants)
+        account = settle(before.account, plan.participants, held.terms)
+        held.commit(means, Position(round=plan.round + 1, tokens=tokens, account=account))
         self.reducer.commit(plan.round, means)
         shares = weights_of([p.weight for p in plan.participants])
         self.share = shares[plan.names.index(self._side.identity.island)]

@@ -14,6 +14,11 @@ def part_digest(data: torch.Tensor) -> bytes:
     return blake2b(raw.numpy().data, digest_size=DIGEST_BYTES).digest()
 
 
+def seal(digest: str, account: str) -> str:
+    """The digest of a committed state: that of its parts, with the account of the data as JSON."""
+    return blake2b(f"{digest} {account}".encode(), digest_size=DIGEST_BYTES).hexdigest()
+
+
 def combine(digests: Sequence[bytes]) -> str:
     """One digest, 32 hex characters, for all parts; `digests` in part order."""
     # Equal lengths make the concatenation unambiguous.

@@ -43,7 +43,7 @@ class Description(Message):
     """What a donor says of its state after a round."""
 
     digest: str = Field(pattern=r"^[0-9a-f]{16,64}$")
-    """Of params and momentum; the joiner must find the same."""
+    """Of params, momentum and the position's account; the joiner must find the same."""
     position: Position
     fingerprint: str = Field(pattern=r"^[0-9a-f]{16,64}$")
     """Of the canonical space."""

@@ -17,7 +17,7 @@ from math import prod
 
 from outer.config import OuterConfig
 from outer.errors import InputError
-from outer.space import Group, Kind, TensorSpec
+from outer.space import Group, Kind, Space, TensorSpec
 
 FINE_ELEMENTS = 4096
 """A tensor with fewer is worth its bytes: like norms and biases it never gets fewer than 8 bits an element."""
@@ -179,3 +179,13 @@ def _union(units: Sequence[Unit]) -> set[str]:
 def _layer_of(spec: TensorSpec) -> int | None:
     """The first number in a dotted name: layers.3.wq is of layer 3; None when there is none."""
     return next((int(word) for word in spec.name.split(".") if word.isdigit()), None)
+
+
+def steps_behind(space: Space, schedule: Schedule, rounds_done: int, landed: int | None) -> dict[str, int]:
+    """By parameter, the inner steps of the run behind its second moments: of those a round has sent, None: of all."""
+    steps = {}
+    for number, group in enumerate(space.groups):
+        if group.kind == "exp_avg_sq" and (landed is None or space.sends(landed, number)):
+            last = schedule.last_end(group.fragment, group.period, rounds_done)
+            steps |= dict.fromkeys(map(param_name, group.names), last)
+    return steps

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from outer.account import Account, Terms, reopen, to_json
 from outer.coding import Coding
 from outer.config import OuterConfig
-from outer.digest import combine
+from outer.digest import combine, seal
 from outer.exchange import Exchange, Params
 from outer.fragments import groups_of, with_moments
 from outer.reduce import Mean
+from outer.runs import Runs
 from outer.space import Space
 from outer.state import GlobalState, PartState, Position
 from outer.team import Team
@@ -33,6 +35,8 @@ class Snapshot:
     """Trained since the last round was sent."""
     weight: int
     """Trained since the fragment was averaged last: what the pseudo-gradient stands for."""
+    units: Runs
+    """Of text, read since the last commit."""
 
 
 class IslandState:
@@ -49,8 +53,10 @@ class IslandState:
         moments = [part.index for part in self.space.parts if part.is_moment]
         self.mine = GlobalState(self.exchange.gather(), config.optimizer, moments)
         """What this rank carries."""
-        self.digest = self.combine(self.mine.digests(), team)
-        """Of global params and outer momentum, over all ranks; changes by `commit` and `replace`."""
+        self.terms = Terms(inner_steps=config.inner_steps)
+        self.mine.position = Position(round=0, tokens=0, account=reopen(Account(), config.start_islands, self.terms))
+        self.digest = self._digest(team)
+        """Of the committed state over all ranks, with its account; changes by `commit` and `replace`."""
 
     def pseudo_grads(self, round_number: int | None = None) -> dict[int, torch.Tensor]:
         """This rank's parts of the pseudo-gradient, fp32; of what a round sends, or None: of all."""
@@ -67,7 +73,7 @@ class IslandState:
         """One outer step of the parts in `means`. Local params stay as they are: see `merge`."""
         values = {index: mean.values for index, mean in means.items()}
         self.mine.commit(values, position, {index: mean.payload for index, mean in means.items()})
-        self.digest = self.combine(self.mine.digests(), self._team.background)
+        self.digest = self._digest(self._team.background)
 
     def merge(self, round_number: int, mix: float) -> None:
         """Local params and moments that the round sent become mix x local + (1 - mix) x global."""
@@ -98,7 +104,7 @@ class IslandState:
     def restore(self, parts: Mapping[int, PartState], position: Position) -> None:
         """A state that was saved, in place of the global state; local params are left alone."""
         self.mine.replace(parts, position)
-        self.digest = self.combine(self.mine.digests(), self._team)
+        self.digest = self._digest(self._team)
 
     def rebase(self, pseudo_grads: Mapping[int, torch.Tensor]) -> None:
         """Local params become global params minus these parts: progress made on an earlier state, put on this one.
@@ -121,3 +127,6 @@ class IslandState:
         """One digest of all ranks' parts, in part order."""
         merged = {i: digest for digests in team.gather(digests_by_part) for i, digest in digests.items()}
         return combine([merged[i] for i in sorted(merged)])
+
+    def _digest(self, team: Team) -> str:
+        return seal(self.combine(self.mine.digests(), team), to_json(self.mine.position.account))

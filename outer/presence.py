@@ -12,6 +12,7 @@ from outer.island_state import IslandState, Snapshot
 from outer.loop import LoopThread
 from outer.membership.base import Member, Membership
 from outer.rounds import Goodbye, Ready, Standing, pack_carriers
+from outer.runs import count
 
 LEAVE_SECONDS = 3.0
 
@@ -78,6 +79,8 @@ class Presence:
             weight=snapshot.weight,
             base_tokens=standing.tokens,
             digest=standing.digest,
+            first=snapshot.units[0][0] if snapshot.units else 0,
+            units=count(snapshot.units),
             step_seconds=step_seconds,
             carriers=pack_carriers(self._held.exchange.carriers),
             epoch=epoch,

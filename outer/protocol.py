@@ -82,6 +82,8 @@ class Protocol:
             return behind
         shut_out = self.ballot.shut_out(self.standing.round) if self.present - self.lost else frozenset[str]()
         agreeing = {name: r for name, r in ready.items() if r.digest == self.own.digest and name not in shut_out}
+        shut_out |= self.rules.refused([agreeing[name] for name in sorted(agreeing)]).keys()
+        agreeing = {name: r for name, r in agreeing.items() if name not in shut_out}
         if self.me in shut_out:
             return None  # The others go on without this island; it takes their state then.
         if short := self._short(agreeing, is_late=is_late):
@@ -267,7 +269,7 @@ class Protocol:
             return "it has been given up here"
         if self.phase != "gathering" or self.own is None or self.plan is not None:
             return f"{self.me!r} is {self.phase} in round {self.standing.round}"
-        return objection(plan, self.own, self.rules.num_parts, self.next_attempt)
+        return objection(plan, self.own, self.rules, self.next_attempt)
 
     def _accept(self, plan: Plan) -> None:
         self.plan, self.phase, self.is_asking = plan, "reducing", False

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from outer.errors import OuterError
 from outer.phases import NO_HOOKS, Hooks
+from outer.runs import Runs
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,8 @@ class Settings:
     """Most tokens that any island trains on in a round; larger claims are refused."""
     joins: bool = False
     """Never begin a run: take the state of others."""
+    index: int = 0
+    """Which of the first leases of text is this island's; none from start_islands on."""
     cache_dir: Path | None = None
     """Where parts of a state are kept while they come; None: a restarted island takes all of them anew."""
     hooks: Hooks = NO_HOOKS
@@ -29,7 +32,11 @@ class RoundReport:
     participants: list[str]
     is_committed: bool
     digest: str
-    """Of the global params and outer momentum afterwards."""
+    """Of the committed state afterwards."""
+    base: str
+    """Of the committed state before."""
+    units: Runs
+    """Of text, read by what this island gave to the attempt."""
     bytes_sent: int
     bytes_received: int
     reduce_seconds: float

@@ -42,7 +42,7 @@ class Standing(Message):
     tokens: int = Field(ge=0, lt=MAX_TOKENS)
     """That all committed pseudo-gradients were trained on. Of two histories the one with more tokens survives."""
     digest: str = Digest
-    """Of the global params and outer momentum."""
+    """Of the global params, the outer momentum and the account of the data."""
     attempt: int = Field(default=0, ge=0, lt=1 << 20)
     """In an answer: the least attempt for which the asked island would plan with the asking one."""
     is_coming: bool = True
@@ -69,7 +69,10 @@ class Ready(Message):
     base_tokens: int = Field(ge=0, lt=MAX_TOKENS)
     """Behind those global params: `Standing.tokens`."""
     digest: str = Digest
-    """Of the global params and outer momentum that the inner steps began from."""
+    """Of the committed state that the inner steps began from: global params, outer momentum, account of the data."""
+    first: int = Field(default=0, ge=0, lt=1 << 60)
+    units: int = Field(default=0, ge=0, lt=1 << 53)
+    """The units of text that the progress has read: so many of the island's lease, which begins with `first`."""
     step_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Median time of an inner step; 0: not measured."""
     carriers: list[tuple[int, int]] = Field(max_length=1 << 20)

@@ -36,6 +36,8 @@ class SavedFacts(Message):
     last_rounds: list[tuple[int, int]] = Field(default=[])
     """(fragment, round) of the means kept."""
     share: float
+    units: int = Field(default=0, ge=0)
+    """Of the island's lease, read by its progress."""
 
 
 def tensors_of(held: IslandState, reducer: Reducer) -> dict[str, torch.Tensor]:
@@ -87,7 +89,9 @@ def restore(held: IslandState, reducer: Reducer, facts: SavedFacts, tensors: Map
         reducer.last_means[fragment] = round_number, mine
 
 
-def facts_of(held: IslandState, reducer: Reducer, weights: Sequence[int], share: float) -> dict[str, object]:
+def facts_of(
+    held: IslandState, reducer: Reducer, weights: Sequence[int], share: float, units: int
+) -> dict[str, object]:
     """What goes with `tensors_of`, as JSON values."""
     facts = SavedFacts(
         position=held.mine.position,
@@ -96,6 +100,7 @@ def facts_of(held: IslandState, reducer: Reducer, weights: Sequence[int], share:
         weights=list(weights),
         last_rounds=[(fragment, number) for fragment, (number, _) in sorted(reducer.last_means.items())],
         share=share,
+        units=units,
     )
     return facts.model_dump(mode="json")
 

@@ -5,7 +5,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from outer.account import to_json
 from outer.deadlines import Deadlines
+from outer.digest import seal
 from outer.donor import Description, MeanRequest, PartRequest, StateRequest, TakenRequest
 from outer.errors import DeadlineError, MessageError, TransportError
 from outer.membership.base import Member, Messenger
@@ -116,7 +118,7 @@ class Source:
 async def find_description(
     sources: Sequence[Source], round_number: int | None, digest: str | None = None
 ) -> Description:
-    """The first description of a round, with this digest if one is given. Raises TransportError, naming all."""
+    """The first description of a round, if a digest is given one whose parts have it. Raises TransportError."""
     give_up_at = time.monotonic() + DESCRIBE_SECONDS
     while True:
         answers = [asyncio.create_task(_answer(source, round_number)) for source in sources]
@@ -126,17 +128,15 @@ async def find_description(
                 name, answer = await coming
                 if isinstance(answer, TransportError):
                     causes.append(f"{name}: {answer}")
-                elif digest in (None, answer.digest):
+                elif digest is None or answer.digest == (ours := seal(digest, to_json(answer.position.account))):
                     return answer
                 else:
-                    differing.append(f"{name} says {answer.digest}")
+                    differing.append(f"{name} says {answer.digest}, here it is {ours}")
         finally:
             for task in answers:
                 task.cancel()
         if differing:
-            raise MessageError(
-                f"the state taken has digest {digest}, not that of round {round_number}: {'; '.join(differing)}"
-            )
+            raise MessageError(f"the state taken is not that of round {round_number}: {'; '.join(differing)}")
         # A donor's leader describes a round a moment after its ranks have come to it.
         if time.monotonic() > give_up_at:
             raise TransportError(f"no island describes round {round_number}: {'; '.join(causes)}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from pydantic import Field
 
+from outer.account import Account
 from outer.codecs.checks import is_finite
 from outer.config import OuterOptimizerConfig
 from outer.digest import part_digest
@@ -30,6 +31,8 @@ class Position(Message):
     """Rounds committed."""
     tokens: int = Field(ge=0, lt=1 << 62)
     """Tokens that all committed pseudo-gradients were trained on."""
+    account: Account = Account()
+    """Of the data; left out where a part's position is told."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ class GlobalState:
         """A carried part for a joiner: one line of JSON with the position, then params and momentum, raw fp32."""
         self._check_carried(index)
         with self._lock:
-            header = self.position.model_dump_json().encode() + b"\n"
+            header = self.position.model_dump_json(exclude={"account"}).encode() + b"\n"
             return b"".join((header, raw_bytes(self.parts[index]), raw_bytes(self._momentum(index))))
 
     def mean(self, index: int, round_number: int) -> bytes | None:

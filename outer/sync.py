@@ -23,14 +23,16 @@ from outer.donor import Donor
 from outer.errors import BehindError, OuterError, TransportError
 from outer.exchange import Params
 from outer.flight import Flight
-from outer.fragments import param_name, schedule_of
+from outer.fragments import schedule_of, steps_behind
 from outer.island_state import IslandState, Snapshot
 from outer.loop import LoopThread
 from outer.network import Network
 from outer.pace import Pace
 from outer.parts_cache import PartsCache
 from outer.presence import Identity, Presence
+from outer.reading import Reading
 from outer.reports import CaughtUp, Landing, RoundReport, Settings
+from outer.runs import count
 from outer.state import Position
 from outer.taking import Taken, Taker
 from outer.team import Team
@@ -64,6 +66,7 @@ class OuterLoop:
         coding, hooks = coding_of(config), self._settings.hooks
         self.schedule = schedule_of(config)
         self._held = IslandState(config, coding, params, team)
+        self.reading = Reading(identity.island, self._settings.index, identity.incarnation, self._held.terms)
         self._weights = [0] * config.fragments
         """By fragment: tokens trained since it was sent last, up to the last round that landed."""
         deadlines = Deadlines(config.wait_seconds)
@@ -75,7 +78,7 @@ class OuterLoop:
         self._ahead: dict[int, torch.Tensor] | None = None
         """What local params of the fragment on its way went on from, by carried part; None: they were left alone."""
         addresses = team.gather((network.transport.address, network.messenger.address))
-        self._presence = presence_of(self._side, addresses, self._settings.max_tokens) if team.is_leader else None
+        self._presence = presence_of(self._side, addresses, self._settings) if team.is_leader else None
         self._averaging.presence = self._presence
         if self._presence is not None:
             self._presence.agreement.on_no = self._averaging.attempts.note_no
@@ -83,6 +86,8 @@ class OuterLoop:
             network.messenger.serve("vote", self._averaging.attempts.on_vote)
         self._taker = Taker(self._held, self._fetch, team, loop, lambda: self._leader.find_donors())
         self._has_entered_late = False
+        self._resumed_units = 0
+        """Read by the progress that a checkpoint held."""
 
     @property
     def position(self) -> Position:
@@ -91,7 +96,7 @@ class OuterLoop:
 
     @property
     def digest(self) -> str:
-        """Of the global params and outer momentum that this island holds."""
+        """Of the committed state that this island holds."""
         return self._held.digest
 
     @property
@@ -111,12 +116,15 @@ class OuterLoop:
         if self._presence is not None:
             self._presence.announce()
         included = None
-        if self._team.on_leader(self._has_donors):
+        if is_behind := self._team.on_leader(self._has_donors):
             self._take_state()
         elif self._settings.joins:
             raise OuterError("this island joins a run, and no island that has committed a round can be found in it")
         elif self.position.round:
             included = []  # A state that was saved is as good as one just committed: others may take it.
+        self.reading.begin(self.position.account)
+        if not is_behind:
+            self.reading.take_up(self._resumed_units)
         self._averaging.stand(is_coming=True, included=included)
         return self.position
 
@@ -179,12 +187,7 @@ class OuterLoop:
 
         By the round that has just landed, if it sent them; None: by the state of others. 0: they were never averaged.
         """
-        space, steps = self._held.space, {}
-        for number, group in enumerate(space.groups):
-            if group.kind == "exp_avg_sq" and (landed is None or space.sends(landed, number)):
-                last = self.schedule.last_end(group.fragment, group.period, self.position.round)
-                steps |= dict.fromkeys(map(param_name, group.names), last)
-        return steps
+        return steps_behind(self._held.space, self.schedule, self.position.round, landed)
 
     def finish(self) -> None:
         """The run is over: stay until the others have the last round, take it from them if this one has not."""
@@ -204,7 +207,7 @@ class OuterLoop:
         """What a checkpoint holds: this rank's tensors as they are, and facts. No round may be on its way."""
         assert self._flight is None, "what a round on its way will commit is not known yet"
         reducer = self._averaging.reducer
-        facts = saved.facts_of(self._held, reducer, self._weights, self._averaging.share)
+        facts = saved.facts_of(self._held, reducer, self._weights, self._averaging.share, count(self.reading.read))
         return saved.tensors_of(self._held, reducer), facts
 
     def room(self, names: Collection[str]) -> dict[str, torch.Tensor]:
@@ -215,7 +218,7 @@ class OuterLoop:
         """Go on from what was saved, before `begin`; local params have been loaded. Raises InputError."""
         read = saved.read_facts(facts)
         saved.restore(self._held, self._averaging.reducer, read, tensors)
-        self._weights, self._averaging.share = read.weights, read.share
+        self._weights, self._averaging.share, self._resumed_units = read.weights, read.share, read.units
         if self._presence is not None:
             self._presence.resume()
 
@@ -225,11 +228,13 @@ class OuterLoop:
         fragment = self._held.space.fragment_of(self.round)
         pseudo_grads = self._held.pseudo_grads(self.round)
         norm = self._held.norm(pseudo_grads)
-        return Snapshot(self.round, fragment, pseudo_grads, norm, tokens, self._weights[fragment] + tokens)
+        weight = self._weights[fragment] + tokens
+        return Snapshot(self.round, fragment, pseudo_grads, norm, tokens, weight, self.reading.read)
 
     def _merge(self, snapshot: Snapshot) -> None:
         self._side.hooks.reached("applied", snapshot.round)
         self._has_entered_late = False
+        self.reading.settle(self.position.account, count(snapshot.units))
         self._weights = [weight + snapshot.tokens for weight in self._weights]
         self._weights[snapshot.fragment] = 0
         if self._ahead is None:
@@ -261,8 +266,9 @@ class OuterLoop:
     def _caught_up(self, behind: BehindError, snapshot: Snapshot) -> CaughtUp:
         """Take the state that survives; what is raised then says whether this island's progress was put on top of it.
 
-        It is, when exactly one commit was missed, of this island's own history, and that commit does not contain it
-        already. What is re-based once and misses a commit again is dropped.
+        It is, when exactly one commit was missed, of this island's own history, that commit does not contain it
+        already, and no other island has been given what it read. What is re-based once and misses a commit again is
+        dropped.
         """
         digest, progress = self.digest, self._held.pseudo_grads()
         for part, values in (self._ahead or {}).items():
@@ -276,10 +282,12 @@ class OuterLoop:
             and is_same
             and self._identity.incarnation not in taken.description.included
             and 2 * snapshot.weight <= self._settings.max_tokens
+            and self.reading.go_on(self.position.account)
         )
         if is_kept:
             self._held.rebase(progress)
         else:
+            self.reading.begin(self.position.account)
             self._weights = [0] * len(self._weights)
         if not is_same:
             self._averaging.reducer.forget()

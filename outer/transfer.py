@@ -112,7 +112,7 @@ class Fetch:
         return await find_description(self._sources, round_number)
 
     async def check(self, round_number: int, digest: str) -> Description:
-        """The description of a round whose state has this digest over all ranks. Raises MessageError, naming donors.
+        """The description of a round whose parts have this digest over all ranks. Raises MessageError, naming donors.
 
         It raises when no donor confirms the digest; then `forget` on every rank.
         """

@@ -1,7 +1,7 @@
 """What an island that is ready may find: a plan, that it is behind, that too few have come; and the rules for it."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +20,8 @@ class Rules:
     max_tokens: int = 1 << 52
     """Most tokens that an island can have trained on in a round."""
     max_round: int = 1 << 29
+    refused: Callable[[Sequence[Ready]], Mapping[str, str]] = lambda readies: {}
+    """Of islands that hold this island's state those that cannot be in one plan with the ones before, and why."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def majority(digests: Iterable[str]) -> str:
     return min(counts, key=lambda digest: (-counts[digest], digest))
 
 
-def objection(plan: Plan, own: Ready, num_parts: int, first_attempt: int = 0) -> str | None:
+def objection(plan: Plan, own: Ready, rules: Rules, first_attempt: int = 0) -> str | None:
     """Why `own`'s island cannot take part in the plan, or None: it is there as it is now, all hold its state.
 
     `first_attempt`: the least for which it has given its word to no plan yet.
@@ -62,10 +64,10 @@ def objection(plan: Plan, own: Ready, num_parts: int, first_attempt: int = 0) ->
         if participant.digest != own.digest:
             return f"the state of {participant.island!r} differs from that of {own.island!r}"
         try:
-            participant.check(num_parts)
+            participant.check(rules.num_parts)
         except MessageError as error:
             return str(error)
-    return None
+    return next(iter(rules.refused(plan.participants).values()), None)
 
 
 def find_behind(me: str, own: Standing, live: Mapping[str, Standing], *, is_settled: bool) -> Behind | None:

@@ -1,4 +1,4 @@
-"""Which sequences are read when: a pure function of seed, step and island, with nothing to save or restore."""
+"""Which sequences a unit of text has: a pure function of the seed, with nothing to save or restore."""
 
 from collections.abc import Iterator
 
@@ -17,20 +17,19 @@ PADDING = -100
 class SequenceOrder:
     """The infinite order in which `num_sequences` sequences are read: each epoch once all of them, shuffled anew."""
 
-    def __init__(self, num_sequences: int, seed: int, rotation: int = 0) -> None:
+    def __init__(self, num_sequences: int, seed: int) -> None:
         self.num_sequences = num_sequences
-        self._rotation = rotation
         self._seed = seed
         self._epoch = -1
         self._permutation = np.empty(0, dtype=np.int64)
 
     def __getitem__(self, position: int) -> int:
-        """The sequence at `position` >= 0; positions run on over the epochs, `rotation` shifts within each."""
+        """The sequence at `position` >= 0; positions run on over the epochs."""
         epoch, index = divmod(position, self.num_sequences)
         if epoch != self._epoch:
             self._permutation = self._shuffled(epoch)
             self._epoch = epoch
-        return int(self._permutation[(index + self._rotation) % self.num_sequences])
+        return int(self._permutation[index])
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         # RandomState, because numpy has frozen its streams: islands with other numpy versions read the same order.
@@ -39,14 +38,14 @@ class SequenceOrder:
 
 
 class IslandBatches:
-    """One island's share of the training text.
+    """The training text, cut into units: what an island reads in one inner step.
 
-    The order is cut into blocks of sequences_per_step; in step s island i of n reads block s*n + i:
+    Unit u has the positions [u, u + 1) x sequences_per_step of the order. As long as n islands make their steps
+    together, island i reads unit s*n + i in step s:
         step    island 0    island 1    island 2
-           0    block 0     block 1     block 2
-           1    block 3     block 4     block 5
-    One island with n times the sequences_per_step so reads the same sequences in every step. An island that
-    joins later, with i >= n, reads what island i mod n reads, rotated within each epoch by late_offset(i // n).
+           0    unit 0      unit 1      unit 2
+           1    unit 3      unit 4      unit 5
+    One island with n times the sequences_per_step so reads the same sequences in every step.
     """
 
     def __init__(
@@ -54,22 +53,20 @@ class IslandBatches:
         corpus: Corpus,
         seq_len: int,
         seed: int,
-        island_index: int,
         num_islands: int,
         sequences_per_step: int,
     ) -> None:
         self._texts = corpus.texts
         self._seq_len = seq_len
-        generation, self._slot = divmod(island_index, num_islands)
         self._num_sequences = [_num_windows(text, text.train, seq_len, "training") for text in corpus.texts]
-        orders = [SequenceOrder(number, seed, late_offset(generation, number)) for number in self._num_sequences]
+        orders = [SequenceOrder(number, seed) for number in self._num_sequences]
         self._order = MixedOrder(corpus.weights, orders, seed)
         self._num_islands = num_islands
         self._sequences_per_step = sequences_per_step
         self._require_one_step()
 
-    def micro_batches(self, step: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> list[torch.Tensor]:
-        """This rank's micro-batches of inner step `step` (from 0), each int64 [micro_batch, seq_len + 1] on the CPU."""
+    def micro_batches(self, unit: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> list[torch.Tensor]:
+        """This rank's micro-batches of a unit (from 0), each int64 [micro_batch, seq_len + 1] on the CPU."""
         per_rank = self._sequences_per_step // num_data_ranks
         if per_rank * num_data_ranks != self._sequences_per_step or per_rank % micro_batch:
             raise InputError(
@@ -77,7 +74,7 @@ class IslandBatches:
                 f"micro-batches of {micro_batch}; make tokens_per_step a multiple of "
                 f"{self._seq_len * num_data_ranks * micro_batch} (seq_len x data ranks x micro-batch)"
             )
-        first = self._first_position(step) + data_rank * per_rank
+        first = unit * self._sequences_per_step + data_rank * per_rank
         starts = range(first, first + per_rank, micro_batch)
         return [self._read(range(start, start + micro_batch)) for start in starts]
 
@@ -85,15 +82,12 @@ class IslandBatches:
     def is_mixed(self) -> bool:
         return len(self._texts) > 1
 
-    def tokens_by_source(self, step: int) -> dict[str, int]:
-        """How many tokens of each text all ranks together read in inner step `step`."""
-        first = self._first_position(step)
+    def tokens_by_source(self, unit: int) -> dict[str, int]:
+        """How many tokens of each text are in the unit."""
+        first = unit * self._sequences_per_step
         before, after = self._order.counts(first), self._order.counts(first + self._sequences_per_step)
         numbers = [(new - old) * self._seq_len for old, new in zip(before, after, strict=True)]
         return {text.name: number for text, number in zip(self._texts, numbers, strict=True)}
-
-    def _first_position(self, step: int) -> int:
-        return (step * self._num_islands + self._slot) * self._sequences_per_step
 
     def _read(self, positions: range) -> torch.Tensor:
         places = [self._order[position] for position in positions]
@@ -109,12 +103,6 @@ class IslandBatches:
                     f"reads {needed} ({self._num_islands} islands x {self._sequences_per_step}); give more text, "
                     "raise data.max_tokens, or lower tokens_per_step or seq_len"
                 )
-
-
-def late_offset(generation: int, num_sequences: int) -> int:
-    """Sequences that the n-th generation of late islands reads ahead, below num_sequences; generation 0 at 0."""
-    # Steps of the golden section stay far apart however many there are.
-    return generation * 618034 % 1000000 * num_sequences // 1000000
 
 
 def heldout_windows(

@@ -5,7 +5,6 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from inner.data.documents import Document, row_text
 from inner.data.hub import one_line, require_on_hub
@@ -53,22 +52,15 @@ class HuggingFaceSource:
             require_on_hub("dataset", self.dataset, CURE)
         # datasets takes a second to import: only who reads one pays for it.
         import datasets
-        from pyarrow.dataset import ParquetFragmentScanOptions
 
         try:
-            builder = datasets.load_dataset_builder(self.dataset, self.dataset_config)
-            settings: Any = builder.config
-            if hasattr(settings, "fragment_scan_options"):
-                # Reading ahead outlives a stream that is left, and aborts the interpreter when it exits meanwhile.
-                settings.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
-            rows: Any = builder.as_streaming_dataset(split=self.split)
-            yield from rows
+            yield from datasets.load_dataset(self.dataset, self.dataset_config, split=self.split, streaming=True)
         except Exception as error:
             # Builders, file systems and HTTP libraries each raise their own kind; all mean: not to be had.
             where = f"dataset {self.dataset!r} (config {self.dataset_config!r}, split {self.split!r})"
             raise InputError(f"{where} cannot be read: {one_line(error)}; {CURE}") from error
         finally:
-            # An Arrow reader that is left in the middle keeps threads that abort the interpreter when it exits.
+            # An Arrow reader that is left in the middle keeps threads that may abort the interpreter when it exits.
             gc.collect()
 
     def _is_local(self) -> bool:

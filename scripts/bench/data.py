@@ -68,7 +68,7 @@ def compare_loader(folder: Path, repeat: int) -> None:
     config = load_config(ROOT / "configs/quickstart.yaml")
     corpus = prepare_corpus(config.data, folder / "loader")
     per_step = config.optimizer.tokens_per_step // config.data.seq_len
-    batches = IslandBatches(corpus, config.data.seq_len, config.seed, 0, 1, per_step)
+    batches = IslandBatches(corpus, config.data.seq_len, config.seed, 1, per_step)
     files = list((folder / "loader").rglob("*.bin"))
     step = trainer_step(config, batches)
     rows: dict[str, list[float]] = {"model": [], "loader, pages in memory": [], "loader, files forgotten": []}

@@ -137,8 +137,17 @@ def run_islands(
     torch.optim.SGD([torch.zeros(1)])
     with ThreadPoolExecutor(len(scripts)) as pool:
         live = {
-            name: pool.submit(_live, name, script, config, model(), hub, faults.get(name), hooks.get(name, NO_HOOKS))
-            for name, script in scripts.items()
+            name: pool.submit(
+                _live,
+                name,
+                script,
+                config,
+                model(),
+                hub,
+                faults.get(name),
+                Settings(hooks=hooks.get(name, NO_HOOKS), index=index),
+            )
+            for index, (name, script) in enumerate(scripts.items())
         }
         return {name: future.result(GUARD_SECONDS) for name, future in live.items()}
 
@@ -150,7 +159,7 @@ def _live(
     model: dict[str, torch.Tensor],
     hub: Hub,
     fault: Wrap | None,
-    hooks: Hooks,
+    own: Settings,
 ) -> T:
     loop = LoopThread()
     settings = NetworkSettings(run_id="run", island=name, rank=0, hub=hub, connect_seconds=GUARD_SECONDS)
@@ -160,9 +169,7 @@ def _live(
             network.transport = fault(hub, network.transport)
         identity = identity_of(name)
         params = FakeParams(model)
-        return script(
-            Island(name, params, OuterLoop(config, identity, params, Team(), network, loop, Settings(hooks=hooks)))
-        )
+        return script(Island(name, params, OuterLoop(config, identity, params, Team(), network, loop, own)))
     finally:
         loop.run(network.close(), GUARD_SECONDS)
         loop.close()

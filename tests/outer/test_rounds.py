@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outer.account import Account, Terms, reopen
 from outer.ballot import Ballot
 from outer.donor import Description, PartRequest, StateRequest
 from outer.errors import MessageError
@@ -28,10 +29,11 @@ from outer.rounds import (
 )
 from outer.state import Position
 from outer.transports.base import Endpoint
-from outer.verdicts import majority, objection
+from outer.verdicts import Rules, majority, objection
 
 DIGESTS = {"x": "aa" * 16, "y": "bb" * 16, "z": "cc" * 16}
 NUM_PARTS = 5
+RULES = Rules(num_parts=NUM_PARTS)
 
 
 def ready(island: str, digest: str = "x", round_number: int = 3, **changes: object) -> Ready:
@@ -114,15 +116,15 @@ def test_plans_that_differ_in_anything_have_ids_of_their_own() -> None:
 
 
 def test_a_sound_plan_passes() -> None:
-    assert objection(plan_of("a", "b", attempt=1), ready("b"), NUM_PARTS) is None
+    assert objection(plan_of("a", "b", attempt=1), ready("b"), RULES) is None
 
 
 def test_a_plan_with_the_ready_of_an_attempt_before_passes_if_its_word_is_not_given() -> None:
     plan, own = plan_of("a", "b"), ready("b", attempt=2)
-    assert objection(plan, own, NUM_PARTS, first_attempt=0) is None
-    assert objection(plan, own, NUM_PARTS, first_attempt=1) == "'b' is not in the plan as it is now"
+    assert objection(plan, own, RULES, first_attempt=0) is None
+    assert objection(plan, own, RULES, first_attempt=1) == "'b' is not in the plan as it is now"
     later = changed(plan, participants=[ready("a"), ready("b", attempt=3)])
-    assert objection(later, own, NUM_PARTS) == "'b' is not in the plan as it is now"
+    assert objection(later, own, RULES) == "'b' is not in the plan as it is now"
 
 
 def changed(plan: Plan, **changes: object) -> Plan:
@@ -149,7 +151,7 @@ BAD_PLANS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
 @pytest.mark.parametrize("kind", BAD_PLANS)
 def test_a_plan_that_cannot_be_ours_is_refused(kind: str) -> None:
     change, text = BAD_PLANS[kind]
-    assert text in (objection(change(plan_of("a", "b", attempt=1)), ready("b"), NUM_PARTS) or "")
+    assert text in (objection(change(plan_of("a", "b", attempt=1)), ready("b"), RULES) or "")
 
 
 @given(carriers=st.lists(st.integers(0, 3), max_size=60))
@@ -182,7 +184,9 @@ def test_an_island_must_give_two_addresses_a_rank() -> None:
         ready("a", control_addresses=["c"]).check(NUM_PARTS)
 
 
+ACCOUNT = reopen(Account(frontier=9, returned=(range(2, 8, 3),)), 2, Terms(inner_steps=2))
 MESSAGES: list[Message] = [
+    ACCOUNT,
     ready("a"),
     plan_of("a", "b"),
     vote(plan_of("a", "b"), "a"),
@@ -193,6 +197,7 @@ MESSAGES: list[Message] = [
     Goodbye(island="a", incarnation="0" * 8, round=2, steps=3),
     StateRequest(round=None),
     Position(round=7, tokens=1 << 40),
+    Position(round=7, tokens=1 << 40, account=ACCOUNT),
     PartRequest(part=3),
     Description(
         digest="ab" * 16, position=Position(round=1, tokens=2), fingerprint="cd" * 16, carriers=[[0, 3], [1, 2]]

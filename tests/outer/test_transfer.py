@@ -17,10 +17,11 @@ import torch
 import outer.deadlines
 import outer.donor
 import outer.transfer
+from outer.account import to_json
 from outer.codecs import build_codec
 from outer.coding import uniform
 from outer.config import OuterOptimizerConfig
-from outer.digest import combine
+from outer.digest import combine, seal
 from outer.donor import Donor, Gate, PartRequest
 from outer.errors import MessageError, TransportError
 from outer.membership.base import Lane, Member, Messenger
@@ -100,7 +101,7 @@ class Island:
 
     @property
     def digest(self) -> str:
-        return combine([self.digests[i] for i in PARTS])
+        return seal(combine([self.digests[i] for i in PARTS]), to_json(self.states[0].position.account))
 
     def describe(self, digest: str | None = None, **changes: Any) -> None:
         fields = {"carriers": self.carriers, "fingerprint": SPACE.fingerprint, "included": [self.member.incarnation]}

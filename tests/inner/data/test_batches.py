@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inner.data.batches import PADDING, IslandBatches, SequenceOrder, heldout_windows, late_offset
+from inner.data.batches import PADDING, IslandBatches, SequenceOrder, heldout_windows
 from inner.data.corpus import Corpus, Text
 from inner.errors import InputError
 
@@ -26,8 +26,8 @@ def numbers(windows: Sequence[torch.Tensor]) -> list[int]:
     return [int(row[0]) // SEQ_LEN for window in windows for row in window]
 
 
-def step_of(batches: IslandBatches, step: int, num_data_ranks: int = 1, micro_batch: int = 1) -> list[int]:
-    ranks = [batches.micro_batches(step, r, num_data_ranks, micro_batch) for r in range(num_data_ranks)]
+def unit_of(batches: IslandBatches, unit: int, num_data_ranks: int = 1, micro_batch: int = 1) -> list[int]:
+    ranks = [batches.micro_batches(unit, r, num_data_ranks, micro_batch) for r in range(num_data_ranks)]
     return [number for rank in ranks for number in numbers(rank)]
 
 
@@ -46,48 +46,31 @@ def test_islands_together_read_what_one_data_parallel_run_reads(
 ) -> None:
     per_island = ranks * micro_batch * accumulate
     corpus = corpus_of(num_islands * per_island + spare)
-    islands = [IslandBatches(corpus, SEQ_LEN, seed, index, num_islands, per_island) for index in range(num_islands)]
-    together = [number for island in islands for number in step_of(island, step, ranks, micro_batch)]
-    alone = IslandBatches(corpus, SEQ_LEN, seed, 0, 1, per_island * num_islands)
-    assert together == step_of(alone, step)
+    batches = IslandBatches(corpus, SEQ_LEN, seed, num_islands, per_island)
+    units = range(step * num_islands, (step + 1) * num_islands)
+    together = [number for unit in units for number in unit_of(batches, unit, ranks, micro_batch)]
+    alone = IslandBatches(corpus, SEQ_LEN, seed, 1, per_island * num_islands)
+    assert together == unit_of(alone, step)
 
 
 def test_an_epoch_of_two_islands_reads_every_sequence_once() -> None:
-    islands = [IslandBatches(corpus_of(24), SEQ_LEN, 7, index, 2, 4) for index in range(2)]
-    read = [number for step in range(3) for island in islands for number in step_of(island, step)]
+    batches = IslandBatches(corpus_of(24), SEQ_LEN, 7, 2, 4)
+    read = [number for unit in range(6) for number in unit_of(batches, unit)]
     assert sorted(read) == list(range(24))
     assert read != list(range(24))
 
 
 def test_every_window_is_a_run_of_the_training_text() -> None:
-    batches = IslandBatches(corpus_of(8), SEQ_LEN, 0, 0, 1, 4)
+    batches = IslandBatches(corpus_of(8), SEQ_LEN, 0, 1, 4)
     for window in batches.micro_batches(0, 0, 1, 2):
         assert window.shape == (2, SEQ_LEN + 1)
         assert window.dtype == torch.int64
         assert torch.equal(window - window[:, :1], torch.arange(SEQ_LEN + 1).expand(2, -1))
 
 
-def test_the_mesh_does_not_change_what_a_step_reads() -> None:
-    batches = IslandBatches(corpus_of(40), SEQ_LEN, 3, 1, 2, 12)
-    assert step_of(batches, 5, 1, 12) == step_of(batches, 5, 3, 2) == step_of(batches, 5, 12, 1)
-
-
-def test_a_late_island_reads_other_sequences_than_the_island_in_its_slot() -> None:
-    corpus = corpus_of(100)
-    first, late, later = (IslandBatches(corpus, SEQ_LEN, 0, index, 2, 5) for index in (1, 3, 5))
-    for step in range(8):
-        assert not set(step_of(first, step)) & set(step_of(late, step))
-        assert not set(step_of(late, step)) & set(step_of(later, step))
-
-
-def test_late_offsets_spread_over_the_epoch() -> None:
-    assert [late_offset(generation, 1000) for generation in range(4)] == [0, 618, 236, 854]
-
-
-def test_two_late_islands_of_one_generation_are_disjoint() -> None:
-    corpus = corpus_of(100)
-    late = [IslandBatches(corpus, SEQ_LEN, 0, index, 2, 5) for index in (2, 3)]
-    assert not set(step_of(late[0], 0)) & set(step_of(late[1], 0))
+def test_the_mesh_does_not_change_what_a_unit_has() -> None:
+    batches = IslandBatches(corpus_of(40), SEQ_LEN, 3, 2, 12)
+    assert unit_of(batches, 5, 1, 12) == unit_of(batches, 5, 3, 2) == unit_of(batches, 5, 12, 1)
 
 
 def test_each_epoch_has_its_own_order() -> None:
@@ -105,16 +88,16 @@ def test_the_order_is_the_same_on_every_machine() -> None:
 def test_text_too_short_for_a_window_says_the_numbers() -> None:
     corpus = Corpus((Text(np.arange(4, dtype=np.uint16), np.arange(9, dtype=np.uint16), 9),), 260, 257)
     with pytest.raises(InputError, match=r"training text has 4 tokens, but one window needs 5"):
-        IslandBatches(corpus, SEQ_LEN, 0, 0, 1, 1)
+        IslandBatches(corpus, SEQ_LEN, 0, 1, 1)
 
 
 def test_text_too_short_for_a_step_says_the_numbers() -> None:
     with pytest.raises(InputError, match=r"10 sequences of 4 tokens, but one step reads 12 \(3 islands x 4\)"):
-        IslandBatches(corpus_of(10), SEQ_LEN, 0, 0, 3, 4)
+        IslandBatches(corpus_of(10), SEQ_LEN, 0, 3, 4)
 
 
 def test_a_step_that_does_not_divide_says_the_multiple() -> None:
-    batches = IslandBatches(corpus_of(10), SEQ_LEN, 0, 0, 1, 10)
+    batches = IslandBatches(corpus_of(10), SEQ_LEN, 0, 1, 10)
     with pytest.raises(InputError, match=r"tokens_per_step a multiple of 16 "):
         batches.micro_batches(0, 0, 2, 2)
 

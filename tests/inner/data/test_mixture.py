@@ -103,7 +103,7 @@ def test_sources_do_not_alternate() -> None:
 
 
 def test_windows_come_from_the_source_of_their_position_and_are_counted_by_it() -> None:
-    batches = IslandBatches(corpus_of([2, 1], [40, 40], [1, 1]), SEQ_LEN, 0, 1, 2, 8)
+    batches = IslandBatches(corpus_of([2, 1], [40, 40], [1, 1]), SEQ_LEN, 0, 2, 8)
     for step in range(5):
         rows = np.concatenate([batch.numpy() for batch in batches.micro_batches(step, 0, 1, 2)])
         assert (np.diff(rows) == 1).all()
@@ -127,7 +127,7 @@ def test_bits_per_byte_weighs_texts_as_the_loss_does() -> None:
 
 def test_a_source_too_short_for_its_share_of_a_step_is_named() -> None:
     with pytest.raises(InputError, match=r"training text of 'source-1' has 3 sequences of 4 tokens, .* reads 4 "):
-        IslandBatches(corpus_of([1, 1], [50, 3], [1, 1]), SEQ_LEN, 0, 0, 2, 4)
+        IslandBatches(corpus_of([1, 1], [50, 3], [1, 1]), SEQ_LEN, 0, 2, 4)
 
 
 def entry(name: str, **more: object) -> dict[str, object]:

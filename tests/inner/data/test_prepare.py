@@ -221,7 +221,7 @@ def test_an_epoch_trains_on_every_token_once(tmp_path: Path) -> None:
     corpus = prepare_corpus(config_of(tmp_path / "data"), tmp_path / "cache", options())
     tokens, seq_len = corpus.texts[0].train[:], 8
     num_windows = (len(tokens) - 1) // seq_len
-    batches = IslandBatches(corpus, seq_len, 0, 0, 1, 1)
+    batches = IslandBatches(corpus, seq_len, 0, 1, 1)
     read = Counter(tuple(batches.micro_batches(step, 0, 1, 1)[0][0].tolist()) for step in range(num_windows))
     starts = range(0, num_windows * seq_len, seq_len)
     assert read == Counter(tuple(tokens[start : start + seq_len + 1].tolist()) for start in starts)

@@ -1,0 +1,38 @@
+"""What a run's records say of the text that was read: was every unit trained once? No torch here."""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+from diloco.metrics import RoundRecord
+from diloco.runfiles import IslandRecords
+
+
+def data_account(islands: Sequence[IslandRecords]) -> dict[str, Any]:
+    """Units trained in committed rounds, trained more than once, and open at the end; None when not recorded."""
+    committed = [r for island in islands for r in island.rounds if r.committed and r.base]
+    if not committed:
+        return dict.fromkeys(("units_trained", "units_repeated", "units_open"))
+    last = max(committed, key=lambda r: (r.trained_units, r.round))
+    units = list(chain.from_iterable(map(units_of, history(committed, last))))
+    repeated = len(units) - len(set(units))
+    return {"units_trained": last.trained_units, "units_repeated": repeated, "units_open": last.open_units}
+
+
+def history(committed: Sequence[RoundRecord], last: RoundRecord) -> list[RoundRecord]:
+    """The records of the commits that led to the last one: not those of a parted network's other side."""
+    by_digest: dict[str, list[RoundRecord]] = {}
+    for record in committed:
+        by_digest.setdefault(record.digest, []).append(record)
+    found: list[RoundRecord] = []
+    digest = last.digest
+    while records := by_digest.pop(digest, None):
+        found += records
+        digest = records[0].base
+    return found
+
+
+def units_of(record: RoundRecord) -> list[int]:
+    """The units that the island's progress had read."""
+    runs = (range(first, first + count * stride, stride) for first, count, stride in record.units)
+    return list(chain.from_iterable(runs))

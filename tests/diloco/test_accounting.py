@@ -1,0 +1,50 @@
+"""What records of committed rounds say of the units of text that were read."""
+
+from diloco.accounting import data_account
+from diloco.metrics import RoundRecord
+from diloco.runfiles import IslandRecords
+
+
+def commit(number: int, base: str, digest: str, runs: list[list[int]], trained: int) -> RoundRecord:
+    return RoundRecord(
+        round=number,
+        attempt=0,
+        participants=("a", "b"),
+        committed=True,
+        digest=digest,
+        bytes_sent=0,
+        bytes_received=0,
+        reduce_seconds=0.0,
+        wait_seconds=0.0,
+        pseudo_gradient_norm=1.0,
+        base=base,
+        units=runs,
+        trained_units=trained,
+        open_units=100 - trained,
+    )
+
+
+def run_of(*islands: list[RoundRecord]) -> list[IslandRecords]:
+    return [IslandRecords(f"island-{i}", rounds=rounds) for i, rounds in enumerate(islands)]
+
+
+def test_the_last_commits_account_is_the_runs() -> None:
+    first = [commit(0, "0", "1", [[0, 3, 2]], 6), commit(1, "1", "2", [[6, 3, 2]], 12)]
+    second = [commit(0, "0", "1", [[1, 3, 2]], 6), commit(1, "1", "2", [[7, 3, 2]], 12)]
+    assert data_account(run_of(first, second)) == {"units_trained": 12, "units_repeated": 0, "units_open": 88}
+
+
+def test_units_read_twice_are_counted() -> None:
+    first, second = [commit(0, "0", "1", [[0, 3, 2]], 6)], [commit(0, "0", "1", [[2, 1, 1], [4, 2, 1]], 6)]
+    assert data_account(run_of(first, second))["units_repeated"] == 2
+
+
+def test_the_side_of_a_cut_that_did_not_survive_does_not_count() -> None:
+    first = [commit(0, "0", "1", [[0, 2, 2]], 4), commit(1, "1", "2", [[4, 4, 1]], 8), commit(2, "2", "3", [], 9)]
+    second = [commit(0, "0", "1", [[1, 2, 2]], 4), commit(1, "1", "x", [[5, 2, 1]], 6), commit(2, "2", "3", [], 9)]
+    assert data_account(run_of(first, second))["units_repeated"] == 0
+
+
+def test_a_run_without_such_records_has_no_account() -> None:
+    old = commit(0, "", "1", [], 0)
+    assert data_account(run_of([old])) == {"units_trained": None, "units_repeated": None, "units_open": None}
