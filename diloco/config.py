@@ -89,6 +89,9 @@ class CheckpointConfig(Section):
     """Older ones are deleted."""
     folder: str | None = None
     """None: `checkpoints` in the island's folder. Ranks of one island must all see it."""
+    mirror: str | None = None
+    """A URL that fsspec knows (s3://bucket/run) or another disk's folder, where each checkpoint is copied to, too; an
+    island whose own folder has none as new goes on from the copy."""
     resume: Literal["auto", "never"] = "auto"
     """auto: go on from the newest whole checkpoint in the folder, if there is one."""
 

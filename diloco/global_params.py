@@ -85,6 +85,6 @@ def nothing_in(path: Path, island: str | None) -> str:
     """Why there is no checkpoint."""
     where = path / (island or "<island>") / FOLDER
     return (
-        f"{path} holds no checkpoint: looked in {where}; islands save every island.checkpoint.every_rounds rounds and "
-        "at the end of the run, but not with --in-process"
+        f"{path} holds no checkpoint: looked in {where} (an exported model has a config.json); islands save every "
+        "island.checkpoint.every_rounds rounds and at the end of the run, but not with --in-process"
     )

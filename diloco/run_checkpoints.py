@@ -11,11 +11,14 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from diloco.config import IslandConfig, RunConfig, differing_keys
+from diloco.mirror import Mirror
 from diloco.progress import Place, Progress, Resumed
 from inner.checkpoint import CheckpointFailed, Checkpoints
 from inner.errors import InputError
@@ -31,8 +34,12 @@ CLOSE_SECONDS = 600.0
 class RunCheckpoints:
     """One rank's part in its island's checkpoints. Every method is collective: all ranks call it at the same step."""
 
-    def __init__(self, folder: Path, keep: int, run: RunConfig, trainer: Trainer, outer: OuterLoop) -> None:
+    def __init__(
+        self, folder: Path, keep: int, run: RunConfig, trainer: Trainer, outer: OuterLoop, mirror: Mirror | None = None
+    ) -> None:
+        """`mirror`: the leader's, if there is one."""
         self._files = Checkpoints(folder, keep)
+        self._folder, self._mirror = folder, mirror
         self._run, self._trainer, self._outer = run, trainer, outer
 
     def save(self, place: Place, tokens: int) -> str | None:
@@ -48,6 +55,7 @@ class RunCheckpoints:
             self._files.save(self._trainer, facts, tensors)
         except (InputError, CheckpointFailed, TimeoutError) as error:
             return str(error)
+        self._files.when_written(self._copy)
         return None
 
     def resume(self) -> Resumed | None:
@@ -72,12 +80,19 @@ class RunCheckpoints:
             changed=changed_keys(self._run, facts["run"]),
         )
 
+    def _copy(self) -> None:
+        """Begin to copy what has been written. A slow copy holds up the next copy, which takes the newest; no save."""
+        if self._mirror is not None:
+            Thread(target=push, args=(self._mirror, self._folder), name="mirror", daemon=True).start()
+
     def wait(self) -> None:
         """Let what is being written come to its end. What has failed is logged."""
         try:
             self._files.wait(CLOSE_SECONDS)
         except (CheckpointFailed, TimeoutError) as error:
             log.error("the last checkpoint was not saved: %s", error)
+        if self._mirror is not None:
+            push(self._mirror, self._folder)
 
     def close(self) -> None:
         """Wait as above, and let go of the folder."""
@@ -95,11 +110,25 @@ def opened(
         yield None
         return
     where = Path(settings.folder).expanduser() / run.name / island.island if settings.folder else folder / "checkpoints"
-    checkpoints = RunCheckpoints(where, settings.keep, run, trainer, outer)
+    mirror = None
+    if dist.get_rank() == 0 and settings.mirror is not None:
+        mirror = Mirror(f"{settings.mirror.rstrip('/')}/{run.name}/{island.island}", settings.keep)
+        if settings.resume == "auto" and (name := mirror.pull(where)):
+            log.warning("%s was copied from %s: this island's folder had none as new", name, settings.mirror)
+    dist.barrier()
+    checkpoints = RunCheckpoints(where, settings.keep, run, trainer, outer, mirror)
     try:
         yield checkpoints
     finally:
         checkpoints.close()
+
+
+def push(mirror: Mirror, folder: Path) -> None:
+    """Copy the newest checkpoint; a failure is logged, and training goes on."""
+    try:
+        mirror.push(folder)
+    except InputError as error:
+        log.error("%s; training goes on", error)
 
 
 def changed_keys(run: RunConfig, saved: dict[str, Any]) -> list[str]:

@@ -116,6 +116,11 @@ class Checkpoints:
         writing, self._writing = self._writing, None
         writing.result()
 
+    def when_written(self, told: Callable[[], None]) -> None:
+        """Call `told`, on another thread, once what is being written is published; never if that fails."""
+        assert self._writing is not None, "nothing is being written"
+        self._writing.add_done_callback(lambda done: None if done.exception() else told())
+
     def newest(self) -> Found | None:
         """The last saved checkpoint whose every file is as it was written; None if none was ever saved.
 

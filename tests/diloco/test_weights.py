@@ -12,7 +12,7 @@ from diloco.assemble import check_same_run
 from diloco.cli import app
 from diloco.config import Config, ConfigError, dump_config, load_config, parse_config
 from diloco.initial import pinned
-from diloco.weights import Wanted, evaluate, heldout_text, open_weights, text_in, write_text
+from diloco.weights import Wanted, evaluate, heldout_text, heldout_tokens, open_weights, text_in, write_text
 from inner.errors import InputError
 from inner.generate import Sampling
 from inner.huggingface.files import weights_sha256
@@ -78,7 +78,7 @@ def test_evaluate_gives_the_cross_entropy_of_the_text(tmp_path, folder):
     (tmp_path / "text.txt").write_text(TEXT)
     weights = open_weights(folder)
     corpus = text_in([str(tmp_path / "text.txt")], weights, None)
-    found = evaluate(weights, corpus, len(corpus.heldout), "cpu")
+    found = evaluate(weights, corpus, heldout_tokens(corpus), "cpu")
     tokens = torch.tensor([*TEXT.encode(), 257])
     num = (len(tokens) - 1) // 32
     inputs, targets = tokens[: num * 32].view(num, 32), tokens[1 : num * 32 + 1]
@@ -114,7 +114,7 @@ def test_text_number_k_is_that_of_seed_plus_k(folder):
 
 
 def test_a_folder_that_is_neither_run_nor_export_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"config\.yaml, an exported model config\.json; it has neither"):
+    with pytest.raises(InputError, match=r"holds no checkpoint: looked in .*<island>/checkpoints"):
         open_weights(tmp_path)
 
 

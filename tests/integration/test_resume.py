@@ -16,6 +16,7 @@ from diloco.assemble import Parts
 from diloco.config import Config
 from diloco.global_params import read_global_params
 from diloco.train import train
+from tests.faults.waits import until
 from tests.swarm import Island, Work, swarm, train_and_return_params
 
 EACH_ROUND = ["island.checkpoint.every_rounds=1", "outer.rounds=6", "outer.inner_steps=4"]
@@ -157,3 +158,32 @@ def test_killed_in_any_step_it_ends_as_if_nothing_had_been(tmp_path: Path) -> No
             again = made.start(0)
             again.finish()
             assert losses(again) == whole, f"killed in step {steps}"
+
+
+def test_an_island_whose_disk_is_lost_goes_on_from_the_copy(tmp_path: Path) -> None:
+    settings = [*EACH_ROUND, f"island.checkpoint.mirror={tmp_path / 'other disk'}"]
+    with swarm(tmp_path, *settings, islands=[{}]) as made:
+        made.start(0).finish()
+        digest = made.started[0].committed()[LAST]["digest"]
+    shutil.rmtree(tmp_path / "test")
+    with swarm(tmp_path, *settings, "outer.rounds=7", islands=[{}]) as made:
+        island = made.start(0)
+        island.finish()
+        assert island.events("resumed") and digests(island, "joined") == [digest[:12]]
+
+
+def test_save_now_saves_in_the_middle_of_a_round(tmp_path: Path) -> None:
+    settings = ["outer.rounds=100000", "outer.inner_steps=1000", "island.checkpoint.every_rounds=1000"]
+    with swarm(tmp_path, *settings, islands=[{}]) as made:
+        island = made.start(0)
+        until(lambda: len(island.records("step")) > 3, "it trains", island)
+        (island.folder / "save-now").touch()
+        checkpoints = island.folder / "checkpoints"
+        until(lambda: list(checkpoints.glob("step-*/manifest.json")), "it has saved", island)
+        island.signal(signal.SIGKILL)
+        assert island.wait() == [-signal.SIGKILL]
+        again = made.start(0)
+        until(lambda: again.events("joined")[1:], "it goes on", again)
+        step = int(again.events("resumed")[0].split()[2].rstrip(","))
+        assert 0 < step < 1000
+        until(lambda: max(losses(again)) > step, "it trains on", again)

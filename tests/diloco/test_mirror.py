@@ -1,0 +1,69 @@
+"""Copies of checkpoints at a URL: whole or not there, as many as wanted, found again on another disk."""
+
+import itertools
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from diloco.mirror import Mirror
+from inner import checkpoint_folder as disk
+from inner.checkpoint_folder import Contents
+from inner.errors import InputError
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(params=["memory", "folder"])
+def url(request, tmp_path: Path) -> str:
+    return f"memory://mirror-{next(_numbers)}/run" if request.param == "memory" else str(tmp_path / "other disk")
+
+
+def saved(folder: Path, *steps: int) -> None:
+    """Checkpoints of these steps, each with a file of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for step in steps:
+        partial = disk.start(folder, step, 10, 1)
+        (partial / "__0_0.distcp").write_text(f"state of step {step}")
+        disk.publish(partial, Contents(step, {}, {}, disk.measure(partial, ["*"])))
+
+
+def test_the_newest_checkpoint_is_found_on_another_disk_byte_for_byte(tmp_path: Path, url: str) -> None:
+    saved(tmp_path / "one", 10, 20)
+    Mirror(url, keep=2).push(tmp_path / "one")
+    assert Mirror(url, keep=2).pull(tmp_path / "two") == "step-00000020"
+    (found,), problems = disk.published(tmp_path / "two")
+    assert (found.inner_step, problems) == (20, [])
+    assert disk.find_damage(found, found.contents.files) is None
+
+
+def test_only_as_many_as_wanted_are_kept_there(tmp_path: Path, url: str) -> None:
+    mirror = Mirror(url, keep=2)
+    for step in (10, 20, 30):
+        saved(tmp_path / "one", step)
+        mirror.push(tmp_path / "one")
+    saved(tmp_path / "two", 20)
+    assert Mirror(url, keep=2)._names() == ["step-00000020", "step-00000030"]
+
+
+def test_an_island_with_a_newer_one_of_its_own_takes_none(tmp_path: Path, url: str) -> None:
+    saved(tmp_path / "one", 10)
+    Mirror(url, keep=2).push(tmp_path / "one")
+    saved(tmp_path / "two", 20)
+    assert Mirror(url, keep=2).pull(tmp_path / "two") is None
+
+
+def test_what_was_copied_by_halves_is_not_taken(tmp_path: Path, url: str) -> None:
+    saved(tmp_path / "one", 10)
+    mirror = Mirror(url, keep=2)
+    mirror.push(tmp_path / "one")
+    saved(tmp_path / "one", 20)
+    mirror.push(tmp_path / "one")
+    files, root = fsspec.url_to_fs(url)
+    files.rm_file(f"{root}/step-00000020/{disk.MANIFEST}")
+    assert Mirror(url, keep=2).pull(tmp_path / "two") == "step-00000010"
+
+
+def test_a_url_of_no_known_kind_is_named() -> None:
+    with pytest.raises(InputError, match="mirror: got 'nothing://here'"):
+        Mirror("nothing://here", keep=1)
