@@ -1,0 +1,83 @@
+"""A run under a storm of faults, and what it must have kept: one history, every unit of text once, the loss.
+
+    python -m scripts.bench.soak [--rounds 150] [--islands 4] [--storm 3] [--seed 0] [section.key=value ...]
+
+Islands of the quickstart's smallest model are killed, frozen and started again all the while (about ten minutes on two
+cores); the same run without faults is trained beside it for its loss. Ends with status 1 unless every check holds.
+"""
+
+import argparse
+import sys
+from typing import Any, NamedTuple
+
+from scripts.bench.simulation import simulated
+
+SMALL = ["model.preset=1m", "optimizer.tokens_per_step=1024", "island.micro_batch=2", "evaluate.every_rounds=10"]
+MAX_LOSS_RATIO = 1.02
+MIN_COMMITTED_SHARE = 0.9
+MIN_FAULTS = 10
+
+
+class Check(NamedTuple):
+    """What must hold, whether it does, and the figure that says so."""
+
+    what: str
+    holds: bool
+    found: str
+
+
+def main() -> None:
+    """Run both, print the checks."""
+    args = _arguments()
+    run = ["configs/quickstart.yaml", "--islands", str(args.islands), "--ranks", "1", f"outer.rounds={args.rounds}"]
+    run += [*SMALL, *args.overrides]
+    storm = ["--storm", str(args.storm), "--storm-seed", str(args.seed)]
+    stormy, calm = simulated([*run, *storm]), simulated(run)
+    if stormy is None or calm is None:
+        sys.exit("a run did not come to its end")
+    checks = checks_of(stormy, calm, args.rounds)
+    for check in checks:
+        print(f"{'ok  ' if check.holds else 'FAIL'}  {check.what:<58} {check.found}")
+    sys.exit(not all(check.holds for check in checks))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=150)
+    parser.add_argument("--islands", type=int, default=4)
+    parser.add_argument("--storm", type=float, default=3.0, help="faults an island and minute, on average")
+    parser.add_argument("--seed", type=int, default=0, help="of the storm")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return parser.parse_args()
+
+
+def checks_of(stormy: dict[str, Any], calm: dict[str, Any], rounds: int) -> list[Check]:
+    """What the storm must have left as it was; both are summaries."""
+    num_faults = sum(stormy["faults"].values())
+    ratio = stormy["final_eval_loss"] / calm["final_eval_loss"]
+    kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(stormy["faults"].items()))
+    return [
+        Check(f"at least {MIN_FAULTS} faults were inflicted", num_faults >= MIN_FAULTS, kinds or "none"),
+        Check("all rounds are committed", stormy["rounds_committed"] == rounds, str(stormy["rounds_committed"])),
+        Check("digests are equal in every round", stormy["digests_equal"], str(stormy["rounds_disagreeing"] or "yes")),
+        Check("no unit of text was trained twice", stormy["units_repeated"] == 0, str(stormy["units_repeated"])),
+        Check(
+            "every inner step in a committed round has its unit",
+            stormy["units_trained"] == stormy["steps_committed"],
+            f"{stormy['units_trained']} units, {stormy['steps_committed']} steps",
+        ),
+        Check(
+            f"inner steps in committed rounds: at least {MIN_COMMITTED_SHARE:.0%}",
+            stormy["committed_share"] >= MIN_COMMITTED_SHARE,
+            f"{stormy['committed_share']:.1%}",
+        ),
+        Check(
+            f"held-out loss at most {MAX_LOSS_RATIO} x that without faults",
+            ratio <= MAX_LOSS_RATIO,
+            f"{stormy['final_eval_loss']:.4f} / {calm['final_eval_loss']:.4f} = {ratio:.4f}",
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    main()
