@@ -26,6 +26,7 @@ from inner.measure.profile import Profiler
 from inner.mesh import IslandMesh, resolve_degrees
 from inner.presets import resolve_sizes
 from inner.trainer import Trainer, TrainerSettings
+from outer.gossip_loop import GossipLoop
 from outer.keys import run_key_in
 from outer.loop import LoopThread
 from outer.network import Network, NetworkSettings, open_network
@@ -59,7 +60,7 @@ class Parts:
     corpus: Corpus
     batches: IslandBatches
     trainer: Trainer
-    outer: OuterLoop
+    outer: OuterLoop | GossipLoop
     network: Network
     loop: LoopThread
     profiler: Profiler
@@ -175,8 +176,9 @@ def assembled(
         )
         hooks = build_hooks(island.faults, island.index, team.rank, folder)
         most = 2 * config.outer.inner_steps * config.optimizer.tokens_per_step  # a round's, and one re-based
-        settings = Settings(max_tokens=most, joins=island.joins, cache_dir=folder / "incoming", hooks=hooks)
-        outer = OuterLoop(config.outer, identity, trainer.params, team, network, loop, settings)
+        settings = Settings(most, island.joins, config.seed, folder / "incoming", hooks)
+        build = OuterLoop if config.outer.gossip is None else GossipLoop
+        outer = build(config.outer, identity, trainer.params, team, network, loop, settings)
         Probe(network.messenger, Greeter(config.hash, lambda: outer.position.round))
         speed = speedometer(config, island, corpus, device) if team.is_leader else None
         with Profiler(island.profile, folder / "profile", team.rank) as profiler:

@@ -15,6 +15,8 @@ class Settings:
     """Most tokens that any island trains on in a round; larger claims are refused."""
     joins: bool = False
     """Never begin a run: take the state of others."""
+    seed: int = 0
+    """The run's: with gossip, who averages with whom follows from it."""
     cache_dir: Path | None = None
     """Where parts of a state are kept while they come; None: a restarted island takes all of them anew."""
     hooks: Hooks = NO_HOOKS
@@ -38,6 +40,9 @@ class RoundReport:
     gated: dict[str, int]
     """By island: parts that this island's leader, as their reducer, left out of the mean."""
     cause: str
+    """Why it was aborted; with gossip, who was left out, and why."""
+    is_own: bool = False
+    """Gossip: the digest is of this island's own state, which differs from the others'."""
 
 
 @dataclass(frozen=True)
