@@ -191,12 +191,12 @@ def summary_rows(summary: Summary) -> list[tuple[str, str, str]]:
     if baseline:
         ratio = summary["loss_ratio"]
         rows.insert(1, ("Loss against baseline", f"{(ratio - 1) * 100:+.2f} %" if ratio else UNKNOWN, ""))
+    if summary["bigram_loss"] is not None:
+        rows.insert(1, ("Byte bigram model's loss", human_loss(summary["bigram_loss"]), ""))
     if summary["final_eval_losses"] is not None:
         known = [loss for loss in summary["final_eval_losses"].values() if loss is not None]
         spread = f"{human_loss(min(known))} to {human_loss(max(known))}" if known else UNKNOWN
         rows.insert(1, (f"  mean of {len(known)} islands' own models", spread, ""))
-    if summary["bigram_loss"] is not None:
-        rows.insert(1, ("Byte bigram model's loss", human_loss(summary["bigram_loss"]), ""))
     return rows
 
 

@@ -1,5 +1,6 @@
 """Gossip: the groups of a round, the maths of an outer step, and islands that average with a few others."""
 
+import asyncio
 import threading
 from functools import partial
 from typing import Any
@@ -8,14 +9,18 @@ import pytest
 import torch
 
 from outer.config import GossipConfig, OuterConfig
+from outer.desk import Desk, Offer, Place, Word
 from outer.errors import MessageError
 from outer.gossip import Share, groups_of_round, optimizer_of, outer_gradient
 from outer.gossip_loop import GossipLoop
 from outer.membership.loopback import LoopbackMessenger
 from outer.optim import OuterOptimizer
 from outer.reports import CaughtUp, RoundReport
+from outer.rounds import parse
 from outer.shares import ShareCoding
 from outer.space import Space
+from outer.transports.base import Endpoint
+from outer.transports.loopback import Hub
 from tests.outer.islands import GUARD_SECONDS, Island, Spec, as_matrix, progress, run_islands, tensors
 
 torch.set_num_threads(1)
@@ -303,6 +308,52 @@ def test_a_share_of_another_size_or_not_finite_is_refused() -> None:
     payload[-4:] = torch.tensor([float("nan")]).view(torch.uint8)
     with pytest.raises(MessageError):
         coding.decode(0, payload)
+
+
+def test_a_stranger_gets_nothing_and_changes_nothing() -> None:
+    async def ask() -> None:
+        desk = Desk(LoopbackMessenger(Hub(), "run", Endpoint("a", 0)), [0, 0])
+        await desk.open(Offer(3, frozenset({"b"}), {0: torch.ones(4, dtype=torch.uint8)}))
+        partner, stranger = Endpoint("b", 0), Endpoint("c", 0)
+        assert await desk._on_take(partner, b'{"round":3,"part":0}') == bytes([1, 1, 1, 1])
+        for source, body in [
+            (stranger, b'{"round":3,"part":0}'),
+            (partner, b'{"round":3,"part":1}'),
+            (partner, b'{"round":3,"part":-1}'),
+            (partner, b'{"round":3}'),
+            (partner, b"\x80\x04."),
+        ]:
+            with pytest.raises(MessageError):
+                await desk._on_take(source, body)
+        assert parse(Place, await desk._on_meet(stranger, b'{"round":3}')).status == "apart"
+        assert parse(Place, await desk._on_meet(partner, b'{"round":2}')).status == "past"
+        assert parse(Word, await desk._on_tell(stranger, b'{"round":3,"has_all":true}')).status == "no"
+        assert parse(Word, await desk._on_tell(partner, b'{"round":2,"has_all":true}')).status == "no"
+        assert desk.theirs == {}
+
+    asyncio.run(ask())
+
+
+def test_a_partner_with_another_round_or_none_of_the_parts_is_left_out() -> None:
+    """b's desk answers with what does not fit; a goes on alone, and says why."""
+
+    class Answers:
+        def __init__(self, island: Island, kind: str, reply: bytes) -> None:
+            loop_of(island)._network.messenger.serve(kind, self)
+            self._reply = reply
+
+        async def __call__(self, source: Endpoint, body: bytes) -> bytes:
+            return self._reply
+
+    def bad(kind: str, reply: bytes, island: Island) -> list[RoundReport]:
+        Answers(island, kind, reply)
+        return rounds(1, island)
+
+    carriers = Place(status="here", round=0, carriers=[[0, 1]]).model_dump_json().encode()
+    for kind, reply in [("take", b"x" * 40), ("meet", carriers), ("meet", b"{}")]:
+        found = run_islands({"a": partial(rounds, 1), "b": partial(bad, kind, reply)}, config(2))
+        assert found["a"][0].participants == ["a"] and found["b"][0].participants == ["b"], (kind, reply)
+        assert found["a"][0].cause.startswith("without b: ")
 
 
 @pytest.mark.parametrize(
