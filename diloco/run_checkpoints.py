@@ -20,8 +20,10 @@ from diloco.progress import Place, Progress, Resumed
 from inner.checkpoint import CheckpointFailed, Checkpoints
 from inner.errors import InputError
 from inner.trainer import Trainer
+from outer.gossip_loop import GossipLoop
 from outer.sync import OuterLoop
 
+Outer = OuterLoop | GossipLoop
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 600.0
@@ -31,7 +33,7 @@ CLOSE_SECONDS = 600.0
 class RunCheckpoints:
     """One rank's part in its island's checkpoints. Every method is collective: all ranks call it at the same step."""
 
-    def __init__(self, folder: Path, keep: int, run: RunConfig, trainer: Trainer, outer: OuterLoop) -> None:
+    def __init__(self, folder: Path, keep: int, run: RunConfig, trainer: Trainer, outer: Outer) -> None:
         self._files = Checkpoints(folder, keep)
         self._run, self._trainer, self._outer = run, trainer, outer
 
@@ -87,7 +89,7 @@ class RunCheckpoints:
 
 @contextmanager
 def opened(
-    run: RunConfig, island: IslandConfig, folder: Path, trainer: Trainer, outer: OuterLoop
+    run: RunConfig, island: IslandConfig, folder: Path, trainer: Trainer, outer: Outer
 ) -> Iterator[RunCheckpoints | None]:
     """Where the island whose folder this is saves; None when it does not. Every rank must enter it."""
     settings = island.checkpoint
