@@ -33,6 +33,7 @@ from inner.mesh import IslandMesh, resolve_degrees
 from inner.moments import ParamsAndMoments
 from inner.presets import resolve_sizes
 from inner.trainer import Trainer, TrainerSettings
+from outer.gossip_loop import GossipLoop
 from outer.keys import run_key_in
 from outer.loop import LoopThread
 from outer.network import Network, NetworkSettings, open_network
@@ -67,7 +68,7 @@ class Parts:
     corpus: Corpus
     batches: IslandBatches
     trainer: Trainer
-    outer: OuterLoop
+    outer: OuterLoop | GossipLoop
     network: Network
     loop: LoopThread
     profiler: Profiler
@@ -195,9 +196,10 @@ def assembled(
         hooks = build_hooks(island.faults, island.index, team.rank, folder)
         most = 2 * config.outer.inner_steps * config.optimizer.tokens_per_step  # a round's, and one re-based
         incoming = folder / "incoming"
-        settings = Settings(most, island.joins, island.index, cache_dir=incoming, hooks=hooks)
+        settings = Settings(most, island.joins, island.index, config.seed, cache_dir=incoming, hooks=hooks)
         moments = None if config.outer.moments is None else ParamsAndMoments(trainer.params, trainer.optimizers)
-        outer = OuterLoop(config.outer, identity, moments or trainer.params, team, network, loop, settings)
+        build = OuterLoop if config.outer.gossip is None else GossipLoop
+        outer = build(config.outer, identity, moments or trainer.params, team, network, loop, settings)
         Probe(network.messenger, Greeter(config.hash, lambda: outer.position.round))
         speed = speedometer(config, island, corpus, device) if team.is_leader else None
         # Islands of one process are threads, and a checkpoint's ranks talk over torch's groups of the whole process.

@@ -30,8 +30,10 @@ def in_one_process(config: Config, *, has_trouble: bool) -> Config:
     found = list(objections(config, has_trouble=has_trouble))
     if found:
         raise ConfigError("--in-process:\n" + "\n".join(f"  {line}" for line in found))
-    everyone = {"transport": "loopback", "quorum": len(config.islands), "below_quorum": "wait"}
-    return config.model_copy(update={"outer": config.outer.model_copy(update=everyone)})
+    changes = {"transport": "loopback"}
+    if config.outer.gossip is None:
+        changes |= {"quorum": len(config.islands), "below_quorum": "wait"}
+    return config.model_copy(update={"outer": config.outer.model_copy(update=changes)})
 
 
 def objections(config: Config, *, has_trouble: bool) -> Iterator[str]:

@@ -50,8 +50,9 @@ def run(parts: Parts) -> None:
             life.go_on(caught)
     parts.heartbeat.rest("leaving")
     outer.finish()
-    account = outer.position.account
-    parts.event("account", f"{account.trained} units of text trained; {account.open} leased or returned, not trained")
+    if parts.config.outer.gossip is None:
+        text = outer.position.account
+        parts.event("account", f"{text.trained} units of text trained; {text.open} leased or returned, not trained")
     parts.event("left", f"the run's {parts.config.outer.rounds} rounds are done")
 
 
@@ -211,6 +212,7 @@ def record_round(parts: Parts, report: RoundReport, progress: Progress, landing:
             wait_seconds=report.wait_seconds,
             pseudo_gradient_norm=report.pseudo_grad_norm,
             cause=report.cause or None,
+            is_own=report.is_own,
             steps=progress.steps,
             tokens=progress.tokens,
             stalled_seconds=landing.waited_seconds if report.is_committed else 0.0,
@@ -226,5 +228,5 @@ def record_round(parts: Parts, report: RoundReport, progress: Progress, landing:
     state = "committed" if report.is_committed else f"aborted ({report.cause})"
     log.info("round %d attempt %d: %s with %s", report.round, report.attempt, state, ", ".join(report.participants))
     if report.is_committed and len(report.participants) == 1:
-        log.warning("round %d: this island is ALONE in the run", report.round)
+        log.warning("round %d: this island is ALONE in the %s", report.round, "round" if report.is_own else "run")
         parts.metrics.event(EventRecord(name="alone", text=f"round {report.round} was committed by this island alone"))

@@ -53,7 +53,9 @@ class IslandState:
                 self.num_aborted += not record.committed
                 self.bytes_sent += record.bytes_sent
                 if record.cause:
-                    self.event = one_line(f"round {record.round} aborted: {record.cause}")
+                    self.event = one_line(
+                        f"round {record.round}{'' if record.committed else ' aborted'}: {record.cause}"
+                    )
             case EvalRecord():
                 self.eval_loss, self.eval_round = record.loss, record.round
             case EventRecord():

@@ -47,7 +47,9 @@ class RoundRecord:
     wait_seconds: float
     pseudo_gradient_norm: float | None
     cause: str | None = None
-    """Why the attempt was aborted."""
+    """Why the attempt was aborted; with gossip, who was left out, and why."""
+    is_own: bool = False
+    """Gossip: the digest is of global params that are this island's own."""
     steps: int = 0
     """Inner steps whose progress this island gave to the attempt."""
     tokens: int = 0

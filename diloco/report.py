@@ -94,6 +94,8 @@ def _tiles(summary: Summary) -> str:
     against = f"{(ratio - 1) * 100:+.1f} % to data-parallel" if ratio else _against_bigram(summary)
     aborted, equal = summary["rounds_aborted"], summary["digests_equal"]
     verdict = {None: ("", UNKNOWN), True: ("good", "equal"), False: ("wrong", "DIFFERENT")}[equal]
+    if summary["final_eval_losses"] is not None:
+        verdict, against = ("", "their own"), f"mean of islands; {against}"
     sent, would_have = total(summary["bytes_sent"]), total(summary["data_parallel_bytes"])
     than = f"{human_bytes(sent)} instead of {human_bytes(would_have)}" if would_have else "by all islands together"
     which = ", ".join(map(str, summary["rounds_disagreeing"][:8]))

@@ -23,8 +23,10 @@ from diloco.progress import Place, Progress, Resumed
 from inner.checkpoint import CheckpointFailed, Checkpoints
 from inner.errors import InputError
 from inner.trainer import Trainer
+from outer.gossip_loop import GossipLoop
 from outer.sync import OuterLoop
 
+Outer = OuterLoop | GossipLoop
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 600.0
@@ -35,7 +37,7 @@ class RunCheckpoints:
     """One rank's part in its island's checkpoints. Every method is collective: all ranks call it at the same step."""
 
     def __init__(
-        self, folder: Path, keep: int, run: RunConfig, trainer: Trainer, outer: OuterLoop, mirror: Mirror | None = None
+        self, folder: Path, keep: int, run: RunConfig, trainer: Trainer, outer: Outer, mirror: Mirror | None = None
     ) -> None:
         """`mirror`: the leader's, if there is one."""
         self._files = Checkpoints(folder, keep)
@@ -102,7 +104,7 @@ class RunCheckpoints:
 
 @contextmanager
 def opened(
-    run: RunConfig, island: IslandConfig, folder: Path, trainer: Trainer, outer: OuterLoop
+    run: RunConfig, island: IslandConfig, folder: Path, trainer: Trainer, outer: Outer
 ) -> Iterator[RunCheckpoints | None]:
     """Where the island whose folder this is saves; None when it does not. Every rank must enter it."""
     settings = island.checkpoint

@@ -67,9 +67,14 @@ def training_figures(islands: Sequence[IslandRecords]) -> Summary:
     rounds = [record for island in islands for record in island.rounds]
     disagreeing = rounds_disagreeing(islands)
     committed = {r.round for r in rounds if r.committed}
+    has_own = any(r.is_own for r in rounds)
+    own = last_evals(islands) if has_own else {}
     return {
-        "final_eval_loss": last.loss if last else None,
-        "final_bits_per_byte": last.bits_per_byte if last else None,
+        "final_eval_loss": mean_of([e.loss for e in own.values()]) if has_own else last.loss if last else None,
+        "final_bits_per_byte": (
+            mean_of([e.bits_per_byte for e in own.values()]) if has_own else last.bits_per_byte if last else None
+        ),
+        "final_eval_losses": {name: record.loss for name, record in own.items()} if has_own else None,
         "tokens": sum(max((s.tokens for s in island.steps), default=0) for island in islands),
         "source_tokens": source_tokens(islands),
         "steps": {island.name: len(island.steps) for island in islands},
@@ -79,7 +84,7 @@ def training_figures(islands: Sequence[IslandRecords]) -> Summary:
         "rounds_aborted": len({(r.round, r.attempt) for r in rounds if not r.committed}),
         "bytes_sent": {island.name: sum(r.bytes_sent for r in island.rounds) for island in islands},
         "bytes_received": {island.name: sum(r.bytes_received for r in island.rounds) for island in islands},
-        "digests_equal": not disagreeing if committed else None,
+        "digests_equal": not disagreeing if committed and not has_own else None,
         "rounds_disagreeing": disagreeing,
         "seconds": seconds_of(islands),
     }
@@ -107,9 +112,25 @@ def last_eval(islands: Sequence[IslandRecords]) -> EvalRecord | None:
     return max((e for island in islands for e in island.evals), key=lambda e: (e.round, e.time), default=None)
 
 
+def last_evals(islands: Sequence[IslandRecords]) -> dict[str, EvalRecord]:
+    """By island, with gossip: its last held-out loss, which is of its own params; of those that came as far as any."""
+    found = {island.name: max(island.evals, key=lambda e: (e.round, e.time)) for island in islands if island.evals}
+    newest = max((record.round for record in found.values()), default=0)
+    return {name: record for name, record in found.items() if record.round == newest}
+
+
+def mean_of(values: Sequence[float | None]) -> float | None:
+    """Of those that are known; None when none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
 def rounds_disagreeing(islands: Sequence[IslandRecords]) -> list[int]:
-    """Rounds that participants committed with different results, or that one committed and another aborted."""
-    records = [record for island in islands for record in island.rounds]
+    """Rounds that participants committed with different results, or that one committed and another aborted.
+
+    With gossip each island's result is its own: there is nothing to disagree about.
+    """
+    records = [record for island in islands for record in island.rounds if not record.is_own]
     digests: dict[tuple[int, tuple[str, ...]], set[str]] = {}
     for record in records:
         if record.committed:
@@ -162,7 +183,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str, str]]:
     rows += [
         ("Rounds committed", str(summary["rounds_committed"]), ""),
         ("Attempts aborted", str(summary["rounds_aborted"]), ""),
-        ("Digests equal in every round", _yes_or_no(summary["digests_equal"]), ""),
+        ("Digests equal in every round", digests_verdict(summary), ""),
         ("Sent between islands", human_bytes(sent), ""),
     ]
     if summary["wire_bytes_sent"] is not None:
@@ -189,6 +210,10 @@ def summary_rows(summary: Summary) -> list[tuple[str, str, str]]:
         rows.insert(1, ("Loss against baseline", f"{(ratio - 1) * 100:+.2f} %" if ratio else UNKNOWN, ""))
     if summary["bigram_loss"] is not None:
         rows.insert(1, ("Byte bigram model's loss", human_loss(summary["bigram_loss"]), ""))
+    if summary["final_eval_losses"] is not None:
+        known = [loss for loss in summary["final_eval_losses"].values() if loss is not None]
+        spread = f"{human_loss(min(known))} to {human_loss(max(known))}" if known else UNKNOWN
+        rows.insert(1, (f"  mean of {len(known)} islands' own models", spread, ""))
     return rows
 
 
@@ -220,6 +245,13 @@ def _column(figures: Summary) -> dict[str, str]:
         "Inner steps (skipped)": f"{total(figures['steps'])} ({total(figures['skipped_steps'])})",
         "Wall time": human_seconds(figures["seconds"]),
     }
+
+
+def digests_verdict(summary: Summary) -> str:
+    """Whether all islands held the same bits, in a few words."""
+    if summary["final_eval_losses"] is not None:
+        return "gossip: each its own"
+    return _yes_or_no(summary["digests_equal"])
 
 
 def _yes_or_no(claim: bool | None) -> str:

@@ -34,6 +34,7 @@ from outer.reports import RoundReport, Settings
 from outer.rounds import Plan, Ready, no, parse, yes
 from outer.state import Position
 from outer.team import Team
+from outer.traffic import TrafficMeter
 from outer.transports.base import Endpoint
 from outer.verdicts import Rules
 
@@ -99,7 +100,7 @@ class Averaging:
         """The leader's."""
         self.share = 1 / side.config.start_islands
         """This island's weight in the last mean; before the first, what it will be among equals."""
-        self._counted = 0, 0
+        self._traffic = TrafficMeter(self._team, side.network.transport.traffic)
 
     def run(self, snapshot: Snapshot) -> list[RoundReport]:
         """Attempts until one commits everywhere: the reports of all. Raises as `attempt`, and after MAX_ATTEMPTS."""
@@ -133,7 +134,7 @@ class Averaging:
             self._side.loop.run(self.attempts.drop())
         if fault == self._side.identity.island:
             raise OuterError(cause)
-        sent, received = self._traffic()
+        sent, received = self._traffic.count()
         return RoundReport(
             round=plan.round,
             attempt=plan.attempt,
@@ -230,10 +231,3 @@ class Averaging:
         self.share = shares[plan.names.index(self._side.identity.island)]
         self._side.pace.observe_commit(plan)
         self.stand(is_coming=True, included=[p.incarnation for p in plan.participants])
-
-    def _traffic(self) -> tuple[int, int]:
-        """(bytes sent, bytes received) over all ranks since it was asked last: peers send before we have the plan."""
-        traffic = self._side.network.transport.traffic
-        counts = self._team.gather((traffic.bytes_sent, traffic.bytes_received))
-        before, self._counted = self._counted, (sum(sent for sent, _ in counts), sum(got for _, got in counts))
-        return self._counted[0] - before[0], self._counted[1] - before[1]

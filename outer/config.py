@@ -68,6 +68,39 @@ class CodingConfig(BaseModel):
     """lowrank: columns of the two factors that a part, seen as a matrix, is sent as; all rows: all but lossless."""
 
 
+class GossipConfig(BaseModel):
+    """Each round an island averages with a few others, chosen anew; there is no model of all (NoLoCo, 2506.10911)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    group: int = Field(default=2, ge=2)
+    """Islands that average together; where these do not divide all islands evenly, some groups have more."""
+    momentum: float = Field(default=0.5, ge=0, lt=1)
+    """mu: of the outer step."""
+    lr: float = Field(default=0.7, gt=0)
+    """beta: how far an island goes along the group's mean progress."""
+    pull: float = Field(default=0.7, ge=0, le=2)
+    """gamma: how far it goes towards the mean of the group's params."""
+    params: Literal["fp32", "bf16"] = "fp32"
+    """How params travel; pseudo-gradients go through `codec`."""
+
+
+GOSSIP_REFUSES = (
+    "fragments",
+    "delay",
+    "mix",
+    "eager",
+    "local_steps",
+    "optimizer",
+    "moments",
+    "merge",
+    "quorum",
+    "below_quorum",
+    "missed_progress",
+)
+"""Settings of rounds that all islands make together."""
+
+
 class OuterConfig(BaseModel):
     """When islands average, how a pseudo-gradient is coded, and who must be there."""
 
@@ -95,6 +128,8 @@ class OuterConfig(BaseModel):
     """dynamic: a slower island makes fewer inner steps of a round, in proportion to its measured speed."""
     optimizer: OuterOptimizerConfig = OuterOptimizerConfig()
     merge: MergeConfig = MergeConfig()
+    gossip: GossipConfig | None = None
+    """Average with a few islands in turn, not with all; null: rounds of all islands."""
     codec: Literal["fp32", "bf16", "fp16", "int8", "int4", "e3m0", "stat2", "topk", "lowrank"] = "fp32"
     coding: CodingConfig = CodingConfig()
     transport: Literal["loopback", "gloo", "hivemind"] = "hivemind"
@@ -129,6 +164,7 @@ class OuterConfig(BaseModel):
                 f"eager is for rounds that run behind the training and are not mixed: set delay to 1 or more and mix "
                 f"to 0 (delay is {self.delay}, mix {self.mix})"
             )
+        self._check_gossip()
         return self._moments_fit()
 
     def _moments_fit(self) -> "OuterConfig":
@@ -145,6 +181,18 @@ class OuterConfig(BaseModel):
                 f"{', '.join(MOMENT_RULES[:-1])} or {MOMENT_RULES[-1]}, or moments to null"
             )
         return self
+
+    def _check_gossip(self) -> None:
+        if self.gossip is None:
+            return
+        fields = type(self).model_fields
+        found = [name for name in GOSSIP_REFUSES if getattr(self, name) != fields[name].default]
+        found += ["coding.feedback"] if self.coding.feedback is not None else []
+        if found:
+            raise ValueError(
+                f"gossip has no rounds of all islands, and a momentum and lr of its own: leave out {', '.join(found)}, "
+                "or set gossip to null"
+            )
 
     @property
     def num_rounds(self) -> int:

@@ -54,7 +54,9 @@ class IslandState:
         self.mine = GlobalState(self.exchange.gather(), config.optimizer, moments)
         """What this rank carries."""
         self.terms = Terms(inner_steps=config.inner_steps)
-        self.mine.position = Position(round=0, tokens=0, account=reopen(Account(), config.start_islands, self.terms))
+        # Where there is no commit of all, there is nothing to lease.
+        account = Account() if config.gossip else reopen(Account(), config.start_islands, self.terms)
+        self.mine.position = Position(round=0, tokens=0, account=account)
         self.digest = self._digest(team)
         """Of the committed state over all ranks, with its account; changes by `commit` and `replace`."""
 

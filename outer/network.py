@@ -125,7 +125,7 @@ async def _open_loopback(settings: NetworkSettings, trust: Trust) -> Network:
             "islands in processes of their own need gloo or hivemind"
         )
     transport = LoopbackTransport(hub, settings.run_id, settings.me, settings.connect_seconds)
-    messenger = LoopbackMessenger(hub, settings.run_id, settings.me)
+    messenger = LoopbackMessenger(hub, settings.run_id, settings.me, transport.traffic)
     membership = LoopbackMembership(hub, settings.run_id, settings.island) if settings.is_leader else None
     return Network("loopback", transport, messenger, membership, refusals=trust.refusals)
 

@@ -18,6 +18,8 @@ class Settings:
     """Never begin a run: take the state of others."""
     index: int = 0
     """Which of the first leases of text is this island's; none from start_islands on."""
+    seed: int = 0
+    """The run's: with gossip, who averages with whom follows from it."""
     cache_dir: Path | None = None
     """Where parts of a state are kept while they come; None: a restarted island takes all of them anew."""
     hooks: Hooks = NO_HOOKS
@@ -45,6 +47,9 @@ class RoundReport:
     gated: dict[str, int]
     """By island: parts that this island's leader, as their reducer, left out of the mean."""
     cause: str
+    """Why it was aborted; with gossip, who was left out, and why."""
+    is_own: bool = False
+    """Gossip: the digest is of this island's own state, which differs from the others'."""
 
 
 @dataclass(frozen=True)

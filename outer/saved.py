@@ -9,18 +9,38 @@ Residuals are this island's own; they are never given to another.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from pydantic import Field, ValidationError
 
 from outer.errors import InputError
+from outer.feedback import Feedback
 from outer.island_state import IslandState
-from outer.reduce import Mean, Reducer
+from outer.reduce import Mean
 from outer.rounds import Digest, Message
 from outer.state import PartState, Position
 
 PARAMS, MOMENTUM, LAST_MEAN = "outer/params/", "outer/momentum/", "outer/last_mean/"
 RESIDUALS = "outer/residual/", "outer/mean_residual/"
+
+
+class Memory(Protocol):
+    """What a rank keeps from round to round besides the global state; outer/reduce.py's Reducer is one."""
+
+    @property
+    def feedbacks(self) -> Sequence[Feedback]: ...
+    @property
+    def last_means(self) -> dict[int, tuple[int, Mapping[int, Mean]]]: ...
+
+
+@dataclass(frozen=True)
+class NoMemory:
+    """Gossip keeps nothing."""
+
+    feedbacks: Sequence[Feedback] = ()
+    last_means: dict[int, tuple[int, Mapping[int, Mean]]] = field(default_factory=dict)
 
 
 class SavedFacts(Message):
@@ -40,20 +60,20 @@ class SavedFacts(Message):
     """Of the island's lease, read by its progress."""
 
 
-def tensors_of(held: IslandState, reducer: Reducer) -> dict[str, torch.Tensor]:
+def tensors_of(held: IslandState, memory: Memory) -> dict[str, torch.Tensor]:
     """This rank's tensors by name, as they are: copy them before the next round."""
     tensors = {f"{PARAMS}{i}": values for i, values in held.mine.parts.items()}
     tensors |= {f"{MOMENTUM}{i}": values for i, values in held.mine.momentum.items()}
-    for prefix, feedback in zip(RESIDUALS, reducer.feedbacks, strict=False):
+    for prefix, feedback in zip(RESIDUALS, memory.feedbacks, strict=False):
         tensors |= {f"{prefix}{i}": values for i, values in feedback.residuals.items()}
-    for _, means in reducer.last_means.values():
+    for _, means in memory.last_means.values():
         tensors |= {f"{LAST_MEAN}{i}": mean.values for i, mean in means.items()}
     return tensors
 
 
-def room_for(held: IslandState, reducer: Reducer, saved: Collection[str]) -> dict[str, torch.Tensor]:
+def room_for(held: IslandState, memory: Memory, saved: Collection[str]) -> dict[str, torch.Tensor]:
     """Zeros to load those of the `saved` tensors into that this rank carries now."""
-    wanted = [PARAMS, MOMENTUM, *RESIDUALS[: len(reducer.feedbacks)], LAST_MEAN]
+    wanted = [PARAMS, MOMENTUM, *RESIDUALS[: len(memory.feedbacks)], LAST_MEAN]
     return {
         name: torch.zeros_like(values)
         for index, values in held.mine.parts.items()
@@ -62,7 +82,7 @@ def room_for(held: IslandState, reducer: Reducer, saved: Collection[str]) -> dic
     }
 
 
-def restore(held: IslandState, reducer: Reducer, facts: SavedFacts, tensors: Mapping[str, torch.Tensor]) -> None:
+def restore(held: IslandState, memory: Memory, facts: SavedFacts, tensors: Mapping[str, torch.Tensor]) -> None:
     """Global state and residuals become what was saved; local params are left alone. Every rank calls it.
 
     Raises InputError when they are of another canonical space, or not what the digest says.
@@ -80,25 +100,23 @@ def restore(held: IslandState, reducer: Reducer, facts: SavedFacts, tensors: Map
     held.restore(parts, facts.position)
     if held.digest != facts.digest:
         raise InputError(f"the checkpoint's global params have the digest {held.digest}, expected {facts.digest}")
-    for prefix, feedback in zip(RESIDUALS, reducer.feedbacks, strict=False):
+    for prefix, feedback in zip(RESIDUALS, memory.feedbacks, strict=False):
         feedback.load(_by_part(prefix, tensors))
     no_bytes = torch.empty(0, dtype=torch.uint8)
     last = {i: Mean(values, no_bytes, b"") for i, values in _by_part(LAST_MEAN, tensors).items()}
     for fragment, round_number in facts.last_rounds:
         mine = {i: mean for i, mean in last.items() if held.space.parts[i].fragment == fragment}
-        reducer.last_means[fragment] = round_number, mine
+        memory.last_means[fragment] = round_number, mine
 
 
-def facts_of(
-    held: IslandState, reducer: Reducer, weights: Sequence[int], share: float, units: int
-) -> dict[str, object]:
+def facts_of(held: IslandState, memory: Memory, weights: Sequence[int], share: float, units: int) -> dict[str, object]:
     """What goes with `tensors_of`, as JSON values."""
     facts = SavedFacts(
         position=held.mine.position,
         digest=held.digest,
         fingerprint=held.space.fingerprint,
         weights=list(weights),
-        last_rounds=[(fragment, number) for fragment, (number, _) in sorted(reducer.last_means.items())],
+        last_rounds=[(fragment, number) for fragment, (number, _) in sorted(memory.last_means.items())],
         share=share,
         units=units,
     )

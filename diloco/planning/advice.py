@@ -41,7 +41,9 @@ Measure = Callable[[OuterConfig], HostSpeed]
 def ladder(case: Case, target: float, measure: Measure) -> list[Rung]:
     """Settings, each a step further than the one before, the last the first that reaches `target`, if any does."""
     rungs = [Rung({}, case, predict(case))]
-    for make in (_quantised, _delayed, _rarer, _sparse):
+    # With gossip nothing is hidden, and nothing kept of what coding loses.
+    steps = (_quantised, _delayed, _rarer, _sparse) if case.outer.gossip is None else (_quantised, _rarer)
+    for make in steps:
         for rung in make(rungs[-1], target, measure):
             if rungs[-1].prediction.utilisation >= target:
                 return rungs
@@ -95,6 +97,8 @@ def _delayed(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
     """The least delay, then the fewest fragments, that reach the target; else the best."""
     best: Rung | None = None
     outer = rung.case.outer
+    if outer.gossip is not None:
+        return
     for delay in sorted({outer.delay, *DELAYS}):
         for fragments in sorted({outer.fragments, *FRAGMENTS}):
             if (found := _overlapped(rung, measure, delay, fragments)) is None:

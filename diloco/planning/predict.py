@@ -8,7 +8,7 @@ which every parameter has been averaged once. One round is on its way at a time.
 model, which knows of none of these terms but the first two.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log2
 
 from diloco.planning.round_bytes import Fragment, fragments_of
@@ -133,6 +133,9 @@ class Prediction:
 
 def predict(case: Case) -> Prediction:
     """A cycle's time, term by term. Raises InputError when the model cannot be cut into the fragments."""
+    if case.outer.gossip is not None:
+        # To an island there are no others in a round than its group.
+        case = replace(case, num_islands=min(case.outer.gossip.group, case.num_islands))
     outer, fragments = case.outer, fragments_of(case.outer, case.specs, case.num_islands)
     # In steady state all islands go at the slowest's pace; with dynamic local steps it makes fewer of them.
     spread = case.spread if outer.local_steps == "fixed" else 0.0
@@ -189,7 +192,7 @@ def _payload_rate(case: Case) -> float:
 def _message_seconds(case: Case, fragment: Fragment) -> float:
     """What the host takes to pass on payloads: a part's go out and come in, with all peers or as their reducer."""
     peers = case.num_islands - 1
-    a_part = 2 * peers if case.outer.codec in GATHERED else 4 * peers / case.num_islands
+    a_part = 2 * peers if _is_gathered(case.outer) else 4 * peers / case.num_islands
     return case.speed.message * (fragment.num_parts * a_part / case.ranks + ROUND_MESSAGES) if peers else 0.0
 
 
@@ -207,7 +210,7 @@ def _slow_start_seconds(case: Case, fragment: Fragment) -> float:
 def _codec_seconds(case: Case, fragment: Fragment) -> float:
     """One rank's share of an island's coding: on a core of its own."""
     speed, islands, elements = case.speed, case.num_islands, fragment.num_elements
-    is_gathered = case.outer.codec in GATHERED
+    is_gathered = _is_gathered(case.outer)
     # Its own values; and of its share of the parts, as their reducer, everybody's, and the mean.
     encodes = 1.0 if is_gathered else 1 + 1 / islands
     decodes = float(islands) if is_gathered else 2.0
@@ -216,3 +219,8 @@ def _codec_seconds(case: Case, fragment: Fragment) -> float:
         decodes, merges = decodes + encodes, merges + 2 * encodes
     per_element = encodes * speed.encode + decodes * speed.decode + merges * speed.merge
     return (elements * per_element + fragment.mean_bytes * speed.digest) / case.ranks
+
+
+def _is_gathered(outer: OuterConfig) -> bool:
+    """Whether everybody gets everybody's payloads, so that there is no reducer."""
+    return outer.codec in GATHERED or outer.gossip is not None

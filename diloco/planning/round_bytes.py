@@ -6,6 +6,8 @@ from functools import lru_cache
 from math import lcm
 
 from diloco.planning.specs import Spec
+from outer.codecs import build_codec
+from outer.codecs.base import Codec
 from outer.coding import Coding, coding_of
 from outer.config import OuterConfig
 from outer.fragments import groups_of, with_moments
@@ -44,9 +46,18 @@ def _fragments(outer_json: str, specs: tuple[Spec, ...], num_islands: int) -> Se
     coding = coding_of(outer)
     groups = groups_of(specs, outer, splits_fine=coding.splits_fine)
     space = Space(with_moments(specs, outer), outer.part_elements, coding.block_elements, groups)
+    if outer.gossip is not None:
+        params, peers = build_codec(outer.gossip.params), min(outer.gossip.group, num_islands) - 1
+        return [_gossiped(space.parts, coding, params, peers)]
     rounds = lcm(*(outer.moments or (1,))) * outer.fragments
     sent = ([i for group in space.sent_in(number) for i in space.parts_of[group]] for number in range(rounds))
     return [_fragment([space.parts[i] for i in indices], coding, num_islands) for indices in sent]
+
+
+def _gossiped(parts: Sequence[Part], coding: Coding, params: Codec, peers: int) -> Fragment:
+    """Each of these peers gets every part's pseudo-gradient and params."""
+    payloads = sum(coding.of(p).num_bytes(p.num_elements) + params.num_bytes(p.num_elements) for p in parts)
+    return Fragment(sum(p.num_elements for p in parts), len(parts), peers * payloads, peers * payloads, 0, payloads)
 
 
 def _fragment(parts: Sequence[Part], coding: Coding, num_islands: int) -> Fragment:

@@ -161,13 +161,18 @@ def memory_rows(picture: Picture) -> list[tuple[str, float]]:
     rows = [("global params", FP32 * held)]
     if moments:
         rows.append(("averaged moments", FP32 * moments))
-    if outer.optimizer.momentum > 0:
+    if (outer.gossip or outer.optimizer).momentum > 0:
         rows.append(("outer momentum", FP32 * held))
     if outer.coding.feedback is not None:
         rows.append(("residuals of coding", FP32 * held * (1 + 1 / case.num_islands)))
     if outer.merge.needs_last_mean:
         rows.append(("last mean", FP32 * held))
     rows.append(("a round's snapshot and mean", 2 * FP32 * largest))
+    if outer.gossip is not None:
+        # What it gives, encoded; of itself and each partner, both as decoded.
+        group = min(outer.gossip.group, case.num_islands)
+        payloads = fragments[0].mean_bytes / case.ranks
+        rows.append(("shares of a group", 2 * FP32 * group * held + payloads))
     rows.append(("means for joiners, at most", LOG_BYTES_PER_PARAM * (held + moments)))
     return [*rows, ("together", sum(num_bytes for _, num_bytes in rows))]
 

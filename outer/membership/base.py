@@ -36,6 +36,8 @@ class Member(BaseModel):
     """Of the global params and outer momentum."""
     step_seconds: float = Field(default=0.0, ge=0)
     """Median time of an inner step; 0: not measured yet."""
+    since: int = Field(default=0, ge=0, lt=1 << 30)
+    """With gossip, the first round in which others count on it: so all that read its record in time find the same."""
 
 
 class Messenger(Protocol):

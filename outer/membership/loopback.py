@@ -8,16 +8,18 @@ from outer.errors import DeadlineError, MessageError, PeerLost, TransportError
 from outer.membership.base import Handler, Lane, Member
 from outer.membership.calls import MAX_BODY_BYTES, answer
 from outer.membership.records import check_config_text, check_identity, parse_record, parse_records
-from outer.transports.base import Endpoint
+from outer.transports.base import Endpoint, Traffic
 from outer.transports.loopback import Hub
-from outer.wire import Kind
+from outer.wire import HEADER_BYTES, Kind
 
 
 class LoopbackMessenger:
     """See outer.membership.base.Messenger."""
 
-    def __init__(self, hub: Hub, run_id: str, me: Endpoint) -> None:
+    def __init__(self, hub: Hub, run_id: str, me: Endpoint, traffic: Traffic | None = None) -> None:
+        """`traffic`: where calls of the bulk lane are counted."""
         self.address = f"loopback:{run_id}/{me}"
+        self.traffic = traffic or Traffic()
         self.me, self.island = me, me.island
         self._hub = hub
         self._loop = asyncio.get_running_loop()
@@ -43,23 +45,30 @@ class LoopbackMessenger:
         self._waiting[future] = (target.island, address)
         try:
             self._hub.deliver(
-                lambda: target.take_call(self.me, kind, body, lambda reply: self._take_reply(future, reply))
+                lambda: target.take_call(self.me, kind, body, lambda reply: self._take_reply(future, reply), lane)
             )
+            self._count(lane, sent=len(body))
             async with asyncio.timeout(timeout_seconds):
                 code, reply = await future
         except TimeoutError:
             raise DeadlineError(f"{address} did not answer {kind!r} within {timeout_seconds:g} s") from None
         finally:
             del self._waiting[future]
+        self._count(lane, received=len(reply))
         if code is Kind.REFUSAL:
             raise MessageError(reply.decode())
         return reply
 
-    def take_call(self, source: Endpoint, kind: str, body: bytes, reply: Callable[[tuple[Kind, bytes]], None]) -> None:
+    def take_call(
+        self, source: Endpoint, kind: str, body: bytes, reply: Callable[[tuple[Kind, bytes]], None], lane: Lane
+    ) -> None:
         """Answer a call on this messenger's loop and give the answer to `reply` there. Any thread."""
 
         async def work() -> None:
-            reply(await answer(self._handlers.get(kind), source, kind, body))
+            self._count(lane, received=len(body))
+            code, result = await answer(self._handlers.get(kind), source, kind, body)
+            self._count(lane, sent=len(result))
+            reply((code, result))
 
         with suppress(RuntimeError):  # raised by a closed loop
             self._loop.call_soon_threadsafe(lambda: self._loop.create_task(work()))
@@ -88,6 +97,12 @@ class LoopbackMessenger:
         for future, (island, address) in list(self._waiting.items()):
             if name in (self.island, island, address) and not future.done():
                 future.set_exception(PeerLost(address, "its connection is broken"))
+
+    def _count(self, lane: Lane, *, sent: int | None = None, received: int | None = None) -> None:
+        """One message in or out. Those of the control lane count for nothing: they are few, and never large."""
+        if lane == "bulk":
+            self.traffic.bytes_sent += 0 if sent is None else HEADER_BYTES + sent
+            self.traffic.bytes_received += 0 if received is None else HEADER_BYTES + received
 
     def _take_reply(self, future: asyncio.Future[tuple[Kind, bytes]], reply: tuple[Kind, bytes]) -> None:
         def settle() -> None:

@@ -18,6 +18,7 @@ from tests.swarm import Island, Swarm, swarm
 ONE = {"ranks": 1}
 PLAIN = ["outer.codec=int8", "optimizer.schedule=cosine"]
 STREAMING = ["outer.fragments=2", "outer.delay=1", "outer.mix=0.5", "outer.codec=int4", "outer.coding.feedback=0.9"]
+GOSSIP = ["outer.gossip={}", "outer.codec=int8", "outer.rounds=5"]
 RECOMPUTING = ["island.parallel.recompute=full", "island.compute_dtype=bfloat16", "optimizer.name=muon"]
 
 
@@ -62,6 +63,12 @@ def assert_same_as_real(folder, settings: list[str], num_islands: int) -> None:
 @pytest.mark.parametrize(("settings", "num_islands"), [(PLAIN, 3), (STREAMING, 2)], ids=["plain", "streaming"])
 def test_islands_in_one_process_compute_what_real_processes_do(tmp_path, settings, num_islands):
     assert_same_as_real(tmp_path, settings, num_islands)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [2, 4])
+def test_islands_that_gossip_in_one_process_compute_what_real_processes_do(tmp_path, group):
+    assert_same_as_real(tmp_path, [*GOSSIP, f"outer.gossip.group={group}"], 4)
 
 
 @pytest.mark.slow

@@ -163,6 +163,22 @@ def test_another_digest_of_one_island_is_found(run_dir: Path) -> None:
     assert summary["rounds_disagreeing"] == [6]
 
 
+def test_with_gossip_digests_differ_by_design_and_the_loss_is_the_mean_over_islands(run_dir: Path) -> None:
+    for path in run_dir.glob("island-*/metrics.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            if line["kind"] == "round":
+                line |= {"is_own": True, "digest": path.parent.name}
+            if line["kind"] == "eval" and path.parent.name == "island-2":
+                line["loss"] += 0.5
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary, last = summarise(run_dir), 2 + 3.5 * math.exp(-4)
+    assert (summary["digests_equal"], summary["rounds_disagreeing"]) == (None, [])
+    assert summary["final_eval_losses"] == pytest.approx({"island-0": last, "island-2": last + 0.5})
+    assert summary["final_eval_loss"] == pytest.approx(last + 0.25)
+    assert "DIFFERENT" not in write_report(run_dir).read_text()
+
+
 def test_a_round_that_one_participant_committed_and_another_aborted_is_found(run_dir: Path) -> None:
     path = run_dir / "island-2" / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]

@@ -22,6 +22,7 @@ from tests.swarm import Island, Work, swarm, train_and_return_params
 EACH_ROUND = ["island.checkpoint.every_rounds=1", "outer.rounds=6", "outer.inner_steps=4"]
 LAST, END = 5, 14
 STREAMED = ["outer.fragments=2", "outer.delay=1", "outer.mix=0.5"]
+GOSSIP = ["outer.gossip.group=2"]
 LOSSY = ["outer.codec=stat2", "outer.coding.feedback=0.9"]
 
 
@@ -80,7 +81,11 @@ def stopped_and_resumed(steps: int) -> Callable[[Any], list[Island]]:
     return start
 
 
-@pytest.mark.parametrize("settings", [[], STREAMED, LOSSY], ids=["plain", "streamed", "feedback"])
+@pytest.mark.parametrize(
+    "settings",
+    [[], STREAMED, LOSSY, pytest.param(GOSSIP, marks=pytest.mark.slow)],
+    ids=["plain", "streamed", "feedback", "gossip"],
+)
 def test_two_islands_killed_in_a_round_end_as_if_nothing_had_been(tmp_path: Path, settings: list[str]) -> None:
     whole = trained(tmp_path / "whole", *settings, start=lambda made: made.start_all())
     broken = trained(tmp_path / "broken", *settings, start=stopped_and_resumed(14))

@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
 from outer.config import OuterConfig
 from outer.errors import MessageError
+from outer.gossip_loop import GossipLoop
 from outer.loop import LoopThread
 from outer.network import NetworkSettings, open_network
 from outer.phases import NO_HOOKS, Hooks
@@ -76,6 +77,7 @@ class Island:
     name: str
     params: FakeParams
     outer: OuterLoop
+    """Or, where the config says gossip, a GossipLoop, which has the same face for what is called here."""
 
     def train(self, round_number: int) -> torch.Tensor:
         """Fake inner steps: add this island's `progress` of the round; the local params afterwards."""
@@ -169,7 +171,9 @@ def _live(
             network.transport = fault(hub, network.transport)
         identity = identity_of(name)
         params = FakeParams(model)
-        return script(Island(name, params, OuterLoop(config, identity, params, Team(), network, loop, own)))
+        build = OuterLoop if config.gossip is None else GossipLoop
+        outer = build(config, identity, params, Team(), network, loop, own)
+        return script(Island(name, params, cast(OuterLoop, outer)))
     finally:
         loop.run(network.close(), GUARD_SECONDS)
         loop.close()
