@@ -43,7 +43,7 @@ class IslandState:
         groups = groups_of(params.specs, config, splits_fine=coding.splits_fine)
         self.space = Space(params.specs, config.part_elements, coding.block_elements, groups)
         self.exchange = Exchange(self.space, params, team)
-        self.mine = GlobalState(self.exchange.gather(), config.optimizer)
+        self.mine = GlobalState(self.exchange.gather(), config.optimizer, config.start_islands)
         """What this rank carries."""
         self.digest = self.combine(self.mine.digests(), team)
         """Of global params and outer momentum, over all ranks; changes by `commit` and `replace`."""

@@ -20,6 +20,9 @@ from outer.rounds import MAX_ROUND, Message, parse
 
 LOG_BYTES_PER_PARAM = 8
 """Of committed means, kept for joiners. Beyond the size of a state, taking a part anew costs no more."""
+GIVEN_BYTES = 2
+"""Before an encoded mean: how many islands gave to it."""
+MAX_GIVEN = 1 << 16
 
 
 class Position(Message):
@@ -31,6 +34,14 @@ class Position(Message):
     """Tokens that all committed pseudo-gradients were trained on."""
 
 
+class PartHeader(Message):
+    """What stands before a part's params and momentum."""
+
+    round: int = Field(ge=0, lt=MAX_ROUND)
+    tokens: int = Field(ge=0, lt=1 << 62)
+    pushes: int = Field(default=0, ge=0, lt=MAX_GIVEN)
+
+
 @dataclass(frozen=True)
 class PartState:
     """One part's global params and outer momentum, fp32, after so many committed rounds."""
@@ -38,20 +49,29 @@ class PartState:
     params: torch.Tensor
     momentum: torch.Tensor
     round: int
+    pushes: int = 0
+    """Of Delayed Nesterov, since momentum moved the part."""
+
+    @property
+    def digest(self) -> bytes:
+        """Of all that the next outer step follows from."""
+        pushes = [torch.tensor([float(self.pushes)])] if self.pushes else []
+        return part_digest(torch.cat([self.params, self.momentum, *pushes]))
 
 
 class GlobalState:
     """Changes only by `commit` and `replace`, whole, under a lock: peers never read half of a step."""
 
-    def __init__(self, parts: Mapping[int, torch.Tensor], config: OuterOptimizerConfig) -> None:
+    def __init__(self, parts: Mapping[int, torch.Tensor], config: OuterOptimizerConfig, num_islands: int = 1) -> None:
+        """`num_islands`: what Delayed Nesterov counts to."""
         self.parts = dict(parts)
         self.position = Position(round=0, tokens=0)
         self._config = config
         self.num_replaced = 0
         """Times that `replace` was called: what came before is another history."""
-        self._log: deque[tuple[int, dict[int, torch.Tensor]]] = deque()
-        """(r, by part the encoded mean that led from round r to r + 1), without gaps up to the last commit."""
-        self._optimizer = OuterOptimizer(self.parts, config)
+        self._log: deque[tuple[int, int, dict[int, torch.Tensor]]] = deque()
+        """(r, islands that gave, by part the encoded mean that led from round r to r + 1), up to the last commit."""
+        self._optimizer = OuterOptimizer(self.parts, config, num_islands)
         self._digests: dict[int, bytes] = {}
         """Of parts that have not changed since."""
         self._lock = threading.Lock()
@@ -65,16 +85,18 @@ class GlobalState:
         mean_pseudo_grads: Mapping[int, torch.Tensor],
         position: Position,
         payloads: Mapping[int, torch.Tensor] | None = None,
+        num_given: int = 1,
     ) -> None:
         """One outer step of these parts, all or a fragment's: the only place where global params change in a round.
 
         `payloads` are the bytes (1-D uint8) that every participant decoded the means from, kept for joiners; do not
-        write to them. None: joiners cannot be brought over this round, and take parts anew.
+        write to them. None: joiners cannot be brought over this round, and take parts anew. `num_given`: islands that
+        each is the mean of.
         """
         with self._lock:
-            self._optimizer.step(mean_pseudo_grads)
+            self._optimizer.step(mean_pseudo_grads, num_given)
             self._forget_digests(mean_pseudo_grads)
-            self._remember(position.round - 1, payloads)
+            self._remember(position.round - 1, num_given, payloads)
             self.position = position
 
     def after(self, index: int, mean: torch.Tensor) -> torch.Tensor:
@@ -87,7 +109,7 @@ class GlobalState:
         with self._lock:
             for index, state in parts.items():
                 self.parts[index].copy_(state.params)
-                self._optimizer.set_momentum(index, state.momentum)
+                self._optimizer.set_momentum(index, state.momentum, state.pushes)
             self._forget_digests(parts)
             self._log.clear()
             self.num_replaced += 1
@@ -96,36 +118,46 @@ class GlobalState:
     def digests(self) -> dict[int, bytes]:
         """Of each carried part: params and momentum."""
         for i in self.parts.keys() - self._digests.keys():
-            self._digests[i] = part_digest(torch.cat([self.parts[i], self._optimizer.momentum(i)]))
+            self._digests[i] = self._state(i).digest
         return dict(self._digests)
 
     def pack(self, index: int) -> bytes:
-        """A carried part for a joiner: one line of JSON with the position, then params and momentum, raw fp32."""
+        """A carried part for a joiner: one line of JSON (PartHeader), then params and momentum, raw fp32."""
         self._check_carried(index)
         with self._lock:
-            header = self.position.model_dump_json().encode() + b"\n"
-            return b"".join((header, raw_bytes(self.parts[index]), raw_bytes(self._optimizer.momentum(index))))
+            state, position = self._state(index), self.position
+            header = PartHeader(round=position.round, tokens=position.tokens, pushes=state.pushes)
+            line = header.model_dump_json(exclude_defaults=True).encode() + b"\n"
+            return b"".join((line, raw_bytes(state.params), raw_bytes(state.momentum)))
 
     def mean(self, index: int, round_number: int) -> bytes | None:
-        """The encoded mean that led a carried part from this round to the next; None: it is no longer kept.
+        """The mean that led a carried part from this round to the next, see `unpack_mean`; None: no longer kept.
 
         Raises MessageError for a part of another fragment than the round's: nothing has changed it.
         """
         self._check_carried(index)
         with self._lock:
-            payloads = dict(self._log).get(round_number)
-        if payloads is not None and index not in payloads:
+            found = next(((given, means) for number, given, means in self._log if number == round_number), None)
+        if found is None:
+            return None
+        num_given, payloads = found
+        if index not in payloads:
             raise MessageError(f"part {index} was not in round {round_number}")
-        return None if payloads is None else raw_bytes(payloads[index])
+        return num_given.to_bytes(GIVEN_BYTES, "little") + raw_bytes(payloads[index])
 
-    def _remember(self, round_number: int, payloads: Mapping[int, torch.Tensor] | None) -> None:
+    def _state(self, index: int) -> PartState:
+        """A carried part as it is: the tensors themselves."""
+        momentum, pushes = self._optimizer.momentum(index), self._optimizer.pushes(index)
+        return PartState(self.parts[index], momentum, self.position.round, pushes)
+
+    def _remember(self, round_number: int, num_given: int, payloads: Mapping[int, torch.Tensor] | None) -> None:
         if payloads is None or (self._log and self._log[-1][0] != round_number - 1):
             self._log.clear()
         if payloads is None:
             return
-        self._log.append((round_number, dict(payloads)))
+        self._log.append((round_number, num_given, dict(payloads)))
         limit = LOG_BYTES_PER_PARAM * sum(values.numel() for values in self.parts.values())
-        while sum(p.numel() for _, means in self._log for p in means.values()) > limit:
+        while sum(p.numel() for _, _, means in self._log for p in means.values()) > limit:
             self._log.popleft()
 
     def _forget_digests(self, parts: Iterable[int]) -> None:
@@ -143,32 +175,46 @@ def unpack(body: bytes, num_elements: int) -> tuple[Position, PartState]:
     if not newline or len(raw) != 8 * num_elements:
         raise MessageError(f"a part's state has {len(raw)} bytes, expected {8 * num_elements}")
     try:
-        position = parse(Position, header)
+        found = parse(PartHeader, header)
     except MessageError:
         raise MessageError("a part's state without a position") from None
-    return position, part_of(raw, position.round)
+    return Position(round=found.round, tokens=found.tokens), part_of(raw, found.round, found.pushes)
 
 
-def part_of(raw: bytes, round_number: int) -> PartState:
+def unpack_mean(body: bytes) -> tuple[int, bytes]:
+    """(islands that gave, the encoded mean) in a donor's bytes. Raises MessageError when nobody gave."""
+    num_given = int.from_bytes(body[:GIVEN_BYTES], "little")
+    if len(body) < GIVEN_BYTES or num_given == 0:
+        raise MessageError("a mean that no island gave to")
+    return num_given, body[GIVEN_BYTES:]
+
+
+def part_of(raw: bytes, round_number: int, pushes: int = 0) -> PartState:
     """Params and momentum from their raw fp32, one behind the other. Raises MessageError when one is not finite."""
     values = torch.frombuffer(bytearray(raw), dtype=torch.float32) if raw else torch.empty(0)
     if not is_finite(values):
         raise MessageError("a part's state with non-finite values")
-    return PartState(values[: values.numel() // 2], values[values.numel() // 2 :], round_number)
+    return PartState(values[: values.numel() // 2], values[values.numel() // 2 :], round_number, pushes)
 
 
-def advance(state: PartState, mean: torch.Tensor | None, config: OuterOptimizerConfig) -> PartState:
+def advance(
+    state: PartState,
+    mean: torch.Tensor | None,
+    config: OuterOptimizerConfig,
+    num_given: int = 1,
+    num_islands: int = 1,
+) -> PartState:
     """The part one round later, bit-equal to what `GlobalState.commit` makes of it. `state` is left alone.
 
-    None: the round was another fragment's, and only its number changes.
+    None: the round was another fragment's, and only its number changes. `num_given`, `num_islands`: as there.
     """
     if mean is None:
         return replace(state, round=state.round + 1)
     params = state.params.clone()
-    optimizer = OuterOptimizer({0: params}, config)
-    optimizer.set_momentum(0, state.momentum)
-    optimizer.step({0: mean})
-    return PartState(params, optimizer.momentum(0), state.round + 1)
+    optimizer = OuterOptimizer({0: params}, config, num_islands)
+    optimizer.set_momentum(0, state.momentum, state.pushes)
+    optimizer.step({0: mean}, num_given)
+    return PartState(params, optimizer.momentum(0), state.round + 1, optimizer.pushes(0))
 
 
 def raw_bytes(values: torch.Tensor) -> bytes:

@@ -260,7 +260,8 @@ class OuterLoop:
         if folder is not None:
             run = self._identity.config_hash
             cache = PartsCache(folder / f"rank-{self._team.rank}", held.space.fingerprint, run)
-        share = Share(held.space, held.exchange.carried, self._side.coding, self._config.optimizer)
+        config = self._config
+        share = Share(held.space, held.exchange.carried, self._side.coding, config.optimizer, config.start_islands)
         return Fetch(self._network.messenger, [], share, cache, self._side.hooks)
 
     # -- plumbing -------------------------------------------------------------------------------------------

@@ -712,7 +712,7 @@ def test_a_mean_that_is_malformed_is_refused() -> None:
         here.commit()
 
         async def answer(source: Endpoint, body: bytes) -> bytes:
-            return b"mean\n" + bytes(7)
+            return b"mean\n" + b"\1\0" + bytes(7)
 
         island.messengers[0].serve("mean", answer)
         with pytest.raises(TransportError, match="a: bf16 payload of 7 bytes"):
