@@ -1,12 +1,15 @@
 """What an island that is ready may find: a plan, that it is behind, that too few have come; and the rules for it."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from outer.errors import MessageError
 from outer.rounds import Plan, Ready, Standing
+
+NOTHING_TO_GIVE = {"listens": True, "tokens": 0, "weight": 0}
+"""What a ready says of an island that listens."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,10 @@ class Rules:
     max_tokens: int = 1 << 52
     """Most tokens that an island can have trained on in a round."""
     max_round: int = 1 << 29
+    has_listeners: bool = False
+    """Whether islands that still train take part; then `quorum` counts those that give."""
+    grace_steps: float = 0.0
+    """Those that give wait for those that listen as long as so many of their inner steps take."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,17 @@ def majority(digests: Iterable[str]) -> str:
     return min(counts, key=lambda digest: (-counts[digest], digest))
 
 
-def objection(plan: Plan, own: Ready, num_parts: int, first_attempt: int = 0) -> str | None:
+def check_ready(ready: Ready, rules: Rules) -> None:
+    """Raise MessageError when a peer's ready claims what cannot be."""
+    ready.check(rules.num_parts)
+    claimed = max(ready.tokens, ready.weight)
+    if claimed > rules.max_tokens:
+        raise MessageError(f"{ready.island!r} claims {claimed} tokens, a round has at most {rules.max_tokens}")
+    if ready.listens and not rules.has_listeners:
+        raise MessageError(f"{ready.island!r} listens, in a run that waits for all")
+
+
+def objection(plan: Plan, own: Ready, rules: Rules, first_attempt: int = 0) -> str | None:
     """Why `own`'s island cannot take part in the plan, or None: it is there as it is now, all hold its state.
 
     `first_attempt`: the least for which it has given its word to no plan yet.
@@ -55,17 +72,34 @@ def objection(plan: Plan, own: Ready, num_parts: int, first_attempt: int = 0) ->
     if plan.names != sorted(set(plan.names)):
         return "participants are repeated or out of order"
     # Renewed, when the planner's word that its ready is used came before the plan: the ready of that plan still holds.
-    mine = [p.attempt for p in plan.participants if p.model_copy(update={"attempt": own.attempt}) == own]
+    # One to listen holds, too, when the island has something to give by now: the next round gets it.
+    held = own, own.model_copy(update=NOTHING_TO_GIVE)
+    mine = [p.attempt for p in plan.participants if p.model_copy(update=_renewed(p, own)) in held]
     if not mine or not first_attempt <= mine[0] <= own.attempt:
         return f"{own.island!r} is not in the plan as it is now"
+    if not plan.givers:
+        return "nobody gives anything"
     for participant in plan.participants:
         if participant.digest != own.digest:
             return f"the state of {participant.island!r} differs from that of {own.island!r}"
         try:
-            participant.check(num_parts)
+            check_ready(participant, rules)
         except MessageError as error:
             return str(error)
     return None
+
+
+def _renewed(said: Ready, own: Ready) -> dict[str, object]:
+    """What may have changed in an island's ready since it `said` so."""
+    return {"attempt": own.attempt} | ({"step_seconds": own.step_seconds} if said.listens else {})
+
+
+def is_early(rules: Rules, agreeing: Collection[Ready], *, is_patient: bool) -> bool:
+    """Whether those that give are too few yet, or, being patient, wait for those that still train and listen."""
+    num_givers = sum(not ready.listens for ready in agreeing)
+    if num_givers == len(agreeing):
+        return False
+    return is_patient or num_givers < min(rules.quorum, len(agreeing))
 
 
 def find_behind(me: str, own: Standing, live: Mapping[str, Standing], *, is_settled: bool) -> Behind | None:

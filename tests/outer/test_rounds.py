@@ -28,10 +28,11 @@ from outer.rounds import (
 )
 from outer.state import Position
 from outer.transports.base import Endpoint
-from outer.verdicts import majority, objection
+from outer.verdicts import Rules, majority, objection
 
 DIGESTS = {"x": "aa" * 16, "y": "bb" * 16, "z": "cc" * 16}
 NUM_PARTS = 5
+RULES = Rules(num_parts=NUM_PARTS)
 
 
 def ready(island: str, digest: str = "x", round_number: int = 3, **changes: object) -> Ready:
@@ -114,15 +115,15 @@ def test_plans_that_differ_in_anything_have_ids_of_their_own() -> None:
 
 
 def test_a_sound_plan_passes() -> None:
-    assert objection(plan_of("a", "b", attempt=1), ready("b"), NUM_PARTS) is None
+    assert objection(plan_of("a", "b", attempt=1), ready("b"), RULES) is None
 
 
 def test_a_plan_with_the_ready_of_an_attempt_before_passes_if_its_word_is_not_given() -> None:
     plan, own = plan_of("a", "b"), ready("b", attempt=2)
-    assert objection(plan, own, NUM_PARTS, first_attempt=0) is None
-    assert objection(plan, own, NUM_PARTS, first_attempt=1) == "'b' is not in the plan as it is now"
+    assert objection(plan, own, RULES, first_attempt=0) is None
+    assert objection(plan, own, RULES, first_attempt=1) == "'b' is not in the plan as it is now"
     later = changed(plan, participants=[ready("a"), ready("b", attempt=3)])
-    assert objection(later, own, NUM_PARTS) == "'b' is not in the plan as it is now"
+    assert objection(later, own, RULES) == "'b' is not in the plan as it is now"
 
 
 def changed(plan: Plan, **changes: object) -> Plan:
@@ -149,7 +150,7 @@ BAD_PLANS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
 @pytest.mark.parametrize("kind", BAD_PLANS)
 def test_a_plan_that_cannot_be_ours_is_refused(kind: str) -> None:
     change, text = BAD_PLANS[kind]
-    assert text in (objection(change(plan_of("a", "b", attempt=1)), ready("b"), NUM_PARTS) or "")
+    assert text in (objection(change(plan_of("a", "b", attempt=1)), ready("b"), RULES) or "")
 
 
 @given(carriers=st.lists(st.integers(0, 3), max_size=60))
