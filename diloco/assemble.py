@@ -29,6 +29,7 @@ from inner.trainer import Trainer, TrainerSettings
 from outer.keys import run_key_in
 from outer.loop import LoopThread
 from outer.network import Network, NetworkSettings, open_network
+from outer.phases import Hooks
 from outer.presence import Identity
 from outer.probe import Greeter, Probe
 from outer.reports import Settings
@@ -174,8 +175,7 @@ def assembled(
             config_hash=config.hash,
         )
         hooks = build_hooks(island.faults, island.index, team.rank, folder)
-        most = 2 * config.outer.inner_steps * config.optimizer.tokens_per_step  # a round's, and one re-based
-        settings = Settings(max_tokens=most, joins=island.joins, cache_dir=folder / "incoming", hooks=hooks)
+        settings = settings_of(config, island, folder, hooks)
         outer = OuterLoop(config.outer, identity, trainer.params, team, network, loop, settings)
         Probe(network.messenger, Greeter(config.hash, lambda: outer.position.round))
         speed = speedometer(config, island, corpus, device) if team.is_leader else None
@@ -201,6 +201,20 @@ def assembled(
             metrics.close()
         if lock is not None:
             os.close(lock)
+
+
+def settings_of(config: RunConfig, island: IslandConfig, folder: Path, hooks: Hooks) -> Settings:
+    """What the outer loop does on this island besides the run's config."""
+    waits_for_all = config.outer.wait_for == "all"
+    # A round's, and one re-based; with listeners also of a fragment whose plan was fixed before it was given.
+    num_rounds = 2 if waits_for_all else 4
+    return Settings(
+        max_tokens=num_rounds * config.outer.inner_steps * config.optimizer.tokens_per_step,
+        joins=island.joins,
+        cache_dir=folder / "incoming",
+        hooks=hooks,
+        total_tokens=None if waits_for_all else config.total_tokens,
+    )
 
 
 def hold_folder(folder: Path) -> int:

@@ -2,7 +2,8 @@
 
 Every rank of the island runs `run`, in step with the others. What the parts are and how they are built is in
 assemble.py; what happens inside a round is in outer/sync.py. With `outer.delay` a round runs behind the inner steps
-that follow it: it is launched at its step and lands some steps later.
+that follow it: it is launched at its step and lands some steps later. A run whose rounds wait for a quorum only is
+lived at each island's own pace: own_pace.py.
 """
 
 import logging
@@ -108,12 +109,11 @@ def enter(parts: Parts, position: Position) -> None:
     parts.event("joined", f"round {position.round}, {position.tokens} tokens, digest {parts.outer.digest[:12]}")
 
 
-def train(parts: Parts) -> StepResult:
-    """One inner step, measured and recorded."""
+def train(parts: Parts, data_step: int | None = None) -> StepResult:
+    """One inner step, measured and recorded; `data_step`: which of the data's, None: the schedule's."""
     trainer = parts.trainer
-    batches = parts.batches.micro_batches(
-        trainer.inner_step, trainer.data_rank, trainer.num_data_ranks, trainer.settings.micro_batch
-    )
+    step = trainer.inner_step if data_step is None else data_step
+    batches = parts.batches.micro_batches(step, trainer.data_rank, trainer.num_data_ranks, trainer.settings.micro_batch)
     started = time.monotonic()
     result = trainer.step(batches)
     parts.slow_down(time.monotonic() - started)
@@ -123,11 +123,14 @@ def train(parts: Parts) -> StepResult:
     return result
 
 
-def evaluate(parts: Parts) -> None:
-    """Held-out loss of the global params. In plain rounds local params are equal to them at this point."""
+def evaluate(parts: Parts, cycle: int | None = None) -> None:
+    """Held-out loss of the global params, recorded for a cycle; None: for that of the round.
+
+    In plain rounds local params are equal to global params at this point.
+    """
     position, outer = parts.outer.position, parts.config.outer
     with nullcontext() if outer.is_plain else parts.outer.global_params():
-        cycle = position.round // outer.fragments
+        cycle = position.round // outer.fragments if cycle is None else cycle
         record = evaluation(parts.config, parts.trainer, parts.corpus, cycle, position.tokens)
     if parts.metrics is not None:
         parts.metrics.evaluation(record)
@@ -163,6 +166,7 @@ def record_round(parts: Parts, report: RoundReport, progress: Progress, landing:
             tokens=progress.tokens,
             stalled_seconds=landing.waited_seconds if report.is_committed else 0.0,
             gated=report.gated,
+            listeners=tuple(report.listeners),
         )
     )
     for peer, kind, text, count in parts.network.refusals.drain():

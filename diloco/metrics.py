@@ -52,6 +52,8 @@ class RoundRecord:
     """Inner steps stood still so long for the round, all its attempts together; the rest was behind them."""
     gated: dict[str, int] = field(default_factory=dict)
     """By island: parts that this island's leader, as their reducer, left out of the mean."""
+    listeners: tuple[str, ...] = ()
+    """Participants that gave nothing to the round, for they still trained."""
     time: float = field(default_factory=time.time)
     """The end of the attempt: the wait came first, then the reduce."""
     kind: Literal["round"] = "round"

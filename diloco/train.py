@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco import island as life
+from diloco import own_pace as life
 from diloco.assemble import (
     Parts,
     assembled,

@@ -155,4 +155,4 @@ class OuterConfig(BaseModel):
     @property
     def is_plain(self) -> bool:
         """Whether local params equal the global params after every round."""
-        return self.fragments == 1 and self.delay == 0 and self.mix == 0
+        return self.fragments == 1 and self.delay == 0 and self.mix == 0 and self.wait_for == "all"

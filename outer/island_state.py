@@ -40,6 +40,7 @@ class IslandState:
 
     def __init__(self, config: OuterConfig, coding: Coding, params: Params, team: Team) -> None:
         self._team = team
+        self._has_listeners = config.wait_for == "quorum"
         groups = groups_of(params.specs, config, splits_fine=coding.splits_fine)
         self.space = Space(params.specs, config.part_elements, coding.block_elements, groups)
         self.exchange = Exchange(self.space, params, team)
@@ -57,10 +58,14 @@ class IslandState:
         square = sum(float(grad.double().square().sum()) for grad in pseudo_grads.values())
         return sum(self._team.gather(square)) ** 0.5
 
-    def commit(self, means: Mapping[int, Mean], position: Position) -> None:
-        """One outer step of the parts in `means`. Local params stay as they are: see `merge`."""
+    def commit(self, means: Mapping[int, Mean], position: Position, num_given: int, *, listens: bool) -> None:
+        """One outer step of the parts in `means`, of so many islands. Local params stay as they are: see `merge`.
+
+        `listens`: nothing of this island is in it, and `carry_over` comes.
+        """
         values = {index: mean.values for index, mean in means.items()}
-        self.mine.commit(values, position, {index: mean.payload for index, mean in means.items()})
+        payloads = {index: mean.payload for index, mean in means.items()}
+        self.mine.commit(values, position, payloads, num_given, keeps_bases=listens)
         self.digest = self.combine(self.mine.digests(), self._team.background)
 
     def merge(self, fragment: int, mix: float) -> None:
@@ -83,6 +88,18 @@ class IslandState:
         moved = {i: values + (self.mine.parts[i] - ahead[i]) for i, values in local.items()}
         self.exchange.scatter(moved, fragment)
 
+    def carry_over(self, fragment: int) -> None:
+        """Local params of the fragment go on from the global params of now, with the progress made before.
+
+        A round may be committed meanwhile. Nothing changes when none was since the last call.
+        """
+        self.exchange.scatter(self.mine.carried_over(self.exchange.gather(fragment)), fragment)
+
+    def take_over(self, fragment: int) -> None:
+        """Local params of the fragment become the global params; a round of it may be committed meanwhile."""
+        carried = [i for i in self.space.fragments[fragment] if i in self.mine.parts]
+        self.exchange.scatter(self.mine.taken_over(carried), fragment)
+
     def replace(self, parts: Mapping[int, PartState], position: Position) -> None:
         """Another island's state, in place of global state and local params."""
         self.mine.replace(parts, position)
@@ -95,9 +112,9 @@ class IslandState:
 
     @contextmanager
     def global_params(self) -> Iterator[None]:
-        """Local params are the global params while it lasts."""
+        """Local params are the global params as they are now while it lasts; rounds may be committed meanwhile."""
         local = self.exchange.gather()
-        self.exchange.scatter(self.mine.parts)
+        self.exchange.scatter(self.mine.copies() if self._has_listeners else self.mine.parts)
         try:
             yield
         finally:

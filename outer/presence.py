@@ -57,16 +57,17 @@ class Presence:
         """Be a donor of the state held now; `included`: incarnations whose progress its last commit contains."""
         donor.describe(self._held.digest, self._held.exchange.carriers, self._held.space.fingerprint, included)
 
-    def ready(self, snapshot: Snapshot, epoch: str, step_seconds: float) -> Ready:
-        """This island's word that it could take part in a plan now, with this snapshot."""
+    def ready(self, snapshot: Snapshot | None, epoch: str, step_seconds: float) -> Ready:
+        """This island's word that it could take part in a plan now, with this snapshot; None: it listens."""
         standing = standing_of(self._held, is_coming=True)
         return Ready(
             island=self._identity.island,
             incarnation=self._identity.incarnation,
             round=standing.round,
             attempt=self.agreement.protocol.next_attempt,
-            tokens=snapshot.tokens,
-            weight=snapshot.weight,
+            tokens=0 if snapshot is None else snapshot.tokens,
+            weight=0 if snapshot is None else snapshot.weight,
+            listens=snapshot is None,
             base_tokens=standing.tokens,
             digest=standing.digest,
             step_seconds=step_seconds,

@@ -197,8 +197,9 @@ class _Attempt:
         async with asyncio.TaskGroup() as tasks:
             coming = {name: tasks.create_task(self._receive(name, Phase.REDUCE, part)) for name in others}
             own = None if pseudo_grad is None else await asyncio.to_thread(self._encode, part, pseudo_grad)
-            for name in self._others if to_all and own is not None else ():
-                tasks.create_task(self._send(name, Phase.REDUCE, part, own))
+            if to_all and own is not None:
+                for name in self._others:
+                    tasks.create_task(self._send(name, Phase.REDUCE, part, own))
         payloads = {name: task.result() for name, task in coming.items()}
         if own is not None:
             payloads[self._me.island] = own

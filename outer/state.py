@@ -74,11 +74,32 @@ class GlobalState:
         self._optimizer = OuterOptimizer(self.parts, config, num_islands)
         self._digests: dict[int, bytes] = {}
         """Of parts that have not changed since."""
+        self._bases: dict[int, torch.Tensor] = {}
+        """Of parts that were committed while local params went on from what they were before: that."""
         self._lock = threading.Lock()
 
     def pseudo_grads(self, local: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Global minus local, in fp32, of the parts in `local`; descend it."""
-        return {i: self.parts[i] - values for i, values in local.items()}
+        """Global minus local, in fp32, of the parts in `local`; descend it. Global: as local params went on from it."""
+        with self._lock:
+            return {i: self._bases.get(i, self.parts[i]) - values for i, values in local.items()}
+
+    def carried_over(self, local: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """These parts of the local params as they go on from the global params of now, their progress kept."""
+        with self._lock:
+            bases = {i: self._bases.pop(i, self.parts[i]) for i in local}
+            return {i: values + (self.parts[i] - bases[i]) for i, values in local.items()}
+
+    def taken_over(self, parts: Iterable[int]) -> dict[int, torch.Tensor]:
+        """Copies of these parts, for local params that go on from them without progress of their own."""
+        with self._lock:
+            for i in parts:
+                self._bases.pop(i, None)
+            return {i: self.parts[i].clone() for i in parts}
+
+    def copies(self) -> dict[int, torch.Tensor]:
+        """All parts as they are now; `parts` itself may be stepped while it is read."""
+        with self._lock:
+            return {i: values.clone() for i, values in self.parts.items()}
 
     def commit(
         self,
@@ -86,14 +107,17 @@ class GlobalState:
         position: Position,
         payloads: Mapping[int, torch.Tensor] | None = None,
         num_given: int = 1,
+        keeps_bases: bool = False,
     ) -> None:
         """One outer step of these parts, all or a fragment's: the only place where global params change in a round.
 
         `payloads` are the bytes (1-D uint8) that every participant decoded the means from, kept for joiners; do not
         write to them. None: joiners cannot be brought over this round, and take parts anew. `num_given`: islands that
-        each is the mean of.
+        each is the mean of. `keeps_bases`: local params still go on from these parts as they were, see `carried_over`.
         """
         with self._lock:
+            if keeps_bases:
+                self._bases |= {i: self.parts[i].clone() for i in mean_pseudo_grads if i not in self._bases}
             self._optimizer.step(mean_pseudo_grads, num_given)
             self._forget_digests(mean_pseudo_grads)
             self._remember(position.round - 1, num_given, payloads)
@@ -112,6 +136,7 @@ class GlobalState:
                 self._optimizer.set_momentum(index, state.momentum, state.pushes)
             self._forget_digests(parts)
             self._log.clear()
+            self._bases.clear()
             self.num_replaced += 1
             self.position = position
 

@@ -3,13 +3,19 @@
     launch   snapshot of a fragment's pseudo-gradient; its round runs behind the training   (outer/averaging.py)
     land     wait for the commit; the fragment's local params go on from the global params
 
+With `outer.wait_for: quorum` (outer/listening.py) rounds go on while an island trains:
+
+    heard    what was committed meanwhile; local params go on from it
+    give     this island's progress, to a round that is waited for
+
 Every rank of the island makes the same calls in the same order; the leader speaks to other islands.
 """
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import TypeVar
 
 import torch
 
@@ -24,8 +30,10 @@ from outer.exchange import Params
 from outer.flight import Flight
 from outer.fragments import schedule_of
 from outer.island_state import IslandState, Snapshot
+from outer.listening import Heard, Listening
 from outer.loop import LoopThread
 from outer.network import Network
+from outer.offer import Offer
 from outer.pace import Pace
 from outer.parts_cache import PartsCache
 from outer.presence import Identity, Presence, standing_of
@@ -35,9 +43,10 @@ from outer.state import Position
 from outer.taking import Taken, Taker
 from outer.team import Team
 from outer.transfer import Fetch, Share
-from outer.verdicts import Rules
+from outer.verdicts import rules_of
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 FINISH_SECONDS = 60.0
 """How long an island that has the last round stays for those that live and do not have it yet."""
@@ -78,6 +87,7 @@ class OuterLoop:
         self._averaging.presence = self._presence
         if self._presence is None:
             network.messenger.serve("vote", self._averaging.attempts.on_vote)
+        self.listening = Listening(self._averaging, self._side, self.schedule, self._settings.total_tokens)
         self._taker = Taker(self._held, self._fetch, team, loop, lambda: self._leader.find_donors())
         self._has_entered_late = False
 
@@ -130,7 +140,7 @@ class OuterLoop:
         The round before has landed. `land` must be called before the next launch.
         """
         assert self._flight is None, "one round is on its way at a time"
-        snapshot = self._snapshot(tokens)
+        snapshot = self._snapshot(tokens, self.round)
         if self._config.eager:
             self._ahead = self._held.look_ahead(snapshot, self._averaging.share)
         self._flight = Flight(self._averaging, snapshot)
@@ -147,21 +157,33 @@ class OuterLoop:
             reports, waited = flight.land()
         except BehindError as behind:
             self._flight = None
-            raise self._caught_up(behind, snapshot) from None
+            raise self._caught_up(behind, snapshot.weight, snapshot.pseudo_grads) from None
         self._flight = None
         self._merge(snapshot)
         return Landing(reports, waited)
 
     def attempt(self, tokens: int) -> RoundReport:
         """One attempt at `round`, waited for. Not committed: nothing has changed, call it again. Raises as `land`."""
-        snapshot = self._snapshot(tokens)
+        snapshot = self._snapshot(tokens, self.round)
         try:
-            report = self._averaging.attempt(snapshot)
+            report = self._averaging.attempt(Offer(snapshot))
         except BehindError as behind:
-            raise self._caught_up(behind, snapshot) from None
+            raise self._caught_up(behind, snapshot.weight) from None
         if report.is_committed:
             self._merge(snapshot)
         return report
+
+    def heard(self, tokens: int) -> list[Heard]:
+        """Rounds committed while this island trained, by now on `tokens` tokens since it gave. Raises as `land`."""
+        return self._listened(self.listening.land, max(self._weights) + tokens)
+
+    def give(self, tokens: int) -> Heard:
+        """Give the progress made on `tokens` tokens to the round, when it is due; the round, committed. As `heard`."""
+        snapshot = self._snapshot(tokens, self.listening.position.round)
+        heard = self._listened(lambda: self.listening.give(snapshot), snapshot.weight)
+        if heard.is_given:
+            self._count(tokens, snapshot.fragment)
+        return heard
 
     def global_params(self) -> AbstractContextManager[None]:
         """Local params are the global params while it lasts. No round may be on its way."""
@@ -184,22 +206,36 @@ class OuterLoop:
 
     # -- a round's two ends ------------------------------------------------------------------------------------
 
-    def _snapshot(self, tokens: int) -> Snapshot:
-        fragment = self._held.space.fragment_of(self.round)
+    def _snapshot(self, tokens: int, number: int) -> Snapshot:
+        fragment = self._held.space.fragment_of(number)
         pseudo_grads = self._held.pseudo_grads(fragment)
         norm = self._held.norm(pseudo_grads)
-        return Snapshot(self.round, fragment, pseudo_grads, norm, tokens, self._weights[fragment] + tokens)
+        return Snapshot(number, fragment, pseudo_grads, norm, tokens, self._weights[fragment] + tokens)
 
     def _merge(self, snapshot: Snapshot) -> None:
         self._side.hooks.reached("applied", snapshot.round)
         self._has_entered_late = False
-        self._weights = [weight + snapshot.tokens for weight in self._weights]
-        self._weights[snapshot.fragment] = 0
+        self._count(snapshot.tokens, snapshot.fragment)
         if self._ahead is None:
             self._held.merge(snapshot.fragment, self._config.mix)
         else:
             self._held.correct(self._ahead, snapshot.fragment)
             self._ahead = None
+
+    def _count(self, tokens: int, fragment: int) -> None:
+        """These tokens are given, and the fragment with them."""
+        self._weights = [weight + tokens for weight in self._weights]
+        self._weights[fragment] = 0
+
+    def _listened(self, land: Callable[[], T], weight: int) -> T:
+        try:
+            return land()
+        except BehindError as behind:
+            caught = self._caught_up(behind, weight)
+            if not caught.is_kept:
+                self.listening.drop_progress()
+            self.listening.start()
+            raise caught from None
 
     def _interruption(self, steps_left: int) -> Interruption:
         if self._flight is not None:
@@ -217,16 +253,16 @@ class OuterLoop:
             time.sleep(0.2)
         return bool(found)
 
-    def _caught_up(self, behind: BehindError, snapshot: Snapshot) -> CaughtUp:
+    def _caught_up(self, behind: BehindError, weight: int, sent: dict[int, torch.Tensor] | None = None) -> CaughtUp:
         """Take the state that survives; what is raised then says whether this island's progress was put on top of it.
 
         It is, when exactly one commit was missed, of this island's own history, and that commit does not contain it
-        already. What is re-based once and misses a commit again is dropped.
+        already. What is re-based once and misses a commit again is dropped. `weight`: tokens of the progress.
         """
         digest, progress = self.digest, self._held.pseudo_grads()
         for part, values in (self._ahead or {}).items():
-            # Trained from there; what the snapshot holds had been taken out.
-            progress[part] += values - self._held.mine.parts[part] + snapshot.pseudo_grads[part]
+            # Trained from there; what was sent had been taken out.
+            progress[part] += values - self._held.mine.parts[part] + (sent or {})[part]
         self._ahead = None
         taken = self._take_state()
         is_same = taken.base_digest == digest
@@ -234,7 +270,7 @@ class OuterLoop:
             self._config.missed_progress == "rebase"
             and is_same
             and self._identity.incarnation not in taken.description.included
-            and 2 * snapshot.weight <= self._settings.max_tokens
+            and 2 * weight <= self._settings.max_tokens
         )
         if is_kept:
             self._held.rebase(progress)
@@ -269,14 +305,7 @@ class OuterLoop:
     def _build_presence(self, addresses: Sequence[tuple[str, str]]) -> Presence:
         config, identity, membership = self._config, self._identity, self._network.membership
         assert membership is not None, "the leader has a membership"
-        rules = Rules(
-            quorum=config.quorum,
-            start_islands=config.start_islands,
-            below_quorum=config.below_quorum,
-            num_parts=len(self._held.space.parts),
-            max_tokens=self._settings.max_tokens,
-            max_round=config.num_rounds,
-        )
+        rules = rules_of(config, len(self._held.space.parts), self._settings.max_tokens)
         protocol = Protocol(identity.island, rules, standing_of(self._held, is_coming=False))
         messenger = self._network.messenger
         agreement = Agreement(protocol, messenger, membership, self._side.deadlines, identity.config_hash)

@@ -5,9 +5,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from outer.config import OuterConfig
 from outer.errors import MessageError
 from outer.rounds import Plan, Ready, Standing
 
+GRACE_SHARE = 0.1
+"""Of their inner steps' time, for which islands that give to a round wait for those that listen."""
 NOTHING_TO_GIVE = {"listens": True, "tokens": 0, "weight": 0}
 """What a ready says of an island that listens."""
 
@@ -44,6 +47,22 @@ class Short:
     present: int
     needed: int
     is_start: bool
+
+
+def rules_of(config: OuterConfig, num_parts: int, max_tokens: int) -> Rules:
+    """The config's."""
+    has_listeners = config.wait_for == "quorum"
+    return Rules(
+        quorum=config.quorum,
+        start_islands=config.start_islands,
+        below_quorum=config.below_quorum,
+        num_parts=num_parts,
+        max_tokens=max_tokens,
+        # With listeners each may be of one inner step of one island.
+        max_round=Rules.max_round if has_listeners else config.num_rounds,
+        has_listeners=has_listeners,
+        grace_steps=GRACE_SHARE * config.inner_steps / config.fragments,
+    )
 
 
 def majority(digests: Iterable[str]) -> str:
@@ -89,7 +108,7 @@ def objection(plan: Plan, own: Ready, rules: Rules, first_attempt: int = 0) -> s
     return None
 
 
-def _renewed(said: Ready, own: Ready) -> dict[str, object]:
+def _renewed(said: Ready, own: Ready) -> dict[str, int | float]:
     """What may have changed in an island's ready since it `said` so."""
     return {"attempt": own.attempt} | ({"step_seconds": own.step_seconds} if said.listens else {})
 
