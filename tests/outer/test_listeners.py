@@ -2,7 +2,9 @@
 
 import pytest
 
+from outer.deadlines import Deadlines
 from outer.errors import MessageError
+from outer.patience import Patience
 from outer.protocol import Protocol
 from outer.rounds import Plan, Standing
 from outer.verdicts import NOTHING_TO_GIVE, Behind, Rules
@@ -96,6 +98,23 @@ def test_fewer_that_give_than_the_quorum_wait_for_those_that_listen() -> None:
 def test_those_that_listen_are_given_time_until_all_have_something() -> None:
     assert gathering("a", giving="ab", listening="c").consider(is_late=False, is_patient=True) is None
     assert isinstance(gathering("a", giving="abc").consider(is_late=False, is_patient=True), Plan)
+
+
+def test_who_gives_waits_for_who_listens_as_long_as_some_of_its_own_inner_steps_take() -> None:
+    a = gathering("a", listening="abc", grace_steps=5.0)
+    patience = Patience(a, Deadlines(600.0))
+    patience.look(100.0, woke_at=0.0)
+    assert (patience.waited, patience.seconds_left) == (0.0, 0.0), "nobody gives anything yet"
+    a.hear("b", ready_of(node("b", "")).model_copy(update={"step_seconds": 2.0}))
+    a.hear("c", ready_of(node("c", "")).model_copy(update={"step_seconds": 9.0}))
+    patience.look(200.0, woke_at=0.0)
+    assert patience.seconds_left == 10.0
+    patience.look(204.0, woke_at=0.0)
+    assert (patience.waited, patience.seconds_left) == (4.0, 6.0)
+    patience.look(211.0, woke_at=0.0)
+    assert patience.seconds_left == 0.0
+    patience.look(211.0, woke_at=210.0)
+    assert patience.seconds_left == 9.0, "while it stood still it could not hear of others"
 
 
 def test_who_neither_listens_nor_gives_is_waited_for_until_the_grace_is_over() -> None:

@@ -197,6 +197,39 @@ def test_a_joiner_between_two_pushes_of_delayed_momentum_goes_on_as_the_others()
     assert found["a"] == found["b"] == found["c"] != []
 
 
+def test_an_island_that_gives_to_every_third_round_gives_another_fragment_each_time() -> None:
+    made = config(2, rounds=100, inner_steps=6, fragments=3)
+
+    def fast(island: Island) -> None:
+        trainee = Trainee(island)
+        trainee.begin()
+        trainee.wait_for_round(1)
+        trainee.land()
+        until(trainee, 4)
+        trainee.wait_for_round(5)
+
+    def slow(island: Island) -> list[int]:
+        trainee = Trainee(island)
+        trainee.begin()
+        for _ in range(3):
+            trainee.turn()  # Two inner steps, and what they gave.
+        for number in (2, 3):
+            trainee.wait_for_round(number)
+            trainee.step()
+            trainee.land()
+        # Two steps again, and the turn of the same fragment.
+        assert trainee.round == 3
+        assert not island.outer.listening.is_due()
+        trainee.wait_for_round(4)
+        trainee.step()
+        trainee.land()
+        assert island.outer.listening.is_due()
+        trainee.turn()
+        return [heard.fragment for heard in trainee.heard if heard.is_given]
+
+    assert run_islands({"a": fast, "b": slow}, made, model=layered)["b"] == [0, 1]
+
+
 # -- faults -------------------------------------------------------------------------------------------------------
 
 
