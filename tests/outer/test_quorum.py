@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from outer.config import OuterConfig, OuterOptimizerConfig
+from outer.config import CodingConfig, OuterConfig, OuterOptimizerConfig
 from outer.errors import OuterError, TransportError
 from outer.phases import NoHooks, Phase
 from outer.reports import CaughtUp
@@ -55,8 +55,9 @@ def test_a_quorum_of_all_makes_the_rounds_of_waiting_for_all_bit_for_bit(changes
         assert found[name][2] == expected[name][2]
 
 
-def test_the_others_commit_without_an_island_that_still_trains_and_all_digests_agree() -> None:
-    made = config(3, rounds=100)
+@pytest.mark.parametrize("codec", ["fp32", "topk"])
+def test_the_others_commit_without_an_island_that_still_trains_and_all_digests_agree(codec: str) -> None:
+    made = config(3, rounds=100, codec=codec, coding=CodingConfig(feedback=0.9))
 
     def fast(island: Island) -> Trainee:
         trainee = Trainee(island)
