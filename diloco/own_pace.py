@@ -7,6 +7,8 @@ from the committed tokens, not from rounds: a cycle is over when as many tokens 
 train on in `outer.inner_steps` steps.
 """
 
+from dataclasses import replace
+
 from diloco import island as by_rounds
 from diloco.assemble import Parts
 from diloco.config import RunConfig
@@ -66,6 +68,9 @@ class OwnPace:
         """Record a round that is committed; evaluate when it completes a cycle."""
         given = self.made if heard.is_given else NOTHING
         for report in heard.landing.reports:
+            # A plan may be long in coming while the island trains: only standing still is a wait.
+            stood = max(heard.landing.waited_seconds - report.reduce_seconds, 0.0)
+            report = replace(report, wait_seconds=min(report.wait_seconds, stood))
             record_round(self.parts, report, given, heard.landing)
         if heard.is_given:
             self.made = NOTHING
