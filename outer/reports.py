@@ -1,6 +1,6 @@
 """What the outer loop is given besides the run's config, and what it says of each attempt."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from outer.errors import OuterError
@@ -21,6 +21,8 @@ class Settings:
     cache_dir: Path | None = None
     """Where parts of a state are kept while they come; None: a restarted island takes all of them anew."""
     hooks: Hooks = NO_HOOKS
+    total_tokens: int | None = None
+    """With rounds that wait for a quorum: the run is over when so many are committed; None: never."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class RoundReport:
     gated: dict[str, int]
     """By island: parts that this island's leader, as their reducer, left out of the mean."""
     cause: str
+    listeners: list[str] = field(default_factory=list)
+    """Participants that gave nothing, for they still trained."""
 
 
 @dataclass(frozen=True)
