@@ -1,6 +1,5 @@
 """Puts an island's parts together, in the order in which they need one another."""
 
-import fcntl
 import logging
 import os
 import secrets
@@ -23,7 +22,7 @@ from diloco.measure import Speedometer, speedometer
 from diloco.metrics import EventRecord, Metrics
 from diloco.prepare import data_of
 from diloco.run_checkpoints import RunCheckpoints, opened
-from diloco.runfiles import write_atomically
+from diloco.runfiles import hold_folder, write_atomically
 from diloco.sinks import build_sinks
 from diloco.wishes import Wishes
 from inner.data.batches import IslandBatches
@@ -37,6 +36,7 @@ from outer.gossip_loop import GossipLoop
 from outer.keys import run_key_in
 from outer.loop import LoopThread
 from outer.network import Network, NetworkSettings, open_network
+from outer.phases import Hooks
 from outer.presence import Identity
 from outer.probe import Greeter, Probe
 from outer.reports import Settings
@@ -194,9 +194,7 @@ def assembled(
             config_hash=config.hash,
         )
         hooks = build_hooks(island.faults, island.index, team.rank, folder)
-        most = 2 * config.outer.inner_steps * config.optimizer.tokens_per_step  # a round's, and one re-based
-        incoming = folder / "incoming"
-        settings = Settings(most, island.joins, island.index, config.seed, cache_dir=incoming, hooks=hooks)
+        settings = settings_of(config, island, folder, hooks)
         moments = None if config.outer.moments is None else ParamsAndMoments(trainer.params, trainer.optimizers)
         build = OuterLoop if config.outer.gossip is None else GossipLoop
         outer = build(config.outer, identity, moments or trainer.params, team, network, loop, settings)
@@ -235,22 +233,20 @@ def assembled(
             os.close(lock)
 
 
-def hold_folder(folder: Path) -> int:
-    """Keep other processes out of an island's folder until this file descriptor is closed or this process ends.
-
-    Raises ConfigError when one has it: both would be the same island to the others.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder / "lock", os.O_CREAT | os.O_WRONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise ConfigError(
-            f"a running island uses the folder {str(folder)!r}; stop it first, or give this one another island.name, "
-            "island.index or island.run_dir"
-        ) from None
-    return lock
+def settings_of(config: RunConfig, island: IslandConfig, folder: Path, hooks: Hooks) -> Settings:
+    """What the outer loop does on this island besides the run's config."""
+    waits_for_all = config.outer.wait_for == "all"
+    # A round's, and one re-based; with listeners also of a fragment whose plan was fixed before it was given.
+    num_rounds = 2 if waits_for_all else 4
+    return Settings(
+        max_tokens=num_rounds * config.outer.inner_steps * config.optimizer.tokens_per_step,
+        joins=island.joins,
+        index=island.index,
+        seed=config.seed,
+        cache_dir=folder / "incoming",
+        hooks=hooks,
+        total_tokens=None if waits_for_all else config.total_tokens,
+    )
 
 
 def close_network(network: Network, loop: LoopThread) -> None:

@@ -68,6 +68,11 @@ class RunConfig(Section):
         return self.outer.rounds * self.outer.inner_steps
 
     @property
+    def total_tokens(self) -> int:
+        """Of all islands that begin, in all inner steps of the run."""
+        return self.total_steps * self.optimizer.tokens_per_step * self.outer.start_islands
+
+    @property
     def hash(self) -> str:
         """Hex digest of everything the islands must agree on."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)

@@ -45,6 +45,8 @@ def objections(config: Config, *, has_trouble: bool) -> Iterator[str]:
             "outer.local_steps is 'dynamic', and follows from how fast each island's machine is; "
             "here they share one: use fixed"
         )
+    if config.outer.wait_for == "quorum":
+        yield "outer.wait_for is 'quorum', and whom a round waits for follows from each island's speed; use all"
     islands = [config.for_island(index) for index in range(len(config.islands))]
     by_island = (list(island_objections(island, islands[0])) for island in islands)
     yield from next(filter(None, by_island), [])  # Others are likely to have the same.

@@ -2,7 +2,8 @@
 
 Every rank of the island runs `run`, in step with the others. What the parts are and how they are built is in
 assemble.py; what happens inside a round is in outer/sync.py. With `outer.delay` a round runs behind the inner steps
-that follow it: it is launched at its step and lands some steps later.
+that follow it: it is launched at its step and lands some steps later. A run whose rounds wait for a quorum only is
+lived at each island's own pace: own_pace.py.
 """
 
 import logging
@@ -14,6 +15,7 @@ from diloco.measure import ReadUnit, evaluation, read_unit, step_record
 from diloco.metrics import EventRecord, RoundRecord
 from diloco.progress import NOTHING, Place, Progress, Resumed
 from inner.trainer import StepResult
+from outer.account import Account
 from outer.reports import CaughtUp, Landing, RoundReport
 from outer.runs import triple
 from outer.state import Position
@@ -105,7 +107,7 @@ class Life:
         landed, landing = outer.in_flight, outer.land()
         count_moments(parts, landed)
         for report in landing.reports:
-            record_round(parts, report, self.sent, landing)
+            record_round(parts, report, self.sent, landing, outer.position.account)
         self.sent = NOTHING
         cycle, rest = divmod(outer.position.round, parts.config.outer.fragments)
         is_last = outer.position.round == parts.config.outer.num_rounds
@@ -174,12 +176,15 @@ def train(parts: Parts) -> StepResult:
     return result
 
 
-def evaluate(parts: Parts) -> None:
-    """Held-out loss of the global params. In plain rounds local params are equal to them at this point."""
+def evaluate(parts: Parts, cycle: int | None = None) -> None:
+    """Held-out loss of the global params, recorded for a cycle; None: for that of the round.
+
+    In plain rounds local params are equal to global params at this point.
+    """
     position, outer = parts.outer.position, parts.config.outer
     parts.heartbeat.begin("evaluation")
     with nullcontext() if outer.is_plain else parts.outer.global_params():
-        cycle = position.round // outer.fragments
+        cycle = position.round // outer.fragments if cycle is None else cycle
         record = evaluation(parts.config, parts.trainer, parts.corpus, cycle, position.tokens)
     if parts.metrics is not None:
         parts.metrics.evaluation(record)
@@ -194,11 +199,13 @@ def record_step(parts: Parts, result: StepResult, reading: ReadUnit) -> None:
     parts.metrics.step(step_record(result, parts.tokens, parts.speed, reading))
 
 
-def record_round(parts: Parts, report: RoundReport, progress: Progress, landing: Landing) -> None:
-    """One line in metrics.jsonl; being alone is said loudly, it is what a broken network looks like."""
+def record_round(parts: Parts, report: RoundReport, progress: Progress, landing: Landing, account: Account) -> None:
+    """One line in metrics.jsonl; being alone is said loudly, it is what a broken network looks like.
+
+    `account`: of the data, after the landing.
+    """
     if parts.metrics is None:
         return
-    account = parts.outer.position.account
     parts.metrics.round(
         RoundRecord(
             round=report.round,
@@ -221,6 +228,7 @@ def record_round(parts: Parts, report: RoundReport, progress: Progress, landing:
             units=[triple(run) for run in report.units],
             trained_units=account.trained,
             open_units=account.open,
+            listeners=tuple(report.listeners),
         )
     )
     for peer, kind, text, count in parts.network.refusals.drain():

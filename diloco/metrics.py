@@ -66,6 +66,8 @@ class RoundRecord:
     """In committed rounds, by all islands, as far as the account says after the attempt."""
     open_units: int = 0
     """Leased or returned then, and not trained."""
+    listeners: tuple[str, ...] = ()
+    """Participants that gave nothing to the round, for they still trained."""
     time: float = field(default_factory=time.time)
     """The end of the attempt: the wait came first, then the reduce."""
     kind: Literal["round"] = "round"

@@ -4,6 +4,7 @@ runs/NAME/config.yaml  run.json  summary.json  report.html  plots/  LOGBOOK.md
           island-<k>/metrics.jsonl      baseline/metrics.jsonl
 """
 
+import fcntl
 import os
 import re
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from diloco.config import ConfigError
 from diloco.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
 from inner.errors import InputError
 
@@ -192,3 +194,21 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def hold_folder(folder: Path) -> int:
+    """Keep other processes out of an island's folder until this file descriptor is closed or this process ends.
+
+    Raises ConfigError when one has it: both would be the same island to the others.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / "lock", os.O_CREAT | os.O_WRONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ConfigError(
+            f"a running island uses the folder {str(folder)!r}; stop it first, or give this one another island.name, "
+            "island.index or island.run_dir"
+        ) from None
+    return lock

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from diloco import island as life
+from diloco import own_pace as life
 from diloco.assemble import (
     Parts,
     assembled,

@@ -34,7 +34,10 @@ Holder = Annotated[str, Field(max_length=64, pattern=r"^#?[A-Za-z0-9._-]+$")]
 
 
 class Claim(Protocol):
-    """What an island says that its progress has read: `units` units of the lease that begins with `first`."""
+    """What an island says that its progress has read: `units` units of the lease that begins with `first`.
+
+    `listens`: it gives none of them to this round, and goes on with them (outer/rounds.py).
+    """
 
     @property
     def island(self) -> str: ...
@@ -42,6 +45,8 @@ class Claim(Protocol):
     def first(self) -> int: ...
     @property
     def units(self) -> int: ...
+    @property
+    def listens(self) -> bool: ...
 
 
 class Lease(Message):
@@ -164,11 +169,12 @@ def refused(account: Account, claims: Sequence[Claim], terms: Terms) -> dict[str
 def settle(account: Account, claims: Sequence[Claim], terms: Terms) -> Account:
     """The account after a commit of these participants, in plan order; none of them is refused.
 
-    What they read is trained. Their leases are filled up, every n-th unit to each of n, from the lowest units returned
+    What they gave is trained. Their leases are filled up, every n-th unit to each of n, from the lowest units returned
     and then from the frontier. Who has missed too many commits has no lease any more.
     """
     assert not (causes := refused(account, claims, terms)), f"claims of a plan: {causes}"
-    made = sorted((c for c in claims if c.units > 0), key=lambda c: c.first)
+    given = [claim for claim in claims if claim.units > 0]
+    made = sorted([*given, *_seated(account, claims, given, terms)], key=lambda c: c.first)
     begun = {claim.first for claim in made}
     frontier, returned = account.frontier, list(account.returned)
     leases = {name: lease for name, lease in account.leases.items() if lease.runs[0][0] not in begun}
@@ -180,9 +186,11 @@ def settle(account: Account, claims: Sequence[Claim], terms: Terms) -> Account:
             frontier = runs[-1][-1] + 1
         leases[claim.island] = Lease.model_construct(runs=tail(runs, claim.units), missed=0)
     leases, lapsed = _without_lapsed(leases, {claim.island for claim in claims})
-    needs = {c.island: terms.lease - count(leases[c.island].runs) for c in claims if c.island in leases}
-    given, returned, frontier = deal(sorted([*returned, *lapsed], key=_first), frontier, needs)
-    leases |= {name: Lease(runs=_extended(leases[name].runs, runs)) for name, runs in given.items()}
+    runs_of = {c.island: leases[c.island].runs if c.island in leases else () for c in claims}
+    # Who listens has a lease from its first commit on, be it another one than it has begun.
+    needs = {c.island: terms.lease - count(runs_of[c.island]) for c in claims if c.island in leases or c.listens}
+    dealt, returned, frontier = deal(sorted([*returned, *lapsed], key=_first), frontier, needs)
+    leases |= {name: Lease(runs=_extended(runs_of[name], runs)) for name, runs in dealt.items()}
     return _account(frontier, returned, leases)
 
 
@@ -204,6 +212,18 @@ def _claimed(account: Account, claim: Claim, terms: Terms) -> Runs | None:
         return (range(claim.first, claim.first + terms.spare),)
     seats = (lease.runs for name, lease in account.leases.items() if name.startswith("#"))
     return next((runs for runs in seats if runs[0][0] == claim.first), None)
+
+
+def _seated(account: Account, claims: Sequence[Claim], given: Sequence[Claim], terms: Terms) -> list[Claim]:
+    """Of those that listen and have no lease in their own name: those that get the one that they have begun."""
+    seated: list[Claim] = []
+    begun = {claim.first: claim.island for claim in given}
+    for claim in claims:
+        is_new = claim.listens and claim.island not in account.leases
+        if is_new and _claimed(account, claim, terms) and _same_place(account, claim.first, begun, terms) is None:
+            seated.append(claim)
+            begun[claim.first] = claim.island
+    return seated
 
 
 def _same_place(account: Account, first: int, begun: Mapping[int, str], terms: Terms) -> str | None:

@@ -12,6 +12,7 @@ from typing import Literal
 from outer.deadlines import Deadlines
 from outer.errors import BehindError, DeadlineError, MessageError, PeerLost, QuorumError
 from outer.membership.base import Handler, Member, Membership, Messenger
+from outer.patience import Patience, givers
 from outer.peers import Peers, kind_of, name_of
 from outer.protocol import Protocol
 from outer.pulse import BEAT_SECONDS, Pulse
@@ -72,13 +73,13 @@ class Agreement:
         self._flush()
         told()
         await self._find_members()
-        started = warned = _now()
+        patience, warned = Patience(self.protocol, self._deadlines), _now()
         while True:
             await self._stop_if_left()
             self._notice_freeze()
-            waited = _now() - max(started, self._woke_at)
-            is_late = waited > self._deadlines.grace(1 + self._num_waiting(), self._num_absent())
-            verdict = self.protocol.consider(is_late=is_late)
+            patience.look(_now(), self._woke_at)
+            left = patience.seconds_left
+            verdict = self.protocol.consider(is_late=patience.is_late, is_patient=left > 0)
             self._flush()
             match verdict:
                 case Plan():
@@ -87,11 +88,17 @@ class Agreement:
                 case Behind():
                     raise BehindError(verdict.donors, verdict.cause)
                 case Short():
-                    self._check_policy(verdict, waited)
+                    self._check_policy(verdict, patience.waited)
                     if _now() - warned > WARN_SECONDS:
                         warned = _now()
                         self._complain(f"{verdict.present} of {verdict.needed} islands came; waiting for the others")
-            await self._wait_for_change(PING_SECONDS)
+            await self._wait_for_change(min(PING_SECONDS, left or PING_SECONDS))
+
+    async def give(self, own: Ready) -> None:
+        """This island listened for a plan, and has done its inner steps now."""
+        self.protocol.give(own)
+        self._flush()
+        self._changed.set()
 
     async def decide(self, vote: Vote, told: Callable[[], None] = lambda: None) -> bool:
         """Whether the plan commits, by everybody's votes; `told` is called when this island's is on its way."""
@@ -142,7 +149,7 @@ class Agreement:
         """
         if self.protocol.behind(is_settled=False) is not None:
             return "behind"
-        num_waiting, rules = self._num_waiting(), self.protocol.rules
+        num_waiting, rules = len(givers(self.protocol)), self.protocol.rules
         may_go_on = num_waiting >= rules.quorum or rules.below_quorum != "wait"
         if num_waiting and (entered_late or (may_go_on and seconds_left > self._deadlines.grace(num_waiting))):
             return "waited for"
@@ -206,20 +213,11 @@ class Agreement:
     def _say_standing(self) -> None:
         self.protocol.outbox += [(name, self.protocol.standing) for name in sorted(self.protocol.present)]
 
-    def _num_waiting(self) -> int:
-        """Other islands that are ready for the round that this one is in."""
-        p = self.protocol
-        return sum(r.round == p.standing.round for n, r in p.readies.said.items() if n in p.present - p.lost)
-
-    def _num_absent(self) -> int:
-        """Other islands that live and are not ready."""
-        return len(self.protocol.present - self.protocol.lost) - self._num_waiting()
-
     def _complain(self, text: str) -> None:
         log.warning("round %d: BELOW QUORUM: %s", self.protocol.standing.round, text)
 
     def _warn_below_quorum(self, plan: Plan) -> None:
-        present, quorum = len(plan.participants), self.protocol.rules.quorum
+        present, quorum = len(plan.givers), self.protocol.rules.quorum
         if present < quorum:
             self._complain(f"{present} of {quorum} islands; going on, for outer.below_quorum is 'continue'")
 

@@ -10,8 +10,10 @@ other ranks by the team's background group.
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+
+import torch
 
 from outer.account import refused, settle
 from outer.agreement import Agreement
@@ -25,6 +27,7 @@ from outer.island_state import IslandState, Snapshot
 from outer.loop import LoopThread
 from outer.merges.base import weights_of
 from outer.network import Network
+from outer.offer import Offer
 from outer.pace import Pace
 from outer.phases import Hooks
 from outer.presence import Identity, Presence, standing_of
@@ -36,7 +39,8 @@ from outer.state import Position
 from outer.team import Team
 from outer.traffic import TrafficMeter
 from outer.transports.base import Endpoint
-from outer.verdicts import Rules
+from outer.unsent import Unsent
+from outer.verdicts import rules_of
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +55,7 @@ class Side:
     config: OuterConfig
     identity: Identity
     held: IslandState
+    unsent: Unsent
     coding: Coding
     team: Team
     network: Network
@@ -64,15 +69,8 @@ def presence_of(side: Side, addresses: Sequence[tuple[str, str]], settings: Sett
     """What the leader shows of the island; `addresses` are (transport, control) of each rank."""
     config, identity, membership = side.config, side.identity, side.network.membership
     assert membership is not None, "the leader has a membership"
-    rules = Rules(
-        quorum=config.quorum,
-        start_islands=config.start_islands,
-        below_quorum=config.below_quorum,
-        num_parts=len(side.held.space.parts),
-        max_tokens=settings.max_tokens,
-        max_round=config.num_rounds,
-        refused=partial(refused_by, side, settings.index),
-    )
+    rules = rules_of(config, len(side.held.space.parts), settings.max_tokens)
+    rules = replace(rules, refused=partial(refused_by, side, settings.index))
     protocol = Protocol(identity.island, rules, standing_of(side.held, is_coming=False))
     agreement = Agreement(protocol, side.network.messenger, membership, side.deadlines, identity.config_hash)
     return Presence(identity, addresses, side.held, agreement, membership, side.loop)
@@ -104,32 +102,37 @@ class Averaging:
 
     def run(self, snapshot: Snapshot) -> list[RoundReport]:
         """Attempts until one commits everywhere: the reports of all. Raises as `attempt`, and after MAX_ATTEMPTS."""
+        return self.attend(Offer(snapshot))
+
+    def attend(self, offer: Offer) -> list[RoundReport]:
+        """As `run`, with what is in the offer by the time that a plan is made; with nothing this island listens."""
         reports: list[RoundReport] = []
         while not reports or not reports[-1].is_committed:
             if len(reports) == MAX_ATTEMPTS:
                 cause = reports[-1].cause
                 raise OuterError(
-                    f"round {snapshot.round} was aborted {MAX_ATTEMPTS} times in a row, at last because: {cause}"
+                    f"round {reports[-1].round} was aborted {MAX_ATTEMPTS} times in a row, at last because: {cause}"
                 )
-            reports.append(self.attempt(snapshot))
+            reports.append(self.attempt(offer))
         return reports
 
-    def attempt(self, snapshot: Snapshot) -> RoundReport:
+    def attempt(self, offer: Offer) -> RoundReport:
         """One attempt. Not committed means that nothing has changed, on any island: call it again at once.
 
         Raises BehindError when others have committed without this island; OuterError when its own pseudo-gradient
         cannot be used, or too few islands come.
         """
         started = time.monotonic()
-        plan = self._plan(snapshot)
+        plan = self._plan(offer)
         planned = time.monotonic()
-        means, failure = self._reduce(plan, snapshot)
+        snapshot = self._given(plan, offer)
+        means, failure = self._reduce(plan, {} if snapshot is None else snapshot.pseudo_grads)
         digest, cause, fault = self._result(means, failure)
         reduced = time.monotonic()
         is_committed = self._team.on_leader(lambda: self._decide(plan, digest, cause, fault))
         if is_committed:
             self._side.deadlines.observe("reduce", reduced - planned)
-            self._commit(plan, means)
+            self._commit(plan, means, listens=snapshot is None)
         else:
             self._side.loop.run(self.attempts.drop())
         if fault == self._side.identity.island:
@@ -142,12 +145,13 @@ class Averaging:
             is_committed=is_committed,
             digest=self._side.held.digest,
             base=plan.participants[0].digest,
-            units=snapshot.units,
+            units=() if snapshot is None else snapshot.units,
             bytes_sent=sent,
             bytes_received=received,
             reduce_seconds=reduced - planned,
             wait_seconds=planned - started,
-            pseudo_grad_norm=snapshot.norm,
+            pseudo_grad_norm=0.0 if snapshot is None else snapshot.norm,
+            listeners=[p.island for p in plan.participants if p.listens],
             gated=dict(self.reducer.gated),
             cause="" if is_committed else cause or "a vote is missing or differs",
         )
@@ -161,32 +165,52 @@ class Averaging:
 
     # -- step by step ----------------------------------------------------------------------------------------
 
-    def _plan(self, snapshot: Snapshot) -> Plan:
+    def _plan(self, offer: Offer) -> Plan:
         """The plan, on every rank."""
-        self._side.hooks.reached("plan", snapshot.round)
-        body, donors, cause = self._team.on_leader(lambda: self._plan_on_leader(snapshot))
+        self._side.hooks.reached("plan", self._side.held.mine.position.round)
+        body, donors, cause = self._team.on_leader(lambda: self._plan_on_leader(offer))
         if body is not None:
             return parse(Plan, body)
         raise OuterError(cause) if donors is None else BehindError(donors, cause)
 
-    def _plan_on_leader(self, snapshot: Snapshot) -> tuple[bytes | None, tuple[str, ...] | None, str]:
+    def _plan_on_leader(self, offer: Offer) -> tuple[bytes | None, tuple[str, ...] | None, str]:
         """(plan, None, ""), or (None, who holds the state, why) when behind, or (None, None, why) without a plan."""
-        assert self.presence is not None, "only the leader speaks for the island"
-        ready = self.presence.ready(snapshot, self.attempts.epoch, self._side.pace.step_seconds)
         try:
-            told = partial(self._side.hooks.reached, "planning", ready.round)
-            plan = self._side.loop.run(self.presence.agreement.plan(ready, told))
+            plan = self._side.loop.run(self._agree(offer))
             return plan.model_dump_json().encode(), None, ""
         except BehindError as behind:
             return None, behind.donors, behind.cause
         except OuterError as error:
             return None, None, str(error)
 
-    def _reduce(self, plan: Plan, snapshot: Snapshot) -> tuple[dict[int, Mean], OuterError | None]:
+    async def _agree(self, offer: Offer) -> Plan:
+        # The ready is made on the event loop, as `offered` does: whichever is first, the offer is not missed.
+        ready = self._ready(offer)
+        told = partial(self._side.hooks.reached, "planning", ready.round)
+        return await self._leader.agreement.plan(ready, told)
+
+    async def offered(self, offer: Offer) -> None:
+        """Something was put into the offer of the round on its way: tell the others. On the leader's event loop."""
+        await self._leader.agreement.give(self._ready(offer))
+
+    def _ready(self, offer: Offer) -> Ready:
+        position = self._side.held.mine.position
+        snapshot, first = offer.of(position.round), self._side.unsent.reading.first(position.account)
+        return self._leader.ready(snapshot, first, self.attempts.epoch, self._side.pace.step_seconds)
+
+    def _given(self, plan: Plan, offer: Offer) -> Snapshot | None:
+        """What this rank gives by the plan, whatever has come into the offer since; None: it listens."""
+        if self._side.identity.island not in [p.island for p in plan.givers]:
+            return None
+        return offer.wait(plan.round, self._side.deadlines.limit("reduce"))
+
+    def _reduce(
+        self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]
+    ) -> tuple[dict[int, Mean], OuterError | None]:
         """The mean of this rank's parts, or why there is none."""
         self._donor.is_busy = True
         try:
-            return self._side.loop.run(self.attempts.run(plan, snapshot.pseudo_grads)), None
+            return self._side.loop.run(self.attempts.run(plan, pseudo_grads)), None
         except OuterError as error:
             log.info("round %d attempt %d failed here: %s", plan.round, plan.attempt, error)
             return {}, error
@@ -214,20 +238,25 @@ class Averaging:
 
     def _decide(self, plan: Plan, digest: str | None, cause: str, fault: str | None) -> bool:
         """Whether the attempt commits, on the leader."""
-        assert self.presence is not None, "only the leader speaks for the island"
         self._side.hooks.reached("vote", plan.round)
         me, said = self._side.identity.island, partial(self._side.hooks.reached, "decide", plan.round)
         vote = yes(plan, me, digest) if digest is not None else no(plan, me, cause, fault if fault != me else None)
-        return self._side.loop.run(self.presence.agreement.decide(vote, said))
+        return self._side.loop.run(self._leader.agreement.decide(vote, said))
 
-    def _commit(self, plan: Plan, means: Mapping[int, Mean]) -> None:
+    def _commit(self, plan: Plan, means: Mapping[int, Mean], *, listens: bool) -> None:
         self._side.hooks.reached("apply", plan.round)
         held, before = self._side.held, self._side.held.mine.position
         tokens = before.tokens + sum(p.tokens for p in plan.participants)
         account = settle(before.account, plan.participants, held.terms)
-        held.commit(means, Position(round=plan.round + 1, tokens=tokens, account=account))
+        position = Position(round=plan.round + 1, tokens=tokens, account=account)
+        held.commit(means, position, len(plan.givers), listens=listens)
         self.reducer.commit(plan.round, means)
         shares = weights_of([p.weight for p in plan.participants])
         self.share = shares[plan.names.index(self._side.identity.island)]
         self._side.pace.observe_commit(plan)
-        self.stand(is_coming=True, included=[p.incarnation for p in plan.participants])
+        self.stand(is_coming=True, included=[p.incarnation for p in plan.givers])
+
+    @property
+    def _leader(self) -> Presence:
+        assert self.presence is not None, "only the leader speaks for the island"
+        return self.presence

@@ -16,6 +16,18 @@ class OuterOptimizerConfig(BaseModel):
     lr: float = Field(default=0.7, gt=0)
     momentum: float = Field(default=0.9, ge=0, lt=1)
     nesterov: bool = True
+    delayed: bool = False
+    """Delayed Nesterov (2401.09135): each pseudo-gradient counts at once as one of `outer.start_islands`, and momentum
+    moves the params when as many have come. Rounds of a few islands then do no more than one round of all."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "OuterOptimizerConfig":
+        if self.delayed and (self.momentum == 0 or not self.nesterov):
+            raise ValueError(
+                f"delayed is when Nesterov momentum moves the params: set momentum above 0 and nesterov to true, or "
+                f"delayed to false (momentum is {self.momentum}, nesterov {str(self.nesterov).lower()})"
+            )
+        return self
 
 
 class MergeConfig(BaseModel):
@@ -86,6 +98,7 @@ class GossipConfig(BaseModel):
 
 
 GOSSIP_REFUSES = (
+    "wait_for",
     "fragments",
     "delay",
     "mix",
@@ -136,7 +149,9 @@ class OuterConfig(BaseModel):
     part_elements: int = Field(default=262144, ge=256)
     """Largest part, in parameters; the same on every island, so that codec blocks never depend on a mesh."""
     quorum: int = Field(default=1, ge=1)
-    """Fewest participants for a round to count."""
+    """Fewest participants for a round to count; with `wait_for: quorum`, fewest that give to it."""
+    wait_for: Literal["all", "quorum"] = "all"
+    """quorum: a round waits for so many islands; the others listen: they train on, give nothing, and get its result."""
     below_quorum: Literal["wait", "continue", "stop"] = "wait"
     """With fewer: wait until they come, go on with a warning in every round, or end this island."""
     missed_progress: Literal["rebase", "drop"] = "rebase"
@@ -164,6 +179,9 @@ class OuterConfig(BaseModel):
                 f"eager is for rounds that run behind the training and are not mixed: set delay to 1 or more and mix "
                 f"to 0 (delay is {self.delay}, mix {self.mix})"
             )
+        if self.eager and self.optimizer.delayed:
+            raise ValueError("eager looks ahead to an outer step of all islands, optimizer.delayed makes it in shares")
+        self._check_quorum()
         self._check_gossip()
         return self._moments_fit()
 
@@ -174,6 +192,16 @@ class OuterConfig(BaseModel):
             raise ValueError(
                 "moments are not sent by eager rounds: there is no outer step on an island's own share of them; set "
                 "eager to false or moments to null"
+            )
+        if self.wait_for == "quorum":
+            raise ValueError(
+                "moments are averaged by rounds of all islands: a listener's own steps are not put on top of an "
+                "average; set wait_for to all or moments to null"
+            )
+        if self.optimizer.delayed:
+            raise ValueError(
+                "moments are averaged at once, optimizer.delayed counts what comes as shares; set optimizer.delayed to "
+                "false or moments to null"
             )
         if self.merge.rule not in MOMENT_RULES:
             raise ValueError(
@@ -194,6 +222,13 @@ class OuterConfig(BaseModel):
                 "or set gossip to null"
             )
 
+    def _check_quorum(self) -> None:
+        if self.wait_for == "quorum" and (self.delay > 0 or self.mix > 0):
+            raise ValueError(
+                f"wait_for is 'quorum': islands that are not waited for train on during a round, and those that give "
+                f"to it wait for it; set delay and mix to 0, or wait_for to all (delay is {self.delay}, mix {self.mix})"
+            )
+
     @property
     def num_rounds(self) -> int:
         """Rounds of the protocol, each of one fragment."""
@@ -202,4 +237,4 @@ class OuterConfig(BaseModel):
     @property
     def is_plain(self) -> bool:
         """Whether local params equal the global params after every round."""
-        return self.fragments == 1 and self.delay == 0 and self.mix == 0
+        return self.fragments == 1 and self.delay == 0 and self.mix == 0 and self.wait_for == "all"

@@ -23,6 +23,7 @@ from outer.config import OuterConfig
 from outer.deadlines import Deadlines
 from outer.desk import Desk
 from outer.donor import Donor
+from outer.entering import DONOR_WAIT_SECONDS, RESUME_SECONDS
 from outer.errors import OuterError, TransportError
 from outer.exchange import Params
 from outer.fragments import schedule_of
@@ -40,7 +41,6 @@ from outer.reports import CaughtUp, Landing, RoundReport, Settings
 from outer.runs import count
 from outer.shares import ShareCoding, Shares, ShareTaker
 from outer.state import PartState, Position
-from outer.sync import DONOR_WAIT_SECONDS, RESUME_SECONDS
 from outer.taking import Taker
 from outer.team import Team
 from outer.trade import Trade
@@ -244,7 +244,7 @@ class GossipLoop:
             gradient = outer_gradient([shares[name][part] for name in sorted(shares)], own[part], self._gossip)
             # Kept for joiners, who follow this island alone.
             means[part] = Mean(gradient, gradient.view(torch.uint8), b"")
-        self._held.commit(means, position)
+        self._held.commit(means, position, 1, listens=False)
         self.reading.begin(self.schedule.begin(position.round))
         now = time.monotonic()
         if self._landed_at is not None:

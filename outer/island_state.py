@@ -47,11 +47,12 @@ class IslandState:
 
     def __init__(self, config: OuterConfig, coding: Coding, params: Params, team: Team) -> None:
         self._team = team
+        self._has_listeners = config.wait_for == "quorum"
         groups = groups_of(params.specs, config, splits_fine=coding.splits_fine)
         self.space = Space(with_moments(params.specs, config), config.part_elements, coding.block_elements, groups)
         self.exchange = Exchange(self.space, params, team)
         moments = [part.index for part in self.space.parts if part.is_moment]
-        self.mine = GlobalState(self.exchange.gather(), config.optimizer, moments)
+        self.mine = GlobalState(self.exchange.gather(), config.optimizer, config.start_islands, moments)
         """What this rank carries."""
         self.terms = Terms(inner_steps=config.inner_steps)
         # Where there is no commit of all, there is nothing to lease.
@@ -71,10 +72,14 @@ class IslandState:
         square = sum(float(grad.double().square().sum()) for grad in own)
         return sum(self._team.gather(square)) ** 0.5
 
-    def commit(self, means: Mapping[int, Mean], position: Position) -> None:
-        """One outer step of the parts in `means`. Local params stay as they are: see `merge`."""
+    def commit(self, means: Mapping[int, Mean], position: Position, num_given: int, *, listens: bool) -> None:
+        """One outer step of the parts in `means`, of so many islands. Local params stay as they are: see `merge`.
+
+        `listens`: nothing of this island is in it, and `carry_over` comes.
+        """
         values = {index: mean.values for index, mean in means.items()}
-        self.mine.commit(values, position, {index: mean.payload for index, mean in means.items()})
+        payloads = {index: mean.payload for index, mean in means.items()}
+        self.mine.commit(values, position, payloads, num_given, keeps_bases=listens)
         self.digest = self._digest(self._team.background)
 
     def merge(self, round_number: int, mix: float) -> None:
@@ -98,6 +103,20 @@ class IslandState:
         moved = {i: values + (self.mine.parts[i] - ahead[i]) for i, values in local.items()}
         self.exchange.scatter(moved, groups)
 
+    def carry_over(self, round_number: int) -> None:
+        """Local params that the round sent go on from the global params of now, with the progress made before.
+
+        A round may be committed meanwhile. Nothing changes when none was since the last call.
+        """
+        groups = self.space.sent_in(round_number)
+        self.exchange.scatter(self.mine.carried_over(self.exchange.gather(groups)), groups)
+
+    def take_over(self, round_number: int | None = None) -> None:
+        """Local params that the round sent become the global params, or (None) all; as above."""
+        groups = range(len(self.space.groups)) if round_number is None else self.space.sent_in(round_number)
+        carried = [i for group in groups for i in self.space.parts_of[group] if i in self.mine.parts]
+        self.exchange.scatter(self.mine.taken_over(carried), groups)
+
     def replace(self, parts: Mapping[int, PartState], position: Position) -> None:
         """Another island's state, in place of global state and local params, moments too."""
         self.restore(parts, position)
@@ -117,9 +136,10 @@ class IslandState:
 
     @contextmanager
     def global_params(self) -> Iterator[None]:
-        """Local params are the global params while it lasts."""
+        """Local params are the global params as they are now while it lasts; rounds may be committed meanwhile."""
         local = self.exchange.gather(self.space.param_groups)
-        self.exchange.scatter(self.mine.parts, self.space.param_groups)
+        now = self.mine.copies() if self._has_listeners else self.mine.parts
+        self.exchange.scatter(now, self.space.param_groups)
         try:
             yield
         finally:

@@ -1,4 +1,13 @@
-"""The outer optimizer: torch.optim.SGD over the parts of the global params."""
+"""The outer optimizer: torch.optim.SGD over the parts of the global params, or Delayed Nesterov (2401.09135).
+
+Delayed, each pseudo-gradient g of one of N islands is a push; c of 2401.09135 is 0:
+
+    theta -= lr g / N,  v += g / N                 at every push
+    theta -= lr momentum v,  v *= momentum         after every N of them
+
+N pushes of g_1 .. g_N so make the step of SGD with Nesterov momentum on their mean: v is what is left of the momentum,
+and what has come since.
+"""
 
 from collections.abc import Mapping
 
@@ -14,8 +23,10 @@ class OuterOptimizer:
     gives to a joiner does not depend on whether it has stepped.
     """
 
-    def __init__(self, parts: Mapping[int, torch.Tensor], config: OuterOptimizerConfig) -> None:
-        self._parts = dict(parts)
+    def __init__(self, parts: Mapping[int, torch.Tensor], config: OuterOptimizerConfig, num_islands: int = 1) -> None:
+        """`num_islands`: N of Delayed Nesterov."""
+        self._parts, self._config, self._num_islands = dict(parts), config, num_islands
+        self._pushes = dict.fromkeys(parts, 0)
         self._has_momentum = config.momentum > 0
         # An island with more ranks than parts leaves some with none, and SGD refuses an empty list.
         params = [{"params": list(self._parts.values())}]
@@ -31,13 +42,19 @@ class OuterOptimizer:
             for values in self._parts.values():
                 self._sgd.state[values]["momentum_buffer"] = torch.zeros_like(values)
 
-    def step(self, pseudo_grads: Mapping[int, torch.Tensor]) -> None:
-        """Descend, part by part; parts not in `pseudo_grads` keep their values and momentum."""
+    def step(self, pseudo_grads: Mapping[int, torch.Tensor], num_given: int = 1) -> None:
+        """Descend, part by part; parts not in `pseudo_grads` keep their values and momentum.
+
+        `num_given`: islands that each part is the mean of. That matters to Delayed Nesterov alone.
+        """
         for part, pseudo_grad in pseudo_grads.items():
             values = self._parts[part]
             got, expected = tuple(pseudo_grad.shape), tuple(values.shape)
             assert got == expected, f"part {part}: pseudo-gradient of shape {got}, expected {expected}"
-            values.grad = pseudo_grad
+            if self._config.delayed:
+                self._push(part, pseudo_grad, num_given)
+            else:
+                values.grad = pseudo_grad
         self._sgd.step()
         self._sgd.zero_grad(set_to_none=True)
 
@@ -46,7 +63,25 @@ class OuterOptimizer:
         values = self._parts[part]
         return self._sgd.state[values]["momentum_buffer"] if self._has_momentum else torch.zeros_like(values)
 
-    def set_momentum(self, part: int, values: torch.Tensor) -> None:
+    def pushes(self, part: int) -> int:
+        """That have come since momentum moved the part; 0 when the optimizer is not delayed."""
+        return self._pushes[part]
+
+    def set_momentum(self, part: int, values: torch.Tensor, pushes: int = 0) -> None:
         """Continue the part from another island's momentum (copied); nothing to do without momentum."""
+        self._pushes[part] = pushes
         if self._has_momentum:
             self.momentum(part).copy_(values)
+
+    def _push(self, part: int, mean: torch.Tensor, num_given: int) -> None:
+        """`num_given` pushes at once; momentum moves the part once at most, however many they are."""
+        values, momentum, config = self._parts[part], self.momentum(part), self._config
+        # Each product rounds by itself: fused with the sum the bits would depend on the machine.
+        push = mean * (num_given / self._num_islands)
+        values.sub_(push * config.lr)
+        momentum.add_(push)
+        self._pushes[part] += num_given
+        if self._pushes[part] >= self._num_islands:
+            values.sub_(momentum * (config.lr * config.momentum))
+            momentum.mul_(config.momentum)
+            self._pushes[part] %= self._num_islands

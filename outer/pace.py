@@ -16,6 +16,8 @@ class Pace:
 
     def __init__(self, config: OuterConfig, island: str, deadlines: Deadlines) -> None:
         self._config, self._island, self._deadlines = config, island, deadlines
+        self.num_steps = 0
+        """Inner steps made by this process."""
         self._step_times: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._step_seconds: dict[str, float] = {}
         """Of each participant of the last plan, as it said itself."""
@@ -40,6 +42,7 @@ class Pace:
     def observe_step(self, seconds: float) -> None:
         """An inner step took so long."""
         self._step_times.append(seconds)
+        self.num_steps += 1
 
     def observe_commit(self, plan: Plan) -> None:
         """A round is committed; the time since the last one is what going on without an island would cost it."""

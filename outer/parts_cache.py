@@ -14,7 +14,7 @@ from pydantic import Field
 
 from outer.errors import MessageError
 from outer.rounds import MAX_ROUND, Message, parse
-from outer.state import PartState, part_of, raw_bytes, state_bytes
+from outer.state import MAX_GIVEN, PartState, part_of, raw_bytes, state_bytes
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ class _Header(Message):
     run: str
     part: int
     round: int = Field(ge=0, lt=MAX_ROUND)
+    pushes: int = Field(default=0, ge=0, lt=MAX_GIVEN)
     checksum: str
     """Of the bytes that follow."""
 
@@ -53,7 +54,7 @@ class PartsCache:
             is_whole = len(raw) == state_bytes(num_elements, has_momentum=has_momentum)
             if not is_ours or not is_whole or header.checksum != _checksum(raw):
                 return None
-            return part_of(raw, num_elements, header.round)
+            return part_of(raw, num_elements, header.round, header.pushes)
         except (OSError, MessageError):
             return None
 
@@ -64,7 +65,12 @@ class PartsCache:
     def _write(self, part: int, state: PartState) -> None:
         raw = raw_bytes(state.params) + raw_bytes(state.momentum)
         header = _Header(
-            fingerprint=self._fingerprint, run=self._run, part=part, round=state.round, checksum=_checksum(raw)
+            fingerprint=self._fingerprint,
+            run=self._run,
+            part=part,
+            round=state.round,
+            pushes=state.pushes,
+            checksum=_checksum(raw),
         )
         path = self._path(part)
         unfinished = path.with_suffix(".unfinished")

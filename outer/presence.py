@@ -67,20 +67,26 @@ class Presence:
         """Be a donor of the state held now; `included`: incarnations whose progress its last commit contains."""
         donor.describe(self._held.digest, self._held.exchange.carriers, self._held.space.fingerprint, included)
 
-    def ready(self, snapshot: Snapshot, epoch: str, step_seconds: float) -> Ready:
-        """This island's word that it could take part in a plan now, with this snapshot."""
-        standing = standing_of(self._held, is_coming=True)
+    def ready(self, snapshot: Snapshot | None, first: int, epoch: str, step_seconds: float) -> Ready:
+        """This island's word that it could take part in a plan now, with this snapshot; None: it listens.
+
+        `first`: the unit of text that its lease begins with, for one that listens.
+        """
+        standing, units = standing_of(self._held, is_coming=True), () if snapshot is None else snapshot.units
+        if snapshot is not None:
+            first = units[0][0] if units else 0
         return Ready(
             island=self._identity.island,
             incarnation=self._identity.incarnation,
             round=standing.round,
             attempt=self.agreement.protocol.next_attempt,
-            tokens=snapshot.tokens,
-            weight=snapshot.weight,
+            tokens=0 if snapshot is None else snapshot.tokens,
+            weight=0 if snapshot is None else snapshot.weight,
+            listens=snapshot is None,
             base_tokens=standing.tokens,
             digest=standing.digest,
-            first=snapshot.units[0][0] if snapshot.units else 0,
-            units=count(snapshot.units),
+            first=first,
+            units=count(units),
             step_seconds=step_seconds,
             carriers=pack_carriers(self._held.exchange.carriers),
             epoch=epoch,

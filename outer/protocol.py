@@ -18,7 +18,7 @@ from outer.ballot import Ballot
 from outer.errors import MessageError
 from outer.readies import Readies
 from outer.rounds import Answer, Goodbye, Message, Outcome, Plan, Question, Ready, Standing, Vote, no
-from outer.verdicts import Behind, Rules, Short, find_behind, find_short, objection
+from outer.verdicts import Behind, Rules, Short, check_ready, find_behind, find_short, is_early, objection
 
 Phase = Literal["training", "gathering", "reducing", "voting"]
 MAX_ISLANDS = 1024
@@ -47,7 +47,6 @@ class Protocol:
     outbox: list[tuple[str, Message]] = field(default_factory=list)
 
     # -- what the island does -----------------------------------------------------------------------------------
-
     def stand(self, standing: Standing) -> None:
         """This island holds another state now, by a commit or from donors."""
         self.standing = standing
@@ -55,22 +54,28 @@ class Protocol:
         self.ballot.forget(standing.round)
 
     def prepare(self, own: Ready) -> None:
-        """The inner steps are done. `own.attempt` is `next_attempt`."""
+        """The inner steps are done, or it listens while it makes them. `own.attempt` is `next_attempt`."""
         assert own.standing.rank == self.standing.rank, "a ready for another state than this island's"
         self.phase, self.own, self.plan, self.is_asking = "gathering", own, None, False
         self.standing = own.standing
         self.heard = frozenset()
         self._send(self.present, own)
 
+    def give(self, own: Ready) -> None:
+        """It listened, and its inner steps are done now; too late when the plan is fixed."""
+        if self.phase == "gathering" and self.plan is None and self.own is not None and self.own.round == own.round:
+            self.own = own.model_copy(update={"attempt": self.own.attempt})
+            self._send(self.present, self.own)
+
     @property
     def next_attempt(self) -> int:
         """One more than every attempt at this round that this island has taken part in."""
         return self.readies.next_attempt(self.me, self.standing.round)
 
-    def consider(self, *, is_late: bool) -> Plan | Behind | Short | None:
+    def consider(self, *, is_late: bool, is_patient: bool = False) -> Plan | Behind | Short | None:
         """What to do in the gathering: take part in a plan, take a state, or (None) wait.
 
-        `is_late`: the grace has run out; islands that are not ready are not waited for.
+        `is_late`: the grace has run out; who is not ready is not waited for. `is_patient`: who listens may still give.
         """
         assert self.own is not None, "an island considers plans when it is ready"
         if self.plan is not None:
@@ -88,6 +93,8 @@ class Protocol:
             return None  # The others go on without this island; it takes their state then.
         if short := self._short(agreeing, is_late=is_late):
             return short
+        if is_early(self.rules, agreeing.values(), is_patient=is_patient):
+            return None
         planner = min(agreeing) if is_late else min(set(agreeing) | absent)
         if planner != self.me or (absent and not is_late):
             return None
@@ -95,8 +102,7 @@ class Protocol:
 
     def vote(self, vote: Vote) -> None:
         """Say what came of the reduce here."""
-        assert self.plan is not None, "an island votes on the plan it takes part in"
-        assert vote.plan == self.plan.id, "an island votes on the plan it takes part in"
+        assert self.plan is not None and vote.plan == self.plan.id, "an island votes on the plan it takes part in"
         self.phase = "voting"
         self.ballot.keep(vote)
         self._send(self.others, vote)
@@ -136,7 +142,6 @@ class Protocol:
         return {name: s for name, s in self.standings.items() if name in self.present - self.lost}
 
     # -- what peers do ------------------------------------------------------------------------------------------
-
     def meet(self, islands: Iterable[str]) -> None:
         """These are in the run; whoever speaks is, too."""
         self.present |= frozenset(islands) - {self.me}
@@ -189,10 +194,7 @@ class Protocol:
 
     def _hear_ready(self, sender: str, ready: Ready) -> Standing:
         self._check_sender(sender, ready.island)
-        ready.check(self.rules.num_parts)
-        claimed = max(ready.tokens, ready.weight)
-        if claimed > self.rules.max_tokens:
-            raise MessageError(f"{sender!r} claims {claimed} tokens, a round has at most {self.rules.max_tokens}")
+        check_ready(ready, self.rules)
         self.readies.keep(ready)
         return self._hear_standing(sender, ready.standing)
 
@@ -244,7 +246,6 @@ class Protocol:
         return Answer(plan=question.plan, outcome="open")
 
     # -- gathering ----------------------------------------------------------------------------------------------
-
     def _absent(self, ready: Mapping[str, Ready]) -> frozenset[str]:
         """Islands worth waiting for: they live, and are not ready."""
         alive = self.present - self.lost - frozenset(ready)
@@ -285,7 +286,6 @@ class Protocol:
         self._send(frozenset(plan.names) & (self.present | {plan.planner}), vote)
 
     # -- voting -------------------------------------------------------------------------------------------------
-
     def _ask(self) -> Outcome:
         """Votes are missing, or somebody missed them: whoever has committed settles it; if nobody has, nobody will."""
         assert self.plan is not None

@@ -21,6 +21,8 @@ class Readies:
         earlier = self.said.get(ready.island)
         if earlier is not None and earlier.incarnation != ready.incarnation:
             self.used.pop(ready.island, None)
+        elif earlier is not None and _is_overtaken(ready, earlier):
+            return
         self.said[ready.island] = ready
 
     def forget(self, island: str) -> None:
@@ -46,3 +48,9 @@ class Readies:
             and ready.round == round_number
             and (ready.round, ready.attempt) > self.used.get(name, NEVER)
         }
+
+
+def _is_overtaken(ready: Ready, earlier: Ready) -> bool:
+    """Whether it was said before the one that has come already: who has something to give listens no more."""
+    is_same = (ready.round, ready.attempt, ready.digest) == (earlier.round, earlier.attempt, earlier.digest)
+    return is_same and ready.listens and not earlier.listens

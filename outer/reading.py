@@ -23,6 +23,15 @@ class Reading:
         """Units that may be read before the next commit."""
         return count(self._lease) - self._num_read
 
+    def first(self, account: Account) -> int:
+        """The first unit of the island's lease by this account, or where it reads without one.
+
+        Any thread may ask.
+        """
+        lease = account.leases.get(self._island)
+        runs = self._lease if lease is None else lease.runs
+        return runs[0][0] if runs else 0
+
     def begin(self, account: Account) -> None:
         """There is no progress: what was read and not settled will be read again, here or elsewhere."""
         self._lease = lease_for(account, self._island, self._index, self._incarnation, self._terms)

@@ -3,9 +3,10 @@
 For each part one participant is the reducer. The others encode and send it their pseudo-gradient; the reducer
 decodes and sums in fp32 in participant order, encodes the mean once, and sends that to all. Everyone, the
 reducer too, decodes the same bytes, so a codec's error does not grow with the number of islands. Of sparse codecs
-every participant gets every payload and makes the mean itself. Parts are pipelined: several are encoded, sent, summed
-and decoded at the same time. Which rule makes the mean, and who is let into it, is the run config's (outer/merges,
-outer/gates.py).
+every participant gets every payload and makes the mean itself. Participants that listen (outer/rounds.py) send no
+pseudo-gradient: they reduce parts like the others, and get all means. Parts are pipelined: several are encoded, sent,
+summed and decoded at the same time. Which rule makes the mean, and who is let into it, is the run config's
+(outer/merges, outer/gates.py).
 """
 
 import asyncio
@@ -105,7 +106,7 @@ class Reducer:
         self.last_means.clear()
 
     async def run(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, Mean]:
-        """The mean of each carried part. The caller bounds the time.
+        """The mean of each carried part. The caller bounds the time. An island that listens gives {}.
 
         Raises TransportError; PoisonError among them names an island whose payload must not enter a mean. Raises
         plain OuterError when it is this island's own pseudo-gradient that is not finite.
@@ -126,10 +127,10 @@ class Reducer:
         window: deque[int] = deque()
         try:
             async with asyncio.TaskGroup() as tasks:
-                for part in sorted(pseudo_grads):
+                for part in attempt.carried if attempt.listens else sorted(pseudo_grads):
                     while window and window[0] <= part - PARTS_IN_FLIGHT:
                         await asyncio.wait([started[window.popleft()]])
-                    started[part] = tasks.create_task(attempt.reduce(part, pseudo_grads[part]))
+                    started[part] = tasks.create_task(attempt.reduce(part, pseudo_grads.get(part)))
                     window.append(part)
         except BaseExceptionGroup as group:
             raise first_cause(group) from None
@@ -148,12 +149,20 @@ class _Attempt:
         self.gated: Counter[str] = Counter()
         self._reached: set[RoundPhase] = set()
         self._merge = build_merge(rank.config)
-        self._tokens = [p.weight for p in plan.participants]
+        self._tokens = [p.weight for p in plan.givers]
+        self._givers = [p.island for p in plan.givers]
         self._others = [name for name in plan.names if name != self._me.island]
         self._carriers = {p.island: unpack_carriers(p.carriers) for p in plan.participants}
+        self.listens = self._me.island not in self._givers
 
-    async def reduce(self, part: int, pseudo_grad: torch.Tensor) -> Mean:
-        """One part's mean, when this rank is done with the part."""
+    @property
+    def carried(self) -> list[int]:
+        """This rank's parts of the round's fragment."""
+        carriers, groups = self._carriers[self._me.island], self._space.sent_in(self._plan.round)
+        return sorted(i for group in groups for i in self._space.parts_of[group] if carriers[i] == self._me.rank)
+
+    async def reduce(self, part: int, pseudo_grad: torch.Tensor | None) -> Mean:
+        """One part's mean, when this rank is done with the part; without a pseudo-gradient from one that listens."""
         reducer = self._plan.names[part % len(self._plan.names)]
         if self._coding.gathers(self._space.parts[part]):
             payload = await self._as_equal(part, pseudo_grad)
@@ -165,14 +174,14 @@ class _Attempt:
         self._reach("reducing")
         return mean
 
-    async def _as_equal(self, part: int, pseudo_grad: torch.Tensor) -> torch.Tensor:
+    async def _as_equal(self, part: int, pseudo_grad: torch.Tensor | None) -> torch.Tensor:
         """The encoded mean of what everybody sends to everybody, made here."""
         payloads = await self._collect(part, pseudo_grad, to_all=True)
         mean, gated = await asyncio.to_thread(self._mean_of, part, payloads)
         self.gated.update(gated)
         return mean
 
-    async def _as_reducer(self, part: int, pseudo_grad: torch.Tensor) -> torch.Tensor:
+    async def _as_reducer(self, part: int, pseudo_grad: torch.Tensor | None) -> torch.Tensor:
         """The encoded mean, made in participant order whatever order the payloads come in."""
         payloads = await self._collect(part, pseudo_grad)
         mean, gated = await asyncio.to_thread(self._mean_of, part, payloads)
@@ -182,27 +191,35 @@ class _Attempt:
                 tasks.create_task(self._send(name, Phase.GATHER, part, mean))
         return mean
 
-    async def _collect(self, part: int, pseudo_grad: torch.Tensor, *, to_all: bool = False) -> list[torch.Tensor]:
-        """Everybody's payload of the part, in participant order; this island's own is sent `to_all`."""
+    async def _collect(
+        self, part: int, pseudo_grad: torch.Tensor | None, *, to_all: bool = False
+    ) -> list[torch.Tensor]:
+        """The payloads of all that give, in participant order; this island's own is sent `to_all`."""
+        others = [name for name in self._givers if name != self._me.island]
         async with asyncio.TaskGroup() as tasks:
-            coming = {name: tasks.create_task(self._receive(name, Phase.REDUCE, part)) for name in self._others}
-            own = await asyncio.to_thread(self._encode, part, pseudo_grad)
-            for name in self._others if to_all else ():
-                tasks.create_task(self._send(name, Phase.REDUCE, part, own))
-        return [own if name == self._me.island else coming[name].result() for name in self._plan.names]
+            coming = {name: tasks.create_task(self._receive(name, Phase.REDUCE, part)) for name in others}
+            own = None if pseudo_grad is None else await asyncio.to_thread(self._encode, part, pseudo_grad)
+            if to_all and own is not None:
+                for name in self._others:
+                    tasks.create_task(self._send(name, Phase.REDUCE, part, own))
+        payloads = {name: task.result() for name, task in coming.items()}
+        if own is not None:
+            payloads[self._me.island] = own
+        return [payloads[name] for name in self._givers]
 
-    async def _as_sender(self, part: int, pseudo_grad: torch.Tensor, reducer: str) -> torch.Tensor:
+    async def _as_sender(self, part: int, pseudo_grad: torch.Tensor | None, reducer: str) -> torch.Tensor:
         """The encoded mean, as the reducer sends it."""
         async with asyncio.TaskGroup() as tasks:
             # Posted before anything is sent: gloo tells the other side of it behind what is being sent.
             mean = tasks.create_task(self._receive(reducer, Phase.GATHER, part))
-            payload = await asyncio.to_thread(self._encode, part, pseudo_grad)
-            await self._send(reducer, Phase.REDUCE, part, payload)
+            if pseudo_grad is not None:
+                payload = await asyncio.to_thread(self._encode, part, pseudo_grad)
+                await self._send(reducer, Phase.REDUCE, part, payload)
         return mean.result()
 
     def _mean_of(self, part: int, payloads: list[torch.Tensor]) -> tuple[torch.Tensor, list[str]]:
         """The encoded mean, and who was left out of it. Raises PoisonError."""
-        names, tokens = self._plan.names, self._tokens
+        names, tokens = self._givers, self._tokens
         last = self._last[part].values if part in self._last else None
         # One at a time: a rule that needs all at once holds them itself.
         values = (self._decode(part, payload, name) for payload, name in zip(payloads, names, strict=True))
@@ -230,7 +247,7 @@ class _Attempt:
         """Whom to blame for a mean that is not finite although all that entered it was: the largest of them."""
         sizes = {
             name: self._decode(part, payload, name)[error.index].abs().item()
-            for payload, name in zip(payloads, self._plan.names, strict=True)
+            for payload, name in zip(payloads, self._givers, strict=True)
         }
         peer = max(sizes, key=lambda name: sizes[name])
         name = self._space.name_at(self._space.parts[part].start + error.index)

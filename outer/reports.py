@@ -1,6 +1,6 @@
 """What the outer loop is given besides the run's config, and what it says of each attempt."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from outer.errors import OuterError
@@ -23,6 +23,8 @@ class Settings:
     cache_dir: Path | None = None
     """Where parts of a state are kept while they come; None: a restarted island takes all of them anew."""
     hooks: Hooks = NO_HOOKS
+    total_tokens: int | None = None
+    """With rounds that wait for a quorum: the run is over when so many are committed; None: never."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class RoundReport:
     """Why it was aborted; with gossip, who was left out, and why."""
     is_own: bool = False
     """Gossip: the digest is of this island's own state, which differs from the others'."""
+    listeners: list[str] = field(default_factory=list)
+    """Participants that gave nothing, for they still trained."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What islands tell one another about a round. Pure data; what follows from it is in protocol.py.
 
-Ready     -> all islands         "my inner steps of round r are done; this is my state's digest"
+Ready     -> all islands         "my inner steps of round r are done; this is my state's digest", or "I listen"
 Plan      -> its participants    "attempt a of round r is made by these islands, in this order"
 Vote      -> its participants    "I have the result, this is its digest" or "I have not, because ..."
 Question  -> its participants    "a vote is missing: what came of this plan?"            -> Answer
@@ -55,7 +55,7 @@ class Standing(Message):
 
 
 class Ready(Message):
-    """An island has done its inner steps of `round` and could take part in a plan."""
+    """An island has done its inner steps of `round`, or listens, and could take part in a plan."""
 
     island: str = Name
     incarnation: str = Field(pattern=r"^[0-9a-f]{8,32}$")
@@ -66,13 +66,18 @@ class Ready(Message):
     """Trained since the round that it sent last."""
     weight: int = Field(ge=0, lt=1 << 53)
     """Tokens trained since it sent the round's fragment last: the island's weight in the mean."""
+    listens: bool = False
+    """It still trains: it takes part without giving anything, with 0 tokens, and gets the mean."""
     base_tokens: int = Field(ge=0, lt=MAX_TOKENS)
     """Behind those global params: `Standing.tokens`."""
     digest: str = Digest
     """Of the committed state that the inner steps began from: global params, outer momentum, account of the data."""
     first: int = Field(default=0, ge=0, lt=1 << 60)
     units: int = Field(default=0, ge=0, lt=1 << 53)
-    """The units of text that the progress has read: so many of the island's lease, which begins with `first`."""
+    """The units of text that the progress has read: so many of the island's lease, which begins with `first`.
+
+    Who listens has given none; its lease becomes its own, if it is not yet.
+    """
     step_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Median time of an inner step; 0: not measured."""
     carriers: list[tuple[int, int]] = Field(max_length=1 << 20)
@@ -89,9 +94,13 @@ class Ready(Message):
         return [tuple(pair) if isinstance(pair, list) else pair for pair in value] if isinstance(value, list) else value
 
     def check(self, num_parts: int) -> None:
-        """Raise MessageError unless every part has a carrier, and every rank two addresses."""
+        """Raise MessageError unless every part has a carrier, every rank two addresses, and who listens no tokens."""
         if len(self.control_addresses) != len(self.transport_addresses):
             raise MessageError(f"island {self.island!r} gives its ranks unequal numbers of addresses")
+        if self.listens and (self.tokens or self.weight):
+            raise MessageError(f"island {self.island!r} listens, and claims {max(self.tokens, self.weight)} tokens")
+        if self.listens and self.units:
+            raise MessageError(f"island {self.island!r} listens, and claims {self.units} units")
         check_carriers(self.carriers, num_parts, len(self.transport_addresses))
 
     @property
@@ -116,6 +125,11 @@ class Plan(Message):
     def names(self) -> list[str]:
         """The participants in the order in which their pseudo-gradients are summed."""
         return [p.island for p in self.participants]
+
+    @property
+    def givers(self) -> list[Ready]:
+        """Those whose pseudo-gradients the mean is of."""
+        return [p for p in self.participants if not p.listens]
 
     @cached_property
     def id(self) -> str:

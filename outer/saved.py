@@ -4,6 +4,7 @@
     outer/residual/<part>        what coding this island's       outer/mean_residual/<part>   and the means that it
                                  pseudo-gradients has lost                                    encoded have lost
     outer/last_mean/<part>       of the part's last round, where merging or gates look at it
+    outer/pushes/<part>          one number: of Delayed Nesterov, since momentum moved the part
 
 Residuals are this island's own; they are never given to another.
 """
@@ -22,7 +23,7 @@ from outer.reduce import Mean
 from outer.rounds import Digest, Message
 from outer.state import PartState, Position
 
-PARAMS, MOMENTUM, LAST_MEAN = "outer/params/", "outer/momentum/", "outer/last_mean/"
+PARAMS, MOMENTUM, LAST_MEAN, PUSHES = "outer/params/", "outer/momentum/", "outer/last_mean/", "outer/pushes/"
 RESIDUALS = "outer/residual/", "outer/mean_residual/"
 
 
@@ -64,6 +65,7 @@ def tensors_of(held: IslandState, memory: Memory) -> dict[str, torch.Tensor]:
     """This rank's tensors by name, as they are: copy them before the next round."""
     tensors = {f"{PARAMS}{i}": values for i, values in held.mine.parts.items()}
     tensors |= {f"{MOMENTUM}{i}": values for i, values in held.mine.momentum.items()}
+    tensors |= {f"{PUSHES}{i}": torch.tensor([float(number)]) for i, number in held.mine.pushes.items()}
     for prefix, feedback in zip(RESIDUALS, memory.feedbacks, strict=False):
         tensors |= {f"{prefix}{i}": values for i, values in feedback.residuals.items()}
     for _, means in memory.last_means.values():
@@ -74,12 +76,11 @@ def tensors_of(held: IslandState, memory: Memory) -> dict[str, torch.Tensor]:
 def room_for(held: IslandState, memory: Memory, saved: Collection[str]) -> dict[str, torch.Tensor]:
     """Zeros to load those of the `saved` tensors into that this rank carries now."""
     wanted = [PARAMS, MOMENTUM, *RESIDUALS[: len(memory.feedbacks)], LAST_MEAN]
-    return {
-        name: torch.zeros_like(values)
-        for index, values in held.mine.parts.items()
-        for name in (f"{prefix}{index}" for prefix in wanted)
-        if name in saved
+    rooms = {
+        f"{prefix}{index}": torch.zeros_like(values) for index, values in held.mine.parts.items() for prefix in wanted
     }
+    rooms |= {f"{PUSHES}{index}": torch.zeros(1) for index in held.mine.pushes}
+    return {name: room for name, room in rooms.items() if name in saved}
 
 
 def restore(held: IslandState, memory: Memory, facts: SavedFacts, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -93,10 +94,13 @@ def restore(held: IslandState, memory: Memory, facts: SavedFacts, tensors: Mappi
             "outer.part_elements or outer.fragments"
         )
     parts, params, momentum = {}, _by_part(PARAMS, tensors), _by_part(MOMENTUM, tensors)
+    pushes = {i: int(number.item()) for i, number in _by_part(PUSHES, tensors).items()}
     for i, values in held.mine.parts.items():
         if i not in params:
             raise InputError(f"the checkpoint has no part {i} of the global params")
-        parts[i] = PartState(params[i], momentum.get(i, torch.zeros_like(values)), facts.position.round)
+        parts[i] = PartState(
+            params[i], momentum.get(i, torch.zeros_like(values)), facts.position.round, pushes.get(i, 0)
+        )
     held.restore(parts, facts.position)
     if held.digest != facts.digest:
         raise InputError(f"the checkpoint's global params have the digest {held.digest}, expected {facts.digest}")

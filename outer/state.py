@@ -22,6 +22,9 @@ from outer.rounds import MAX_ROUND, Message, parse
 
 LOG_BYTES_PER_PARAM = 8
 """Of committed means, kept for joiners. Beyond the size of a state, taking a part anew costs no more."""
+GIVEN_BYTES = 2
+"""Before an encoded mean: how many islands gave to it."""
+MAX_GIVEN = 1 << 16
 
 
 class Position(Message):
@@ -35,6 +38,14 @@ class Position(Message):
     """Of the data; left out where a part's position is told."""
 
 
+class PartHeader(Message):
+    """What stands before a part's params and momentum."""
+
+    round: int = Field(ge=0, lt=MAX_ROUND)
+    tokens: int = Field(ge=0, lt=1 << 62)
+    pushes: int = Field(default=0, ge=0, lt=MAX_GIVEN)
+
+
 @dataclass(frozen=True)
 class PartState:
     """One part's global params and outer momentum, fp32, after so many committed rounds."""
@@ -44,6 +55,14 @@ class PartState:
     momentum: torch.Tensor
     """Empty of moments."""
     round: int
+    pushes: int = 0
+    """Of Delayed Nesterov, since momentum moved the part."""
+
+    @property
+    def digest(self) -> bytes:
+        """Of all that the next outer step follows from."""
+        pushes = [torch.tensor([float(self.pushes)])] if self.pushes else []
+        return part_digest(torch.cat([self.params, self.momentum, *pushes]))
 
     @property
     def num_bytes(self) -> int:
@@ -54,50 +73,83 @@ class GlobalState:
     """Changes only by `commit` and `replace`, whole, under a lock: peers never read half of a step."""
 
     def __init__(
-        self, parts: Mapping[int, torch.Tensor], config: OuterOptimizerConfig, moments: Collection[int] = ()
+        self,
+        parts: Mapping[int, torch.Tensor],
+        config: OuterOptimizerConfig,
+        num_islands: int = 1,
+        moments: Collection[int] = (),
     ) -> None:
-        """`moments`: which of the parts are not params."""
+        """`num_islands`: what Delayed Nesterov counts to; `moments`: which of the parts are not params."""
         self.parts = dict(parts)
         self._moments = frozenset(moments)
         self.position = Position(round=0, tokens=0)
         self._config = config
         self.num_replaced = 0
         """Times that `replace` was called: what came before is another history."""
-        self._log: deque[tuple[int, dict[int, torch.Tensor]]] = deque()
-        """(r, by part the encoded mean that led from round r to r + 1), without gaps up to the last commit."""
-        self._optimizer = OuterOptimizer({i: v for i, v in self.parts.items() if i not in self._moments}, config)
+        self._log: deque[tuple[int, int, dict[int, torch.Tensor]]] = deque()
+        """(r, islands that gave, by part the encoded mean that led from round r to r + 1), up to the last commit."""
+        params = {i: v for i, v in self.parts.items() if i not in self._moments}
+        self._optimizer = OuterOptimizer(params, config, num_islands)
         self._digests: dict[int, bytes] = {}
         """Of parts that have not changed since."""
+        self._bases: dict[int, torch.Tensor] = {}
+        """Of parts that were committed while local params went on from what they were before: that."""
         self._lock = threading.Lock()
 
     def pseudo_grads(self, local: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Global minus local, in fp32, of the parts in `local`; descend it. Of moments, the local ones themselves.
 
-        A difference of second moments, coded, could bring one to zero or below; a mean of them cannot.
+        Global: as local params went on from it. A difference of second moments, coded, could bring one to zero or
+        below; a mean of them cannot.
         """
-        return {i: values if i in self._moments else self.parts[i] - values for i, values in local.items()}
+        with self._lock:
+            return {i: v if i in self._moments else self._base(i) - v for i, v in local.items()}
 
     def locals_of(self, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """The local params that have these pseudo-gradients now; the local moments."""
         return {i: grad if i in self._moments else self.parts[i] - grad for i, grad in pseudo_grads.items()}
+
+    def carried_over(self, local: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """These parts of the local params as they go on from the global params of now, their progress kept."""
+        with self._lock:
+            bases = {i: self._bases.pop(i, self.parts[i]) for i in local}
+            return {i: values + (self.parts[i] - bases[i]) for i, values in local.items()}
+
+    def taken_over(self, parts: Iterable[int]) -> dict[int, torch.Tensor]:
+        """Copies of these parts, for local params that go on from them without progress of their own."""
+        with self._lock:
+            for i in parts:
+                self._bases.pop(i, None)
+            return {i: self.parts[i].clone() for i in parts}
+
+    def copies(self) -> dict[int, torch.Tensor]:
+        """All parts as they are now; `parts` itself may be stepped while it is read."""
+        with self._lock:
+            return {i: values.clone() for i, values in self.parts.items()}
 
     def commit(
         self,
         mean_pseudo_grads: Mapping[int, torch.Tensor],
         position: Position,
         payloads: Mapping[int, torch.Tensor] | None = None,
+        num_given: int = 1,
+        keeps_bases: bool = False,
     ) -> None:
         """One outer step of these parts, all or a fragment's: the only place where global params change in a round.
 
         `payloads` are the bytes (1-D uint8) that every participant decoded the means from, kept for joiners; do not
-        write to them. None: joiners cannot be brought over this round, and take parts anew.
+        write to them. None: joiners cannot be brought over this round, and take parts anew. `num_given`: islands that
+        each is the mean of. `keeps_bases`: local params still go on from these parts as they were, see `carried_over`.
         """
         with self._lock:
-            self._optimizer.step({i: mean for i, mean in mean_pseudo_grads.items() if i not in self._moments})
+            if keeps_bases:
+                self._bases |= {i: self.parts[i].clone() for i in mean_pseudo_grads if i not in self._bases}
+            params = {i: mean for i, mean in mean_pseudo_grads.items() if i not in self._moments}
+            self._optimizer.step(params, num_given)
             for index in self._moments & mean_pseudo_grads.keys():
                 self.parts[index].copy_(mean_pseudo_grads[index])
             self._forget_digests(mean_pseudo_grads)
-            self._remember(position.round - 1, payloads)
+            self._remember(position.round - 1, num_given, payloads)
             self.position = position
 
     def after(self, index: int, mean: torch.Tensor) -> torch.Tensor:
@@ -111,9 +163,10 @@ class GlobalState:
             for index, state in parts.items():
                 self.parts[index].copy_(state.params)
                 if index not in self._moments:
-                    self._optimizer.set_momentum(index, state.momentum)
+                    self._optimizer.set_momentum(index, state.momentum, state.pushes)
             self._forget_digests(parts)
             self._log.clear()
+            self._bases.clear()
             self.num_replaced += 1
             self.position = position
 
@@ -123,42 +176,60 @@ class GlobalState:
         of_params = self.parts.keys() - self._moments if self._config.momentum > 0 else ()
         return {i: self._optimizer.momentum(i) for i in of_params}
 
+    @property
+    def pushes(self) -> dict[int, int]:
+        """Of each carried part, see PartState; empty unless the optimizer is delayed."""
+        return {i: self._optimizer.pushes(i) for i in self.parts} if self._config.delayed else {}
+
     def digests(self) -> dict[int, bytes]:
         """Of each carried part: params and momentum."""
         for i in self.parts.keys() - self._digests.keys():
-            self._digests[i] = part_digest(torch.cat([self.parts[i], self._momentum(i)]))
+            self._digests[i] = self._state(i).digest
         return dict(self._digests)
 
     def pack(self, index: int) -> bytes:
-        """A carried part for a joiner: one line of JSON with the position, then params and momentum, raw fp32."""
+        """A carried part for a joiner: one line of JSON (PartHeader), then params and momentum, raw fp32."""
         self._check_carried(index)
         with self._lock:
-            header = self.position.model_dump_json(exclude={"account"}).encode() + b"\n"
-            return b"".join((header, raw_bytes(self.parts[index]), raw_bytes(self._momentum(index))))
+            state, position = self._state(index), self.position
+            header = PartHeader(round=position.round, tokens=position.tokens, pushes=state.pushes)
+            line = header.model_dump_json(exclude_defaults=True).encode() + b"\n"
+            return b"".join((line, raw_bytes(state.params), raw_bytes(state.momentum)))
 
     def mean(self, index: int, round_number: int) -> bytes | None:
-        """The encoded mean that led a carried part from this round to the next; None: it is no longer kept.
+        """The mean that led a carried part from this round to the next, see `unpack_mean`; None: no longer kept.
 
         Raises MessageError for a part of another fragment than the round's: nothing has changed it.
         """
         self._check_carried(index)
         with self._lock:
-            payloads = dict(self._log).get(round_number)
-        if payloads is not None and index not in payloads:
+            found = next(((given, means) for number, given, means in self._log if number == round_number), None)
+        if found is None:
+            return None
+        num_given, payloads = found
+        if index not in payloads:
             raise MessageError(f"part {index} was not in round {round_number}")
-        return None if payloads is None else raw_bytes(payloads[index])
+        return num_given.to_bytes(GIVEN_BYTES, "little") + raw_bytes(payloads[index])
 
-    def _momentum(self, index: int) -> torch.Tensor:
-        return torch.empty(0) if index in self._moments else self._optimizer.momentum(index)
+    def _base(self, index: int) -> torch.Tensor:
+        """What local params of the part went on from."""
+        return self._bases.get(index, self.parts[index])
 
-    def _remember(self, round_number: int, payloads: Mapping[int, torch.Tensor] | None) -> None:
+    def _state(self, index: int) -> PartState:
+        """A carried part as it is: the tensors themselves."""
+        if index in self._moments:
+            return PartState(self.parts[index], torch.empty(0), self.position.round)
+        momentum, pushes = self._optimizer.momentum(index), self._optimizer.pushes(index)
+        return PartState(self.parts[index], momentum, self.position.round, pushes)
+
+    def _remember(self, round_number: int, num_given: int, payloads: Mapping[int, torch.Tensor] | None) -> None:
         if payloads is None or (self._log and self._log[-1][0] != round_number - 1):
             self._log.clear()
         if payloads is None:
             return
-        self._log.append((round_number, dict(payloads)))
+        self._log.append((round_number, num_given, dict(payloads)))
         limit = LOG_BYTES_PER_PARAM * sum(values.numel() for values in self.parts.values())
-        while sum(p.numel() for _, means in self._log for p in means.values()) > limit:
+        while sum(p.numel() for _, _, means in self._log for p in means.values()) > limit:
             self._log.popleft()
 
     def _forget_digests(self, parts: Iterable[int]) -> None:
@@ -177,10 +248,18 @@ def unpack(body: bytes, num_elements: int, *, has_momentum: bool = True) -> tupl
         expected = state_bytes(num_elements, has_momentum=has_momentum)
         raise MessageError(f"a part's state has {len(raw)} bytes, expected {expected}")
     try:
-        position = parse(Position, header)
+        found = parse(PartHeader, header)
     except MessageError:
         raise MessageError("a part's state without a position") from None
-    return position, part_of(raw, num_elements, position.round)
+    return Position(round=found.round, tokens=found.tokens), part_of(raw, num_elements, found.round, found.pushes)
+
+
+def unpack_mean(body: bytes) -> tuple[int, bytes]:
+    """(islands that gave, the encoded mean) in a donor's bytes. Raises MessageError when nobody gave."""
+    num_given = int.from_bytes(body[:GIVEN_BYTES], "little")
+    if len(body) < GIVEN_BYTES or num_given == 0:
+        raise MessageError("a mean that no island gave to")
+    return num_given, body[GIVEN_BYTES:]
 
 
 def state_bytes(num_elements: int, *, has_momentum: bool) -> int:
@@ -188,28 +267,35 @@ def state_bytes(num_elements: int, *, has_momentum: bool) -> int:
     return (8 if has_momentum else 4) * num_elements
 
 
-def part_of(raw: bytes, num_elements: int, round_number: int) -> PartState:
+def part_of(raw: bytes, num_elements: int, round_number: int, pushes: int = 0) -> PartState:
     """Params and momentum from their raw fp32, one behind the other. Raises MessageError when one is not finite."""
     values = torch.frombuffer(bytearray(raw), dtype=torch.float32) if raw else torch.empty(0)
     if not is_finite(values):
         raise MessageError("a part's state with non-finite values")
-    return PartState(values[:num_elements], values[num_elements:], round_number)
+    return PartState(values[:num_elements], values[num_elements:], round_number, pushes)
 
 
-def advance(state: PartState, mean: torch.Tensor | None, config: OuterOptimizerConfig | None) -> PartState:
+def advance(
+    state: PartState,
+    mean: torch.Tensor | None,
+    config: OuterOptimizerConfig | None,
+    num_given: int = 1,
+    num_islands: int = 1,
+) -> PartState:
     """The part one round later, bit-equal to what `GlobalState.commit` makes of it. `state` is left alone.
 
     `mean` None: the round did not send it, and only its number changes. `config` None: it is of moments.
+    `num_given`, `num_islands`: as there.
     """
     if mean is None:
         return replace(state, round=state.round + 1)
     if config is None:
         return replace(state, params=mean, round=state.round + 1)
     params = state.params.clone()
-    optimizer = OuterOptimizer({0: params}, config)
-    optimizer.set_momentum(0, state.momentum)
-    optimizer.step({0: mean})
-    return PartState(params, optimizer.momentum(0), state.round + 1)
+    optimizer = OuterOptimizer({0: params}, config, num_islands)
+    optimizer.set_momentum(0, state.momentum, state.pushes)
+    optimizer.step({0: mean}, num_given)
+    return PartState(params, optimizer.momentum(0), state.round + 1, optimizer.pushes(0))
 
 
 def raw_bytes(values: torch.Tensor) -> bytes:

@@ -3,13 +3,18 @@
     launch   snapshot of a fragment's pseudo-gradient; its round runs behind the training   (outer/averaging.py)
     land     wait for the commit; the fragment's local params go on from the global params
 
+With `outer.wait_for: quorum` (outer/listening.py) rounds go on while an island trains:
+
+    heard    what was committed meanwhile; local params go on from it
+    give     this island's progress, to a round that is waited for
+
 Every rank of the island makes the same calls in the same order; the leader speaks to other islands.
 """
 
 import logging
-import time
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
@@ -20,15 +25,17 @@ from outer.coding import coding_of
 from outer.config import OuterConfig
 from outer.deadlines import Deadlines
 from outer.donor import Donor
+from outer.entering import fetch_of, has_donors
 from outer.errors import BehindError, OuterError, TransportError
 from outer.exchange import Params
 from outer.flight import Flight
 from outer.fragments import schedule_of, steps_behind
 from outer.island_state import IslandState, Snapshot
+from outer.listening import Listening
 from outer.loop import LoopThread
 from outer.network import Network
+from outer.offer import Offer
 from outer.pace import Pace
-from outer.parts_cache import PartsCache
 from outer.presence import Identity, Presence
 from outer.reading import Reading
 from outer.reports import CaughtUp, Landing, RoundReport, Settings
@@ -36,16 +43,12 @@ from outer.runs import count
 from outer.state import Position
 from outer.taking import Taken, Taker
 from outer.team import Team
-from outer.transfer import Fetch, Share
+from outer.unsent import Unsent
 
 log = logging.getLogger(__name__)
 
 FINISH_SECONDS = 60.0
 """How long an island that has the last round stays for those that live and do not have it yet."""
-RESUME_SECONDS = 60.0
-"""How long an island that goes on from a checkpoint waits for the others to do so; then it goes on alone."""
-DONOR_WAIT_SECONDS = 10.0
-"""How long an island that must not begin a run waits for one that can give a state."""
 
 
 class OuterLoop:
@@ -66,12 +69,13 @@ class OuterLoop:
         coding, hooks = coding_of(config), self._settings.hooks
         self.schedule = schedule_of(config)
         self._held = IslandState(config, coding, params, team)
-        self.reading = Reading(identity.island, self._settings.index, identity.incarnation, self._held.terms)
-        self._weights = [0] * config.fragments
-        """By fragment: tokens trained since it was sent last, up to the last round that landed."""
+        reading = Reading(identity.island, self._settings.index, identity.incarnation, self._held.terms)
+        self.unsent = Unsent(self._held, reading, config.fragments)
         deadlines = Deadlines(config.wait_seconds)
         self.pace = Pace(config, identity.island, deadlines)
-        self._side = Side(config, identity, self._held, coding, team, network, loop, hooks, deadlines, self.pace)
+        self._side = Side(
+            config, identity, self._held, self.unsent, coding, team, network, loop, hooks, deadlines, self.pace
+        )
         donor = Donor(self._held.mine, network.messenger, hooks)
         self._averaging = Averaging(self._side, donor)
         self._flight: Flight | None = None
@@ -84,7 +88,10 @@ class OuterLoop:
             self._presence.agreement.on_no = self._averaging.attempts.note_no
         else:
             network.messenger.serve("vote", self._averaging.attempts.on_vote)
-        self._taker = Taker(self._held, self._fetch, team, loop, lambda: self._leader.find_donors())
+        total = self._settings.total_tokens
+        self.listening = Listening(self._averaging, self._side, self.schedule, total, self._caught_up)
+        fetch = partial(fetch_of, self._side, self._settings)
+        self._taker = Taker(self._held, fetch, team, loop, lambda: self._leader.find_donors())
         self._has_entered_late = False
         self._resumed_units = 0
         """Read by the progress that a checkpoint held."""
@@ -98,6 +105,11 @@ class OuterLoop:
     def digest(self) -> str:
         """Of the committed state that this island holds."""
         return self._held.digest
+
+    @property
+    def reading(self) -> Reading:
+        """What text this rank reads."""
+        return self.unsent.reading
 
     @property
     def round(self) -> int:
@@ -115,13 +127,14 @@ class OuterLoop:
         """Enter the run: with the islands' state if they have committed a round, else from the start with them."""
         if self._presence is not None:
             self._presence.announce()
-        included = None
-        if is_behind := self._team.on_leader(self._has_donors):
-            self._take_state()
-        elif self._settings.joins:
+        joins, is_resumed = self._settings.joins, self.position.round > 0
+        is_behind = self._team.on_leader(lambda: has_donors(self._side, self._leader, joins=joins))
+        if is_behind:
+            is_behind = self._is_taken(or_resumed=is_resumed)
+        elif joins:
             raise OuterError("this island joins a run, and no island that has committed a round can be found in it")
-        elif self.position.round:
-            included = []  # A state that was saved is as good as one just committed: others may take it.
+        # A state that was saved is as good as one just committed: others may take it.
+        included = [] if is_resumed and not is_behind else None
         self.reading.begin(self.position.account)
         if not is_behind:
             self.reading.take_up(self._resumed_units)
@@ -144,7 +157,7 @@ class OuterLoop:
         The round before has landed. `land` must be called before the next launch.
         """
         assert self._flight is None, "one round is on its way at a time"
-        snapshot = self._snapshot(tokens)
+        snapshot = self.unsent.snapshot(self.round, tokens)
         if self._config.eager:
             self._ahead = self._held.look_ahead(snapshot, self._averaging.share)
         self._flight = Flight(self._averaging, snapshot)
@@ -161,18 +174,18 @@ class OuterLoop:
             reports, waited = flight.land()
         except BehindError as behind:
             self._flight = None
-            raise self._caught_up(behind, snapshot) from None
+            raise self._caught_up(behind, snapshot.weight, snapshot.pseudo_grads) from None
         self._flight = None
         self._merge(snapshot)
         return Landing(reports, waited)
 
     def attempt(self, tokens: int) -> RoundReport:
         """One attempt at `round`, waited for. Not committed: nothing has changed, call it again. Raises as `land`."""
-        snapshot = self._snapshot(tokens)
+        snapshot = self.unsent.snapshot(self.round, tokens)
         try:
-            report = self._averaging.attempt(snapshot)
+            report = self._averaging.attempt(Offer(snapshot))
         except BehindError as behind:
-            raise self._caught_up(behind, snapshot) from None
+            raise self._caught_up(behind, snapshot.weight) from None
         if report.is_committed:
             self._merge(snapshot)
         return report
@@ -205,9 +218,10 @@ class OuterLoop:
 
     def saved(self) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
         """What a checkpoint holds: this rank's tensors as they are, and facts. No round may be on its way."""
-        assert self._flight is None, "what a round on its way will commit is not known yet"
-        reducer = self._averaging.reducer
-        facts = saved.facts_of(self._held, reducer, self._weights, self._averaging.share, count(self.reading.read))
+        is_quiet = self._flight is None and self.listening.is_quiet
+        assert is_quiet, "what a round on its way will commit is not known yet"
+        reducer, num_units = self._averaging.reducer, count(self.reading.read)
+        facts = saved.facts_of(self._held, reducer, self.unsent.weights, self._averaging.share, num_units)
         return saved.tensors_of(self._held, reducer), facts
 
     def room(self, names: Collection[str]) -> dict[str, torch.Tensor]:
@@ -218,25 +232,16 @@ class OuterLoop:
         """Go on from what was saved, before `begin`; local params have been loaded. Raises InputError."""
         read = saved.read_facts(facts)
         saved.restore(self._held, self._averaging.reducer, read, tensors)
-        self._weights, self._averaging.share, self._resumed_units = read.weights, read.share, read.units
+        self.unsent.weights, self._averaging.share, self._resumed_units = read.weights, read.share, read.units
         if self._presence is not None:
             self._presence.resume()
 
     # -- a round's two ends ------------------------------------------------------------------------------------
 
-    def _snapshot(self, tokens: int) -> Snapshot:
-        fragment = self._held.space.fragment_of(self.round)
-        pseudo_grads = self._held.pseudo_grads(self.round)
-        norm = self._held.norm(pseudo_grads)
-        weight = self._weights[fragment] + tokens
-        return Snapshot(self.round, fragment, pseudo_grads, norm, tokens, weight, self.reading.read)
-
     def _merge(self, snapshot: Snapshot) -> None:
         self._side.hooks.reached("applied", snapshot.round)
         self._has_entered_late = False
-        self.reading.settle(self.position.account, count(snapshot.units))
-        self._weights = [weight + snapshot.tokens for weight in self._weights]
-        self._weights[snapshot.fragment] = 0
+        self.unsent.landed(snapshot, self.position)
         if self._ahead is None:
             self._held.merge(snapshot.round, self._config.mix)
         else:
@@ -252,28 +257,17 @@ class OuterLoop:
 
     # -- another island's state -----------------------------------------------------------------------------
 
-    def _has_donors(self) -> bool:
-        """Whether others hold a state that survives; waited for when this one must not begin, or go on, without."""
-        is_resumed = self.position.round > 0
-        seconds = DONOR_WAIT_SECONDS if self._settings.joins else RESUME_SECONDS * is_resumed
-        deadline = time.monotonic() + seconds
-        while not (found := self._leader.find_donors()) and time.monotonic() < deadline:
-            if is_resumed and self._leader.num_islands >= self._config.start_islands:
-                break
-            time.sleep(0.2)
-        return bool(found)
-
-    def _caught_up(self, behind: BehindError, snapshot: Snapshot) -> CaughtUp:
+    def _caught_up(self, behind: BehindError, weight: int, sent: dict[int, torch.Tensor] | None = None) -> CaughtUp:
         """Take the state that survives; what is raised then says whether this island's progress was put on top of it.
 
         It is, when exactly one commit was missed, of this island's own history, that commit does not contain it
         already, and no other island has been given what it read. What is re-based once and misses a commit again is
-        dropped.
+        dropped. `weight`: tokens of the progress.
         """
         digest, progress = self.digest, self._held.pseudo_grads()
         for part, values in (self._ahead or {}).items():
-            # Trained from there; what the snapshot holds had been taken out.
-            progress[part] += values - self._held.mine.parts[part] + snapshot.pseudo_grads[part]
+            # Trained from there; what was sent had been taken out.
+            progress[part] += values - self._held.mine.parts[part] + (sent or {})[part]
         self._ahead = None
         taken = self._take_state()
         is_same = taken.base_digest == digest
@@ -281,18 +275,29 @@ class OuterLoop:
             self._config.missed_progress == "rebase"
             and is_same
             and self._identity.incarnation not in taken.description.included
-            and 2 * snapshot.weight <= self._settings.max_tokens
+            and 2 * weight <= self._settings.max_tokens
             and self.reading.go_on(self.position.account)
         )
         if is_kept:
             self._held.rebase(progress)
         else:
-            self.reading.begin(self.position.account)
-            self._weights = [0] * len(self._weights)
+            self.unsent.drop(self.position)
         if not is_same:
             self._averaging.reducer.forget()
         self._averaging.stand(is_coming=True)
         return CaughtUp(behind.cause, is_kept=is_kept)
+
+    def _is_taken(self, *, or_resumed: bool) -> bool:
+        """The state of others is taken; False: it cannot be, and this island goes on from the one that was saved."""
+        try:
+            self._take_state()
+        except TransportError as error:
+            if not or_resumed:
+                raise
+            # Records outlive islands: those that were ahead may have died with their last rounds.
+            log.warning("going on from the checkpoint: %s", error)
+            return False
+        return True
 
     def _take_state(self) -> Taken:
         """The state of others, in the place of this island's. Raises TransportError."""
@@ -302,15 +307,6 @@ class OuterLoop:
         self.pace.interrupt()
         self._averaging.stand(is_coming=False, included=taken.description.included)
         return taken
-
-    def _fetch(self) -> Fetch:
-        folder, held = self._settings.cache_dir, self._held
-        cache = None
-        if folder is not None:
-            run = self._identity.config_hash
-            cache = PartsCache(folder / f"rank-{self._team.rank}", held.space.fingerprint, run)
-        share = Share(held.space, held.exchange.carried, self._side.coding, self._config.optimizer)
-        return Fetch(self._network.messenger, [], share, cache, self._side.hooks)
 
     # -- plumbing -------------------------------------------------------------------------------------------
 

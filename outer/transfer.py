@@ -19,7 +19,6 @@ import torch
 from outer.coding import Coding
 from outer.config import OuterOptimizerConfig
 from outer.deadlines import Deadlines
-from outer.digest import part_digest
 from outer.donor import TAKE_SECONDS, Description, MeanRequest, PartRequest
 from outer.errors import MessageError, TransportError
 from outer.membership.base import Member, Messenger
@@ -27,7 +26,7 @@ from outer.parts_cache import PartsCache
 from outer.phases import NO_HOOKS, Hooks
 from outer.source import Source, find_description
 from outer.space import Space
-from outer.state import PartState, advance, unpack
+from outer.state import PartState, advance, unpack, unpack_mean
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +44,8 @@ class Share:
     parts: Sequence[int]
     coding: Coding
     optimizer: OuterOptimizerConfig
+    num_islands: int = 1
+    """What Delayed Nesterov counts to."""
 
     def is_in(self, part: int, round_number: int) -> bool:
         """Whether the round changes the part: it sends it."""
@@ -120,7 +121,7 @@ class Fetch:
 
     def digests(self) -> dict[int, bytes]:
         """Of each part, as `GlobalState.digests`."""
-        return {i: part_digest(torch.cat([state.params, state.momentum])) for i, state in self.parts.items()}
+        return {i: state.digest for i, state in self.parts.items()}
 
     def forget(self) -> None:
         """Drop what has come, here and on disk."""
@@ -251,10 +252,12 @@ class Fetch:
             self._hooks.reached("fetch", position.round)
         self.parts[part] = state
 
-    def _advance(self, part: int, state: PartState, payload: bytes) -> PartState:
+    def _advance(self, part: int, state: PartState, body: bytes) -> PartState:
+        num_given, payload = unpack_mean(body)
         coded = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0).byte()
         codec = self._share.coding.of_mean(self._share.space.parts[part])
-        return advance(state, codec.decode(coded, state.params.numel()), self._share.rule_of(part))
+        mean = codec.decode(coded, state.params.numel())
+        return advance(state, mean, self._share.rule_of(part), num_given, self._share.num_islands)
 
     def _check_history(self, round_number: int, tokens: int) -> None:
         known = self._tokens.setdefault(round_number, tokens)

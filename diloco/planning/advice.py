@@ -114,6 +114,8 @@ def _delayed(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
 
 def _overlapped(rung: Rung, measure: Measure, delay: int, fragments: int) -> Rung | None:
     outer = rung.case.outer
+    if outer.wait_for == "quorum" and delay > 0:
+        return None
     if delay < outer.delay or fragments < outer.fragments or delay > outer.inner_steps // fragments:
         return None
     mixing = {"mix": MIX} if delay > 1 and not outer.eager else {}

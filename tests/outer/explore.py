@@ -83,6 +83,8 @@ def events(world: World) -> list[Event]:
         node = world.nodes[name]
         if node.phase == "training" and node.standing.round < world.rounds:
             found.append(("prepare", name))
+        if may_give(node):
+            found.append(("give", name))
         if node.phase == "reducing":
             found.append(("reduced", name))
             if world.budget.failed_reduces or node.others & world.dead:
@@ -100,6 +102,11 @@ def events(world: World) -> list[Event]:
 
 def may_lose(world: World, name: str, other: str) -> bool:
     return other in world.dead or (world.budget.false_alarms > 0 and other in world.live)
+
+
+def may_give(node: Protocol) -> bool:
+    """Whether it listens, and its inner steps may be done any time now."""
+    return node.phase == "gathering" and node.own is not None and node.own.listens
 
 
 def may_be_late(world: World, name: str) -> bool:
@@ -122,7 +129,9 @@ def step(world: World, event: Event) -> World:
     node = _own_copy(world, name)
     late = kind == "late"
     if kind == "prepare":
-        node.prepare(ready_of(node))
+        node.prepare(ready_of(node, listens=node.rules.has_listeners))
+    elif kind == "give":
+        node.give(ready_of(node))
     elif kind in ("reduced", "failed"):
         assert node.plan is not None
         plan = node.plan
@@ -141,15 +150,16 @@ def step(world: World, event: Event) -> World:
     return world
 
 
-def ready_of(node: Protocol) -> Ready:
-    s = node.standing
+def ready_of(node: Protocol, *, listens: bool = False) -> Ready:
+    s, tokens = node.standing, 0 if listens else TOKENS
     return Ready(
         island=node.me,
         incarnation="0" * 8,
         round=s.round,
         attempt=node.next_attempt,
-        tokens=TOKENS,
-        weight=TOKENS,
+        tokens=tokens,
+        weight=tokens,
+        listens=listens,
         base_tokens=s.tokens,
         digest=s.digest,
         carriers=[(0, 1)],

@@ -20,6 +20,7 @@ class Claim:
     island: str
     first: int
     units: int
+    listens: bool = False
 
 
 def opened(num_islands: int) -> Account:
@@ -313,3 +314,30 @@ def test_head_and_tail_cut_runs_in_two(sizes: list[int], number: int) -> None:
 def test_a_lease_knows_no_empty_runs() -> None:
     with pytest.raises(ValueError, match="at least 1 item"):
         Lease(runs=())
+
+
+def test_who_listens_keeps_the_lease_that_it_has_begun_however_often_others_give() -> None:
+    account = opened(2)
+    mine = account.leases["#1"].runs
+    for _ in range(5):
+        first = account.leases["a"].runs[0][0] if "a" in account.leases else 0
+        account = settle(account, [Claim("a", first, 2), Claim("b", mine[0][0], 0, listens=True)], TERMS)
+    assert account.leases["b"].runs[0] == mine[0] and account.leases.keys() == {"a", "b"}
+    assert account.trained == 10
+    assert not refused(account, [Claim("b", mine[0][0], TERMS.lease)], TERMS)
+
+
+def test_a_joiner_that_listens_keeps_its_place_beyond_the_frontier() -> None:
+    account = opened(1)
+    place = account.frontier + TERMS.spare
+    account = settle(account, [Claim("a", 0, 2), Claim("x", place, 0, listens=True)], TERMS)
+    assert units_of(account.leases["x"].runs)[: TERMS.spare] == list(range(place, place + TERMS.spare))
+    assert account.trained == 2
+
+
+def test_who_listens_where_another_gives_gets_another_lease() -> None:
+    account = opened(1)
+    claims = [Claim("a", 0, 2), Claim("x", account.frontier, 0, listens=True), Claim("y", account.frontier, 2)]
+    after = settle(account, claims, TERMS)
+    assert not set(units_of(after.leases["x"].runs)) & set(units_of(after.leases["y"].runs))
+    assert after.leases.keys() == {"a", "x", "y"} and after.trained == 4

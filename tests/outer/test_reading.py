@@ -109,7 +109,7 @@ def test_islands_that_all_live_read_the_units_of_a_data_parallel_run_in_its_orde
 
 def test_two_islands_with_one_index_are_told_so() -> None:
     def script(island: Island) -> str:
-        island.outer.reading = Reading(island.name, 0, "0" * 8, island.outer._held.terms)
+        island.outer.unsent.reading = Reading(island.name, 0, "0" * 8, island.outer._held.terms)
         island.outer.begin()
         island.outer.reading.next_unit()
         island.outer.launch(100)

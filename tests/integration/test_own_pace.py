@@ -1,0 +1,82 @@
+"""Real islands whose rounds wait for a quorum only: each at its own pace, one state everywhere."""
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.swarm import Island, swarm
+
+ONE, FSDP2, SLOW = {"ranks": 1}, {"ranks": 2}, {"ranks": 1, "faults": ["slow:2x4"]}
+QUORUM = ("outer.wait_for=quorum", "outer.optimizer.delayed=true", "outer.inner_steps=4", "outer.start_islands=3")
+
+
+def check_equal(islands: Sequence[Island]) -> None:
+    """Each round that these islands committed has one digest; together they have committed all there are."""
+    digests = [{number: record["digest"] for number, record in island.committed().items()} for island in islands]
+    for number in set().union(*digests):
+        assert len({found[number] for found in digests if number in found}) == 1, f"round {number}"
+    assert max(digests[0]) == max(digests[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_islands_of_unequal_speed_and_mesh_end_with_the_tokens_of_all_and_one_state(tmp_path, fragments):
+    overrides = (*QUORUM, "outer.rounds=4", f"outer.fragments={fragments}", "outer.local_steps=dynamic")
+    with swarm(tmp_path, *overrides, islands=[ONE, FSDP2, SLOW]) as islands:
+        running = islands.start_all()
+        for island in running:
+            island.finish()
+        check_equal(running)
+        ends = [island.records("eval")[-1] for island in running]
+        assert {end["round"] for end in ends} == {4}
+        assert [end["loss"] for end in ends] == pytest.approx([ends[0]["loss"]] * 3, rel=1e-5)
+        assert len({end["tokens"] for end in ends}) == 1
+        rounds = running[0].committed().values()
+        listened = Counter(name for record in rounds for name in record["listeners"])
+        assert len(rounds) > 4 * fragments and listened
+
+
+@pytest.mark.slow
+def test_the_others_make_the_tokens_of_an_island_that_was_killed(tmp_path):
+    with swarm(tmp_path, *QUORUM, "outer.rounds=6", islands=[ONE, FSDP2, ONE]) as islands:
+        first, second, victim = islands.start_all()
+        victim.wait_for_round(1)
+        victim.signal(signal.SIGKILL)
+        first.finish()
+        second.finish()
+        check_equal([first, second])
+        assert first.records("eval")[-1]["round"] == 6
+
+
+def wait_for_checkpoints(folder: Path, num_islands: int) -> None:
+    """So many islands have saved."""
+    deadline = time.monotonic() + 120
+    while len({path.parent for path in folder.glob("**/checkpoints/step-????????")}) < num_islands:
+        assert time.monotonic() < deadline, "an island has not saved"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_islands_go_on_from_their_checkpoints(tmp_path, fragments):
+    overrides = (*QUORUM, "outer.rounds=20", f"outer.fragments={fragments}", "island.checkpoint.every_rounds=1")
+    with swarm(tmp_path, *overrides, islands=[ONE, FSDP2, SLOW]) as islands:
+        running = islands.start_all()
+        wait_for_checkpoints(tmp_path, 3)
+        for island in running:
+            island.signal(signal.SIGKILL)
+            island.wait()
+        running = islands.start_all()
+        for island in running:
+            island.finish()
+        ends = [island.records("eval")[-1] for island in running]
+        assert {end["round"] for end in ends} == {20}
+        assert len({end["tokens"] for end in ends}) == 1
+        assert all("resumed" in [event["name"] for event in island.records("event")] for island in running)
+        last = [list(island.committed().values())[-1] for island in running]
+        assert len({record["digest"] for record in last}) == 1
+        assert ends[0]["tokens"] <= 512 * last[0]["trained_units"]

@@ -1,0 +1,186 @@
+"""Rounds that wait for a quorum, as the protocol sees them: who listens takes part, gives nothing, holds up nobody."""
+
+import pytest
+
+from outer.deadlines import Deadlines
+from outer.errors import MessageError
+from outer.patience import Patience
+from outer.protocol import Protocol
+from outer.rounds import Plan, Standing
+from outer.verdicts import NOTHING_TO_GIVE, Behind, Rules
+from tests.outer.explore import START, Budget, World, agree, events, explore, forked, new_world, ready_of, walk
+
+LISTENERS = {"has_listeners": True, "quorum": 1}
+WHOLE = {"2 islands, nothing wrong": ("ab", Budget())}
+BOUNDED = {
+    "2 islands, everything once": ("ab", Budget(crashes=1, failed_reduces=1, dropped=1, duplicated=1, impatient=1)),
+    "3 islands, a crash": ("abc", Budget(crashes=1)),
+    "3 islands, a lost message, patience runs out": ("abc", Budget(dropped=1, impatient=1)),
+}
+CRASHES = Budget(crashes=2, failed_reduces=2, duplicated=2, impatient=3)
+LOSSES = Budget(crashes=2, failed_reduces=2, duplicated=2, dropped=4)
+
+
+def gave_nothing(world: World) -> bool:
+    """Whether a round was committed that nobody gave anything to."""
+    return any(world.nodes[name].standing.tokens == 0 < world.nodes[name].standing.round for name in world.live)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WHOLE)
+def test_with_listeners_no_order_of_events_makes_two_results_of_one_round_and_every_history_ends(case: str) -> None:
+    names, budget = WHOLE[case]
+    worlds = list(explore(new_world(names, 1, budget, **LISTENERS), 40_000))
+    assert 100 < len(worlds) < 40_000, "not all worlds were seen"
+    assert not any(forked(world) or gave_nothing(world) for world in worlds)
+    ends = [world for world in worlds if not events(world)]
+    assert ends and all(world.is_over and agree(world) for world in ends)
+
+
+@pytest.mark.parametrize("bound", [600, pytest.param(60_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", BOUNDED)
+def test_in_larger_cases_with_listeners_no_order_that_was_tried_makes_two_results(case: str, bound: int) -> None:
+    names, budget = BOUNDED[case]
+    for world in explore(new_world(names, 1, budget, **LISTENERS), bound):
+        assert not forked(world)
+        assert not gave_nothing(world)
+
+
+@pytest.mark.parametrize("num_seeds", [12, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("budget", [CRASHES, LOSSES], ids=["crashes", "losses"])
+@pytest.mark.parametrize("quorum", [1, 2])
+def test_whatever_crashes_or_is_lost_the_living_go_on_with_one_history(
+    budget: Budget, quorum: int, num_seeds: int
+) -> None:
+    rules = {"has_listeners": True, "quorum": quorum, "below_quorum": "continue"}
+    for seed in range(num_seeds):
+        world = walk(new_world("abc", 3, budget, **rules), seed)
+        assert not forked(world), f"seed {seed}"
+        assert world.is_over, f"seed {seed}: the islands are stuck"
+        assert agree(world), f"seed {seed}"
+        assert not gave_nothing(world), f"seed {seed}"
+
+
+# -- single steps -------------------------------------------------------------------------------------------------
+
+
+def node(name: str, others: str, **rules: object) -> Protocol:
+    made = Protocol(name, Rules(**(LISTENERS | rules)), Standing(round=0, tokens=0, digest=START))  # pyright: ignore[reportArgumentType]
+    made.meet(others)
+    return made
+
+
+def gathering(name: str, giving: str = "", listening: str = "", **rules: object) -> Protocol:
+    """An island that has heard who listens and who gives; its own role is among them."""
+    made = node(name, "".join(set(giving + listening) - {name}), **rules)
+    made.prepare(ready_of(made, listens=name in listening))
+    for other in set(giving + listening) - {name}:
+        made.hear(other, ready_of(node(other, ""), listens=other in listening))
+    return made
+
+
+def test_a_round_of_a_quorum_is_planned_with_those_that_listen_whoever_is_the_planner() -> None:
+    plan = gathering("a", giving="c", listening="ab").consider(is_late=False)
+    assert isinstance(plan, Plan)
+    assert plan.names == ["a", "b", "c"]
+    assert [ready.island for ready in plan.givers] == ["c"]
+
+
+def test_while_nobody_gives_anything_there_is_no_plan_however_late_it_is() -> None:
+    assert gathering("a", listening="abc").consider(is_late=True) is None
+
+
+def test_fewer_that_give_than_the_quorum_wait_for_those_that_listen() -> None:
+    assert gathering("a", giving="a", listening="bc", quorum=2).consider(is_late=True) is None
+    assert isinstance(gathering("a", giving="ab", listening="c", quorum=2).consider(is_late=False), Plan)
+
+
+def test_those_that_listen_are_given_time_until_all_have_something() -> None:
+    assert gathering("a", giving="ab", listening="c").consider(is_late=False, is_patient=True) is None
+    assert isinstance(gathering("a", giving="abc").consider(is_late=False, is_patient=True), Plan)
+
+
+def test_who_gives_waits_for_who_listens_as_long_as_some_of_its_own_inner_steps_take() -> None:
+    a = gathering("a", listening="abc", grace_steps=5.0)
+    patience = Patience(a, Deadlines(600.0))
+    patience.look(100.0, woke_at=0.0)
+    assert (patience.waited, patience.seconds_left) == (0.0, 0.0), "nobody gives anything yet"
+    a.hear("b", ready_of(node("b", "")).model_copy(update={"step_seconds": 2.0}))
+    a.hear("c", ready_of(node("c", "")).model_copy(update={"step_seconds": 9.0}))
+    patience.look(200.0, woke_at=0.0)
+    assert patience.seconds_left == 10.0
+    patience.look(204.0, woke_at=0.0)
+    assert (patience.waited, patience.seconds_left) == (4.0, 6.0)
+    patience.look(211.0, woke_at=0.0)
+    assert patience.seconds_left == 0.0
+    patience.look(211.0, woke_at=210.0)
+    assert patience.seconds_left == 9.0, "while it stood still it could not hear of others"
+
+
+def test_who_neither_listens_nor_gives_is_waited_for_until_the_grace_is_over() -> None:
+    a = gathering("a", giving="a", listening="b")
+    a.hear("c", Standing(round=0, tokens=0, digest=START))
+    assert a.consider(is_late=False) is None
+    plan = a.consider(is_late=True)
+    assert isinstance(plan, Plan)
+    assert plan.names == ["a", "b"]
+
+
+def test_a_plan_that_was_fixed_while_an_island_listened_holds_when_it_has_something_to_give() -> None:
+    a, b = gathering("a", giving="a", listening="b"), gathering("b", giving="a", listening="b")
+    plan = a.consider(is_late=False)
+    assert isinstance(plan, Plan)
+    b.give(ready_of(b))
+    b.hear("a", plan)
+    assert b.plan == plan
+    assert [ready.island for ready in plan.givers] == ["a"]
+
+
+def test_to_give_is_said_at_once_and_nothing_when_the_plan_is_fixed() -> None:
+    a, b = gathering("a", giving="a", listening="b"), gathering("b", giving="a", listening="b")
+    b.give(ready_of(b))
+    assert ("a", ready_of(b)) in b.outbox
+    plan = a.consider(is_late=False)
+    late = gathering("b", giving="a", listening="b")
+    late.hear("a", plan)  # pyright: ignore[reportArgumentType]
+    late.outbox.clear()
+    late.give(ready_of(late))
+    assert late.plan == plan
+    assert not late.outbox
+
+
+def test_who_has_something_to_give_is_not_made_a_listener_by_an_earlier_word_that_comes_late() -> None:
+    a = gathering("a", giving="ab")
+    a.hear("b", ready_of(node("b", ""), listens=True))
+    plan = a.consider(is_late=False)
+    assert isinstance(plan, Plan)
+    assert len(plan.givers) == 2
+
+
+def test_a_plan_that_nobody_gives_anything_to_is_refused() -> None:
+    b = gathering("b", listening="ab")
+    nothing = [ready_of(node(name, ""), listens=True) for name in "ab"]
+    b.hear("a", Plan(round=0, attempt=0, planner="a", participants=nothing))
+    assert b.plan is None
+
+
+def test_in_a_run_that_waits_for_all_nobody_listens() -> None:
+    a = gathering("a", giving="ab", has_listeners=False)
+    with pytest.raises(MessageError, match="'b' listens"):
+        a.hear("b", ready_of(node("b", ""), listens=True))
+    b = gathering("b", giving="ab", has_listeners=False)
+    asleep = ready_of(b).model_copy(update=NOTHING_TO_GIVE)
+    b.hear("a", Plan(round=0, attempt=0, planner="a", participants=[ready_of(node("a", "")), asleep]))
+    assert b.plan is None
+
+
+def test_who_listens_claims_no_tokens() -> None:
+    a = gathering("a", giving="ab")
+    with pytest.raises(MessageError, match="'b' listens, and claims 10 tokens"):
+        a.hear("b", ready_of(node("b", "")).model_copy(update={"listens": True}))
+
+
+def test_who_listens_finds_out_that_it_is_behind() -> None:
+    a = gathering("a", listening="ab")
+    a.hear("b", Standing(round=1, tokens=50, digest="bb" * 8))
+    assert isinstance(a.consider(is_late=False), Behind)
