@@ -1,5 +1,6 @@
 """Runs a function on several ranks: forked processes with a gloo group, so that torch is imported once."""
 
+import gc
 import os
 import pickle
 import selectors
@@ -58,6 +59,8 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_second
 
 def _child(run: Callable[[int], Any], rank: int, answer: int, held: int) -> NoReturn:
     """The life of a forked process."""
+    # What the parent has left to be collected must not be, here: gloo's objects join threads that a fork does not have.
+    gc.freeze()
     try:
         message = pickle.dumps((True, run(rank)))
     except BaseException:  # noqa: BLE001 - whatever it is, the parent must hear of it

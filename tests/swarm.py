@@ -1,6 +1,7 @@
 """Real islands for tests: every rank a forked process that runs the shipped code, so that torch is imported once."""
 
 import ctypes
+import gc
 import json
 import os
 import pickle
@@ -187,6 +188,8 @@ class Swarm:
         if pid:
             return Rank(pid, log)
         code = 1
+        # What the parent left to be collected must not be, here: gloo's objects join threads that a fork does not have.
+        gc.freeze()
         try:
             output = os.open(log, os.O_WRONLY | os.O_APPEND)
             os.dup2(output, 1)

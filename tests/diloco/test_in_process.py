@@ -156,6 +156,7 @@ def test_a_fault_is_refused_before_anything_starts(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_makes_a_run_that_has_a_report(tmp_path):
     with swarm(tmp_path, islands=[ONE]) as islands:
         (tmp_path / "config.yaml").write_text(json.dumps(islands.config.model_dump(mode="json")))

@@ -15,7 +15,6 @@ from tests.faults.cases import ROUND, STREAMING, inflict
 ROUND_PHASES = [phase for phase in PHASES if phase not in ("donate", "fetch")]
 FAST = {
     ("gloo", "kill", "reducing", 1),
-    ("hivemind", "kill", "decide", 0),
 }
 MATRIX = [
     pytest.param(*case, marks=[] if case in FAST else [pytest.mark.slow])

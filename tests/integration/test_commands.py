@@ -91,6 +91,7 @@ def test_ctrl_c_ends_a_simulation_and_leaves_nothing_behind(config, tmp_path):
     assert not list(folder.rglob("*.tmp*"))
 
 
+@pytest.mark.slow
 def test_join_needs_the_address_alone(config, tmp_path):
     log = (tmp_path / "bootstrap.txt").open("w+")
     with subprocess.Popen([*DILOCO, "bootstrap"], cwd=ROOT, stdout=log) as bootstrap:

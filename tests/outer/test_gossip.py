@@ -183,10 +183,12 @@ def test_islands_hold_params_of_their_own_and_in_a_group_the_same_progress_count
 
 def test_a_death_stops_nobody() -> None:
     gone = threading.Event()
+    begun = threading.Barrier(4)
 
     def dies(island: Island) -> list[RoundReport]:
         island.outer.begin()
         one_round(island)
+        begun.wait(GUARD_SECONDS)  # The first round waits for all.
         break_off(island)
         gone.set()
         return []
@@ -194,6 +196,7 @@ def test_a_death_stops_nobody() -> None:
     def lives(island: Island) -> list[RoundReport]:
         island.outer.begin()
         first = [one_round(island)]
+        begun.wait(GUARD_SECONDS)
         assert gone.wait(GUARD_SECONDS)
         return first + [one_round(island) for _ in range(4)]
 
@@ -204,6 +207,7 @@ def test_a_death_stops_nobody() -> None:
         assert all(report.is_committed for report in found[name])
 
 
+@pytest.mark.slow
 def test_a_partner_that_dies_with_its_share_half_given_is_left_out() -> None:
     class Dies:
         """Goes when its share is asked for in round 1."""
@@ -260,6 +264,7 @@ def test_a_joiner_takes_some_islands_params_without_momentum() -> None:
     assert [r.participants for r in found["a"][3:]] == [["a", "b"]] * 3
 
 
+@pytest.mark.slow
 def test_an_island_rounds_behind_goes_on_from_one_that_is_ahead() -> None:
     ahead = threading.Event()
 

@@ -4,11 +4,14 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from outer.membership.hivemind import HivemindMembership, serve_bootstrap
 from outer.network import NetworkSettings, open_network, visit
 from tests.outer.nets import member, run
 
 
+@pytest.mark.slow
 def test_a_restarted_bootstrap_peer_leads_to_the_islands_again(tmp_path: Path):
     async def work() -> None:
         bootstrap = await serve_bootstrap(["/ip4/127.0.0.1/tcp/0"], tmp_path / "key")

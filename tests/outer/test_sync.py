@@ -267,6 +267,7 @@ def test_an_island_that_missed_a_round_takes_the_state_and_goes_on() -> None:
     assert torch.equal(found["a"], found["b"])
 
 
+@pytest.mark.slow
 def test_another_model_cannot_join() -> None:
     begun, refused = threading.Event(), threading.Event()
 
