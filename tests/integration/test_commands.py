@@ -77,6 +77,7 @@ def test_simulate_trains_islands_and_a_baseline_and_writes_the_report(config, tm
     assert run("report", str(folder)).returncode == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_simulation_and_leaves_nothing_behind(config, tmp_path):
     arguments = ["simulate", str(config), "--islands", "2", "--ranks", "2", "outer.rounds=5000", *own(tmp_path)]
     with subprocess.Popen([*DILOCO, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:

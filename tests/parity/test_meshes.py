@@ -17,7 +17,6 @@ FEW = [
     case("dp_shard2"),
     case("dp_shard4", TIED),
     case("tp2", micro_batch=6),
-    case("dp_shard2 tp2", TIED, micro_batch=6),
     case("cp2", micro_batch=6),
     case("cp2", TIED, micro_batch=6, context="all_gather"),
     case("cp2", MANY_HEADS, micro_batch=6, context="ulysses"),
@@ -30,6 +29,7 @@ FEW = [
     case("pp2", schedule="interleaved_zero_bubble", recompute="attention"),
 ]
 REST = [
+    case("dp_shard2 tp2", TIED, micro_batch=6),
     case("tp4", micro_batch=6),
     case("cp2 tp2", micro_batch=6, context="all_gather", eos_id=EOS),
     case("dp_replicate2", zero=2),
