@@ -53,8 +53,7 @@ def run(parts: Parts) -> None:
     parts.heartbeat.rest("leaving")
     outer.finish()
     if parts.config.outer.gossip is None:
-        text = outer.position.account
-        parts.event("account", f"{text.trained} units of text trained; {text.open} leased or returned, not trained")
+        tell_account(parts)
     parts.event("left", f"the run's {parts.config.outer.rounds} rounds are done")
 
 
@@ -119,15 +118,9 @@ class Life:
 
     def save(self) -> None:
         """A checkpoint of where the island is; no round may be on its way. Training goes on whatever comes of it."""
-        parts, outer = self.parts, self.parts.outer
-        parts.wishes.saved()
-        if parts.checkpoints is None:
-            return
-        parts.heartbeat.begin("a checkpoint")
-        steps = max(parts.trainer.inner_step - outer.schedule.begin(outer.round), 0)
-        problem = parts.checkpoints.save(Place(steps, self.made), parts.tokens)
-        if problem is not None:
-            parts.event("not saved", f"{problem}; training goes on")
+        outer = self.parts.outer
+        steps = max(self.parts.trainer.inner_step - outer.schedule.begin(outer.round), 0)
+        save(self.parts, Place(steps, self.made))
 
     def go_on(self, caught: CaughtUp) -> None:
         """Others have committed without this island: it has their state now, and goes on from there."""
@@ -138,6 +131,23 @@ class Life:
         enter(self.parts, self.parts.outer.position)
         if not caught.is_kept:
             count_moments(self.parts)
+
+
+def save(parts: Parts, place: Place) -> None:
+    """A checkpoint, if the island has somewhere to save; a wish for one is fulfilled either way."""
+    parts.wishes.saved()
+    if parts.checkpoints is None:
+        return
+    parts.heartbeat.begin("a checkpoint")
+    problem = parts.checkpoints.save(place, parts.tokens)
+    if problem is not None:
+        parts.event("not saved", f"{problem}; training goes on")
+
+
+def tell_account(parts: Parts) -> None:
+    """How much of the text the run has trained, at its end."""
+    text = parts.outer.position.account
+    parts.event("account", f"{text.trained} units of text trained; {text.open} leased or returned, not trained")
 
 
 def resume(parts: Parts) -> Resumed | None:

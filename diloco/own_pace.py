@@ -13,7 +13,7 @@ from dataclasses import replace
 from diloco import island as by_rounds
 from diloco.assemble import Parts
 from diloco.config import RunConfig
-from diloco.island import enter, evaluate, record_round, resume, train
+from diloco.island import enter, evaluate, record_round, resume, save, tell_account, train
 from diloco.progress import NOTHING, Place, Progress
 from outer.listening import Heard
 from outer.reports import CaughtUp
@@ -50,8 +50,7 @@ def run(parts: Parts) -> None:
         life.save()
     parts.heartbeat.rest("leaving")
     outer.finish()
-    account = outer.position.account
-    parts.event("account", f"{account.trained} units of text trained; {account.open} leased or returned, not trained")
+    tell_account(parts)
     parts.event("left", f"the run's {parts.config.outer.rounds} rounds' tokens are committed")
 
 
@@ -112,16 +111,9 @@ class OwnPace:
 
     def save(self) -> None:
         """A checkpoint of where the island is. Training goes on whatever comes of it."""
-        parts = self.parts
-        parts.wishes.saved()
         self.saved_cycle = self.cycle
-        if parts.checkpoints is None:
-            return
-        parts.heartbeat.begin("a checkpoint")
-        parts.trainer.inner_step = self._place + self.made.steps
-        problem = parts.checkpoints.save(Place(self.made.steps, self.made), parts.tokens)
-        if problem is not None:
-            parts.event("not saved", f"{problem}; training goes on")
+        self.parts.trainer.inner_step = self._place + self.made.steps
+        save(self.parts, Place(self.made.steps, self.made))
 
     def go_on(self, caught: CaughtUp) -> None:
         """Others have committed without this island: it has their state now, and goes on from there."""
