@@ -75,6 +75,7 @@ def training_figures(islands: Sequence[IslandRecords]) -> Summary:
             mean_of([e.bits_per_byte for e in own.values()]) if has_own else last.bits_per_byte if last else None
         ),
         "final_eval_losses": {name: record.loss for name, record in own.items()} if has_own else None,
+        "eval_losses": eval_losses(islands),
         "tokens": sum(max((s.tokens for s in island.steps), default=0) for island in islands),
         "source_tokens": source_tokens(islands),
         "steps": {island.name: len(island.steps) for island in islands},
@@ -117,6 +118,13 @@ def last_evals(islands: Sequence[IslandRecords]) -> dict[str, EvalRecord]:
     found = {island.name: max(island.evals, key=lambda e: (e.round, e.time)) for island in islands if island.evals}
     newest = max((record.round for record in found.values()), default=0)
     return {name: record for name, record in found.items() if record.round == newest}
+
+
+def eval_losses(islands: Sequence[IslandRecords]) -> dict[int, float]:
+    """By round: the held-out loss before it, on average over the islands that measured it."""
+    records = [record for island in islands for record in island.evals]
+    losses = {n: mean_of([r.loss for r in records if r.round == n]) for n in sorted({r.round for r in records})}
+    return {number: loss for number, loss in losses.items() if loss is not None}
 
 
 def mean_of(values: Sequence[float | None]) -> float | None:

@@ -4,7 +4,7 @@
 
 Every row trains the quickstart's model and text on as many tokens (4 islands x 200 inner steps x 1024 tokens, or one
 island with steps four times as large). Results go to FOLDER/results.jsonl as they come, and runs that are in there are
-not repeated; `--plot FILE.png` draws loss against bytes.
+not repeated; `--plot FILE.png` draws held-out loss against bytes and against tokens, of the rows in HEAD_TO_HEAD.
 """
 
 import argparse
@@ -19,8 +19,9 @@ from statistics import mean, stdev
 from scripts.bench.arguments import choices
 from scripts.bench.simulation import simulated
 
-SMALL = ["optimizer.tokens_per_step=1024", "island.micro_batch=4", "evaluate.every_rounds=4"]
-ONE = ["optimizer.tokens_per_step=4096", "outer.start_islands=1", "evaluate.every_rounds=4"]
+EVALUATE = ["evaluate.every_rounds=4", "evaluate.tokens=16384"]
+SMALL = ["optimizer.tokens_per_step=1024", "island.micro_batch=4", *EVALUATE]
+ONE = ["optimizer.tokens_per_step=4096", "outer.start_islands=1", *EVALUATE]
 PLAIN = "outer.optimizer={lr: 1.0, momentum: 0.0, nesterov: false}"
 
 
@@ -44,12 +45,15 @@ class Result:
     sent_bytes: float
     """By an island, on average."""
     tokens: int
+    losses: list[tuple[float, float]]
+    """Share of the run, and held-out loss there."""
 
 
 FEEDBACK = "outer.coding.feedback=0.9"
+EACH_STEP = ("outer.inner_steps=1", "outer.rounds=200", "evaluate.every_rounds=40")
 ROWS = {
-    "data-parallel": Row("snoo", ("outer.inner_steps=1", "outer.rounds=200", PLAIN), 1),
-    "data-parallel-muon": Row("snoo", ("outer.inner_steps=1", "outer.rounds=200", PLAIN, "optimizer.name=muon"), 1),
+    "data-parallel": Row("snoo", (*EACH_STEP, PLAIN), 1),
+    "data-parallel-muon": Row("snoo", (*EACH_STEP, PLAIN, "optimizer.name=muon"), 1),
     "snoo": Row("snoo", (), 1),
     "muloco-one": Row("snoo", ("outer.optimizer={lr: 0.7, momentum: 0.6}", "optimizer.name=muon"), 1),
     "fp32": Row("fedavg"),
@@ -60,6 +64,7 @@ ROWS = {
     "2-bits-feedback": Row("fedavg", ("outer.codec=stat2", FEEDBACK)),
     "nesterov": Row("diloco"),
     "streaming": Row("streaming-diloco", (PLAIN,)),
+    "streaming-late": Row("streaming-diloco", (PLAIN, "outer.delay=5")),
     "streaming-mixed": Row("streaming-diloco", (PLAIN, "outer.delay=2", "outer.mix=0.5")),
     "streaming-int4": Row("streaming-diloco", (PLAIN, "outer.codec=int4")),
     "eager": Row("eager-updates", (PLAIN,)),
@@ -67,6 +72,9 @@ ROWS = {
     "sparseloco-mean": Row("sparseloco", ("outer.merge.rule=mean",)),
     "muloco": Row("muloco", (PLAIN,)),
     "lowrank": Row("powersgd", (PLAIN,)),
+    "des-loc": Row("des-loc"),
+    "local-adam": Row("local-adam"),
+    "noloco": Row("noloco"),
 }
 
 
@@ -118,7 +126,9 @@ def train(name: str, settings: str) -> Result | None:
     if summary is None:
         return None
     sent = list(summary["bytes_sent"].values())
-    return Result(name, settings, summary["final_eval_loss"], mean(sent), summary["tokens"])
+    rounds = summary["rounds_committed"]
+    losses = [(int(number) / rounds, loss) for number, loss in summary["eval_losses"].items()]
+    return Result(name, settings, summary["final_eval_loss"], mean(sent), summary["tokens"], losses)
 
 
 def print_table(results: list[Result]) -> None:
