@@ -120,10 +120,10 @@ def last_evals(islands: Sequence[IslandRecords]) -> dict[str, EvalRecord]:
     return {name: record for name, record in found.items() if record.round == newest}
 
 
-def eval_losses(islands: Sequence[IslandRecords]) -> dict[int, float]:
-    """By round: the held-out loss before it, on average over the islands that measured it."""
+def eval_losses(islands: Sequence[IslandRecords]) -> dict[str, float]:
+    """By round (JSON's keys are text): the held-out loss before it, on average over the islands that measured it."""
     records = [record for island in islands for record in island.evals]
-    losses = {n: mean_of([r.loss for r in records if r.round == n]) for n in sorted({r.round for r in records})}
+    losses = {str(n): mean_of([r.loss for r in records if r.round == n]) for n in sorted({r.round for r in records})}
     return {number: loss for number, loss in losses.items() if loss is not None}
 
 
