@@ -54,6 +54,8 @@ class Inflictor:
         self._struck: set[str] = set()
         self._returning: dict[Who, tuple[Fault, float | None]] = {}
         """Who is started again after a fault, and when, once it has ended."""
+        self._late: frozenset[int] | None = None
+        """Islands that were starting when another finished: the run is over before they come."""
         self._ends: list[tuple[float, Fault, Callable[[], str]]] = []
         """When a fault ends, and what ends it and says so."""
 
@@ -82,20 +84,25 @@ class Inflictor:
         """Whether nothing is left to wait for: an island that is away when another has finished is not waited for."""
         running = [index for index, child in self._fleet.islands.items() if child.exit_code is None]
         if self._any_finished():
-            return all(self.is_down(index) for index in running)
+            if self._late is None:
+                self._late = frozenset(filter(self._is_starting, running))
+            return all(index in self._late or self.is_down(index) for index in running)
         return not running and not any(who != BOOTSTRAP for who in self._returning)
 
     def is_down(self, index: int) -> bool:
         """Whether the island has ended before the run, ends now, is frozen, or has done nothing since its start."""
-        child, progress = self._fleet.islands[index], self._progress[index]
+        child = self._fleet.islands[index]
         if child.exit_code is not None:
             return child.exit_code != 0
-        is_leaving, is_starting = child.mark in self._struck, progress.num_records <= progress.records_of_last_life
-        return is_leaving or is_starting or index in self._frozen
+        return child.mark in self._struck or self._is_starting(index) or index in self._frozen
 
     def was_meant(self, child: Child) -> bool:
         """Whether the child ended because a fault ended it."""
         return child.mark in self._struck
+
+    def _is_starting(self, index: int) -> bool:
+        progress = self._progress[index]
+        return progress.num_records <= progress.records_of_last_life
 
     def _is_due(self, fault: Fault, now: float) -> bool:
         if fault.second is not None:

@@ -202,6 +202,18 @@ def test_who_is_away_is_not_waited_for_when_another_has_finished(fleet):
     poll_until(made, made.is_over, "the end of the run")
 
 
+def test_who_comes_after_another_has_finished_is_not_waited_for(fleet):
+    made = inflictor(fleet, "kill:1@round=0,back=0.1")
+    poll_until(made, lambda: fleet.islands[1].mark != fleet.started[2].mark, "the second start of island 1")
+    fleet.islands[0] = start("island-0", [sys.executable, "-c", ""], fleet.run_dir / "island-0" / "log.txt")
+    fleet.started.append(fleet.islands[0])
+    poll_until(made, lambda: fleet.islands[0].exit_code == 0, "the end of island 0")
+    assert made.is_over()
+    record(fleet.run_dir / "island-1")
+    made.poll()
+    assert made.is_over(), "it has come, and finds nobody"
+
+
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:31337", "/ip4/127.0.0.1/tcp/31337/p2p/12D3KooW"])
 def test_the_port_is_found_in_both_kinds_of_address(address):
     assert port_of(address) == "31337"
