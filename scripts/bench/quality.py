@@ -50,6 +50,14 @@ class Result:
 
 
 FEEDBACK = "outer.coding.feedback=0.9"
+HEAD_TO_HEAD = {
+    "DiLoCo, bf16": ("bf16", "bf16-rare"),
+    "DiLoCo, int4": ("int4", "int4-rare"),
+    "Streaming DiLoCo, int4": ("streaming-int4",),
+    "SparseLoCo": ("sparseloco", "sparseloco-often"),
+    "MuLoCo, 2 bits": ("muloco", "muloco-often"),
+}
+"""In the plot: the same method with rounds more or less often, so that all can be compared at equal bytes."""
 EACH_STEP = ("outer.inner_steps=1", "outer.rounds=200", "evaluate.every_rounds=40")
 ROWS = {
     "data-parallel": Row("snoo", (*EACH_STEP, PLAIN), 1),
@@ -72,6 +80,10 @@ ROWS = {
     "sparseloco-mean": Row("sparseloco", ("outer.merge.rule=mean",)),
     "muloco": Row("muloco", (PLAIN,)),
     "lowrank": Row("powersgd", (PLAIN,)),
+    "bf16-rare": Row("fedavg", ("outer.codec=bf16", "outer.inner_steps=40", "outer.rounds=5")),
+    "int4-rare": Row("fedavg", ("outer.codec=int4", "outer.inner_steps=40", "outer.rounds=5")),
+    "muloco-often": Row("muloco", (PLAIN, "outer.inner_steps=5", "outer.rounds=40", "evaluate.every_rounds=8")),
+    "sparseloco-often": Row("sparseloco", EACH_STEP),
     "des-loc": Row("des-loc"),
     "local-adam": Row("local-adam"),
     "noloco": Row("noloco"),
@@ -136,31 +148,51 @@ def print_table(results: list[Result]) -> None:
     print(f"{'row':<30}{'seeds':>6}{'loss':>9}{'spread':>8}{'against fp32':>14}{'MB an island':>14}")
     plain = [r.loss for r in results if r.row == "fp32" and r.loss is not None]
     for name in ROWS:
-        losses = [r.loss for r in results if r.row == name and r.loss is not None]
-        if not losses:
+        runs = [r for r in results if r.row == name]
+        if all(r.loss is None for r in runs):
             continue
-        spread = stdev(losses) if len(losses) > 1 else 0.0
-        against = f"{100 * (mean(losses) / mean(plain) - 1):+.2f} %" if plain else ""
-        sent = mean(r.sent_bytes for r in results if r.row == name) / 1e6
-        print(f"{name:<30}{len(losses):>6}{mean(losses):>9.4f}{spread:>8.4f}{against:>14}{sent:>14.2f}")
+        middle, spread = spread_of(runs)
+        against = f"{100 * (middle / mean(plain) - 1):+.2f} %" if plain else ""
+        sent = mean(r.sent_bytes for r in runs) / 1e6
+        print(f"{name:<30}{len(runs):>6}{middle:>9.4f}{spread:>8.4f}{against:>14}{sent:>14.2f}")
 
 
 def draw(results: list[Result], path: Path) -> None:
-    """Loss against bytes, a point for each run."""
+    """Held-out loss at the end against bytes, and on the way against tokens, of HEAD_TO_HEAD; mean over the seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for name in ROWS:
-        points = [(r.sent_bytes / 1e6, r.loss) for r in results if r.row == name and r.loss and r.sent_bytes]
-        if points:
-            axes.plot(*zip(*points, strict=True), "o", label=name, alpha=0.7)
-    axes.set(xscale="log", xlabel="MB sent by an island", ylabel="held-out loss (nats a token)")
-    axes.legend(fontsize=7)
+    figure, (by_bytes, by_tokens) = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True)
+    for label, rows in HEAD_TO_HEAD.items():
+        found = [runs for row in rows if (runs := [r for r in results if r.row == row and r.loss is not None])]
+        if not found:
+            continue
+        ends = sorted((mean(r.sent_bytes for r in runs) / 1e6, *spread_of(runs)) for runs in found)
+        by_bytes.errorbar(*zip(*ends, strict=True), fmt="o-", capsize=3, label=label)
+        shares, losses = curve_of(found[0])
+        by_tokens.plot([share * found[0][0].tokens / 1e3 for share in shares], losses, ".-", label=label)
+    by_bytes.set(xscale="log", xlabel="MB sent by an island in the whole run", ylabel="held-out loss (nats a token)")
+    by_tokens.set(xlabel="thousand tokens")
+    by_bytes.legend(fontsize=8)
+    for axes in (by_bytes, by_tokens):
+        axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+
+
+def spread_of(runs: list[Result]) -> tuple[float, float]:
+    """Mean and standard deviation of the losses at the end."""
+    losses = [run.loss for run in runs if run.loss is not None]
+    return mean(losses), stdev(losses) if len(losses) > 1 else 0.0
+
+
+def curve_of(runs: list[Result]) -> tuple[list[float], list[float]]:
+    """Shares of the run, after the beginning, and the mean loss at each."""
+    curves = [dict(run.losses) for run in runs]
+    shares = sorted(set.intersection(*(set(curve) for curve in curves)) - {0.0})
+    return shares, [mean(curve[share] for curve in curves) for share in shares]
 
 
 if __name__ == "__main__":
