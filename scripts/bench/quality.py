@@ -72,7 +72,7 @@ ROWS = {
     "2-bits-feedback": Row("fedavg", ("outer.codec=stat2", FEEDBACK)),
     "nesterov": Row("diloco"),
     "streaming": Row("streaming-diloco", (PLAIN,)),
-    "streaming-late": Row("streaming-diloco", (PLAIN, "outer.delay=5")),
+    "streaming-late": Row("streaming-diloco", (PLAIN, "outer.fragments=2", "outer.delay=5")),
     "streaming-mixed": Row("streaming-diloco", (PLAIN, "outer.delay=2", "outer.mix=0.5")),
     "streaming-int4": Row("streaming-diloco", (PLAIN, "outer.codec=int4")),
     "eager": Row("eager-updates", (PLAIN,)),
