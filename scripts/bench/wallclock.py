@@ -174,14 +174,14 @@ def draw(results: Sequence[Result], args: argparse.Namespace) -> None:
         for name in args.rows:
             found = [result for result in results if result.row == name]
             seconds = mean_seconds(found, args.loss)
-            label = f"{ROWS[name].label}: {'never' if seconds is None else f'{seconds:.0f} s'} to {args.loss:g}"
+            label = f"{ROWS[name].label}: {'never' if seconds is None else f'{seconds:.0f} s'}"
             for result in found:
                 axes.plot(*zip(*result.curve, strict=True), color=colors[name], linewidth=2.2, label=label)
                 label = "_another seed"
                 if (at := seconds_to(result.curve, args.loss)) is not None:
                     axes.plot([at], [args.loss], marker="o", markersize=8, color=colors[name], clip_on=False)
         axes.set_xlim(left=0)
-        axes.legend()
+        axes.legend(title=f"wall clock to a loss of {args.loss:g} (dotted)", loc="upper right", alignment="left")
         save(figure, args.plot)
 
 
