@@ -14,17 +14,22 @@ RUN_SECONDS = 1800.0
 def simulated(arguments: list[str]) -> dict[str, Any] | None:
     """The run's summary.json; None when it failed, and then its last lines are on stderr."""
     with TemporaryDirectory(prefix="bench-") as folder:
-        command = [sys.executable, "-m", "diloco", "simulate", *arguments, "name=run", f"island.run_dir={folder}"]
-        with (Path(folder) / "output.txt").open("wb") as output:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
-            try:
-                process.wait(RUN_SECONDS)
-            finally:
-                # Asked to, it ends the islands; killed, it would leave them behind.
-                process.terminate()
-                process.wait()
-        summary = Path(folder) / "run" / "summary.json"
-        if process.returncode or not summary.exists():
-            print((Path(folder) / "output.txt").read_text(errors="replace")[-2000:], file=sys.stderr)
-            return None
-        return json.loads(summary.read_text())
+        run_dir = simulated_in(Path(folder), arguments)
+        return None if run_dir is None else json.loads((run_dir / "summary.json").read_text())
+
+
+def simulated_in(folder: Path, arguments: list[str]) -> Path | None:
+    """The run's own folder in an empty `folder`; None when it failed, and then its last lines are on stderr."""
+    command = [sys.executable, "-m", "diloco", "simulate", *arguments, "name=run", f"island.run_dir={folder}"]
+    with (folder / "output.txt").open("wb") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+        try:
+            process.wait(RUN_SECONDS)
+        finally:
+            # Asked to, it ends the islands; killed, it would leave them behind.
+            process.terminate()
+            process.wait()
+    if process.returncode or not (folder / "run" / "summary.json").exists():
+        print((folder / "output.txt").read_text(errors="replace")[-2000:], file=sys.stderr)
+        return None
+    return folder / "run"

@@ -1,0 +1,200 @@
+"""Wall clock to a fixed held-out loss on slow links: data-parallel training, DiLoCo, and DiLoCo sent in few bits.
+
+    python -m scripts.bench.wallclock [--rows data-parallel,diloco] [--seeds 0,1] [--loss 2.35] [--plot FILE.png]
+
+Four machines, each a network namespace with a link of its own (needs root), train the quickstart's model and text:
+data-parallel as one island of four ranks, whose gradients gloo all-reduces over the links in every step, or as four
+islands of one rank. All rows train on as many tokens, 4 x 1024 a step, with the same seed, learning rates and held-out
+text, evaluated after the same steps; the islands' compute, evaluation and rounds share this machine's cores, as the
+ranks' do. The clock runs from the first inner step and counts everything after it.
+
+A loss is reached where the line between two measurements crosses it. The rows share a schedule, so the lowest loss that
+all of them reach is the last of the slowest per token; data-parallel training goes on below it.
+
+Results go to FOLDER/results.jsonl as they come, and runs that are in there are not repeated.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+
+from scripts.bench.arguments import choices
+from scripts.bench.wallclock_runs import Result, Run, data_parallel_run, islands_run, seconds_to
+
+SHARED = (
+    "optimizer.tokens_per_step=1024",
+    "island.micro_batch=4",
+    "island.checkpoint.every_rounds=null",
+    "evaluate.tokens=8192",
+)
+"""Of every row: an island's share of a step, and how held-out loss is measured."""
+PLAIN = "outer.optimizer={lr: 1.0, momentum: 0.0, nesterov: false}"
+DATA_PARALLEL = "data-parallel"
+STEPS = 10
+"""Inner steps of what --rounds counts; held-out loss is measured after every second."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to train: a config of configs/methods and what is changed in it."""
+
+    label: str
+    config: str
+    changes: tuple[str, ...] = ()
+    inner_steps: int = STEPS
+    """From one average of a parameter to the next; a divisor of STEPS."""
+
+
+ROWS = {
+    # What it takes from the config is the model, the text, the inner optimizer and the number of steps.
+    DATA_PARALLEL: Row("data-parallel (gloo all-reduce in every step)", "fedavg"),
+    "diloco": Row("DiLoCo, plain mean every 10 steps, fp32", "fedavg"),
+    "streaming": Row("Streaming DiLoCo, 5 fragments, delay 1, int4", "streaming-diloco", (PLAIN, "outer.codec=int4")),
+    "nesterov": Row("DiLoCo, Nesterov 0.7 / 0.9, bf16", "diloco"),
+    "int4": Row("DiLoCo, plain mean every 5 steps, int4", "fedavg", ("outer.codec=int4",), 5),
+    "int4-often": Row("DiLoCo, plain mean every 2 steps, int4", "fedavg", ("outer.codec=int4",), 2),
+    "sparseloco": Row("SparseLoCo, 64 of 4096 elements in 2 bits", "sparseloco"),
+}
+DEFAULT_ROWS = [DATA_PARALLEL, "diloco", "int4"]
+
+
+def main() -> None:
+    """Run what is missing, and print the table."""
+    args = _arguments()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit("stopped; every process and namespace has been removed"))
+    started_at = time.monotonic()
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / "results.jsonl"
+    wanted = [run_of(name, seed, args) for seed in args.seeds for name in args.rows]
+    for run in wanted:
+        if any((r.row, r.settings) == (run.row, run.settings) for r in read(path)):
+            continue
+        result = data_parallel_run(run) if run.row == DATA_PARALLEL else islands_run(run)
+        if result is None:
+            sys.exit(f"{run.row} failed with seed {run.seed}; its last lines are above")
+        with path.open("a") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+        told = f"{result.curve[-1][0]:.0f} s, held-out loss {result.curve[-1][1]:.4f}"
+        print(f"{run.row}, seed {run.seed}: {told}", file=sys.stderr, flush=True)
+    settings = {(run.row, run.settings) for run in wanted}
+    found = [result for result in read(path) if (result.row, result.settings) in settings]
+    print_table(found, args)
+    print(f"{time.monotonic() - started_at:.0f} s in all, on {os.cpu_count()} cores that the machines share")
+    if args.plot is not None:
+        draw(found, args)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default_rows = ",".join(DEFAULT_ROWS)
+    rows = f"with commas between, of {', '.join(ROWS)}; default: {default_rows}"
+    parser.add_argument("--rows", type=choices(tuple(ROWS)), default=DEFAULT_ROWS, help=rows)
+    seeds = "with commas between; default: 0"
+    parser.add_argument("--seeds", type=lambda text: [int(s) for s in text.split(",")], default=[0], help=seeds)
+    parser.add_argument("--loss", type=float, default=2.35, help="held-out loss to reach, nats a token; default: 2.35")
+    parser.add_argument("--rounds", type=int, default=20, help=f"of {STEPS} inner steps; default: 20")
+    parser.add_argument("--link", default="100mbit", help="of each machine, as `diloco simulate --link`: 100mbit")
+    parser.add_argument("--out", type=Path, default=Path("runs/wallclock"), help="FOLDER; default: runs/wallclock")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="held-out loss against seconds")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for every row")
+    return parser.parse_args()
+
+
+def run_of(name: str, seed: int, args: argparse.Namespace) -> Run:
+    """A row with one seed."""
+    row = ROWS[name]
+    often = STEPS // row.inner_steps
+    size = f"outer.inner_steps={row.inner_steps}", f"outer.rounds={args.rounds * often}"
+    changes = f"seed={seed}", *size, f"evaluate.every_rounds={2 * often}", *SHARED, *row.changes, *args.overrides
+    return Run(name, seed, args.link, (f"configs/methods/{row.config}.yaml", *changes))
+
+
+def read(path: Path) -> Iterator[Result]:
+    """All results so far."""
+    for line in path.read_text().splitlines() if path.exists() else ():
+        yield Result(**json.loads(line))
+
+
+# -- table -------------------------------------------------------------------------------------------------------
+
+
+def print_table(results: Sequence[Result], args: argparse.Namespace) -> None:
+    """A line for each row, with means over seeds."""
+    compute = min((r.step_seconds for r in results if r.row != DATA_PARALLEL), default=None)
+    theirs = mean_seconds([r for r in results if r.row == DATA_PARALLEL], args.loss)
+    print(f"{'':<47}{f's to {args.loss:g}':>11}{'ratio':>7}{'last loss':>11}{'step s':>8}{'network':>9}{'MB sent':>9}")
+    for name in args.rows:
+        found = [result for result in results if result.row == name]
+        ours = mean_seconds(found, args.loss)
+        ratio = f"{theirs / ours:.2f}x" if ours and theirs else "-"
+        shares = [share for r in found if (share := network_share(r, compute)) is not None]
+        print(
+            f"{ROWS[name].label:<47}{'never' if ours is None else f'{ours:.1f}':>11}{ratio:>7}"
+            f"{mean(r.curve[-1][1] for r in found):>11.4f}{mean(r.step_seconds for r in found):>8.3f}"
+            f"{f'{mean(shares):.0%}' if shares else '-':>9}{mean(r.sent_bytes for r in found) / 1e6:>9.1f}"
+        )
+        for result in found if len(found) > 1 else []:
+            seconds = seconds_to(result.curve, args.loss)
+            print(f"    {'never' if seconds is None else f'{seconds:.1f} s'}: seed {result.seed}")
+    print(
+        "network: share of the run's time that was neither compute nor evaluation; MB sent: by a machine in the whole"
+    )
+    print(f"run, on the wire. Load before each run: {' '.join(f'{r.load:.1f}' for r in results)}")
+
+
+def mean_seconds(results: Sequence[Result], loss: float) -> float | None:
+    """To the loss, on average; None when one run never reached it, or there is none."""
+    seconds = [seconds_to(result.curve, loss) for result in results]
+    reached = [s for s in seconds if s is not None]
+    return mean(reached) if reached and len(reached) == len(seconds) else None
+
+
+def network_share(result: Result, compute: float | None) -> float | None:
+    """Of the run's time: that islands stood still, or that data-parallel steps took beyond `compute` seconds each.
+
+    `compute` is what the islands' steps take, which are as long but for the all-reduce; None if no islands have run.
+    """
+    if result.row != DATA_PARALLEL:
+        return result.stalled_seconds / result.curve[-1][0]
+    if compute is None:
+        return None
+    return max(result.step_seconds - compute, 0.0) * result.num_steps / result.curve[-1][0]
+
+
+# -- plot --------------------------------------------------------------------------------------------------------
+
+
+def draw(results: Sequence[Result], args: argparse.Namespace) -> None:
+    """Held-out loss against seconds, a line for each run, with the moment at which it reached the loss."""
+    from diloco.canvas import INK, ISLAND_COLORS, REFERENCE, new_axes, save, styled
+
+    others = [name for name in args.rows if name != DATA_PARALLEL]
+    colors = {DATA_PARALLEL: REFERENCE} | dict(zip(others, ISLAND_COLORS, strict=False))
+    with styled():
+        title = f"Held-out loss against wall clock: 4 machines on {args.link} links"
+        figure, axes = new_axes(title, "seconds since the first inner step", "loss, nats a token")
+        axes.axhline(args.loss, color=INK, linestyle=":", linewidth=1.2)
+        for name in args.rows:
+            found = [result for result in results if result.row == name]
+            seconds = mean_seconds(found, args.loss)
+            label = f"{ROWS[name].label}: {'never' if seconds is None else f'{seconds:.0f} s'}"
+            for result in found:
+                axes.plot(*zip(*result.curve, strict=True), color=colors[name], linewidth=2.2, label=label)
+                label = "_another seed"
+                if (at := seconds_to(result.curve, args.loss)) is not None:
+                    axes.plot([at], [args.loss], marker="o", markersize=8, color=colors[name], clip_on=False)
+        axes.set_xlim(left=0)
+        axes.legend(title=f"wall clock to a loss of {args.loss:g} (dotted)", loc="upper right", alignment="left")
+        save(figure, args.plot)
+
+
+if __name__ == "__main__":
+    main()

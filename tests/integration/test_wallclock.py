@@ -1,0 +1,74 @@
+"""scripts/bench/wallclock.py: what it makes of records, and the whole of it as a user runs it (needs root)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco.metrics import EvalRecord
+from diloco.netns import PREFIX
+from diloco.runfiles import IslandRecords
+from scripts.bench.wallclock_runs import curve_of, seconds_to
+from tests.swarm import TEXT
+
+ROOT = Path(__file__).parents[2]
+RUN_SECONDS = 800
+TINY = ["model.preset=null", "model={dim: 32, num_layers: 4, num_heads: 4, num_kv_heads: 2, ffn_dim: 64}"]
+TINY += ["data.seq_len=32", "data.heldout_fraction=0.3", "optimizer.tokens_per_step=128", "evaluate.tokens=512"]
+
+
+def test_a_loss_is_reached_between_the_measurements_above_and_below_it():
+    curve = [(10.0, 3.0), (20.0, 2.0), (30.0, 2.5), (40.0, 1.0)]
+    assert seconds_to(curve, 2.25) == 17.5
+    assert seconds_to(curve, 2.0) == 20.0
+    assert seconds_to(curve, 1.75) == 35.0
+    assert seconds_to(curve, 3.5) == 10.0
+    assert seconds_to(curve, 0.5) is None
+
+
+def test_a_loss_counts_when_the_last_machine_has_measured_it_and_an_untrained_model_does_not():
+    def record(number: int, loss: float, time: float) -> EvalRecord:
+        return EvalRecord(round=number, tokens=0, loss=loss, bits_per_byte=None, time=time)
+
+    fast = IslandRecords("island-0", evals=[record(0, 5.5, 99.0), record(2, 3.0, 108.0), record(4, 2.0, 116.0)])
+    slow = IslandRecords("island-1", evals=[record(0, 5.5, 101.0), record(2, 3.0, 109.0), record(4, 2.0, 115.0)])
+    assert curve_of([fast, slow], 100.0) == [(9.0, 3.0), (16.0, 2.0)]
+
+
+def bench(folder: Path) -> str:
+    """What the script prints, with two rows of two rounds."""
+    command = [sys.executable, "-m", "scripts.bench.wallclock", "--rows", "data-parallel,diloco", "--rounds", "2"]
+    command += ["--loss", "9", "--out", str(folder), "--plot", str(folder / "plot.png"), *TINY]
+    command += ["data.source=files", f"data.paths=[{folder / 'text'}]", f"island.cache_dir={folder / 'cache'}"]
+    with subprocess.Popen(
+        [*command, "evaluate.every_rounds=1"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as started:
+        printed, _ = started.communicate(timeout=RUN_SECONDS)
+    assert started.returncode == 0, printed
+    left = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
+    assert f"{PREFIX}-{started.pid}-" not in left
+    return printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_SECONDS + 60)
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_each_row_trains_behind_links_is_timed_and_is_not_run_twice(tmp_path: Path):
+    (tmp_path / "text").mkdir()
+    for number in range(40):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"# file {number}\n" + TEXT * 8)
+    first, second = bench(tmp_path), bench(tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [line["row"] for line in lines] == ["data-parallel", "diloco"], "the second call has run nothing"
+    for line in lines:
+        assert line["num_steps"] == 20 and len(line["curve"]) == 2, line
+        assert 0 < line["curve"][0][0] < line["curve"][1][0]
+    data_parallel, diloco = lines
+    assert data_parallel["curve"][1][1] == pytest.approx(diloco["curve"][1][1], rel=0.2), "both train the same model"
+    assert data_parallel["sent_bytes"] > 5 * diloco["sent_bytes"], "20 all-reduces against 2 rounds"
+    assert "DiLoCo, plain mean every 10 steps, fp32" in first and "never" not in first
+    assert "diloco, seed 0: " in first and "diloco, seed 0: " not in second
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
