@@ -50,19 +50,22 @@ class Row:
     changes: tuple[str, ...] = ()
     inner_steps: int = STEPS
     """From one average of a parameter to the next; a divisor of STEPS."""
+    is_data_parallel: bool = False
 
 
 ROWS = {
     # What it takes from the config is the model, the text, the inner optimizer and the number of steps.
-    DATA_PARALLEL: Row("data-parallel (gloo all-reduce in every step)", "fedavg"),
+    DATA_PARALLEL: Row("data-parallel, AdamW, all-reduce in every step", "fedavg", is_data_parallel=True),
+    "data-parallel-muon": Row("data-parallel, Muon, all-reduce in every step", "muloco", is_data_parallel=True),
     "diloco": Row("DiLoCo, plain mean every 10 steps, fp32", "fedavg"),
     "streaming": Row("Streaming DiLoCo, 5 fragments, delay 1, int4", "streaming-diloco", (PLAIN, "outer.codec=int4")),
     "nesterov": Row("DiLoCo, Nesterov 0.7 / 0.9, bf16", "diloco"),
     "int4": Row("DiLoCo, plain mean every 5 steps, int4", "fedavg", ("outer.codec=int4",), 5),
     "int4-often": Row("DiLoCo, plain mean every 2 steps, int4", "fedavg", ("outer.codec=int4",), 2),
+    "muloco": Row("MuLoCo, 2 bits with feedback every 10 steps", "muloco", (PLAIN,)),
     "sparseloco": Row("SparseLoCo, 64 of 4096 elements in 2 bits", "sparseloco"),
 }
-DEFAULT_ROWS = [DATA_PARALLEL, "diloco", "int4"]
+DEFAULT_ROWS = [DATA_PARALLEL, "data-parallel-muon", "diloco", "muloco"]
 
 
 def main() -> None:
@@ -77,7 +80,7 @@ def main() -> None:
     for run in wanted:
         if any((r.row, r.settings) == (run.row, run.settings) for r in read(path)):
             continue
-        result = data_parallel_run(run) if run.row == DATA_PARALLEL else islands_run(run)
+        result = data_parallel_run(run) if ROWS[run.row].is_data_parallel else islands_run(run)
         if result is None:
             sys.exit(f"{run.row} failed with seed {run.seed}; its last lines are above")
         with path.open("a") as file:
@@ -128,7 +131,7 @@ def read(path: Path) -> Iterator[Result]:
 
 def print_table(results: Sequence[Result], args: argparse.Namespace) -> None:
     """A line for each row, with means over seeds."""
-    compute = min((r.step_seconds for r in results if r.row != DATA_PARALLEL), default=None)
+    compute = min((r.step_seconds for r in results if not ROWS[r.row].is_data_parallel), default=None)
     theirs = mean_seconds([r for r in results if r.row == DATA_PARALLEL], args.loss)
     print(f"{'':<47}{f's to {args.loss:g}':>11}{'ratio':>7}{'last loss':>11}{'step s':>8}{'network':>9}{'MB sent':>9}")
     for name in args.rows:
@@ -162,7 +165,7 @@ def network_share(result: Result, compute: float | None) -> float | None:
 
     `compute` is what the islands' steps take, which are as long but for the all-reduce; None if no islands have run.
     """
-    if result.row != DATA_PARALLEL:
+    if not ROWS[result.row].is_data_parallel:
         return result.stalled_seconds / result.curve[-1][0]
     if compute is None:
         return None
