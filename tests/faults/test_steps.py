@@ -36,6 +36,23 @@ def test_a_slow_island_makes_fewer_steps_and_nobody_waits_long(tmp_path):
         assert_one_history(fast, slow)
 
 
+@pytest.mark.slow
+def test_timed_rounds_end_by_the_clock_and_a_slow_island_makes_fewer_steps(tmp_path):
+    islands = [{}, {"faults": ["slow:1x4"]}]
+    settings = ["outer.local_steps=timed", "outer.round_seconds=0.5", "outer.inner_steps=1000", "outer.rounds=12"]
+    with swarm(tmp_path, *settings, islands=islands) as made:
+        fast, slow = made.start_all()
+        for island in (fast, slow):
+            island.finish(150)
+        rounds = sorted(fast.committed().keys() & slow.committed().keys())[3:]
+        steps = {island: median(island.committed()[n]["steps"] for n in rounds) for island in (fast, slow)}
+        assert 1 <= steps[slow] < steps[fast] < 1000, steps
+        for number in rounds:
+            given = [island.committed()[number] for island in (fast, slow)]
+            assert all(record["tokens"] == STEP_TOKENS * record["steps"] for record in given)
+        assert_one_history(fast, slow)
+
+
 def missed(folder: Path, num_rounds: int, policy: str) -> Island:
     """Island 2, which has missed so many commits, taken the others' state and committed again.
 
