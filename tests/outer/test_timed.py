@@ -45,8 +45,8 @@ class Lived:
 
 
 def config(**values: Any) -> OuterConfig:
-    made = {"rounds": ROUNDS, "inner_steps": STEPS, "transport": "loopback", "part_elements": 256, "wait_seconds": GUARD_SECONDS}
-    return OuterConfig(**(made | {"start_islands": 2, "quorum": 2} | values))
+    made = {"rounds": ROUNDS, "inner_steps": STEPS, "transport": "loopback", "part_elements": 256}
+    return OuterConfig(**(made | {"start_islands": 2, "quorum": 2, "wait_seconds": GUARD_SECONDS} | values))
 
 
 def timed(round_seconds: float = STEPS, **values: Any) -> OuterConfig:
