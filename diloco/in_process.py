@@ -40,10 +40,10 @@ def objections(config: Config, *, has_trouble: bool) -> Iterator[str]:
     """What in the config cannot be had in one process, each with its cure."""
     if has_trouble:
         yield "--fault, --storm, --netns and --link are done to processes; leave them out"
-    if config.outer.local_steps == "dynamic":
+    if config.outer.local_steps != "fixed":
         yield (
-            "outer.local_steps is 'dynamic', and follows from how fast each island's machine is; "
-            "here they share one: use fixed"
+            f"outer.local_steps is {config.outer.local_steps!r}, and follows from how fast each island's machine is; "
+            "here they share one: use fixed, without outer.round_seconds"
         )
     if config.outer.wait_for == "quorum":
         yield "outer.wait_for is 'quorum', and whom a round waits for follows from each island's speed; use all"

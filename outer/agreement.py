@@ -27,7 +27,7 @@ PING_SECONDS = 1.0
 WARN_SECONDS = 60.0
 GOODBYE_SECONDS = 1.5
 REPLIES: dict[type[Message], type[Message]] = {Ready: Standing, Standing: Standing, Question: Answer}
-Interruption = Literal["", "behind", "waited for"]
+Interruption = Literal["", "behind", "waited for", "time is up"]
 
 
 class Agreement:

@@ -6,13 +6,11 @@ from math import lcm
 from outer.codecs import build_codec
 from outer.codecs.base import Codec
 from outer.codecs.cast import Bf16Codec, Fp32Codec
-from outer.config import OuterConfig
+from outer.config import GATHERED, OuterConfig
 from outer.space import Part
 
 COARSE = frozenset({"int4", "e3m0", "stat2", "topk", "lowrank"})
 """Fewer than 8 bits an element: not for norms, biases and tiny tensors."""
-GATHERED = frozenset({"topk"})
-"""A mean of its payloads is not one of its own values: everybody gets every payload, and makes the mean itself."""
 FINE = "int8"
 
 

@@ -6,6 +6,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 MOMENT_RULES = ("mean", "trimmed_mean", "geometric_median")
 """Whose result lies between what the participants send, as a second moment must."""
+GATHERED = frozenset({"topk"})
+"""Codecs of whose payloads a mean is not one of their own values: everybody gets all, and makes the mean itself."""
 
 
 class OuterOptimizerConfig(BaseModel):
@@ -46,14 +48,17 @@ class MergeConfig(BaseModel):
     max_norm_ratio: float | None = Field(default=None, gt=1)
     """A part whose norm is over so many times the participants' median is left out of that part's mean.
 
-    A part that the gates (this and min_cosine) would leave without participants keeps all of them.
+    A part that the gates (this and the next two) would leave without participants keeps all of them.
     """
+    max_norm_zscore: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """A part whose norm is over so many standard deviations above its participant's own of late is left out; 3 is
+    EDiT's (2412.07210). From the 121st norm on; outer/anomalies.py says how it is counted."""
     min_cosine: float | None = Field(default=None, gt=-1, lt=1)
     """A part whose cosine with the last committed mean is below this is left out of that part's mean."""
 
     @property
     def has_gates(self) -> bool:
-        return self.max_norm_ratio is not None or self.min_cosine is not None
+        return any(bound is not None for bound in (self.max_norm_ratio, self.max_norm_zscore, self.min_cosine))
 
     @property
     def needs_last_mean(self) -> bool:
@@ -137,8 +142,14 @@ class OuterConfig(BaseModel):
 
     [3, 6] is DES-LOC's (2505.22549), [1, 1] Local Adam; null: never. Sent in fp32 when `codec` is fp32, else in bf16.
     """
-    local_steps: Literal["fixed", "dynamic"] = "fixed"
-    """dynamic: a slower island makes fewer inner steps of a round, in proportion to its measured speed."""
+    local_steps: Literal["fixed", "dynamic", "timed"] = "fixed"
+    """dynamic: a slower island makes fewer inner steps of a round, in proportion to its measured speed.
+
+    timed: as many as it can in `round_seconds` (A-EDiT, 2412.07210), at least one, and at most those of the schedule:
+    `inner_steps` (of a fragment its share of them), by which the learning rate and the length of the run go.
+    """
+    round_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """timed: how long an island makes inner steps for a round, from the first on; waiting for others is not counted."""
     optimizer: OuterOptimizerConfig = OuterOptimizerConfig()
     merge: MergeConfig = MergeConfig()
     gossip: GossipConfig | None = None
@@ -183,6 +194,8 @@ class OuterConfig(BaseModel):
             raise ValueError("eager looks ahead to an outer step of all islands, optimizer.delayed makes it in shares")
         self._check_quorum()
         self._check_gossip()
+        self._check_timed()
+        self._check_histories()
         return self._moments_fit()
 
     def _moments_fit(self) -> "OuterConfig":
@@ -227,6 +240,25 @@ class OuterConfig(BaseModel):
             raise ValueError(
                 f"wait_for is 'quorum': islands that are not waited for train on during a round, and those that give "
                 f"to it wait for it; set delay and mix to 0, or wait_for to all (delay is {self.delay}, mix {self.mix})"
+            )
+
+    def _check_timed(self) -> None:
+        if (self.local_steps == "timed") != (self.round_seconds is not None):
+            raise ValueError(
+                f"local_steps 'timed' and round_seconds go together: set both or neither (local_steps is "
+                f"{self.local_steps!r}, round_seconds {self.round_seconds})"
+            )
+        if self.local_steps == "timed" and self.wait_for == "quorum":
+            raise ValueError(
+                "wait_for is 'quorum': islands give when their inner steps are done, each in its own time; set "
+                "local_steps to dynamic and leave out round_seconds, or wait_for to all"
+            )
+
+    def _check_histories(self) -> None:
+        if self.merge.max_norm_zscore is not None and self.codec in GATHERED:
+            raise ValueError(
+                f"merge.max_norm_zscore: with codec {self.codec} every island makes the means itself, and one that has "
+                "joined remembers other norms than the others; use max_norm_ratio, or another codec"
             )
 
     @property

@@ -2,6 +2,8 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
+from math import inf
 from statistics import median
 
 from outer.config import OuterConfig
@@ -14,14 +16,19 @@ STEPS_REMEMBERED = 32
 class Pace:
     """Of one rank of an island."""
 
-    def __init__(self, config: OuterConfig, island: str, deadlines: Deadlines) -> None:
-        self._config, self._island, self._deadlines = config, island, deadlines
+    def __init__(
+        self, config: OuterConfig, island: str, deadlines: Deadlines, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`now`: seconds, by which timed rounds go."""
+        self._config, self._island, self._deadlines, self._now = config, island, deadlines, now
         self.num_steps = 0
         """Inner steps made by this process."""
         self._step_times: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._step_seconds: dict[str, float] = {}
         """Of each participant of the last plan, as it said itself."""
         self._committed_at: float | None = None
+        self._ends_at = inf
+        """By `now`: when the inner steps of a timed round are over."""
 
     @property
     def step_seconds(self) -> float:
@@ -35,9 +42,20 @@ class Pace:
         """
         own = self._step_seconds.get(self._island, 0.0)
         known = [seconds for seconds in self._step_seconds.values() if seconds > 0]
-        if self._config.local_steps == "fixed" or own <= 0 or not known:
+        if self._config.local_steps != "dynamic" or own <= 0 or not known:
             return steps
         return max(1, int(steps * min(known) / own))
+
+    def begin(self, steps: int) -> int:
+        """The inner steps of a round begin now: at most how many of its `steps` this island makes."""
+        if self._config.round_seconds is not None:
+            self._ends_at = self._now() + self._config.round_seconds
+        return self.of(steps)
+
+    @property
+    def seconds_left(self) -> float:
+        """For inner steps of a timed round, 0 or less when no more should begin; infinite where rounds have no time."""
+        return self._ends_at - self._now()
 
     def observe_step(self, seconds: float) -> None:
         """An inner step took so long."""

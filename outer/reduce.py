@@ -24,7 +24,7 @@ from outer.config import MergeConfig
 from outer.digest import part_digest
 from outer.errors import MessageError, NonFiniteError, OuterError, PoisonError, first_cause
 from outer.feedback import Feedback
-from outer.gates import left_out
+from outer.gates import Gates, Trial
 from outer.merges import build_merge
 from outer.merges.base import weights_of
 from outer.phases import NO_HOOKS, Hooks
@@ -80,6 +80,7 @@ class Reducer:
         decay = coding.feedback
         self.feedbacks = [] if decay is None else [Feedback(decay), Feedback(decay)]
         """What coding lost: of this rank's pseudo-gradients, and of the means that it encoded."""
+        self.gates = Gates(config)
         own, means = self.feedbacks or (None, None)
         self._rank = _Rank(transport, coding, space, me, hooks, config, own, means)
         self.last_means: dict[int, tuple[int, Mapping[int, Mean]]] = {}
@@ -94,6 +95,7 @@ class Reducer:
         """
         for feedback in self.feedbacks:
             feedback.commit()
+        self.gates.commit(round_number, means)
         if self._rank.config.needs_last_mean:
             space = self._rank.space
             of_params = {part: mean for part, mean in means.items() if not space.parts[part].is_moment}
@@ -103,6 +105,7 @@ class Reducer:
         """Another history is this island's now: what was kept of its own means nothing in it."""
         for feedback in self.feedbacks:
             feedback.clear()
+        self.gates.clear()
         self.last_means.clear()
 
     async def run(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, Mean]:
@@ -118,7 +121,8 @@ class Reducer:
         space = self._rank.space
         last_round, last = self.last_means.get(space.fragment_of(plan.round), (-1, {}))
         # Only of the time before: what this rank saw before it missed a commit says little of the next mean.
-        attempt = _Attempt(self._rank, plan, last if last_round == plan.round - space.num_fragments else {})
+        last = last if last_round == plan.round - space.num_fragments else {}
+        attempt = _Attempt(self._rank, plan, last, self.gates.begin(plan.round, plan.names))
         for feedback in self.feedbacks:
             feedback.drop()
         self.gated = attempt.gated
@@ -142,9 +146,9 @@ class Reducer:
 class _Attempt:
     """One attempt at a round, as one rank sees it."""
 
-    def __init__(self, rank: _Rank, plan: Plan, last: Mapping[int, Mean]) -> None:
+    def __init__(self, rank: _Rank, plan: Plan, last: Mapping[int, Mean], gates: Trial) -> None:
         self._transport, self._coding, self._space, self._me = rank.transport, rank.coding, rank.space, rank.me
-        self._hooks, self._config, self._plan, self._last = rank.hooks, rank.config, plan, last
+        self._hooks, self._config, self._plan, self._last, self._gates = rank.hooks, rank.config, plan, last, gates
         self._feedback, self._mean_feedback = rank.feedback, rank.mean_feedback
         self.gated: Counter[str] = Counter()
         self._reached: set[RoundPhase] = set()
@@ -226,7 +230,7 @@ class _Attempt:
         gated: list[str] = []
         if self._config.has_gates:
             parts = list(values)
-            out = left_out(parts, weights_of(tokens), last, self._config)
+            out = self._gates.left_out(part, names, parts, weights_of(tokens), last)
             gated = list(compress(names, out))
             let_in = [not is_out for is_out in out]
             values, tokens = compress(parts, let_in), list(compress(tokens, let_in))

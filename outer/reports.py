@@ -1,5 +1,7 @@
 """What the outer loop is given besides the run's config, and what it says of each attempt."""
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +27,8 @@ class Settings:
     hooks: Hooks = NO_HOOKS
     total_tokens: int | None = None
     """With rounds that wait for a quorum: the run is over when so many are committed; None: never."""
+    now: Callable[[], float] = time.monotonic
+    """Seconds, by which timed rounds go; the leader's."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,13 @@
                                  pseudo-gradients has lost                                    encoded have lost
     outer/last_mean/<part>       of the part's last round, where merging or gates look at it
     outer/pushes/<part>          one number: of Delayed Nesterov, since momentum moved the part
+    outer/norms/<part>/<island>  of a participant's parts that this island reduces (outer/anomalies.py), fp64
 
-Residuals are this island's own; they are never given to another.
+Residuals and norms are this island's own; they are never given to another.
 """
 
+import re
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,8 +19,11 @@ from typing import Protocol
 import torch
 from pydantic import Field, ValidationError
 
+from outer.anomalies import History, history_of, tensor_of
+from outer.config import MergeConfig
 from outer.errors import InputError
 from outer.feedback import Feedback
+from outer.gates import Gates, Histories
 from outer.island_state import IslandState
 from outer.reduce import Mean
 from outer.rounds import Digest, Message
@@ -25,6 +31,7 @@ from outer.state import PartState, Position
 
 PARAMS, MOMENTUM, LAST_MEAN, PUSHES = "outer/params/", "outer/momentum/", "outer/last_mean/", "outer/pushes/"
 RESIDUALS = "outer/residual/", "outer/mean_residual/"
+NORMS = re.compile(r"outer/norms/(\d{1,9})/([A-Za-z0-9._-]{1,64})")
 
 
 class Memory(Protocol):
@@ -34,6 +41,8 @@ class Memory(Protocol):
     def feedbacks(self) -> Sequence[Feedback]: ...
     @property
     def last_means(self) -> dict[int, tuple[int, Mapping[int, Mean]]]: ...
+    @property
+    def gates(self) -> Gates: ...
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,7 @@ class NoMemory:
 
     feedbacks: Sequence[Feedback] = ()
     last_means: dict[int, tuple[int, Mapping[int, Mean]]] = field(default_factory=dict)
+    gates: Gates = field(default_factory=lambda: Gates(MergeConfig()))
 
 
 class SavedFacts(Message):
@@ -70,6 +80,8 @@ def tensors_of(held: IslandState, memory: Memory) -> dict[str, torch.Tensor]:
         tensors |= {f"{prefix}{i}": values for i, values in feedback.residuals.items()}
     for _, means in memory.last_means.values():
         tensors |= {f"{LAST_MEAN}{i}": mean.values for i, mean in means.items()}
+    for i, by_island in memory.gates.histories.items():
+        tensors |= {f"outer/norms/{i}/{island}": tensor_of(history) for island, history in by_island.items()}
     return tensors
 
 
@@ -80,6 +92,7 @@ def room_for(held: IslandState, memory: Memory, saved: Collection[str]) -> dict[
         f"{prefix}{index}": torch.zeros_like(values) for index, values in held.mine.parts.items() for prefix in wanted
     }
     rooms |= {f"{PUSHES}{index}": torch.zeros(1) for index in held.mine.pushes}
+    rooms |= {name: tensor_of(History(0, 0)) for name in saved if _part_of_norms(name) in held.mine.parts}
     return {name: room for name, room in rooms.items() if name in saved}
 
 
@@ -111,6 +124,7 @@ def restore(held: IslandState, memory: Memory, facts: SavedFacts, tensors: Mappi
     for fragment, round_number in facts.last_rounds:
         mine = {i: mean for i, mean in last.items() if held.space.parts[i].fragment == fragment}
         memory.last_means[fragment] = round_number, mine
+    memory.gates.load(_histories(tensors), facts.position.round)
 
 
 def facts_of(held: IslandState, memory: Memory, weights: Sequence[int], share: float, units: int) -> dict[str, object]:
@@ -134,6 +148,21 @@ def read_facts(values: object) -> SavedFacts:
     except ValidationError as error:
         problem = error.errors()[0]["msg"]
         raise InputError(f"the checkpoint's facts of the outer loop are not readable: {problem}") from None
+
+
+def _histories(tensors: Mapping[str, torch.Tensor]) -> dict[int, Histories]:
+    """Of norms, by part and participant. Raises InputError when they are none."""
+    found: dict[int, dict[str, History]] = defaultdict(dict)
+    for name, values in tensors.items():
+        if match := NORMS.fullmatch(name):
+            found[int(match[1])][match[2]] = history_of(values)
+    return dict(found)
+
+
+def _part_of_norms(name: str) -> int | None:
+    """Whose norms a saved tensor of this name holds; None: it holds something else."""
+    match = NORMS.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def _by_part(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:

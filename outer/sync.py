@@ -72,7 +72,7 @@ class OuterLoop:
         reading = Reading(identity.island, self._settings.index, identity.incarnation, self._held.terms)
         self.unsent = Unsent(self._held, reading, config.fragments)
         deadlines = Deadlines(config.wait_seconds)
-        self.pace = Pace(config, identity.island, deadlines)
+        self.pace = Pace(config, identity.island, deadlines, self._settings.now)
         self._side = Side(
             config, identity, self._held, self.unsent, coding, team, network, loop, hooks, deadlines, self.pace
         )
@@ -142,10 +142,10 @@ class OuterLoop:
         return self.position
 
     def inner_steps(self) -> int:
-        """How many this island makes for `round`: the schedule's, or fewer with dynamic local steps."""
+        """How many this island makes for `round`, beginning now: the schedule's, or fewer with dynamic local steps."""
         steps = self.schedule.steps(self.round)
         # The leader's word: a round on its way may have told another rank's pace something new already.
-        return self._team.on_leader(lambda: self.pace.of(steps))
+        return self._team.on_leader(lambda: self.pace.begin(steps))
 
     def interruption(self, steps_left: int) -> Interruption:
         """Why inner steps should end now, the same on every rank; "": go on. Call it after each inner step."""
@@ -249,10 +249,12 @@ class OuterLoop:
             self._ahead = None
 
     def _interruption(self, steps_left: int) -> Interruption:
+        if self.pace.seconds_left <= 0:
+            return "time is up"
         if self._flight is not None:
             # It is ready for its round, so nobody waits for it; only what has ended the round matters.
             return "behind" if self._flight.has_failed else ""
-        seconds = steps_left * self.pace.step_seconds
+        seconds = min(steps_left * self.pace.step_seconds, self.pace.seconds_left)
         return self._leader.interruption(seconds, entered_late=self._has_entered_late)
 
     # -- another island's state -----------------------------------------------------------------------------

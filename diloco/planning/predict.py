@@ -9,12 +9,11 @@ model, which knows of none of these terms but the first two.
 """
 
 from dataclasses import dataclass, replace
-from math import log2
+from math import ceil, log2
 
 from diloco.planning.round_bytes import Fragment, fragments_of
 from diloco.planning.specs import Spec, num_elements
-from outer.coding import GATHERED
-from outer.config import OuterConfig
+from outer.config import GATHERED, OuterConfig
 
 CONTROL_TRIPS = 1.5
 """Round trips of a round in which nothing is sent: ready, plan and vote, one way each."""
@@ -137,7 +136,8 @@ def predict(case: Case) -> Prediction:
         # To an island there are no others in a round than its group.
         case = replace(case, num_islands=min(case.outer.gossip.group, case.num_islands))
     outer, fragments = case.outer, fragments_of(case.outer, case.specs, case.num_islands)
-    # In steady state all islands go at the slowest's pace; with dynamic local steps it makes fewer of them.
+    steps = steps_of(case)
+    # In steady state all islands go at the slowest's pace; with dynamic or timed local steps it makes fewer of them.
     spread = case.spread if outer.local_steps == "fixed" else 0.0
     hiding = outer.delay * case.step_seconds * (1 + spread)
     terms = [0.0, 0.0, 0.0, 0.0]
@@ -151,20 +151,28 @@ def predict(case: Case) -> Prediction:
     terms, hidden = [term / cycles for term in terms], hidden / cycles
     moved = sum(fragment.num_elements for fragment in fragments) / cycles
     return Prediction(
-        compute_seconds=outer.inner_steps * case.step_seconds,
+        compute_seconds=steps * case.step_seconds,
         transfer_seconds=terms[0],
         trip_seconds=terms[1],
         codec_seconds=terms[2],
         step_seconds=terms[3],
         copy_seconds=moved * (case.speed.snapshot + case.speed.write) / case.ranks,
-        spread_seconds=outer.inner_steps * case.step_seconds * spread,
+        spread_seconds=steps * case.step_seconds * spread,
         hidden_seconds=hidden,
         sent_bytes=sum(fragment.sent_bytes for fragment in fragments) / cycles,
         num_params=num_elements(case.specs),
-        inner_steps=outer.inner_steps,
+        inner_steps=steps,
         busy_transfer_seconds=sum(_transfer_seconds(case, fragment) for fragment in fragments) / cycles,
         busy_codec_seconds=sum(_codec_seconds(case, fragment) for fragment in fragments) / cycles,
     )
+
+
+def steps_of(case: Case) -> int:
+    """Inner steps of a cycle on the fastest island: the config's, or fewer where timed rounds have no time for them."""
+    outer = case.outer
+    if outer.round_seconds is None:
+        return outer.inner_steps
+    return min(outer.inner_steps, ceil(outer.round_seconds / case.step_seconds) * outer.fragments)
 
 
 def _round(case: Case, fragment: Fragment) -> tuple[float, float, float, float]:

@@ -84,7 +84,7 @@ def _terms(case: Case, p: Prediction) -> Iterator[tuple[str, float, str]]:
     outer, rtt = case.outer, human_duration(case.link.rtt_seconds)
     trips = (CONTROL_TRIPS + PAYLOAD_TRIPS) * outer.fragments
     sent = f"{human_bytes(p.sent_bytes)} each way"
-    yield "inner steps", p.compute_seconds, f"{outer.inner_steps} x {human_duration(case.step_seconds)}"
+    yield "inner steps", p.compute_seconds, f"{p.inner_steps} x {human_duration(case.step_seconds)}"
     yield "transfer", p.transfer_seconds, f"of {human_duration(p.busy_transfer_seconds)} for {sent}"
     yield "round trips", p.trip_seconds, f"of {trips:g} x {rtt}, TCP's slow start, passing payloads on"
     yield "codec", p.codec_seconds, f"of {human_duration(p.busy_codec_seconds)} of {outer.codec}, as parts travel"
@@ -94,7 +94,7 @@ def _terms(case: Case, p: Prediction) -> Iterator[tuple[str, float, str]]:
 
 
 def _spread_note(case: Case) -> str:
-    if case.outer.local_steps == "dynamic":
+    if case.outer.local_steps != "fixed":
         return "makes fewer inner steps"
     return f"its steps take {percent(case.spread)} longer" if case.spread else "equal speed assumed; see --spread"
 

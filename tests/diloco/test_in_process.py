@@ -135,6 +135,7 @@ def test_sigterm_ends_all_islands_within_seconds(tmp_path):
     [
         ("islands=[{ranks: 1}, {ranks: 2}]", "island-1: island.ranks is 2; here an island has one rank"),
         ("outer.local_steps=dynamic", "use fixed"),
+        ("outer={local_steps: timed, round_seconds: 5}", "use fixed, without outer.round_seconds"),
         ("island.parallel={compile: true}", "set it to false"),
         ("island.wandb=offline", "use island.tensorboard"),
         ("island.profile={steps: [1, 2]}", "set steps to null"),

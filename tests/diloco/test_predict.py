@@ -196,6 +196,14 @@ def test_all_wait_for_the_slowest_unless_it_makes_fewer_steps():
     assert predict(case(spread=0.5, local_steps="dynamic")).spread_seconds == 0.0
 
 
+def test_timed_rounds_have_as_many_steps_as_there_is_time_for():
+    timed = {"local_steps": "timed", "round_seconds": 4.5}
+    p = predict(case(spread=0.5, **timed))
+    assert (p.inner_steps, p.compute_seconds, p.spread_seconds) == (5, 5.0, 0.0)
+    assert predict(case(fragments=2, **timed)).inner_steps == 10
+    assert predict(case(**timed | {"round_seconds": 100.0})).inner_steps == 12
+
+
 def test_feedback_decodes_what_it_encodes():
     speed = replace(FREE, decode=1e-6)
     plain = predict(case(speed=speed, codec="int8")).busy_codec_seconds

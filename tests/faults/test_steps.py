@@ -36,6 +36,24 @@ def test_a_slow_island_makes_fewer_steps_and_nobody_waits_long(tmp_path):
         assert_one_history(fast, slow)
 
 
+@pytest.mark.slow
+def test_no_step_of_a_timed_round_begins_when_its_time_is_up_and_tokens_are_what_was_trained(tmp_path):
+    most, seconds = 1000, 1.0
+    settings = ["outer.local_steps=timed", f"outer.round_seconds={seconds}", f"outer.inner_steps={most}"]
+    with swarm(tmp_path, *settings, "outer.rounds=8", islands=[{}, {"faults": ["slow:1x4"]}]) as made:
+        fast, slow = made.start_all()
+        for island in (fast, slow):
+            island.finish(150)
+        for island in (fast, slow):
+            steps = list(island.records("step"))
+            for number, committed in island.committed().items():
+                taken = [record["seconds"] for record in steps if (record["step"] - 1) // most == number]
+                assert sum(taken[:-1]) < seconds and committed["steps"] == len(taken) >= 1
+                assert committed["tokens"] == STEP_TOKENS * len(taken)
+                assert committed["participants"] == ["island-0", "island-1"]
+        assert_one_history(fast, slow)
+
+
 def missed(folder: Path, num_rounds: int, policy: str) -> Island:
     """Island 2, which has missed so many commits, taken the others' state and committed again.
 

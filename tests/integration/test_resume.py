@@ -86,6 +86,7 @@ def stopped_and_resumed(steps: int) -> Callable[[Any], list[Island]]:
     [
         pytest.param([], id="plain", marks=pytest.mark.slow),
         pytest.param([*STREAMED, *LOSSY], id="streamed, feedback"),
+        pytest.param(["outer.merge.max_norm_zscore=3"], id="histories of norms", marks=pytest.mark.slow),
         pytest.param(GOSSIP, id="gossip", marks=pytest.mark.slow),
     ],
 )

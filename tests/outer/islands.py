@@ -1,6 +1,7 @@
 """Support for tests of the outer loop: params without a model, and islands as threads over a loopback hub."""
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -132,9 +133,10 @@ def run_islands(
     hub: Hub | None = None,
     faults: Mapping[str, Wrap] | None = None,
     hooks: Mapping[str, Hooks] | None = None,
+    clocks: Mapping[str, Callable[[], float]] | None = None,
 ) -> dict[str, T]:
     """What each island's script returns; an exception of any is raised here, once all have ended."""
-    hub, faults, hooks = hub or Hub(), faults or {}, hooks or {}
+    hub, faults, hooks, clocks = hub or Hub(), faults or {}, hooks or {}, clocks or {}
     # The first optimizer imports half of torch; from several threads at once that corrupts Python 3.11's parser.
     torch.optim.SGD([torch.zeros(1)])
     with ThreadPoolExecutor(len(scripts)) as pool:
@@ -147,7 +149,7 @@ def run_islands(
                 model(),
                 hub,
                 faults.get(name),
-                Settings(hooks=hooks.get(name, NO_HOOKS), index=index),
+                Settings(hooks=hooks.get(name, NO_HOOKS), index=index, now=clocks.get(name, time.monotonic)),
             )
             for index, (name, script) in enumerate(scripts.items())
         }

@@ -113,6 +113,27 @@ def sliced(flat: torch.Tensor, layout: list[Held]) -> torch.Tensor:
     return FakeParams(whole, layout).flat()
 
 
+@pytest.mark.slow
+def test_all_ranks_end_a_timed_round_when_their_leaders_time_is_up() -> None:
+    def script(island: Island, rank: int) -> list[int]:
+        seconds, pace = [0.0], island.outer.pace
+        # The second rank's own clock stands still, and would never end a round.
+        pace._now = lambda: seconds[0] * (rank == 0)
+        made = []
+        for number in range(2):
+            most, steps, is_over = island.outer.inner_steps(), 0, False
+            while not is_over:
+                steps, seconds[0] = steps + 1, seconds[0] + 1.0
+                is_over = steps == most or bool(island.outer.interruption(most - steps))
+            made.append(steps)
+            train_whole(island, number)
+            island.commit(TOKENS[island.name])
+        return made
+
+    config = CONFIG.model_copy(update={"local_steps": "timed", "round_seconds": 3.0})
+    assert islands_of_ranks(script, config=config) == [[3, 3]] * 3
+
+
 def test_an_attempt_that_fails_on_one_rank_is_aborted_by_all_and_the_next_commits() -> None:
     def script(island: Island, rank: int) -> tuple[list[bool], list[int], str]:
         train_whole(island, 0)
