@@ -15,19 +15,15 @@ MIRROR = "other disk"
 
 
 def in_the_second_save(is_the_point: IsPoint) -> IsPoint:
-    num_begun = 0
+    begun: set[str] = set()
 
     def look(event: str, args: tuple) -> bool:
-        nonlocal num_begun
-        num_begun += begins_a_save(event, args)
-        return num_begun >= 2 and is_the_point(event, args)
+        # Rank 0 makes the folder; rank 1 a file of its own in it.
+        if (event == "os.mkdir" and path_ends(args, ".partial")) or is_own_file(event, args):
+            begun.add(str(args[0]).split(".partial")[0])
+        return len(begun) >= 2 and is_the_point(event, args)
 
     return look
-
-
-def begins_a_save(event: str, args: tuple) -> bool:
-    """Rank 0 makes the folder; rank 1 a file of its own in it."""
-    return (event == "os.mkdir" and path_ends(args, ".partial")) or is_own_file(event, args)
 
 
 def is_own_file(event: str, args: tuple) -> bool:
@@ -38,20 +34,25 @@ def is_second_copy(event: str, args: tuple) -> bool:
     return event == "os.rename" and path_ends(args, "manifest.json.partial") and MIRROR in str(args[0])
 
 
-POINTS: dict[str, IsPoint] = {
-    "before anything is written": lambda event, args: event == "os.mkdir" and path_ends(args, ".partial"),
-    "between files": lambda event, args: event == "open" and ".metadata" in str(args[0]),
-    "before it is published": lambda event, args: event == "os.rename" and path_ends(args, ".partial"),
-    "once it is published": after_the_rename(),
-    "while old ones are deleted": while_deleting(),
-    "while it is copied to the mirror": is_second_copy,
+POINTS: dict[str, Callable[[], IsPoint]] = {
+    "before anything is written": lambda: lambda event, args: event == "os.mkdir" and path_ends(args, ".partial"),
+    "between files": lambda: lambda event, args: event == "open" and ".metadata" in str(args[0]),
+    "before it is published": lambda: lambda event, args: event == "os.rename" and path_ends(args, ".partial"),
+    "once it is published": after_the_rename,
+    "while old ones are deleted": while_deleting,
+    "while it is copied to the mirror": lambda: is_second_copy,
 }
-RANK_1: dict[str, IsPoint] = {"before its own file": is_own_file}
+RANK_1: dict[str, Callable[[], IsPoint]] = {"before its own file": lambda: is_own_file}
+
+
+def die_at(point: str) -> None:
+    """This process will die there, by SIGKILL."""
+    kill_before(in_the_second_save((POINTS | RANK_1)[point]()))
+
 
 if __name__ == "__main__":
     point, rank, *arguments = sys.argv[1:]
-    is_first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    if is_first_life and os.environ.get("RANK", "0") == rank:
-        kill_before(in_the_second_save((POINTS | RANK_1)[point]))
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == rank:
+        die_at(point)
     sys.argv = ["diloco", *arguments]
     main()

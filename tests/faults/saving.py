@@ -1,23 +1,36 @@
 """Runs of one small island by the commands that a user gives, which save after every round; and disks to break."""
 
+import gc
+import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
+from diloco.cli import main
 from tests.faults.waits import GUARD_SECONDS
-from tests.swarm import TEXT, TINY
+from tests.swarm import TEXT, TINY, Rank
 
+Before = Callable[[], None]
 ROOT = Path(__file__).parents[2]
-PYTHON = [sys.executable, "-m"]
-TORCHRUN = [*PYTHON, "torch.distributed.run", "--standalone"]
+DILOCO = f"{sys.executable} -m diloco"
+TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 -m"
 ROUNDS = 6
 SLOW = "island.faults=[slow:0x30]"
 """Time to do something to a disk before the run is over."""
+
+_numbers = itertools.count()
+
+
+def nothing() -> None:
+    """Is done before the command."""
 
 
 class Place:
@@ -35,24 +48,23 @@ class Place:
 
     def arguments(self, command: str, run_dir: Path, *more: str) -> list[str]:
         """`command` and what it is given."""
-        return [command, str(self.config), *self.values, f"island.run_dir={run_dir}", *more]
+        return [*command.split(), str(self.config), *self.values, f"island.run_dir={run_dir}", *more]
 
-    def start(self, launcher: list[str], arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
-        """A process of its own that writes all it says to `log`."""
-        with log.open("ab") as output:
-            return subprocess.Popen(
-                [*launcher, *arguments],
-                cwd=ROOT,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            )
+    def start(self, log: Path, arguments: list[str], before: Before = nothing) -> Rank:
+        """A process of its own that is `diloco ARGUMENTS`, or another command that begins with a `/`."""
+        log.touch()
+        pid = os.fork()
+        if pid == 0:
+            _become(log, arguments, before)
+        return Rank(pid, log)
 
-    def run(self, run_dir: Path, *more: str, command: str = "train", launcher: list[str] | None = None) -> "Ended":
-        """Start it and wait for its end; `launcher` comes before the command's name."""
-        log = self.folder / f"said-{len(list(self.folder.glob('said-*')))}.txt"
-        process = self.start(launcher or [*PYTHON, "diloco"], self.arguments(command, run_dir, *more), log)
-        return ended(process, log)
+    def run(self, run_dir: Path, *more: str, before: Before = nothing) -> "Ended":
+        """`diloco train` with these values, to its end."""
+        return self.end(self.arguments("train", run_dir, *more), before)
+
+    def end(self, arguments: list[str], before: Before = nothing) -> "Ended":
+        """Start it and wait for its end."""
+        return ended(self.start(self.folder / f"said-{next(_numbers)}.txt", arguments, before))
 
 
 class Ended:
@@ -67,13 +79,35 @@ class Ended:
         return self
 
 
-def ended(process: subprocess.Popen[bytes], log: Path) -> Ended:
+def _become(log: Path, arguments: list[str], before: Before) -> NoReturn:
+    """Forked, so that torch is imported once: what `python -m diloco` would be."""
+    gc.freeze()
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
+    os.chdir(ROOT)
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    try:
+        if arguments[0].startswith("/"):
+            os.execv(arguments[0], arguments)
+        before()
+        sys.argv = ["diloco", *arguments]
+        main()
+    except BaseException:  # noqa: BLE001 - the test reads it in the log
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def ended(process: Rank) -> Ended:
     """Wait for the end, and kill what does not come to it."""
     try:
-        status = process.wait(GUARD_SECONDS)
+        status = process.wait(time.monotonic() + GUARD_SECONDS)
     finally:
-        process.kill()
-    return Ended(status, log.read_text(errors="replace"))
+        process.signal(signal.SIGKILL)
+    return Ended(status, process.log.read_text(errors="replace"))
 
 
 def records(folder: Path) -> list[dict]:
@@ -101,12 +135,11 @@ def saved(folder: Path) -> list[str]:
     return sorted(path.parent.name for path in folder.glob("step-*/manifest.json") if "." not in path.parent.name)
 
 
-def wait_until(is_so: Callable[[], object], process: subprocess.Popen[bytes], log: Path) -> None:
-    """Return when it is so; fails when the process ends before."""
+def wait_until(is_so: Callable[[], object], process: Rank) -> None:
+    """Return when it is so; fails, with what the process said, when that does not come."""
     deadline = time.monotonic() + GUARD_SECONDS
     while not is_so():
-        is_over = process.poll() is not None or time.monotonic() > deadline
-        assert not is_over, f"it did not happen:\n{log.read_text(errors='replace')[-4000:]}"
+        assert time.monotonic() < deadline, f"it did not happen:\n{process.log.read_text(errors='replace')[-4000:]}"
         time.sleep(0.02)
 
 

@@ -1,16 +1,17 @@
-"""What may happen to a run's checkpoints, by the real commands: it goes on as if nothing had been, or says what to do."""
+"""What may happen to checkpoints, by the real commands: a run goes on as if nothing had been, or says what ails it."""
 
 import os
 import shutil
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.faults.dying import MIRROR, POINTS
+from tests.faults.dying import MIRROR, POINTS, die_at
 from tests.faults.saving import (
-    PYTHON,
+    DILOCO,
     ROUNDS,
     SLOW,
     TORCHRUN,
@@ -73,7 +74,7 @@ def test_killed_while_it_saves_it_ends_as_if_nothing_had_been(
     place: Place, whole: Digests, tmp_path: Path, point: str
 ) -> None:
     settings = [KEEP_ONE, f"island.checkpoint.mirror={tmp_path / MIRROR}"]
-    died = place.run(tmp_path, *settings, launcher=[*PYTHON, "tests.faults.dying", point, "0"])
+    died = place.run(tmp_path, *settings, before=partial(die_at, point))
     assert died.status == -signal.SIGKILL, died.text[-3000:]
     island = tmp_path / "test" / "island-0"
     assert len(digests(island)) < ROUNDS and saved(island / "checkpoints")
@@ -83,8 +84,8 @@ def test_killed_while_it_saves_it_ends_as_if_nothing_had_been(
 
 def test_killed_while_it_copies_it_goes_on_from_the_mirror_alone(place: Place, whole: Digests, tmp_path: Path) -> None:
     settings = [KEEP_ONE, f"island.checkpoint.mirror={tmp_path / MIRROR}"]
-    launcher = [*PYTHON, "tests.faults.dying", "while it is copied to the mirror", "0"]
-    assert place.run(tmp_path, *settings, launcher=launcher).status == -signal.SIGKILL
+    point = "while it is copied to the mirror"
+    assert place.run(tmp_path, *settings, before=partial(die_at, point)).status == -signal.SIGKILL
     island = tmp_path / "test" / "island-0"
     shutil.rmtree(island / "checkpoints")
     is_copied = list((tmp_path / MIRROR).glob("test/island-0/step-*/manifest.json"))
@@ -96,9 +97,10 @@ def test_killed_while_it_copies_it_goes_on_from_the_mirror_alone(place: Place, w
 def test_torchrun_starts_ranks_again_of_which_one_died_saving(
     place: Place, tmp_path: Path, point: str, rank: str
 ) -> None:
-    once = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", "-m"]
-    place.run(tmp_path / "whole", *TWO_RANKS, launcher=[*once, "diloco"]).well()
-    place.run(tmp_path, *TWO_RANKS, launcher=[*once, "tests.faults.dying", point, rank]).well()
+    train = place.arguments("train", tmp_path / "whole", *TWO_RANKS)
+    place.end([*TORCHRUN.split(), "diloco", *train]).well()
+    train = place.arguments("train", tmp_path, *TWO_RANKS)
+    place.end([*TORCHRUN.split(), "tests.faults.dying", point, rank, *train]).well()
     island = tmp_path / "test" / "island-0"
     assert events(island, "resumed")
     assert digests(island) == digests(tmp_path / "whole" / "test" / "island-0")
@@ -170,10 +172,10 @@ def test_a_run_whose_whole_disk_is_full_trains_to_its_end(
 ) -> None:
     remount(disk, "size=8m")
     log, island = tmp_path / "said.txt", disk / "test" / "island-0"
-    process = place.start([*PYTHON, "diloco"], place.arguments("simulate", disk, SLOW), log)
-    wait_until(lambda: saved(island / "checkpoints"), process, log)
+    process = place.start(log, place.arguments(f"{DILOCO} simulate", disk, SLOW))
+    wait_until(lambda: saved(island / "checkpoints"), process)
     filler = fill(disk)
-    said = ended(process, log).well().text
+    said = ended(process).well().text
     assert "no report: " in said and "No space left on device" in said
     assert len(digests(island)) < ROUNDS and saved(island / "checkpoints")
     filler.unlink()
@@ -185,10 +187,10 @@ def test_checkpoints_that_can_no_longer_be_written_are_said_and_the_old_ones_sta
     place: Place, whole: Digests, tmp_path: Path
 ) -> None:
     log, island = tmp_path / "said.txt", tmp_path / "test" / "island-0"
-    process = place.start([*PYTHON, "diloco"], place.arguments("train", tmp_path, SLOW), log)
-    wait_until(lambda: saved(island / "checkpoints"), process, log)
+    process = place.start(log, place.arguments("train", tmp_path, SLOW))
+    wait_until(lambda: saved(island / "checkpoints"), process)
     with mounted(island / "checkpoints", "ro"):
-        ended(process, log).well()
+        ended(process).well()
     assert any("Read-only file system" in text for text in events(island, "not saved"))
     assert digests(island) == whole and saved(island / "checkpoints")
     place.run(tmp_path).well()
@@ -208,7 +210,7 @@ def test_a_read_only_folder_is_refused_at_the_start(place: Place, tmp_path: Path
 
 def test_two_islands_of_a_config_with_one_name_are_refused_before_any_starts(place: Place, tmp_path: Path) -> None:
     islands = "islands=[{name: a}, {name: a}]"
-    refused = place.run(tmp_path, islands, "outer.transport=gloo", command="simulate")
+    refused = place.end(place.arguments("simulate", tmp_path, islands, "outer.transport=gloo"))
     assert refused.status == 2 and "islands[1].name: 'a' is the name of islands[0], too" in refused.text
     assert not (tmp_path / "test").exists()
 
@@ -219,13 +221,13 @@ def test_a_second_command_in_the_same_folder_is_refused_and_the_first_goes_on(
 ) -> None:
     log, island = tmp_path / "said.txt", tmp_path / "test" / "island-0"
     folder = f"island.checkpoint.folder={tmp_path / 'checkpoints'}"
-    process = place.start([*PYTHON, "diloco"], place.arguments("train", tmp_path, SLOW, folder), log)
-    wait_until(lambda: saved(tmp_path / "checkpoints" / "test" / "island-0"), process, log)
-    process.send_signal(signal.SIGSTOP)
+    process = place.start(log, place.arguments("train", tmp_path, SLOW, folder))
+    wait_until(lambda: saved(tmp_path / "checkpoints" / "test" / "island-0"), process)
+    process.signal(signal.SIGSTOP)
     refused = place.run(tmp_path if shared == "the run's folder" else tmp_path / "other", folder)
-    process.send_signal(signal.SIGCONT)
+    process.signal(signal.SIGCONT)
     is_run = shared == "the run's folder"
     expected = "a running island uses the folder" if is_run else "another process saves checkpoints here"
     assert refused.status == 2 and expected in refused.text and "Traceback" not in refused.text
-    ended(process, log).well()
+    ended(process).well()
     assert digests(island) == whole
