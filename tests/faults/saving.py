@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from diloco.cli import main
-from tests.faults.waits import GUARD_SECONDS
 from tests.swarm import TEXT, TINY, Rank
 
 Before = Callable[[], None]
@@ -23,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 DILOCO = f"{sys.executable} -m diloco"
 TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 -m"
 ROUNDS = 6
+GUARD_SECONDS = 400.0
 SLOW = "island.faults=[slow:0x30]"
 """Time to do something to a disk before the run is over."""
 

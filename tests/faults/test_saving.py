@@ -26,7 +26,7 @@ from tests.faults.saving import (
     wait_until,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 KEEP_ONE = "island.checkpoint.keep=1"
 TWO_RANKS = ["island.ranks=2", KEEP_ONE]

@@ -58,7 +58,7 @@ def test_the_others_make_the_tokens_of_an_island_that_was_killed(tmp_path):
 
 def wait_for_checkpoints(folder: Path, num_islands: int) -> None:
     """So many islands have saved."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while len({path.parent for path in folder.glob("**/checkpoints/step-????????")}) < num_islands:
         assert time.monotonic() < deadline, "an island has not saved"
         time.sleep(0.05)
@@ -95,9 +95,10 @@ def furthest(folder: Path) -> tuple[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_killed_and_resumed_the_state_is_the_one_saved_and_no_unit_is_trained_twice(tmp_path):
-    overrides = (*QUORUM, "outer.quorum=1", "outer.local_steps=dynamic", "outer.rounds=12", "outer.codec=bf16")
-    with swarm(tmp_path, *overrides, "island.checkpoint.every_rounds=1", islands=[ONE, FSDP2, SLOW]) as islands:
+    overrides = (*QUORUM, "outer.quorum=1", "outer.local_steps=dynamic", "outer.rounds=8", "outer.codec=bf16")
+    with swarm(tmp_path, *overrides, "island.checkpoint.every_rounds=1", islands=[ONE, ONE, SLOW]) as islands:
         running = islands.start_all()
         wait_for_checkpoints(tmp_path, 3)
         for island in running:
@@ -111,5 +112,5 @@ def test_killed_and_resumed_the_state_is_the_one_saved_and_no_unit_is_trained_tw
         assert first.events("joined")[1].endswith(f"digest {digest[:12]}")
         # The rounds of before the stop that nobody had saved are not in the history of those after it.
         account = data_account(read_run(tmp_path / "test").islands)
-        assert account["units_repeated"] == 0 and account["units_trained"] >= 12 * 4 * 3
+        assert account["units_repeated"] == 0 and account["units_trained"] >= 8 * 4 * 3
         check_equal(running)
