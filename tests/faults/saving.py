@@ -23,7 +23,7 @@ DILOCO = f"{sys.executable} -m diloco"
 TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 -m"
 ROUNDS = 6
 GUARD_SECONDS = 400.0
-SLOW = "island.faults=[slow:0x30]"
+SLOW = "island.faults=[slow:0x10]"
 """Time to do something to a disk before the run is over."""
 
 _numbers = itertools.count()

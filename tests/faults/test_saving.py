@@ -62,7 +62,7 @@ def stopped(place: Place) -> Path:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A small disk: room for one checkpoint, not for two."""
-    with mounted(tmp_path / "disk", "size=1700k") as folder:
+    with mounted(tmp_path / "disk", "size=2400k") as folder:
         yield folder
 
 

@@ -107,7 +107,7 @@ def test_killed_and_resumed_the_state_is_the_one_saved_and_no_unit_is_trained_tw
         name, digest = furthest(tmp_path / "test")
         running = islands.start_all()
         for island in running:
-            island.finish()
+            island.finish(400)
         first = next(island for island in running if island.folder.name == name)
         assert first.events("joined")[1].endswith(f"digest {digest[:12]}")
         # The rounds of before the stop that nobody had saved are not in the history of those after it.
