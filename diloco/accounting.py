@@ -10,13 +10,18 @@ from diloco.runfiles import IslandRecords
 
 def data_account(islands: Sequence[IslandRecords]) -> dict[str, Any]:
     """Units trained in committed rounds, trained more than once, and open at the end; None when not recorded."""
-    committed = [r for island in islands for r in island.rounds if r.committed and r.base]
+    committed = [record for island in islands for record in once_each(island.rounds)]
     if not committed:
         return dict.fromkeys(("units_trained", "units_repeated", "units_open"))
     last = max(committed, key=lambda r: (r.trained_units, r.round))
     units = list(chain.from_iterable(map(units_of, history(committed, last))))
     repeated = len(units) - len(set(units))
     return {"units_trained": last.trained_units, "units_repeated": repeated, "units_open": last.open_units}
+
+
+def once_each(rounds: Sequence[RoundRecord]) -> list[RoundRecord]:
+    """The committed rounds of one island: one that it made again, after a stop, has the same digest and counts once."""
+    return list({r.digest: r for r in rounds if r.committed and r.base}.values())
 
 
 def history(committed: Sequence[RoundRecord], last: RoundRecord) -> list[RoundRecord]:

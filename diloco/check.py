@@ -36,11 +36,23 @@ def check_fragments(run: RunConfig) -> None:
         raise ConfigError(str(error)) from None
 
 
+def check_names(config: Config, num_islands: int) -> None:
+    """Raise ConfigError if two islands have one name: they would be one to the others, with one folder."""
+    names = [config.for_island(index).island for index in range(num_islands)]
+    for index, name in enumerate(names):
+        if (first := names.index(name)) != index:
+            raise ConfigError(
+                f"islands[{index}].name: {name!r} is the name of islands[{first}], too; each needs a name, and so a "
+                "folder, of its own: leave it out to have them called island-0, island-1, ..."
+            )
+
+
 def check_run(config: Config, num_islands: int) -> Corpus:
     """The prepared corpus, after everything that this machine can check has been checked."""
     run = config.run
     for index in range(num_islands):
         check_island(run, config.for_island(index), f"island {index}")
+    check_names(config, num_islands)
     check_fragments(run)
     island = config.for_island(0)
     check_source(run.data)

@@ -1,14 +1,14 @@
 """The command `diloco`. Imports only what each command needs: --help answers at once."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from diloco.cli_arguments import ConfigPath, Overrides
+from diloco.cli_arguments import ConfigPath, Overrides, Resume, with_resume
 from diloco.cli_data import prepare
+from diloco.cli_end import end, told
 from diloco.cli_weights import evaluate, export, generate
 
 app = typer.Typer(
@@ -95,11 +95,11 @@ def simulate(
 
 
 @app.command()
-def train(config: ConfigPath, overrides: Overrides = None) -> None:
+def train(config: ConfigPath, overrides: Overrides = None, resume: Resume = None) -> None:
     """Run this rank of one island: torchrun --nproc-per-node R -m diloco train CONFIG island.index=K."""
     from diloco.config import load_config
 
-    resolved = load_config(config, overrides or [])
+    resolved = load_config(config, with_resume(overrides, resume))
     from diloco.train import train as run
 
     run(resolved, resolved.island.index)
@@ -153,11 +153,12 @@ def join(
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Processes of this island.")] = 1,
     run_name: Annotated[str | None, typer.Option("--run", help="The run's name, if the swarm has several.")] = None,
+    resume: Resume = None,
 ) -> None:
     """Join a run: get its config from the swarm, take the islands' state, train."""
     from diloco.join import join as run
 
-    raise typer.Exit(run(address, overrides or [], ranks, run_name))
+    raise typer.Exit(run(address, with_resume(overrides, resume), ranks, run_name))
 
 
 @app.command()
@@ -282,33 +283,9 @@ def main() -> None:
         app(standalone_mode=True)
     except SystemExit as error:
         end(error.code if isinstance(error.code, int) else 1)
-    except (ValueError, RuntimeError) as error:
-        if not is_users(error):
+    except (ValueError, RuntimeError, OSError) as error:
+        text = told(error)
+        if text is None:
             raise
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {text}\n")
         end(2 if isinstance(error, ValueError) else 1)
-
-
-def is_users(error: BaseException) -> bool:
-    """Whether the error's text tells its reader all there is to know, without a traceback."""
-    import inner.errors
-    import outer.errors
-    from diloco.config import ConfigError
-
-    return isinstance(
-        error,
-        ConfigError
-        | inner.errors.InputError
-        | inner.errors.TrainingStopped
-        | outer.errors.InputError
-        | outer.errors.OuterError,
-    )
-
-
-def end(code: int) -> None:
-    """Leave without the interpreter's shutdown where gloo or Arrow is: their threads abort or hang in it at times."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if {"torch", "pyarrow"} & sys.modules.keys():
-        os._exit(code)
-    sys.exit(code)

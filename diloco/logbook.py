@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import os
 import platform
 import socket
@@ -15,6 +16,8 @@ from diloco.config import IslandConfig, RunConfig, flatten
 from diloco.runfiles import write_atomically
 from diloco.units import one_line
 from inner.mesh import resolve_degrees
+
+log = logging.getLogger(__name__)
 
 LOGBOOK = "LOGBOOK.md"
 START = "start.json"
@@ -36,16 +39,14 @@ class Logbook:
         self.island = island
 
     def note(self, name: str, text: str) -> None:
-        """Append an entry: a whole line, while no other process writes."""
+        """Append an entry: a whole line, while no other process writes. What cannot be written is logged."""
         entry = f"- {datetime.now(UTC):%Y-%m-%d %H:%M:%SZ} **{self.island}** {one_line(f'{name}: {text}')}"
         if len(entry) > MAX_CHARACTERS:
             entry = entry[: MAX_CHARACTERS - 3] + "..."
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if os.fstat(file.fileno()).st_size == 0:
-                file.write(f"# Logbook of {self.path.parent.name}\n\n")
-            file.write(entry + "\n")
+        try:
+            self._append(entry)
+        except OSError as error:
+            log.warning("%s: no entry was written (%s): %s", self.path, error.strerror, entry)
 
     def started(self, run: RunConfig, island: IslandConfig) -> None:
         """Note a start: with what, why it was needed if it is not the first, and what is configured differently."""
@@ -61,6 +62,14 @@ class Logbook:
             for change in differences(known, config):
                 self.note("config changed", change)
         write_atomically(self.path.parent / self.island / START, json.dumps(config, indent=1) + "\n")
+
+    def _append(self, entry: str) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file.fileno()).st_size == 0:
+                file.write(f"# Logbook of {self.path.parent.name}\n\n")
+            file.write(entry + "\n")
 
     def last_life(self) -> list[str]:
         """What this island has noted since its last start, without its name; [] when there is nothing lately."""

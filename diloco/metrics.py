@@ -1,12 +1,15 @@
 """What an island records while it trains: one JSON object a line in metrics.jsonl, and the same to sinks."""
 
 import json
+import logging
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,15 +114,18 @@ class Sink(Protocol):
 
 
 class Metrics:
-    """Appends records to `path`, a whole line at a time: a killed island leaves lines that parse."""
+    """Appends records to `path`, a whole line at a time: a killed island leaves lines that parse.
+
+    What ails the disk does not end the training: records that cannot be written are lost, which is logged.
+    """
 
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered: each line is one write to the system, and nothing is lost when the process is killed.
         self._file = path.open("ab", buffering=0)
         self._sinks = list(sinks)
-        if _ends_inside_a_line(path):
-            self._file.write(b"\n")
+        self._path, self._num_lost = path, 0
+        self._is_inside_a_line = _ends_inside_a_line(path)
 
     def step(self, record: StepRecord) -> None:
         """Record an inner step."""
@@ -144,9 +150,28 @@ class Metrics:
             self._sinks.pop().close()
 
     def _write(self, record: Record) -> None:
-        self._file.write(to_line(record).encode("ascii"))
+        self._append(to_line(record).encode("ascii"))
         for sink in self._sinks:
             sink.write(record)
+
+    def _append(self, line: bytes) -> None:
+        line = b"\n" * self._is_inside_a_line + line
+        try:
+            written = self._file.write(line)
+        except OSError as error:
+            self._lose(str(error))
+            return
+        self._is_inside_a_line = written < len(line)
+        if self._is_inside_a_line:
+            self._lose("the disk is full")
+        elif self._num_lost:
+            log.warning("%s: has room again; %d records are missing from it", self._path, self._num_lost)
+            self._num_lost = 0
+
+    def _lose(self, problem: str) -> None:
+        if self._num_lost == 0:
+            log.error("%s: cannot be written (%s): records are lost; training goes on", self._path, problem)
+        self._num_lost += 1
 
 
 def to_line(record: Record) -> str:

@@ -15,7 +15,6 @@ from threading import Thread
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from diloco.config import IslandConfig, RunConfig, differing_keys
 from diloco.mirror import Mirror
@@ -36,13 +35,26 @@ CLOSE_SECONDS = 600.0
 class RunCheckpoints:
     """One rank's part in its island's checkpoints. Every method is collective: all ranks call it at the same step."""
 
-    def __init__(
-        self, folder: Path, keep: int, run: RunConfig, trainer: Trainer, outer: Outer, mirror: Mirror | None = None
-    ) -> None:
-        """`mirror`: the leader's, if there is one."""
+    def __init__(self, folder: Path, keep: int, run: RunConfig, trainer: Trainer, outer: Outer) -> None:
         self._files = Checkpoints(folder, keep)
-        self._folder, self._mirror = folder, mirror
+        self._folder, self._keep = folder, keep
+        self._mirror: Mirror | None = None
+        """The leader's, if there is one."""
         self._run, self._trainer, self._outer = run, trainer, outer
+
+    def mirror_to(self, url: str, *, may_pull: bool) -> None:
+        """Copy what is saved from now on there, too; first the newest from there, if it `may_pull` and that is newer.
+
+        Raises InputError when the URL cannot be used.
+        """
+
+        def begin() -> None:
+            mirror = Mirror(url, self._keep)
+            if may_pull and (name := mirror.pull(self._folder)):
+                log.warning("%s was copied from %s: this island's folder had none as new", name, url)
+            self._mirror = mirror
+
+        self._files.on_first(begin)
 
     def save(self, place: Place, tokens: int) -> str | None:
         """Write the state in the background; why not, if it cannot be: training goes on.
@@ -112,14 +124,11 @@ def opened(
         yield None
         return
     where = Path(settings.folder).expanduser() / run.name / island.island if settings.folder else folder / "checkpoints"
-    mirror = None
-    if dist.get_rank() == 0 and settings.mirror is not None:
-        mirror = Mirror(f"{settings.mirror.rstrip('/')}/{run.name}/{island.island}", settings.keep)
-        if settings.resume == "auto" and (name := mirror.pull(where)):
-            log.warning("%s was copied from %s: this island's folder had none as new", name, settings.mirror)
-    dist.barrier()
-    checkpoints = RunCheckpoints(where, settings.keep, run, trainer, outer, mirror)
+    checkpoints = RunCheckpoints(where, settings.keep, run, trainer, outer)
     try:
+        if settings.mirror is not None:
+            url = f"{settings.mirror.rstrip('/')}/{run.name}/{island.island}"
+            checkpoints.mirror_to(url, may_pull=settings.resume == "auto")
         yield checkpoints
     finally:
         checkpoints.close()

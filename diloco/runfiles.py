@@ -192,6 +192,10 @@ def write_atomically(path: Path, text: str) -> None:
     try:
         beside.write_text(text, encoding="utf-8")
         os.replace(beside, path)
+    except OSError as error:
+        # What a write() raises names no file.
+        error.filename = error.filename or str(path)
+        raise
     finally:
         beside.unlink(missing_ok=True)
 

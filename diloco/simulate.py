@@ -102,9 +102,17 @@ def simulate(
         return 130
     finally:
         stop(started)
-    print_summary(write_summary(run_dir), console)
-    console.print(f"report: {write_report(run_dir)}", soft_wrap=True)
+    tell(run_dir, console)
     return 0 if finished else 1
+
+
+def tell(run_dir: Path, console: Console) -> None:
+    """Print the run's summary, write its report. A disk without room changes nothing in how the run has ended."""
+    try:
+        print_summary(write_summary(run_dir), console)
+        console.print(f"report: {write_report(run_dir)}", soft_wrap=True)
+    except OSError as error:
+        console.print(f"no report: {error}; make room, then: diloco report {run_dir}", soft_wrap=True)
 
 
 def prepare(config: Config, *, with_baseline: bool) -> tuple[RunFacts, Path]:

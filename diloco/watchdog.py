@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -98,8 +99,13 @@ class Watchdog:
     def _end(self, cause: str) -> NoReturn:
         """Write where this rank stands, then find out with the others who is to blame, and end in any case."""
         state = self._state()
-        path = write_dump(self._post, cause, state)
-        log.error("%s; stacks and collectives are in %s", cause, path)
+        path = self._post.folder / f"hang-{self._post.rank}.txt"
+        try:
+            write_dump(path, cause, state)
+            log.error("%s; stacks and collectives are in %s", cause, path)
+        except OSError as error:
+            # A full disk must not keep a rank that hangs alive.
+            log.error("%s; stacks and collectives were not written: %s", cause, error)
         end_after(partial(self._compare, cause, state, path), HUNG, END_SECONDS)
 
     def _compare(self, cause: str, state: RankState, path: Path) -> None:
@@ -107,7 +113,7 @@ class Watchdog:
         self._store.set(f"state/{state.rank}", json.dumps(to_values(state)))
         states = self._states()
         text = f"{cause}; {verdict(states, self._post.num_ranks)}"
-        with path.open("a") as file:
+        with suppress(OSError), path.open("a") as file:
             file.write(f"\nVerdict: {text}\n")
         self._store.set(f"written/{state.rank}", "")
         # torchrun ends all ranks as soon as one has ended: nobody does before all have written and one has told.
@@ -148,9 +154,8 @@ class Watchdog:
         return RankState(self._post.rank, self._heartbeat.work.kind, self._idle_seconds, place, is_in_torch, groups)
 
 
-def write_dump(post: Post, cause: str, state: RankState) -> Path:
-    """Add to the rank's hang-<rank>.txt what all of its threads are at, and its collectives; the file."""
-    path = post.folder / f"hang-{post.rank}.txt"
+def write_dump(path: Path, cause: str, state: RankState) -> None:
+    """Add to the file what all threads of this process are at, and its collectives."""
     with path.open("a") as file:
         file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} process {os.getpid()}: {cause}\n{state}\n\n")
         file.flush()
@@ -158,7 +163,6 @@ def write_dump(post: Post, cause: str, state: RankState) -> Path:
         file.write("\nCollectives, by torch's flight recorder, one a line, the last one last\n")
         for entry in recorded():
             file.write(json.dumps(entry, sort_keys=True) + "\n")
-    return path
 
 
 def recorded() -> list[dict[str, Any]]:

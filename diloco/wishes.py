@@ -143,7 +143,10 @@ def share(run_dir: Path, name: str, text: str) -> None:
     text = take(claimed) or text
     for lock in run_dir.glob(f"*/{LISTENS}"):
         if is_listening(lock):
-            (lock.parent / name).write_text(text)
+            try:
+                (lock.parent / name).write_text(text)
+            except OSError as error:
+                log.warning("cannot pass on the wish %s: %s", lock.parent / name, error)
 
 
 def listen(folder: Path) -> int:

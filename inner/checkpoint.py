@@ -184,6 +184,10 @@ class Checkpoints:
         trainer.inner_step = found.inner_step
         return found.facts
 
+    def on_first(self, work: Callable[[], None]) -> None:
+        """Has rank 0 do something to the folder while no other process may; raises on all ranks what it raised."""
+        on_first(self._group, work)
+
     def close(self) -> None:
         """Waits for a save that is being written and lets go of the folder. The last call."""
         try:

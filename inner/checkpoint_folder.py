@@ -119,7 +119,7 @@ def start(folder: Path, inner_step: int, num_bytes: int, num_tensors: int) -> Pa
                 f"{folder}: the disk is full: a checkpoint needs about {needed} bytes, {free} are free; free some, "
                 "keep fewer checkpoints, or use another folder"
             )
-        path = folder / (_free_name(folder, inner_step) + PARTIAL)
+        path = folder / (free_name(folder, inner_step) + PARTIAL)
         path.mkdir()
         return path
 
@@ -161,7 +161,7 @@ def published(folder: Path) -> tuple[list[Found], list[str]]:
     for path in paths:
         if PUBLISHED_NAME.fullmatch(path.name):
             try:
-                whole.append(Found(path, _read_manifest(path)))
+                whole.append(Found(path, _checked(path)))
             except InputError as problem:
                 problems.append(str(problem))
     return sorted(whole, key=lambda found: found.contents.serial, reverse=True), problems
@@ -206,20 +206,25 @@ def _write_manifest(file: Path, contents: Contents) -> None:
         os.fsync(stream.fileno())
 
 
-def _read_manifest(path: Path) -> Contents:
-    """What a checkpoint holds, its manifest and file sizes checked. Raises InputError that says what is wrong."""
-    try:
-        digest, _, text = (path / MANIFEST).read_bytes().partition(b"\n")
-    except OSError as error:
-        raise InputError(f"{path / MANIFEST}: cannot be read: {error.strerror}") from None
+def read_manifest(raw: bytes, path: str) -> Contents:
+    """What the manifest of the checkpoint `path` says. Raises InputError that says what is wrong with it."""
+    digest, _, text = raw.partition(b"\n")
     if hashlib.sha256(text).hexdigest().encode() != digest:
-        raise InputError(f"{path / MANIFEST}: damaged: its bytes are not those that were written")
+        raise InputError(f"{path}/{MANIFEST}: damaged: its bytes are not those that were written")
     values = json.loads(text)
     if (got := values.pop("format")) != FORMAT:
         raise InputError(
             f"{path}: written in format {got}, this version reads format {FORMAT}; use the version it is from"
         )
-    contents = Contents(**values | {"files": {name: FileSpec(**spec) for name, spec in values["files"].items()}})
+    return Contents(**values | {"files": {name: FileSpec(**spec) for name, spec in values["files"].items()}})
+
+
+def _checked(path: Path) -> Contents:
+    """What a checkpoint holds, its manifest and file sizes checked. Raises InputError that says what is wrong."""
+    try:
+        contents = read_manifest((path / MANIFEST).read_bytes(), str(path))
+    except OSError as error:
+        raise InputError(f"{path / MANIFEST}: cannot be read: {error.strerror}") from None
     for name, spec in contents.files.items():
         size = (path / name).stat().st_size if (path / name).is_file() else None
         if size != spec.size_bytes:
@@ -228,7 +233,7 @@ def _read_manifest(path: Path) -> Contents:
     return contents
 
 
-def _free_name(folder: Path, inner_step: int) -> str:
+def free_name(folder: Path, inner_step: int) -> str:
     """step-00000120, or with the first free number behind it."""
     name = f"step-{inner_step:08d}"
     number = 1

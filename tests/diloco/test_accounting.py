@@ -48,3 +48,9 @@ def test_the_side_of_a_cut_that_did_not_survive_does_not_count() -> None:
 def test_a_run_without_such_records_has_no_account() -> None:
     old = commit(0, "", "1", [], 0)
     assert data_account(run_of([old])) == {"units_trained": None, "units_repeated": None, "units_open": None}
+
+
+def test_a_round_made_again_after_a_stop_counts_once() -> None:
+    rounds = [commit(0, "0", "1", [[0, 3, 1]], 3), commit(1, "1", "2", [[3, 3, 1]], 6)]
+    account = data_account(run_of([*rounds, rounds[1]]))
+    assert account == {"units_trained": 6, "units_repeated": 0, "units_open": 94}

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from diloco.metrics import EvalRecord, EventRecord, Metrics, Record, RoundRecord
 from diloco.runfiles import RunFacts, Tail, natural_key, read_facts, read_run, write_atomically, write_facts
 from diloco.sinks import build_sinks
 from inner.errors import InputError
+from tests.harness import run_ranks
 
 
 def a_step(step: int = 1, loss: float | None = 2.5, grad_norm: float | None = 0.7) -> StepRecord:
@@ -213,3 +215,36 @@ def test_wandb_offline_writes_into_the_run_folder_only(tmp_path: Path, monkeypat
     assert b"step/loss" in content
     assert b"eval/bits_per_byte" in content
     assert os.listdir(tmp_path) == ["island-0"]
+
+
+def records_on_a_disk_that_fills_up(rank: int, path: Path) -> None:
+    """Two records fit, half of a third; then none; then there is room again."""
+    metrics = Metrics(path)
+    metrics.step(a_step(1))
+    size = path.stat().st_size
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size + size // 2, resource.RLIM_INFINITY))
+    for number in range(2, 6):
+        metrics.step(a_step(number))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    for number in (6, 7):
+        metrics.step(a_step(number))
+    metrics.close()
+
+
+def test_records_that_find_no_room_are_lost_and_those_after_are_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    run_ranks(records_on_a_disk_that_fills_up, 1, path)
+    tail = Tail(path)
+    assert [record.step for record in tail.new_records() if isinstance(record, StepRecord)] == [1, 2, 6, 7]
+    assert tail.num_malformed == 1
+
+
+def test_a_full_disk_is_said_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    metrics = Metrics(path)
+    for number in range(3):
+        metrics.step(a_step(number))
+    (said,) = caplog.messages
+    assert "No space left on device" in said and "training goes on" in said

@@ -1,6 +1,7 @@
 """Copies of checkpoints at a URL: whole or not there, as many as wanted, found again on another disk."""
 
 import itertools
+import shutil
 from pathlib import Path
 
 import fsspec
@@ -43,7 +44,7 @@ def test_only_as_many_as_wanted_are_kept_there(tmp_path: Path, url: str) -> None
         saved(tmp_path / "one", step)
         mirror.push(tmp_path / "one")
     saved(tmp_path / "two", 20)
-    assert Mirror(url, keep=2)._names() == ["step-00000020", "step-00000030"]
+    assert [name for _, name in Mirror(url, keep=2)._found()] == ["step-00000020", "step-00000030"]
 
 
 def test_an_island_with_a_newer_one_of_its_own_takes_none(tmp_path: Path, url: str) -> None:
@@ -67,3 +68,35 @@ def test_what_was_copied_by_halves_is_not_taken(tmp_path: Path, url: str) -> Non
 def test_a_url_of_no_known_kind_is_named() -> None:
     with pytest.raises(InputError, match="mirror: got 'nothing://here'"):
         Mirror("nothing://here", keep=1)
+
+
+def test_half_a_manifest_makes_no_copy_whole(tmp_path: Path, url: str) -> None:
+    mirror = Mirror(url, keep=2)
+    for step in (10, 20):
+        saved(tmp_path / "one", step)
+        mirror.push(tmp_path / "one")
+    files, root = fsspec.url_to_fs(url)
+    manifest = f"{root}/step-00000020/{disk.MANIFEST}"
+    files.pipe_file(manifest, files.cat_file(manifest)[:100])
+    assert Mirror(url, keep=2).pull(tmp_path / "two") == "step-00000010"
+
+
+def test_the_copy_takes_the_place_of_a_damaged_one(tmp_path: Path, url: str) -> None:
+    saved(tmp_path / "one", 10, 20)
+    Mirror(url, keep=2).push(tmp_path / "one")
+    (tmp_path / "one" / "step-00000020" / "__0_0.distcp").write_text("state")
+    assert Mirror(url, keep=2).pull(tmp_path / "one") == "step-00000020"
+    assert disk.published(tmp_path / "one")[0][0].inner_step == 20
+
+
+def test_a_run_that_went_back_is_found_where_it_is_now(tmp_path: Path, url: str) -> None:
+    mirror = Mirror(url, keep=1)
+    for step in (10, 20):
+        saved(tmp_path / "one", step)
+        mirror.push(tmp_path / "one")
+    shutil.rmtree(tmp_path / "one" / "step-00000010")
+    saved(tmp_path / "one", 10)
+    mirror.push(tmp_path / "one")
+    assert Mirror(url, keep=1).pull(tmp_path / "two") == "step-00000010"
+    assert disk.published(tmp_path / "two")[0][0].contents.serial == 3
+    assert Mirror(url, keep=1).pull(tmp_path / "one") is None

@@ -100,7 +100,8 @@ def kill_before(is_the_point: Callable[[str, tuple], bool]) -> None:
     """This process dies by SIGKILL right before the first thing it asks of the system that is the point."""
 
     def look(event: str, args: tuple) -> None:
-        if is_the_point(event, args):
+        # The kill is an event, too.
+        if event != "os.kill" and is_the_point(event, args):
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(look)

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from diloco.accounting import data_account
+from diloco.global_params import newest_checkpoint
+from diloco.runfiles import read_run
+from outer.saved import read_facts
 from tests.swarm import Island, swarm
 
 ONE, FSDP2, SLOW = {"ranks": 1}, {"ranks": 2}, {"ranks": 1, "faults": ["slow:2x4"]}
@@ -54,7 +58,7 @@ def test_the_others_make_the_tokens_of_an_island_that_was_killed(tmp_path):
 
 def wait_for_checkpoints(folder: Path, num_islands: int) -> None:
     """So many islands have saved."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while len({path.parent for path in folder.glob("**/checkpoints/step-????????")}) < num_islands:
         assert time.monotonic() < deadline, "an island has not saved"
         time.sleep(0.05)
@@ -80,3 +84,33 @@ def test_islands_go_on_from_their_checkpoints(tmp_path, fragments):
         last = [list(island.committed().values())[-1] for island in running]
         assert len({record["digest"] for record in last}) == 1
         assert ends[0]["tokens"] <= 512 * last[0]["trained_units"]
+
+
+def furthest(folder: Path) -> tuple[str, str]:
+    """Island and digest of the saved state with the most committed tokens."""
+    found = [newest_checkpoint(folder, f"island-{index}") for index in range(3)]
+    facts = {one.path.parts[-3]: read_facts(one.facts["outer"]) for one in found}
+    island = max(facts, key=lambda name: facts[name].position.tokens)
+    return island, facts[island].digest
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_and_resumed_the_state_is_the_one_saved_and_no_unit_is_trained_twice(tmp_path):
+    overrides = (*QUORUM, "outer.quorum=1", "outer.local_steps=dynamic", "outer.rounds=8", "outer.codec=bf16")
+    with swarm(tmp_path, *overrides, "island.checkpoint.every_rounds=1", islands=[ONE, ONE, SLOW]) as islands:
+        running = islands.start_all()
+        wait_for_checkpoints(tmp_path, 3)
+        for island in running:
+            island.signal(signal.SIGKILL)
+            island.wait()
+        name, digest = furthest(tmp_path / "test")
+        running = islands.start_all()
+        for island in running:
+            island.finish(400)
+        first = next(island for island in running if island.folder.name == name)
+        assert first.events("joined")[1].endswith(f"digest {digest[:12]}")
+        # The rounds of before the stop that nobody had saved are not in the history of those after it.
+        account = data_account(read_run(tmp_path / "test").islands)
+        assert account["units_repeated"] == 0 and account["units_trained"] >= 8 * 4 * 3
+        check_equal(running)

@@ -1,0 +1,27 @@
+"""Where an island saves is opened by all its ranks, or by none."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from diloco.config import IslandConfig, RunConfig
+from diloco.run_checkpoints import opened
+from inner.errors import InputError
+from tests.harness import run_ranks
+
+URL = "nothing://here"
+NOTHING = cast(Any, None)
+"""No trainer and no outer loop: nothing is saved."""
+
+
+def opened_on_a_rank(rank: int, folder: Path) -> str:
+    island = IslandConfig.model_validate({"ranks": 2, "checkpoint": {"mirror": URL}})
+    with pytest.raises(InputError) as error, opened(RunConfig(), island, folder, NOTHING, NOTHING):
+        raise AssertionError("there is no such mirror")
+    return str(error.value)
+
+
+def test_a_mirror_that_cannot_be_used_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    for error in run_ranks(opened_on_a_rank, 2, tmp_path, timeout_seconds=30):
+        assert f"island.checkpoint.mirror: got '{URL}/run/island-0'" in error

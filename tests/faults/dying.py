@@ -1,0 +1,58 @@
+"""The command `diloco`, but one rank kills itself at a named point of its second save.
+
+python -m tests.faults.dying POINT RANK train CONFIG ...     (in torchrun's first life only)
+"""
+
+import os
+import sys
+from collections.abc import Callable
+
+from diloco.cli import main
+from tests.inner.checkpoint_crash import after_the_rename, kill_before, path_ends, while_deleting
+
+IsPoint = Callable[[str, tuple], bool]
+MIRROR = "other disk"
+
+
+def in_the_second_save(is_the_point: IsPoint) -> IsPoint:
+    begun: set[str] = set()
+
+    def look(event: str, args: tuple) -> bool:
+        # Rank 0 makes the folder; rank 1 a file of its own in it.
+        if (event == "os.mkdir" and path_ends(args, ".partial")) or is_own_file(event, args):
+            begun.add(str(args[0]).split(".partial")[0])
+        return len(begun) >= 2 and is_the_point(event, args)
+
+    return look
+
+
+def is_own_file(event: str, args: tuple) -> bool:
+    return event == "open" and "__1_0" in str(args[0]) and "w" in str(args[1])
+
+
+def is_second_copy(event: str, args: tuple) -> bool:
+    return event == "os.rename" and path_ends(args, "manifest.json.partial") and MIRROR in str(args[0])
+
+
+POINTS: dict[str, Callable[[], IsPoint]] = {
+    "before anything is written": lambda: lambda event, args: event == "os.mkdir" and path_ends(args, ".partial"),
+    "between files": lambda: lambda event, args: event == "open" and ".metadata" in str(args[0]),
+    "before it is published": lambda: lambda event, args: event == "os.rename" and path_ends(args, ".partial"),
+    "once it is published": after_the_rename,
+    "while old ones are deleted": while_deleting,
+    "while it is copied to the mirror": lambda: is_second_copy,
+}
+RANK_1: dict[str, Callable[[], IsPoint]] = {"before its own file": lambda: is_own_file}
+
+
+def die_at(point: str) -> None:
+    """This process will die there, by SIGKILL."""
+    kill_before(in_the_second_save((POINTS | RANK_1)[point]()))
+
+
+if __name__ == "__main__":
+    point, rank, *arguments = sys.argv[1:]
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == rank:
+        die_at(point)
+    sys.argv = ["diloco", *arguments]
+    main()

@@ -1,0 +1,171 @@
+"""Runs of one small island by the commands that a user gives, which save after every round; and disks to break."""
+
+import gc
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from diloco.cli import main
+from tests.swarm import TEXT, TINY, Rank
+
+Before = Callable[[], None]
+ROOT = Path(__file__).parents[2]
+DILOCO = f"{sys.executable} -m diloco"
+TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 -m"
+ROUNDS = 6
+GUARD_SECONDS = 400.0
+SLOW = "island.faults=[slow:0x10]"
+"""Time to do something to a disk before the run is over."""
+
+_numbers = itertools.count()
+
+
+def nothing() -> None:
+    """Is done before the command."""
+
+
+class Place:
+    """A config and its text in a folder of the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.config = folder, folder / "tiny.yaml"
+        (folder / "text").mkdir(parents=True)
+        for number in range(40):
+            (folder / "text" / f"{number}.txt").write_text(f"# file {number}\n" + TEXT * 8)
+        own = [f"data.paths=[{folder / 'text'}]", f"island.cache_dir={folder / 'cache'}"]
+        self.values = [*own, "outer.transport=loopback", "outer.start_islands=1", f"outer.rounds={ROUNDS}"]
+        self.values += ["island.checkpoint.every_rounds=1"]
+        self.config.write_text(TINY)
+
+    def arguments(self, command: str, run_dir: Path, *more: str) -> list[str]:
+        """`command` and what it is given."""
+        return [*command.split(), str(self.config), *self.values, f"island.run_dir={run_dir}", *more]
+
+    def start(self, log: Path, arguments: list[str], before: Before = nothing) -> Rank:
+        """A process of its own that is `diloco ARGUMENTS`, or another command that begins with a `/`."""
+        log.touch()
+        pid = os.fork()
+        if pid == 0:
+            _become(log, arguments, before)
+        return Rank(pid, log)
+
+    def run(self, run_dir: Path, *more: str, before: Before = nothing) -> "Ended":
+        """`diloco train` with these values, to its end."""
+        return self.end(self.arguments("train", run_dir, *more), before)
+
+    def end(self, arguments: list[str], before: Before = nothing) -> "Ended":
+        """Start it and wait for its end."""
+        return ended(self.start(self.folder / f"said-{next(_numbers)}.txt", arguments, before))
+
+
+class Ended:
+    """How a process has ended, and what it said."""
+
+    def __init__(self, status: int, text: str) -> None:
+        self.status, self.text = status, text
+
+    def well(self) -> "Ended":
+        """Itself; fails the test unless the status is 0."""
+        assert self.status == 0, f"status {self.status}:\n{self.text[-4000:]}"
+        return self
+
+
+def _become(log: Path, arguments: list[str], before: Before) -> NoReturn:
+    """Forked, so that torch is imported once: what `python -m diloco` would be."""
+    gc.freeze()
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
+    os.chdir(ROOT)
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    try:
+        if arguments[0].startswith("/"):
+            os.execv(arguments[0], arguments)
+        before()
+        sys.argv = ["diloco", *arguments]
+        main()
+    except BaseException:  # noqa: BLE001 - the test reads it in the log
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def ended(process: Rank) -> Ended:
+    """Wait for the end, and kill what does not come to it."""
+    try:
+        status = process.wait(time.monotonic() + GUARD_SECONDS)
+    finally:
+        process.signal(signal.SIGKILL)
+    return Ended(status, process.log.read_text(errors="replace"))
+
+
+def records(folder: Path) -> list[dict]:
+    """Whole records of the island in `folder`, of all its lives."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}") and line.startswith("{")]
+
+
+def digests(folder: Path) -> dict[int, set[str]]:
+    """By round: the digests that the island in `folder` has committed, in any of its lives."""
+    found: dict[int, set[str]] = {}
+    for record in records(folder):
+        if record["kind"] == "round" and record["committed"]:
+            found.setdefault(record["round"], set()).add(record["digest"])
+    return found
+
+
+def events(folder: Path, name: str) -> list[str]:
+    return [record["text"] for record in records(folder) if record["kind"] == "event" and record["name"] == name]
+
+
+def saved(folder: Path) -> list[str]:
+    """Published checkpoints in a folder, by name."""
+    return sorted(path.parent.name for path in folder.glob("step-*/manifest.json") if "." not in path.parent.name)
+
+
+def wait_until(is_so: Callable[[], object], process: Rank) -> None:
+    """Return when it is so; fails, with what the process said, when that does not come."""
+    deadline = time.monotonic() + GUARD_SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline, f"it did not happen:\n{process.log.read_text(errors='replace')[-4000:]}"
+        time.sleep(0.02)
+
+
+@contextmanager
+def mounted(folder: Path, options: str) -> Iterator[Path]:
+    """A file system in memory at `folder`. Needs root."""
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def remount(folder: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """A file that leaves no byte of the disk free."""
+    path = folder / "filler"
+    with path.open("ab", buffering=0) as file:
+        for size in (1 << 16, 1 << 12, 1):
+            try:
+                while file.write(bytes(size)) == size:
+                    continue
+            except OSError:
+                continue
+    return path
