@@ -15,21 +15,29 @@ PREFIX = "address: "
 
 def bootstrap(host: str, port: int, rendezvous: str, identity: Path | None, run_key_file: Path | None = None) -> None:
     """Serve until a signal comes; prints one line for each address."""
+    _check(rendezvous, identity, run_key_file)
     end_with_parent()
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     if rendezvous == "dht":
         addresses, close = _serve_dht(host, port, identity)
-    elif rendezvous == "tcp":
-        addresses, close = _serve_tcp(host, port, run_key_file)
     else:
-        raise ConfigError(f"--rendezvous: got {rendezvous!r}; allowed: dht (for hivemind), tcp (for gloo)")
+        addresses, close = _serve_tcp(host, port, run_key_file)
     for address in addresses:
         typer.echo(f"{PREFIX}{address}")
     typer.echo("give it to the islands: island.bootstrap=[ADDRESS], or: diloco join ADDRESS")
     stopped.wait()
     close()
+
+
+def _check(rendezvous: str, identity: Path | None, run_key_file: Path | None) -> None:
+    if rendezvous not in ("dht", "tcp"):
+        raise ConfigError(f"--rendezvous: got {rendezvous!r}; allowed: dht (for hivemind), tcp (for gloo)")
+    if rendezvous == "dht" and run_key_file is not None:
+        raise ConfigError("--run-key-file: a dht needs none, its islands ask each other for it; leave it out")
+    if rendezvous == "tcp" and identity is not None:
+        raise ConfigError("--identity: a tcp address is host and port alone; leave it out, and give a fixed --port")
 
 
 def _serve_dht(host: str, port: int, identity: Path | None):

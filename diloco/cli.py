@@ -85,7 +85,9 @@ def simulate(
     cut:0@step=40                  one from all; cut:0+1-2+3@step=40 groups
     """
     if storm is not None and not 0 < storm < float("inf"):
-        raise typer.BadParameter(f"got {storm}; allowed: a number above 0, for example --storm 2")
+        raise typer.BadParameter(f"got {storm}; allowed: a number above 0, for example 2", param_hint="--storm")
+    if storm is None and (storm_seed or storm_count):
+        raise typer.BadParameter("there is no storm without --storm RATE", param_hint="--storm-seed, --storm-count")
     from diloco.simulate import Trouble
     from diloco.simulate import simulate as run
 

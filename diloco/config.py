@@ -10,10 +10,8 @@ Two kinds, in one YAML file:
 Precedence: defaults < `island` < `islands[index]` < command line (`section.key=value`).
 """
 
-import difflib
 import hashlib
 import json
-import types
 import typing
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +19,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from diloco.config_errors import explain
 from inner.config import (
     DataConfig,
     EvaluateConfig,
@@ -177,7 +176,7 @@ class Config(RunConfig):
         try:
             return IslandConfig(**_merge(base, {"index": index} | change))
         except ValidationError as error:
-            raise ConfigError("\n".join(_explain(error, IslandConfig, f"islands[{index}]."))) from None
+            raise ConfigError("\n".join(explain(error, IslandConfig, f"islands[{index}]."))) from None
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
@@ -187,6 +186,8 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"cannot read the config {str(path)!r}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is no text in UTF-8; a config is a YAML file, as those in configs/") from None
     return _with_sizes(parse_config(text, overrides, where=str(path)))
 
 
@@ -199,7 +200,8 @@ def parse_config(text: str, overrides: typing.Sequence[str] = (), where: str = "
     if values is None:
         values = {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{where}: got a {type(values).__name__}, a config is a mapping of sections")
+        got = "text" if isinstance(values, str) else f"a {type(values).__name__}"
+        raise ConfigError(f"{where}: got {got}; a config is sections with keys, as in `outer: {{rounds: 40}}`")
     for override in overrides:
         _apply_override(values, override)
     return _validate(values, where)
@@ -234,7 +236,7 @@ def _validate(values: dict[str, Any], where: str) -> Config:
     try:
         return Config(**values)
     except ValidationError as error:
-        lines = _explain(error, Config, "")
+        lines = explain(error, Config, "")
         raise ConfigError(f"{where}:\n" + "\n".join(f"  {line}" for line in lines)) from None
 
 
@@ -264,40 +266,6 @@ def _set(target: dict[str, Any], key: str, text: str, override: str) -> None:
         target[last] = yaml.safe_load(text)
     except yaml.YAMLError:
         target[last] = text
-
-
-def _explain(error: ValidationError, model: type[BaseModel], prefix: str) -> list[str]:
-    """One line an error: where, what was got, what is allowed."""
-    lines = []
-    for item in error.errors():
-        where = prefix + ".".join(str(part) for part in item["loc"])
-        if item["type"] == "extra_forbidden":
-            lines.append(_unknown_key(where, item["loc"], model))
-        else:
-            allowed = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-            got = "" if isinstance(item["input"], dict | BaseModel) else f"got {item['input']!r}; "
-            lines.append(f"{where or 'config'}: {got}allowed: {allowed}" if got else f"{where}: {allowed}".lstrip(": "))
-    return lines
-
-
-def _unknown_key(where: str, loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
-    section = _section_at(model, loc[:-1])
-    keys = list(section.model_fields) if section else []
-    near = difflib.get_close_matches(str(loc[-1]), keys, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(keys)}"
-    return f"{where}: unknown key; {hint}"
-
-
-def _section_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel] | None:
-    for part in loc:
-        field = model.model_fields.get(str(part))
-        annotation = field.annotation if field else None
-        if isinstance(annotation, types.UnionType):
-            annotation = typing.get_args(annotation)[0]
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return None
-        model = annotation
-    return model
 
 
 def _merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def simulate(
         if with_baseline and finished:
             finished = run_baseline(config, run_dir, started, console)
     except KeyboardInterrupt:
-        console.print("stopping")
+        console.print(f"stopping; what came of it so far: diloco report {run_dir}", soft_wrap=True)
         return 130
     finally:
         stop(started)

@@ -13,7 +13,7 @@ GATHERED = frozenset({"topk"})
 class OuterOptimizerConfig(BaseModel):
     """torch.optim.SGD on fp32 global params; the defaults are DiLoCo's (2311.08105)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     lr: float = Field(default=0.7, gt=0)
     momentum: float = Field(default=0.9, ge=0, lt=1)
@@ -35,7 +35,7 @@ class OuterOptimizerConfig(BaseModel):
 class MergeConfig(BaseModel):
     """How the participants' pseudo-gradients become one, and which of them are let in; part by part."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     rule: Literal["mean", "trimmed_mean", "geometric_median", "centered_clip", "radial", "contributors"] = "mean"
     """trimmed_mean, geometric_median and centered_clip stand a few poisoned islands, from three islands on.
@@ -69,7 +69,7 @@ class MergeConfig(BaseModel):
 class CodingConfig(BaseModel):
     """How the codec works; each codec reads what concerns it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     feedback: float | None = Field(default=None, ge=0, le=1)
     """Error feedback: what coding lost is kept, times this, and added to the next pseudo-gradient; null: none."""
@@ -88,7 +88,7 @@ class CodingConfig(BaseModel):
 class GossipConfig(BaseModel):
     """Each round an island averages with a few others, chosen anew; there is no model of all (NoLoCo, 2506.10911)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     group: int = Field(default=2, ge=2)
     """Islands that average together; where these do not divide all islands evenly, some groups have more."""
@@ -122,7 +122,7 @@ GOSSIP_REFUSES = (
 class OuterConfig(BaseModel):
     """When islands average, how a pseudo-gradient is coded, and who must be there."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     rounds: int = Field(default=100, ge=1)
     """Times that every parameter is averaged: rounds x inner_steps inner steps in all."""

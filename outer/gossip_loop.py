@@ -174,7 +174,7 @@ class GossipLoop:
     def leave(self, steps: int = 0) -> None:
         """Withdraw from the run."""
         if self._partners is not None:
-            self._loop.run(self._partners.leave(), LEAVE_SECONDS)
+            self._loop.try_to(self._partners.leave(), LEAVE_SECONDS)
 
     def moment_steps(self, landed: int | None = None) -> dict[str, int]:
         """Moments are not averaged."""

@@ -35,6 +35,14 @@ class LoopThread:
             future.cancel()
             raise
 
+    def try_to(self, work: Coroutine[Any, Any, object], timeout_seconds: float) -> bool:
+        """Whether `work` was done in time; for what nobody depends on, as a goodbye. Its other errors are raised."""
+        try:
+            self.run(work, timeout_seconds)
+        except TimeoutError:
+            return False
+        return True
+
     def close(self) -> None:
         """Cancel what still runs and end the thread."""
         self.start(_cancel_others()).result(5 * self._slowness)

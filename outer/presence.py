@@ -107,11 +107,11 @@ class Presence:
         return self._loop.run(self.agreement.linger(seconds))
 
     def leave(self, steps: int) -> None:
-        """Say goodbye, `steps` inner steps into the round; only the goodbye itself is waited for."""
+        """Say goodbye, `steps` inner steps into the round; who does not hear it in time finds out without it."""
         me, incarnation = self._identity.island, self._identity.incarnation
         goodbye = Goodbye(island=me, incarnation=incarnation, round=self._held.mine.position.round, steps=steps)
-        self._loop.run(self.agreement.say_goodbye(goodbye), LEAVE_SECONDS)
-        self._loop.run(self._membership.leave(), LEAVE_SECONDS)
+        self._loop.try_to(self.agreement.say_goodbye(goodbye), LEAVE_SECONDS)
+        self._loop.try_to(self._membership.leave(), LEAVE_SECONDS)
 
     async def _resume(self) -> None:
         # It comes: others that go on from their checkpoints, too, and are faster, wait for it.

@@ -1,7 +1,8 @@
 """What to set so that an island computes for a wanted share of its time: what costs the training least comes first.
 
 Quantising costs next to nothing, a short delay little, more inner steps a round some loss, and dropping elements most
-care (2501.18512): so codec, then delay and fragments, then inner_steps, then sparse or 2-bit codecs.
+care (2501.18512): so codec, then delay and fragments, then inner_steps, then sparse or 2-bit codecs. Where islands are
+of unequal speed, fewer steps of the slow ones come before more of all.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ MIX = 0.5
 """That paper's, for delays of more than one step."""
 FRAGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 36)
 MAX_INNER_STEPS = 500
+WORTH = 0.001
+"""Of the time: a setting that wins less is not recommended."""
 MAX_BITS_PER_SECOND = 1e15
 
 
@@ -42,12 +45,12 @@ def ladder(case: Case, target: float, measure: Measure) -> list[Rung]:
     """Settings, each a step further than the one before, the last the first that reaches `target`, if any does."""
     rungs = [Rung({}, case, predict(case))]
     # With gossip nothing is hidden, and nothing kept of what coding loses.
-    steps = (_quantised, _delayed, _rarer, _sparse) if case.outer.gossip is None else (_quantised, _rarer)
+    steps = (_quantised, _delayed, _evened, _rarer, _sparse) if case.outer.gossip is None else (_quantised, _rarer)
     for make in steps:
         for rung in make(rungs[-1], target, measure):
             if rungs[-1].prediction.utilisation >= target:
                 return rungs
-            if rung.prediction.utilisation > rungs[-1].prediction.utilisation:
+            if rung.prediction.utilisation > rungs[-1].prediction.utilisation + WORTH:
                 rungs.append(rung)
     return rungs
 
@@ -110,6 +113,11 @@ def _delayed(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
                 best = found
     if best is not None:
         yield best
+
+
+def _evened(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
+    if rung.case.spread > 0 and rung.case.outer.local_steps == "fixed":
+        yield changed(rung, measure, local_steps="dynamic")
 
 
 def _overlapped(rung: Rung, measure: Measure, delay: int, fragments: int) -> Rung | None:

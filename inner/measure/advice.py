@@ -74,4 +74,4 @@ def _changes(work: Workload) -> Iterator[tuple[str, Workload]]:
 
 
 def _gb(size: int) -> str:
-    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
+    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"

@@ -37,7 +37,20 @@ def test_an_unknown_section_names_the_nearest_one():
 
 def test_a_wrong_type_says_what_was_got_and_what_is_allowed():
     message = error_of("outer: {inner_steps: many}")
-    assert "outer.inner_steps" in message and "got 'many'" in message and "integer" in message
+    assert "outer.inner_steps" in message and "got 'many'; allowed: a whole number" in message
+
+
+def test_a_key_without_its_section_names_the_section():
+    assert "rounds: unknown key; did you mean outer.rounds?" in error_of("rounds: 3")
+
+
+def test_a_value_for_a_section_says_how_a_key_of_it_is_set():
+    assert "outer: got 3; allowed: a section" in error_of("outer: 3")
+
+
+@pytest.mark.parametrize("value", [".inf", ".nan"])
+def test_a_number_that_is_not_finite_is_refused(value: str):
+    assert "optimizer.lr: got" in error_of(f"optimizer: {{lr: {value}}}")
 
 
 def test_an_unknown_codec_lists_the_choices():
@@ -67,6 +80,13 @@ def test_a_config_that_is_a_list_is_refused():
 def test_a_missing_file_is_named():
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         load_config("nowhere.yaml")
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"model\.safetensors is no text"):
+        load_config(path)
 
 
 def test_an_exponent_without_a_dot_is_a_number():

@@ -249,6 +249,16 @@ def test_the_last_line_reaches_the_target_and_each_is_better_than_the_one_before
     assert shares[-1] >= 0.9 and max(shares[:-1]) < 0.9
 
 
+def test_slow_islands_are_to_make_fewer_steps_before_all_make_more():
+    last = ladder(case(Link(1e10), spread=0.3), 0.9, lambda config: FREE)[-1]
+    assert last.changes == {"local_steps": "dynamic"}
+
+
+def test_a_setting_that_wins_nothing_is_not_recommended():
+    (rung,) = ladder(case(Link(1e10)), 0.99999, lambda config: FREE)
+    assert rung.changes == {}
+
+
 def test_every_recommended_setting_is_a_valid_config():
     for rung in ladder(case(Link(3e4)), 0.99, lambda config: FREE):
         OuterConfig.model_validate(rung.case.outer.model_dump())

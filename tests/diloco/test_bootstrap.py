@@ -1,0 +1,21 @@
+"""What `diloco bootstrap` refuses before it listens anywhere."""
+
+from pathlib import Path
+
+import pytest
+
+from diloco.bootstrap import bootstrap
+from diloco.config import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("rendezvous", "identity", "key", "text"),
+    [
+        ("udp", None, None, "got 'udp'; allowed: dht"),
+        ("dht", None, Path("KEY"), "--run-key-file: a dht needs none"),
+        ("tcp", Path("id.key"), None, "--identity: a tcp address is host and port alone"),
+    ],
+)
+def test_a_flag_of_the_other_rendezvous_is_refused_and_not_ignored(rendezvous, identity, key, text):
+    with pytest.raises(ConfigError, match=text):
+        bootstrap("127.0.0.1", 0, rendezvous, identity, key)
