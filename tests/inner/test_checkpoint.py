@@ -28,7 +28,7 @@ SIZES = ModelSizes(
 )
 # Muon and AdamW: both kinds of optimizer state, of different parameters.
 MUON = OPTIMIZER.model_copy(update={"name": "muon"})
-STEPS_BEFORE, STEPS_AFTER = 2, 3
+STEPS_BEFORE, STEPS_AFTER = 1, 2
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,9 @@ def test_saved_names_do_not_depend_on_the_mesh(saved) -> None:
     assert "optimizer/layers.3.ffn.up_proj.weight/momentum_buffer" in names["one"]
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "dp_shard2-tp2" else [pytest.mark.slow]) for name in SAVED]
+)
 def test_save_and_load_twice_is_the_same_bits(tmp_path: Path, saved, name: str) -> None:
     mesh = MESHES[name]
     for first, second in run(round_trips_on_a_rank, mesh, mesh, tmp_path):

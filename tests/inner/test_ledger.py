@@ -185,8 +185,11 @@ CASES: dict[str, tuple[Degrees, ParallelConfig, ModelSizes, str, int]] = {
         "float32",
         1,
     ),
+    "1F1B and tensor": (Degrees(pp=2, tp=2), ParallelConfig(), SIZES, "float32", 2),
     "four dimensions": (Degrees(pp=2, cp=2, tp=2), ParallelConfig(), SIZES, "float32", 2),
 }
+SLOW = ["four dimensions"]
+"""Each pair of its dimensions is in another case."""
 
 
 def _step(rank: int, cases: dict[str, Any]) -> dict[str, tuple[int, list[Row], list[Row]]]:
@@ -225,18 +228,23 @@ def _traffic(
 
 
 @pytest.fixture(scope="module")
-def traffic() -> dict[str, list[tuple[int, list[Row], list[Row]]]]:
-    """By case, of each rank."""
+def traffic(request: pytest.FixtureRequest) -> dict[str, list[tuple[int, list[Row], list[Row]]]]:
+    """By case that a test asks for, of each rank."""
+    wanted = {getattr(item, "callspec", None) and item.callspec.params.get("name") for item in request.session.items}
     results: dict[str, list[Any]] = {}
     for num_ranks in (2, 4, 8):
-        cases = {name: case for name, case in CASES.items() if case[0].num_ranks == num_ranks}
+        cases = {name: case for name, case in CASES.items() if name in wanted and case[0].num_ranks == num_ranks}
+        if not cases:
+            continue
         for by_case in run_ranks(_step, num_ranks, cases, timeout_seconds=120):
             for name, result in by_case.items():
                 results.setdefault(name, []).append(result)
     return results
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
+)
 def test_a_step_sends_exactly_what_the_formula_says(traffic, name):
     degrees = CASES[name][0]
     ranks = [result for rank, result in enumerate(traffic[name]) if _is_fullest(degrees, rank)]

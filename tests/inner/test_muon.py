@@ -14,7 +14,7 @@ from inner.mesh import Degrees
 from inner.muon import Muon, newton_schulz
 from inner.presets import ModelSizes
 from tests.harness import run_ranks
-from tests.inner.small import OPTIMIZER, batch, build_trainer, relative_error, share, whole_model
+from tests.inner.small import OPTIMIZER, SEQUENCES, batch, build_trainer, relative_error, share, whole_model
 
 # Tall, wide, square, fewer rows than ranks; not a multiple of 2 or 4 ranks in number or size.
 SHAPES = [(50, 32), (32, 50), (17, 17), (3, 40), (41, 5)]
@@ -133,11 +133,13 @@ MESHES = {
     "pp2-fsdp2": Degrees(pp=2, dp_shard=2),
 }
 OTHERS = [name for name in MESHES if name != "one"]
+TRAINED = 6
+"""Steps."""
 
 
 @dataclass
 class Life:
-    """The model before, after one step and after ten, and the loss of each step."""
+    """The model before, after one step and after the last, and the loss of each step."""
 
     models: list[dict[str, Tensor]]
     losses: list[float | None]
@@ -148,11 +150,13 @@ def live(_: int, num_ranks: int) -> dict[str, Life]:
 
 
 def train(degrees: Degrees) -> Life:
-    trainer = build_trainer(degrees, SIZES, CONFIG, ParallelConfig())
+    # As few micro-batches as can be: what Muon sees is their sum.
+    micro_batch = SEQUENCES // degrees.num_data_ranks // degrees.pp
+    trainer = build_trainer(degrees, SIZES, CONFIG, ParallelConfig(), micro_batch=micro_batch)
     life = Life([whole_model(trainer.params)[0]], [])
-    for step in range(10):
+    for step in range(TRAINED):
         life.losses.append(trainer.step(share(trainer, batch(step))).loss)
-        if step in (0, 9):
+        if step in (0, TRAINED - 1):
             life.models.append(whole_model(trainer.params)[0])
     return life
 

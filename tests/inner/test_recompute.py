@@ -214,7 +214,8 @@ def live(_: int) -> dict[tuple[str, Recompute], Life]:
 def train(name: str, kind: Recompute) -> Life:
     degrees, parallel, settings = MESHES[name]
     sizes = ModelSizes(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True)
-    trainer = build_trainer(degrees, sizes, parallel=parallel.model_copy(update={"recompute": kind}), **settings)
+    recomputing = parallel.model_copy(update={"recompute": kind})
+    trainer = build_trainer(degrees, sizes, parallel=recomputing, micro_batch=6, **settings)
     life = Life()
     for number in range(2):
         with Calls() as calls:

@@ -215,7 +215,7 @@ def rerun_on_a_rank(rank: int, degrees: Degrees) -> list[tuple[list[float | None
     found = []
     for _ in range(2):
         trainer = build_trainer(degrees)
-        found.append(([result.loss for result in train(trainer, 5)], snapshot(trainer.params)))
+        found.append(([result.loss for result in train(trainer, 3)], snapshot(trainer.params)))
     return found
 
 

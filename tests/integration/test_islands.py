@@ -1,12 +1,13 @@
 """Several real islands train one model: unequal meshes, a death, a joiner, an end by signal."""
 
-import os
 import signal
 import time
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 
-from tests.swarm import swarm
+from tests.swarm import Island, swarm
 
 ONE, FSDP2 = {"ranks": 1}, {"ranks": 2}
 # Two stages on each of two ranks, both cut over two: rank-paired exchange would miss most of it.
@@ -14,28 +15,38 @@ FOUR = {"ranks": 4, "mesh": {"pp": 2, "tp": 2}, "parallel": {"schedule": "interl
 REPLICATE2 = {"ranks": 2, "mesh": {"dp_replicate": 2}}
 
 
-@pytest.mark.parametrize(
-    ("codec", "third"), [("fp32", REPLICATE2), ("int8", FOUR)], ids=["fp32-replicate2", "int8-pp2-tp2"]
-)
-def test_islands_of_unequal_meshes_hold_equal_digests_after_every_round(tmp_path, codec, third):
-    with swarm(tmp_path, f"outer.codec={codec}", "model.num_layers=4", islands=[ONE, FSDP2, third]) as islands:
-        running = islands.start_all()
-        for island in running:
-            island.finish()
-        for round_number in range(3):
-            rounds = [island.committed()[round_number] for island in running]
-            assert rounds[0]["participants"] == ["island-0", "island-1", "island-2"]
-            assert len({r["digest"] for r in rounds}) == 1
+UNEQUAL = {"fp32-replicate2": ("fp32", REPLICATE2), "int8-pp2-tp2": ("int8", FOUR)}
 
 
-def test_islands_of_unequal_meshes_start_from_the_same_digest_and_loss(tmp_path):
-    with swarm(tmp_path, "outer.rounds=1", "model.num_layers=4", islands=[ONE, FSDP2, FOUR]) as islands:
-        running = islands.start_all()
-        for island in running:
-            island.finish()
-        assert len({island.records("event")[0]["text"] for island in running}) == 1
-        losses = [island.records("eval")[0]["loss"] for island in running]
-        assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+@pytest.fixture(scope="module")
+def unequal(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Island]]:
+    """A run of UNEQUAL -> its three islands, which have trained three rounds and ended."""
+
+    @cache
+    def trained(name: str) -> list[Island]:
+        codec, third = UNEQUAL[name]
+        settings = [f"outer.codec={codec}", "model.num_layers=4"]
+        with swarm(tmp_path_factory.mktemp("unequal"), *settings, islands=[ONE, FSDP2, third]) as islands:
+            for island in islands.start_all():
+                island.finish()
+            return islands.started
+
+    return trained
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_islands_of_unequal_meshes_hold_equal_digests_after_every_round(unequal, name):
+    for round_number in range(3):
+        rounds = [island.committed()[round_number] for island in unequal(name)]
+        assert rounds[0]["participants"] == ["island-0", "island-1", "island-2"]
+        assert len({r["digest"] for r in rounds}) == 1
+
+
+def test_islands_of_unequal_meshes_start_from_the_same_digest_and_loss(unequal):
+    islands = unequal("int8-pp2-tp2")
+    assert len({island.records("event")[0]["text"] for island in islands}) == 1
+    losses = [island.records("eval")[0]["loss"] for island in islands]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
 def test_survivors_go_on_without_an_island_that_was_killed(tmp_path):
@@ -111,12 +122,3 @@ def test_an_island_with_another_config_is_told_which_keys_differ(tmp_path):
         assert second.wait(60) != [0]
         assert "outer.codec: here 'int8', in the run 'fp32'" in second.log
         assert "seed: here 7, in the run 0" in second.log
-
-
-def test_no_process_of_a_finished_island_is_left(tmp_path):
-    with swarm(tmp_path, "outer.rounds=1", islands=[FSDP2]) as islands:
-        island = islands.start(0)
-        island.finish()
-        for rank in island.ranks:
-            with pytest.raises(ProcessLookupError):
-                os.kill(rank.pid, 0)

@@ -8,12 +8,13 @@ import torch
 from outer.config import OuterConfig, OuterOptimizerConfig
 from outer.fragments import schedule_of
 from outer.reports import Landing
-from tests.outer.islands import FakeParams, Island, progress
+from tests.outer.islands import GUARD_SECONDS, FakeParams, Island, Spec, progress
 
 TOKENS = {"a": 100, "b": 300, "c": 57}
 """An inner step's, by island."""
 FRAGMENTS = [["layers.0.w", "layers.2.w"], ["layers.1.w"], ["embed", "head"]]
 """Of `layered`, strided, three fragments."""
+NESTEROV = OuterOptimizerConfig()
 
 
 def layered(seed: int = 0, scale: int = 1) -> dict[str, torch.Tensor]:
@@ -21,6 +22,15 @@ def layered(seed: int = 0, scale: int = 1) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = {"embed": (13, 7), "layers.0.w": (6, 5), "layers.1.w": (4, 9), "layers.2.w": (6, 5), "head": (7, 13)}
     return {name: torch.randn(a * scale, b, generator=generator) for name, (a, b) in shapes.items()}
+
+
+def specs() -> list[Spec]:
+    return [Spec(name, tuple(values.shape)) for name, values in layered().items()]
+
+
+def config(num_islands: int, **changes: object) -> OuterConfig:
+    fields = {"start_islands": num_islands, "transport": "loopback", "wait_seconds": GUARD_SECONDS}
+    return OuterConfig(**{**fields, "rounds": 3, "inner_steps": 7, **changes})
 
 
 @dataclass
@@ -62,6 +72,15 @@ class Stream:
         """All of them, in the order of the model."""
         with self.island.outer.global_params():
             return self.island.params.flat()
+
+
+def streamed(config: OuterConfig, rounds: int, island: Island) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """(global params, local params, digests) after so many rounds."""
+    island.outer.begin()
+    stream = Stream(island, config)
+    stream.run(rounds)
+    digests = [landing.reports[-1].digest for landing in stream.landings]
+    return stream.global_params(), island.params.flat(), digests
 
 
 class OneProcess:

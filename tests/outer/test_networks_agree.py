@@ -65,7 +65,7 @@ def trajectory(kind: str, codec: str) -> list[str]:
     return found[0]
 
 
-@pytest.mark.parametrize("codec", ["fp32", "int8"])
+@pytest.mark.parametrize("codec", [pytest.param("fp32", marks=pytest.mark.slow), "int8"])
 def test_loopback_gloo_and_hivemind_give_the_same_digests_in_every_round(codec: str) -> None:
     loopback = trajectory("loopback", codec)
     assert len(set(loopback)) == 4

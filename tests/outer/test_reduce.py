@@ -163,7 +163,7 @@ def bytes_of(case: Case, island: str) -> int:
 
 
 @given(case=cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_element_is_reduced_exactly_once_whatever_the_order_of_messages(case: Case) -> None:
     means, sent = run(reduce_on_all(case))
     for name in case.names:
@@ -179,7 +179,7 @@ def test_every_element_is_reduced_exactly_once_whatever_the_order_of_messages(ca
 
 
 @given(case=cases())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_all_islands_find_equal_digests_of_every_part(case: Case) -> None:
     means, _ = run(reduce_on_all(case))
     digests: dict[int, set[bytes]] = {}

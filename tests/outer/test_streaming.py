@@ -1,107 +1,14 @@
-"""Fragments in turn, behind the training: the equations of Streaming DiLoCo (2501.18512), bit for bit, and faults."""
+"""Fragments behind the training: the equations of Streaming DiLoCo (2501.18512), and eager ones, to the bit."""
 
 import threading
-from collections import Counter
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
 
 from outer.config import OuterConfig, OuterOptimizerConfig
-from outer.errors import InputError
-from outer.fragments import Schedule, fragments_of, groups_of
-from outer.reports import CaughtUp
-from outer.space import Space
-from tests.outer.islands import GUARD_SECONDS, Island, Spec, dies_in, fails_in, run_islands
-from tests.outer.streams import FRAGMENTS, OneProcess, Stream, layered
-
-torch.set_num_threads(1)
-
-NESTEROV = OuterOptimizerConfig()
-
-
-def config(num_islands: int, **changes: object) -> OuterConfig:
-    fields = {"start_islands": num_islands, "transport": "loopback", "wait_seconds": GUARD_SECONDS}
-    return OuterConfig(**{**fields, "rounds": 3, "inner_steps": 7, **changes})
-
-
-def streamed(config: OuterConfig, rounds: int, island: Island) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-    """(global params, local params, digests) after so many rounds."""
-    island.outer.begin()
-    stream = Stream(island, config)
-    stream.run(rounds)
-    digests = [landing.reports[-1].digest for landing in stream.landings]
-    return stream.global_params(), island.params.flat(), digests
-
-
-def specs() -> list[Spec]:
-    return [Spec(name, tuple(values.shape)) for name, values in layered().items()]
-
-
-# -- what is sent when ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("inner_steps,fragments", [(1, 1), (7, 3), (12, 4), (5, 5), (100, 9)])
-def test_every_fragment_is_sent_exactly_once_in_inner_steps(inner_steps: int, fragments: int) -> None:
-    schedule = Schedule(inner_steps, fragments)
-    sent = [(r % fragments, schedule.end(r)) for r in range(4 * fragments)]
-    for fragment in range(fragments):
-        steps = [step for f, step in sent if f == fragment]
-        assert [b - a for a, b in pairwise(steps)] == [inner_steps] * 3
-    assert sent[-1][1] == 4 * inner_steps
-    assert min(schedule.steps(r) for r in range(4 * fragments)) >= 1
-
-
-@pytest.mark.parametrize("pattern", ["strided", "sequential", "balanced"])
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_every_parameter_is_in_exactly_one_fragment(pattern: str, count: int) -> None:
-    found = fragments_of(specs(), config(1, fragments=count, fragment_pattern=pattern))
-    assert Counter(name for names in found for name in names) == Counter(layered().keys())
-    assert all(found)
-
-
-def test_strided_takes_every_nth_layer_sequential_neighbours_and_both_the_rest_last() -> None:
-    strided = fragments_of(specs(), config(1, fragments=3))
-    assert [sorted(names) for names in strided] == [sorted(names) for names in FRAGMENTS]
-    sequential = fragments_of(specs(), config(1, fragments=3, fragment_pattern="sequential"))
-    assert sequential == [{"layers.0.w"}, {"layers.1.w", "layers.2.w"}, {"embed", "head"}]
-
-
-def test_balanced_fragments_are_at_most_four_thirds_of_the_mean_when_units_allow() -> None:
-    names = [Spec(f"layers.{i}.w", (100 + 7 * i, 10)) for i in range(17)]
-    found = fragments_of(names, config(1, fragments=4, fragment_pattern="balanced"))
-    sizes = [sum(spec.shape[0] for spec in names if spec.name in fragment) for fragment in found]
-    assert max(sizes) <= sum(sizes) / 4 * 4 / 3
-
-
-def test_more_fragments_than_the_model_has_layers_is_an_error_that_says_how_many_fit() -> None:
-    with pytest.raises(InputError, match=r"outer.fragments: got 7, .* 3 layers .* set outer.fragments=4 or lower"):
-        fragments_of(specs(), config(1, fragments=7))
-
-
-@pytest.mark.parametrize(
-    "values,text",
-    [
-        ({"inner_steps": 4, "fragments": 5}, "lower fragments or raise inner_steps"),
-        ({"inner_steps": 8, "fragments": 4, "delay": 3}, "set delay to 2 or less"),
-    ],
-)
-def test_a_schedule_that_cannot_be_is_refused_with_the_cure(values: dict[str, int], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        OuterConfig(**values)
-
-
-def test_no_part_has_parameters_of_two_fragments() -> None:
-    made = config(1, fragments=3)
-    space = Space(specs(), 16, 4, groups_of(specs(), made, splits_fine=False))
-    for part in space.parts:
-        names = {space.name_at(part.start), space.name_at(part.stop - 1)}
-        assert names <= set(FRAGMENTS[part.fragment])
-    assert sum(part.num_elements for part in space.parts) == space.num_elements
-
-
-# -- the equations ----------------------------------------------------------------------------------------------
+from tests.outer.islands import GUARD_SECONDS, Island, run_islands
+from tests.outer.streams import FRAGMENTS, NESTEROV, OneProcess, Stream, config, layered, streamed
 
 
 @pytest.mark.parametrize(
@@ -212,112 +119,6 @@ def test_different_quadratics_are_minimised_together_with_the_papers_momentum() 
     assert found["a"].std() < 1e-2 and 0.5 < found["a"].mean() < 1.0
 
 
-# -- faults -----------------------------------------------------------------------------------------------------
-
-
-def test_a_round_that_fails_on_its_way_is_tried_again_with_the_same_snapshot() -> None:
-    made = config(3, fragments=3, delay=2)
-    found = run_islands(
-        dict.fromkeys("abc", partial(streamed, made, 9)), made, model=layered, faults={"b": fails_in(4)}
-    )
-    expected = OneProcess("abc", made, NESTEROV)
-    expected.run(9)
-    for name in "abc":
-        assert torch.equal(found[name][0], expected.flat_global())
-        assert torch.equal(found[name][1], expected.flat_local(name))
-
-
-def test_when_an_island_dies_with_its_fragment_on_the_way_the_others_commit_it_without() -> None:
-    made = config(3, fragments=3, delay=1)
-
-    def script(island: Island) -> list[str]:
-        island.outer.begin()
-        stream = Stream(island, made)
-        if island.name == "b":
-            stream.run(4)
-            stream.segment()
-            stream.launch()
-            return []
-        stream.run(9)
-        assert stream.landings[4].reports[-1].participants == ["a", "c"]
-        return [landing.reports[-1].digest for landing in stream.landings]
-
-    found = run_islands(dict.fromkeys("abc", script), made, model=layered, faults={"b": dies_in(4)})
-    assert found["a"] == found["c"] and len(found["a"]) == 9
-
-
-def test_a_joiner_in_the_middle_of_a_cycle_has_the_state_and_commits_the_next_fragments() -> None:
-    made = config(2, fragments=3, delay=1)
-    ready_to_join, has_begun = threading.Event(), threading.Event()
-    all_old = threading.Barrier(2, ready_to_join.set)
-
-    def old(island: Island) -> tuple[list[bytes], list[str]]:
-        island.outer.begin()
-        stream = Stream(island, made)
-        stream.run(4)
-        state = island.state()
-        all_old.wait(GUARD_SECONDS)
-        assert has_begun.wait(GUARD_SECONDS)
-        stream.run(9)
-        return state, [landing.reports[-1].digest for landing in stream.landings[4:]]
-
-    def joiner(island: Island) -> tuple[list[bytes], list[str]]:
-        assert ready_to_join.wait(GUARD_SECONDS)
-        assert island.outer.begin().round == 4
-        state = island.state()
-        has_begun.set()
-        stream = Stream(island, made)
-        stream.run(9)
-        return state, [landing.reports[-1].digest for landing in stream.landings]
-
-    found = run_islands({"a": old, "b": old, "c": joiner}, made, model=layered)
-    assert found["a"] == found["b"] == found["c"]
-
-
-@pytest.mark.parametrize("policy", ["rebase", pytest.param("drop", marks=pytest.mark.slow)])
-def test_an_island_that_missed_a_fragment_goes_on_from_the_state_by_the_rule(policy: str) -> None:
-    made = config(2, fragments=3, missed_progress=policy, inner_steps=6)
-    alone, taken = threading.Event(), threading.Event()
-    both = threading.Barrier(2)
-
-    def quick(island: Island) -> list[str]:
-        island.outer.begin()
-        stream = Stream(island, made)
-        stream.run(4)
-        both.wait(GUARD_SECONDS)
-        island.outer._side.deadlines.initial_seconds = 0.0
-        stream.run(5)  # b is not ready: it is given up
-        assert stream.landings[-1].reports[-1].participants == ["a"]
-        alone.set()
-        assert taken.wait(GUARD_SECONDS)
-        island.outer._side.deadlines.initial_seconds = GUARD_SECONDS
-        stream.run(8)
-        return [landing.reports[-1].digest for landing in stream.landings[5:]]
-
-    def slow(island: Island) -> list[str]:
-        island.outer.begin()
-        stream = Stream(island, made)
-        stream.run(4)
-        both.wait(GUARD_SECONDS)
-        stream.segment()
-        assert alone.wait(GUARD_SECONDS)
-        before = stream.global_params()
-        moved = island.params.flat() - before
-        stream.launch()
-        with pytest.raises(CaughtUp) as caught:
-            stream.land()
-        assert caught.value.is_kept == (policy == "rebase")
-        now, after = island.params.flat(), stream.global_params()
-        assert not torch.equal(before, after), "the missed commit is in the state"
-        torch.testing.assert_close(now - after, moved if policy == "rebase" else torch.zeros_like(moved))
-        taken.set()
-        stream.run(8)
-        return [landing.reports[-1].digest for landing in stream.landings[4:]]
-
-    found = run_islands({"a": quick, "b": slow}, made, model=layered)
-    assert found["a"] == found["b"] and len(found["a"]) == 3
-
-
 def test_weights_are_the_tokens_since_the_fragment_was_sent() -> None:
     made = config(1, fragments=3, inner_steps=6)
 
@@ -340,10 +141,6 @@ def test_weights_are_the_tokens_since_the_fragment_was_sent() -> None:
         (200, 600),
         (200, 600),
     ]
-
-
-def test_a_config_counts_rounds_of_all_fragments() -> None:
-    assert config(1, fragments=3).num_rounds == 9
 
 
 # -- eager updates ----------------------------------------------------------------------------------------------

@@ -6,10 +6,11 @@ from tests.parity.meshes import TIED, Case, case, of
 
 CASES = [
     case("dp_shard2", compute_dtype="bfloat16"),
-    case("tp2", TIED, micro_batch=6, compute_dtype="bfloat16"),
+    case("tp2", micro_batch=6, compute_dtype="bfloat16"),
     *(
         pytest.param(slow, marks=pytest.mark.slow)
         for slow in (
+            case("tp2", TIED, micro_batch=6, compute_dtype="bfloat16"),
             case("cp2", compute_dtype="bfloat16"),
             case("pp2", TIED, schedule="zbv", compute_dtype="bfloat16"),
             case("pp2 dp_shard2 cp2 tp2", TIED, compute_dtype="bfloat16"),
