@@ -197,11 +197,10 @@ def test_all_wait_for_the_slowest_unless_it_makes_fewer_steps():
 
 
 def test_timed_rounds_have_as_many_steps_as_there_is_time_for():
-    timed = {"local_steps": "timed", "round_seconds": 4.5}
-    p = predict(case(spread=0.5, **timed))
+    p = predict(case(spread=0.5, local_steps="timed", round_seconds=4.5))
     assert (p.inner_steps, p.compute_seconds, p.spread_seconds) == (5, 5.0, 0.0)
-    assert predict(case(fragments=2, **timed)).inner_steps == 10
-    assert predict(case(**timed | {"round_seconds": 100.0})).inner_steps == 12
+    assert predict(case(fragments=2, local_steps="timed", round_seconds=4.5)).inner_steps == 10
+    assert predict(case(local_steps="timed", round_seconds=100.0)).inner_steps == 12
 
 
 def test_feedback_decodes_what_it_encodes():
