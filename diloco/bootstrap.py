@@ -8,9 +8,11 @@ import typer
 
 from diloco.config import ConfigError
 from diloco.signals import end_with_parent
+from outer.errors import OuterError
 
 PREFIX = "address: "
 """What the line with an address starts with, for programs that read it."""
+START_SECONDS, CLOSE_SECONDS = 60.0, 5.0
 
 
 def bootstrap(host: str, port: int, rendezvous: str, identity: Path | None, run_key_file: Path | None = None) -> None:
@@ -45,8 +47,13 @@ def _serve_dht(host: str, port: int, identity: Path | None):
     from outer.membership.hivemind import serve_bootstrap
 
     loop = LoopThread()
-    peer = loop.run(serve_bootstrap([f"/ip4/{host}/tcp/{port}"], identity), timeout_seconds=60)
-    return list(peer.addresses), lambda: loop.run(peer.close(), timeout_seconds=5)
+    try:
+        peer = loop.run(serve_bootstrap([f"/ip4/{host}/tcp/{port}"], identity), START_SECONDS)
+    except TimeoutError:
+        raise OuterError(
+            f"libp2p's daemon did not start within {START_SECONDS:g} s; `diloco doctor` checks this machine"
+        ) from None
+    return list(peer.addresses), lambda: loop.try_to(peer.close(), CLOSE_SECONDS)
 
 
 def _serve_tcp(host: str, port: int, run_key_file: Path | None):

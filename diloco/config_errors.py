@@ -40,7 +40,7 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str) -> list
 
 def _allowed(item: ErrorDetails) -> str:
     if item["type"] == "string_pattern_mismatch":
-        return f"text that matches {item['ctx']['pattern']}"
+        return f"text that matches {item.get('ctx', {}).get('pattern')}"
     said = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return PLAIN.get(item["type"], said)
 

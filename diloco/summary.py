@@ -204,7 +204,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str, str]]:
         rows.append(("Tokens by source", shares_of(summary["source_tokens"]), ""))
     if summary["units_trained"] is not None:
         figures = (f"{summary[f'units_{what}']:,}" for what in ("trained", "repeated", "open"))
-        rows.append(("Units of text trained, repeated, open", " / ".join(figures), ""))
+        rows.append(("Units trained, repeated, open", " / ".join(figures), ""))
     if summary["faults"]:
         kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(summary["faults"].items()))
         rows.append(("Faults inflicted", kinds, ""))

@@ -121,6 +121,8 @@ def draw_lane(axes: Axes, island: IslandRecords, lane: int, at: Callable[[float]
             axes.broken_barh(bars, (lane - 0.3, 0.6), facecolor=color, edgecolor=color, linewidth=1.0, zorder=3)
         axes.broken_barh(bars, (lane - 0.3, 0.6), **look)
     for event in island.events:
+        if event.name == "account":
+            continue  # It is said as the island leaves, and would lie over that.
         axes.plot([at(event.time)], [lane + 0.36], marker="^", color=INK, markersize=5, clip_on=False, zorder=4)
         below = {"xytext": (4, -2), "textcoords": "offset points", "va": "center", "fontsize": 8.5}
         axes.annotate(event.name[:24], xy=(at(event.time), lane + 0.38), **below)

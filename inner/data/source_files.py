@@ -44,7 +44,7 @@ class FilesSource:
             size_read += size
         if not found:
             raise InputError(
-                f"data.paths {list(self.paths)}: {len(files)} files, none with any text; "
+                f"data.paths {list(self.paths)}: no text in any of the files found, {len(files)} in all; "
                 "need UTF-8 text, .jsonl or .parquet files that are not empty"
             )
 

@@ -199,7 +199,7 @@ class Rendezvous:
         """Stop serving. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
-            self._loop.run(self._messenger.close(), timeout_seconds=5)
+            self._loop.try_to(self._messenger.close(), 5)
             self._loop.close()
 
 

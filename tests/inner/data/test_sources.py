@@ -115,7 +115,7 @@ def test_a_folder_without_files_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_without_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"\xff\xfe\xfd")
-    assert "1 files, none with any text" in error_of(source="files", paths=[str(tmp_path)])
+    assert "no text in any of the files found, 1 in all" in error_of(source="files", paths=[str(tmp_path)])
 
 
 def test_files_without_paths_say_what_to_name() -> None:
