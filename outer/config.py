@@ -255,10 +255,14 @@ class OuterConfig(BaseModel):
             )
 
     def _check_histories(self) -> None:
-        if self.merge.max_norm_zscore is not None and self.codec in GATHERED:
+        merge = self.merge
+        remembering = [name for name in ("max_norm_zscore", "min_cosine") if getattr(merge, name) is not None]
+        remembering += ["rule: centered_clip"] if merge.rule == "centered_clip" else []
+        if remembering and self.codec in GATHERED:
             raise ValueError(
-                f"merge.max_norm_zscore: with codec {self.codec} every island makes the means itself, and one that has "
-                "joined remembers other norms than the others; use max_norm_ratio, or another codec"
+                f"merge.{remembering[0]}: with codec {self.codec} every island makes the means itself, and one that "
+                "has joined remembers other rounds than the others; leave it out (max_norm_ratio remembers nothing), "
+                "or use another codec"
             )
 
     @property

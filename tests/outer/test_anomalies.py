@@ -264,6 +264,7 @@ def test_a_history_that_is_none_is_refused(values: tuple[float, ...]) -> None:
     assert history_of(tensor_of(after(healthy(200)))) == after(healthy(200))
 
 
-def test_codecs_of_which_every_island_makes_the_mean_have_no_such_gate() -> None:
-    with pytest.raises(ValueError, match="use max_norm_ratio, or another codec"):
-        OuterConfig(merge=CONFIG, codec="topk")
+@pytest.mark.parametrize("merge", [CONFIG, MergeConfig(min_cosine=0.1), MergeConfig(rule="centered_clip")])
+def test_codecs_of_which_every_island_makes_the_mean_have_no_gate_or_rule_that_remembers(merge) -> None:
+    with pytest.raises(ValueError, match="max_norm_ratio remembers nothing"):
+        OuterConfig(merge=merge, codec="topk")
