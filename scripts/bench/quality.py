@@ -138,8 +138,8 @@ def train(name: str, settings: str) -> Result | None:
     if summary is None:
         return None
     sent = list(summary["bytes_sent"].values())
-    rounds = summary["rounds_committed"]
-    losses = [(int(number) / rounds, loss) for number, loss in summary["eval_losses"].items()]
+    by_round = {int(number): loss for number, loss in summary["eval_losses"].items()}
+    losses = [(number / max(by_round), loss) for number, loss in by_round.items()]
     return Result(name, settings, summary["final_eval_loss"], mean(sent), summary["tokens"], losses)
 
 
@@ -173,9 +173,13 @@ def draw(results: list[Result], path: Path) -> None:
         by_bytes.errorbar(*zip(*ends, strict=True), fmt="o-", capsize=3, label=label)
         shares, losses = curve_of(found[0])
         by_tokens.plot([share * found[0][0].tokens / 1e3 for share in shares], losses, ".-", label=label)
-    by_bytes.set(xscale="log", xlabel="MB sent by an island in the whole run", ylabel="held-out loss (nats a token)")
-    by_tokens.set(xlabel="thousand tokens")
-    by_bytes.legend(fontsize=8)
+    by_bytes.set(xscale="log", xlabel="MB sent by an island in the whole run", ylabel="held-out loss, nats a token")
+    by_bytes.set_title("at the end: rounds more or less often", fontsize=10)
+    by_bytes.set_xticks(ticks := [1, 2, 5, 10, 20, 50, 100], [str(tick) for tick in ticks])
+    by_bytes.minorticks_off()
+    by_tokens.set(xlabel="thousand tokens, of all islands")
+    by_tokens.set_title("on the way: rounds of every 10 inner steps", fontsize=10)
+    by_tokens.legend(fontsize=8)
     for axes in (by_bytes, by_tokens):
         axes.grid(alpha=0.3)
     figure.tight_layout()
