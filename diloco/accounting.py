@@ -9,14 +9,23 @@ from diloco.runfiles import IslandRecords
 
 
 def data_account(islands: Sequence[IslandRecords]) -> dict[str, Any]:
-    """Units trained in committed rounds, trained more than once, and open at the end; None when not recorded."""
+    """Units trained in committed rounds, trained more than once, and open at the end; None when not recorded.
+
+    `steps_accounted`: inner steps of those rounds, by the records; each trains one unit. Records of an island that was
+    killed between a commit and its record are missing.
+    """
     committed = [record for island in islands for record in once_each(island.rounds)]
     if not committed:
-        return dict.fromkeys(("units_trained", "units_repeated", "units_open"))
+        return dict.fromkeys(("units_trained", "units_repeated", "units_open", "steps_accounted"))
     last = max(committed, key=lambda r: (r.trained_units, r.round))
-    units = list(chain.from_iterable(map(units_of, history(committed, last))))
-    repeated = len(units) - len(set(units))
-    return {"units_trained": last.trained_units, "units_repeated": repeated, "units_open": last.open_units}
+    survived = history(committed, last)
+    units = list(chain.from_iterable(map(units_of, survived)))
+    return {
+        "units_trained": last.trained_units,
+        "units_repeated": len(units) - len(set(units)),
+        "units_open": last.open_units,
+        "steps_accounted": sum(record.steps for record in survived),
+    }
 
 
 def once_each(rounds: Sequence[RoundRecord]) -> list[RoundRecord]:

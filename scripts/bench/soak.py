@@ -1,6 +1,6 @@
 """A run under a storm of faults, and what it must have kept: one history, every unit of text once, the loss.
 
-    python -m scripts.bench.soak [--rounds 150] [--islands 4] [--storm 3] [--seed 0] [section.key=value ...]
+    python -m scripts.bench.soak [--rounds 170] [--islands 4] [--storm 3] [--seed 0] [section.key=value ...]
 
 Islands of the quickstart's smallest model are killed, frozen and started again all the while (about ten minutes on two
 cores); the same run without faults is trained beside it for its loss. Ends with status 1 unless every check holds.
@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 
 from scripts.bench.simulation import simulated
 
-SMALL = ["model.preset=1m", "optimizer.tokens_per_step=1024", "island.micro_batch=2", "evaluate.every_rounds=10"]
+INNER_STEPS = 5
+SMALL = [
+    "model.preset=1m",
+    f"outer.inner_steps={INNER_STEPS}",
+    "optimizer.tokens_per_step=1024",
+    "island.micro_batch=2",
+    "evaluate.every_rounds=10",
+]
 MAX_LOSS_RATIO = 1.02
 MIN_COMMITTED_SHARE = 0.9
 MIN_FAULTS = 10
@@ -43,7 +50,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=150)
+    parser.add_argument("--rounds", type=int, default=170)
     parser.add_argument("--islands", type=int, default=4)
     parser.add_argument("--storm", type=float, default=3.0, help="faults an island and minute, on average")
     parser.add_argument("--seed", type=int, default=0, help="of the storm")
@@ -55,6 +62,8 @@ def checks_of(stormy: dict[str, Any], calm: dict[str, Any], rounds: int) -> list
     """What the storm must have left as it was; both are summaries."""
     num_faults = sum(stormy["faults"].values())
     ratio = stormy["final_eval_loss"] / calm["final_eval_loss"]
+    # An island that is killed between a commit and its record leaves none.
+    num_unrecorded = stormy["units_trained"] - stormy["steps_accounted"]
     kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(stormy["faults"].items()))
     return [
         Check(f"at least {MIN_FAULTS} faults were inflicted", num_faults >= MIN_FAULTS, kinds or "none"),
@@ -62,9 +71,9 @@ def checks_of(stormy: dict[str, Any], calm: dict[str, Any], rounds: int) -> list
         Check("digests are equal in every round", stormy["digests_equal"], str(stormy["rounds_disagreeing"] or "yes")),
         Check("no unit of text was trained twice", stormy["units_repeated"] == 0, str(stormy["units_repeated"])),
         Check(
-            "every inner step in a committed round has its unit",
-            stormy["units_trained"] == stormy["steps_committed"],
-            f"{stormy['units_trained']} units, {stormy['steps_committed']} steps",
+            "every inner step of these rounds trained its unit",
+            0 <= num_unrecorded <= stormy["faults"].get("kill", 0) * INNER_STEPS,
+            f"{stormy['units_trained']} units, {stormy['steps_accounted']} steps",
         ),
         Check(
             f"inner steps in committed rounds: at least {MIN_COMMITTED_SHARE:.0%}",
