@@ -82,6 +82,6 @@ def run_in_process(config: Config, run_dir: Path, started: list[Child], console:
             time.sleep(POLL_SECONDS)
         view.update()
     if child.exit_code:
-        console.print(f"{child.name} ended with status {child.exit_code}; the end of {child.log}:")
-        console.print(child.log_tail(), markup=False, highlight=False)
+        console.print(f"{child.name} ended with status {child.exit_code}; from {child.log}:")
+        console.print(child.last_words(), markup=False, highlight=False)
     return child.exit_code == 0

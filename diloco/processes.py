@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from diloco.signals import end_with_parent
@@ -22,6 +23,8 @@ KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_":
 MARK = "DILOCO_CHILD"
 """In the environment of a child and all that it starts: torchrun puts its workers into sessions of their own, and what
 a killed worker leaves has no parent any more."""
+LINES_OF_TORCHRUN = 80
+"""More than it prints when a rank has ended."""
 _numbers = itertools.count()
 
 
@@ -39,6 +42,15 @@ class Child:
     def exit_code(self) -> int | None:
         """None while it runs."""
         return self.process.poll()
+
+    def last_words(self) -> str:
+        """The last error that it told its user of, which torchrun writes much below; else the last lines it printed."""
+        lines = self.log_tail(LINES_OF_TORCHRUN).splitlines()
+        errors = [index for index, line in enumerate(lines) if line.startswith("error: ")]
+        if not errors:
+            return self.log_tail()
+        first = errors[-1]
+        return "\n".join([lines[first], *takewhile(lambda line: line.startswith("  "), lines[first + 1 :])])
 
     def log_tail(self, num_lines: int = 15) -> str:
         """The last lines it printed."""

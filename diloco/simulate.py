@@ -22,7 +22,7 @@ from diloco.live import LiveView
 from diloco.netns import check_possible
 from diloco.processes import Child, stop, torchrun
 from diloco.report import write_report
-from diloco.runfiles import BASELINE, RunFacts, write_atomically, write_facts
+from diloco.runfiles import BASELINE, RunFacts, island_folders, write_atomically, write_facts
 from diloco.storm import storm
 from diloco.summary import print_summary, write_summary
 
@@ -108,6 +108,9 @@ def simulate(
 
 def tell(run_dir: Path, console: Console) -> None:
     """Print the run's summary, write its report. A disk without room changes nothing in how the run has ended."""
+    if not island_folders(run_dir):
+        console.print(f"no island has begun; their logs are in {run_dir}", soft_wrap=True)
+        return
     try:
         print_summary(write_summary(run_dir), console)
         console.print(f"report: {write_report(run_dir)}", soft_wrap=True)
@@ -253,8 +256,8 @@ def watch(fleet: Fleet, inflictor: Inflictor, view: LiveView, console: Console) 
             for child in fleet.started:
                 if child.exit_code and child.mark not in told and not inflictor.was_meant(child):
                     told.add(child.mark)
-                    console.print(f"{child.name} ended with status {child.exit_code}; the end of {child.log}:")
-                    console.print(child.log_tail(), markup=False, highlight=False)
+                    console.print(f"{child.name} ended with status {child.exit_code}; from {child.log}:")
+                    console.print(child.last_words(), markup=False, highlight=False)
             time.sleep(POLL_SECONDS)
         inflictor.poll()
         view.update()
