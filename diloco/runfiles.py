@@ -1,7 +1,7 @@
 """Reading a run's folder, also while it is being written or after it was killed. No torch here.
 
 runs/NAME/config.yaml  run.json  summary.json  report.html  plots/  LOGBOOK.md
-          island-<k>/metrics.jsonl      baseline/metrics.jsonl
+          ISLAND/metrics.jsonl      baseline/metrics.jsonl
 """
 
 import fcntl
@@ -127,7 +127,7 @@ def read_run(run_dir: Path) -> RunRecords:
     if not folders:
         found = sorted(entry.name for entry in run_dir.iterdir())[:8] if run_dir.is_dir() else None
         raise InputError(
-            f"no run in {str(run_dir)!r}: looked for {run_dir / 'island-<k>' / METRICS}, "
+            f"no run in {str(run_dir)!r}: looked for {run_dir / 'ISLAND' / METRICS}, "
             + ("but there is no such folder" if found is None else f"found {', '.join(found) or 'nothing'}")
             + "; give the folder of one run, for example runs/quickstart"
         )
@@ -149,8 +149,8 @@ def read_island(folder: Path) -> IslandRecords:
 
 
 def island_folders(run_dir: Path) -> list[Path]:
-    """The island folders that hold metrics, island-2 before island-10."""
-    folders = [path.parent for path in run_dir.glob(f"island-*/{METRICS}")]
+    """The folders of islands, whatever their names, that hold metrics; island-2 before island-10."""
+    folders = [path.parent for path in run_dir.glob(f"*/{METRICS}") if path.parent.name != BASELINE]
     return sorted(folders, key=lambda folder: natural_key(folder.name))
 
 

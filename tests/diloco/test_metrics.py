@@ -163,7 +163,7 @@ def test_no_facts_is_none_and_damaged_facts_name_the_key(tmp_path: Path) -> None
 
 def test_a_folder_without_a_run_says_what_was_looked_for_and_found(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(InputError, match=r"looked for .*island-<k>/metrics.jsonl, found notes.txt"):
+    with pytest.raises(InputError, match=r"looked for .*ISLAND/metrics.jsonl, found notes.txt"):
         read_run(tmp_path)
     with pytest.raises(InputError, match="there is no such folder"):
         read_run(tmp_path / "absent")

@@ -279,6 +279,12 @@ def test_a_run_of_skipped_steps_only_has_a_report(tmp_path: Path) -> None:
     assert "No inner step with a loss has been recorded yet." in write_report(tmp_path).read_text()
 
 
+def test_islands_have_the_names_that_their_config_gives(run_dir: Path) -> None:
+    names = [island.name for island in read_run(run_dir).islands]
+    (run_dir / names[0]).rename(run_dir / "paris")
+    assert {island.name for island in read_run(run_dir).islands} == {*names[1:], "paris"}
+
+
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=re.escape(f"no run in {str(tmp_path)!r}")):
         write_report(tmp_path)
