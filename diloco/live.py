@@ -33,7 +33,8 @@ class IslandState:
     tokens_per_second: float | None = None
     round: int | None = None
     num_participants: int | None = None
-    num_committed: int = 0
+    committed: set[int] = field(default_factory=set)
+    """Rounds."""
     num_aborted: int = 0
     bytes_sent: int = 0
     eval_loss: float | None = None
@@ -49,7 +50,7 @@ class IslandState:
                 self.loss = self.loss if record.loss is None else record.loss
             case RoundRecord():
                 self.round, self.num_participants = record.round, len(record.participants)
-                self.num_committed += record.committed
+                self.committed |= {record.round} if record.committed else set()
                 self.num_aborted += not record.committed
                 self.bytes_sent += record.bytes_sent
                 if record.cause:
@@ -82,7 +83,7 @@ def rows(state: RunState) -> list[tuple[str, ...]]:
             human_count(island.tokens_per_second),
             UNKNOWN if island.round is None else str(island.round),
             UNKNOWN if island.num_participants is None else str(island.num_participants),
-            f"{island.num_committed}/{island.num_aborted}",
+            f"{len(island.committed)}/{island.num_aborted}",
             human_bytes(island.bytes_sent),
             human_loss(island.eval_loss),
             island.event,
@@ -158,7 +159,7 @@ class LiveView:
 
     def _rounds_decided(self) -> int:
         # By the island that is furthest: its first report of a round gives a line, the others' do not.
-        return max((island.num_committed + island.num_aborted for island in self.state.islands), default=0)
+        return max((len(island.committed) + island.num_aborted for island in self.state.islands), default=0)
 
     def _events(self) -> list[str]:
         return [island.event for island in self.state.islands]
@@ -210,7 +211,7 @@ def plain_line(state: RunState) -> str:
     return (
         f"[{human_seconds(state.seconds)}] step {max((i.step for i in islands), default=0)}/{state.total_steps}"
         f" | round {max(decided, default=UNKNOWN)}"
-        f" | {max((i.num_committed for i in islands), default=0)} committed"
+        f" | {len(set().union(*(i.committed for i in islands)))} committed"
         f" {max((i.num_aborted for i in islands), default=0)} aborted"
         f" | loss {losses} | held-out {human_loss(newest.eval_loss if newest else None)}"
         f" | {human_count(sum(i.tokens_per_second or 0 for i in islands))} tok/s"
