@@ -1,5 +1,6 @@
 """Runs a function on several ranks: forked processes with a gloo group, so that torch is imported once."""
 
+import faulthandler
 import gc
 import os
 import pickle
@@ -44,7 +45,7 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_second
                 os.close(answer)
                 pids.append(pid)
                 pipes.append(pipe)
-            return _collect(pipes, time.monotonic() + timeout_seconds)
+            return _collect(pids, pipes, time.monotonic() + timeout_seconds)
         except BaseException:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
@@ -61,6 +62,8 @@ def _child(run: Callable[[int], Any], rank: int, answer: int, held: int) -> NoRe
     """The life of a forked process."""
     # What the parent has left to be collected must not be, here: gloo's objects join threads that a fork does not have.
     gc.freeze()
+    # Where the test's output is captured: what kills a rank is shown with the failure.
+    faulthandler.enable(2)
     try:
         message = pickle.dumps((True, run(rank)))
     except BaseException:  # noqa: BLE001 - whatever it is, the parent must hear of it
@@ -90,7 +93,7 @@ def _join_group(rank: int, num_ranks: int, listener: socket.socket, timeout_seco
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
 
 
-def _collect(pipes: list[int], deadline: float) -> list[Any]:
+def _collect(pids: list[int], pipes: list[int], deadline: float) -> list[Any]:
     """What the ranks answered, in rank order; raises on the first failure."""
     messages = [b""] * len(pipes)
     results: dict[int, Any] = {}
@@ -107,13 +110,22 @@ def _collect(pipes: list[int], deadline: float) -> list[Any]:
                 messages[key.data] += piece
                 if not piece:
                     selector.unregister(key.fd)
+                    if not messages[key.data]:
+                        raise RankFailed(f"rank {key.data} died: {_end_of(pids[key.data])}")
                     results[key.data] = _result(key.data, messages[key.data])
     return [results[rank] for rank in range(len(pipes))]
 
 
+def _end_of(pid: int) -> str:
+    """How a process ended, which it has or is about to; its parent can still wait for it."""
+    end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert end is not None
+    if end.si_code == os.CLD_EXITED:
+        return f"exit status {end.si_status}"
+    return signal.Signals(end.si_status).name
+
+
 def _result(rank: int, message: bytes) -> Any:
-    if not message:
-        raise RankFailed(f"rank {rank} died")
     is_good, value = pickle.loads(message)
     if not is_good:
         raise RankFailed(f"rank {rank} raised:\n{value}")
