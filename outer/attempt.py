@@ -7,7 +7,8 @@ import torch
 
 from outer.deadlines import Deadlines
 from outer.errors import MessageError, TransportError
-from outer.reduce import Mean, Reducer
+from outer.payloads import Mean
+from outer.reduce import Reducer
 from outer.rounds import Plan, Vote, parse
 from outer.transports.base import Endpoint, Transport
 

@@ -29,10 +29,11 @@ from outer.merges.base import weights_of
 from outer.network import Network
 from outer.offer import Offer
 from outer.pace import Pace
+from outer.payloads import Mean
 from outer.phases import Hooks
 from outer.presence import Identity, Presence, standing_of
 from outer.protocol import Protocol
-from outer.reduce import Mean, Reducer
+from outer.reduce import Reducer
 from outer.reports import RoundReport, Settings
 from outer.rounds import Plan, Ready, no, parse, yes
 from outer.state import Position

@@ -35,8 +35,8 @@ from outer.network import Network
 from outer.own_reading import OwnReading
 from outer.pace import Pace
 from outer.partners import Partners
+from outer.payloads import Mean
 from outer.presence import LEAVE_SECONDS, Identity
-from outer.reduce import Mean
 from outer.reports import CaughtUp, Landing, RoundReport, Settings
 from outer.runs import count
 from outer.shares import ShareCoding, Shares, ShareTaker

@@ -12,7 +12,7 @@ from outer.config import OuterConfig
 from outer.digest import combine, seal
 from outer.exchange import Exchange, Params
 from outer.fragments import groups_of, with_moments
-from outer.reduce import Mean
+from outer.payloads import Mean
 from outer.runs import Runs
 from outer.space import Space
 from outer.state import GlobalState, PartState, Position

@@ -18,19 +18,17 @@ from itertools import compress
 
 import torch
 
-from outer.codecs.base import Codec
 from outer.coding import Coding
 from outer.config import MergeConfig
-from outer.digest import part_digest
-from outer.errors import MessageError, NonFiniteError, OuterError, PoisonError, first_cause
-from outer.feedback import Feedback
+from outer.errors import NonFiniteError, first_cause
 from outer.gates import Gates, Trial
 from outer.merges import build_merge
 from outer.merges.base import weights_of
+from outer.payloads import Mean, Payloads
 from outer.phases import NO_HOOKS, Hooks
 from outer.phases import Phase as RoundPhase
 from outer.rounds import Plan, unpack_carriers
-from outer.space import Kind, Space
+from outer.space import Space
 from outer.transports.base import Endpoint, Phase, Tag, Transport
 
 log = logging.getLogger(__name__)
@@ -41,28 +39,15 @@ DEFAULT_MERGE = MergeConfig()
 
 
 @dataclass(frozen=True)
-class Mean:
-    """One part of the reduced mean: fp32 values, the bytes (1-D uint8) they were decoded from, and their digest."""
-
-    values: torch.Tensor
-    payload: torch.Tensor
-    digest: bytes
-
-
-@dataclass(frozen=True)
 class _Rank:
     """What all attempts of this rank work with."""
 
     transport: Transport
-    coding: Coding
+    payloads: Payloads
     space: Space
     me: Endpoint
     hooks: Hooks
     config: MergeConfig
-    feedback: Feedback | None
-    """Of this island's pseudo-gradients."""
-    mean_feedback: Feedback | None
-    """Of the means that it encodes."""
 
 
 class Reducer:
@@ -77,12 +62,10 @@ class Reducer:
         hooks: Hooks = NO_HOOKS,
         config: MergeConfig = DEFAULT_MERGE,
     ) -> None:
-        decay = coding.feedback
-        self.feedbacks = [] if decay is None else [Feedback(decay), Feedback(decay)]
-        """What coding lost: of this rank's pseudo-gradients, and of the means that it encoded."""
+        payloads = Payloads(coding, space, hooks)
+        self.feedbacks = payloads.feedbacks
         self.gates = Gates(config)
-        own, means = self.feedbacks or (None, None)
-        self._rank = _Rank(transport, coding, space, me, hooks, config, own, means)
+        self._rank = _Rank(transport, payloads, space, me, hooks, config)
         self.last_means: dict[int, tuple[int, Mapping[int, Mean]]] = {}
         """By fragment: the round that committed it last, and its means; kept where merging or gates look at them."""
         self.gated: dict[str, int] = {}
@@ -147,9 +130,8 @@ class _Attempt:
     """One attempt at a round, as one rank sees it."""
 
     def __init__(self, rank: _Rank, plan: Plan, last: Mapping[int, Mean], gates: Trial) -> None:
-        self._transport, self._coding, self._space, self._me = rank.transport, rank.coding, rank.space, rank.me
+        self._transport, self._payloads, self._space, self._me = rank.transport, rank.payloads, rank.space, rank.me
         self._hooks, self._config, self._plan, self._last, self._gates = rank.hooks, rank.config, plan, last, gates
-        self._feedback, self._mean_feedback = rank.feedback, rank.mean_feedback
         self.gated: Counter[str] = Counter()
         self._reached: set[RoundPhase] = set()
         self._merge = build_merge(rank.config)
@@ -168,41 +150,37 @@ class _Attempt:
     async def reduce(self, part: int, pseudo_grad: torch.Tensor | None) -> Mean:
         """One part's mean, when this rank is done with the part; without a pseudo-gradient from one that listens."""
         reducer = self._plan.names[part % len(self._plan.names)]
-        if self._coding.gathers(self._space.parts[part]):
-            payload = await self._as_equal(part, pseudo_grad)
+        if self._payloads.are_gathered(part):
+            payload = await self._make_mean(part, pseudo_grad, to_all=True)
         elif reducer == self._me.island:
             payload = await self._as_reducer(part, pseudo_grad)
         else:
             payload = await self._as_sender(part, pseudo_grad, reducer)
-        mean = await asyncio.to_thread(self._decode_mean, part, payload, reducer)
+        mean = await asyncio.to_thread(self._payloads.decode_mean, part, payload, reducer)
         self._reach("reducing")
         return mean
 
-    async def _as_equal(self, part: int, pseudo_grad: torch.Tensor | None) -> torch.Tensor:
-        """The encoded mean of what everybody sends to everybody, made here."""
-        payloads = await self._collect(part, pseudo_grad, to_all=True)
-        mean, gated = await asyncio.to_thread(self._mean_of, part, payloads)
-        self.gated.update(gated)
-        return mean
-
     async def _as_reducer(self, part: int, pseudo_grad: torch.Tensor | None) -> torch.Tensor:
-        """The encoded mean, made in participant order whatever order the payloads come in."""
-        payloads = await self._collect(part, pseudo_grad)
-        mean, gated = await asyncio.to_thread(self._mean_of, part, payloads)
-        self.gated.update(gated)
+        """The encoded mean, made here and sent to all."""
+        mean = await self._make_mean(part, pseudo_grad)
         async with asyncio.TaskGroup() as tasks:
             for name in self._others:
                 tasks.create_task(self._send(name, Phase.GATHER, part, mean))
         return mean
 
-    async def _collect(
-        self, part: int, pseudo_grad: torch.Tensor | None, *, to_all: bool = False
-    ) -> list[torch.Tensor]:
+    async def _make_mean(self, part: int, pseudo_grad: torch.Tensor | None, *, to_all: bool = False) -> torch.Tensor:
+        """The encoded mean, made in participant order whatever order the payloads come in; `to_all` as below."""
+        payloads = await self._collect(part, pseudo_grad, to_all=to_all)
+        mean, gated = await asyncio.to_thread(self._mean_of, part, payloads)
+        self.gated.update(gated)
+        return mean
+
+    async def _collect(self, part: int, pseudo_grad: torch.Tensor | None, *, to_all: bool) -> list[torch.Tensor]:
         """The payloads of all that give, in participant order; this island's own is sent `to_all`."""
         others = [name for name in self._givers if name != self._me.island]
         async with asyncio.TaskGroup() as tasks:
             coming = {name: tasks.create_task(self._receive(name, Phase.REDUCE, part)) for name in others}
-            own = None if pseudo_grad is None else await asyncio.to_thread(self._encode, part, pseudo_grad)
+            own = None if pseudo_grad is None else await self._encode(part, pseudo_grad)
             if to_all and own is not None:
                 for name in self._others:
                     tasks.create_task(self._send(name, Phase.REDUCE, part, own))
@@ -217,7 +195,7 @@ class _Attempt:
             # Posted before anything is sent: gloo tells the other side of it behind what is being sent.
             mean = tasks.create_task(self._receive(reducer, Phase.GATHER, part))
             if pseudo_grad is not None:
-                payload = await asyncio.to_thread(self._encode, part, pseudo_grad)
+                payload = await self._encode(part, pseudo_grad)
                 await self._send(reducer, Phase.REDUCE, part, payload)
         return mean.result()
 
@@ -226,7 +204,7 @@ class _Attempt:
         names, tokens = self._givers, self._tokens
         last = self._last[part].values if part in self._last else None
         # One at a time: a rule that needs all at once holds them itself.
-        values = (self._decode(part, payload, name) for payload, name in zip(payloads, names, strict=True))
+        values = (self._payloads.decode(part, payload, name) for payload, name in zip(payloads, names, strict=True))
         gated: list[str] = []
         if self._config.has_gates:
             parts = list(values)
@@ -236,39 +214,12 @@ class _Attempt:
             values, tokens = compress(parts, let_in), list(compress(tokens, let_in))
         mean = self._merge(values, weights_of(tokens), last)
         try:
-            return self._encode_mean(part, mean), gated
+            return self._payloads.encode_mean(part, mean), gated
         except NonFiniteError as error:
-            raise self._overflow(part, payloads, error) from None
+            raise self._payloads.overflow(part, payloads, names, error) from None
 
-    def _encode_mean(self, part: int, mean: torch.Tensor) -> torch.Tensor:
-        bounds = self._space.parts[part]
-        codec, feedback = self._coding.of_mean(bounds), self._mean_feedback
-        if feedback is None or not self._coding.keeps(bounds) or self._coding.gathers(bounds):
-            return codec.encode(mean)
-        return feedback.encode(part, mean, codec)
-
-    def _overflow(self, part: int, payloads: list[torch.Tensor], error: NonFiniteError) -> PoisonError:
-        """Whom to blame for a mean that is not finite although all that entered it was: the largest of them."""
-        sizes = {
-            name: self._decode(part, payload, name)[error.index].abs().item()
-            for payload, name in zip(payloads, self._givers, strict=True)
-        }
-        peer = max(sizes, key=lambda name: sizes[name])
-        name = self._space.name_at(self._space.parts[part].start + error.index)
-        return PoisonError(peer, f"{sizes[peer]} for {name!r}, which makes the mean {error.value}")
-
-    def _decode(self, part: int, payload: torch.Tensor, sender: str, codec: Codec | None = None) -> torch.Tensor:
-        """The values of a payload (None: of a pseudo-gradient), all finite. Raises PoisonError."""
-        bounds = self._space.parts[part]
-        try:
-            values = (codec or self._coding.of(bounds)).decode(payload, bounds.num_elements)
-            if (index := first_negative(values, bounds.kind)) is not None:
-                raise MessageError(f"a second moment of {values[index]}; none is below 0")
-            return values
-        except MessageError as error:
-            first, last = self._space.name_at(bounds.start), self._space.name_at(bounds.stop - 1)
-            inside = f"{first!r}" if first == last else f"{first!r} to {last!r}"
-            raise PoisonError(sender, f"a payload of {inside} that is refused: {error}") from None
+    async def _encode(self, part: int, pseudo_grad: torch.Tensor) -> torch.Tensor:
+        return await asyncio.to_thread(self._payloads.encode, self._plan.round, part, pseudo_grad)
 
     async def _send(self, island: str, phase: Phase, part: int, payload: torch.Tensor) -> None:
         payload = self._hooks.payload(self._plan.round, payload)
@@ -276,28 +227,8 @@ class _Attempt:
         self._reach("sending")
 
     async def _receive(self, island: str, phase: Phase, part: int) -> torch.Tensor:
-        bounds = self._space.parts[part]
-        codec = self._coding.of(bounds) if phase is Phase.REDUCE else self._coding.of_mean(bounds)
-        num_bytes = codec.num_bytes(bounds.num_elements)
+        num_bytes = self._payloads.num_bytes(part, of_mean=phase is Phase.GATHER)
         return await self._transport.recv(self._endpoint(island, part), self._tag(phase, part), num_bytes)
-
-    def _encode(self, part: int, values: torch.Tensor) -> torch.Tensor:
-        bounds, feedback = self._space.parts[part], self._feedback
-        if (index := first_negative(values, bounds.kind)) is not None:
-            name = self._space.name_at(bounds.start + index)
-            raise OuterError(f"{name!r} holds {values[index]}; no mean of squares is below 0")
-        codec, values = self._coding.of(bounds), self._hooks.pseudo_grad(self._plan.round, values)
-        try:
-            if feedback is None or not self._coding.keeps(bounds):
-                return codec.encode(values)
-            return feedback.encode(part, values, codec)
-        except NonFiniteError as error:
-            name = self._space.name_at(self._space.parts[part].start + error.index)
-            raise OuterError(f"the pseudo-gradient of {name!r} holds {error.value}") from None
-
-    def _decode_mean(self, part: int, payload: torch.Tensor, reducer: str) -> Mean:
-        codec = self._coding.of_mean(self._space.parts[part])
-        return Mean(self._decode(part, payload, reducer, codec), payload, part_digest(payload))
 
     def _reach(self, phase: RoundPhase) -> None:
         if phase not in self._reached:
@@ -309,11 +240,3 @@ class _Attempt:
 
     def _tag(self, phase: Phase, part: int) -> Tag:
         return Tag(self._plan.round, self._plan.attempt, phase, part)
-
-
-def first_negative(values: torch.Tensor, kind: Kind) -> int | None:
-    """Where second moments first hold a negative value, whose root a step would take; None: nowhere."""
-    if kind != "exp_avg_sq" or values.numel() == 0 or values.min() >= 0:
-        return None
-    found = (values < 0).nonzero()
-    return int(found[0]) if len(found) else None

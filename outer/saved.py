@@ -25,7 +25,7 @@ from outer.errors import InputError
 from outer.feedback import Feedback
 from outer.gates import Gates, Histories
 from outer.island_state import IslandState
-from outer.reduce import Mean
+from outer.payloads import Mean
 from outer.rounds import Digest, Message
 from outer.state import PartState, Position
 

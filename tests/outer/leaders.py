@@ -15,9 +15,10 @@ from outer.digest import combine
 from outer.errors import OuterError, PoisonError
 from outer.membership.base import Handler, Lane, Member
 from outer.membership.loopback import LoopbackMembership, LoopbackMessenger
+from outer.payloads import Mean
 from outer.protocol import Protocol
 from outer.pulse import FROZEN_SECONDS
-from outer.reduce import Mean, Reducer
+from outer.reduce import Reducer
 from outer.rounds import Goodbye, Message, Plan, Ready, Standing, no, pack_carriers, yes
 from outer.space import Space
 from outer.transports.base import Endpoint

@@ -15,8 +15,9 @@ from outer.config import MergeConfig
 from outer.errors import PoisonError
 from outer.merges import build_merge
 from outer.merges.base import weights_of
+from outer.payloads import Mean
 from outer.phases import NoHooks
-from outer.reduce import Mean, Reducer
+from outer.reduce import Reducer
 from outer.rounds import Plan, Ready
 from outer.space import Space
 from outer.transports.base import Endpoint

@@ -11,8 +11,8 @@ from outer.codecs.cast import Bf16Codec
 from outer.config import OuterConfig, OuterOptimizerConfig
 from outer.errors import MessageError, OuterError
 from outer.fragments import Schedule, groups_of, with_moments
+from outer.payloads import first_negative
 from outer.phases import NoHooks
-from outer.reduce import first_negative
 from outer.reports import CaughtUp, RoundReport
 from outer.space import Space
 from outer.state import GlobalState, Position, advance, unpack

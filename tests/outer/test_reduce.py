@@ -16,7 +16,8 @@ from outer.codecs import build_codec
 from outer.codecs.base import Codec
 from outer.coding import uniform
 from outer.errors import OuterError
-from outer.reduce import PARTS_IN_FLIGHT, Mean, Reducer
+from outer.payloads import Mean
+from outer.reduce import PARTS_IN_FLIGHT, Reducer
 from outer.rounds import Plan, Ready, pack_carriers
 from outer.space import Space
 from outer.transports.base import Endpoint
