@@ -50,7 +50,8 @@ class IslandState:
                 self.loss = self.loss if record.loss is None else record.loss
             case RoundRecord():
                 self.round, self.num_participants = record.round, len(record.participants)
-                self.committed |= {record.round} if record.committed else set()
+                if record.committed:
+                    self.committed.add(record.round)
                 self.num_aborted += not record.committed
                 self.bytes_sent += record.bytes_sent
                 if record.cause:

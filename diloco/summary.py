@@ -122,9 +122,11 @@ def last_evals(islands: Sequence[IslandRecords]) -> dict[str, EvalRecord]:
 
 def eval_losses(islands: Sequence[IslandRecords]) -> dict[str, float]:
     """By round (JSON's keys are text): the held-out loss before it, on average over the islands that measured it."""
-    records = [record for island in islands for record in island.evals]
-    losses = {str(n): mean_of([r.loss for r in records if r.round == n]) for n in sorted({r.round for r in records})}
-    return {number: loss for number, loss in losses.items() if loss is not None}
+    measured: dict[int, list[float]] = {}
+    for record in (record for island in islands for record in island.evals):
+        if record.loss is not None:
+            measured.setdefault(record.round, []).append(record.loss)
+    return {str(number): sum(losses) / len(losses) for number, losses in sorted(measured.items())}
 
 
 def mean_of(values: Sequence[float | None]) -> float | None:

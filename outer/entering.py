@@ -1,8 +1,10 @@
 """How an island that begins or is behind finds and takes the state of others."""
 
 import time
+from collections.abc import Callable, Sequence
 
 from outer.averaging import Side
+from outer.membership.base import Member
 from outer.parts_cache import PartsCache
 from outer.presence import Presence
 from outer.reports import Settings
@@ -18,10 +20,17 @@ def has_donors(side: Side, presence: Presence, *, joins: bool) -> bool:
     """Whether others hold a state that survives; waited for when this one must not begin, or go on, without."""
     is_resumed = side.held.mine.position.round > 0
     seconds = DONOR_WAIT_SECONDS if joins else RESUME_SECONDS * is_resumed
+    return come_in_time(
+        presence.find_donors, seconds, lambda: is_resumed and presence.num_islands >= side.config.start_islands
+    )
+
+
+def come_in_time(
+    find_donors: Callable[[], Sequence[Member]], seconds: float, is_hopeless: Callable[[], bool] = lambda: False
+) -> bool:
+    """Whether any donor is found in so many seconds; not waited for any longer once it is hopeless."""
     deadline = time.monotonic() + seconds
-    while not (found := presence.find_donors()) and time.monotonic() < deadline:
-        if is_resumed and presence.num_islands >= side.config.start_islands:
-            break
+    while not (found := find_donors()) and time.monotonic() < deadline and not is_hopeless():
         time.sleep(0.2)
     return bool(found)
 

@@ -23,7 +23,7 @@ from outer.config import OuterConfig
 from outer.deadlines import Deadlines
 from outer.desk import Desk
 from outer.donor import Donor
-from outer.entering import DONOR_WAIT_SECONDS, RESUME_SECONDS
+from outer.entering import DONOR_WAIT_SECONDS, RESUME_SECONDS, come_in_time
 from outer.errors import OuterError, TransportError
 from outer.exchange import Params
 from outer.fragments import schedule_of
@@ -269,10 +269,7 @@ class GossipLoop:
 
     def _has_donors(self) -> bool:
         """Whether any island has committed a round; waited for when this one must not begin a run."""
-        deadline = time.monotonic() + (DONOR_WAIT_SECONDS if self._settings.joins else 0.0)
-        while not (found := self._donors()) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        return bool(found)
+        return come_in_time(self._donors, DONOR_WAIT_SECONDS if self._settings.joins else 0.0)
 
     def _catch_up(self, cause: str) -> None:
         """Go on from an island that is ahead. Raises CaughtUp; returns when none can be taken from, to go on alone."""

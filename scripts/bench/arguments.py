@@ -3,6 +3,9 @@
 import argparse
 from collections.abc import Callable, Collection
 
+PLAIN = "outer.optimizer={lr: 1.0, momentum: 0.0, nesterov: false}"
+"""In a run's overrides: the plain mean of the islands' params, without outer momentum."""
+
 
 def choices(allowed: Collection[str]) -> Callable[[str], list[str]]:
     """A type for argparse: some of `allowed`, with commas between."""
@@ -15,3 +18,8 @@ def choices(allowed: Collection[str]) -> Callable[[str], list[str]]:
         return words
 
     return split
+
+
+def whole_numbers(text: str) -> list[int]:
+    """A type for argparse: whole numbers with commas between."""
+    return [int(word) for word in text.split(",")]

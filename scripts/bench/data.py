@@ -28,7 +28,7 @@ from inner.config import DataConfig
 from inner.data.corpus import prepare_corpus
 from inner.data.prepare import Options
 from inner.data.source_stdlib import stdlib_source
-from scripts.bench.arguments import choices
+from scripts.bench.arguments import choices, whole_numbers
 
 if TYPE_CHECKING:
     from inner.data.batches import IslandBatches
@@ -52,7 +52,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--what", type=choices(("loader", "prepare")), default=["loader", "prepare"])
     parser.add_argument("--megabytes", type=int, default=16, help="of text for prepare")
-    parser.add_argument("--processes", type=lambda text: [int(word) for word in text.split(",")], default=[1, 2])
+    parser.add_argument("--processes", type=whole_numbers, default=[1, 2])
     parser.add_argument("--repeat", type=int, default=3, help="rounds; medians are printed")
     return parser.parse_args()
 

@@ -28,7 +28,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch  # noqa: E402
 
-from scripts.bench.arguments import choices  # noqa: E402
+from scripts.bench.arguments import choices, whole_numbers  # noqa: E402
 from scripts.bench.inner_rivals import Case, has_transformers  # noqa: E402
 from scripts.bench.inner_team import PHASES, Took, team  # noqa: E402
 
@@ -148,8 +148,8 @@ def parse_arguments() -> argparse.Namespace:
     """The command line, its lists split."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="rounds in which each contestant makes a step")
-    parser.add_argument("--dims", type=_numbers, default=[256])
-    parser.add_argument("--vocabs", type=_numbers, default=[260])
+    parser.add_argument("--dims", type=whole_numbers, default=[256])
+    parser.add_argument("--vocabs", type=whole_numbers, default=[260])
     parser.add_argument("--dtypes", type=choices(LOSS_TOLERANCE), default=list(LOSS_TOLERANCE))
     parser.add_argument("--what", type=choices(RIVALS), default=list(RIVALS))
     parser.add_argument("--layers", type=int, default=4)
@@ -160,10 +160,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--split", action="store_true", help="show where one process spends its time, too")
     parser.add_argument("--json", type=Path, help="write the rows there too")
     return parser.parse_args()
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:

@@ -29,7 +29,7 @@ sys.path[0] = str(ROOT)
 
 from diloco.links import linked_namespaces, parse_link, sent_bytes  # noqa: E402
 from diloco.netns import Namespace  # noqa: E402
-from scripts.bench.arguments import choices  # noqa: E402
+from scripts.bench.arguments import choices, whole_numbers  # noqa: E402
 
 LINKS = {"loopback": None, "100mbit": 100e6, "1gbit": 1e9}
 CODECS = {
@@ -296,7 +296,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line, its lists split."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=lambda text: int(float(text)), default=25_000_000)
-    parser.add_argument("--islands", type=lambda text: [int(n) for n in text.split(",")], default=[2, 4])
+    parser.add_argument("--islands", type=whole_numbers, default=[2, 4])
     parser.add_argument("--links", type=choices(LINKS), default=list(LINKS))
     parser.add_argument("--what", type=choices(CODECS), default=["torch", "gloo", "hivemind", "averager"])
     parser.add_argument("--codecs", type=choices(CODECS["gloo"]), default=list(CODECS["gloo"]))

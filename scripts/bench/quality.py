@@ -8,21 +8,19 @@ not repeated; `--plot FILE.png` draws held-out loss against bytes and against to
 """
 
 import argparse
-import json
 import shlex
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
-from scripts.bench.arguments import choices
+from scripts.bench.arguments import PLAIN, choices, whole_numbers
+from scripts.bench.results import Results
 from scripts.bench.simulation import simulated
 
 EVALUATE = ["evaluate.every_rounds=4", "evaluate.tokens=16384"]
 SMALL = ["optimizer.tokens_per_step=1024", "island.micro_batch=4", *EVALUATE]
 ONE = ["optimizer.tokens_per_step=4096", "outer.start_islands=1", *EVALUATE]
-PLAIN = "outer.optimizer={lr: 1.0, momentum: 0.0, nesterov: false}"
 
 
 @dataclass(frozen=True)
@@ -93,17 +91,15 @@ ROWS = {
 def main() -> None:
     """Run what is missing, and print the table."""
     args = _arguments()
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / "results.jsonl"
+    kept = Results(args.out, Result)
     wanted = {
         shlex.join(settings_of(ROWS[name], seed, args.overrides)): name for seed in args.seeds for name in args.rows
     }
     for settings, name in wanted.items():
-        if all(r.settings != settings for r in read(path)) and (result := train(name, settings)):
-            with path.open("a") as file:
-                file.write(json.dumps(asdict(result)) + "\n")
+        if all(r.settings != settings for r in kept.read()) and (result := train(name, settings)):
+            kept.add(result)
             print(f"{name}: {result.loss}: {settings}", file=sys.stderr, flush=True)
-    found = [result for result in read(path) if result.settings in wanted]
+    found = [result for result in kept.read() if result.settings in wanted]
     print_table(found)
     if args.plot is not None:
         draw(found, args.plot)
@@ -112,7 +108,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", type=choices(tuple(ROWS)), default=list(ROWS), help="with commas between")
-    parser.add_argument("--seeds", type=lambda text: [int(s) for s in text.split(",")], default=[0, 1, 2])
+    parser.add_argument("--seeds", type=whole_numbers, default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("runs/quality"), help="folder of results.jsonl")
     parser.add_argument("--plot", type=Path, help="a PNG: loss against bytes")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for every row")
@@ -124,12 +120,6 @@ def settings_of(row: Row, seed: int, overrides: list[str]) -> list[str]:
     size = ONE if row.islands == 1 else SMALL
     config = f"configs/methods/{row.config}.yaml"
     return [config, "--islands", str(row.islands), f"seed={seed}", *size, *row.changes, *overrides]
-
-
-def read(path: Path) -> Iterator[Result]:
-    """All results so far."""
-    for line in path.read_text().splitlines() if path.exists() else ():
-        yield Result(**json.loads(line))
 
 
 def train(name: str, settings: str) -> Result | None:

@@ -15,17 +15,17 @@ Results go to FOLDER/results.jsonl as they come, and runs that are in there are 
 """
 
 import argparse
-import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from scripts.bench.arguments import choices
+from scripts.bench.arguments import PLAIN, choices, whole_numbers
+from scripts.bench.results import Results
 from scripts.bench.wallclock_runs import Result, Run, data_parallel_run, islands_run, seconds_to
 
 SHARED = (
@@ -35,7 +35,6 @@ SHARED = (
     "evaluate.tokens=8192",
 )
 """Of every row: an island's share of a step, and how held-out loss is measured."""
-PLAIN = "outer.optimizer={lr: 1.0, momentum: 0.0, nesterov: false}"
 DATA_PARALLEL = "data-parallel"
 STEPS = 10
 """Inner steps of what --rounds counts; held-out loss is measured after every second."""
@@ -74,21 +73,19 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit("stopped; every process and namespace has been removed"))
     started_at = time.monotonic()
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / "results.jsonl"
+    kept = Results(args.out, Result)
     wanted = [run_of(name, seed, args) for seed in args.seeds for name in args.rows]
     for run in wanted:
-        if any((r.row, r.settings) == (run.row, run.settings) for r in read(path)):
+        if any((r.row, r.settings) == (run.row, run.settings) for r in kept.read()):
             continue
         result = data_parallel_run(run) if ROWS[run.row].is_data_parallel else islands_run(run)
         if result is None:
             sys.exit(f"{run.row} failed with seed {run.seed}; its last lines are above")
-        with path.open("a") as file:
-            file.write(json.dumps(asdict(result)) + "\n")
+        kept.add(result)
         told = f"{result.curve[-1][0]:.0f} s, held-out loss {result.curve[-1][1]:.4f}"
         print(f"{run.row}, seed {run.seed}: {told}", file=sys.stderr, flush=True)
     settings = {(run.row, run.settings) for run in wanted}
-    found = [result for result in read(path) if (result.row, result.settings) in settings]
+    found = [result for result in kept.read() if (result.row, result.settings) in settings]
     print_table(found, args)
     print(f"{time.monotonic() - started_at:.0f} s in all, on {os.cpu_count()} cores that the machines share")
     if args.plot is not None:
@@ -101,7 +98,7 @@ def _arguments() -> argparse.Namespace:
     rows = f"with commas between, of {', '.join(ROWS)}; default: {default_rows}"
     parser.add_argument("--rows", type=choices(tuple(ROWS)), default=DEFAULT_ROWS, help=rows)
     seeds = "with commas between; default: 0"
-    parser.add_argument("--seeds", type=lambda text: [int(s) for s in text.split(",")], default=[0], help=seeds)
+    parser.add_argument("--seeds", type=whole_numbers, default=[0], help=seeds)
     parser.add_argument("--loss", type=float, default=2.35, help="held-out loss to reach, nats a token; default: 2.35")
     parser.add_argument("--rounds", type=int, default=20, help=f"of {STEPS} inner steps; default: 20")
     parser.add_argument("--link", default="100mbit", help="of each machine, as `diloco simulate --link`: 100mbit")
@@ -118,12 +115,6 @@ def run_of(name: str, seed: int, args: argparse.Namespace) -> Run:
     size = f"outer.inner_steps={row.inner_steps}", f"outer.rounds={args.rounds * often}"
     changes = f"seed={seed}", *size, f"evaluate.every_rounds={2 * often}", *SHARED, *row.changes, *args.overrides
     return Run(name, seed, args.link, (f"configs/methods/{row.config}.yaml", *changes))
-
-
-def read(path: Path) -> Iterator[Result]:
-    """All results so far."""
-    for line in path.read_text().splitlines() if path.exists() else ():
-        yield Result(**json.loads(line))
 
 
 # -- table -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """What may happen to checkpoints, by the real commands: a run goes on as if nothing had been, or says what ails it."""
 
-import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.damage import flip, truncate
 from tests.faults.dying import MIRROR, POINTS, die_at
 from tests.faults.saving import (
     DILOCO,
@@ -107,16 +107,6 @@ def test_torchrun_starts_ranks_again_of_which_one_died_saving(
 
 
 # Damaged files.
-
-
-def truncate(file: Path) -> None:
-    os.truncate(file, file.stat().st_size - 7)
-
-
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 4
-    file.write_bytes(content)
 
 
 @pytest.mark.parametrize("damage", [truncate, flip])

@@ -1,7 +1,6 @@
 """Checkpoints cut, flipped or gone are found before they are loaded; which ones are kept."""
 
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import pytest
 
 from inner.checkpoint import Checkpoints
 from inner.errors import InputError
+from tests.damage import flip, truncate
 from tests.harness import run_ranks
 from tests.inner.checkpoint_crash import (
     FILES,
@@ -26,16 +26,6 @@ from tests.inner.checkpoint_crash import (
 )
 
 # Damage, each done to the newest of three checkpoints, and what the warning says of it.
-
-
-def truncate(file: Path) -> None:
-    os.truncate(file, file.stat().st_size - 7)
-
-
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 4
-    file.write_bytes(content)
 
 
 def remove(file: Path) -> None:
