@@ -31,6 +31,8 @@ class WandbSink:
 
         assert config.wandb != "off", "no wandb sink is built when wandb is off"
         folder.mkdir(parents=True, exist_ok=True)
+        # Of the process, not only of the run: else what wandb measures of itself is sent home from offline runs too.
+        wandb.setup(wandb.Settings(mode=config.wandb))
         self._run = wandb.init(
             project=PROJECT,
             dir=str(folder),

@@ -204,14 +204,22 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     assert "round/digest" not in events.Tags()["scalars"]
 
 
-def test_wandb_offline_writes_into_the_run_folder_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "island-0"
-    sinks = build_sinks(IslandConfig(wandb="offline"), folder, run_name="quick", settings={"seed": 1})
-    write_one_of_each(Metrics(folder / "metrics.jsonl", sinks))
-    logs = list(folder.glob("wandb/offline-run-*/*.wandb"))
-    assert len(logs) == 1
-    content = logs[0].read_bytes()
+def test_wandb_offline_writes_into_the_run_folder_and_starts_nothing_that_sends(tmp_path: Path) -> None:
+    # In a process of its own: threads that wandb leaves must not be in the one that tests fork.
+    program = (
+        "import sys; from pathlib import Path; from diloco.config import IslandConfig; "
+        "from diloco.metrics import Metrics; from diloco.sinks import build_sinks; "
+        "from tests.diloco.test_metrics import write_one_of_each; folder = Path('island-0'); "
+        "sinks = build_sinks(IslandConfig(wandb='offline'), folder, run_name='quick', settings={'seed': 1}); "
+        "write_one_of_each(Metrics(folder / 'metrics.jsonl', sinks)); "
+        "print([name for name in sys.modules if name.startswith('opentelemetry.sdk')])"
+    )
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, timeout=120, check=True)
+    assert result.stdout == b"[]\n"
+    (log,) = tmp_path.glob("island-0/wandb/offline-run-*/*.wandb")
+    content = log.read_bytes()
     assert b"step/loss" in content
     assert b"eval/bits_per_byte" in content
     assert os.listdir(tmp_path) == ["island-0"]
