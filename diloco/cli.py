@@ -268,7 +268,8 @@ def report(
     from rich.console import Console
 
     from diloco.report import write_report
-    from diloco.summary import print_summary, write_summary
+    from diloco.summary import write_summary
+    from diloco.summary_table import print_summary
 
     summary = write_summary(run_dir)
     print_summary(summary, Console())

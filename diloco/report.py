@@ -7,7 +7,8 @@ from pathlib import Path
 from diloco.faults import FaultRecord, read_faults
 from diloco.metrics import RoundRecord
 from diloco.runfiles import FACTS, IslandRecords, RunRecords, read_run, write_atomically
-from diloco.summary import SUMMARY, Summary, summarise_records, summary_rows, total, traffic_ratio
+from diloco.summary import SUMMARY, Summary, summarise_records, total, traffic_ratio
+from diloco.summary_table import summary_rows
 from diloco.units import UNKNOWN, human_bytes, human_count, human_loss, human_seconds
 
 REPORT = "report.html"

@@ -24,7 +24,8 @@ from diloco.processes import Child, stop, torchrun
 from diloco.report import write_report
 from diloco.runfiles import BASELINE, RunFacts, island_folders, write_atomically, write_facts
 from diloco.storm import storm
-from diloco.summary import print_summary, write_summary
+from diloco.summary import write_summary
+from diloco.summary_table import print_summary
 
 POLL_SECONDS = 0.05
 

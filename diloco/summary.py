@@ -1,4 +1,4 @@
-"""A finished run in a few figures: summary.json, and the same as a table."""
+"""A finished run in a few figures: summary.json. As a table: summary_table.py."""
 
 import json
 from collections import Counter
@@ -6,15 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from diloco.accounting import data_account
 from diloco.faults import read_faults
 from diloco.metrics import EvalRecord
 from diloco.runfiles import IslandRecords, RunRecords, read_run, write_atomically
-from diloco.units import UNKNOWN, human_bytes, human_count, human_loss, human_seconds
 
 SUMMARY = "summary.json"
 BYTES_PER_GRADIENT = 4
@@ -182,87 +177,3 @@ def traffic_ratio(summary: Summary) -> float | None:
 def total(by_island: dict[str, int] | None) -> int | None:
     """The sum over islands; None when it is not known."""
     return None if by_island is None else sum(by_island.values())
-
-
-def summary_rows(summary: Summary) -> list[tuple[str, str, str]]:
-    """(what, this run, baseline) for a table; the baseline's column is blank when there was none."""
-    baseline = summary["baseline"]
-    columns = [_column(summary), _column(baseline) if baseline else {}]
-    rows = [(label, columns[0][label], columns[1].get(label, "")) for label in columns[0]]
-    sent, would_have = total(summary["bytes_sent"]), total(summary["data_parallel_bytes"])
-    rows += [
-        ("Rounds committed", str(summary["rounds_committed"]), ""),
-        ("Attempts aborted", str(summary["rounds_aborted"]), ""),
-        ("Digests equal in every round", digests_verdict(summary), ""),
-        ("Sent between islands", human_bytes(sent), ""),
-    ]
-    if summary["wire_bytes_sent"] is not None:
-        rows.append(("On the wire, headers and all", human_bytes(total(summary["wire_bytes_sent"])), ""))
-    if summary["links"] is not None:
-        rows.append(("Links", summary["links"], ""))
-    if summary["committed_share"] is not None:
-        rows.append(("Inner steps in committed rounds", f"{summary['committed_share'] * 100:.1f} %", ""))
-    if summary["source_tokens"]:
-        rows.append(("Tokens by source", shares_of(summary["source_tokens"]), ""))
-    if summary["units_trained"] is not None:
-        figures = (f"{summary[f'units_{what}']:,}" for what in ("trained", "repeated", "open"))
-        rows.append(("Units trained, repeated, open", " / ".join(figures), ""))
-    if summary["faults"]:
-        kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(summary["faults"].items()))
-        rows.append(("Faults inflicted", kinds, ""))
-    if would_have is not None:
-        ratio = traffic_ratio(summary)
-        rows.append(
-            ("Data-parallel would have sent", human_bytes(would_have) + (f" ({ratio:.1f}x)" if ratio else ""), "")
-        )
-    if baseline:
-        ratio = summary["loss_ratio"]
-        rows.insert(1, ("Loss against baseline", f"{(ratio - 1) * 100:+.2f} %" if ratio else UNKNOWN, ""))
-    if summary["bigram_loss"] is not None:
-        rows.insert(1, ("Byte bigram model's loss", human_loss(summary["bigram_loss"]), ""))
-    if summary["final_eval_losses"] is not None:
-        known = [loss for loss in summary["final_eval_losses"].values() if loss is not None]
-        spread = f"{human_loss(min(known))} to {human_loss(max(known))}" if known else UNKNOWN
-        rows.insert(1, (f"  mean of {len(known)} islands' own models", spread, ""))
-    return rows
-
-
-def shares_of(tokens: dict[str, int]) -> str:
-    """`code 70.1 %, prose 29.9 %`."""
-    whole = sum(tokens.values())
-    return ", ".join(f"{name} {100 * number / whole:.1f} %" for name, number in tokens.items())
-
-
-def print_summary(summary: Summary, console: Console) -> None:
-    """Show the summary as a table."""
-    table = Table(title=Text(f"Run {summary['name']}"), title_justify="left", title_style="bold")
-    table.add_column("")
-    table.add_column("this run", justify="right")
-    if summary["baseline"]:
-        table.add_column("data-parallel baseline", justify="right")
-    for what, ours, theirs in summary_rows(summary):
-        cells = [what, ours, theirs] if summary["baseline"] else [what, ours]
-        table.add_row(*(Text(cell) for cell in cells))
-    console.print(table)
-
-
-def _column(figures: Summary) -> dict[str, str]:
-    bits = figures["final_bits_per_byte"]
-    return {
-        "Held-out loss (nats a token)": human_loss(figures["final_eval_loss"]),
-        "Bits per byte": UNKNOWN if bits is None else f"{bits:.4f}",
-        "Tokens": human_count(figures["tokens"]),
-        "Inner steps (skipped)": f"{total(figures['steps'])} ({total(figures['skipped_steps'])})",
-        "Wall time": human_seconds(figures["seconds"]),
-    }
-
-
-def digests_verdict(summary: Summary) -> str:
-    """Whether all islands held the same bits, in a few words."""
-    if summary["final_eval_losses"] is not None:
-        return "gossip: each its own"
-    return _yes_or_no(summary["digests_equal"])
-
-
-def _yes_or_no(claim: bool | None) -> str:
-    return UNKNOWN if claim is None else "yes" if claim else "NO"

@@ -10,7 +10,8 @@ import yaml
 from diloco.config import ConfigError, parse_config
 from diloco.prepare import data_of
 from diloco.runfiles import read_run
-from diloco.summary import summarise_records, summary_rows
+from diloco.summary import summarise_records
+from diloco.summary_table import summary_rows
 from tests.swarm import TEXT, TINY, swarm
 
 ROOT = Path(__file__).parents[2]

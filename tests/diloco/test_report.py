@@ -14,7 +14,8 @@ from rich.console import Console
 from diloco.metrics import EvalRecord, EventRecord, Metrics, RoundRecord, StepRecord
 from diloco.report import write_report
 from diloco.runfiles import RunFacts, read_run, write_facts
-from diloco.summary import DATA_PARALLEL_FORMULA, print_summary, summarise, traffic_ratio, write_summary
+from diloco.summary import DATA_PARALLEL_FORMULA, summarise, traffic_ratio, write_summary
+from diloco.summary_table import print_summary
 from diloco.timeline import merged_steps, round_segments
 from inner.errors import InputError
 
