@@ -116,7 +116,8 @@ class Sink(Protocol):
 class Metrics:
     """Appends records to `path`, a whole line at a time: a killed island leaves lines that parse.
 
-    What ails the disk does not end the training: records that cannot be written are lost, which is logged.
+    What ails the disk does not end the training: records that cannot be written are lost, and a sink that fails gets
+    no more of them, which is logged.
     """
 
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
@@ -147,12 +148,20 @@ class Metrics:
         """Close the file and the sinks. Idempotent."""
         self._file.close()
         while self._sinks:
-            self._sinks.pop().close()
+            sink = self._sinks.pop()
+            try:
+                sink.close()
+            except Exception as error:  # noqa: BLE001 - as in _write
+                _warn(sink, "may miss the last records", error)
 
     def _write(self, record: Record) -> None:
         self._append(to_line(record).encode("ascii"))
-        for sink in self._sinks:
-            sink.write(record)
+        for sink in list(self._sinks):
+            try:
+                sink.write(record)
+            except Exception as error:  # noqa: BLE001 - other people's code, which the training must outlive
+                self._sinks.remove(sink)
+                _warn(sink, "gets no more records; training goes on", error)
 
     def _append(self, line: bytes) -> None:
         line = b"\n" * self._is_inside_a_line + line
@@ -172,6 +181,10 @@ class Metrics:
         if self._num_lost == 0:
             log.error("%s: cannot be written (%s): records are lost; training goes on", self._path, problem)
         self._num_lost += 1
+
+
+def _warn(sink: Sink, what: str, error: Exception) -> None:
+    log.error("%s failed (%s: %s): it %s", type(sink).__name__, type(error).__name__, error, what)
 
 
 def to_line(record: Record) -> str:

@@ -256,3 +256,22 @@ def test_a_full_disk_is_said_once(caplog: pytest.LogCaptureFixture, tmp_path: Pa
         metrics.step(a_step(number))
     (said,) = caplog.messages
     assert "No space left on device" in said and "training goes on" in said
+
+
+def steps_with_a_tensorboard_that_finds_no_room(rank: int, folder: Path) -> None:
+    """Its file, which holds more of a step than metrics.jsonl does, reaches the size that no file may have."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
+    sinks = build_sinks(IslandConfig(tensorboard=True), folder, run_name="quick", settings={})
+    metrics = Metrics(folder / "metrics.jsonl", sinks)
+    for number in range(100):
+        metrics.step(a_step(number))
+    metrics.close()
+
+
+def test_a_sink_that_fails_does_not_end_the_training(tmp_path: Path) -> None:
+    run_ranks(steps_with_a_tensorboard_that_finds_no_room, 1, tmp_path)
+    records = Tail(tmp_path / "metrics.jsonl").new_records()
+    assert [record.step for record in records if isinstance(record, StepRecord)] == list(range(100))
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert events.stat().st_size == 30_000, "the sink has found no room"
