@@ -83,5 +83,5 @@ def run_in_process(config: Config, run_dir: Path, started: list[Child], console:
         view.update()
     if child.exit_code:
         console.print(f"{child.name} ended with status {child.exit_code}; from {child.log}:")
-        console.print(child.last_words(), markup=False, highlight=False)
+        console.print(child.last_words(), markup=False, highlight=False, soft_wrap=True)
     return child.exit_code == 0

@@ -249,7 +249,10 @@ def watch(fleet: Fleet, inflictor: Inflictor, view: LiveView, console: Console) 
     """Inflict faults and show the run until it is over; say at once, with its last lines, when a child fails."""
     told: set[str] = set()
     with view:
-        while not inflictor.is_over():
+        is_over = False
+        while not is_over:
+            # Asked first: of whatever ended it is told below.
+            is_over = inflictor.is_over()
             inflictor.poll()
             for child in fleet.islands.values():
                 view.add_island(child.name)
@@ -258,7 +261,6 @@ def watch(fleet: Fleet, inflictor: Inflictor, view: LiveView, console: Console) 
                 if child.exit_code and child.mark not in told and not inflictor.was_meant(child):
                     told.add(child.mark)
                     console.print(f"{child.name} ended with status {child.exit_code}; from {child.log}:")
-                    console.print(child.last_words(), markup=False, highlight=False)
-            time.sleep(POLL_SECONDS)
-        inflictor.poll()
-        view.update()
+                    console.print(child.last_words(), markup=False, highlight=False, soft_wrap=True)
+            if not is_over:
+                time.sleep(POLL_SECONDS)

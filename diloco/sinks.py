@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from diloco.config import IslandConfig
+from diloco.config import ConfigError, IslandConfig
 from diloco.metrics import EvalRecord, EventRecord, Record, RoundRecord, Sink, StepRecord
 
 PROJECT = "diloco"
@@ -33,15 +33,21 @@ class WandbSink:
         folder.mkdir(parents=True, exist_ok=True)
         # Of the process, not only of the run: else what wandb measures of itself is sent home from offline runs too.
         wandb.setup(wandb.Settings(mode=config.wandb))
-        self._run = wandb.init(
-            project=PROJECT,
-            dir=str(folder),
-            group=run_name,
-            name=f"{run_name}/{config.island}",
-            config=dict(settings),
-            mode=config.wandb,
-            settings=wandb.Settings(console="off", silent=True, save_code=False, disable_git=True),
-        )
+        try:
+            self._run = wandb.init(
+                project=PROJECT,
+                dir=str(folder),
+                group=run_name,
+                name=f"{run_name}/{config.island}",
+                config=dict(settings),
+                mode=config.wandb,
+                settings=wandb.Settings(console="off", silent=True, save_code=False, disable_git=True),
+            )
+        except wandb.Error as error:
+            cure = "set island.wandb=offline, which needs neither network nor account, or off"
+            raise ConfigError(
+                f"island.wandb: got {config.wandb!r}, and wandb cannot begin: {error} Or {cure}"
+            ) from None
         for kind, axis in (("step", "step"), ("round", "round"), ("eval", "round")):
             self._run.define_metric(f"{kind}/*", step_metric=axis)
 

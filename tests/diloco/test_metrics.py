@@ -18,6 +18,8 @@ from diloco.sinks import build_sinks
 from inner.errors import InputError
 from tests.harness import run_ranks
 
+ROOT = Path(__file__).parents[2]
+
 
 def a_step(step: int = 1, loss: float | None = 2.5, grad_norm: float | None = 0.7) -> StepRecord:
     return StepRecord(
@@ -214,7 +216,7 @@ def test_wandb_offline_writes_into_the_run_folder_and_starts_nothing_that_sends(
         "write_one_of_each(Metrics(folder / 'metrics.jsonl', sinks)); "
         "print([name for name in sys.modules if name.startswith('opentelemetry.sdk')])"
     )
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, timeout=120, check=True)
     assert result.stdout == b"[]\n"
@@ -223,6 +225,20 @@ def test_wandb_offline_writes_into_the_run_folder_and_starts_nothing_that_sends(
     assert b"step/loss" in content
     assert b"eval/bits_per_byte" in content
     assert os.listdir(tmp_path) == ["island-0"]
+
+
+def test_wandb_without_an_account_is_refused_with_the_cure(tmp_path: Path) -> None:
+    program = (
+        "from pathlib import Path; from diloco.config import ConfigError, IslandConfig; "
+        "from diloco.sinks import build_sinks\n"
+        "try: build_sinks(IslandConfig(wandb='online'), Path('island-0'), run_name='quick', settings={})\n"
+        "except ConfigError as error: print(error)"
+    )
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, timeout=120, check=True)
+    assert result.stdout.startswith(b"island.wandb: got 'online', and wandb cannot begin: No API key configured")
+    assert b"set island.wandb=offline" in result.stdout
 
 
 def records_on_a_disk_that_fills_up(rank: int, path: Path) -> None:
