@@ -6,7 +6,10 @@ and tests run islands as threads: what torch and hypothesis import at first use 
 
 import hypothesis.internal.observability
 import torch
+import tqdm
 
+# Else a thread of it is there whenever a progress bar has been: tests fork, which wants one thread (tests/harness.py).
+tqdm.tqdm.monitor_interval = 0
 torch.set_num_threads(1)
 torch.optim.SGD([torch.zeros(1)])
 assert hypothesis.internal.observability

@@ -8,6 +8,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -27,6 +28,9 @@ class RankFailed(AssertionError):
 
 def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 60) -> list[Any]:
     """Results of fn(rank, *args) by rank, each run in its own process. Raises RankFailed."""
+    # A fork has other threads' locks but not the threads; some libraries start theirs again in it. Ours does neither.
+    strangers = {thread.name for thread in threading.enumerate()} - {"MainThread", "outer-loop"}
+    assert not strangers, f"ranks are forked beside threads: {strangers}"
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def run(rank: int) -> Any:
