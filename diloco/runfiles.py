@@ -200,10 +200,14 @@ def write_atomically(path: Path, text: str) -> None:
         beside.unlink(missing_ok=True)
 
 
+class FolderHeld(ConfigError):
+    """A running island's folder: what is in it is that island's to write."""
+
+
 def hold_folder(folder: Path) -> int:
     """Keep other processes out of an island's folder until this file descriptor is closed or this process ends.
 
-    Raises ConfigError when one has it: both would be the same island to the others.
+    Raises FolderHeld when one has it: both would be the same island to the others.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder / "lock", os.O_CREAT | os.O_WRONLY)
@@ -211,7 +215,7 @@ def hold_folder(folder: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
-        raise ConfigError(
+        raise FolderHeld(
             f"a running island uses the folder {str(folder)!r}; stop it first, or give this one another island.name, "
             "island.index or island.run_dir"
         ) from None

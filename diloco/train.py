@@ -24,7 +24,7 @@ from diloco.initial import with_hash
 from diloco.logbook import Logbook
 from diloco.measure import evaluation, read_unit, speedometer, step_record
 from diloco.metrics import Metrics
-from diloco.runfiles import write_atomically
+from diloco.runfiles import FolderHeld, write_atomically
 from diloco.signals import end_with_parent, on_stop
 from diloco.watchdog import Post, Watchdog
 from diloco.wishes import SIGNALS, ask
@@ -112,6 +112,9 @@ def noted_failure(book: Logbook, rank: int) -> Iterator[None]:
     """Put what ends this rank into the logbook, too."""
     try:
         yield
+    except FolderHeld:
+        # Not of this island's life: the logbook is told by the one that runs.
+        raise
     except Exception as error:
         book.note("failed", f"rank {rank}: {type(error).__name__}: {error}")
         raise

@@ -221,3 +221,4 @@ def test_a_second_command_in_the_same_folder_is_refused_and_the_first_goes_on(
     assert refused.status == 2 and expected in refused.text and "Traceback" not in refused.text
     ended(process).well()
     assert digests(island) == whole
+    assert "failed" not in (tmp_path / "test" / "LOGBOOK.md").read_text()
