@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from ipaddress import IPv4Address
 from pathlib import Path
 
 import typer
@@ -17,7 +18,7 @@ START_SECONDS, CLOSE_SECONDS = 60.0, 5.0
 
 def bootstrap(host: str, port: int, rendezvous: str, identity: Path | None, run_key_file: Path | None = None) -> None:
     """Serve until a signal comes; prints one line for each address."""
-    _check(rendezvous, identity, run_key_file)
+    _check(host, rendezvous, identity, run_key_file)
     end_with_parent()
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -33,13 +34,25 @@ def bootstrap(host: str, port: int, rendezvous: str, identity: Path | None, run_
     close()
 
 
-def _check(rendezvous: str, identity: Path | None, run_key_file: Path | None) -> None:
+def _check(host: str, rendezvous: str, identity: Path | None, run_key_file: Path | None) -> None:
     if rendezvous not in ("dht", "tcp"):
         raise ConfigError(f"--rendezvous: got {rendezvous!r}; allowed: dht (for hivemind), tcp (for gloo)")
     if rendezvous == "dht" and run_key_file is not None:
         raise ConfigError("--run-key-file: a dht needs none, its islands ask each other for it; leave it out")
+    if rendezvous == "dht" and not _is_ipv4(host):
+        raise ConfigError(
+            f"--host: got {host!r}; allowed: an IPv4 address of this machine, for example 127.0.0.1, or 0.0.0.0 for all"
+        )
     if rendezvous == "tcp" and identity is not None:
         raise ConfigError("--identity: a tcp address is host and port alone; leave it out, and give a fixed --port")
+
+
+def _is_ipv4(host: str) -> bool:
+    try:
+        IPv4Address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _serve_dht(host: str, port: int, identity: Path | None):
