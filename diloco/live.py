@@ -18,7 +18,7 @@ from diloco.runfiles import METRICS, Tail
 from diloco.units import UNKNOWN, human_bytes, human_count, human_loss, human_seconds, one_line
 
 PLAIN_LINE_SECONDS = 5.0
-FAULTS_SHOWN = 3
+FAULTS_SHOWN, LOSSES_SHOWN = 3, 6
 COLUMNS = ("island", "step", "loss", "tok/s", "round", "peers", "ok/abort", "sent", "held-out")
 
 
@@ -206,7 +206,6 @@ def fault_line(fault: FaultRecord) -> str:
 def plain_line(state: RunState) -> str:
     """The run in one line of plain text."""
     islands = state.islands
-    losses = " ".join(human_loss(island.loss) for island in islands)
     decided = [island.round for island in islands if island.round is not None]
     newest = max(islands, key=lambda island: island.eval_round, default=None)
     return (
@@ -214,7 +213,15 @@ def plain_line(state: RunState) -> str:
         f" | round {max(decided, default=UNKNOWN)}"
         f" | {len(set().union(*(i.committed for i in islands)))} committed"
         f" {max((i.num_aborted for i in islands), default=0)} aborted"
-        f" | loss {losses} | held-out {human_loss(newest.eval_loss if newest else None)}"
+        f" | loss {losses_of(islands)} | held-out {human_loss(newest.eval_loss if newest else None)}"
         f" | {human_count(sum(i.tokens_per_second or 0 for i in islands))} tok/s"
         f" | sent {human_bytes(sum(i.bytes_sent for i in islands))}"
     )
+
+
+def losses_of(islands: Sequence[IslandState]) -> str:
+    """Each island's, or of many the lowest and the highest."""
+    known = [island.loss for island in islands if island.loss is not None]
+    if len(islands) <= LOSSES_SHOWN or not known:
+        return " ".join(human_loss(island.loss) for island in islands[:LOSSES_SHOWN])
+    return f"{human_loss(min(known))} to {human_loss(max(known))}"

@@ -153,3 +153,11 @@ def test_numbers_are_read_in_decimal_units() -> None:
     assert [human_count(n) for n in (None, 512, 1.5e6)] == ["-", "512", "1.5M"]
     assert [human_seconds(n) for n in (0.25, 599.0, 3723, 7199)] == ["0.2 s", "599.0 s", "1 h 02 min", "2 h 00 min"]
     assert one_line("a\tb\x1b[0m") == "a b [0m"
+
+
+def test_the_plain_line_of_many_islands_shows_the_range_of_their_losses() -> None:
+    islands = [IslandState(f"island-{number}") for number in range(32)]
+    assert "| loss - - - - - - |" in plain_line(RunState(islands, 60))
+    for number in range(31):
+        islands[number].take(a_step(1, loss=2.5 + number / 100))
+    assert "| loss 2.5000 to 2.8000 |" in plain_line(RunState(islands, 60))
