@@ -16,7 +16,7 @@ from outer.patience import Patience, givers
 from outer.peers import Peers, kind_of, name_of
 from outer.protocol import Protocol
 from outer.pulse import BEAT_SECONDS, Pulse
-from outer.rounds import Answer, Goodbye, Message, Plan, Question, Ready, Standing, Vote, parse
+from outer.rounds import Answer, Goodbye, Heard, Message, Plan, Question, Ready, Standing, Vote, parse
 from outer.transports.base import Endpoint
 from outer.verdicts import Behind, Short
 
@@ -26,7 +26,7 @@ PING_SECONDS = 1.0
 """How often every island tells the others where it stands; also how often what may be lost is said again."""
 WARN_SECONDS = 60.0
 GOODBYE_SECONDS = 1.5
-REPLIES: dict[type[Message], type[Message]] = {Ready: Standing, Standing: Standing, Question: Answer}
+REPLIES: dict[type[Message], type[Message]] = {Ready: Standing, Standing: Standing, Vote: Heard, Question: Answer}
 Interruption = Literal["", "behind", "waited for", "time is up"]
 
 

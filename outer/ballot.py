@@ -18,6 +18,8 @@ class Ballot:
     """By plan and island."""
     answers: dict[tuple[str, str], Outcome] = field(default_factory=dict)
     """By plan and island: what it said when it was asked."""
+    heard: dict[tuple[str, str], Outcome] = field(default_factory=dict)
+    """By plan and island: who holds this island's vote, and what had come of the plan there when it came."""
     outcomes: dict[str, tuple[int, Outcome]] = field(default_factory=dict)
     """By plan: its round and what came of it here."""
     pledged: dict[str, int] = field(default_factory=dict)
@@ -38,9 +40,9 @@ class Ballot:
             return "abort"
         return "commit" if len(cast) == len(plan.names) else "open"
 
-    def missing(self, plan: Plan) -> frozenset[str]:
-        """Participants whose vote has not come."""
-        return frozenset(name for name in plan.names if (plan.id, name) not in self.votes)
+    def pending(self, plan: Plan) -> frozenset[str]:
+        """Participants whose vote has not come, or who have not said that this island's has come there."""
+        return frozenset(n for n in plan.names if (plan.id, n) not in self.votes or (plan.id, n) not in self.heard)
 
     def unanswered(self, plan: Plan) -> frozenset[str]:
         """Participants that have not said what came of the plan."""
@@ -50,12 +52,25 @@ class Ballot:
         """Whether a participant says that it has committed the plan."""
         return any(self.answers.get((plan.id, name)) == "commit" for name in plan.names)
 
+    def is_aborted_elsewhere(self, plan: Plan) -> bool:
+        """Whether a participant had given the plan up when this island's vote came."""
+        return any(self.heard.get((plan.id, name)) == "abort" for name in plan.names)
+
     def shut_out(self, round_number: int) -> frozenset[str]:
         """Accused in this round by another island; and whoever accuses two, or else one could shut out all."""
         now = [pair for pair, in_round in self.accusations.items() if in_round == round_number]
         by_accuser = Counter(accuser for accuser, _ in now)
         liars = {accuser for accuser, count in by_accuser.items() if count > 1}
         return frozenset(liars | {accused for accuser, accused in now if accuser not in liars})
+
+    def pledge(self, plan: str, round_number: int) -> None:
+        """From now on it is not committed on votes alone: an island that heard it is open may abort. MessageError."""
+        self.check_room(plan)
+        self.pledged[plan] = round_number
+
+    def outcome_of(self, plan: str, *, is_near: bool) -> Outcome:
+        """What came of it here. One that is not near is too long ago, or of a history that this island has left."""
+        return self.outcomes[plan][1] if plan in self.outcomes else "open" if is_near else "abort"
 
     def check_room(self, plan: str) -> None:
         """Raise MessageError unless something may be remembered of this plan."""
@@ -71,3 +86,4 @@ class Ballot:
         self.accusations = {k: r for k, r in self.accusations.items() if r >= round_number}
         kept = set(self.outcomes) | set(self.pledged) | {k[0] for k in self.votes}
         self.answers = {k: v for k, v in self.answers.items() if k[0] in kept}
+        self.heard = {k: v for k, v in self.heard.items() if k[0] in kept}

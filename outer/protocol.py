@@ -4,10 +4,11 @@ Its states are drawn in docs/protocol.md. The driver (agreement.py) delivers wha
 run out, and sends what is in `outbox`.
 
 Why a committed round is the same everywhere. An island commits a plan when every participant has voted yes with one
-digest, or when a participant says that it has committed it. An island that misses votes asks all participants it
-reaches; who is asked and has not committed will not commit on votes alone any more, but asks in turn. So while
-islands only crash, either all survivors commit a plan or none does. When a partition or a false alarm lets two
-histories grow, the one with the higher rank (Standing.rank) survives and the others take its state.
+digest and holds this island's vote, or when one says that it has committed it. Whoever misses that asks all
+participants it reaches; who is asked and has not committed will not commit on votes alone any more, but asks in turn.
+So while islands only crash, all survivors commit a plan or none does, and one that freezes has committed nothing that
+they do not. When a partition or a false alarm lets two histories grow, the one with the higher rank (Standing.rank)
+survives and the others take its state.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from typing import Literal
 from outer.ballot import Ballot
 from outer.errors import MessageError
 from outer.readies import Readies
-from outer.rounds import Answer, Goodbye, Message, Outcome, Plan, Question, Ready, Standing, Vote, no
+from outer.rounds import Answer, Goodbye, Heard, Message, Outcome, Plan, Question, Ready, Standing, Vote, no
 from outer.verdicts import Behind, Rules, Short, check_ready, find_behind, find_short, is_early, objection
 
 Phase = Literal["training", "gathering", "reducing", "voting"]
@@ -111,19 +112,20 @@ class Protocol:
         """What comes of the plan; open: not known yet. `is_late`: votes are not waited for any longer."""
         assert self.plan is not None, "an island concludes the plan it takes part in"
         outcome = self.ballot.tally(self.plan)
-        if outcome == "abort" or (outcome == "commit" and self.plan.id not in self.ballot.pledged):
+        if outcome == "abort":
             return self._settle(outcome)
-        missing = self.ballot.missing(self.plan)
-        if outcome == "open" and self.plan.id not in self.ballot.pledged and not is_late and missing - self.lost:
+        pending = self.ballot.pending(self.plan) & self.others - self.lost
+        is_doubted = self.plan.id in self.ballot.pledged or self.ballot.is_aborted_elsewhere(self.plan)
+        if pending and not is_doubted and not is_late:
             return "open"
-        return self._ask()
+        return self._settle(outcome) if outcome == "commit" and not pending and not is_doubted else self._ask()
 
     def repeat(self) -> None:
         """Say again what may have been lost on the way."""
         if self.phase == "gathering" and self.own is not None:
             self._send(self.present, self.own)
         if self.phase == "voting" and self.plan is not None:
-            self._send(self.ballot.missing(self.plan), self.ballot.votes[self.plan.id, self.me])
+            self._send(self.ballot.pending(self.plan), self.ballot.votes[self.plan.id, self.me])
             if self.is_asking:
                 self._send(self._unanswered(), Question(plan=self.plan.id, round=self.plan.round))
 
@@ -184,7 +186,10 @@ class Protocol:
             case Plan():
                 self._hear_plan(sender, message)
             case Vote():
-                self._hear_vote(sender, message)
+                return self._hear_vote(sender, message)
+            case Heard():
+                if self.plan is not None and message.plan == self.plan.id:
+                    self.ballot.heard[message.plan, sender] = message.outcome
             case Question():
                 return self._hear_question(message)
             case Answer():
@@ -225,25 +230,21 @@ class Protocol:
         elif plan.id not in self.ballot.outcomes:
             self._refuse(plan, cause)
 
-    def _hear_vote(self, sender: str, vote: Vote) -> None:
+    def _hear_vote(self, sender: str, vote: Vote) -> Heard:
         self._check_sender(sender, vote.island)
-        if vote.round < self.standing.round - 1:
-            return  # Long settled: its sender was frozen or cut off.
-        if not self._is_near(vote.round):
+        is_near = self._is_near(vote.round)
+        if is_near:
+            self.ballot.check_room(vote.plan)
+            self.ballot.keep(vote)
+        elif vote.round > self.standing.round:  # An earlier one is long settled: its sender was frozen or cut off.
             raise MessageError(f"a vote on round {vote.round}, {self.me!r} is in round {self.standing.round}")
-        self.ballot.check_room(vote.plan)
-        self.ballot.keep(vote)
+        return Heard(plan=vote.plan, outcome=self.ballot.outcome_of(vote.plan, is_near=is_near))
 
     def _hear_question(self, question: Question) -> Answer:
-        if question.plan in self.ballot.outcomes:
-            return Answer(plan=question.plan, outcome=self.ballot.outcomes[question.plan][1])
-        if not self._is_near(question.round):
-            # Too long ago to remember, or of a history that this island has left: it will not commit that plan.
-            return Answer(plan=question.plan, outcome="abort")
-        # The asker may abort on our "open": from now on we do not commit on votes alone.
-        self.ballot.check_room(question.plan)
-        self.ballot.pledged[question.plan] = question.round
-        return Answer(plan=question.plan, outcome="open")
+        outcome = self.ballot.outcome_of(question.plan, is_near=self._is_near(question.round))
+        if outcome == "open":
+            self.ballot.pledge(question.plan, question.round)
+        return Answer(plan=question.plan, outcome=outcome)
 
     # -- gathering ----------------------------------------------------------------------------------------------
     def _absent(self, ready: Mapping[str, Ready]) -> frozenset[str]:

@@ -2,8 +2,8 @@
 
 Ready     -> all islands         "my inner steps of round r are done; this is my state's digest", or "I listen"
 Plan      -> its participants    "attempt a of round r is made by these islands, in this order"
-Vote      -> its participants    "I have the result, this is its digest" or "I have not, because ..."
-Question  -> its participants    "a vote is missing: what came of this plan?"            -> Answer
+Vote      -> its participants    "I have the result, this is its digest" or "I have not, because ..." -> Heard
+Question  -> its participants    "a vote or its receipt is missing: what came of this plan?" -> Answer
 Standing  -> all islands         "this is where I stand", each second; also the answer to a Ready
 Goodbye   -> all islands         "I leave; do not wait for me"
 """
@@ -163,6 +163,13 @@ def yes(plan: Plan, island: str, digest: str) -> Vote:
 def no(plan: Plan, island: str, cause: str, accused: str | None = None) -> Vote:
     """The vote of an island without a mean, and why; `accused` sent what could not be used."""
     return Vote(plan=plan.id, round=plan.round, island=island, cause=cause[:2000], accused=accused)
+
+
+class Heard(Message):
+    """A vote has come to the sender, and what has come of its plan there by then."""
+
+    plan: str = PlanId
+    outcome: Outcome
 
 
 class Question(Message):

@@ -24,6 +24,8 @@ class Budget:
     """How often each thing may go wrong in one history."""
 
     crashes: int = 0
+    freezes: int = 0
+    """For ever, with all that it had yet to say; its answers have left, and come before it is missed."""
     failed_reduces: int = 0
     dropped: int = 0
     duplicated: int = 0
@@ -50,6 +52,8 @@ class World:
     flying: tuple[tuple[str, str, Message, bool], ...]
     """Sender, receiver, message, and whether it is a reply (which is not replied to)."""
     dead: frozenset[str]
+    """With those that are frozen."""
+    frozen: frozenset[str]
     budget: Budget
     commits: tuple[Commit, ...]
     rounds: int
@@ -73,7 +77,7 @@ def new_world(names: str, rounds: int, budget: Budget, **rules: object) -> World
     nodes = {name: Protocol(name, made, start) for name in names}
     for node in nodes.values():
         node.meet(names)
-    return World(nodes, (), frozenset(), budget, (), rounds)
+    return World(nodes, (), frozenset(), frozenset(), budget, (), rounds)
 
 
 def events(world: World) -> list[Event]:
@@ -92,8 +96,9 @@ def events(world: World) -> list[Event]:
         if may_be_late(world, name):
             found.append(("late", name))
         found += [("lose", name, other) for other in sorted(node.present - node.lost) if may_lose(world, name, other)]
-    if world.budget.crashes and len(world.live) > 1:
-        found += [("crash", name) for name in world.live]
+    for kind, budget in (("crash", world.budget.crashes), ("freeze", world.budget.freezes)):
+        if budget and len(world.live) > 1:
+            found += [(kind, name) for name in world.live]
     for kind in ("dropped", "duplicated"):
         if getattr(world.budget, kind):
             found += [(kind, str(i)) for i in range(len(world.flying))]
@@ -101,6 +106,8 @@ def events(world: World) -> list[Event]:
 
 
 def may_lose(world: World, name: str, other: str) -> bool:
+    if other in world.frozen and any(mail[:2] == (other, name) for mail in world.flying):
+        return False
     return other in world.dead or (world.budget.false_alarms > 0 and other in world.live)
 
 
@@ -122,10 +129,14 @@ def step(world: World, event: Event) -> World:
     if kind in ("deliver", "dropped", "duplicated"):
         return _mail(world, kind, int(who[0]))
     name = who[0]
-    if kind == "crash":
+    if kind in ("crash", "freeze"):
         world.dead |= {name}
         world.flying = tuple(m for m in world.flying if m[1] != name)
-        return _spend(world, "crashes")
+        if kind == "crash":
+            return _spend(world, "crashes")
+        world.frozen |= {name}
+        world.flying = tuple(m for m in world.flying if m[0] != name or m[3])
+        return _spend(world, "freezes")
     node = _own_copy(world, name)
     late = kind == "late"
     if kind == "prepare":
@@ -275,7 +286,7 @@ def signature(world: World) -> int:
     """Equal for worlds that cannot be told apart."""
     nodes = tuple("dead" if name in world.dead else _number(node) for name, node in world.nodes.items())
     mail = frozenset(Counter((a, b, _number(m), r) for a, b, m, r in world.flying).items())
-    return hash((nodes, mail, world.budget, world.dead))
+    return hash((nodes, mail, world.budget, world.dead, world.frozen))
 
 
 def explore(world: World, max_states: int) -> Iterator[World]:
@@ -316,7 +327,7 @@ def is_mishap(world: World, event: Event) -> bool:
     kind, *who = event
     if kind == "failed":
         return not world.nodes[who[0]].others & world.dead
-    return kind in ("crash", "dropped", "duplicated", "late") or (kind == "lose" and who[1] not in world.dead)
+    return kind in ("crash", "freeze", "dropped", "duplicated", "late") or (kind == "lose" and who[1] not in world.dead)
 
 
 def settle(world: World) -> World:
@@ -355,12 +366,12 @@ def agree(world: World) -> bool:
     return len({(s.rank, s.digest) for s in (world.nodes[n].standing for n in world.live)}) <= 1
 
 
-def forked(world: World) -> list[Commit]:
-    """Commits of live islands that differ from another's on the same state."""
+def forked(world: World, *, with_dead: bool = False) -> list[Commit]:
+    """Commits of islands that live, or of all, that differ from another's on the same state."""
     by_base: dict[str, Commit] = {}
     wrong = []
     for c in world.commits:
-        if c.island in world.dead:
+        if c.island in world.dead and not with_dead:
             continue
         if by_base.setdefault(c.base, c).plan != c.plan:
             wrong.append(c)

@@ -108,6 +108,23 @@ def test_whatever_crashes_fails_or_is_lost_the_living_go_on_with_one_history(nam
         assert agree(world), f"seed {seed}"
 
 
+@pytest.mark.parametrize(
+    "names, bound", [("ab", 20_000), ("abc", 2_500), pytest.param("abc", 60_000, marks=pytest.mark.slow)]
+)
+def test_an_island_that_freezes_has_committed_nothing_that_the_others_do_not(names, bound):
+    for world in explore(new_world(names, 1, Budget(freezes=1)), bound):
+        assert not forked(world, with_dead=True)
+
+
+@pytest.mark.parametrize("num_seeds", SEEDS)
+@pytest.mark.parametrize("names", ["abc", "abcd"])
+def test_what_a_frozen_island_has_committed_is_what_the_others_commit(names, num_seeds):
+    for seed in range(num_seeds):
+        world = walk(new_world(names, 3, Budget(freezes=1)), seed, mishap=0.05)
+        assert not forked(world, with_dead=True), f"seed {seed}"
+        assert world.is_over and agree(world), f"seed {seed}"
+
+
 @pytest.mark.parametrize("num_seeds", SEEDS)
 @pytest.mark.parametrize("names", ["abc", "abcd"])
 def test_after_false_alarms_one_history_survives(names, num_seeds):

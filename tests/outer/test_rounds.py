@@ -14,6 +14,7 @@ from outer.errors import MessageError
 from outer.rounds import (
     Answer,
     Goodbye,
+    Heard,
     Message,
     Plan,
     Question,
@@ -194,6 +195,7 @@ MESSAGES: list[Message] = [
     Standing(round=2, tokens=7, digest=DIGESTS["x"]),
     Question(plan="0" * 32, round=1),
     Answer(plan="0" * 32, outcome="open"),
+    Heard(plan="0" * 32, outcome="abort"),
     Goodbye(island="a", incarnation="0" * 8, round=2, steps=3),
     StateRequest(round=None),
     Position(round=7, tokens=1 << 40),
