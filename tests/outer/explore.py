@@ -25,7 +25,7 @@ class Budget:
 
     crashes: int = 0
     freezes: int = 0
-    """For ever, with all that it had yet to say; its answers have left, and come before it is missed."""
+    """For ever, with all that it had yet to say; its answers have left with what it heard."""
     failed_reduces: int = 0
     dropped: int = 0
     duplicated: int = 0
@@ -106,8 +106,8 @@ def events(world: World) -> list[Event]:
 
 
 def may_lose(world: World, name: str, other: str) -> bool:
-    if other in world.frozen and any(mail[:2] == (other, name) for mail in world.flying):
-        return False
+    if other in world.frozen and any(name in mail[:2] for mail in world.flying):
+        return False  # It is missed by a call that it does not answer: that takes far longer than a message.
     return other in world.dead or (world.budget.false_alarms > 0 and other in world.live)
 
 
