@@ -15,8 +15,8 @@ from diloco.planning.round_bytes import Fragment, fragments_of
 from diloco.planning.specs import Spec, num_elements
 from outer.config import GATHERED, OuterConfig
 
-CONTROL_TRIPS = 1.5
-"""Round trips of a round in which nothing is sent: ready, plan and vote, one way each."""
+CONTROL_TRIPS = 2.0
+"""Round trips of a round in which nothing is sent: ready, plan, vote and its receipt, one way each."""
 PAYLOAD_TRIPS = 1.0
 """There with a part, back with its mean."""
 PAYLOAD_SHARE = {"gloo": 0.94, "hivemind": 0.91, "loopback": 1.0}

@@ -138,7 +138,7 @@ def test_fragments_hide_a_delay_each():
 
 def test_a_fragment_costs_its_own_round_trips():
     one, four = (predict(case(Link(1e12, 0.1), fragments=count)).trip_seconds for count in (1, 4))
-    assert one >= 0.25 and four == pytest.approx(4 * one, rel=0.5)
+    assert one >= 0.3 and four == pytest.approx(4 * one, rel=0.5)
 
 
 def test_a_round_alone_has_no_trips_and_no_transfer():
@@ -165,8 +165,9 @@ def test_a_link_to_more_than_one_peer_carries_less_than_its_payload_share():
 
 def test_slow_start_is_a_few_round_trips_that_more_bandwidth_adds_to():
     slow, fast = (predict(case(Link(rate, 0.1))).trip_seconds for rate in (1e5, 1e7))
-    assert slow == pytest.approx(0.25)
-    assert 0.25 < fast < 1.0
+    # Three in which nothing is lost to it: four messages one way each, and payloads there and back.
+    assert slow == pytest.approx(0.3)
+    assert 0.3 < fast < 1.0
 
 
 def test_a_codec_counts_as_far_as_the_transfer_does_not_cover_it():
