@@ -1,0 +1,27 @@
+"""The program: commands, configs, launcher, records, reports. Begin with island.py.
+
+`inner` and `outer` are imported from beside this package: from the checkout, or from `_bundled` in an installed wheel.
+"""
+
+import sys
+from pathlib import Path
+
+
+def _use_own_packages() -> None:
+    """Let `import inner` and `import outer` find this project's packages, whoever else has packages of these names.
+
+    Raises ImportError when another project's package of that name has been imported already.
+    """
+    bundled = Path(__file__).parent / "_bundled"
+    home = bundled if bundled.is_dir() else Path(__file__).parents[1]
+    for name in ("inner", "outer"):
+        loaded = getattr(sys.modules.get(name), "__file__", None)
+        if loaded is not None and not (home / name / "__init__.py").samefile(loaded):
+            raise ImportError(
+                f"diloco needs its own package {name!r} ({home / name}), but another one has been imported from "
+                f"{loaded}; import diloco first, or run the two in separate processes"
+            )
+    sys.path.insert(0, str(home))
+
+
+_use_own_packages()

@@ -1,5 +1,5 @@
 """`python -m diloco`: the same as the command `diloco`."""
 
-from diloco.cli import main
+from diloco.cli.main import main
 
 main()

@@ -1,10 +1,10 @@
-"""Numbers as people read them. Decimal units: 1 MB is 10^6 bytes, as links are rated."""
+"""Formats and parses numbers with units for people. Units are decimal, as in link rates: 1 MB is 10^6 bytes."""
 
 import math
 import re
 from collections.abc import Mapping
 
-from diloco.config import ConfigError
+from diloco.errors import ConfigError
 
 UNKNOWN = "-"
 BIT_RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -12,17 +12,17 @@ SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def human_count(value: float | None) -> str:
-    """`1234567` as `1.23M`."""
+    """Format `1234567` as `1.23M`."""
     return UNKNOWN if value is None else _scaled(value, ("", "k", "M", "B", "T"), "")
 
 
 def human_bytes(value: float | None) -> str:
-    """`1234567` as `1.23 MB`."""
+    """Format `1234567` as `1.23 MB`."""
     return UNKNOWN if value is None else _scaled(value, ("B", "kB", "MB", "GB", "TB", "PB"), " ")
 
 
 def human_seconds(value: float | None) -> str:
-    """`3723` as `1 h 02 min`; under ten minutes in seconds."""
+    """Format `3723` as `1 h 02 min`, and times under ten minutes as seconds."""
     if value is None:
         return UNKNOWN
     if value < 600:
@@ -32,17 +32,17 @@ def human_seconds(value: float | None) -> str:
 
 
 def human_loss(value: float | None) -> str:
-    """Four decimals, or a dash when there is none."""
+    """Format a loss with four decimals, or None as a dash."""
     return UNKNOWN if value is None else f"{value:.4f}"
 
 
 def one_line(text: str) -> str:
-    """Text from elsewhere made safe for a terminal: no line breaks, no escape codes."""
+    """Make text from elsewhere safe for a terminal by removing line breaks and escape codes."""
     return "".join(c if c.isprintable() else " " for c in text).strip()
 
 
 def parse_bits_per_second(text: str) -> float:
-    """`100mbit` (or `100mbit/s`) as 1e8; above 0. Raises ConfigError, which does not say where it was written."""
+    """Parse a rate above 0: `100mbit` or `100mbit/s` is 1e8. Raises ConfigError, which does not name the place."""
     rate = _parse(text.removesuffix("/s"), BIT_RATES)
     if rate is None or rate <= 0:
         raise ConfigError(
@@ -53,7 +53,7 @@ def parse_bits_per_second(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """`50ms` as 0.05; 0 or more. Raises ConfigError, which does not say where it was written."""
+    """Parse `50ms` as 0.05. The time may be 0. Raises ConfigError, which does not name the place of the text."""
     seconds = _parse(text, SECONDS)
     if seconds is None:
         raise ConfigError(
@@ -72,7 +72,7 @@ def _parse(text: str, units: Mapping[str, float]) -> float | None:
 
 def _scaled(value: float, units: tuple[str, ...], gap: str) -> str:
     index = 0
-    # 999.5 would print as 1000 of the smaller unit.
+    # 999.5 would be printed as 1000 of the smaller unit.
     while abs(value) >= 999.5 and index < len(units) - 1:
         value, index = value / 1000, index + 1
     digits = f"{value:.0f}" if index == 0 or abs(value) >= 99.95 else f"{value:.3g}"

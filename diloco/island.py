@@ -1,250 +1,238 @@
-"""One island's life: join -> (inner steps -> round) x rounds -> leave. Read this first.
+"""The loop of one island: enter the run -> (inner steps -> round) x rounds -> leave. Read this first.
 
-Every rank of the island runs `run`, in step with the others. What the parts are and how they are built is in
-assemble.py; what happens inside a round is in outer/sync.py. With `outer.delay` a round runs behind the inner steps
-that follow it: it is launched at its step and lands some steps later. A run whose rounds wait for a quorum only is
-lived at each island's own pace: own_pace.py.
+Every rank of the island runs `run`, in step with the others. assemble.py builds what it works with, outer/loop.py
+describes a round. With `outer.delay` a round runs in the background of the inner steps that follow it: it is launched
+at its step and lands some steps later. When rounds wait for a quorum only, island_quorum.py runs instead; train.py
+chooses.
 """
 
 import logging
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 
-from diloco.assemble import Parts
-from diloco.measure import ReadUnit, evaluation, read_unit, step_record
-from diloco.metrics import EventRecord, RoundRecord
-from diloco.progress import NOTHING, Place, Progress, Resumed
+from diloco.assemble import Runtime
+from diloco.records.metrics import EventRecord, RoundRecord
+from diloco.runtime.progress import NO_PROGRESS, Progress, ResumedState, ResumePoint
+from diloco.runtime.step_records import evaluate_heldout, make_step_record
+from inner.data.batches import StepBatch
 from inner.trainer import StepResult
-from outer.account import Account
-from outer.reports import CaughtUp, Landing, RoundReport
-from outer.runs import triple
-from outer.state import Position
+from outer.leases.ledger import Ledger
+from outer.report import CaughtUp, Landing, RoundReport
+from outer.state.part_state import Position
 
 log = logging.getLogger(__name__)
 
 
-def run(parts: Parts) -> None:
+def run(runtime: Runtime) -> None:
     """Train until the run's last round is committed. Raises TrainingStopped or OuterError when it cannot go on."""
-    outer, rounds = parts.outer, parts.config.outer.num_rounds
-    parts.heartbeat.rest("entering the run")
-    life = Life(parts)
-    resumed = resume(parts)
-    enter(parts, outer.begin())
+    outer, rounds = runtime.outer, runtime.config.outer.num_rounds
+    runtime.activity.start_untimed("entering the run")
+    loop = IslandLoop(runtime)
+    resumed = resume(runtime)
+    outer.begin()
+    record_entry(runtime, outer.position)
     if resumed is not None and (resumed.round, resumed.digest) == (outer.position.round, outer.digest):
-        life.take_up(resumed.place)
+        loop.resume(resumed.point)
     else:
-        count_moments(parts)
-        evaluate(parts)
+        count_moments(runtime)
+        evaluate(runtime)
     while outer.position.round < rounds:
         try:
             if outer.round < rounds:
-                life.inner_steps()
-                life.launch()
-            if parts.config.outer.delay == 0 or outer.round == rounds or parts.wishes.next(outer.round).stop:
-                life.land()
-                if outer.position.round < rounds and (cause := parts.wishes.next(outer.position.round).stop):
-                    life.save()
-                    parts.heartbeat.rest("leaving")
+                loop.inner_steps()
+                loop.launch()
+            if runtime.config.outer.delay == 0 or outer.round == rounds or runtime.requests.poll(outer.round).stop:
+                loop.land()
+                if outer.position.round < rounds and (cause := runtime.requests.poll(outer.position.round).stop):
+                    loop.save()
+                    runtime.activity.start_untimed("leaving")
                     outer.leave()
-                    parts.event("left", f"{cause}; {outer.position.round} of the run's {rounds} rounds are done")
+                    runtime.event("left", f"{cause}; {outer.position.round} of the run's {rounds} rounds are done")
                     return
         except CaughtUp as caught:
-            life.go_on(caught)
-    parts.heartbeat.rest("leaving")
+            loop.go_on(caught)
+    runtime.activity.start_untimed("leaving")
     outer.finish()
-    if parts.config.outer.gossip is None:
-        tell_account(parts)
-    parts.event("left", f"the run's {parts.config.outer.rounds} rounds are done")
+    if runtime.config.outer.gossip is None:
+        record_ledger(runtime)
+    runtime.event("left", f"the run's {runtime.config.outer.rounds} rounds are done")
 
 
-class Life:
-    """The island's progress since the last round that it sent, and what it sent with the one on its way."""
+class IslandLoop:
+    """The island's progress since the last round that it launched, and the progress in the round in flight."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self.made = self.sent = NOTHING
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.made = self.sent = NO_PROGRESS
         self.begun_at = 0
-        """Inner steps of the round that were made before this process began."""
+        """Number of the round's inner steps that were made before this process started."""
 
-    def take_up(self, place: Place) -> None:
+    def resume(self, point: ResumePoint) -> None:
         """Go on in the middle of a round."""
-        self.made, self.begun_at = place.made, place.steps
+        self.made, self.begun_at = point.made, point.steps
 
     def inner_steps(self) -> None:
-        """Train until the round's inner steps are done, or until going on would be in vain."""
-        parts, outer, trainer = self.parts, self.parts.outer, self.parts.trainer
-        if outer.reading.num_left == 0 and outer.in_flight is not None:
-            self.land()  # Only a commit gives this island more to read.
-        # The learning-rate schedule follows from the round, however many steps the last one had here.
+        """Train until the round's inner steps are done, or until more steps would be wasted."""
+        runtime, outer, trainer = self.runtime, self.runtime.outer, self.runtime.trainer
+        if outer.cursor.num_left == 0 and outer.in_flight is not None:
+            self.land()  # Only a commit gives this island more data.
+        # The learning-rate schedule follows from the round, however many steps the last round had here.
         begin = outer.schedule.begin(outer.round)
         trainer.inner_step = begin + self.begun_at
         last = begin + outer.inner_steps()
         self.begun_at = 0
-        while outer.reading.num_left > 0:
-            result = train(parts)
+        while outer.cursor.num_left > 0:
+            result = train(runtime)
             self.made += Progress(1, 0 if result.is_skipped else result.tokens)
             left = last - trainer.inner_step
             cause = outer.interruption(left)
-            is_over = left <= 0 or cause or outer.reading.num_left == 0
+            is_over = left <= 0 or cause or outer.cursor.num_left == 0
             if outer.in_flight is not None and (is_over or trainer.inner_step - begin >= outer.schedule.delay):
                 self.land()
-            if outer.in_flight is None and parts.wishes.next(outer.round).save:
+            if outer.in_flight is None and runtime.requests.poll(outer.round).save:
                 self.save()
             if is_over:
                 return
 
     def launch(self) -> None:
-        """Send the round on its way."""
-        self.parts.heartbeat.rest("a round")
-        self.parts.outer.launch(self.made.tokens)
-        self.made, self.sent = NOTHING, self.made
+        """Start the round."""
+        self.runtime.activity.start_untimed("a round")
+        self.runtime.outer.launch(self.made.tokens)
+        self.made, self.sent = NO_PROGRESS, self.made
 
     def land(self) -> None:
-        """Wait for the round on its way; it commits everywhere, or CaughtUp or OuterError is raised."""
-        parts, outer = self.parts, self.parts.outer
-        parts.heartbeat.rest("a round")
+        """Wait for the commit of the round in flight, then evaluate and save if that is due.
+
+        Raises CaughtUp or OuterError when the round does not commit with this island.
+        """
+        runtime, outer = self.runtime, self.runtime.outer
+        runtime.activity.start_untimed("a round")
         landed, landing = outer.in_flight, outer.land()
-        count_moments(parts, landed)
+        count_moments(runtime, landed)
         for report in landing.reports:
-            record_round(parts, report, self.sent, landing, outer.position.account)
-        self.sent = NOTHING
-        cycle, rest = divmod(outer.position.round, parts.config.outer.fragments)
-        is_last = outer.position.round == parts.config.outer.num_rounds
-        if rest == 0 and (is_last or cycle % parts.config.evaluate.every_rounds == 0):
-            evaluate(parts)
-        every = parts.island.checkpoint.every_rounds
+            record_round(runtime, report, self.sent, landing, outer.position.ledger)
+        self.sent = NO_PROGRESS
+        cycle, rest = divmod(outer.position.round, runtime.config.outer.fragments)
+        is_last = outer.position.round == runtime.config.outer.num_rounds
+        if rest == 0 and (is_last or cycle % runtime.config.evaluate.every_rounds == 0):
+            evaluate(runtime)
+        every = runtime.island.checkpoint.every_rounds
         if rest == 0 and every is not None and (is_last or cycle % every == 0):
             self.save()
 
     def save(self) -> None:
-        """A checkpoint of where the island is; no round may be on its way. Training goes on whatever comes of it."""
-        outer = self.parts.outer
-        steps = max(self.parts.trainer.inner_step - outer.schedule.begin(outer.round), 0)
-        save(self.parts, Place(steps, self.made))
+        """Save a checkpoint. No round may be in flight. Training goes on if it fails."""
+        outer = self.runtime.outer
+        steps = max(self.runtime.trainer.inner_step - outer.schedule.begin(outer.round), 0)
+        save(self.runtime, ResumePoint(steps, self.made))
 
     def go_on(self, caught: CaughtUp) -> None:
-        """Others have committed without this island: it has their state now, and goes on from there."""
+        """Go on from the state of others, who have committed without this island."""
         progress = self.made + self.sent
-        self.made, self.sent = progress if caught.is_kept else NOTHING, NOTHING
+        self.made, self.sent = progress if caught.is_kept else NO_PROGRESS, NO_PROGRESS
         fate = "kept" if caught.is_kept else "dropped"
-        self.parts.event("caught up", f"{caught}; {progress.steps} inner steps {fate}")
-        enter(self.parts, self.parts.outer.position)
+        self.runtime.event("caught up", f"{caught}; {progress.steps} inner steps {fate}")
+        record_entry(self.runtime, self.runtime.outer.position)
         if not caught.is_kept:
-            count_moments(self.parts)
+            count_moments(self.runtime)
 
 
-def save(parts: Parts, place: Place) -> None:
-    """A checkpoint, if the island has somewhere to save; a wish for one is fulfilled either way."""
-    parts.wishes.saved()
-    if parts.checkpoints is None:
-        return
-    parts.heartbeat.begin("a checkpoint")
-    problem = parts.checkpoints.save(place, parts.tokens)
-    if problem is not None:
-        parts.event("not saved", f"{problem}; training goes on")
-
-
-def tell_account(parts: Parts) -> None:
-    """How much of the text the run has trained, at its end."""
-    text = parts.outer.position.account
-    parts.event("account", f"{text.trained} units of text trained; {text.open} leased or returned, not trained")
-
-
-def resume(parts: Parts) -> Resumed | None:
-    """Go on from the island's newest checkpoint, if there is one and it is wanted."""
-    if parts.checkpoints is None or parts.island.checkpoint.resume == "never":
-        return None
-    resumed = parts.checkpoints.resume()
-    if resumed is not None:
-        parts.tokens = resumed.tokens
-        changed = f"; changed since: {'; '.join(resumed.changed)}" if resumed.changed else ""
-        parts.event("resumed", f"inner step {resumed.inner_step}, round {resumed.round}{changed}")
-    return resumed
-
-
-def enter(parts: Parts, position: Position) -> None:
-    """Say where this island stands, after the state of others or the beginning."""
-    parts.event("joined", f"round {position.round}, {position.tokens} tokens, digest {parts.outer.digest[:12]}")
-
-
-def count_moments(parts: Parts, landed: int | None = None) -> None:
-    """Bias correction goes by the steps behind the moments: of the round that landed, or (None) of others' state."""
-    if parts.moments is not None:
-        parts.moments.set_steps(parts.outer.moment_steps(landed))
-
-
-def train(parts: Parts) -> StepResult:
-    """One inner step, measured and recorded."""
-    parts.heartbeat.begin("inner step")
-    reading = read_unit(parts.batches, parts.outer.reading.next_unit(), parts.trainer)
+def train(runtime: Runtime) -> StepResult:
+    """Make one inner step, measure and record it. Its seconds include the wait for a turn to compute."""
+    runtime.activity.start("inner step")
+    trainer = runtime.trainer
+    unit = runtime.outer.cursor.next_unit()
+    batch = runtime.batches.read_step(unit, trainer.data_rank, trainer.num_data_ranks, trainer.settings.micro_batch)
     started = time.monotonic()
-    result = parts.trainer.step(reading.micro_batches)
-    parts.slow_down(time.monotonic() - started)
-    parts.profiler.step()
-    parts.outer.pace.observe_step(time.monotonic() - started)
-    record_step(parts, result, reading)
+    with runtime.turns:
+        result = trainer.step(batch.micro_batches)
+    result = replace(result, seconds=time.monotonic() - started)
+    runtime.slow_down(result.seconds)
+    runtime.profiler.step()
+    runtime.outer.pace.observe_step(time.monotonic() - started)
+    record_step(runtime, result, batch)
     return result
 
 
-def evaluate(parts: Parts, cycle: int | None = None) -> None:
-    """Held-out loss of the global params, recorded for a cycle; None: for that of the round.
-
-    In plain rounds local params are equal to global params at this point.
-    """
-    position, outer = parts.outer.position, parts.config.outer
-    parts.heartbeat.begin("evaluation")
-    with nullcontext() if outer.is_plain else parts.outer.global_params():
+def evaluate(runtime: Runtime, cycle: int | None = None) -> None:
+    """Evaluate the global params on held-out text and record the loss for a cycle, by default that of the round."""
+    position, outer = runtime.outer.position, runtime.config.outer
+    runtime.activity.start("evaluation")
+    # In plain rounds the local params are equal to the global params at this point.
+    with nullcontext() if outer.is_plain else runtime.outer.global_params(), runtime.turns:
         cycle = position.round // outer.fragments if cycle is None else cycle
-        record = evaluation(parts.config, parts.trainer, parts.corpus, cycle, position.tokens)
-    if parts.metrics is not None:
-        parts.metrics.evaluation(record)
+        record = evaluate_heldout(runtime.config, runtime.trainer, runtime.corpus, cycle, position.tokens)
+    if runtime.metrics is not None:
+        runtime.metrics.write(record)
         log.info("round %d: held-out loss %.4f, %.4f bits per byte", record.round, record.loss, record.bits_per_byte)
 
 
-def record_step(parts: Parts, result: StepResult, reading: ReadUnit) -> None:
-    """One line in metrics.jsonl, on the island's leader."""
-    if parts.metrics is None or parts.speed is None:
+def count_moments(runtime: Runtime, landed: int | None = None) -> None:
+    """Correct the bias of averaged moments for the steps behind them: of the landed round, or (None) a taken state."""
+    if runtime.moments is not None:
+        runtime.moments.set_steps(runtime.outer.moment_steps(landed))
+
+
+def save(runtime: Runtime, point: ResumePoint) -> None:
+    """Save a checkpoint if the island has somewhere to save, and mark the operator's request as fulfilled."""
+    runtime.requests.mark_saved()
+    if runtime.checkpoints is None:
         return
-    parts.tokens += 0 if result.is_skipped else result.tokens
-    parts.metrics.step(step_record(result, parts.tokens, parts.speed, reading))
+    runtime.activity.start("a checkpoint")
+    problem = runtime.checkpoints.save(point, runtime.tokens)
+    if problem is not None:
+        runtime.event("not saved", f"{problem}; training goes on")
 
 
-def record_round(parts: Parts, report: RoundReport, progress: Progress, landing: Landing, account: Account) -> None:
-    """One line in metrics.jsonl; being alone is said loudly, it is what a broken network looks like.
+def resume(runtime: Runtime) -> ResumedState | None:
+    """Load the island's newest checkpoint, if there is one and the config allows it."""
+    if runtime.checkpoints is None or runtime.island.checkpoint.resume == "never":
+        return None
+    resumed = runtime.checkpoints.resume()
+    if resumed is not None:
+        runtime.tokens = resumed.tokens
+        changed = f"; changed since: {'; '.join(resumed.changed)}" if resumed.changed else ""
+        runtime.event("resumed", f"inner step {resumed.inner_step}, round {resumed.round}{changed}")
+    return resumed
 
-    `account`: of the data, after the landing.
-    """
-    if parts.metrics is None:
+
+def record_entry(runtime: Runtime, position: Position) -> None:
+    """Record the position from which the island starts, or goes on after taking the state of others."""
+    digest = runtime.outer.digest[:12]
+    runtime.event("joined", f"round {position.round}, {position.tokens} tokens, digest {digest}")
+
+
+def record_ledger(runtime: Runtime) -> None:
+    """Record at the end how much of the text the run has trained on."""
+    text = runtime.outer.position.ledger
+    runtime.event("account", f"{text.trained} units of text trained; {text.open} leased or returned, not trained")
+
+
+def record_step(runtime: Runtime, result: StepResult, batch: StepBatch) -> None:
+    """Write one line to metrics.jsonl. Leader only."""
+    if runtime.metrics is None or runtime.speed is None:
         return
-    parts.metrics.round(
-        RoundRecord(
-            round=report.round,
-            attempt=report.attempt,
-            participants=tuple(report.participants),
-            committed=report.is_committed,
-            digest=report.digest,
-            bytes_sent=report.bytes_sent,
-            bytes_received=report.bytes_received,
-            reduce_seconds=report.reduce_seconds,
-            wait_seconds=report.wait_seconds,
-            pseudo_gradient_norm=report.pseudo_grad_norm,
-            cause=report.cause or None,
-            is_own=report.is_own,
-            steps=progress.steps,
-            tokens=progress.tokens,
-            stalled_seconds=landing.waited_seconds if report.is_committed else 0.0,
-            gated=report.gated,
-            base=report.base,
-            units=[triple(run) for run in report.units],
-            trained_units=account.trained,
-            open_units=account.open,
-            listeners=tuple(report.listeners),
+    runtime.tokens += 0 if result.is_skipped else result.tokens
+    runtime.metrics.write(make_step_record(result, runtime.tokens, runtime.speed, batch))
+
+
+def record_round(runtime: Runtime, report: RoundReport, progress: Progress, landing: Landing, ledger: Ledger) -> None:
+    """Write one line to metrics.jsonl, and warn if the island is alone, as a broken network would make it."""
+    if runtime.metrics is None:
+        return
+    waited = landing.waited_seconds
+    runtime.metrics.write(
+        RoundRecord.from_report(
+            report, steps=progress.steps, tokens=progress.tokens, waited_seconds=waited, ledger=ledger
         )
     )
-    for peer, kind, text, count in parts.network.refusals.drain():
-        parts.metrics.event(EventRecord(name="refused", text=f"{peer}: {kind}: {text} ({count} times)"))
+    for peer, kind, text, count in runtime.network.rejections.drain():
+        runtime.metrics.write(EventRecord(name="refused", text=f"{peer}: {kind}: {text} ({count} times)"))
     state = "committed" if report.is_committed else f"aborted ({report.cause})"
     log.info("round %d attempt %d: %s with %s", report.round, report.attempt, state, ", ".join(report.participants))
     if report.is_committed and len(report.participants) == 1:
         log.warning("round %d: this island is ALONE in the %s", report.round, "round" if report.is_own else "run")
-        parts.metrics.event(EventRecord(name="alone", text=f"round {report.round} was committed by this island alone"))
+        runtime.metrics.write(
+            EventRecord(name="alone", text=f"round {report.round} was committed by this island alone")
+        )

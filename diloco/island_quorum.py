@@ -1,143 +1,141 @@
-"""An island's life in a run whose rounds wait for a quorum only (`outer.wait_for: quorum`).
+"""The loop of one island when rounds wait for a quorum only (`outer.wait_for: quorum`).
 
-    (inner step, land what was committed) x own inner steps -> give, wait for the round -> ... until the tokens are done
+    (inner step, land what was committed) x own inner steps -> contribute, wait for the round -> ... until the tokens
+    are done
 
-Every rank runs it, in step with the others. Islands give different numbers of times, so where the run stands follows
-from the committed tokens, not from rounds: a cycle is over when as many tokens are committed as all islands that begin
-train on in `outer.inner_steps` steps. Wishes are looked at, and checkpoints saved, when the island has given: it holds
-no round then that others could commit meanwhile.
+Every rank runs it, in step with the others. Islands contribute different numbers of times, so the position of the run
+follows from the committed tokens, not from rounds: a cycle is over when as many tokens are committed as all islands
+that begin train on in `outer.inner_steps` steps. Requests are polled and checkpoints saved right after the island has
+contributed, because no round that others could commit is being prepared then.
 """
 
 from dataclasses import replace
 
-from diloco import island as by_rounds
-from diloco.assemble import Parts
-from diloco.config import RunConfig
-from diloco.island import enter, evaluate, record_round, resume, save, tell_account, train
-from diloco.progress import NOTHING, Place, Progress
-from outer.listening import Heard
-from outer.reports import CaughtUp
-from outer.sync import OuterLoop
+from diloco.assemble import Runtime
+from diloco.config.schema import RunConfig
+from diloco.island import evaluate, record_entry, record_ledger, record_round, resume, save, train
+from diloco.runtime.progress import NO_PROGRESS, Progress, ResumePoint
+from outer.loop import build_quorum_rounds
+from outer.report import CaughtUp
+from outer.rounds.quorum import CommittedRound, QuorumRounds
 
 
-def run(parts: Parts) -> None:
-    """An island's life, by rounds that wait for all or at its own pace. Raises TrainingStopped or OuterError."""
-    if parts.config.outer.wait_for == "all":
-        by_rounds.run(parts)
-        return
-    outer = parts.outer
-    assert isinstance(outer, OuterLoop), "gossip waits for nobody"
-    parts.heartbeat.rest("entering the run")
-    resumed = resume(parts)
-    enter(parts, outer.begin())
-    life = OwnPace(parts, outer)
+def run(runtime: Runtime) -> None:
+    """Train until the run's tokens are committed. Raises TrainingStopped or OuterError when it cannot go on."""
+    outer = runtime.outer
+    runtime.activity.start_untimed("entering the run")
+    resumed = resume(runtime)
+    outer.begin()
+    record_entry(runtime, outer.position)
+    rounds = build_quorum_rounds(outer, runtime.config.total_tokens)
+    loop = QuorumIslandLoop(runtime, rounds)
     if resumed is not None and (resumed.round, resumed.digest) == (outer.position.round, outer.digest):
-        life.take_up(resumed.place.made)
+        loop.resume(resumed.point.made)
     else:
-        evaluate(parts, life.cycle)
-    outer.listening.start()
-    while not outer.listening.is_over:
+        evaluate(runtime, loop.cycle)
+    rounds.start()
+    while not rounds.is_over:
         try:
-            life.turn()
+            loop.turn()
         except CaughtUp as caught:
-            life.go_on(caught)
-        if life.stop and not outer.listening.is_over:
-            parts.heartbeat.rest("leaving")
+            loop.go_on(caught)
+        if loop.stop and not rounds.is_over:
+            runtime.activity.start_untimed("leaving")
             outer.leave()
-            parts.event("left", f"{life.stop}; {outer.listening.position.tokens} of the run's tokens are committed")
+            runtime.event("left", f"{loop.stop}; {rounds.position.tokens} of the run's tokens are committed")
             return
-    if parts.island.checkpoint.every_rounds is not None:
-        life.save()
-    parts.heartbeat.rest("leaving")
+    if runtime.island.checkpoint.every_rounds is not None:
+        loop.save()
+    runtime.activity.start_untimed("leaving")
     outer.finish()
-    tell_account(parts)
-    parts.event("left", f"the run's {parts.config.outer.rounds} rounds' tokens are committed")
+    record_ledger(runtime)
+    runtime.event("left", f"the run's {runtime.config.outer.rounds} rounds' tokens are committed")
 
 
-def place(config: RunConfig, tokens: int) -> int:
-    """Inner steps of the run that so many committed tokens are, if all islands that begin had made as many."""
+def count_inner_steps(config: RunConfig, tokens: int) -> int:
+    """Inner steps of the run behind so many committed tokens, if all islands that begin had made equally many."""
     return tokens // (config.optimizer.tokens_per_step * config.outer.start_islands)
 
 
-class OwnPace:
-    """The island's progress since it gave last, and where the run stood then."""
+class QuorumIslandLoop:
+    """The island's progress since it last contributed, and the run's position then."""
 
-    def __init__(self, parts: Parts, outer: OuterLoop) -> None:
-        self.parts, self.outer = parts, outer
-        self.made = NOTHING
-        self.cycle = self.saved_cycle = self._place // parts.config.outer.inner_steps
-        """Of the last round that has landed; of the last checkpoint that was due."""
+    def __init__(self, runtime: Runtime, rounds: QuorumRounds) -> None:
+        self.runtime, self.rounds = runtime, rounds
+        self.made = NO_PROGRESS
+        self.cycle = self.saved_cycle = self._inner_step // runtime.config.outer.inner_steps
+        """Cycles of the last round that has landed, and of the last checkpoint that was due."""
         self.stop = ""
-        """Why the island leaves now."""
+        """Why the island leaves now, or ""."""
 
-    def take_up(self, made: Progress) -> None:
-        """Go on with progress that a checkpoint held."""
+    def resume(self, made: Progress) -> None:
+        """Go on with the progress that a checkpoint held."""
         self.made = made
-        self.outer.listening.begin_progress(made.steps)
+        self.rounds.begin_progress(made.steps)
 
     def turn(self) -> None:
-        """One inner step, and what was committed meanwhile; or, when that is due, give to a round and wait for it."""
-        outer = self.outer
-        # Only a commit gives this island more to read.
-        if outer.listening.is_due() or outer.reading.num_left == 0:
-            self.parts.heartbeat.rest("a round")
-            self.land(outer.listening.give(self.made.tokens, holds=True))
+        """Make one inner step and land what was committed; if that is due, contribute to a round and wait for it."""
+        # Only a commit gives this island more data.
+        if self.rounds.is_due() or self.runtime.outer.cursor.num_left == 0:
+            self.runtime.activity.start_untimed("a round")
+            self.land(self.rounds.contribute(self.made.tokens, holds=True))
             return
-        self.parts.trainer.inner_step = self._place + self.made.steps
-        result = train(self.parts)
+        self.runtime.trainer.inner_step = self._inner_step + self.made.steps
+        result = train(self.runtime)
         self.made += Progress(1, 0 if result.is_skipped else result.tokens)
-        for heard in outer.listening.heard(self.made.tokens):
-            self.land(heard)
+        for committed in self.rounds.land(self.made.tokens):
+            self.land(committed)
 
-    def land(self, heard: Heard) -> None:
-        """Record a round that is committed; save and evaluate when that is due."""
-        given = self.made if heard.is_given else NOTHING
-        for report in heard.landing.reports:
-            # A plan may be long in coming while the island trains: only standing still is a wait.
-            stood = max(heard.landing.waited_seconds - report.reduce_seconds, 0.0)
+    def land(self, committed: CommittedRound) -> None:
+        """Record a committed round; save and evaluate when that is due."""
+        given = self.made if committed.is_given else NO_PROGRESS
+        for report in committed.landing.reports:
+            # A plan may take long while the island trains; only the time that training stood still counts as a wait.
+            stood = max(committed.landing.waited_seconds - report.reduce_seconds, 0.0)
             report = replace(report, wait_seconds=min(report.wait_seconds, stood))
-            record_round(self.parts, report, given, heard.landing, heard.position.account)
-        if heard.is_dropped:
-            self.parts.event("dropped", f"{self.made.steps} inner steps: others have been given their text")
-        if heard.is_given or heard.is_dropped:
-            self.made = NOTHING
-        last = self.parts.config.outer.rounds
-        before = self.cycle
-        self.cycle = min(place(self.parts.config, heard.position.tokens) // self.parts.config.outer.inner_steps, last)
-        if heard.is_given:
-            self._fulfil(heard.position.round)
-        if is_over(before, self.cycle, self.parts.config.evaluate.every_rounds, last):
-            evaluate(self.parts, self.cycle)
+            record_round(self.runtime, report, given, committed.landing, committed.position.ledger)
+        if committed.is_dropped:
+            self.runtime.event("dropped", f"{self.made.steps} inner steps: others have been given their text")
+        if committed.is_given or committed.is_dropped:
+            self.made = NO_PROGRESS
+        config, before = self.runtime.config, self.cycle
+        last = config.outer.rounds
+        self.cycle = min(count_inner_steps(config, committed.position.tokens) // config.outer.inner_steps, last)
+        if committed.is_given:
+            self._fulfil_requests(committed.position.round)
+        if is_cycle_over(before, self.cycle, config.evaluate.every_rounds, last):
+            evaluate(self.runtime, self.cycle)
 
     def save(self) -> None:
-        """A checkpoint of where the island is. Training goes on whatever comes of it."""
+        """Save a checkpoint, while no round is being prepared. Training goes on if it fails."""
+        assert self.rounds.is_quiet, "what a round in flight will commit is not known yet"
         self.saved_cycle = self.cycle
-        self.parts.trainer.inner_step = self._place + self.made.steps
-        save(self.parts, Place(self.made.steps, self.made))
+        self.runtime.trainer.inner_step = self._inner_step + self.made.steps
+        save(self.runtime, ResumePoint(self.made.steps, self.made))
 
     def go_on(self, caught: CaughtUp) -> None:
-        """Others have committed without this island: it has their state now, and goes on from there."""
-        progress, self.made = self.made, self.made if caught.is_kept else NOTHING
+        """Go on from the state of others, who have committed without this island."""
+        progress, self.made = self.made, self.made if caught.is_kept else NO_PROGRESS
         fate = "kept" if caught.is_kept else "dropped"
-        self.parts.event("caught up", f"{caught}; {progress.steps} inner steps {fate}")
-        enter(self.parts, self.outer.listening.position)
+        self.runtime.event("caught up", f"{caught}; {progress.steps} inner steps {fate}")
+        record_entry(self.runtime, self.rounds.position)
 
-    def _fulfil(self, num_rounds: int) -> None:
-        """Save and leave as is due and as the operator wishes, the round held that this island gave to."""
-        parts, every = self.parts, self.parts.island.checkpoint.every_rounds
-        wish = parts.wishes.next(num_rounds)
-        self.stop = wish.stop
+    def _fulfil_requests(self, num_rounds: int) -> None:
+        """Save and leave as is due or as the operator asks, after a round that this island contributed to."""
+        runtime, every = self.runtime, self.runtime.island.checkpoint.every_rounds
+        request = runtime.requests.poll(num_rounds)
+        self.stop = request.stop
         is_due = every is not None and self.cycle // every > self.saved_cycle // every
-        if (wish.save or wish.stop or is_due) and not self.outer.listening.is_over:
+        if (request.save or request.stop or is_due) and not self.rounds.is_over:
             self.save()
-        if not wish.stop:
-            self.outer.listening.go_on()
+        if not request.stop:
+            self.rounds.go_on()
 
     @property
-    def _place(self) -> int:
-        return place(self.parts.config, self.outer.listening.position.tokens)
+    def _inner_step(self) -> int:
+        return count_inner_steps(self.runtime.config, self.rounds.position.tokens)
 
 
-def is_over(before: int, cycle: int, every: int, last: int) -> bool:
-    """Whether with these cycles every so many, or all, are over."""
+def is_cycle_over(before: int, cycle: int, every: int, last: int) -> bool:
+    """Whether going from cycle `before` to `cycle` ends a cycle that is a multiple of `every`, or the last one."""
     return cycle > before and (cycle // every > before // every or cycle == last)

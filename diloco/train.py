@@ -1,4 +1,4 @@
-"""What runs inside a rank: `train` for one island of a run, `baseline` for data-parallel training to compare with."""
+"""The program of one rank: `train` for an island of a run, `baseline` for data-parallel training to compare with."""
 
 import logging
 import os
@@ -8,125 +8,125 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from diloco import own_pace as life
-from diloco.assemble import (
-    Parts,
-    assembled,
-    build_trainer,
-    close_network,
-    device_of,
-    load_corpus,
-    open_metrics,
-    process_group,
-)
-from diloco.config import Config, IslandConfig, RunConfig, dump_config
-from diloco.initial import with_hash
-from diloco.logbook import Logbook
-from diloco.measure import evaluation, read_unit, speedometer, step_record
-from diloco.metrics import Metrics
-from diloco.runfiles import FolderHeld, write_atomically
-from diloco.signals import end_with_parent, on_stop
-from diloco.watchdog import Post, Watchdog
-from diloco.wishes import SIGNALS, ask
+from diloco import island, island_quorum
+from diloco.assemble import Runtime, build_trainer, close_network, open_metrics, open_runtime
+from diloco.config.init_weights import add_weights_hash
+from diloco.config.schema import Config, IslandConfig, RunConfig, dump_config
+from diloco.errors import FolderInUse
+from diloco.records.logbook import Logbook
+from diloco.records.metrics import Metrics
+from diloco.runtime.corpus import load_corpus
+from diloco.runtime.operator_requests import SIGNALS, make_request
+from diloco.runtime.process_group import open_process_group, pick_device
+from diloco.runtime.step_records import build_mfu_meter, evaluate_heldout, make_step_record
+from diloco.watch.signals import end_with_parent, on_stop
+from diloco.watch.watchdog import Watchdog, WatchedRank
 from inner.data.batches import IslandBatches
 from inner.data.corpus import Corpus
+from inner.files import write_atomically
 from inner.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 
-def train(config: Config, index: int, live: Callable[[Parts], None] = life.run) -> None:
-    """This rank's part in the island `index` of a run; returns when the run is over, or `live` returns."""
-    run, island = config.run, config.for_island(index)
-    start_logging(island.island)
+LOOPS: dict[str, Callable[[Runtime], None]] = {"all": island.run, "quorum": island_quorum.run}
+"""The loop of an island by `outer.wait_for`."""
+
+
+def train(config: Config, index: int, loop: Callable[[Runtime], None] | None = None) -> None:
+    """Run this rank of island `index` until the run is over. `loop` replaces the one that the config asks for."""
+    run, settings = config.run, config.for_island(index)
+    start_logging(settings.label)
     end_with_parent()
-    goodbyes: list[Parts] = []
-    folder = Path(island.run_dir) / run.name / island.island
-    wishes = {int(number): partial(ask, folder, name) for number, name in SIGNALS.items()}
-    on_stop(lambda: say_goodbye(goodbyes, "left", "stopped by a signal"), wishes)
-    device = device_of(island)
-    with process_group(island, device) as team:
-        if team.is_leader:
+    goodbyes: list[Runtime] = []
+    folder = Path(settings.run_dir) / run.name / settings.label
+    requests = {int(number): partial(make_request, folder, name) for number, name in SIGNALS.items()}
+    on_stop(lambda: say_goodbye(goodbyes, "left", "stopped by a signal"), requests)
+    device = pick_device(settings)
+    with open_process_group(settings, device) as ranks:
+        if ranks.is_leader:
             keep_config(folder.parent, config)
-        run = team.broadcast(with_hash(run, island) if team.is_leader else None)
-        book = Logbook(folder.parent, island.island)
-        with noted_failure(book, team.rank), assembled(run, island, team, device, folder) as parts:
-            goodbyes.append(parts)
-            post = Post(team.rank, team.num_ranks, folder, partial(say_goodbye, goodbyes, "hung"))
-            with Watchdog(parts.heartbeat, post):
-                live(parts)
+        run = ranks.broadcast(add_weights_hash(run, settings) if ranks.is_leader else None)
+        book = Logbook(folder.parent, settings.label)
+        with log_failure(book, ranks.rank), open_runtime(run, settings, ranks, device, folder) as runtime:
+            goodbyes.append(runtime)
+            post = WatchedRank(ranks.rank, ranks.num_ranks, folder, partial(say_goodbye, goodbyes, "hung"))
+            with Watchdog(runtime.activity, post):
+                (loop or LOOPS[run.outer.wait_for])(runtime)
 
 
-def baseline(config: Config, num_islands: int, ranks: int) -> None:
-    """Synchronous data-parallel training: the islands' tokens in every step, gradients averaged in every step."""
+def baseline(config: Config, num_islands: int, num_ranks: int) -> None:
+    """Train data-parallel: every step takes the tokens of all islands and averages their gradients."""
     run = config.run
-    island = config.for_island(0).model_copy(update={"ranks": ranks, "name": "baseline"})
+    settings = config.for_island(0).model_copy(update={"ranks": num_ranks, "name": "baseline"})
     start_logging("baseline")
     end_with_parent()
     on_stop(lambda: None)
-    device = device_of(island)
-    with process_group(island, device) as team:
-        corpus = load_corpus(run, island)
-        trainer = build_trainer(run, island, corpus, device, num_islands=num_islands)
-        metrics = open_metrics(run, island, Path(island.run_dir) / run.name / "baseline") if team.is_leader else None
-        train_data_parallel(run, island, corpus, trainer, num_islands, metrics)
+    device = pick_device(settings)
+    with open_process_group(settings, device) as ranks:
+        corpus = load_corpus(run, settings)
+        trainer = build_trainer(run, settings, corpus, device, num_islands=num_islands)
+        metrics = (
+            open_metrics(run, settings, Path(settings.run_dir) / run.name / "baseline") if ranks.is_leader else None
+        )
+        train_data_parallel(run, settings, corpus, trainer, num_islands, metrics)
 
 
 def train_data_parallel(
-    run: RunConfig, island: IslandConfig, corpus: Corpus, trainer: Trainer, num_islands: int, metrics: Metrics | None
+    run: RunConfig, settings: IslandConfig, corpus: Corpus, trainer: Trainer, num_islands: int, metrics: Metrics | None
 ) -> None:
-    """Every rank calls it; evaluates where the islands would have committed a round."""
+    """Train on this rank, together with all others. Evaluates where the islands would have committed a round."""
     num_sequences = run.optimizer.tokens_per_step * num_islands // run.data.seq_len
     batches = IslandBatches(corpus, run.data.seq_len, run.seed, 1, num_sequences)
-    speed = speedometer(run, island, corpus, trainer.settings.device) if metrics is not None else None
+    speed = build_mfu_meter(run, settings, corpus, trainer.settings.device) if metrics is not None else None
     tokens = 0
     for step in range(run.total_steps):
-        reading = read_unit(batches, step, trainer)
-        result = trainer.step(reading.micro_batches)
+        batch = batches.read_step(step, trainer.data_rank, trainer.num_data_ranks, trainer.settings.micro_batch)
+        result = trainer.step(batch.micro_batches)
         tokens += result.tokens
         if metrics is not None and speed is not None:
-            metrics.step(step_record(result, tokens, speed, reading))
+            metrics.write(make_step_record(result, tokens, speed, batch))
         rounds, rest = divmod(result.step, run.outer.inner_steps)
         if rest == 0 and rounds % run.evaluate.every_rounds == 0:
-            record = evaluation(run, trainer, corpus, rounds, tokens)
+            record = evaluate_heldout(run, trainer, corpus, rounds, tokens)
             if metrics is not None:
-                metrics.evaluation(record)
+                metrics.write(record)
 
 
 def start_logging(island: str) -> None:
-    """Facts to stderr; the launcher puts them into the island's log.txt."""
+    """Log to stderr, which the launcher writes to the island's log.txt."""
     rank = os.environ.get("RANK", "0")
     form = f"%(asctime)s {island}/{rank} %(levelname)s %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr, force=True)
 
 
 def keep_config(folder: Path, config: Config) -> None:
-    """Write the resolved config into the run's folder, unless the launcher has."""
+    """Write the resolved config into the run's folder, unless the launcher has done so."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "config.yaml").exists():
         write_atomically(folder / "config.yaml", dump_config(config))
 
 
 @contextmanager
-def noted_failure(book: Logbook, rank: int) -> Iterator[None]:
-    """Put what ends this rank into the logbook, too."""
+def log_failure(book: Logbook, rank: int) -> Iterator[None]:
+    """Write the error that ends this rank into the logbook."""
     try:
         yield
-    except FolderHeld:
-        # Not of this island's life: the logbook is told by the one that runs.
+    except FolderInUse:
+        # The folder and its logbook belong to the process that runs there.
         raise
     except Exception as error:
         book.note("failed", f"rank {rank}: {type(error).__name__}: {error}")
         raise
 
 
-def say_goodbye(running: list[Parts], name: str, text: str) -> None:
-    """Record why, and withdraw from the run, so that others need not find out; close what leaves traces."""
-    for parts in running:
-        parts.event(name, text)
-        steps = parts.trainer.inner_step - parts.outer.schedule.begin(parts.outer.round)
-        parts.outer.leave(max(steps, 0))
-        # Not the loop: the training thread waits in it, and would end the process before its time.
-        close_network(parts.network, parts.loop)
-        if parts.metrics is not None:
-            parts.metrics.close()
+def say_goodbye(running: list[Runtime], name: str, text: str) -> None:
+    """Record the reason and withdraw from the run, so that others need not find out. Close network and records."""
+    for runtime in running:
+        runtime.event(name, text)
+        steps = runtime.trainer.inner_step - runtime.outer.schedule.begin(runtime.outer.round)
+        runtime.outer.leave(max(steps, 0))
+        # The event loop stays open: the training thread waits in it, and would end the process too early.
+        close_network(runtime.network, runtime.event_loop)
+        if runtime.metrics is not None:
+            runtime.metrics.close()

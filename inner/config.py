@@ -1,4 +1,4 @@
-"""What one island trains and how. No torch here: a config error must come before torch is imported."""
+"""Config of one island: model, data, optimizer and parallelism. No torch, so that config errors appear fast."""
 
 import re
 from typing import Literal
@@ -7,18 +7,18 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 
 class Section(BaseModel):
-    """A part of the config: frozen, and an unknown key is an error."""
+    """Base of the config's sections: frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ModelConfig(Section):
-    """A Llama-style decoder. `preset` gives the sizes; any size named beside it wins over the preset's."""
+    """A Llama-style decoder. `preset` gives the sizes, and every size that is also set replaces the preset's."""
 
     init_from: str | None = None
-    """A folder in Hugging Face's layout: training begins with its weights, and its config.json gives the sizes."""
+    """Folder in Hugging Face's layout. Its weights are the initial weights, and its config.json gives the sizes."""
     init_sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
-    """Of its *.safetensors, one after the other by name; None: filled in as the run begins."""
+    """SHA-256 of its *.safetensors, concatenated in the order of their names. None: filled in when the run starts."""
     preset: str | None = None
     dim: int | None = Field(default=None, ge=8)
     num_layers: int | None = Field(default=None, ge=1)
@@ -26,48 +26,48 @@ class ModelConfig(Section):
     num_kv_heads: int | None = Field(default=None, ge=1)
     ffn_dim: int | None = Field(default=None, ge=8)
     vocab_size: int | None = Field(default=None, ge=2)
-    """None: the tokenizer's size."""
+    """None: the size of the tokenizer's vocabulary."""
     rope_theta: float | None = Field(default=None, gt=0)
-    """None: the preset's, or 10000."""
+    """None: the preset's value, or 10000 without a preset."""
     norm_eps: float = Field(default=1e-5, gt=0)
     qk_norm: bool = False
     tie_embeddings: bool | None = None
 
 
 class SourceConfig(Section):
-    """Where text comes from."""
+    """One source of text."""
 
     source: Literal["python-stdlib", "files", "huggingface"] = "python-stdlib"
     paths: list[str] = []
-    """For `files`: text, .jsonl or .parquet files, folders or glob patterns."""
+    """For `files`: text, .jsonl or .parquet files, folders, or glob patterns."""
     dataset: str | None = None
-    """For `huggingface`: the dataset's name, for example `allenai/c4`."""
+    """For `huggingface`: the name of the dataset, for example `allenai/c4`."""
     dataset_config: str | None = None
     split: str = "train"
     text_field: str = "text"
     max_tokens: int | None = Field(default=None, ge=1)
-    """Stop reading the training text after so many tokens."""
+    """Number of training tokens to read at most. None: all of the text."""
 
 
 class MixtureEntry(SourceConfig):
-    """One of several sources."""
+    """One source of a mixture."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    """What metrics call it."""
+    """Name of the source in the metrics."""
     weight: float = Field(gt=0, allow_inf_nan=False)
-    """Its share of the sequences that are read, times the sum of all weights."""
+    """Relative share of the sequences that are read; the weights need not sum to 1."""
 
 
 class DataConfig(SourceConfig):
-    """Where text comes from and how it is cut into sequences."""
+    """The sources of text, and how the text is cut into sequences."""
 
     mixture: tuple[MixtureEntry, ...] = ()
-    """Several sources, mixed by weight; empty: the one named beside it."""
+    """Several sources, mixed by weight. Empty: the single source given by `source` and the keys next to it."""
     tokenizer: str = "bytes"
-    """`bytes`, the path of a tokenizer.json, or a tokenizer's name on the Hugging Face hub."""
+    """`bytes`, the path of a tokenizer.json, or the name of a tokenizer on the Hugging Face hub."""
     seq_len: int = Field(default=256, ge=8)
     document_mask: bool = False
-    """Whether attention stays within a document when several are packed into a sequence."""
+    """Whether attention stays within its document when a sequence holds several documents."""
     heldout_fraction: float = Field(default=0.02, gt=0, lt=1)
 
     @model_validator(mode="after")
@@ -76,32 +76,31 @@ class DataConfig(SourceConfig):
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise ValueError(f"mixture has {twice[0]!r} {names.count(twice[0])} times; give each entry its own name")
-        fields = SourceConfig.model_fields
-        also = [key for key, field in fields.items() if getattr(self, key) != field.get_default()]
+        also = [key for key, field in SourceConfig.model_fields.items() if getattr(self, key) != field.get_default()]
         if self.mixture and also:
             raise ValueError(f"mixture has sources of its own: move {', '.join(also)} into its entries")
         return self
 
     @property
     def sources(self) -> "tuple[DataConfig, ...]":
-        """One for each source, in the mixture's order; without a mixture this config itself."""
+        """One config per source, in the order of the mixture. Without a mixture, this config alone."""
         fields = SourceConfig.model_fields
         changes = [{key: getattr(entry, key) for key in fields} | {"mixture": ()} for entry in self.mixture]
         return tuple(self.model_copy(update=change) for change in changes) or (self,)
 
 
 class ParamGroup(Section):
-    """Parameters that are stepped in their own way."""
+    """Optimizer settings for the parameters whose names match a pattern."""
 
     pattern: str
-    """A regular expression, searched for in the parameter's full name (`layers.0.attention.q_proj.weight`); where
-    several groups match, the first counts. `^` and `$` tie it to the ends of the name."""
+    """Regular expression, searched for in the parameter's full name (`layers.0.attention.q_proj.weight`). If several
+    groups match, the first is used. `^` and `$` anchor the pattern to the ends of the name."""
     lr_scale: float = Field(default=1.0, ge=0)
-    """Times the learning rate; 0 freezes."""
+    """Factor on the learning rate; 0 freezes the parameters."""
     weight_decay: float | None = Field(default=None, ge=0)
-    """None: as without the group."""
+    """None: the value that the parameters would have without this group."""
     optimizer: Literal["adamw"] | None = None
-    """With `muon`: adamw for matrices that would be Muon's."""
+    """`adamw` under `optimizer.name: muon`: step these matrices with AdamW instead of Muon."""
 
     @field_validator("pattern")
     @classmethod
@@ -114,42 +113,42 @@ class ParamGroup(Section):
 
 
 class AveragingConfig(Section):
-    """Generalized primal averaging (2512.17131) of the inner optimizer: one island's DiLoCo, made smooth.
+    """Generalized primal averaging (2512.17131) of the inner optimizer: a smooth variant of single-island DiLoCo.
 
-    The inner optimizer steps a point of its own; x is the slow average of that point. Trained on, evaluated, and sent
-    to other islands is what lies between the two: y, the island's params.
+    The inner optimizer steps a point z of its own, and x is a slow average of z. The island's params are y, between
+    the two: gradients are taken at y, and y is evaluated and sent to other islands.
     """
 
     x: float = Field(ge=0, lt=1)
-    """What x keeps of itself in a step; 0.9 ** (1 / inner_steps) is like DiLoCo with so many; 0: no averaging."""
+    """Decay of x per step. 0.9 ** (1 / inner_steps) resembles DiLoCo with that many inner steps; 0: no averaging."""
     y: float = Field(default=0.7, gt=0, le=1)
-    """The share of x in y; the rest is the inner optimizer's own point."""
+    """Share of x in y; the rest is z."""
 
 
 class OptimizerConfig(Section):
-    """The inner optimizer, its schedule in inner steps, and what guards it."""
+    """The inner optimizer, its learning-rate schedule in inner steps, clipping, and the limit on skipped steps."""
 
     name: Literal["adamw", "sgd", "muon"] = "adamw"
-    """`muon`: Muon for the blocks' matrices, AdamW with the same lr for the rest."""
+    """`muon`: Muon for the matrices of the blocks, AdamW with the same lr for all other parameters."""
     lr: float = Field(default=4e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     weight_decay: float = Field(default=0.1, ge=0)
-    """Of matrices; norms and the embedding do not decay, unless a group says so."""
+    """For matrices. Norms and the embedding do not decay unless a group sets it."""
     groups: tuple[ParamGroup, ...] = ()
     averaging: AveragingConfig | None = None
-    """None: the inner optimizer steps the params themselves."""
+    """None: the inner optimizer steps the params directly."""
     clip_norm: float | None = Field(default=1.0, gt=0)
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
     warmup_steps: int = Field(default=100, ge=0)
     decay_steps: int = Field(default=0, ge=0)
-    """For `wsd`: the steps of the final linear decay."""
+    """For `wsd`: number of steps of the final linear decay."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     tokens_per_step: int = Field(default=16384, ge=1)
-    """Tokens of one inner step in one island, over all of its ranks and micro-batches."""
+    """Tokens of one inner step of one island, over all of its ranks and micro-batches."""
     max_skipped_steps: int = Field(default=10, ge=0)
-    """Non-finite steps in a row that are skipped before the island stops."""
+    """Number of consecutive non-finite steps that are skipped; one more stops the island."""
 
     @model_validator(mode="after")
     def _only_muon_has_exceptions(self) -> "OptimizerConfig":
@@ -170,7 +169,7 @@ class EvaluateConfig(Section):
 
 
 class MeshConfig(Section):
-    """Degrees of the island's mesh. Their product must be its number of ranks; dp_shard -1 takes the rest."""
+    """Degrees of the island's mesh. Their product is the number of ranks; dp_shard -1 takes the remaining ranks."""
 
     pp: int = Field(default=1, ge=1)
     dp_replicate: int = Field(default=1, ge=1)
@@ -191,42 +190,42 @@ Recompute = Literal["none", "attention", "selective", "full"]
 
 
 class ParallelConfig(Section):
-    """How an island uses the axes of its mesh. None of it changes what is computed, but for rounding."""
+    """How an island uses the axes of its mesh. These settings change the results by rounding only."""
 
     zero: Literal[2, 3] | None = None
-    """FSDP: 3 frees a block's weights after its forward, 2 keeps them; None: 3, and 2 under pipeline parallel."""
+    """FSDP: 3 frees a block's gathered weights after its forward, 2 keeps them. None: 2 with a pipeline, else 3."""
     sequence_parallel: bool = True
-    """Tensor parallel: norms and the residual stream are split along the sequence, too."""
+    """With tensor parallelism: also split norms and the residual stream along the sequence."""
     loss_chunk: int = Field(default=4096, ge=1)
-    """Tokens whose logits are held at a time."""
+    """Number of tokens whose logits are held at the same time."""
     schedule: Schedule = "1f1b"
     stages_per_rank: int | None = Field(default=None, ge=1)
-    """Virtual pipeline stages of a rank; None: 1 for gpipe and 1f1b, else 2."""
+    """Number of (virtual) pipeline stages per rank. None: 1 for gpipe and 1f1b, else 2."""
     layers_per_stage: tuple[int, ...] | None = None
-    """Layers of each stage, first to last; None: even, the embedding and the head counted as a layer each."""
+    """Number of layers of each stage, first to last. None: even, where embedding and head count as a layer each."""
     context: ContextMethod = "ring"
-    """How attention sees the rest of the sequence when cp > 1."""
+    """How attention reads the other ranks' share of the sequence when cp > 1."""
     recompute: Recompute = "none"
-    """What a block's backward computes again instead of keeping it."""
+    """Activations that a block's backward recomputes instead of keeping them."""
     compile: bool = False
-    """torch.compile for each block."""
+    """Whether each block is compiled with torch.compile."""
 
     def frees_after_forward(self, pp: int) -> bool:
-        """Whether blocks free their weights after the forward; a pipeline would gather them for each micro-batch."""
+        """Whether blocks free their gathered weights after the forward. Pipelines would gather them per micro-batch."""
         return (self.zero or (3 if pp == 1 else 2)) == 3
 
     def splits_stream(self, tp: int) -> bool:
-        """Whether a rank of tp holds but its share of the positions of the residual stream."""
+        """Whether a tp rank holds only its share of the positions of the residual stream."""
         return tp > 1 and self.sequence_parallel
 
 
 class ProfileConfig(Section):
-    """Which inner steps every rank writes a profile of."""
+    """The inner steps that every rank profiles."""
 
     steps: tuple[int, int] | None = None
-    """First and last, counted from 1; None: no profile."""
+    """First and last step, counted from 1. None: no profile."""
     memory: bool = False
-    """Also which operation allocated what and when."""
+    """Whether to also record memory allocations by operation and time."""
 
     @model_validator(mode="after")
     def _steps_are_a_range(self) -> "ProfileConfig":

@@ -1,15 +1,21 @@
-"""What can go wrong inside an island."""
+"""Errors of an island's training."""
 
 
 class InputError(ValueError):
-    """The user's config or data cannot be used; the text says what, where, got, allowed and the cure."""
+    """The user's config or data cannot be used. The message says what, where, got, allowed, and the cure."""
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """For a cure: the multiples of `unit` around a value that is none, for example `8192 or 12288`."""
+    """Text with the multiples of `unit` next to a value that is not one, for example `8192 or 12288`."""
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else f"{unit}"
 
 
+def summarise(error: BaseException) -> str:
+    """Type of an error and the first line of its text, at most 300 characters of it."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
 class TrainingStopped(RuntimeError):
-    """The island must stop: too many non-finite steps in a row."""
+    """The island stops because too many consecutive steps were non-finite."""

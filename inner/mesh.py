@@ -1,12 +1,12 @@
-"""How an island's ranks are laid out, and how a step's tokens are spread over them. No torch until a mesh is built.
+"""The mesh of an island's ranks, and how a step's tokens are spread over it. torch is imported when a mesh is built.
 
-Axes from the slowest link to the fastest: neighbours on `tp` talk most and are neighbouring ranks.
+Axes are ordered from the slowest link to the fastest: ranks along `tp` communicate most and are adjacent.
 
     pp            each rank holds some of the layers         activations, point to point
     dp_replicate  each rank holds the same shards            gradients, once a step
     dp_shard      each rank holds a shard of every weight    weights and gradients
-    cp            each rank holds a part of the sequence     keys and values; shards weights together with dp_shard
-    tp            each rank holds a part of every matrix     activations, four times a layer
+    cp            each rank holds a share of the sequence    keys and values; shards weights together with dp_shard
+    tp            each rank holds a share of every matrix    activations, four times a layer
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ranks lie along each axis; their order is that of AXES."""
+    """Number of ranks along each axis, in the order of AXES."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -43,16 +43,15 @@ class Degrees:
 
     @property
     def num_data_ranks(self) -> int:
-        """Groups of ranks that read sequences of their own."""
+        """Number of groups of ranks that each read different sequences."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def fsdp(self) -> int:
-        """Ranks over which FSDP shards a weight."""
+        """Number of ranks over which FSDP shards a weight."""
         return self.dp_shard * self.cp
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank lies on each axis."""
         place = {}
         for axis, degree in reversed(list(zip(AXES, self.sizes, strict=True))):
             rank, place[axis] = divmod(rank, degree)
@@ -64,7 +63,7 @@ class Degrees:
 
 
 def resolve_degrees(config: MeshConfig, num_ranks: int) -> Degrees:
-    """Degrees whose product is `num_ranks`. Raises InputError with a cure.
+    """Compute the degrees for `num_ranks` ranks. Raises InputError if their product cannot be `num_ranks`.
 
     pp  dp_replicate  dp_shard  cp  tp  num_ranks  ->
      1             1        -1   1   1          4  dp_shard 4
@@ -92,30 +91,26 @@ def _times(degrees: dict[str, int]) -> str:
 
 
 def _cure(others: dict[str, int], num_ranks: int) -> str:
-    """What one axis alone can be so that all divide the ranks, or how many ranks would do."""
+    """Text with the degrees of one axis that would divide the ranks, or the numbers of ranks that would work."""
     product = prod(others.values())
     for axis, degree in others.items():
-        rest = product // degree
-        allowed = [n for n in range(1, num_ranks + 1) if num_ranks % (rest * n) == 0]
+        allowed = [n for n in range(1, num_ranks + 1) if num_ranks % (product // degree * n) == 0]
         if degree > 1 and allowed:
             return f"{axis} can be {' or '.join(map(str, allowed))}, or set island.ranks to a multiple of {product}"
     return f"set island.ranks to a multiple of {product}"
 
 
 class IslandMesh:
-    """The island's ranks as DeviceMeshes, and this rank's place among them. Every rank must build it, in step."""
+    """The island's ranks as DeviceMeshes, with this rank's coordinates. Every rank must build it at the same time."""
 
     def __init__(self, degrees: Degrees, device_type: str) -> None:
-        # Imported here so that the launcher can check degrees without paying for torch.
+        # Imported here so that the launcher can check degrees without importing torch.
         from torch.distributed.device_mesh import init_device_mesh
 
         self.degrees = degrees
         sizes = degrees.pp, degrees.dp_replicate, degrees.fsdp, degrees.tp
-        self.world: DeviceMesh = init_device_mesh(
-            device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")
-        )
-        """Weights do not know dp_shard from cp: both are fsdp to them."""
-        self._split = self.world
+        self.world = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+        """The axis fsdp is dp_shard and cp together, because weights are sharded over both."""
         if degrees.cp > 1:
             self._split = init_device_mesh(device_type, degrees.sizes, mesh_dim_names=AXES)
         self.at = degrees.coordinates(self.world.get_rank())
@@ -123,10 +118,7 @@ class IslandMesh:
 
     @property
     def fsdp(self) -> "DeviceMesh":
-        """(dp_replicate, fsdp): what FSDP replicates and shards over; fsdp alone when there is one replica.
-
-        Else gradients would be all-reduced over that one.
-        """
+        """The axes over which FSDP replicates and shards. Replicating over a single rank would still all-reduce."""
         return self.world["fsdp"] if self.degrees.dp_replicate == 1 else self.world["dp_replicate", "fsdp"]
 
     @property
@@ -139,22 +131,22 @@ class IslandMesh:
 
     @property
     def cp_group(self) -> "ProcessGroup":
-        """Only when cp > 1."""
+        """The ranks that share a sequence. Available only when cp > 1."""
         return self._split["cp"].get_group()
 
     @property
     def data_rank(self) -> int:
-        """Which share of the island's sequences this rank reads; ranks along pp, cp and tp read the same."""
+        """Index of the share of sequences that this rank reads. Ranks along pp, cp and tp read the same share."""
         return self.at["dp_replicate"] * self.degrees.dp_shard + self.at["dp_shard"]
 
 
-def accumulation(tokens_per_step: int, seq_len: int, micro_batch: int, num_data_ranks: int) -> int:
-    """Micro-batches of one rank in one inner step. Raises InputError if the tokens do not divide."""
-    together = seq_len * micro_batch * num_data_ranks
-    if tokens_per_step % together:
+def accumulation_steps(tokens_per_step: int, seq_len: int, micro_batch: int, num_data_ranks: int) -> int:
+    """Number of micro-batches per rank and inner step. Raises InputError if the tokens do not divide evenly."""
+    step_tokens = seq_len * micro_batch * num_data_ranks
+    if tokens_per_step % step_tokens:
         raise InputError(
             f"optimizer.tokens_per_step ({tokens_per_step}) must be a multiple of data.seq_len ({seq_len}) x "
-            f"island.micro_batch ({micro_batch}) x data ranks ({num_data_ranks}) = {together}; "
-            f"try {nearest_multiples(tokens_per_step, together)}"
+            f"island.micro_batch ({micro_batch}) x data ranks ({num_data_ranks}) = {step_tokens}; "
+            f"try {nearest_multiples(tokens_per_step, step_tokens)}"
         )
-    return tokens_per_step // together
+    return tokens_per_step // step_tokens

@@ -1,0 +1,14 @@
+"""Makes one model out of many islands. It knows named tensors and other islands, but no model and no trainer.
+
+What a program uses of it; everything else may change without notice (tests/test_floors.py holds `diloco` to this list):
+
+    config, errors, hooks, report, cost     settings, errors, named phases of a round, what happened, what a round costs
+    loop                                    build_loop and OuterLoop: begin, launch, land, finish; read this first
+    connect, diagnostics                    the network of one rank; what `diloco doctor` asks of it
+    agreement.peers, space.ranks            who this island is, and its ranks
+    network.deadlines, network.endpoints, network.event_loop, network.messages, network.retry, network.run_key
+    membership.base, membership.hivemind, membership.records, membership.rendezvous     records of islands, bootstraps
+    transports.gloo_groups, transports.loopback        the address form of gloo; the hub of islands in one process
+    rounds.quorum                           rounds that wait for a quorum only
+    codecs.choice, leases.ledger, rounds.checkpoint, space.fragments, state.part_state  types and formats that it shows
+"""

@@ -1,105 +1,100 @@
-"""The outer loop's part of the run config. No torch here."""
+"""The `outer` section of the run config. This module does not import torch."""
 
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 MOMENT_RULES = ("mean", "trimmed_mean", "geometric_median")
-"""Whose result lies between what the participants send, as a second moment must."""
+"""Rules whose result lies between the participants' values, which second moments require."""
 GATHERED = frozenset({"topk"})
-"""Codecs of whose payloads a mean is not one of their own values: everybody gets all, and makes the mean itself."""
+"""Codecs that cannot encode a mean of payloads: every participant gets all payloads and computes the mean itself."""
 
 
-class OuterOptimizerConfig(BaseModel):
-    """torch.optim.SGD on fp32 global params; the defaults are DiLoCo's (2311.08105)."""
+class Section(BaseModel):
+    """Base of the config's sections. They are frozen, and unknown keys are an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class OuterOptimizerConfig(Section):
+    """torch.optim.SGD on the fp32 global params. The defaults are those of DiLoCo (2311.08105)."""
 
     lr: float = Field(default=0.7, gt=0)
     momentum: float = Field(default=0.9, ge=0, lt=1)
     nesterov: bool = True
     delayed: bool = False
-    """Delayed Nesterov (2401.09135): each pseudo-gradient counts at once as one of `outer.start_islands`, and momentum
-    moves the params when as many have come. Rounds of a few islands then do no more than one round of all."""
+    """Delayed Nesterov (2401.09135): apply each pseudo-gradient at once as one share of `outer.start_islands`, and let
+    momentum move the params once that many have come. Rounds of a few islands then do no more than one round of all."""
 
     @model_validator(mode="after")
     def _fits(self) -> "OuterOptimizerConfig":
         if self.delayed and (self.momentum == 0 or not self.nesterov):
             raise ValueError(
-                f"delayed is when Nesterov momentum moves the params: set momentum above 0 and nesterov to true, or "
+                f"delayed sets when Nesterov momentum moves the params: set momentum above 0 and nesterov to true, or "
                 f"delayed to false (momentum is {self.momentum}, nesterov {str(self.nesterov).lower()})"
             )
         return self
 
 
-class MergeConfig(BaseModel):
-    """How the participants' pseudo-gradients become one, and which of them are let in; part by part."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+class MergeConfig(Section):
+    """How the participants' pseudo-gradients are merged, part by part, and which of them are left out."""
 
     rule: Literal["mean", "trimmed_mean", "geometric_median", "centered_clip", "radial", "contributors"] = "mean"
-    """trimmed_mean, geometric_median and centered_clip stand a few poisoned islands, from three islands on.
-
-    radial: radial-directional averaging (2604.21428), meant for eight islands and more; against drift, not poison.
-    contributors: of each element the mean of those who sent it, for codecs that send few.
-    """
+    """With three islands or more, trimmed_mean, geometric_median and centered_clip tolerate a few poisoned islands.
+    radial is radial-directional averaging (2604.21428), meant for eight islands or more; it reduces drift and does not
+    protect against poisoning. contributors averages each element over the islands that sent it, for sparse codecs."""
     trim: float = Field(default=0.125, gt=0, lt=0.5)
-    """trimmed_mean: the share of participants left out at each end of every coordinate, rounded up; some stay."""
+    """For trimmed_mean: fraction of participants removed at each end of every coordinate, rounded up. Some remain."""
     max_norm_ratio: float | None = Field(default=None, gt=1)
-    """A part whose norm is over so many times the participants' median is left out of that part's mean.
-
-    A part that the gates (this and the next two) would leave without participants keeps all of them.
-    """
+    """Leave an island's part out of the mean if its norm exceeds this many times the participants' median norm.
+    If this and the next two filters would leave a part without participants, the part keeps all of them."""
     max_norm_zscore: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """A part whose norm is over so many standard deviations above its participant's own of late is left out; 3 is
-    EDiT's (2412.07210). From the 121st norm on; outer/anomalies.py says how it is counted."""
+    """Leave an island's part out of the mean if its norm is this many standard deviations above the island's recent
+    norms. EDiT (2412.07210) uses 3. The filter starts with the 121st norm; see outer/reduce/norm_zscore.py."""
     min_cosine: float | None = Field(default=None, gt=-1, lt=1)
-    """A part whose cosine with the last committed mean is below this is left out of that part's mean."""
+    """Leave an island's part out of the mean if its cosine with the last committed mean is below this value."""
 
     @property
-    def has_gates(self) -> bool:
+    def has_filters(self) -> bool:
+        """Whether any filter is configured that can leave an island's part out of the mean."""
         return any(bound is not None for bound in (self.max_norm_ratio, self.max_norm_zscore, self.min_cosine))
 
     @property
     def needs_last_mean(self) -> bool:
-        """Whether the last committed mean has to be kept: 4 bytes a parameter on every island."""
+        """Whether every island must keep the last committed mean, which takes 4 bytes per parameter."""
         return self.rule == "centered_clip" or self.min_cosine is not None
 
 
-class CodingConfig(BaseModel):
-    """How the codec works; each codec reads what concerns it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+class CodingConfig(Section):
+    """Settings of the codecs. Each codec uses those that apply to it."""
 
     feedback: float | None = Field(default=None, ge=0, le=1)
-    """Error feedback: what coding lost is kept, times this, and added to the next pseudo-gradient; null: none."""
+    """Error feedback: factor on the coding error that is added to the next pseudo-gradient. null turns it off."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """int4: to the nearest code, or up or down by chance so that the expected value is exact."""
+    """For int4: round to the nearest code, or randomly up or down such that the expected value is exact."""
     top_k: int = Field(default=64, ge=1)
-    """topk: elements of each chunk that are sent; the largest magnitudes."""
+    """For topk: number of elements of each chunk that are sent, those with the largest magnitudes."""
     chunk_elements: int = Field(default=4096, ge=16, le=65536)
-    """topk: elements among which the largest are found; a power of two makes the most of an index's bits."""
+    """For topk: number of elements in a chunk. A power of two uses all bits of an index."""
     value_bits: Literal[2, 8, 32] = 2
-    """topk: of each value that is sent; 32 sends it as it is."""
+    """For topk: bits per value that is sent. 32 sends values unchanged."""
     rank: int = Field(default=32, ge=1)
-    """lowrank: columns of the two factors that a part, seen as a matrix, is sent as; all rows: all but lossless."""
+    """For lowrank: columns of the factors that approximate a part as a matrix. With all of its rows nearly lossless."""
 
 
-class GossipConfig(BaseModel):
-    """Each round an island averages with a few others, chosen anew; there is no model of all (NoLoCo, 2506.10911)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+class GossipConfig(Section):
+    """Gossip (NoLoCo, 2506.10911): islands average with a few others, drawn anew each round. No params are global."""
 
     group: int = Field(default=2, ge=2)
-    """Islands that average together; where these do not divide all islands evenly, some groups have more."""
+    """Number of islands that average together. If it does not divide the number of islands, some groups are larger."""
     momentum: float = Field(default=0.5, ge=0, lt=1)
-    """mu: of the outer step."""
+    """Momentum of the outer step (mu)."""
     lr: float = Field(default=0.7, gt=0)
-    """beta: how far an island goes along the group's mean progress."""
+    """Step size along the group's mean pseudo-gradient (beta)."""
     pull: float = Field(default=0.7, ge=0, le=2)
-    """gamma: how far it goes towards the mean of the group's params."""
+    """Step size towards the mean of the group's params (gamma)."""
     params: Literal["fp32", "bf16"] = "fp32"
-    """How params travel; pseudo-gradients go through `codec`."""
+    """Format in which params are sent. Pseudo-gradients use `codec`."""
 
 
 GOSSIP_REFUSES = (
@@ -116,61 +111,62 @@ GOSSIP_REFUSES = (
     "below_quorum",
     "missed_progress",
 )
-"""Settings of rounds that all islands make together."""
+"""Settings that apply only to rounds of all islands, and that gossip rejects."""
 
 
-class OuterConfig(BaseModel):
-    """When islands average, how a pseudo-gradient is coded, and who must be there."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+class OuterConfig(Section):
+    """The outer loop: when islands average, how they encode pseudo-gradients, and which islands must take part."""
 
     rounds: int = Field(default=100, ge=1)
-    """Times that every parameter is averaged: rounds x inner_steps inner steps in all."""
+    """Number of times that every parameter is averaged. The run has rounds x inner_steps inner steps."""
     inner_steps: int = Field(default=30, ge=1)
+    """Number of inner steps from one average of a parameter to the next (H)."""
     fragments: int = Field(default=1, ge=1)
-    """Sets of parameters that are averaged in turn, each once in `inner_steps`, at its own offset (2501.18512)."""
+    """Number of parameter sets that are averaged in turn, each once in `inner_steps` at its own offset (2501.18512)."""
     fragment_pattern: Literal["strided", "sequential", "balanced"] = "strided"
-    """Which layers a fragment has: every so many, neighbours, or such that all fragments are about as large."""
+    """Layers of a fragment: every n-th layer, neighbouring layers, or a choice that makes fragments about equal."""
     delay: int = Field(default=0, ge=0)
-    """Inner steps for which a round runs behind the training, before its result is merged: tau of 2501.18512."""
+    """Number of inner steps between the start of a round and the merge of its result (tau of 2501.18512)."""
     mix: float = Field(default=0.0, ge=0, le=1)
-    """Share of an island's own params in what it goes on from after a round: alpha of 2501.18512."""
+    """Weight of the island's own params when the result of a round is merged into them (alpha of 2501.18512)."""
     eager: bool = False
-    """While a round is on its way, go on from what this island's own share of it will change (2502.12996)."""
+    """While a round is in flight, continue from params that include this island's own contribution (2502.12996)."""
     moments: tuple[PositiveInt, PositiveInt] | None = None
-    """[u, v]: every u-th time that params are averaged the inner AdamW's first moments are, too, every v-th its second.
-
-    [3, 6] is DES-LOC's (2505.22549), [1, 1] Local Adam; null: never. Sent in fp32 when `codec` is fp32, else in bf16.
+    """[u, v] also averages the inner AdamW's first moments every u-th time that params are averaged, and its second
+    moments every v-th time. null never averages moments.
+    [3, 6] is DES-LOC (2505.22549), [1, 1] is Local Adam. Moments are sent in fp32 if `codec` is fp32, else in bf16.
     """
     local_steps: Literal["fixed", "dynamic", "timed"] = "fixed"
-    """dynamic: a slower island makes fewer inner steps of a round, in proportion to its measured speed.
-
-    timed: as many as it can in `round_seconds` (A-EDiT, 2412.07210), at least one, and at most those of the schedule:
-    `inner_steps` (of a fragment its share of them), by which the learning rate and the length of the run go.
-    """
+    """Number of inner steps that an island makes in a round. dynamic lets a slower island make fewer, in proportion to
+    its measured speed. timed makes as many as fit into `round_seconds` (A-EDiT, 2412.07210), at least one and at most
+    as many as the schedule has, which the learning rate and the length of the run follow in any case."""
     round_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """timed: how long an island makes inner steps for a round, from the first on; waiting for others is not counted."""
+    """For local_steps timed: duration of a round's inner steps, from the first one on, without waits for others."""
     optimizer: OuterOptimizerConfig = OuterOptimizerConfig()
     merge: MergeConfig = MergeConfig()
     gossip: GossipConfig | None = None
-    """Average with a few islands in turn, not with all; null: rounds of all islands."""
+    """Average with a few islands in turn instead of with all. null selects rounds of all islands."""
     codec: Literal["fp32", "bf16", "fp16", "int8", "int4", "e3m0", "stat2", "topk", "lowrank"] = "fp32"
+    """Encoding of pseudo-gradients on the network."""
     coding: CodingConfig = CodingConfig()
     transport: Literal["loopback", "gloo", "hivemind"] = "hivemind"
+    """Network between islands: threads of one process (loopback), plain TCP (gloo), or encrypted libp2p (hivemind)."""
     part_elements: int = Field(default=262144, ge=256)
-    """Largest part, in parameters; the same on every island, so that codec blocks never depend on a mesh."""
+    """Size of the largest part, in parameters. All islands use the same, so codec blocks do not depend on a mesh."""
     quorum: int = Field(default=1, ge=1)
-    """Fewest participants for a round to count; with `wait_for: quorum`, fewest that give to it."""
+    """Least number of participants for a round to count. With `wait_for: quorum`, least number of contributors."""
     wait_for: Literal["all", "quorum"] = "all"
-    """quorum: a round waits for so many islands; the others listen: they train on, give nothing, and get its result."""
+    """Islands that a round waits for: all, or `quorum` of them. In the latter case the others observe the round: they
+    keep training, contribute nothing, and get its result."""
     below_quorum: Literal["wait", "continue", "stop"] = "wait"
-    """With fewer: wait until they come, go on with a warning in every round, or end this island."""
+    """With fewer participants than `quorum`: wait for more, continue with a warning each round, or stop this island."""
     missed_progress: Literal["rebase", "drop"] = "rebase"
-    """Of an island that missed one commit: put on top of the state it takes, or given up. After more: given up."""
+    """Progress of an island that missed one commit: re-base it on the state that the island downloads, or drop it.
+    After several missed commits it is always dropped."""
     start_islands: int = Field(default=1, ge=1)
-    """Islands that must have come before the first round is planned."""
+    """Number of islands that must have joined before the first round is planned."""
     wait_seconds: float = Field(default=600.0, gt=0)
-    """Longest wait for other islands before anything has been measured; afterwards deadlines are derived."""
+    """Longest wait for other islands before waits have been measured. Afterwards deadlines follow the measurements."""
 
     @model_validator(mode="after")
     def _fits(self) -> "OuterConfig":
@@ -183,63 +179,59 @@ class OuterConfig(BaseModel):
         if self.delay > between:
             raise ValueError(
                 f"delay is {self.delay}, but there are only {between} inner steps (inner_steps / fragments) from one "
-                f"round to the next, and one is on its way at a time; set delay to {between} or less"
+                f"round to the next, and only one round is in flight at a time; set delay to {between} or less"
             )
         if self.eager and (self.delay == 0 or self.mix > 0):
             raise ValueError(
-                f"eager is for rounds that run behind the training and are not mixed: set delay to 1 or more and mix "
+                f"eager requires rounds that run behind the training and are not mixed: set delay to 1 or more and mix "
                 f"to 0 (delay is {self.delay}, mix {self.mix})"
             )
         if self.eager and self.optimizer.delayed:
-            raise ValueError("eager looks ahead to an outer step of all islands, optimizer.delayed makes it in shares")
-        self._check_quorum()
+            raise ValueError(
+                "eager anticipates a whole outer step, and optimizer.delayed makes it in shares; set one to false"
+            )
+        if self.wait_for == "quorum" and (self.delay > 0 or self.mix > 0):
+            raise ValueError(
+                f"wait_for is 'quorum': observers keep training during a round, and contributors wait for its result; "
+                f"set delay and mix to 0, or wait_for to all (delay is {self.delay}, mix {self.mix})"
+            )
         self._check_gossip()
         self._check_timed()
         self._check_histories()
-        return self._moments_fit()
+        if self.moments is not None:
+            self._check_moments()
+        return self
 
-    def _moments_fit(self) -> "OuterConfig":
-        if self.moments is None:
-            return self
+    def _check_moments(self) -> None:
         if self.eager:
             raise ValueError(
-                "moments are not sent by eager rounds: there is no outer step on an island's own share of them; set "
+                "eager rounds do not send moments, because an island's own share does not anticipate their mean; set "
                 "eager to false or moments to null"
             )
         if self.wait_for == "quorum":
             raise ValueError(
-                "moments are averaged by rounds of all islands: a listener's own steps are not put on top of an "
-                "average; set wait_for to all or moments to null"
+                "moments are averaged by rounds of all islands, because an observer's own steps cannot be re-based on "
+                "averaged moments; set wait_for to all or moments to null"
             )
         if self.optimizer.delayed:
             raise ValueError(
-                "moments are averaged at once, optimizer.delayed counts what comes as shares; set optimizer.delayed to "
-                "false or moments to null"
+                "moments are averaged in one step, and optimizer.delayed applies what it receives in shares; set "
+                "optimizer.delayed to false or moments to null"
             )
         if self.merge.rule not in MOMENT_RULES:
             raise ValueError(
-                f"moments cannot be merged by {self.merge.rule}, which is about pseudo-gradients; set merge.rule to "
+                f"moments cannot be merged by {self.merge.rule}, which is for pseudo-gradients only; set merge.rule to "
                 f"{', '.join(MOMENT_RULES[:-1])} or {MOMENT_RULES[-1]}, or moments to null"
             )
-        return self
 
     def _check_gossip(self) -> None:
-        if self.gossip is None:
-            return
         fields = type(self).model_fields
         found = [name for name in GOSSIP_REFUSES if getattr(self, name) != fields[name].default]
         found += ["coding.feedback"] if self.coding.feedback is not None else []
-        if found:
+        if found and self.gossip is not None:
             raise ValueError(
-                f"gossip has no rounds of all islands, and a momentum and lr of its own: leave out {', '.join(found)}, "
+                f"gossip has no rounds of all islands, and has its own momentum and lr: leave out {', '.join(found)}, "
                 "or set gossip to null"
-            )
-
-    def _check_quorum(self) -> None:
-        if self.wait_for == "quorum" and (self.delay > 0 or self.mix > 0):
-            raise ValueError(
-                f"wait_for is 'quorum': islands that are not waited for train on during a round, and those that give "
-                f"to it wait for it; set delay and mix to 0, or wait_for to all (delay is {self.delay}, mix {self.mix})"
             )
 
     def _check_timed(self) -> None:
@@ -250,7 +242,7 @@ class OuterConfig(BaseModel):
             )
         if self.local_steps == "timed" and self.wait_for == "quorum":
             raise ValueError(
-                "wait_for is 'quorum': islands give when their inner steps are done, each in its own time; set "
+                "wait_for is 'quorum': each island contributes when its inner steps are done, at its own pace; set "
                 "local_steps to dynamic and leave out round_seconds, or wait_for to all"
             )
 
@@ -260,14 +252,14 @@ class OuterConfig(BaseModel):
         remembering += ["rule: centered_clip"] if merge.rule == "centered_clip" else []
         if remembering and self.codec in GATHERED:
             raise ValueError(
-                f"merge.{remembering[0]}: with codec {self.codec} every island makes the means itself, and one that "
-                "has joined remembers other rounds than the others; leave it out (max_norm_ratio remembers nothing), "
+                f"merge.{remembering[0]}: with codec {self.codec} every island computes the means itself, and one that "
+                "joined later remembers other rounds than the others; leave it out (max_norm_ratio remembers nothing), "
                 "or use another codec"
             )
 
     @property
     def num_rounds(self) -> int:
-        """Rounds of the protocol, each of one fragment."""
+        """Number of rounds of the protocol, each of which averages one fragment."""
         return self.rounds * self.fragments
 
     @property

@@ -1,80 +1,72 @@
-"""The connections of one rank: transport, messenger and, on rank 0, membership, all of one kind."""
+"""Opens the connections of one rank: a transport, a messenger and, on rank 0, the membership, all of one kind."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from outer.errors import InputError
-from outer.keys import RunKey, Trust
-from outer.membership.base import Membership, Messenger
+from outer.membership.base import Membership
 from outer.membership.records import RunInfo
-from outer.refusals import Refusals
-from outer.transports.base import Endpoint, Transport
+from outer.network.endpoints import Endpoint, Messenger
+from outer.network.rejections import Rejections
+from outer.network.run_key import PeerAuth, RunKey
+from outer.transports.base import Transport
 from outer.transports.loopback import Hub
-
-Close = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class NetworkSettings:
-    """Who this rank is, and where the others are."""
+    """Identity of this rank, its addresses, and those of the swarm."""
 
     run_id: str
     island: str
     rank: int
     bootstrap: Sequence[str] = ()
-    """Addresses of the swarm, any of which may be dead; hivemind: none begins a swarm of its own."""
+    """Addresses of the swarm, any of which may be dead. With hivemind, an island without addresses starts a swarm."""
     listen_host: str = "127.0.0.1"
     listen_port: int = 0
     announce_host: str | None = None
-    """Where others reach this machine, when it is not listen_host."""
+    """Host at which others reach this machine, if it is not listen_host."""
     identity_path: Path | None = None
     hub: Hub | None = None
-    """loopback: what the islands of this process share."""
+    """With loopback, the network that the islands of this process share."""
     leader_address: str | None = None
-    """On ranks above 0: rank 0's `Network.leader_address`."""
+    """On ranks above 0, rank 0's `Network.leader_address`."""
     connect_seconds: float = 30.0
-    """Longest wait for the swarm, and for the others of a group."""
+    """Longest wait for the swarm, and for the other endpoints of a group."""
     record_seconds: float = 15.0
-    """How long a dead island's record lives in the DHT; clocks must agree to well within it. A rendezvous, which
-    goes by its own clock, drops it after a third of it."""
+    """Time after which the DHT drops a dead island's record. The islands' clocks must agree to well within it. A
+    rendezvous uses its own clock and drops the record after a third of this time."""
     run_key: RunKey | None = None
-    """What every message is proved with; None: whoever knows the address may take part."""
+    """Key that authenticates every message. Without one, anybody who knows the address may take part."""
     allow: Sequence[str] = ()
-    """hivemind: the peer ids that may connect; none: all."""
+    """With hivemind, the peer ids that may connect. Empty allows all."""
     relay: Literal["off", "client", "server"] = "off"
-    """hivemind: reached through relays, or relays for others."""
+    """With hivemind: client is reached through relays, server relays for others."""
 
     @property
     def me(self) -> Endpoint:
         return Endpoint(self.island, self.rank)
 
-    @property
-    def is_leader(self) -> bool:
-        return self.rank == 0
-
 
 @dataclass
 class Network:
-    """What a rank speaks to other islands with; lives on one event loop."""
+    """The connections of one rank to other islands. They live on one event loop."""
 
-    kind: str
     transport: Transport
     messenger: Messenger
-    membership: Membership | None
-    """None on ranks above 0."""
+    rejections: Rejections
+    membership: Membership | None = None  # on rank 0 only
     leader_address: str | None = None
-    """What the other ranks of this island need in order to open theirs."""
-    refusals: Refusals = field(default_factory=Refusals)
-    """What peers sent and this rank refused."""
-    _closers: list[Close] = field(default_factory=list)
+    """Address that the other ranks of this island need to open their networks."""
+    _closers: Sequence[Callable[[], Awaitable[None]]] = ()
 
     async def close(self) -> None:
         """Leave the swarm and free sockets, processes and files. Idempotent."""
-        async with AsyncExitStack() as steps:  # in reverse, and each of them whatever the others raise
-            closers, self._closers = self._closers, []
+        async with AsyncExitStack() as steps:  # runs all steps in reverse order, even if some of them raise
+            closers, self._closers = self._closers, ()
             for close in reversed(closers):
                 steps.push_async_callback(close)
             steps.push_async_callback(self.transport.close)
@@ -84,37 +76,34 @@ class Network:
 
 
 async def open_network(kind: str, settings: NetworkSettings) -> Network:
-    """This rank's network, on the running event loop; rank 0 first. Raises InputError when it cannot be had."""
+    """Open this rank's network on the running event loop. Rank 0 opens first. Raises InputError on failure."""
     if kind not in OPENERS:
         raise InputError(f"outer.transport: got {kind!r}; allowed: {', '.join(OPENERS)}")
     if kind != "hivemind" and (settings.allow or settings.relay != "off"):
         raise InputError(
-            "island.allow, island.relay: these are about libp2p peers, "
+            "island.allow, island.relay: these settings are for libp2p peers, "
             f"and outer.transport is {kind!r}; use hivemind, or leave them out"
         )
-    return await OPENERS[kind](settings, Trust(settings.run_key, Refusals(), frozenset(settings.allow)))
+    return await OPENERS[kind](settings, PeerAuth(settings.run_key, Rejections(), frozenset(settings.allow)))
 
 
-async def visit(address: str, connect_seconds: float, run_key: RunKey | None = None) -> dict[str, RunInfo]:
-    """The runs that are known at a bootstrap address and that `run_key` opens, by id.
-
-    Raises InputError when it cannot be reached, or when the runs there have another key.
-    """
+async def find_runs(address: str, connect_seconds: float, run_key: RunKey | None = None) -> dict[str, RunInfo]:
+    """The runs at a bootstrap address that `run_key` opens, by id. Raises InputError if unreachable or none opens."""
     if address.startswith("tcp://"):
-        from outer.membership.tcp import visit_rendezvous
+        from outer.membership.tcp import find_runs_at_rendezvous
 
-        return await visit_rendezvous(address, connect_seconds, run_key)
+        return await find_runs_at_rendezvous(address, connect_seconds, run_key)
     if address.startswith("/"):
-        from outer.membership.hivemind import visit_swarm
+        from outer.membership.hivemind import find_runs_in_swarm
 
-        return await visit_swarm(address, connect_seconds, run_key)
+        return await find_runs_in_swarm(address, connect_seconds, run_key)
     raise InputError(
         f"got the address {address!r}; allowed: /ip4/HOST/tcp/PORT/p2p/PEER_ID or tcp://HOST:PORT, "
         "as `diloco bootstrap` prints it"
     )
 
 
-async def _open_loopback(settings: NetworkSettings, trust: Trust) -> Network:
+async def _open_loopback(settings: NetworkSettings, auth: PeerAuth) -> Network:
     from outer.membership.loopback import LoopbackMembership, LoopbackMessenger
     from outer.transports.loopback import LoopbackTransport
 
@@ -122,93 +111,86 @@ async def _open_loopback(settings: NetworkSettings, trust: Trust) -> Network:
     if hub is None:
         raise InputError(
             "outer.transport: loopback connects islands that are threads of one process; "
-            "islands in processes of their own need gloo or hivemind"
+            "islands in separate processes need gloo or hivemind"
         )
     transport = LoopbackTransport(hub, settings.run_id, settings.me, settings.connect_seconds)
     messenger = LoopbackMessenger(hub, settings.run_id, settings.me, transport.traffic)
-    membership = LoopbackMembership(hub, settings.run_id, settings.island) if settings.is_leader else None
-    return Network("loopback", transport, messenger, membership, refusals=trust.refusals)
+    membership = LoopbackMembership(hub, settings.run_id, settings.island) if settings.rank == 0 else None
+    return Network(transport, messenger, auth.rejections, membership)
 
 
-async def _open_gloo(settings: NetworkSettings, trust: Trust) -> Network:
-    from outer.membership.calls import StreamMessenger
-    from outer.membership.tcp import dial, listen, open_membership, parse_rendezvous
+async def _open_gloo(settings: NetworkSettings, auth: PeerAuth) -> Network:
+    from outer.membership.tcp import dial, listen, open_membership, parse_rendezvous_address
+    from outer.network.rpc import StreamMessenger
     from outer.transports.gloo import GlooTransport
     from outer.transports.sealed import SealedTransport
 
     if not settings.bootstrap:
         raise InputError(
             "island.bootstrap: got no address; outer.transport gloo needs tcp://HOST:PORT, as "
-            "`diloco bootstrap --rendezvous tcp` prints it. With several of them none is needed for the run to go on"
+            "`diloco bootstrap --rendezvous tcp` prints it. With several addresses the run survives the loss of any"
         )
     for address in settings.bootstrap:
-        parse_rendezvous(address)
+        parse_rendezvous_address(address)
     host = settings.listen_host
     transport = GlooTransport(settings.run_id, settings.me, host, settings.announce_host, settings.connect_seconds)
     port = settings.listen_port + settings.rank if settings.listen_port else 0
-    messenger = StreamMessenger(settings.run_id, settings.me, dial, transport.traffic, trust)
+    messenger = StreamMessenger(settings.run_id, settings.me, dial, transport.traffic, auth)
     try:
-        listening = await listen(messenger, host, port, settings.announce_host)
+        await listen(messenger, host, port, settings.announce_host)
     except OSError as error:
         raise InputError(
             f"island.listen_host, island.listen_port: cannot listen on {host}:{port}: {error.strerror}; "
             "choose an address of this machine and a free port (0: any)"
         ) from None
-    if trust.key is not None:
-        transport = SealedTransport(transport, trust, settings.run_id, settings.me)
-    if not settings.is_leader:
-        return Network("gloo", transport, listening, None, refusals=trust.refusals)
+    if auth.key is not None:
+        transport = SealedTransport(transport, auth, settings.run_id, settings.me)
+    if settings.rank > 0:
+        return Network(transport, messenger, auth.rejections)
     record_seconds = settings.record_seconds / 3
     membership = await open_membership(
-        settings.bootstrap, settings.run_id, settings.me, record_seconds, settings.connect_seconds, trust
+        settings.bootstrap, settings.run_id, settings.me, record_seconds, settings.connect_seconds, auth
     )
-    return Network("gloo", transport, listening, membership, refusals=trust.refusals, _closers=[membership.close])
+    return Network(transport, messenger, auth.rejections, membership, _closers=[membership.close])
 
 
-async def _open_hivemind(settings: NetworkSettings, trust: Trust) -> Network:
+async def _open_hivemind(settings: NetworkSettings, auth: PeerAuth) -> Network:
     from outer.membership.dht import open_dht
     from outer.membership.hivemind import HivemindMembership, open_messenger
     from outer.transports.hivemind import HivemindTransport
     from outer.transports.hivemind_daemon import DaemonSettings, attach_daemon, start_daemon
 
-    if settings.is_leader:
-        listen, announce = _maddrs(settings)
-        own = (settings.identity_path, settings.connect_seconds, settings.relay, trust)
-        daemon = await start_daemon(DaemonSettings(listen, announce, list(settings.bootstrap), *own))
+    if settings.rank == 0:
+        own = (settings.identity_path, settings.connect_seconds, settings.relay, auth)
+        daemon = await start_daemon(DaemonSettings(*_maddrs(settings), list(settings.bootstrap), *own))
     else:
         assert settings.leader_address is not None, "ranks above 0 need rank 0's leader_address"
-        daemon = await attach_daemon(settings.leader_address, settings.rank, trust)
+        daemon = await attach_daemon(settings.leader_address, settings.rank, auth)
     try:
-        transport = HivemindTransport(daemon, settings.run_id, settings.me, settings.connect_seconds, trust)
+        transport = HivemindTransport(daemon, settings.run_id, settings.me, settings.connect_seconds)
         await transport.open()
-        messenger = await open_messenger(daemon, settings.run_id, settings.me, transport.traffic, trust)
-        if not settings.is_leader:
-            return Network("hivemind", transport, messenger, None, refusals=trust.refusals, _closers=[daemon.close])
+        messenger = await open_messenger(daemon, settings.run_id, settings.me, transport.traffic)
+        if settings.rank > 0:
+            return Network(transport, messenger, auth.rejections, _closers=[daemon.close])
         dht = await open_dht(daemon, settings.bootstrap, settings.connect_seconds)
-        membership = HivemindMembership(
-            dht, daemon, settings.run_id, settings.record_seconds, bootstrap=settings.bootstrap, key=trust.key
-        )
+        membership = HivemindMembership(dht, daemon, settings.run_id, settings.record_seconds, settings.bootstrap)
     except BaseException:
         await daemon.close()
         raise
-    closers: list[Close] = [membership.close, daemon.close]
-    return Network("hivemind", transport, messenger, membership, daemon.leader_address, trust.refusals, closers)
+    closers = (membership.close, daemon.close)
+    return Network(transport, messenger, auth.rejections, membership, daemon.leader_address, closers)
 
 
 def _maddrs(settings: NetworkSettings) -> tuple[list[str], list[str] | None]:
-    """The multiaddresses to listen on, and those to announce when they differ."""
-    from outer.transports.hivemind_addresses import maddr_of
+    """The multiaddresses to listen on, and those to announce if they differ."""
+    from outer.transports.hivemind_addresses import make_multiaddress
 
-    listen = [maddr_of(settings.listen_host, settings.listen_port)]
+    listen = [make_multiaddress(settings.listen_host, settings.listen_port)]
     if settings.announce_host is None:
         return listen, None
     if settings.listen_port == 0:
         raise InputError("island.announce_host needs a fixed island.listen_port: got 0; set the port that is forwarded")
-    return listen, [maddr_of(settings.announce_host, settings.listen_port)]
+    return listen, [make_multiaddress(settings.announce_host, settings.listen_port)]
 
 
-OPENERS: dict[str, Callable[[NetworkSettings, Trust], Awaitable[Network]]] = {
-    "loopback": _open_loopback,
-    "gloo": _open_gloo,
-    "hivemind": _open_hivemind,
-}
+OPENERS = {"loopback": _open_loopback, "gloo": _open_gloo, "hivemind": _open_hivemind}

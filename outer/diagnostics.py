@@ -1,144 +1,139 @@
-"""What an island answers to `diloco doctor`, so that a user sees what is wrong with a link before training over it.
+"""Serves the calls of `diloco doctor`, which shows a user what is wrong with a link before a run uses it.
 
-    probe                       who answers, at what time
-    probe_bytes  {num_bytes}    so many zero bytes                   (bulk lane)
-    probe_sink   bytes          nothing: they are dropped            (bulk lane)
+    call         body           reply
+    probe        empty          versions, time, config hash and round of the island
+    probe_bytes  {num_bytes}    that many zero bytes                      (bulk lane)
+    probe_sink   bytes          empty; the bytes are dropped              (bulk lane)
     dial_back    {address}      whether a `probe` at that address is answered
 
-A doctor is no island: whoever knows the address, and the run's key if there is one, may ask. So each rank bounds what
-it does for all of them together in a minute: nobody can use up its link, or search a network through it.
+A doctor is not an island: anybody who knows the address, and the run key if there is one, may call. Each rank therefore
+limits what it does per minute, so that nobody can use up its link or scan a network through it.
 """
 
 import platform
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 from pydantic import Field
 
-from outer.errors import DeadlineError, MessageError, PeerLost, TransportError
-from outer.membership.base import Messenger
-from outer.rounds import MAX_ROUND, Message, parse
-from outer.transports.base import Endpoint
-from outer.wire import VERSION
+from outer.errors import DeadlineError, MessageError, TransportError, first_line
+from outer.network.endpoints import Endpoint, Messenger
+from outer.network.frames import VERSION
+from outer.network.messages import MAX_ROUND, Message, call_message, parse
 
 MAX_PROBE_BYTES = 8 << 20
-"""Of one probe_bytes or probe_sink."""
+"""Limit for one probe_bytes or probe_sink."""
 BYTES_PER_MINUTE = 32 << 20
-"""Each way; a doctor takes less than half of it."""
+"""Limit for each direction. A doctor needs less than half of it."""
 DIAL_BACKS_PER_MINUTE = 6
 DIAL_BACK_SECONDS = 5.0
 MAX_ADDRESS_LENGTH, MAX_CAUSE_LENGTH = 2048, 500
 PACKAGES = ("diloco", "torch", "hivemind")
 
-Text = Annotated[str, Field(max_length=64)]
+ShortText = Annotated[str, Field(max_length=64)]
 
 
-class Greeting(Message):
-    """Who answers a probe."""
+class ProbeReply(Message):
+    """The reply to a probe."""
 
-    versions: dict[Text, Text] = Field(max_length=16)
-    """Of python and of PACKAGES, by name."""
+    versions: dict[ShortText, ShortText] = Field(max_length=16)
     wire: int
-    """outer.wire.VERSION."""
+    """Version of the frame format (outer.network.frames.VERSION)."""
     unix_time: float = Field(ge=0, lt=1e11)
     age_seconds: float = Field(ge=0, lt=1e11)
-    """Since it began to answer."""
+    """Time since the rank began to answer."""
     config_hash: str = Field(max_length=64, pattern=r"^[0-9a-f]*$")
     round: int = Field(ge=0, lt=MAX_ROUND)
 
 
 class BytesRequest(Message):
+    """Body of a probe_bytes call."""
+
     num_bytes: int = Field(ge=1, le=MAX_PROBE_BYTES)
 
 
 class DialRequest(Message):
+    """Body of a dial_back call."""
+
     address: str = Field(min_length=1, max_length=MAX_ADDRESS_LENGTH, pattern=r"^[\x21-\x7e]+$")
-    """A Messenger.address; a messenger reaches those of its own kind only."""
+    """A Messenger.address. A messenger reaches only addresses of its own kind."""
 
 
 class DialResult(Message):
+    """Reply to a dial_back call."""
+
     cause: str = Field(max_length=MAX_CAUSE_LENGTH)
-    """Empty: it was answered there."""
+    """Reason why the address did not answer, or empty if it did."""
 
 
-class Greeter:
-    """Says who answers on one rank. `clock` gives unix time, `round_number` the rounds committed."""
+class ProbeResponder:
+    """Answers probes on one rank. `clock` returns unix time, `round_number` the number of committed rounds."""
 
     def __init__(
-        self,
-        config_hash: str = "",
-        round_number: Callable[[], int] = lambda: 0,
-        clock: Callable[[], float] = time.time,
+        self, config_hash: str = "", round_number: Callable[[], int] = lambda: 0, clock: Callable[[], float] = time.time
     ) -> None:
         self._config_hash, self._round, self._clock = config_hash, round_number, clock
-        self._versions, self._began_at = versions(), time.monotonic()
+        self._versions, self._began_at = package_versions(), time.monotonic()
 
-    def greet(self, body: bytes) -> bytes:
-        """The answer to a probe. Raises MessageError."""
+    def respond(self, body: bytes) -> bytes:
+        """Encode the reply to a probe. Raises MessageError if the probe has a body."""
         if body:
             raise MessageError(f"a probe with a body of {len(body)} bytes, none expected")
-        greeting = Greeting(
-            versions=self._versions,
-            wire=VERSION,
-            unix_time=self._clock(),
-            age_seconds=time.monotonic() - self._began_at,
-            config_hash=self._config_hash,
-            round=self._round(),
-        )
-        return greeting.model_dump_json().encode()
+        now = {"unix_time": self._clock(), "age_seconds": time.monotonic() - self._began_at, "round": self._round()}
+        return ProbeReply(versions=self._versions, wire=VERSION, config_hash=self._config_hash, **now).encode()
 
 
-class Probe:
-    """Answers a doctor's calls on one rank."""
+class DiagnosticsServer:
+    """Answers the calls of doctors on one rank."""
 
-    def __init__(self, messenger: Messenger, greeter: Greeter) -> None:
-        self._messenger, self._greeter = messenger, greeter
-        self._sent, self._taken = Budget(BYTES_PER_MINUTE), Budget(BYTES_PER_MINUTE)
-        self._dialled = Budget(DIAL_BACKS_PER_MINUTE)
+    def __init__(self, messenger: Messenger, responder: ProbeResponder) -> None:
+        self._messenger, self._responder = messenger, responder
+        self._sent, self._received = Budget(BYTES_PER_MINUTE), Budget(BYTES_PER_MINUTE)
+        self._dial_backs = Budget(DIAL_BACKS_PER_MINUTE)
         messenger.serve("probe", self._on_probe)
-        messenger.serve("probe_bytes", self._on_bytes)
-        messenger.serve("probe_sink", self._on_sink)
+        messenger.serve("probe_bytes", self._on_probe_bytes)
+        messenger.serve("probe_sink", self._on_probe_sink)
         messenger.serve("dial_back", self._on_dial_back)
 
     async def _on_probe(self, source: Endpoint, body: bytes) -> bytes:
-        return self._greeter.greet(body)
+        return self._responder.respond(body)
 
-    async def _on_bytes(self, source: Endpoint, body: bytes) -> bytes:
+    async def _on_probe_bytes(self, source: Endpoint, body: bytes) -> bytes:
         num_bytes = parse(BytesRequest, body).num_bytes
         self._sent.spend(num_bytes, "bytes")
         return bytes(num_bytes)
 
-    async def _on_sink(self, source: Endpoint, body: bytes) -> bytes:
+    async def _on_probe_sink(self, source: Endpoint, body: bytes) -> bytes:
         if not 1 <= len(body) <= MAX_PROBE_BYTES:
             raise MessageError(f"probe_sink with {len(body)} bytes; 1 to {MAX_PROBE_BYTES} are allowed")
-        self._taken.spend(len(body), "bytes")
+        self._received.spend(len(body), "bytes")
         return b""
 
     async def _on_dial_back(self, source: Endpoint, body: bytes) -> bytes:
         address = parse(DialRequest, body).address
-        self._dialled.spend(1, "calls back")
+        self._dial_backs.spend(1, "calls back")
         cause = ""
         try:
-            reply = await self._messenger.call(address, "probe", b"", timeout_seconds=DIAL_BACK_SECONDS)
-            parse(Greeting, reply)
+            await call_message(self._messenger, address, "probe", None, ProbeReply, timeout_seconds=DIAL_BACK_SECONDS)
         except DeadlineError:
             cause = f"no answer within {DIAL_BACK_SECONDS:g} s"
         except TransportError as error:
-            cause = (error.cause if isinstance(error, PeerLost) else str(error)) or type(error).__name__
-        return DialResult(cause=cause[:MAX_CAUSE_LENGTH]).model_dump_json().encode()
+            cause = first_line(error)
+        return DialResult(cause=cause).encode()
 
 
 class Budget:
-    """So much at once, and so much a minute in the long run, whoever asks."""
+    """A token bucket: at most `per_minute` at once, and at most `per_minute` per minute in the long run."""
 
     def __init__(self, per_minute: int) -> None:
         self._per_minute = per_minute
         self._left, self._seen_at = float(per_minute), time.monotonic()
 
     def spend(self, amount: int, what: str) -> None:
-        """Raise TransportError when there is not so much left."""
+        """Take `amount` out of the budget. Raises TransportError, which names `what`, when less is left."""
         now = time.monotonic()
         self._left = min(self._per_minute, self._left + (now - self._seen_at) * self._per_minute / 60)
         self._seen_at = now
@@ -147,12 +142,10 @@ class Budget:
         self._left -= amount
 
 
-def versions() -> dict[str, str]:
-    """Of what an island runs on, by name; a package that is not there is left out."""
+def package_versions() -> dict[str, str]:
+    """Versions of python and of PACKAGES, by name. Packages that are not installed are left out."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)[:64]
-        except PackageNotFoundError:
-            continue
     return found

@@ -1,43 +1,42 @@
-"""What can go wrong between islands.
+"""Errors of the communication between islands.
 
-InputError          the user's config or address cannot be used
-OuterError
-  TransportError    the network: a peer is lost, refused, or sent bytes that fail a check
-    PeerLost        the connection to a peer broke, or it cannot be reached
-    DeadlineError   a wait ran over its deadline
-    MessageError    a peer's bytes are malformed, oversized, or belong to another run or round
-      PoisonError   a peer's payload would put inf or nan, or nothing that can be decoded, into a mean
-  NonFiniteError    a pseudo-gradient holds inf or nan
-  BehindError       others hold the state that survives
-  QuorumError       too few islands, and the policy says stop
+InputError            a mistake of the user
+OuterError            a failed round
+  TransportError      the network; the round is aborted and training continues
+    PeerLost
+    DeadlineError
+    MessageError
+      PoisonError     a payload that would put inf or nan into a mean
+  NonFiniteError      a tensor to be encoded holds inf or nan
+  BehindError         others hold the state that survives
+  QuorumError         too few islands
 """
 
 from collections.abc import Collection
 
 
 class InputError(ValueError):
-    """The user's config or address cannot be used; the text says what, where, got, allowed and the cure."""
+    """The user's config or address cannot be used. The text says what, where, got, allowed and the cure."""
 
 
 class OuterError(RuntimeError):
-    """Base of everything a round may fail with."""
+    """Base class of the errors that a round may fail with."""
 
 
 class TransportError(OuterError):
-    """The network failed; a round that meets it is aborted, training goes on."""
+    """The network failed: a peer is lost, refused, or sent bad bytes. The round is aborted, and training continues."""
 
 
 class PeerLost(TransportError):
-    """The connection to `peer` (an island's name) broke, or it cannot be reached."""
+    """The connection to `peer` (an island's name) broke, or the peer cannot be reached."""
 
     def __init__(self, peer: str, cause: str) -> None:
         super().__init__(f"island {peer!r} is lost: {cause}")
-        self.peer = peer
-        self.cause = cause
+        self.peer, self.cause = peer, cause
 
 
 class DeadlineError(TransportError):
-    """A wait ran over its deadline."""
+    """A wait exceeded its deadline."""
 
 
 class MessageError(TransportError):
@@ -45,7 +44,7 @@ class MessageError(TransportError):
 
 
 class PoisonError(MessageError):
-    """The payload of `peer` (an island's name) must not enter a mean; an attempt without that island may succeed."""
+    """A payload of island `peer` must not enter a mean: it does not decode, or makes inf or nan. A retry may work."""
 
     def __init__(self, peer: str, cause: str) -> None:
         super().__init__(f"island {peer!r} sent {cause}")
@@ -53,29 +52,33 @@ class PoisonError(MessageError):
 
 
 class NonFiniteError(OuterError):
-    """A tensor to be encoded holds inf or nan; `index` is the first such element."""
+    """A tensor to be encoded holds inf or nan. `index` is the first such element."""
 
     def __init__(self, index: int, value: float) -> None:
         super().__init__(f"element {index} is {value}: a codec takes finite values only")
-        self.index = index
-        self.value = value
+        self.index, self.value = index, value
 
 
 class QuorumError(OuterError):
-    """Fewer islands than outer.quorum for longer than the run waits."""
+    """There were fewer islands than outer.quorum for longer than the run waits."""
 
 
 class BehindError(OuterError):
-    """Others hold the state that survives; this island must take it from one of `donors`."""
+    """Other islands hold the state that survives. This island must download it from one of `donors`."""
 
     def __init__(self, donors: Collection[str], cause: str) -> None:
         super().__init__(cause)
-        self.donors = tuple(donors)
-        self.cause = cause
+        self.donors, self.cause = tuple(donors), cause
+
+
+def first_line(error: BaseException) -> str:
+    """One line that says what went wrong: the cause of a PeerLost, the error's first line, or the name of its type."""
+    text = error.cause if isinstance(error, PeerLost) else str(error)
+    return (text or type(error).__name__).splitlines()[0][:300]
 
 
 def first_cause(group: BaseExceptionGroup) -> BaseException:
-    """The first error in a group of groups."""
+    """The first error in an exception group, however deeply it is nested."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,52 +1,50 @@
-"""The phases of a round, and where a fault may be put into them: `diloco simulate --fault` and tests do."""
+"""The phases of a round, and hooks at which `diloco simulate --fault` and tests inject faults."""
 
 from typing import Literal, Protocol, get_args
 
 import torch
 
 Phase = Literal[
-    "plan",  # the pseudo-gradient is computed; nobody has been told that this island is ready
-    "planning",  # the others are told; there is no plan yet
-    "send",  # the plan is accepted; no payload has left
-    "sending",  # the first payload has left this rank
-    "reducing",  # the first mean has come
-    "vote",  # the reduce is done here; the vote has not left
-    "decide",  # the vote has left; the outcome is not known
+    "plan",  # the pseudo-gradient is computed; no other island knows yet that this one is ready
+    "planning",  # the other islands know that this one is ready; there is no plan yet
+    "send",  # the plan is accepted; no payload has been sent
+    "sending",  # this rank has sent its first payload
+    "reducing",  # the first mean has arrived
+    "vote",  # the reduce is done here; the vote has not been sent
+    "decide",  # the vote has been sent; the outcome is not known
     "apply",  # the outcome is commit; nothing has changed yet
     "applied",  # global params have changed; local params have not
-    "donate",  # the first part of a state is asked for by a joiner
-    "fetch",  # the first part of a state has come from a donor
+    "donate",  # a joiner has requested the first part of this island's state
+    "fetch",  # the first part of a state has arrived from a donor
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class Hooks(Protocol):
-    """Called inside of a round, on every rank."""
+    """Functions that every rank calls during a round.
+
+    >>> class LogPhases(NoHooks):
+    ...     def reached(self, phase: Phase, round_number: int) -> None:
+    ...         print(f"round {round_number}: {phase}")
+    >>> hooks: Hooks = LogPhases()
+    >>> hooks.reached("vote", 3)
+    round 3: vote
+    """
 
     def reached(self, phase: Phase, round_number: int) -> None:
-        """This rank has come to `phase`; on any thread. What it raises is a failure of this rank."""
-        ...
+        """Called when this rank reaches `phase`, on any thread. An error it raises is a failure of this rank."""
 
     def pseudo_grad(self, round_number: int, values: torch.Tensor) -> torch.Tensor:
-        """A part as this island gives it to the others (1-D fp32), from the part as it is."""
-        ...
-
-    def payload(self, round_number: int, payload: torch.Tensor) -> torch.Tensor:
-        """A payload as it leaves (1-D uint8), from the payload as it is."""
-        ...
-
-
-class NoHooks:
-    """Changes nothing."""
-
-    def reached(self, phase: Phase, round_number: int) -> None:
-        """Go on."""
-
-    def pseudo_grad(self, round_number: int, values: torch.Tensor) -> torch.Tensor:
+        """Return the part (1-D fp32) to contribute in place of `values`."""
         return values
 
     def payload(self, round_number: int, payload: torch.Tensor) -> torch.Tensor:
+        """Return the payload (1-D uint8) to send in place of `payload`."""
         return payload
+
+
+class NoHooks(Hooks):
+    """Hooks that change nothing."""
 
 
 NO_HOOKS = NoHooks()

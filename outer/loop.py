@@ -1,81 +1,269 @@
-"""The event loop of a rank, in a thread of its own, so that peers are answered while inner steps compute."""
+"""The outer loop of one island: enter the run, then one round after every so many inner steps. Read this first.
 
-import asyncio
-import selectors
-import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future
-from typing import Any, TypeVar
+    begin     enter the run, from the start or with the state of others
+    launch    snapshot of a fragment's pseudo-gradient; its round runs in the background   (rounds/background.py)
+    land      wait for the commit; the fragment's local params continue from the global params
+    finish    the run is over: stay until the others have the last round
 
-T = TypeVar("T")
+An `Averager` decides how islands average: by agreed rounds (rounds/agreed.py) or by gossip (gossip/averager.py). With
+`outer.wait_for: quorum` rounds go on while an island trains, and rounds/quorum.py replaces launch and land.
 
-MAX_SELECT_SECONDS = 3600.0
-"""The system takes no longer waits than some weeks."""
+Every rank of the island makes the same calls in the same order; rank 0, the leader, speaks with other islands.
+"""
+
+import logging
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
+
+import torch
+
+from outer.agreement.driver import Interruption
+from outer.agreement.peers import Identity
+from outer.config import OuterConfig
+from outer.connect import Network
+from outer.errors import BehindError, TransportError
+from outer.gossip.averager import build_gossip_averager
+from outer.gossip.step import build_optimizer_config
+from outer.leases.cursor import Cursor, LeaseCursor
+from outer.leases.ranges import count
+from outer.leases.static_cursor import StaticCursor
+from outer.network.deadlines import Deadlines
+from outer.network.event_loop import EventLoopThread
+from outer.report import CaughtUp, Landing, LoopSettings
+from outer.rounds import checkpoint
+from outer.rounds.agreed import AgreedAverager, build_agreed_averager
+from outer.rounds.averager import Averager
+from outer.rounds.background import BackgroundRound
+from outer.rounds.pace import Pace
+from outer.rounds.quorum import QuorumRounds
+from outer.space.fragments import FragmentSchedule, build_schedule, count_moment_steps
+from outer.space.ranks import RankGroup
+from outer.space.redistribute import Params
+from outer.state.part_state import Position
+from outer.state.pending import PendingProgress
+from outer.state.pseudo_gradient import Snapshot
+from outer.state.replica import Replica
+
+log = logging.getLogger(__name__)
 
 
-class LoopThread:
-    """Runs coroutines for the training threads. Its clock, and so every wait on it, is `slowness` times slower."""
+class OuterLoop:
+    """One rank's side of the outer loop."""
 
-    def __init__(self, slowness: float = 1.0) -> None:
-        self._slowness = slowness
-        self._loop = asyncio.new_event_loop() if slowness == 1.0 else SlowLoop(slowness)
-        self._thread = threading.Thread(target=self._loop.run_forever, name="outer-loop", daemon=True)
-        self._thread.start()
+    def __init__(
+        self,
+        config: OuterConfig,
+        replica: Replica,
+        averager: Averager,
+        schedule: FragmentSchedule,
+        pace: Pace,
+        pending: PendingProgress,
+    ) -> None:
+        self.config, self.replica, self.averager = config, replica, averager
+        self.schedule, self.pace, self.pending = schedule, pace, pending
+        self._in_flight: BackgroundRound | None = None
+        self._ahead: dict[int, torch.Tensor] | None = None
+        """Eager updates: values by carried part that the fragment in flight is trained from; None: local params."""
+        self._resumed_units = 0
+        """Number of units read by the progress that a checkpoint held."""
 
-    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin `work`; its result is the future's."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+    @property
+    def position(self) -> Position:
+        """Where the run stands, as far as this island knows."""
+        return self.replica.position
 
-    def run(self, work: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
-        """The result of `work`, waited for. None: `work` bounds its own waits. Raises TimeoutError."""
-        future = self.start(work)
+    @property
+    def digest(self) -> str:
+        """Digest of the committed state that this island holds."""
+        return self.replica.digest
+
+    @property
+    def cursor(self) -> Cursor:
+        """Which units of data this rank reads."""
+        return self.pending.cursor
+
+    @property
+    def round(self) -> int:
+        """The round that inner steps are made for now: the one after the round in flight, if there is one."""
+        return self.position.round if self._in_flight is None else self._in_flight.snapshot.round + 1
+
+    @property
+    def in_flight(self) -> int | None:
+        """The round that is launched and has not landed, if there is one."""
+        return None if self._in_flight is None else self._in_flight.snapshot.round
+
+    # -- from the beginning to the end of a run ---------------------------------------------------------------
+
+    def begin(self) -> Position:
+        """Enter the run: with the islands' state if they have committed a round, else from the start with them."""
+        has_taken = self.averager.enter()
+        self.cursor.begin(self.position.round, self.position.ledger)
+        if not has_taken:
+            self.cursor.resume(self._resumed_units)
+        return self.position
+
+    def inner_steps(self) -> int:
+        """Number of inner steps for `round`, starting now: the schedule's, or fewer with dynamic local steps."""
+        steps = self.schedule.steps(self.round)
+        # The leader decides: a round in flight may already have changed the pace of another rank.
+        return self.replica.ranks.on_leader(lambda: self.pace.begin(steps))
+
+    def interruption(self, steps_left: int) -> Interruption:
+        """Why inner steps should end now, the same on every rank, or "". Call it after each inner step."""
+        return self.replica.ranks.on_leader(lambda: self._find_interruption(steps_left))
+
+    def launch(self, tokens: int) -> None:
+        """Start `round` with the island's progress since the last launch, made on `tokens` tokens.
+
+        The round before must have landed, and `land` must be called before the next launch.
+        """
+        assert self._in_flight is None, "one round is in flight at a time"
+        snapshot = self.pending.snapshot(self.round, tokens)
+        if self.config.eager:
+            self._ahead = self.replica.look_ahead(snapshot, self.averager.share)
+        self._in_flight = BackgroundRound(self.averager, snapshot)
+
+    def land(self) -> Landing:
+        """Wait for the round in flight, and continue from what it has committed.
+
+        Raises CaughtUp when others have committed without this island; OuterError when its own pseudo-gradient
+        cannot be used, or too few islands come, or too many attempts have failed.
+        """
+        assert self._in_flight is not None, "there is a round in flight"
+        in_flight, snapshot = self._in_flight, self._in_flight.snapshot
         try:
-            return future.result(None if timeout_seconds is None else timeout_seconds * self._slowness)
-        except BaseException:
-            future.cancel()
+            reports, waited = in_flight.land()
+        except BehindError as behind:
+            raise self.catch_up(behind, snapshot.weight, snapshot.pseudo_grads) from None
+        except CaughtUp:
+            # The averager has taken another island's state already.
+            self.pending.drop(self.position)
             raise
+        finally:
+            self._in_flight = None
+        self.merge(snapshot)
+        return Landing(reports, waited)
 
-    def try_to(self, work: Coroutine[Any, Any, object], timeout_seconds: float) -> bool:
-        """Whether `work` was done in time; for what nobody depends on, as a goodbye. Its other errors are raised."""
+    def merge(self, snapshot: Snapshot) -> None:
+        """The snapshot's round is committed: local params of its fragment continue from the global params."""
+        self.averager.hooks.reached("applied", snapshot.round)
+        self.pending.settle(snapshot, self.position)
+        if self._ahead is None:
+            self.replica.merge(snapshot.round, self.config.mix)
+        else:
+            self.replica.correct(self._ahead, snapshot.round)
+            self._ahead = None
+
+    def catch_up(self, behind: BehindError, weight: int, sent: dict[int, torch.Tensor] | None = None) -> CaughtUp:
+        """Take the state that survives. The returned error says whether this island's progress was put on top of it.
+
+        Progress is kept when exactly one commit was missed, that commit belongs to this island's own history and does
+        not contain the progress, and no other island has been given the data. Progress that was kept once and misses
+        a commit again is dropped. `weight` is the progress in tokens, `sent` the pseudo-gradient in flight.
+        """
+        digest, progress = self.digest, self.replica.pseudo_grads()
+        for part, values in (self._ahead or {}).items():
+            # Local params were trained from these values, from which the pseudo-gradient in flight was taken out.
+            progress[part] += values - self.replica.carried.parts[part] + (sent or {})[part]
+        self._ahead = None
+        taken = self.averager.take_state()
+        is_same_history = taken.base_digest == digest
+        may_keep = self.config.missed_progress == "rebase" and is_same_history and not taken.contains_own
+        is_kept = may_keep and self.pending.keep(weight)
+        if is_kept:
+            self.replica.rebase(progress)
+        else:
+            self.pending.drop(self.position)
+        if not is_same_history:
+            self.averager.memory.forget()
+        self.averager.announce()
+        return CaughtUp(behind.cause, is_kept=is_kept)
+
+    def finish(self) -> None:
+        """The run is over: stay until the others have the last round; take it from them if this island has not."""
         try:
-            self.run(work, timeout_seconds)
-        except TimeoutError:
-            return False
-        return True
+            if self.replica.ranks.on_leader(self.averager.linger):
+                self.averager.take_state()
+        except TransportError as error:
+            log.warning("the others end with another state than this island, and it cannot be taken: %s", error)
+        self.leave()
 
-    def close(self) -> None:
-        """Cancel what still runs and end the thread."""
-        self.start(_cancel_others()).result(5 * self._slowness)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
-        if not self._thread.is_alive():
-            self._loop.close()
+    def leave(self, steps: int = 0) -> None:
+        """Say goodbye, `steps` inner steps into the round; only the goodbye itself is waited for."""
+        self.averager.leave(steps)
+
+    # -- the state --------------------------------------------------------------------------------------------
+
+    def global_params(self) -> AbstractContextManager[None]:
+        """Local params hold the global params inside the context. No round may be in flight."""
+        assert self._in_flight is None, "what a round in flight will commit is not known yet"
+        return self.replica.global_params()
+
+    def moment_steps(self, landed: int | None = None) -> dict[str, int]:
+        """Inner steps of the run behind the averaged second moments that replaced the local ones, by parameter.
+
+        `landed` is the round that has just landed; None stands for a state taken from others. 0: never averaged.
+        """
+        return count_moment_steps(self.replica.space, self.schedule, self.position.round, landed)
+
+    def save(self) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+        """This rank's tensors for a checkpoint, not copied, and its facts. No round may be in flight."""
+        assert self._in_flight is None, "what a round in flight will commit is not known yet"
+        memory, units = self.averager.memory, count(self.cursor.read)
+        facts = checkpoint.build_facts(self.replica, memory, self.pending.weights, self.averager.share, units)
+        return checkpoint.collect_tensors(self.replica, memory), facts
+
+    def allocate(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """Zero tensors to load those of the saved tensors into that this rank needs, for `restore`."""
+        return checkpoint.allocate(self.replica, self.averager.memory, names)
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], facts: object) -> None:
+        """Go on from a checkpoint; call it before `begin`, after loading local params. Raises InputError."""
+        parsed = checkpoint.parse_facts(facts)
+        checkpoint.restore(self.replica, self.averager.memory, parsed, tensors)
+        self.pending.weights, self.averager.share, self._resumed_units = parsed.weights, parsed.share, parsed.units
+        self.averager.resume()
+
+    def _find_interruption(self, steps_left: int) -> Interruption:
+        if self.pace.seconds_left <= 0:
+            return "time is up"
+        if self._in_flight is not None:
+            # Nobody waits for this island, whose round is in flight; stop only if that round has failed.
+            return "behind" if self._in_flight.has_failed else ""
+        return self.averager.interruption(min(steps_left * self.pace.step_seconds, self.pace.seconds_left))
 
 
-class SlowLoop(asyncio.SelectorEventLoop):
-    """An event loop on which `slowness` seconds pass as one."""
+def build_loop(
+    config: OuterConfig,
+    identity: Identity,
+    params: Params,
+    ranks: RankGroup,
+    network: Network,
+    event_loop: EventLoopThread,
+    settings: LoopSettings | None = None,
+) -> OuterLoop:
+    """The outer loop of one rank, with the averager that the config asks for. Every rank calls it together."""
+    settings = settings or LoopSettings()
+    pace = Pace(config, identity.island, Deadlines(config.wait_seconds), settings.now)
+    schedule = build_schedule(config)
+    if config.gossip is not None:
+        config = config.model_copy(update={"optimizer": build_optimizer_config(config.gossip)})
+        replica = Replica(config, params, ranks)
+        cursor = StaticCursor(config, settings.index, joins=settings.joins)
+        averager = build_gossip_averager(config, identity, replica, network, event_loop, pace, settings)
+    else:
+        replica = Replica(config, params, ranks)
+        cursor = LeaseCursor(identity.island, settings.index, identity.incarnation, replica.terms)
+        averager = build_agreed_averager(config, identity, replica, network, event_loop, pace, cursor, settings)
+    pending = PendingProgress(replica, cursor, config.fragments, settings.max_tokens)
+    return OuterLoop(config, replica, averager, schedule, pace, pending)
 
-    def __init__(self, slowness: float) -> None:
-        super().__init__(SlowSelector(slowness))
-        self._slowness = slowness
 
-    def time(self) -> float:
-        return super().time() / self._slowness
+def build_quorum_rounds(outer: OuterLoop, total_tokens: int | None) -> QuorumRounds:
+    """Rounds that wait for a quorum only, for an outer loop whose config has `wait_for: quorum`.
 
-
-class SlowSelector(selectors.DefaultSelector):
-    """Waits `slowness` times as long as it is told."""
-
-    def __init__(self, slowness: float) -> None:
-        super().__init__()
-        self._slowness = slowness
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        return super().select(None if timeout is None else min(timeout * self._slowness, MAX_SELECT_SECONDS))
-
-
-async def _cancel_others() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks, timeout=3) if tasks else None
+    The run is over when `total_tokens` are committed, or never (None).
+    """
+    averager = outer.averager
+    assert isinstance(averager, AgreedAverager), "gossip waits for nobody"
+    return QuorumRounds(averager, outer.pending, outer.schedule, total_tokens, outer.catch_up)

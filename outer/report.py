@@ -1,4 +1,4 @@
-"""What the outer loop is given besides the run's config, and what it says of each attempt."""
+"""Settings of the outer loop on one island, and its reports on each attempt at a round."""
 
 import time
 from collections.abc import Callable
@@ -6,73 +6,76 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from outer.errors import OuterError
-from outer.phases import NO_HOOKS, Hooks
-from outer.runs import Runs
+from outer.hooks import NO_HOOKS, Hooks
+from outer.leases.ranges import Ranges, triple
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the outer loop does on this island besides the run's config."""
+class LoopSettings:
+    """How the outer loop runs on this island, besides the config that all islands share."""
 
     max_tokens: int = 1 << 52
-    """Most tokens that any island trains on in a round; larger claims are refused."""
+    """The most tokens that any island may claim for a round; larger claims are refused."""
     joins: bool = False
-    """Never begin a run: take the state of others."""
+    """Never begin a run: take the state of other islands."""
     index: int = 0
-    """Which of the first leases of text is this island's; none from start_islands on."""
+    """Which of the first leases of data belongs to this island; from start_islands on, none."""
     seed: int = 0
-    """The run's: with gossip, who averages with whom follows from it."""
+    """The run's seed; it decides the partners of each gossip round."""
     cache_dir: Path | None = None
-    """Where parts of a state are kept while they come; None: a restarted island takes all of them anew."""
+    """Folder that keeps parts during a download. Without it a restarted island downloads all parts again."""
     hooks: Hooks = NO_HOOKS
-    total_tokens: int | None = None
-    """With rounds that wait for a quorum: the run is over when so many are committed; None: never."""
     now: Callable[[], float] = time.monotonic
-    """Seconds, by which timed rounds go; the leader's."""
+    """The leader's clock for timed rounds, in seconds."""
 
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What came of one attempt at a round, as this island saw it; bytes are its ranks' since the last report."""
+    """One attempt at a round as this island saw it. Bytes are those of all its ranks since the last report."""
 
     round: int
     attempt: int
     participants: list[str]
     is_committed: bool
     digest: str
-    """Of the committed state afterwards."""
+    """Digest of the committed state after the attempt."""
     base: str
-    """Of the committed state before."""
-    units: Runs
-    """Of text, read by what this island gave to the attempt."""
+    """Digest of the committed state before the attempt."""
+    units: Ranges
+    """Units of data behind this island's contribution to the attempt."""
     bytes_sent: int
     bytes_received: int
     reduce_seconds: float
     wait_seconds: float
     pseudo_grad_norm: float
     gated: dict[str, int]
-    """By island: parts that this island's leader, as their reducer, left out of the mean."""
+    """Number of parts that this island's leader, as their reducer, left out of the mean, by island."""
     cause: str
-    """Why it was aborted; with gossip, who was left out, and why."""
+    """Why the attempt was aborted; in a gossip run, which partners were left out and why."""
     is_own: bool = False
-    """Gossip: the digest is of this island's own state, which differs from the others'."""
+    """Gossip only: the digest is that of this island's own state, which differs from the others'."""
     listeners: list[str] = field(default_factory=list)
-    """Participants that gave nothing, for they still trained."""
+    """Observers: participants that contributed nothing because they were still training."""
+
+    @property
+    def unit_triples(self) -> list[list[int]]:
+        """`units` as lists of [first, count, stride], for JSON."""
+        return [triple(units) for units in self.units]
 
 
 @dataclass(frozen=True)
 class Landing:
-    """What came of a round: all its attempts, the last one committed."""
+    """A round that has landed: all its attempts, the committed one last."""
 
     reports: list[RoundReport]
     waited_seconds: float
-    """That inner steps stood still for it; the rest of the round was behind the training."""
+    """Seconds that inner steps waited for it; the rest of the round ran in the background."""
 
 
 class CaughtUp(OuterError):
-    """This island has taken the state of others, for they have committed without it; it goes on from there.
+    """Others have committed without this island; it has taken their state and goes on from there.
 
-    `is_kept`: its progress since the last commit is on top of that state, as if made there.
+    `is_kept`: its progress since the last commit was put on top of that state, as if it had been made there.
     """
 
     def __init__(self, cause: str, *, is_kept: bool) -> None:

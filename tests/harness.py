@@ -1,4 +1,4 @@
-"""Runs a function on several ranks: forked processes with a gloo group, so that torch is imported once."""
+"""Runs a function on several ranks. The ranks are forked processes with a gloo group, so torch is imported once."""
 
 import faulthandler
 import gc
@@ -18,20 +18,21 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-# A fork of a parent that ran OpenMP on several threads hangs.
+# A fork hangs if its parent has run OpenMP on several threads.
 torch.set_num_threads(1)
 
 
 class RankFailed(AssertionError):
-    """A rank raised, died or did not finish; the text holds its traceback."""
+    """A rank raised an exception, died or did not finish. The message holds its traceback."""
 
 
 def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 60) -> list[Any]:
-    """Results of fn(rank, *args) by rank, each run in its own process. Raises RankFailed."""
-    # A fork has other threads' locks but not the threads; some libraries start theirs again in it. Ours do neither.
+    """Run fn(rank, *args) in a process per rank and return the results in rank order. Raises RankFailed."""
+    # A fork inherits the locks of other threads but not the threads, and some libraries restart theirs in it. Our own
+    # threads hold no locks and do not restart.
     names = {thread.name for thread in threading.enumerate()} - {"MainThread", "outer-loop"}
-    strangers = {name for name in names if not name.endswith(" rounds")}
-    assert not strangers, f"ranks are forked beside threads: {strangers}"
+    unexpected = {name for name in names if not name.endswith(" rounds")}
+    assert not unexpected, f"ranks are forked while other threads run: {unexpected}"
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def run(rank: int) -> Any:
@@ -63,23 +64,28 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_second
                 os.close(pipe)
 
 
-def _child(run: Callable[[int], Any], rank: int, answer: int, held: int) -> NoReturn:
-    """The life of a forked process."""
-    # What the parent has left to be collected must not be, here: gloo's objects join threads that a fork does not have.
+def begin_fork() -> None:
+    """Prepare a forked process. It calls this first."""
+    # The parent's garbage must not be collected here: gloo's objects join threads that do not exist in a fork.
     gc.freeze()
-    # Where the test's output is captured: what kills a rank is shown with the failure.
+    # Descriptor 2 is captured by pytest, so the cause of a crash is shown with the failure.
     faulthandler.enable(2)
+
+
+def _child(run: Callable[[int], Any], rank: int, answer: int, held: int) -> NoReturn:
+    """Run one rank in a forked process, send the result to the parent and end the process."""
+    begin_fork()
     try:
         message = pickle.dumps((True, run(rank)))
-    except BaseException:  # noqa: BLE001 - whatever it is, the parent must hear of it
+    except BaseException:  # noqa: BLE001 - the parent must learn of any error
         message = pickle.dumps((False, traceback.format_exc()))
     with os.fdopen(answer, "wb") as stream:
         stream.write(message)
-    # Rank 0 serves the store: nobody leaves before the parent has heard from all.
+    # Rank 0 serves the store, so no rank ends before the parent has the results of all.
     os.read(held, 1)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not a normal exit: gloo's threads abort the interpreter now and then.
+    # gloo's threads sometimes abort during a normal interpreter shutdown.
     os._exit(0)
 
 
@@ -99,7 +105,7 @@ def _join_group(rank: int, num_ranks: int, listener: socket.socket, timeout_seco
 
 
 def _collect(pids: list[int], pipes: list[int], deadline: float) -> list[Any]:
-    """What the ranks answered, in rank order; raises on the first failure."""
+    """Collect the results in rank order. Raises RankFailed on the first failure."""
     messages = [b""] * len(pipes)
     results: dict[int, Any] = {}
     with selectors.DefaultSelector() as selector:
@@ -122,7 +128,7 @@ def _collect(pids: list[int], pipes: list[int], deadline: float) -> list[Any]:
 
 
 def _end_of(pid: int) -> str:
-    """How a process ended, which it has or is about to; its parent can still wait for it."""
+    """Describe how a process ended, without reaping it. Waits if it is still ending."""
     end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert end is not None
     if end.si_code == os.CLD_EXITED:

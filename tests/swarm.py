@@ -1,7 +1,6 @@
-"""Real islands for tests: every rank a forked process that runs the shipped code, so that torch is imported once."""
+"""Real islands for tests. Every rank is a forked process that runs the shipped code, so torch is imported once."""
 
 import ctypes
-import gc
 import json
 import os
 import pickle
@@ -17,10 +16,11 @@ from typing import Any
 
 import torch
 
-from diloco.assemble import Parts
-from diloco.config import Config, parse_config
+from diloco.assemble import Runtime
+from diloco.config.schema import Config, parse_config
 from diloco.train import train
 from outer.membership.rendezvous import serve_rendezvous
+from tests.harness import begin_fork
 
 torch.set_num_threads(1)
 
@@ -42,14 +42,14 @@ island: {micro_batch: 4, connect_seconds: 20, checkpoint: {every_rounds: null}}
 
 
 class Rank:
-    """A forked process."""
+    """A forked process with its log."""
 
     def __init__(self, pid: int, log: Path) -> None:
         self.pid, self.log = pid, log
         self.exit_code: int | None = None
 
     def wait(self, deadline: float) -> int:
-        """Its exit code, negative when a signal ended it. Fails the test, with its log, when it does not end."""
+        """Wait for the exit code, negative if a signal ended it. Fails the test with the log if it does not end."""
         while self.exit_code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -68,24 +68,24 @@ class Rank:
         return status.rpartition(")")[2].split()[0] == "T"
 
     def signal(self, number: int) -> None:
-        """Send it a signal, unless it has been waited for."""
+        """Send a signal, unless the process has already been reaped."""
         if self.exit_code is None:
             os.kill(self.pid, number)
 
 
 class Island:
-    """The ranks of one island, and what they have recorded."""
+    """The ranks of one island and their records."""
 
     def __init__(self, folder: Path, ranks: list[Rank]) -> None:
         self.folder, self.ranks = folder, ranks
 
     def wait(self, timeout_seconds: float = 90) -> list[int]:
-        """All ranks' exit codes."""
+        """Wait for all ranks and return their exit codes."""
         deadline = time.monotonic() + timeout_seconds
         return [rank.wait(deadline) for rank in self.ranks]
 
     def finish(self, timeout_seconds: float = 90) -> None:
-        """Wait, and fail with the log unless every rank ended well."""
+        """Wait for all ranks. Fails the test with the log unless every exit code is 0."""
         codes = self.wait(timeout_seconds)
         assert codes == [0] * len(codes), f"{self.folder.name}: {codes}\n{self.log}"
 
@@ -94,12 +94,12 @@ class Island:
             rank.signal(number)
 
     def events(self, name: str) -> list[str]:
-        """The texts of its events of this name."""
+        """Texts of the island's events with this name."""
         return [r["text"] for r in self.records("event") if r["name"] == name]
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a rank has been frozen, by itself or by a signal."""
+        """Whether a rank is stopped, by itself or by a signal."""
         return any(rank.is_stopped for rank in self.ranks)
 
     @property
@@ -107,24 +107,24 @@ class Island:
         return "\n".join(rank.log.read_text() for rank in self.ranks)
 
     def records(self, kind: str) -> list[dict[str, Any]]:
-        """Whole lines of metrics.jsonl of this kind."""
+        """Records of this kind from metrics.jsonl."""
         path = self.folder / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return [r for r in map(json.loads, lines) if r["kind"] == kind]
 
     def committed(self) -> dict[int, dict[str, Any]]:
-        """The records of committed rounds, by round."""
+        """Records of committed rounds, by round."""
         return {r["round"]: r for r in self.records("round") if r["committed"]}
 
     def wait_for_round(self, round_number: int, timeout_seconds: float = 60) -> None:
-        """Return when the island has committed this round."""
+        """Wait until the island has committed this round."""
         deadline = time.monotonic() + timeout_seconds
         while round_number not in self.committed():
             assert time.monotonic() < deadline, f"round {round_number} was not committed in time:\n{self.log[-3000:]}"
             time.sleep(0.02)
 
     def result(self) -> Any:
-        """What `work` returned on rank 0."""
+        """The value that `work` returned on rank 0."""
         return pickle.loads((self.folder / "result.pickle").read_bytes())
 
 
@@ -132,7 +132,7 @@ Work = Callable[[Config, int], Any]
 
 
 class Swarm:
-    """Islands of one config, with a folder of text and a rendezvous."""
+    """The islands of one config, with a folder of text and a rendezvous."""
 
     def __init__(self, folder: Path, overrides: list[str], islands: list[dict[str, Any]], address: str) -> None:
         self.folder, self.address = folder, address
@@ -151,13 +151,13 @@ class Swarm:
         self.config = parse_config(TINY, [*own, *overrides])
         self.started: list[Island] = []
         self.inside: dict[int, str] = {}
-        """By island: the network namespace that its ranks run in; others run where the test does."""
+        """Network namespace of an island's ranks, by island. Other islands share the test's namespace."""
 
     def start(self, index: int, work: Work = train, config: Config | None = None) -> Island:
-        """Fork the ranks of island `index`."""
+        """Start island `index` by forking its ranks."""
         config = config or self.config
         settings = config.for_island(index)
-        folder = Path(settings.run_dir) / config.name / settings.island
+        folder = Path(settings.run_dir) / config.name / settings.label
         folder.mkdir(parents=True, exist_ok=True)
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
@@ -176,7 +176,7 @@ class Swarm:
         return [self.start(index, work) for index in range(len(self.config.islands))]
 
     def end(self) -> None:
-        """Kill what still runs."""
+        """Kill all islands that still run."""
         for island in self.started:
             island.signal(signal.SIGKILL)
             island.wait(10)
@@ -188,13 +188,12 @@ class Swarm:
         if pid:
             return Rank(pid, log)
         code = 1
-        # What the parent left to be collected must not be, here: gloo's objects join threads that a fork does not have.
-        gc.freeze()
+        begin_fork()
         try:
             output = os.open(log, os.O_WRONLY | os.O_APPEND)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            # pytest has put its own files in their place.
+            # pytest has replaced both with its own files.
             sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -202,7 +201,7 @@ class Swarm:
             if rank == 0:
                 (folder / "result.pickle").write_bytes(pickle.dumps(result))
             code = 0
-        except BaseException:  # noqa: BLE001 - the test reads it in the log
+        except BaseException:  # noqa: BLE001 - the test finds it in the log
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -211,7 +210,7 @@ class Swarm:
 
 
 def enter_namespace(name: str) -> None:
-    """From now on this process, of one thread, is in the network namespace of that name. Needs root."""
+    """Move this process, which must have a single thread, into a network namespace. Needs root."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/var/run/netns/{name}") as file:
         if libc.setns(file.fileno(), CLONE_NEWNET):
@@ -220,7 +219,7 @@ def enter_namespace(name: str) -> None:
 
 @contextmanager
 def swarm(folder: Path, *overrides: str, islands: list[dict[str, Any]], address: str = "") -> Iterator[Swarm]:
-    """A swarm over gloo, its rendezvous in this process unless `address` is another; whatever runs then is killed."""
+    """Open a swarm with a rendezvous in this process, unless `address` is given. Kills all islands at exit."""
     rendezvous = serve_rendezvous("127.0.0.1", 0)
     made = Swarm(folder, list(overrides), islands, address or rendezvous.address)
     try:
@@ -231,12 +230,12 @@ def swarm(folder: Path, *overrides: str, islands: list[dict[str, Any]], address:
 
 
 def train_and_return_params(config: Config, index: int) -> dict[str, torch.Tensor]:
-    """Train an island and return rank 0's local params, whole (for islands whose rank 0 holds the model)."""
+    """Train an island and return the local params of rank 0, which must hold the whole model."""
     from diloco import island as life
 
     params: dict[str, torch.Tensor] = {}
 
-    def live(parts: Parts) -> None:
+    def live(parts: Runtime) -> None:
         life.run(parts)
         params.update(params_of(parts))
 
@@ -244,7 +243,7 @@ def train_and_return_params(config: Config, index: int) -> dict[str, torch.Tenso
     return params
 
 
-def params_of(parts: Parts) -> dict[str, torch.Tensor]:
-    """This rank's slices by name; the whole model in an island of one rank."""
+def params_of(parts: Runtime) -> dict[str, torch.Tensor]:
+    """This rank's slices by name, which are the whole model in an island of one rank."""
     params = parts.trainer.params
     return {held.name: params.read(i).clone() for i, held in enumerate(params.slices)}

@@ -1,6 +1,7 @@
 """What README and docs point at is there."""
 
 import re
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], key=str)
 LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]+))?\)")
-NAMED = re.compile(r"\b(?:configs|scripts|docs)/[\w./-]+\w\.(?:yaml|py|sh|md)\b|\bscripts\.bench\.\w+")
+FOLDERS = "configs|scripts|docs|tests|diloco|inner|outer"
+NAMED = re.compile(rf"\b(?:{FOLDERS})/[\w./-]+\w\.(?:yaml|py|sh|md)\b|\bscripts\.bench\.\w+")
+PACKAGES = ("diloco", "inner", "outer")
 
 
 def anchor(heading: str) -> str:
@@ -37,3 +40,24 @@ def test_files_and_modules_that_are_named_exist(page: Path) -> None:
     for name in NAMED.findall(page.read_text()):
         path = name.replace(".", "/") + ".py" if name.startswith("scripts.bench.") else name
         assert (ROOT / path).exists(), f"{name} is not there"
+
+
+def tree_in(page: Path) -> dict[str, set[str]]:
+    """Folders and files that the section "The tree" of a page shows, by package."""
+    tree: dict[str, set[str]] = {name: set() for name in PACKAGES}
+    package = ""
+    for line in page.read_text().split("## The tree")[1].split("\n## ")[0].splitlines():
+        names = list(takewhile(lambda word: word.endswith(("/", ".py")), line.split()))
+        if names and not line.startswith(" "):
+            package = names[0].rstrip("/")
+        elif names:
+            tree[package] |= set(names)
+    return tree
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_tree_in_the_architecture_shows_every_folder_and_file(package: str) -> None:
+    folders = {f"{path.parent.name}/" for path in (ROOT / package).glob("*/__init__.py")}
+    files = {path.name for path in (ROOT / package).glob("*.py") if not path.name.startswith("__")}
+    shown = tree_in(ROOT / "docs" / "architecture.md")[package]
+    assert folders | files == shown

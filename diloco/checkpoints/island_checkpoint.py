@@ -1,9 +1,9 @@
-"""Checkpoints of a run: all that an island needs to go on as if it had never stopped, in a folder of its own.
+"""Checkpoints of an island: everything it needs to go on as if it had never stopped, in a folder of its own.
 
     RUN_DIR/ISLAND/checkpoints/step-00000120/   params, optimizer, global params, momentum, residuals; facts as JSON
 
-What is read next and the learning rate follow from the round and the steps made in it. Nothing draws from torch's
-random generators, so none are saved.
+The next data and the learning rate follow from the round and the steps made in it. Nothing draws from torch's random
+generators, so their state is not saved.
 """
 
 import logging
@@ -16,36 +16,34 @@ from typing import Any
 
 import torch
 
-from diloco.config import IslandConfig, RunConfig, differing_keys
-from diloco.mirror import Mirror
-from diloco.progress import Place, Progress, Resumed
-from inner.checkpoint import CheckpointFailed, Checkpoints
+from diloco.checkpoints.mirror import Mirror
+from diloco.config.schema import IslandConfig, RunConfig, differing_keys
+from diloco.runtime.progress import Progress, ResumedState, ResumePoint
+from inner.checkpoint.save_load import CheckpointFailed, Checkpoints
 from inner.errors import InputError
 from inner.trainer import Trainer
-from outer.gossip_loop import GossipLoop
-from outer.sync import OuterLoop
+from outer.loop import OuterLoop
 
-Outer = OuterLoop | GossipLoop
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 600.0
-"""Longest wait for a checkpoint that is being written when the island ends."""
+"""Longest wait at the end for a checkpoint that is still being written."""
 
 
-class RunCheckpoints:
-    """One rank's part in its island's checkpoints. Every method is collective: all ranks call it at the same step."""
+class IslandCheckpoints:
+    """One rank's side of its island's checkpoints. All ranks call every method together, at the same step."""
 
-    def __init__(self, folder: Path, keep: int, run: RunConfig, trainer: Trainer, outer: Outer) -> None:
+    def __init__(self, folder: Path, keep: int, run: RunConfig, trainer: Trainer, outer: OuterLoop) -> None:
         self._files = Checkpoints(folder, keep)
         self._folder, self._keep = folder, keep
         self._mirror: Mirror | None = None
-        """The leader's, if there is one."""
+        """Set on the leader, if the config asks for a mirror."""
         self._run, self._trainer, self._outer = run, trainer, outer
 
     def mirror_to(self, url: str, *, may_pull: bool) -> None:
-        """Copy what is saved from now on there, too; first the newest from there, if it `may_pull` and that is newer.
+        """Mirror later checkpoints to this URL. With `may_pull` first fetch the newest one from there if it is newer.
 
-        Raises InputError when the URL cannot be used.
+        Raises InputError if the URL cannot be used.
         """
 
         def begin() -> None:
@@ -54,53 +52,53 @@ class RunCheckpoints:
                 log.warning("%s was copied from %s: this island's folder had none as new", name, url)
             self._mirror = mirror
 
-        self._files.on_first(begin)
+        self._files.run_on_first_rank(begin)
 
-    def save(self, place: Place, tokens: int) -> str | None:
-        """Write the state in the background; why not, if it cannot be: training goes on.
+    def save(self, point: ResumePoint, tokens: int) -> str | None:
+        """Start to write a checkpoint in the background. Returns the problem of this save or the last one, or None.
 
-        No round may be on its way. A failure of the save before is said, too.
+        No round may be in flight.
         """
-        tensors, facts = self._outer.saved()
+        tensors, facts = self._outer.save()
         run = self._run.model_dump(mode="json")
         params = [(spec.name, list(spec.shape)) for spec in self._trainer.params.specs]
         try:
-            facts = {"outer": facts, "place": asdict(place), "tokens": tokens, "run": run, "params": params}
+            facts = {"outer": facts, "place": asdict(point), "tokens": tokens, "run": run, "params": params}
             self._files.save(self._trainer, facts, tensors)
         except (InputError, CheckpointFailed, TimeoutError) as error:
             return str(error)
         self._files.when_written(self._copy)
         return None
 
-    def resume(self) -> Resumed | None:
-        """Go on from the newest whole checkpoint; None when there is none. Raises InputError when it does not fit."""
+    def resume(self) -> ResumedState | None:
+        """Load the newest complete checkpoint, None if there is none. Raises InputError if it does not fit the run."""
         found = self._files.newest()
         if found is None:
             return None
         tensors: dict[str, torch.Tensor] = {}
 
-        def room(names: Collection[str]) -> Mapping[str, torch.Tensor]:
-            tensors.update(self._outer.room(names))
+        def allocate(names: Collection[str]) -> Mapping[str, torch.Tensor]:
+            tensors.update(self._outer.allocate(names))
             return tensors
 
-        facts = self._files.load(self._trainer, found, room)
+        facts = self._files.load(self._trainer, found, allocate)
         self._outer.restore(tensors, facts["outer"])
-        return Resumed(
+        return ResumedState(
             inner_step=found.inner_step,
             round=self._outer.position.round,
             digest=self._outer.digest,
-            place=Place(facts["place"]["steps"], Progress(**facts["place"]["made"])),
+            point=ResumePoint(facts["place"]["steps"], Progress(**facts["place"]["made"])),
             tokens=facts["tokens"],
             changed=changed_keys(self._run, facts["run"]),
         )
 
     def _copy(self) -> None:
-        """Begin to copy what has been written. A slow copy holds up the next copy, which takes the newest; no save."""
+        """Start to mirror the checkpoint just written. A slow copy delays the next copy, but no save."""
         if self._mirror is not None:
             Thread(target=push, args=(self._mirror, self._folder), name="mirror", daemon=True).start()
 
     def wait(self) -> None:
-        """Let what is being written come to its end. What has failed is logged."""
+        """Wait until the checkpoint in progress is written and mirrored. Failures are logged."""
         try:
             self._files.wait(CLOSE_SECONDS)
         except (CheckpointFailed, TimeoutError) as error:
@@ -109,25 +107,25 @@ class RunCheckpoints:
             push(self._mirror, self._folder)
 
     def close(self) -> None:
-        """Wait as above, and let go of the folder."""
+        """Wait as in `wait`, and release the folder."""
         self.wait()
         self._files.close()
 
 
 @contextmanager
-def opened(
-    run: RunConfig, island: IslandConfig, folder: Path, trainer: Trainer, outer: Outer
-) -> Iterator[RunCheckpoints | None]:
-    """Where the island whose folder this is saves; None when it does not. Every rank must enter it."""
+def open_checkpoints(
+    run: RunConfig, island: IslandConfig, folder: Path, trainer: Trainer, outer: OuterLoop
+) -> Iterator[IslandCheckpoints | None]:
+    """The checkpoints of the island with this folder, None if its config asks for none. Every rank must enter it."""
     settings = island.checkpoint
     if settings.every_rounds is None:
         yield None
         return
-    where = Path(settings.folder).expanduser() / run.name / island.island if settings.folder else folder / "checkpoints"
-    checkpoints = RunCheckpoints(where, settings.keep, run, trainer, outer)
+    where = Path(settings.folder).expanduser() / run.name / island.label if settings.folder else folder / "checkpoints"
+    checkpoints = IslandCheckpoints(where, settings.keep, run, trainer, outer)
     try:
         if settings.mirror is not None:
-            url = f"{settings.mirror.rstrip('/')}/{run.name}/{island.island}"
+            url = f"{settings.mirror.rstrip('/')}/{run.name}/{island.label}"
             checkpoints.mirror_to(url, may_pull=settings.resume == "auto")
         yield checkpoints
     finally:
@@ -135,7 +133,7 @@ def opened(
 
 
 def push(mirror: Mirror, folder: Path) -> None:
-    """Copy the newest checkpoint; a failure is logged, and training goes on."""
+    """Mirror the newest checkpoint. A failure is logged and training goes on."""
     try:
         mirror.push(folder)
     except InputError as error:
@@ -143,7 +141,7 @@ def push(mirror: Mirror, folder: Path) -> None:
 
 
 def changed_keys(run: RunConfig, saved: dict[str, Any]) -> list[str]:
-    """One line for each key of the run's config that differs from the saved one."""
+    """One line for each key of the run's config that differs from the saved config."""
     try:
         return differing_keys(run, RunConfig(**saved))
     except ValueError as error:

@@ -1,23 +1,64 @@
-"""Arguments that several commands take."""
+"""Arguments and options of the commands that several commands share or that have a long help text."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, for example configs/quickstart.yaml.")]
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, for example configs/quickstart.yaml.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Values that win over the file's.")
+    list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Values that override those of the file.")
 ]
+NumIslands = Annotated[int | None, typer.Option(min=1, help="Number of islands (default: as in CONFIG).")]
 Resume = Annotated[
     Literal["auto", "never"] | None,
     typer.Option(
-        help="auto: go on from the newest whole checkpoint, if there is one; never: from the beginning. Sets "
-        "island.checkpoint.resume, whatever else does; default: auto."
+        help="auto: resume from the newest complete checkpoint, if there is one; never: start from the beginning. "
+        "Overrides every other setting of island.checkpoint.resume (default: auto)."
+    ),
+]
+Faults = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SPEC", help="Inject a fault, as described above. Repeatable. Example: --fault kill:1@round=3."
+    ),
+]
+Storm = Annotated[
+    float | None,
+    typer.Option(
+        metavar="RATE",
+        help="Inject random faults after the first commit, on average RATE per island and minute. At least half of the "
+        "islands stay up, so a fault may have to wait. Example: --storm 2.",
+    ),
+]
+StormSeed = Annotated[
+    int, typer.Option(help="Seed of the storm: the same seed gives the same faults in the same order.")
+]
+StormCount = Annotated[
+    int | None, typer.Option(min=1, help="Number of faults after which the storm ends (default: it lasts all the run).")
+]
+Netns = Annotated[
+    bool, typer.Option("--netns", help="Run each island in its own network namespace, as a cut does; needs root.")
+]
+LinkOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[ISLAND:]RATE[,rtt=TIME]",
+        help="Limit the islands' access links to RATE in each direction and add a round-trip time of TIME between "
+        "islands; needs root. Repeatable: 1gbit for all islands, 0:50mbit for island 0. With rtt, on a kernel without "
+        "netem, all islands together get about 2 Gbit/s. Example: --link 100mbit,rtt=50ms.",
+    ),
+]
+InProcess = Annotated[
+    bool,
+    typer.Option(
+        "--in-process",
+        help="Run all islands as threads of one process that take turns on its processors: many islands fit on a small "
+        "machine, with exactly the results of real processes. Example: --in-process --islands 32 --ranks 1.",
     ),
 ]
 
 
 def with_resume(overrides: list[str] | None, resume: str | None) -> list[str]:
-    """The overrides, after which the option has the last word."""
+    """The overrides, followed by the value of --resume if it is given, which therefore wins."""
     return [*(overrides or []), *([] if resume is None else [f"island.checkpoint.resume={resume}"])]

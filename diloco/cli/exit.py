@@ -1,4 +1,4 @@
-"""How the command line ends: what it says of an error, and how the process leaves."""
+"""The end of the command line: which errors are shown without a traceback, and how the process exits."""
 
 import errno
 import os
@@ -8,35 +8,24 @@ from contextlib import suppress
 DISK_PROBLEMS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
-def told(error: BaseException) -> str | None:
-    """What the error tells its reader, if that is all there is to know, without a traceback."""
-    import inner.errors
-    import outer.errors
-    from diloco.config import ConfigError
+def error_text(error: BaseException) -> str | None:
+    """The text to show instead of a traceback; None for an error that needs its traceback."""
+    from diloco.errors import ConfigError
+    from inner.errors import InputError as DataError
+    from inner.errors import TrainingStopped
+    from outer.errors import InputError, OuterError
 
-    if isinstance(error, OSError):
-        return of_the_disk(error)
-    users = (
-        ConfigError,
-        inner.errors.InputError,
-        inner.errors.TrainingStopped,
-        outer.errors.InputError,
-        outer.errors.OuterError,
-    )
-    return str(error) if isinstance(error, users) else None
-
-
-def of_the_disk(error: OSError) -> str | None:
-    """The same of what a file system refuses to whoever writes."""
-    if error.errno not in DISK_PROBLEMS or error.filename is None:
-        return None
-    return f"{error.filename}: {error.strerror}; it must be on a disk that has room and where this user may write"
+    if isinstance(error, ConfigError | DataError | TrainingStopped | InputError | OuterError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in DISK_PROBLEMS and error.filename is not None:
+        return f"{error.filename}: {error.strerror}; it must be on a disk that has room and where this user may write"
+    return None
 
 
 def end(code: int) -> None:
-    """Leave without the interpreter's shutdown where gloo or Arrow is: their threads abort or hang in it at times."""
+    """Exit with status `code`. Skips the interpreter's shutdown, in which threads of gloo and Arrow sometimes hang."""
     for stream in (sys.stdout, sys.stderr):
-        # A log on a full disk does not change how the command has ended.
+        # A log on a full disk must not change the exit status.
         with suppress(OSError):
             stream.flush()
     if {"torch", "pyarrow"} & sys.modules.keys():

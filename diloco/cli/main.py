@@ -1,4 +1,4 @@
-"""The command `diloco`. Imports only what each command needs: --help answers at once."""
+"""The command `diloco`. Each command imports only what it needs, so that --help answers at once."""
 
 import sys
 from pathlib import Path
@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from diloco.cli_arguments import ConfigPath, Overrides, Resume, with_resume
-from diloco.cli_data import prepare
-from diloco.cli_end import end, told
-from diloco.cli_weights import evaluate, export, generate
+from diloco.cli import arguments as args
+from diloco.cli.exit import end, error_text
+from diloco.cli.prepare import prepare
+from diloco.cli.weights import evaluate, export, generate
 
 app = typer.Typer(
     name="diloco",
-    help="Train one language model over islands: FSDP inside each, DiLoCo between them.",
+    help="Train one language model over islands: FSDP inside each island, DiLoCo between them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -22,108 +22,84 @@ app = typer.Typer(
 
 @app.command()
 def simulate(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    islands: Annotated[int | None, typer.Option(min=1, help="Number of islands; default: as many as listed.")] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Processes of each island; default: the file's.")] = None,
-    baseline: Annotated[bool, typer.Option("--baseline", help="Also train data-parallel on the same tokens.")] = False,
-    fault: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SPEC", help="Break something; see above. Repeatable. Example: --fault kill:1@round=3."),
-    ] = None,
-    storm: Annotated[
-        float | None,
-        typer.Option(
-            metavar="RATE",
-            help="Random faults: RATE an island and minute on average, from the first commit on. Half of the islands "
-            "at least are left up, so they may have to wait. Example: --storm 2.",
-        ),
-    ] = None,
-    storm_seed: Annotated[int, typer.Option(help="The same seed draws the same faults in the same order.")] = 0,
-    storm_count: Annotated[
-        int | None, typer.Option(min=1, help="The storm ends after so many faults; default: with the run.")
-    ] = None,
-    netns: Annotated[
-        bool,
-        typer.Option("--netns", help="Each island in a network namespace of its own, as a cut has it; needs root."),
+    config: args.ConfigPath,
+    overrides: args.Overrides = None,
+    islands: args.NumIslands = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Processes per island (default: as in CONFIG).")] = None,
+    baseline: Annotated[
+        bool, typer.Option("--baseline", help="Also train a data-parallel baseline on the same tokens.")
     ] = False,
-    link: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[ISLAND:]RATE[,rtt=TIME]",
-            help="Shape the islands' access links, up and down each, with TIME from one to another and back; needs "
-            "root. Repeatable: 1gbit for all, 0:50mbit for island 0. With rtt on a kernel without netem all islands "
-            "together get about 2 Gbit/s. Example: --link 100mbit,rtt=50ms.",
-        ),
-    ] = None,
-    in_process: Annotated[
-        bool,
-        typer.Option(
-            "--in-process",
-            help="All islands as threads of one process, which take turns on its processors: many of them on a small "
-            "machine, with the very results of real processes. Example: --in-process --islands 32 --ranks 1.",
-        ),
-    ] = False,
+    fault: args.Faults = None,
+    storm: args.Storm = None,
+    storm_seed: args.StormSeed = 0,
+    storm_count: args.StormCount = None,
+    netns: args.Netns = False,
+    link: args.LinkOptions = None,
+    in_process: args.InProcess = False,
 ) -> None:
     """Run all islands of a config on this machine, as real processes, and write a report.
 
-    What --fault takes is KIND:WHO@WHEN,OPTION=VALUE. WHO is an island's index. WHEN is round=N (it has begun round N;
-    the first is 0), step=N (it has made N inner steps) or second=S (seconds after the run's first commit).
+    A fault is written KIND:WHO@WHEN,OPTION=VALUE. WHO is an island's index. WHEN is round=N
+    (the island has begun round N; the first is 0), step=N (it has made N inner steps) or
+    second=S (S seconds after the run's first commit).
 
     \b
-    kill:1@round=3,back=5          SIGKILL; started again after 5 s if back is given
-    kill:bootstrap@round=2,back=5  the bootstrap process
+    kill:1@round=3,back=5          SIGKILL island 1; restart it after 5 s, if back is given
+    kill:bootstrap@round=2,back=5  kill the bootstrap process
     leave:1@round=6                SIGTERM; back as above
     freeze:1@round=3,seconds=20    SIGSTOP, then SIGCONT
-    kill:1@round=3,phase=decide    kill or freeze at this very point of the round
-    slow:2x3                       each inner step takes 3 times as long
-    corrupt:1@round=4              one bit of a payload that it sends flips
-    nan:1@round=4                  a payload that it sends is all NaN
-    poison:1@round=5,rounds=1      pseudo-gradient x -10; for good without rounds
-    join:@round=4                  one more island, by diloco join
-    cut:0-1@step=40,seconds=15     their link carries nothing; needs root
-    cut:0@step=40                  one from all; cut:0+1-2+3@step=40 groups
+    kill:1@round=3,phase=decide    kill or freeze at this point of the round
+    slow:2x3                       make each inner step take 3 times as long
+    corrupt:1@round=4              flip one bit of a payload that the island sends
+    nan:1@round=4                  send a payload of NaN
+    poison:1@round=5,rounds=1      multiply the pseudo-gradient by -10; without rounds, for good
+    join:@round=4                  add one island, by diloco join
+    cut:0-1@step=40,seconds=15     cut the link between two islands; needs root
+    cut:0@step=40                  cut one island off; cut:0+1-2+3@step=40 separates groups
     """
     if storm is not None and not 0 < storm < float("inf"):
         raise typer.BadParameter(f"got {storm}; allowed: a number above 0, for example 2", param_hint="--storm")
     if storm is None and (storm_seed or storm_count):
         raise typer.BadParameter("there is no storm without --storm RATE", param_hint="--storm-seed, --storm-count")
-    from diloco.simulate import Trouble
-    from diloco.simulate import simulate as run
+    from diloco.simulate.launch import Disturbances
+    from diloco.simulate.launch import simulate as run
 
-    trouble = Trouble(tuple(fault or ()), storm, storm_seed, storm_count, netns, tuple(link or ()))
+    disturbances = Disturbances(tuple(fault or ()), storm, storm_seed, storm_count, netns, tuple(link or ()))
     options = {"with_baseline": baseline, "in_process": in_process}
-    raise typer.Exit(run(config, overrides or [], islands, ranks, trouble=trouble, **options))
+    raise typer.Exit(run(config, overrides or [], islands, ranks, disturbances=disturbances, **options))
 
 
 @app.command()
-def train(config: ConfigPath, overrides: Overrides = None, resume: Resume = None) -> None:
-    """Run this rank of one island: torchrun --nproc-per-node R -m diloco train CONFIG island.index=K."""
-    from diloco.config import load_config
+def train(config: args.ConfigPath, overrides: args.Overrides = None, resume: args.Resume = None) -> None:
+    """Run one rank of an island: torchrun --nproc-per-node R -m diloco train CONFIG island.index=K."""
+    from diloco.config.schema import load_config
 
-    resolved = load_config(config, with_resume(overrides, resume))
+    resolved = load_config(config, args.with_resume(overrides, resume))
     from diloco.train import train as run
 
     run(resolved, resolved.island.index)
 
 
 @app.command(hidden=True)
-def islands(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Run all islands of a config as threads of this process: what `simulate --in-process` starts."""
-    from diloco.config import load_config
+def islands(config: args.ConfigPath, overrides: args.Overrides = None) -> None:
+    """Run all islands of a config as threads of this process. Started by `simulate --in-process`."""
+    from diloco.config.schema import load_config
 
     resolved = load_config(config, overrides or [])
-    from diloco.turns import train_together as run
+    from diloco.simulate.threads import train_together as run
 
     run(resolved)
 
 
 @app.command(hidden=True)
 def baseline(
-    config: ConfigPath, overrides: Overrides = None, islands: int = typer.Option(...), ranks: int = typer.Option(...)
+    config: args.ConfigPath,
+    overrides: args.Overrides = None,
+    islands: int = typer.Option(...),
+    ranks: int = typer.Option(...),
 ) -> None:
-    """Run this rank of the data-parallel baseline that `simulate --baseline` compares with."""
-    from diloco.config import load_config
+    """Run one rank of the data-parallel baseline. Started by `simulate --baseline`."""
+    from diloco.config.schema import load_config
 
     resolved = load_config(config, overrides or [])
     from diloco.train import baseline as run
@@ -133,62 +109,73 @@ def baseline(
 
 @app.command()
 def bootstrap(
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 0,
-    rendezvous: Annotated[str, typer.Option(help="dht (for outer.transport hivemind) or tcp (for gloo).")] = "dht",
-    identity: Annotated[Path | None, typer.Option(help="dht: key file that keeps the address over restarts.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.")] = 0,
+    rendezvous: Annotated[
+        str, typer.Option(help="dht (for outer.transport=hivemind) or tcp (for outer.transport=gloo).")
+    ] = "dht",
+    identity: Annotated[
+        Path | None, typer.Option(help="With dht: key file that keeps the address the same over restarts.")
+    ] = None,
     run_key_file: Annotated[
-        Path | None, typer.Option(help="tcp: the run's key, for runs whose islands have island.run_key_file.")
+        Path | None, typer.Option(help="With tcp: file with the run key, for runs whose islands use one.")
     ] = None,
 ) -> None:
-    """Be the address where islands find each other. Trains nothing; prints the address to give to them."""
-    from diloco.bootstrap import bootstrap as run
+    """Serve the address where islands find each other, and print it. Trains nothing."""
+    from diloco.swarm.bootstrap import bootstrap as run
 
     run(host, port, rendezvous, identity, run_key_file)
 
 
 @app.command()
 def join(
-    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="As printed by `diloco bootstrap`.")],
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Address printed by `diloco bootstrap`.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[island.key=value ...]", help="This island's own values.")
+        list[str] | None, typer.Argument(metavar="[island.key=value ...]", help="Settings of this island.")
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Processes of this island.")] = 1,
-    run_name: Annotated[str | None, typer.Option("--run", help="The run's name, if the swarm has several.")] = None,
-    resume: Resume = None,
+    run_name: Annotated[
+        str | None, typer.Option("--run", help="Name of the run to join, if the swarm has several.")
+    ] = None,
+    resume: args.Resume = None,
 ) -> None:
-    """Join a run: get its config from the swarm, take the islands' state, train."""
-    from diloco.join import join as run
+    """Join a run: get its config from the swarm, download the state from the other islands, train."""
+    from diloco.swarm.join import join as run
 
-    raise typer.Exit(run(address, with_resume(overrides, resume), ranks, run_name))
+    raise typer.Exit(run(address, args.with_resume(overrides, resume), ranks, run_name))
 
 
 @app.command()
 def doctor(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ADDRESS] [section.key=value ...]", help="As printed by `diloco bootstrap`; values."),
+        typer.Argument(
+            metavar="[ADDRESS] [section.key=value ...]", help="Address printed by `diloco bootstrap`, and settings."
+        ),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="The run's YAML file, to be checked and compared, too.")] = None,
-    run_name: Annotated[str | None, typer.Option("--run", help="Which of the swarm's runs; default: all.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="The run's YAML file, to check it and compare it with the swarm's config.")
+    ] = None,
+    run_name: Annotated[str | None, typer.Option("--run", help="Name of the run to check (default: all runs).")] = None,
 ) -> None:
-    """Check this machine and, with an address, the links to every island there; status 1 if a check failed.
+    """Check this machine and, given an address, the links to every island there. Exits 1 if a check fails.
 
-    Give it the island.key=value that the island here will have (listen_host, listen_port, announce_host,
-    run_key_file, ...): it listens as that island would, and lets the others call back. It changes nothing.
+    Pass the settings that the island on this machine will have (island.listen_host,
+    island.listen_port, island.announce_host, island.run_key_file, ...): the doctor listens as
+    that island would and asks the others to call back. It changes nothing.
     """
     import logging
 
-    from diloco.doctor import doctor as run
+    from diloco.swarm.doctor import doctor as run
 
-    logging.getLogger("outer").setLevel(logging.CRITICAL)  # the checks say what there is to say
+    logging.getLogger("outer").setLevel(logging.CRITICAL)  # The checks report these problems themselves.
     raise typer.Exit(run(arguments or [], config, run_name))
 
 
 @app.command("config")
-def show_config(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Print the resolved config: every value, and the hash that islands of a run must share."""
-    from diloco.config import dump_config, load_config
+def show_config(config: args.ConfigPath, overrides: args.Overrides = None) -> None:
+    """Print the resolved config: every value, and the hash that all islands of a run must share."""
+    from diloco.config.schema import dump_config, load_config
 
     resolved = load_config(config, overrides or [])
     typer.echo(f"# hash of the run's part: {resolved.run.hash}\n{dump_config(resolved)}", nl=False)
@@ -196,57 +183,63 @@ def show_config(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command()
 def mesh(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    island: Annotated[int, typer.Option(min=0, help="Which of the config's islands.")] = 0,
+    config: args.ConfigPath,
+    overrides: args.Overrides = None,
+    island: Annotated[int, typer.Option(min=0, help="Index of the island to draw.")] = 0,
     memory: Annotated[
-        str | None, typer.Option(help="Of one rank, for example 80GB: says whether a step fits; status 1 if not.")
+        str | None, typer.Option(help="Memory per rank, for example 80GB; exits 1 if a step does not fit.")
     ] = None,
 ) -> None:
-    """Draw an island's mesh without starting it: who is where, what they send, the pipeline, and the memory."""
+    """Draw an island's mesh without starting it: the ranks, their traffic, the pipeline and the memory."""
     from rich.console import Console
 
-    from diloco.mesh_picture import show_mesh
+    from diloco.planning.mesh_picture import show_mesh
 
     raise typer.Exit(0 if show_mesh(config, overrides or [], island, memory, Console()) else 1)
 
 
 @app.command()
 def plan(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    islands: Annotated[int | None, typer.Option(min=1, help="Number of islands; default: the config's.")] = None,
-    bandwidth: Annotated[str, typer.Option(help="Of an island's link, each way: 100mbit, 2.5gbit.")] = "1gbit",
-    rtt: Annotated[str, typer.Option(help="Round-trip time between islands: 50ms.")] = "0ms",
+    config: args.ConfigPath,
+    overrides: args.Overrides = None,
+    islands: args.NumIslands = None,
+    bandwidth: Annotated[
+        str, typer.Option(help="Bandwidth of each island's link, per direction, for example 100mbit or 2.5gbit.")
+    ] = "1gbit",
+    rtt: Annotated[str, typer.Option(help="Round-trip time between islands, for example 50ms.")] = "0ms",
     step_seconds: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Of an inner step: 0.2 or 200ms; default: from --flops.")
+        str | None,
+        typer.Option(metavar="TIME", help="Time of an inner step: 0.2 or 200ms (default: computed from --flops)."),
     ] = None,
     flops: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Peak of a rank, a second: 400T; default: measured here.")
+        str | None, typer.Option(metavar="RATE", help="Peak FLOP/s of a rank, for example 400T (default: measured).")
     ] = None,
     spread: Annotated[
         float | None,
-        typer.Option(min=0, help="How much longer the slowest island's steps are, as a share of the fastest's: 0.1."),
+        typer.Option(min=0, help="Extra step time of the slowest island, as a fraction of the fastest one's: 0.1."),
     ] = None,
     codec_speed: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="Of fp32 coded in a second: 2G; default: measured here.")
+        str | None,
+        typer.Option(metavar="BYTES", help="fp32 bytes encoded per second, for example 2G (default: measured)."),
     ] = None,
     utilisation: Annotated[
         float | None,
         typer.Option(
-            min=0.01, max=0.999, help="Wanted share of the time that computes, 0.95; status 1 if not reached."
+            min=0.01,
+            max=0.999,
+            help="Required share of time spent computing, for example 0.95; exits 1 if not reached.",
         ),
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option(metavar="COUNT", help="Say how long so many take: 10B; default: the run's.")
+        str | None, typer.Option(metavar="COUNT", help="Tokens to estimate a duration for: 10B (default: the run's).")
     ] = None,
 ) -> None:
-    """Predict what a run costs on given links, term by term, and what to set; starts nothing."""
+    """Predict the cost of a run on given links, term by term, and recommend settings. Starts nothing."""
     from rich.console import Console
 
-    from diloco.plan import Question, show_plan
+    from diloco.planning.plan import PlanRequest, show_plan
 
-    question = Question(
+    request = PlanRequest(
         islands=islands,
         bandwidth=bandwidth,
         rtt=rtt,
@@ -257,19 +250,19 @@ def plan(
         utilisation=utilisation,
         tokens=tokens,
     )
-    raise typer.Exit(0 if show_plan(config, overrides or [], question, Console()) else 1)
+    raise typer.Exit(0 if show_plan(config, overrides or [], request, Console()) else 1)
 
 
 @app.command()
 def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder, for example runs/quickstart.")],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, for example runs/quickstart.")],
 ) -> None:
     """Write summary.json and report.html of a run from its metrics, and print the summary."""
     from rich.console import Console
 
-    from diloco.report import write_report
-    from diloco.summary import write_summary
-    from diloco.summary_table import print_summary
+    from diloco.report.html import write_report
+    from diloco.report.summary import write_summary
+    from diloco.report.summary_table import print_summary
 
     summary = write_summary(run_dir)
     print_summary(summary, Console())
@@ -281,13 +274,13 @@ for command in (prepare, export, evaluate, generate):
 
 
 def main() -> None:
-    """Run the command line; a user's mistake is one clear message and exit status 2."""
+    """Run the command line. A mistake of the user gives one message and exit status 2."""
     try:
         app(standalone_mode=True)
     except SystemExit as error:
         end(error.code if isinstance(error.code, int) else 1)
     except (ValueError, RuntimeError, OSError) as error:
-        text = told(error)
+        text = error_text(error)
         if text is None:
             raise
         sys.stderr.write(f"error: {text}\n")

@@ -1,70 +1,66 @@
-"""`diloco prepare`: an island's text, tokenised before the run. No torch here."""
+"""`diloco prepare`: tokenises the text of an island before the run. Importing this does not import torch."""
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
+import typer
 
-from diloco.config import ConfigError, IslandConfig, RunConfig, load_config
-from diloco.units import human_count
-from inner.config import DataConfig
-from inner.data.corpus import Text, check_source, prepare_corpus
-from inner.data.prepare import Options, Progress, Report
+from diloco.cli.arguments import ConfigPath, Overrides
+from diloco.formatting import human_count
 
-TELL_SECONDS = 5.0
+if TYPE_CHECKING:
+    from rich.console import Console
 
+    from inner.data.prepare import PrepareProgress, ProgressCallback
 
-def data_of(run: RunConfig, island: IslandConfig) -> DataConfig:
-    """What the island reads: the run's text, from the places that it has it in. Raises ConfigError."""
-    if island.data_paths is None:
-        return run.data
-    if run.data.mixture:
-        raise ConfigError(
-            "island.data_paths replaces data.paths, and the run has a data.mixture instead; keep its files in the same "
-            "places on all islands, or name them relative to the folder that the island is started in"
-        )
-    return run.data.model_copy(update={"paths": list(island.data_paths)})
+REPORT_SECONDS = 5.0
 
 
-def prepare(path: Path, overrides: list[str], processes: int) -> None:
-    """Tokenise the text of a config's island into its cache, and say what is there. Raises ConfigError, InputError."""
-    config = load_config(path, overrides)
-    island = config.for_island(config.island.index)
-    data = data_of(config.run, island)
+def prepare(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    processes: Annotated[
+        int, typer.Option(min=1, max=1024, help="Number of tokeniser processes (does not change the result).")
+    ] = 1,
+) -> None:
+    """Tokenise the text of an island (island.index) into its cache.
+
+    If it is killed, running it again continues where it stopped. A run whose text is not in
+    the cache does the same when it starts, in one process.
+    """
+    from rich.console import Console
+
+    from diloco.config.schema import load_config
+    from diloco.runtime.corpus import data_of
+    from inner.data.corpus import check_source, prepare_corpus
+    from inner.data.prepare import PrepareOptions
+
+    loaded = load_config(config, overrides or [])
+    island = loaded.for_island(loaded.island.index)
+    data = data_of(loaded.run, island)
     check_source(data)
     console = Console(highlight=False, soft_wrap=True)
-    corpus = prepare_corpus(data, Path(island.cache_dir).expanduser(), Options(processes, report=told(console)))
+    options = PrepareOptions(processes, report=build_reporter(console))
+    corpus = prepare_corpus(data, Path(island.cache_dir).expanduser(), options)
     for text in corpus.texts:
-        console.print(found_line(text), markup=False)
+        train, heldout = human_count(len(text.train)), human_count(len(text.heldout))
+        size = f"{train} training and {heldout} held-out tokens of {text.heldout_bytes / len(text.heldout):.2f} bytes"
+        console.print(f"{text.name or 'text'}: {size}", markup=False)
     console.print(f"ready in {island.cache_dir}", markup=False)
 
 
-def told(console: Console) -> Report:
-    """Says every few seconds how far a preparation is."""
+def build_reporter(console: "Console") -> "ProgressCallback":
+    """A callback that prints the progress of the preparation every few seconds."""
     last = time.monotonic()
 
-    def report(progress: Progress) -> None:
+    def report(progress: "PrepareProgress") -> None:
         nonlocal last
-        if time.monotonic() - last >= TELL_SECONDS:
+        if time.monotonic() - last >= REPORT_SECONDS:
             last = time.monotonic()
-            console.print(progress_line(progress), markup=False)
+            documents, tokens = human_count(progress.num_documents), human_count(progress.num_tokens)
+            text = f"{documents} documents, {tokens} tokens, {human_count(progress.tokens_per_second)} tokens/s"
+            share = "" if progress.share is None else f", {100 * progress.share:.1f} %"
+            console.print(f"{progress.source}: {text}{share}", markup=False)
 
     return report
-
-
-def found_line(text: Text) -> str:
-    """What there is of a source, in one line."""
-    length = text.heldout_bytes / len(text.heldout)
-    return (
-        f"{text.name or 'text'}: {human_count(len(text.train))} training and {human_count(len(text.heldout))} held-out "
-        f"tokens of {length:.2f} bytes"
-    )
-
-
-def progress_line(progress: Progress) -> str:
-    """How far it is, in one line."""
-    share = "" if progress.share is None else f", {100 * progress.share:.1f} %"
-    return (
-        f"{progress.source}: {human_count(progress.num_documents)} documents, {human_count(progress.num_tokens)} "
-        f"tokens, {human_count(progress.tokens_per_second)} tokens/s{share}"
-    )

@@ -1,124 +1,111 @@
-"""The commands that take weights out of a run: export, evaluate, generate. cli.py registers them; no torch here."""
+"""The commands that use the weights of a run: export, evaluate, generate. Importing this does not import torch."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-
-class Stored(StrEnum):
-    """What written weights can be."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class On(StrEnum):
-    """Where to compute."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-Source = Annotated[
-    Path, typer.Argument(metavar="RUN_DIR|EXPORT", help="A run's folder, or one that export has written.")
+WeightsSource = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR|EXPORT", help="Folder of a run, or of a model written by `diloco export`.")
 ]
 Island = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Whose copy of the run's global params; default: the first that is whole."),
+    typer.Option(metavar="NAME", help="Island whose checkpoint to read (default: the one with the latest round)."),
 ]
-Device = Annotated[On, typer.Option(help="Where to compute.")]
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device to compute on.")]
 
 
 def export(
-    source: Source,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")],
-    dtype: Annotated[Stored, typer.Option(help="Of the written weights.")] = Stored.float32,
+    source: WeightsSource,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; it must not exist.")],
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Data type of the written weights.")
+    ] = "float32",
     island: Island = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing export.")] = False,
 ) -> None:
-    """Write a run's global params as Hugging Face has models: safetensors, config.json, tokenizer.
+    """Export a run's global params as a Hugging Face model: safetensors, config.json, tokenizer.
 
-    transformers loads it as a Llama (with model.qk_norm as a Qwen3) without code of ours; model.init_from=OUT begins a
-    run with it.
+    transformers loads it as a Llama (as a Qwen3 with model.qk_norm), without any code of this
+    project. A run with model.init_from=OUT starts from it.
     """
-    from diloco.weights import open_weights
+    from diloco.checkpoints.weights import open_weights
     from inner.huggingface.files import weights_files, weights_sha256
     from inner.huggingface.save import Export, check_target, save_model
 
     check_target(out.absolute(), overwrite=overwrite)
     weights = open_weights(source, island)
-    wanted = Export(weights.sizes, weights.seq_len, weights.tokenizer, dtype.value)
-    save_model(weights.tensors, wanted, out, overwrite=overwrite)
+    model = Export(weights.sizes, weights.seq_len, weights.tokenizer, dtype)
+    save_model(weights.tensors, model, out, overwrite=overwrite)
     num_params = sum(tensor.numel() for tensor in weights.tensors.values())
-    typer.echo(f"{out}: {num_params:,} parameters as {dtype.value} in {len(weights_files(out))} file(s)")
+    typer.echo(f"{out}: {num_params:,} parameters as {dtype} in {len(weights_files(out))} file(s)")
     typer.echo(f"sha256 {weights_sha256(out)}")
 
 
 def evaluate(
-    source: Source,
+    source: WeightsSource,
     data: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[DATA ...]",
-            help="Text, .jsonl or .parquet: files, folders, patterns; default: the run's held-out text.",
+            help="Text, .jsonl or .parquet files, folders or patterns (default: the run's held-out text).",
         ),
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="At most about so many; default: all of DATA, or the run's evaluate.tokens."),
+        typer.Option(min=1, help="Approximate upper limit (default: all of DATA, or the run's evaluate.tokens)."),
     ] = None,
     island: Island = None,
-    device: Device = On.auto,
+    device: Device = "auto",
 ) -> None:
-    """Print the loss of a run's global params, or of an exported model, on text: nats a token and bits per byte."""
-    from diloco import weights as library
-    from diloco.assemble import device_of
-    from diloco.config import IslandConfig
+    """Print the loss of a run's global params or of an exported model, in nats per token and bits per byte."""
+    from diloco.checkpoints import weights as library
+    from diloco.config.schema import IslandConfig
+    from diloco.runtime.process_group import pick_device
 
-    where = device_of(IslandConfig.model_validate({"device": device.value}))
+    torch_device = pick_device(IslandConfig(device=device))
     weights = library.open_weights(source, island)
     if data:
-        corpus = library.text_in(data, weights, tokens)
-        num_tokens = tokens or library.heldout_tokens(corpus)
+        corpus = library.load_text(data, weights, tokens)
     else:
-        corpus = library.heldout_text(weights)
-        num_tokens = tokens or (
-            weights.run.evaluate.tokens if weights.run is not None else library.heldout_tokens(corpus)
-        )
-    found = library.evaluate(weights, corpus, num_tokens, where)
+        corpus = library.load_heldout_text(weights)
+        tokens = tokens or (weights.run.evaluate.tokens if weights.run is not None else None)
+    result = library.evaluate(weights, corpus, tokens, torch_device)
     text = ", ".join(data) if data else "the run's held-out text"
-    typer.echo(f"loss           {found.loss:.4f} nats a token")
-    typer.echo(f"bits per byte  {found.bits_per_byte:.4f}")
-    typer.echo(f"tokens         {found.tokens:,} of {text}")
+    typer.echo(f"loss           {result.loss:.4f} nats a token")
+    typer.echo(f"bits per byte  {result.bits_per_byte:.4f}")
+    typer.echo(f"tokens         {result.tokens:,} of {text}")
 
 
 def generate(
-    source: Source,
-    prompt: Annotated[str, typer.Option(help="What to continue; default: the beginning of a document.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest text, in tokens.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0: always the best token; below 1 safer, above 1 wilder.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the k best tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the best tokens that have this probability.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed draws the same text.")] = 0,
-    count: Annotated[int, typer.Option(min=1, help="So many texts, of seed, seed + 1, ...")] = 1,
+    source: WeightsSource,
+    prompt: Annotated[str, typer.Option(help="Text to continue (default: start a new document).")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0 always picks the most probable token.")
+    ] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most probable tokens only.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the most probable tokens with this total probability only.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Sampling seed: the same seed generates the same text.")] = 0,
+    count: Annotated[int, typer.Option(min=1, help="Number of texts, with the seeds seed, seed + 1, ...")] = 1,
     island: Island = None,
-    device: Device = On.auto,
+    device: Device = "auto",
 ) -> None:
-    """Let a run's global params, or an exported model, write text; it is printed as it comes."""
-    from diloco import weights as library
-    from diloco.assemble import device_of
-    from diloco.config import IslandConfig
-    from inner.generate import Sampling
+    """Generate text with a run's global params or an exported model, and print it token by token."""
+    from diloco.checkpoints import weights as library
+    from diloco.config.schema import IslandConfig
+    from diloco.runtime.process_group import pick_device
+    from inner.model.generate import Sampling
 
-    wanted = library.Wanted(prompt, max_tokens, Sampling(temperature, top_k, top_p), seed)
-    where = device_of(IslandConfig.model_validate({"device": device.value}))
+    request = library.GenerateRequest(prompt, max_tokens, Sampling(temperature, top_k, top_p), seed)
+    torch_device = pick_device(IslandConfig(device=device))
     weights = library.open_weights(source, island)
     if max_tokens > weights.seq_len:
-        typer.echo(f"note: it was trained on sequences of {weights.seq_len} tokens; longer text gets worse", err=True)
-    for number, pieces in enumerate(library.write_text(weights, wanted, count, where)):
+        text = f"note: the model was trained on sequences of {weights.seq_len} tokens; longer text gets worse"
+        typer.echo(text, err=True)
+    for number, pieces in enumerate(library.generate_texts(weights, request, count, torch_device)):
         if count > 1:
             typer.echo(f"--- seed {seed + number}")
         typer.echo(prompt, nl=False)

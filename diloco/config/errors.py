@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a config, said for people who do not know pydantic. No torch here."""
+"""Error texts for invalid configs that need no knowledge of pydantic. Importing this does not import torch."""
 
 import difflib
 import types
@@ -7,25 +7,20 @@ import typing
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-PLAIN = {
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
+ALLOWED_VALUES = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("list_type", "tuple_type"), "a list, as in [a, b]"),
     "string_type": "text",
-    "list_type": "a list, as in [a, b]",
-    "tuple_type": "a list, as in [a, b]",
     "dict_type": "keys with values",
     "model_type": "a section: keys with values, on the command line section.key=value",
 }
-"""What is allowed, by pydantic's name of the error."""
+"""Allowed values by pydantic's error type."""
 
 
-def explain(error: ValidationError, model: type[BaseModel], prefix: str) -> list[str]:
-    """One line an error: where, what was got, what is allowed."""
+def explain_errors(error: ValidationError, model: type[BaseModel], prefix: str) -> list[str]:
+    """One line per error: the key with `prefix`, the value that was given, and what is allowed."""
     lines = []
     for item in error.errors():
         where = prefix + ".".join(str(part) for part in item["loc"])
@@ -41,24 +36,20 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str) -> list
 def _allowed(item: ErrorDetails) -> str:
     if item["type"] == "string_pattern_mismatch":
         return f"text that matches {item.get('ctx', {}).get('pattern')}"
-    said = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return PLAIN.get(item["type"], said)
+    message = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return ALLOWED_VALUES.get(item["type"], message)
 
 
 def _unknown_key(where: str, loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
     section = _section_at(model, loc[:-1])
     keys = list(section.model_fields) if section else []
     near = difflib.get_close_matches(str(loc[-1]), keys, n=1, cutoff=0.5)
-    homes = [name for name in keys if loc[-1] in _keys_of(section, name)]
+    children = {name: _section_at(section, (name,)) for name in keys} if section else {}
+    homes = [name for name, child in children.items() if child and loc[-1] in child.model_fields]
     if homes:
         return f"{where}: unknown key; did you mean {' or '.join(f'{name}.{loc[-1]}' for name in homes)}?"
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(keys)}"
     return f"{where}: unknown key; {hint}"
-
-
-def _keys_of(model: type[BaseModel] | None, name: str) -> list[str]:
-    section = _section_at(model, (name,)) if model else None
-    return list(section.model_fields) if section else []
 
 
 def _section_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel] | None:

@@ -1,20 +1,22 @@
-"""The hash of the weights that a run begins with, when model.init_from names a folder. No torch here."""
+"""The hash of the weights that a run starts from, if model.init_from is set. Importing this does not import torch."""
 
-from diloco.config import Config, ConfigError, IslandConfig, RunConfig
+from diloco.config.schema import Config, IslandConfig, RunConfig
+from diloco.errors import ConfigError
 from inner.errors import InputError
 from inner.huggingface.files import weights_sha256
 
 
-def pinned(config: Config) -> Config:
-    """The config with the hash of the weights that its island begins with, if it reads any. Raises ConfigError."""
-    run = with_hash(config.run, config.for_island(config.island.index))
+def pin_weights_hash(config: Config) -> Config:
+    """The config with the hash of the weights that `config.island` starts from, if any. Raises ConfigError."""
+    run = add_weights_hash(config.run, config.for_island(config.island.index))
     return config.model_copy(update={"model": run.model})
 
 
-def with_hash(run: RunConfig, island: IslandConfig) -> RunConfig:
-    """The run with the hash of the weights that the island begins with: islands with others have another config.
+def add_weights_hash(run: RunConfig, island: IslandConfig) -> RunConfig:
+    """The run with the hash of the weights that the island starts from, if any.
 
-    Raises ConfigError if there are none, or model.init_sha256 is set and is another.
+    The hash is part of the run's config, so islands with different weights have different configs. Raises ConfigError
+    if the weights are missing or do not match a given model.init_sha256.
     """
     folder = run.initial_weights(island)
     if folder is None:

@@ -1,11 +1,11 @@
-"""The config of a run: read, overridden, checked, hashed. No torch here.
+"""The config of a run: loading, overrides, validation and hash. Importing this does not import torch.
 
-Two kinds, in one YAML file:
+One YAML file holds two kinds of config:
 
-    RunConfig     the same on every island: model, data, optimizer, outer. Hashed; the hash is part of the
-                  run's identity, and a joiner gets the text from the swarm.
-    IslandConfig  local to an island: mesh, micro-batch, device, addresses, folders. `island` holds what all
-                  islands of the file share, `islands` what each one changes.
+    RunConfig     the same on every island: model, data, optimizer, outer. Its hash is part of the run's
+                  identity, and a joining island gets its text from the swarm.
+    IslandConfig  local to an island: mesh, micro-batch, device, addresses, folders. `island` holds the values
+                  that all islands of the file share, `islands` the changes of each one.
 
 Precedence: defaults < `island` < `islands[index]` < command line (`section.key=value`).
 """
@@ -19,7 +19,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from diloco.config_errors import explain
+from diloco.config.errors import explain_errors
+from diloco.errors import ConfigError
 from inner.config import (
     DataConfig,
     EvaluateConfig,
@@ -31,18 +32,15 @@ from inner.config import (
     Section,
 )
 from inner.errors import InputError
-from inner.huggingface.model_config import sized_as_in
+from inner.huggingface.model_config import fill_sizes_from_folder
 from outer.config import OuterConfig
-
-
-class ConfigError(ValueError):
-    """The config cannot be used; the text says what, where, got, allowed and the cure."""
+from outer.network.endpoints import ISLAND_NAME, RUN_NAME
 
 
 class RunConfig(Section):
-    """What every island of a run shares."""
+    """The part of the config that all islands of a run share."""
 
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    name: str = Field(default="run", pattern=f"^{RUN_NAME}$")
     seed: int = Field(default=0, ge=0)
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -56,104 +54,106 @@ class RunConfig(Section):
         if self.outer.moments is not None and (optimizer.name != "adamw" or optimizer.averaging is not None):
             averaging = ", averaged" if optimizer.averaging is not None else ""
             raise ValueError(
-                f"outer.moments are those of AdamW alone, and the inner optimizer is {optimizer.name}{averaging}; set "
+                f"outer.moments needs plain AdamW, and the inner optimizer is {optimizer.name}{averaging}; set "
                 "optimizer.name to adamw and optimizer.averaging to null, or outer.moments to null"
             )
         return self
 
     @property
     def total_steps(self) -> int:
-        """Inner steps of the whole run, on one island."""
+        """Number of inner steps of one island in the whole run."""
         return self.outer.rounds * self.outer.inner_steps
 
     @property
     def total_tokens(self) -> int:
-        """Of all islands that begin, in all inner steps of the run."""
+        """Number of tokens in all inner steps of the run, over the islands that it starts with."""
         return self.total_steps * self.optimizer.tokens_per_step * self.outer.start_islands
 
     @property
     def hash(self) -> str:
-        """Hex digest of everything the islands must agree on."""
+        """Hex digest of all values that the islands must agree on."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def initial_weights(self, island: "IslandConfig") -> Path | None:
-        """The folder of the island's first weights; None: they follow from the seed, or others' state replaces them."""
+        """Folder of the weights that the island starts from; None if it uses the seed or takes the state of others."""
         if self.model.init_from is None or island.joins:
             return None
         return Path(island.init_from or self.model.init_from).expanduser()
 
 
 class CheckpointConfig(Section):
-    """When an island saves all that it needs to go on after a stop, and where."""
+    """When and where an island saves the state that it needs to continue after a stop."""
 
     every_rounds: int | None = Field(default=10, ge=1)
-    """Times that every parameter is averaged, from one checkpoint to the next; also after the last. null: none."""
+    """Averagings of every parameter between checkpoints; the end of the run is saved, too. null saves none."""
     keep: int = Field(default=2, ge=1)
-    """Older ones are deleted."""
+    """Number of checkpoints to keep; older ones are deleted."""
     folder: str | None = None
-    """None: `checkpoints` in the island's folder. Ranks of one island must all see it."""
+    """All ranks of the island must see this folder. None is `checkpoints` in the island's folder."""
     mirror: str | None = None
-    """A URL that fsspec knows (s3://bucket/run) or another disk's folder, where each checkpoint is copied to, too; an
-    island whose own folder has none as new goes on from the copy."""
+    """A URL that fsspec supports (s3://bucket/run) or a folder on another disk, to which each checkpoint is copied. An
+    island resumes from the copy if its own folder has no checkpoint as new."""
     resume: Literal["auto", "never"] = "auto"
-    """auto: go on from the newest whole checkpoint in the folder, if there is one."""
+    """auto: resume from the newest complete checkpoint in the folder, if there is one."""
 
 
 class IslandConfig(Section):
-    """What is one island's own business."""
+    """The part of the config that is local to one island."""
 
-    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,64}$")
-    """None: `island-<index>`."""
+    name: str | None = Field(default=None, pattern=f"^{ISLAND_NAME}$")
+    """None is `island-<index>`."""
     index: int = Field(default=0, ge=0)
     ranks: int = Field(default=1, ge=1)
-    """Processes of this island; torchrun's --nproc-per-node times its nodes."""
+    """Number of processes of this island: torchrun's --nproc-per-node times --nnodes."""
     mesh: MeshConfig = MeshConfig()
     parallel: ParallelConfig = ParallelConfig()
     micro_batch: int = Field(default=8, ge=1)
-    """Sequences of one forward pass on one rank."""
+    """Number of sequences in one forward pass on one rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     bootstrap: tuple[str, ...] = ()
-    """Addresses of the swarm, as `diloco bootstrap` prints them."""
+    """Addresses of the swarm that `diloco bootstrap` has printed."""
     listen_host: str = "127.0.0.1"
     listen_port: int = Field(default=0, ge=0, le=65535)
     announce_host: str | None = None
-    """The address other islands reach this one at, when it is not listen_host (NAT, cloud)."""
+    """Address at which other islands reach this one, if it differs from listen_host (NAT, cloud)."""
     run_key_file: str | None = None
-    """A file with the run's key, the same on every island: without it nobody joins and no message is taken."""
+    """A file with the run key, the same on every island. Peers without the key cannot join or send messages."""
     allow: tuple[str, ...] = ()
-    """hivemind: the peer ids that may connect; empty: all."""
+    """hivemind only: peer ids that may connect; empty allows all."""
     relay: Literal["off", "client", "server"] = "off"
-    """hivemind behind a NAT: `client` is reached through relays and hole punching, `server` relays for others."""
+    """hivemind behind a NAT: a `client` is reached through relays and hole punching, a `server` relays for others."""
     faults: tuple[str, ...] = ()
-    """Faults that this island inflicts on itself, as `diloco simulate --fault` writes them; for tests."""
+    """Faults that this island injects into itself, in the syntax of `diloco simulate --fault`; for tests."""
     joins: bool = False
-    """Take the state of a running run, never begin one."""
+    """Take the state from a running run and never start one."""
     run_dir: str = "runs"
     cache_dir: str = "~/.cache/diloco"
     data_paths: tuple[str, ...] | None = None
     """Replaces data.paths on this island."""
     init_from: str | None = None
-    """Replaces model.init_from on this island: the folder of the same weights here."""
+    """Replaces model.init_from on this island: the folder where it has the same weights."""
     connect_seconds: float = Field(default=30.0, gt=0)
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog_seconds: float | None = Field(default=None, gt=0)
-    """An inner step or evaluation that takes longer ends the island; not the first ones. None: by their times."""
+    """Time limit of an inner step or evaluation, after which the island ends. The first ones have a limit of their
+    own. None derives the limit from measured times."""
     max_hours: float | None = Field(default=None, gt=0)
-    """The island leaves after the last round that fits, counted from its start, torchrun's restarts included."""
+    """The island leaves after the last round that fits into this time since its start, which torchrun's restarts do
+    not change."""
     profile: ProfileConfig = ProfileConfig()
     tensorboard: bool = False
     wandb: Literal["off", "offline", "online"] = "off"
 
     @property
-    def island(self) -> str:
-        """The island's name in the run."""
+    def label(self) -> str:
+        """The name of the island in the run: `name`, or else `island-<index>`."""
         return self.name or f"island-{self.index}"
 
 
 class Config(RunConfig):
-    """A whole file. `run` and `for_island` split it into its two kinds."""
+    """The content of a config file. `run` and `for_island` split it into its two kinds."""
 
     island: IslandConfig = IslandConfig()
     islands: tuple[dict[str, Any], ...] = ()
@@ -166,78 +166,68 @@ class Config(RunConfig):
 
     @property
     def run(self) -> RunConfig:
-        """The part that every island shares."""
+        """The part that all islands share."""
         return RunConfig(**{key: getattr(self, key) for key in RunConfig.model_fields})
 
     def for_island(self, index: int) -> IslandConfig:
-        """The island's own part: `island`, then `islands[index]` over it."""
-        base = self.island.model_dump()
+        """The config of one island: `island`, overridden by `islands[index]`."""
         change = self.islands[index] if index < len(self.islands) else {}
         try:
-            return IslandConfig(**_merge(base, {"index": index} | change))
+            return IslandConfig(**_merge(self.island.model_dump(), {"index": index} | change))
         except ValidationError as error:
-            raise ConfigError("\n".join(explain(error, IslandConfig, f"islands[{index}]."))) from None
+            raise ConfigError("\n".join(explain_errors(error, IslandConfig, f"islands[{index}]."))) from None
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
-    """The config in a YAML file with `section.key=value` overrides applied; sizes from model.init_from. ConfigError."""
+    """Load a YAML file, apply `section.key=value` overrides, read sizes from model.init_from. Raises ConfigError."""
     path = Path(path)
     try:
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"cannot read the config {str(path)!r}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is no text in UTF-8; a config is a YAML file, as those in configs/") from None
-    return _with_sizes(parse_config(text, overrides, where=str(path)))
+        raise ConfigError(f"{path} is no text in UTF-8; a config is a YAML file, like those in configs/") from None
+    config = parse_config(text, overrides, where=str(path))
+    folder = config.initial_weights(config.for_island(config.island.index))
+    if folder is None:
+        return config
+    try:
+        return config.model_copy(update={"model": fill_sizes_from_folder(config.model, folder)})
+    except InputError as error:
+        raise ConfigError(str(error)) from None
 
 
 def parse_config(text: str, overrides: typing.Sequence[str] = (), where: str = "config") -> Config:
-    """The config in a YAML text. Raises ConfigError."""
+    """Parse a YAML text and apply overrides. Errors name the text by `where`. Raises ConfigError."""
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
-    if values is None:
-        values = {}
+    values = {} if values is None else values
     if not isinstance(values, dict):
         got = "text" if isinstance(values, str) else f"a {type(values).__name__}"
         raise ConfigError(f"{where}: got {got}; a config is sections with keys, as in `outer: {{rounds: 40}}`")
     for override in overrides:
         _apply_override(values, override)
-    return _validate(values, where)
-
-
-def _with_sizes(config: Config) -> Config:
-    folder = config.initial_weights(config.for_island(config.island.index))
-    if folder is None:
-        return config
     try:
-        return config.model_copy(update={"model": sized_as_in(config.model, folder)})
-    except InputError as error:
-        raise ConfigError(str(error)) from None
+        return Config(**values)
+    except ValidationError as error:
+        raise ConfigError("\n  ".join([f"{where}:", *explain_errors(error, Config, "")])) from None
 
 
 def dump_config(config: BaseModel) -> str:
-    """The resolved config as YAML, every value written out."""
+    """The resolved config as YAML with all values, defaults included."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
 def differing_keys(ours: RunConfig, theirs: RunConfig) -> list[str]:
-    """One line for each key that two runs do not share, with both values."""
+    """One line for each key that differs between two runs, with both values."""
     flat_ours, flat_theirs = flatten(ours.model_dump(mode="json")), flatten(theirs.model_dump(mode="json"))
     return [
         f"{key}: here {flat_ours.get(key)!r}, in the run {flat_theirs.get(key)!r}"
         for key in flat_ours | flat_theirs
         if flat_ours.get(key) != flat_theirs.get(key)
     ]
-
-
-def _validate(values: dict[str, Any], where: str) -> Config:
-    try:
-        return Config(**values)
-    except ValidationError as error:
-        lines = explain(error, Config, "")
-        raise ConfigError(f"{where}:\n" + "\n".join(f"  {line}" for line in lines)) from None
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -247,7 +237,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     _set(values, key, text, override)
     islands = values.get("islands")
     if key.startswith("island.") and isinstance(islands, list):
-        # Else what an island says for itself would win over the command line.
+        # Otherwise the values in `islands` would override the command line.
         for island in islands:
             if isinstance(island, dict):
                 _set(island, key.removeprefix("island."), text, override)
@@ -269,15 +259,12 @@ def _set(target: dict[str, Any], key: str, text: str, override: str) -> None:
 
 
 def _merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in change.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged
+    both = {key for key, value in change.items() if isinstance(value, dict) and isinstance(base.get(key), dict)}
+    return base | change | {key: _merge(base[key], change[key]) for key in both}
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A dumped config's values by their dotted keys."""
+    """Values of a dumped config by their dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}

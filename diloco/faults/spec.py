@@ -1,6 +1,6 @@
-"""Faults as `diloco simulate --fault` writes them. No torch here, unless a phase of a round is named.
+"""The fault specifications of `diloco simulate --fault`, parsed. torch is imported only when a spec names a phase.
 
-KIND:WHO@WHEN,OPTION=VALUE      for example kill:1@round=3,back=5
+KIND:TARGET@WHEN,OPTION=VALUE      for example kill:1@round=3,back=5
 """
 
 import difflib
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from diloco.config import ConfigError
+from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
-    from outer.phases import Phase
+    from outer.hooks import Phase
 
-Kind = Literal["kill", "freeze", "cut", "slow", "corrupt", "nan", "poison", "join", "leave"]
+FaultKind = Literal["kill", "freeze", "cut", "slow", "corrupt", "nan", "poison", "join", "leave"]
 BOOTSTRAP = "bootstrap"
-Who = int | Literal["bootstrap"]
+Target = int | Literal["bootstrap"]
 """An island's index, or the bootstrap process."""
 
 TRIGGERS = ("round", "step", "second")
-OPTIONS: dict[Kind, tuple[str, ...]] = {
+OPTIONS: dict[FaultKind, tuple[str, ...]] = {
     "kill": (*TRIGGERS, "phase", "back"),
     "freeze": (*TRIGGERS, "phase", "seconds"),
     "cut": (*TRIGGERS, "seconds"),
@@ -32,7 +32,7 @@ OPTIONS: dict[Kind, tuple[str, ...]] = {
     "join": TRIGGERS,
     "leave": (*TRIGGERS, "back"),
 }
-EXAMPLES: dict[Kind, str] = {
+EXAMPLES: dict[FaultKind, str] = {
     "kill": "kill:1@round=3,back=5",
     "freeze": "freeze:1@round=3,seconds=20",
     "cut": "cut:0-1@step=40,seconds=15",
@@ -44,19 +44,19 @@ EXAMPLES: dict[Kind, str] = {
     "leave": "leave:1@round=6",
 }
 SECONDS: dict[str, float] = {"freeze": 20.0, "cut": 15.0, "slow": 10.0}
-"""How long, when `seconds` is not given."""
+"""Default duration of each kind of fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault. It happens when `who` has begun round `round`, made `step` inner steps, or at `second`.
+    """One fault, which strikes when its target has begun `round`, has made `step` inner steps, or at `second`.
 
-    `who` is empty for a join; `others` is a cut's other side, empty for everybody else.
+    `targets` is empty for a join. `other_side` is empty except for a cut.
     """
 
-    kind: Kind
-    who: tuple[Who, ...] = ()
-    others: tuple[Who, ...] = ()
+    kind: FaultKind
+    targets: tuple[Target, ...] = ()
+    other_side: tuple[Target, ...] = ()
     factor: float | None = None
     round: int | None = None
     step: int | None = None
@@ -68,144 +68,146 @@ class Fault:
     rounds: int | None = None
 
     def __str__(self) -> str:
-        """As it is written on the command line."""
-        who = "+".join(map(str, self.who)) + ("-" + "+".join(map(str, self.others)) if self.others else "")
+        """The spec, as written on the command line."""
+        targets = "-".join("+".join(map(str, side)) for side in (self.targets, self.other_side) if side)
         names = (*TRIGGERS, "phase", "seconds", "back", "rounds")
         values = [(name, getattr(self, name)) for name in names if getattr(self, name) is not None]
-        options = ",".join(f"{name}={written(value)}" for name, value in values)
+        options = ",".join(f"{name}={format_value(value)}" for name, value in values)
         factor = "" if self.factor is None else f"x{self.factor:g}"
-        return f"{self.kind}:{who}{factor}" + (f"@{options}" if self.kind != "slow" or options else "")
+        return f"{self.kind}:{targets}{factor}" + (f"@{options}" if self.kind != "slow" or options else "")
 
     @property
     def has_trigger(self) -> bool:
-        """Whether it waits for a moment, and is not there from the start."""
+        """Whether the fault waits for a trigger. Without one it is active from the start."""
         return any(getattr(self, name) is not None for name in TRIGGERS)
 
     @property
-    def is_own(self) -> bool:
-        """Whether the island sees to it by itself, from its config."""
+    def is_self_inflicted(self) -> bool:
+        """Whether the island inflicts the fault on itself, as its config says."""
         at_round = self.kind in ("nan", "poison") or (self.kind == "corrupt" and self.round is not None)
         return at_round or self.phase is not None or (self.kind == "slow" and not self.has_trigger)
 
 
-def written(value: float | str) -> str:
-    """A value without digits that say nothing."""
+def format_value(value: float | str) -> str:
+    """The value as text, whole floats without their `.0`."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 @lru_cache(maxsize=4096)
 def parse_fault(text: str) -> Fault:
-    """The fault that `text` means. Raises ConfigError: what, got, allowed, an example."""
+    """Parse one spec. Raises ConfigError with the problem, the allowed values and an example."""
     kind, colon, rest = text.partition(":")
     if kind not in EXAMPLES:
         near = difflib.get_close_matches(kind, EXAMPLES, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise wrong(text, f"unknown kind {kind!r}; {hint}kinds: {', '.join(EXAMPLES)}")
+        raise invalid(text, f"unknown kind {kind!r}; {hint}kinds: {', '.join(EXAMPLES)}")
     if not colon:
-        raise wrong(text, f"a ':' must follow {kind!r}", kind)
-    whom, _, options = rest.partition("@")
-    who, others, factor = parse_whom(text, kind, whom)
+        raise invalid(text, f"a ':' must follow {kind!r}", kind)
+    names, _, options = rest.partition("@")
+    targets, other_side, factor = parse_targets(text, kind, names)
     values = parse_options(text, kind, options)
-    fault = Fault(kind=kind, who=who, others=others, factor=factor, **values)
-    check_alone(text, fault)
+    fault = Fault(kind=kind, targets=targets, other_side=other_side, factor=factor, **values)
+    check_options(text, fault)
     return fault
 
 
-def parse_whom(text: str, kind: Kind, whom: str) -> tuple[tuple[Who, ...], tuple[Who, ...], float | None]:
-    """Who is struck, a cut's other side, how many times slower."""
+def parse_targets(
+    text: str, kind: FaultKind, names: str
+) -> tuple[tuple[Target, ...], tuple[Target, ...], float | None]:
+    """The targets, the other side of a cut, and the factor of a slowdown."""
     if kind == "join":
-        if whom:
-            raise wrong(text, f"got {whom!r} before '@'; a join names no island, it adds one", kind)
+        if names:
+            raise invalid(text, f"got {names!r} before '@'; a join names no island, it adds one", kind)
         return (), (), None
     if kind == "cut":
-        some, dash, others = whom.partition("-")
-        sides = parse_group(text, kind, some), parse_group(text, kind, others) if dash else ()
+        first, dash, second = names.partition("-")
+        sides = parse_target_group(text, kind, first), parse_target_group(text, kind, second) if dash else ()
         both = set(sides[0]) & set(sides[1])
         if both:
-            raise wrong(text, f"{min(map(str, both))} is on both sides", kind)
+            raise invalid(text, f"{min(map(str, both))} is on both sides", kind)
         return *sides, None
     if kind == "slow":
-        match = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", whom)
+        match = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", names)
         if match is None or float(match[2]) <= 1:
-            raise wrong(text, f"got {whom!r}; allowed: an island, 'x' and a number above 1", kind)
+            raise invalid(text, f"got {names!r}; allowed: an island, 'x' and a number above 1", kind)
         return (int(match[1]),), (), float(match[2])
-    who = parse_group(text, kind, whom)
-    if len(who) > 1 or (who == (BOOTSTRAP,) and kind not in ("kill", "freeze")):
+    targets = parse_target_group(text, kind, names)
+    if len(targets) > 1 or (targets == (BOOTSTRAP,) and kind not in ("kill", "freeze")):
         allowed = "one island" + (f", or {BOOTSTRAP}" if kind in ("kill", "freeze") else "")
-        raise wrong(text, f"got {whom!r}; allowed: {allowed}", kind)
-    return who, (), None
+        raise invalid(text, f"got {names!r}; allowed: {allowed}", kind)
+    return targets, (), None
 
 
-def parse_group(text: str, kind: Kind, group: str) -> tuple[Who, ...]:
-    """Islands, and maybe the bootstrap process, joined by '+'."""
+def parse_target_group(text: str, kind: FaultKind, group: str) -> tuple[Target, ...]:
+    """Parse targets that are joined by '+', without duplicates."""
     names = group.split("+")
     for name in names:
         if not name.isdecimal() and name != BOOTSTRAP:
-            raise wrong(text, f"got {name!r} for an island; allowed: its index (0, 1, ...) or {BOOTSTRAP}", kind)
+            raise invalid(text, f"got {name!r} for an island; allowed: its index (0, 1, ...) or {BOOTSTRAP}", kind)
     return tuple(dict.fromkeys(BOOTSTRAP if name == BOOTSTRAP else int(name) for name in names))
 
 
-def parse_options(text: str, kind: Kind, options: str) -> dict[str, Any]:
-    """The values behind '@', checked one by one."""
+def parse_options(text: str, kind: FaultKind, options: str) -> dict[str, Any]:
+    """Parse the options after '@', each checked on its own."""
     values: dict[str, Any] = {}
     for option in filter(None, options.split(",")):
         name, equals, value = option.partition("=")
         if name not in OPTIONS[kind]:
             near = difflib.get_close_matches(name, OPTIONS[kind], n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise wrong(text, f"unknown option {name!r}; {hint}options of {kind}: {', '.join(OPTIONS[kind])}", kind)
+            raise invalid(text, f"unknown option {name!r}; {hint}options of {kind}: {', '.join(OPTIONS[kind])}", kind)
         if not equals or name in values:
-            raise wrong(text, f"{name!r} must be given a value, once", kind)
+            raise invalid(text, f"{name!r} must be given a value, once", kind)
         values[name] = parse_value(text, kind, name, value)
     if kind in SECONDS and (kind != "slow" or values):
         values.setdefault("seconds", SECONDS[kind])
     return values
 
 
-def parse_value(text: str, kind: Kind, name: str, value: str) -> int | float | str:
-    """One option's value."""
+def parse_value(text: str, kind: FaultKind, name: str, value: str) -> int | float | str:
+    """Parse the value of one option. Raises ConfigError."""
     if name == "phase":
-        from outer.phases import PHASES
+        from outer.hooks import PHASES
 
         if value not in PHASES:
             near = difflib.get_close_matches(value, PHASES, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise wrong(text, f"unknown phase {value!r}; {hint}phases: {', '.join(PHASES)}", kind)
+            raise invalid(text, f"unknown phase {value!r}; {hint}phases: {', '.join(PHASES)}", kind)
         return value
     if name in ("round", "step", "rounds"):
         least = 0 if name == "round" else 1
         if not value.isdecimal() or int(value) < least:
-            raise wrong(text, f"{name}: got {value!r}; allowed: a whole number from {least} on", kind)
+            raise invalid(text, f"{name}: got {value!r}; allowed: a whole number from {least} on", kind)
         return int(value)
     if not re.fullmatch(r"\d+(\.\d+)?", value):
-        raise wrong(text, f"{name}: got {value!r}; allowed: a number of seconds", kind)
+        raise invalid(text, f"{name}: got {value!r}; allowed: a number of seconds", kind)
     return float(value)
 
 
-def check_alone(text: str, fault: Fault) -> None:
-    """Raise ConfigError unless the fault's options go together."""
+def check_options(text: str, fault: Fault) -> None:
+    """Raise ConfigError unless the fault's options are compatible with each other."""
     given = [name for name in TRIGGERS if getattr(fault, name) is not None]
     allowed = [name for name in TRIGGERS if name in OPTIONS[fault.kind]]
     if len(given) > 1:
-        raise wrong(text, f"got {' and '.join(given)}; it can wait for one of them only", fault.kind)
+        raise invalid(text, f"got {' and '.join(given)}; it can wait for one of them only", fault.kind)
     if not given and fault.kind != "slow":
-        raise wrong(text, f"it does not say when; add {' or '.join(f'@{name}=N' for name in allowed)}", fault.kind)
-    if fault.phase is not None and (fault.round is None or fault.who == (BOOTSTRAP,)):
-        raise wrong(text, "a phase is one of an island's round: say the island and @round=N,phase=...", fault.kind)
+        raise invalid(text, f"it does not say when; add {' or '.join(f'@{name}=N' for name in allowed)}", fault.kind)
+    if fault.phase is not None and (fault.round is None or fault.targets == (BOOTSTRAP,)):
+        raise invalid(text, "a phase is one of an island's round: say the island and @round=N,phase=...", fault.kind)
 
 
-def wrong(text: str, problem: str, kind: Kind = "kill") -> ConfigError:
-    """The error of a mistyped fault."""
+def invalid(text: str, problem: str, kind: FaultKind = "kill") -> ConfigError:
+    """Build the error for an invalid spec, with an example of the kind."""
     return ConfigError(f"--fault {text!r}: {problem}; for example {EXAMPLES[kind]}")
 
 
-def check_faults(faults: Iterable[Fault], num_islands: int, *, has_bootstrap: bool) -> None:
-    """Raise ConfigError if one names an island that will not be there; each join makes one more."""
+def check_targets(faults: Iterable[Fault], num_islands: int, *, has_bootstrap: bool) -> None:
+    """Raise ConfigError if a fault targets an island that will not exist. Each join adds one island."""
     faults = list(faults)
     there = num_islands + sum(fault.kind == "join" for fault in faults)
     for fault in faults:
-        for name in (*fault.who, *fault.others):
+        for name in (*fault.targets, *fault.other_side):
             if name == BOOTSTRAP and not has_bootstrap:
-                raise wrong(str(fault), "a run over loopback has no bootstrap process", fault.kind)
+                raise invalid(str(fault), "a run over loopback has no bootstrap process", fault.kind)
             if isinstance(name, int) and name >= there:
-                raise wrong(str(fault), f"there is no island {name}; allowed: 0 to {there - 1}", fault.kind)
+                raise invalid(str(fault), f"there is no island {name}; allowed: 0 to {there - 1}", fault.kind)

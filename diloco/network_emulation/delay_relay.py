@@ -1,9 +1,9 @@
-"""A switch in user space that holds every frame for a while: the delay of links where the kernel has no netem.
+"""A switch in user space that delays every frame, for kernels without netem. It has nothing to do with libp2p relays.
 
-It runs in the namespace of the bridge, in whose place it is (`diloco/netns.py` starts it): ports are added by lines on
-stdin, `NUMBER DEVICE SECONDS`, each answered by its number; it ends with stdin. A frame from port i to port j leaves
-SECONDS of i plus SECONDS of j after it was read. Frames come as the kernel has them, up to 64 kB of one TCP stream in
-one, with the offload header that lets them leave as such: that is what makes Python fast enough.
+namespaces.py starts it in the bridge's namespace, in place of the bridge. Each line `NUMBER DEVICE SECONDS` on stdin
+adds a port and is answered with the number. The process ends when stdin closes. A frame from port i to port j leaves
+SECONDS of i plus SECONDS of j after it was read. A frame holds up to 64 kB of one TCP stream and keeps the kernel's
+offload header. That keeps the number of frames small enough for Python.
 """
 
 import contextlib
@@ -26,29 +26,29 @@ OFFLOAD_HEADER = 10
 MAX_FRAME = OFFLOAD_HEADER + 14 + 65536
 MAX_LINE = 4096
 MAX_READ = 64
-"""Frames read from a port before others have their turn."""
+"""Frames read from one port before the other ports are served."""
 LATE_SECONDS = 0.00025
-"""How late a frame is read and sent, on a virtual machine, because waking up takes time: taken off its delay."""
+"""Time that waking up takes on a virtual machine for reading and sending a frame. It is subtracted from the delay."""
 ADDRESS_PREFIX = bytes.fromhex("02000ad500")
 
 
 @dataclass
 class Switch:
-    """Its ports by number, how long each adds to a frame's way, and the frames on their way."""
+    """The ports by number, the delay in seconds that each adds, and the frames in flight."""
 
     ports: dict[int, socket.socket] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
     waiting: list[tuple[float, int, int, bytes]] = field(default_factory=list)
-    """A heap: when it leaves, a serial number, its port, the frame."""
+    """A heap of (time of departure, serial number, port, frame)."""
     serial: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def add(self, number: int, device: str, seconds: float) -> None:
-        """Carry the frames of one more port."""
-        self.ports[number] = opened(device)
+        """Add a port."""
+        self.ports[number] = open_raw_socket(device)
         self.seconds[number] = seconds
 
     def read(self, number: int) -> None:
-        """Take in what a port has received."""
+        """Read the frames that a port has received and queue them."""
         port = self.ports[number]
         with contextlib.suppress(BlockingIOError):
             for _ in range(MAX_READ):
@@ -60,31 +60,32 @@ class Switch:
                         heapq.heappush(self.waiting, (due, next(self.serial), to, frame))
 
     def send_due(self) -> float | None:
-        """Send what is due; seconds until the next is, None when nothing waits."""
+        """Send all frames that are due. Returns seconds until the next one is, None when no frame waits."""
         while self.waiting:
             left = self.waiting[0][0] - time.monotonic()
             if left > 0:
                 return left
             _, _, number, frame = heapq.heappop(self.waiting)
-            # The port's queue is full: the frame is lost, as on any link.
+            # When the port's queue is full the frame is lost, as on any link.
             with contextlib.suppress(OSError):
                 self.ports[number].send(frame)
         return None
 
     def run(self) -> None:
-        """Until stdin ends."""
+        """Serve until stdin closes."""
         while True:
             numbers = {port.fileno(): number for number, port in self.ports.items()}
             ready, _, _ = select.select([*numbers, 0], [], [], self.send_due())
             for descriptor in ready:
                 if descriptor in numbers:
                     self.read(numbers[descriptor])
-                elif not self.obey():
+                elif not self.read_command():
                     return
 
-    def obey(self) -> bool:
-        """Do what a line on stdin says; False when there will be no more."""
-        line = os.read(0, MAX_LINE)  # whoever writes waits for the answer: it is one line
+    def read_command(self) -> bool:
+        """Execute one command from stdin. False when stdin is closed."""
+        # The launcher waits for each answer, so one read returns exactly one line.
+        line = os.read(0, MAX_LINE)
         if not line:
             return False
         number, device, seconds = line.decode().split()
@@ -93,8 +94,8 @@ class Switch:
         return True
 
 
-def opened(device: str) -> socket.socket:
-    """A socket with what the device receives, which sends by it."""
+def open_raw_socket(device: str) -> socket.socket:
+    """Open a packet socket that receives and sends the frames of a device."""
     port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     port.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
     port.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
@@ -105,13 +106,13 @@ def opened(device: str) -> socket.socket:
     return port
 
 
-def address_of(number: int) -> str:
-    """The link-layer address (locally administered) of the interface at the other end of a port."""
+def link_layer_address(number: int) -> str:
+    """Link-layer address (locally administered) of the interface at the far end of a port."""
     return (ADDRESS_PREFIX + bytes([number])).hex(":")
 
 
 def destinations(frame: bytes, source: int, ports: dict[int, socket.socket]) -> list[int]:
-    """The ports that a frame leaves by: all others if it is for all, none if it is for nobody here."""
+    """Ports that a frame is sent to: all others for a broadcast, none for an unknown address."""
     address = frame[OFFLOAD_HEADER : OFFLOAD_HEADER + 6]
     if address[:5] == ADDRESS_PREFIX:
         return [address[5]] if address[5] in ports and address[5] != source else []
@@ -119,7 +120,7 @@ def destinations(frame: bytes, source: int, ports: dict[int, socket.socket]) -> 
 
 
 def main() -> None:
-    """Relay ahead of all that trains: a frame that waits for a processor would be on a longer link."""
+    """Run the switch with real-time priority, because a frame that waits for a processor is delayed too long."""
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     Switch().run()

@@ -1,7 +1,7 @@
-"""The islands' access links: what `--link` says, how they are shaped, and what they have carried.
+"""The islands' access links: parse `--link`, shape the links with tc, and count the bytes they carry.
 
-Both ends of a link are shaped by tc's token bucket, so an island's up and down directions have the rate each. Half of
-the round trip between two islands is made on each one's link: by netem, or where the kernel has none by the relay.
+tc's token bucket shapes both ends of a link, so each direction has the full rate. Each of two islands' links adds half
+of the round trip between them: netem delays the frames, or the delay relay where the kernel has no netem.
 """
 
 import json
@@ -9,32 +9,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from diloco.config import ConfigError
-from diloco.fault_spec import Who
-from diloco.netns import Namespace, Net, opened_net, run_tool
-from diloco.units import parse_bits_per_second, parse_seconds
+from diloco.errors import ConfigError
+from diloco.faults.spec import Target
+from diloco.formatting import parse_bits_per_second, parse_seconds
+from diloco.network_emulation.namespaces import Namespace, Net, open_net, run_tool
 
 BURST_SECONDS = 0.004
-"""What may leave at once after a pause; a transfer is so much faster than the rate says."""
+"""Length of the burst that a link lets through after a pause. It makes a transfer faster than the rate by this much."""
 MIN_BURST, MAX_BURST = 4_000, 131_072
-"""Bytes. A frame has up to 1514, and 64 kB of a stream pass as one where the burst lets them."""
+"""Limits of the burst, in bytes. A frame has up to 1514; 64 kB of a TCP stream pass as one if the burst allows it."""
 TIMER_SECONDS = 0.001
-"""A burst lasts at least so long, or late timers cost rate."""
+"""Shortest burst. With a shorter one, late timers would lower the rate."""
 QUEUE_SECONDS = 0.05
 MIN_QUEUE = 32_000
-"""The longest queue before a link drops frames: QUEUE_SECONDS, or a round trip, or these bytes."""
+"""A link drops frames when its queue exceeds the largest of QUEUE_SECONDS, a round trip, and MIN_QUEUE bytes."""
 FRAME_BYTES = 1500
-"""netem's queue counts frames, not bytes."""
+"""Converts bytes to frames, which netem counts its queue in."""
 MIN_RATE, MAX_RATE = 64e3, 100e9
 MAX_RTT = 10.0
 RELAY_RATE = 2e9
-"""What the relay carries in all on two cores, bits a second; measured with scripts/bench/links.py."""
+"""Total throughput of the delay relay on two cores, bits per second; measured with scripts/bench/links.py."""
 SPELLING = "[ISLAND:]RATE[,rtt=TIME], for example --link 100mbit, --link 1gbit,rtt=50ms or --link 0:50mbit"
 
 
 @dataclass(frozen=True)
-class Link:
-    """An access link: bits a second of whole frames, up and down each, and seconds to and from an equal one."""
+class AccessLink:
+    """An access link: `rate` in bit/s each way, of whole frames; `rtt` in seconds between two islands that have it."""
 
     rate: float
     rtt: float = 0.0
@@ -42,23 +42,23 @@ class Link:
 
 @dataclass(frozen=True)
 class Links:
-    """The default, None for not shaped, and the islands that have another."""
+    """The default link, None for an unshaped one, and the links of islands that have their own, by index."""
 
-    default: Link | None = None
-    own: Mapping[int, Link] = field(default_factory=dict)
+    default: AccessLink | None = None
+    own: Mapping[int, AccessLink] = field(default_factory=dict)
 
-    def of(self, who: Who) -> Link | None:
+    def of(self, target: Target) -> AccessLink | None:
         """The link of an island, or of the bootstrap process."""
-        return self.default if isinstance(who, str) else self.own.get(who, self.default)
+        return self.default if isinstance(target, str) else self.own.get(target, self.default)
 
     @property
-    def all(self) -> list[Link]:
-        """Every kind of link that there is."""
+    def all(self) -> list[AccessLink]:
+        """All links that are configured."""
         return [*([self.default] if self.default else []), *self.own.values()]
 
 
 def parse_links(texts: Sequence[str], num_islands: int) -> Links:
-    """What the user wrote, `--link` by `--link`. Raises ConfigError."""
+    """Parse all `--link` options of a run. Raises ConfigError."""
     default, own = None, {}
     for text in texts:
         island, link = parse_link(text)
@@ -74,14 +74,16 @@ def parse_links(texts: Sequence[str], num_islands: int) -> Links:
     return Links(default, own)
 
 
-def parse_link(text: str) -> tuple[int | None, Link]:
-    """One `--link`: the island, None for all, and its link. Raises ConfigError."""
+def parse_link(text: str) -> tuple[int | None, AccessLink]:
+    """Parse one `--link` option into an island's index, None for all islands, and its link. Raises ConfigError."""
     island, colon, rest = text.rpartition(":")
     rate, *options = rest.split(",")
     if (colon and not island.isdecimal()) or len(options) > 1 or any(not o.startswith("rtt=") for o in options):
         raise ConfigError(f"--link {text}: allowed: {SPELLING}")
     try:
-        link = Link(parse_bits_per_second(rate), *(parse_seconds(option.removeprefix("rtt=")) for option in options))
+        link = AccessLink(
+            parse_bits_per_second(rate), *(parse_seconds(option.removeprefix("rtt=")) for option in options)
+        )
     except ConfigError as error:
         raise ConfigError(f"--link {text}: {error}; in all: {SPELLING}") from None
     if not MIN_RATE <= link.rate <= MAX_RATE or link.rtt > MAX_RTT:
@@ -90,29 +92,31 @@ def parse_link(text: str) -> tuple[int | None, Link]:
 
 
 @contextmanager
-def opened_links(links: Links) -> Iterator[Net]:
-    """A net for these links, on which `connect` puts islands; gone at the end, however it comes. Raises ConfigError."""
-    with opened_net() as net:
+def open_links(links: Links) -> Iterator[Net]:
+    """Open a network for these links and remove it at exit. `attach` adds islands to it. Raises ConfigError."""
+    with open_net() as net:
         if any(link.rtt for link in links.all) and not has_netem(net):
             net.start_relay()
         yield net
 
 
 @contextmanager
-def linked_namespaces(count: int, link: Link) -> Iterator[list[Namespace]]:
-    """So many namespaces with a link each; gone at the end, however it comes. Raises ConfigError."""
-    with opened_links(Links(link)) as net:
-        yield [connect(net, link) for _ in range(count)]
+def open_linked_namespaces(count: int, link: AccessLink) -> Iterator[list[Namespace]]:
+    """Open `count` namespaces with a link each and remove them at exit. Raises ConfigError."""
+    with open_links(Links(link)) as net:
+        yield [attach(net, link) for _ in range(count)]
 
 
-def connect(net: Net, link: Link | None) -> Namespace:
-    """One more namespace on a net of `opened_links`; its link is not shaped, only counted, if it has none."""
+def attach(net: Net, link: AccessLink | None) -> Namespace:
+    """Add a namespace to a network made by `open_links`. Without a link its traffic is counted but not shaped."""
+    # A round trip passes four link ends: both ends of both islands' links.
     delay = link.rtt / 4 if link is not None else 0.0
-    made = net.add(delay if net.relay is not None else 0.0)
-    for place, device in _ends(net, made):
-        add = ("tc", "-n", place, "qdisc", "add", "dev", device)
+    namespace = net.add(delay if net.relay is not None else 0.0)
+    for location, device in _shaped_devices(net, namespace):
+        add = ("tc", "-n", location, "qdisc", "add", "dev", device)
         if link is None:
-            run_tool(*add, "root", "pfifo")  # a veth without a queue counts 64 kB of a stream as one frame
+            # A veth without a queue would count 64 kB of a stream as one frame.
+            run_tool(*add, "root", "pfifo")
             continue
         burst, queue = burst_bytes(link), queue_bytes(link)
         rate = ("rate", f"{link.rate:.0f}bit", "burst", str(burst), "limit", str(burst + queue))
@@ -120,23 +124,23 @@ def connect(net: Net, link: Link | None) -> Namespace:
         if delay and net.relay is None:
             frames = (queue + link.rate / 8 * delay) / FRAME_BYTES
             run_tool(*add, "parent", "1:1", "netem", "delay", f"{delay * 1e6:.0f}us", "limit", f"{frames:.0f}")
-    return made
+    return namespace
 
 
-def burst_bytes(link: Link) -> int:
-    """What may leave at once."""
+def burst_bytes(link: AccessLink) -> int:
+    """Size of the token bucket."""
     per_second = link.rate / 8
     usual = min(max(per_second * BURST_SECONDS, MIN_BURST), MAX_BURST)
     return round(max(usual, per_second * TIMER_SECONDS))
 
 
-def queue_bytes(link: Link) -> int:
-    """What may wait."""
+def queue_bytes(link: AccessLink) -> int:
+    """Longest queue before frames are dropped."""
     return round(max(link.rate / 8 * max(QUEUE_SECONDS, link.rtt), MIN_QUEUE))
 
 
 def has_netem(net: Net) -> bool:
-    """Whether the kernel can delay frames by itself."""
+    """Whether the kernel has netem."""
     try:
         run_tool("tc", "-n", net.bridge, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
     except ConfigError:
@@ -145,31 +149,31 @@ def has_netem(net: Net) -> bool:
 
 
 def relay_warning(net: Net, links: Links, num_islands: int) -> str | None:
-    """What to tell the user when the relay may be slower than the links are together."""
+    """Warning for the user when all links together are faster than the delay relay, else None."""
     rates = [link.rate for link in map(links.of, range(num_islands)) if link is not None]
     if net.relay is None or sum(rates) <= RELAY_RATE:
         return None
     return (
-        f"this kernel has no netem, so a relay makes the round trips of --link; it carries about "
+        f"this kernel has no netem, so a process in user space delays the frames of --link; it carries about "
         f"{RELAY_RATE / 1e9:.0f} Gbit/s in all, less than the links together ({sum(rates) / 1e9:.3g} Gbit/s)"
     )
 
 
-def carried(net: Net, namespace: Namespace) -> tuple[int, int]:
-    """Bytes that a namespace's link has carried up and down: whole frames, each with its headers."""
-    return sent_bytes(namespace), _counted(net.bridge, namespace.port)
+def count_bytes(net: Net, namespace: Namespace) -> tuple[int, int]:
+    """Bytes that a namespace's link has carried up and down, counted as whole frames with their headers."""
+    return sent_bytes(namespace), _read_byte_counter(net.bridge, namespace.port)
 
 
 def sent_bytes(namespace: Namespace) -> int:
-    """Bytes that a namespace's link has carried up."""
-    return _counted(namespace.name, "eth0")
+    """Bytes that a namespace has sent on its link, counted as whole frames with their headers."""
+    return _read_byte_counter(namespace.name, "eth0")
 
 
-def _ends(net: Net, namespace: Namespace) -> list[tuple[str, str]]:
-    """The namespace and the device where a link's frames up leave, and where those down do."""
+def _shaped_devices(net: Net, namespace: Namespace) -> list[tuple[str, str]]:
+    """Namespace and device of a link's two ends: the one that sends up, then the one that sends down."""
     return [(namespace.name, "eth0"), (net.bridge, namespace.port)]
 
 
-def _counted(place: str, device: str) -> int:
-    text = run_tool("tc", "-n", place, "-s", "-j", "qdisc", "show", "dev", device, "root")
+def _read_byte_counter(location: str, device: str) -> int:
+    text = run_tool("tc", "-n", location, "-s", "-j", "qdisc", "show", "dev", device, "root")
     return json.loads(text)[0]["bytes"]

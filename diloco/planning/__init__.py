@@ -1,1 +1,1 @@
-"""`diloco plan`: what a run would cost, from its config alone, and what would make it cheaper."""
+"""`diloco plan` and `diloco mesh`: predict what a run costs from its config, and what would make it cheaper."""

@@ -1,37 +1,38 @@
-"""What to set so that an island computes for a wanted share of its time: what costs the training least comes first.
+"""Recommend settings that reach a target utilisation, those with the least effect on training first.
 
-Quantising costs next to nothing, a short delay little, more inner steps a round some loss, and dropping elements most
-care (2501.18512): so codec, then delay and fragments, then inner_steps, then sparse or 2-bit codecs. Where islands are
-of unequal speed, fewer steps of the slow ones come before more of all.
+Quantising costs next to nothing, a short delay little, more inner steps per round some loss, and dropping elements
+needs most care (2501.18512). So the order is codec, delay and fragments, inner_steps, and then sparse or 2-bit codecs.
+With islands of unequal speed, fewer steps on the slow ones are tried before more steps on all.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from diloco.planning.predict import Case, HostSpeed, Prediction, predict
+from diloco.planning.predict import Case, Prediction, predict
 from outer.config import OuterConfig
+from outer.cost import HostSpeed
 from outer.errors import InputError
 
 DENSE = ("fp32", "bf16", "int8", "int4")
-"""Codecs that need no care, by size."""
+"""Codecs that hardly affect training, largest payload first."""
 SPARSE = ("stat2", "topk")
 FEEDBACK = 0.95
-"""For those that do: without what they leave out they train clearly worse."""
+"""Error feedback that is set along with SPARSE codecs, which train clearly worse without it."""
 DELAYS = (1, 2, 3, 4, 5)
-"""2501.18512 finds no loss up to 5."""
+"""Streaming DiLoCo (2501.18512) finds no loss for delays of up to 5 inner steps."""
 MIX = 0.5
-"""That paper's, for delays of more than one step."""
+"""That paper's mix, for delays of more than one step."""
 FRAGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 36)
 MAX_INNER_STEPS = 500
 WORTH = 0.001
-"""Of the time: a setting that wins less is not recommended."""
+"""Utilisation that a setting must gain at least to be recommended."""
 MAX_BITS_PER_SECOND = 1e15
 
 
 @dataclass(frozen=True)
 class Rung:
-    """A setting, and what it gives; `changes`: against the config, by key below `outer`."""
+    """Changed settings, by key in the `outer` section of the config, with their prediction."""
 
     changes: dict[str, Any]
     case: Case
@@ -42,10 +43,11 @@ Measure = Callable[[OuterConfig], HostSpeed]
 
 
 def ladder(case: Case, target: float, measure: Measure) -> list[Rung]:
-    """Settings, each a step further than the one before, the last the first that reaches `target`, if any does."""
+    """Settings of increasing utilisation, starting with the config's own; ends with the first that reaches `target`."""
     rungs = [Rung({}, case, predict(case))]
-    # With gossip nothing is hidden, and nothing kept of what coding loses.
-    steps = (_quantised, _delayed, _evened, _rarer, _sparse) if case.outer.gossip is None else (_quantised, _rarer)
+    # Gossip has neither a delay nor error feedback.
+    all_steps = _quantise, _overlap, _even_out, _sync_less, _sparsify
+    steps = all_steps if case.outer.gossip is None else (_quantise, _sync_less)
     for make in steps:
         for rung in make(rungs[-1], target, measure):
             if rungs[-1].prediction.utilisation >= target:
@@ -56,7 +58,7 @@ def ladder(case: Case, target: float, measure: Measure) -> list[Rung]:
 
 
 def needed_bandwidth(case: Case, target: float) -> float | None:
-    """Bits a second at which the case reaches `target`; None: no link is fast enough."""
+    """Bits per second at which the case reaches `target`, or None if no link is fast enough."""
 
     def reaches(bits_per_second: float) -> bool:
         link = replace(case.link, bits_per_second=bits_per_second)
@@ -71,40 +73,44 @@ def needed_bandwidth(case: Case, target: float) -> float | None:
     return high
 
 
-def codecs() -> tuple[str, ...]:
-    """Names that a config may have."""
+def codec_names() -> tuple[str, ...]:
+    """Names of the codecs that a config may select."""
     return get_args(OuterConfig.model_fields["codec"].annotation)
 
 
-def changed(rung: Rung, measure: Measure, **changes: Any) -> Rung:
-    """The rung with these changes, too. Raises InputError when the model cannot be cut so."""
+def apply_changes(rung: Rung, measure: Measure, **changes: Any) -> Rung:
+    """The rung with further changes. Raises InputError if the model has too few layers, or the config refuses them."""
     outer = rung.case.outer.model_copy(update={key: value for key, value in changes.items() if "." not in key})
     if "coding.feedback" in changes:
         outer = outer.model_copy(
             update={"coding": outer.coding.model_copy(update={"feedback": changes["coding.feedback"]})}
         )
+    try:
+        OuterConfig.model_validate_json(outer.model_dump_json())
+    except ValueError as error:
+        raise InputError(str(error)) from None
     case = replace(rung.case, outer=outer, speed=measure(outer))
     return Rung(rung.changes | changes, case, predict(case))
 
 
-def _quantised(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
+def _quantise(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
     current = rung.case.outer.codec
     if current not in DENSE:
         return
     for name in DENSE[DENSE.index(current) + 1 :]:
-        if name in codecs():
-            yield changed(rung, measure, codec=name)
+        if name in codec_names():
+            yield apply_changes(rung, measure, codec=name)
 
 
-def _delayed(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
-    """The least delay, then the fewest fragments, that reach the target; else the best."""
+def _overlap(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
+    """The smallest delay, then the fewest fragments, that reach the target; the best combination if none does."""
     best: Rung | None = None
     outer = rung.case.outer
     if outer.gossip is not None:
         return
     for delay in sorted({outer.delay, *DELAYS}):
         for fragments in sorted({outer.fragments, *FRAGMENTS}):
-            if (found := _overlapped(rung, measure, delay, fragments)) is None:
+            if (found := _set_delay(rung, measure, delay, fragments)) is None:
                 continue
             if found.prediction.utilisation >= target:
                 yield found
@@ -115,12 +121,12 @@ def _delayed(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
         yield best
 
 
-def _evened(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
+def _even_out(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
     if rung.case.spread > 0 and rung.case.outer.local_steps == "fixed":
-        yield changed(rung, measure, local_steps="dynamic")
+        yield apply_changes(rung, measure, local_steps="dynamic")
 
 
-def _overlapped(rung: Rung, measure: Measure, delay: int, fragments: int) -> Rung | None:
+def _set_delay(rung: Rung, measure: Measure, delay: int, fragments: int) -> Rung | None:
     outer = rung.case.outer
     if outer.wait_for == "quorum" and delay > 0:
         return None
@@ -130,21 +136,25 @@ def _overlapped(rung: Rung, measure: Measure, delay: int, fragments: int) -> Run
     changes: dict[str, Any] = {"fragments": fragments, "delay": delay} | mixing
     changes = {key: value for key, value in changes.items() if getattr(outer, key) != value}
     try:
-        return changed(rung, measure, **changes)
+        return apply_changes(rung, measure, **changes)
     except InputError:
         return None
 
 
-def _rarer(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
-    """Twice the inner steps, and again, each with as much overlap as it then has room for."""
+def _sync_less(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
+    """Repeatedly double the inner steps, each time with as much overlap as they allow."""
     inner_steps = 2 * rung.case.outer.inner_steps
     while inner_steps <= MAX_INNER_STEPS:
-        wider = changed(rung, measure, inner_steps=inner_steps)
-        yield max([wider, *_delayed(wider, target, measure)], key=lambda each: each.prediction.utilisation)
+        longer = apply_changes(rung, measure, inner_steps=inner_steps)
+        yield max([longer, *_overlap(longer, target, measure)], key=lambda each: each.prediction.utilisation)
         inner_steps *= 2
 
 
-def _sparse(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
+def _sparsify(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
     for name in SPARSE:
-        if name in codecs() and name != rung.case.outer.codec:
-            yield changed(rung, measure, codec=name, **{"coding.feedback": FEEDBACK})
+        if name in codec_names() and name != rung.case.outer.codec:
+            try:
+                sparse = apply_changes(rung, measure, codec=name, **{"coding.feedback": FEEDBACK})
+            except InputError:  # For example, merge.max_norm_zscore does not go with a sparse codec.
+                continue
+            yield sparse

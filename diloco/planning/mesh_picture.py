@@ -1,6 +1,6 @@
-"""`diloco mesh`: an island's mesh before anything is launched: who is where, what they send, what they hold.
+"""`diloco mesh`: show where an island's ranks are on its mesh, what they send, and the memory they need.
 
-Starts no process and no process group; torch is imported only to read the order of a pipeline's schedule.
+It starts no process and no process group; torch is imported only to read the order of a pipeline's schedule.
 """
 
 import re
@@ -13,20 +13,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from diloco.check import check_island
-from diloco.config import Config, ConfigError, IslandConfig, RunConfig, load_config
-from diloco.mesh_ranks import grids, shown
-from diloco.mesh_traffic import GUTTER, plain_table, traffic_table
-from diloco.units import human_bytes, human_count
-from inner.data.tokenizer import tokenizer_fingerprint, vocab_size_of
+from diloco.config.check import check_island
+from diloco.config.schema import Config, IslandConfig, RunConfig, load_config
+from diloco.errors import ConfigError
+from diloco.formatting import human_bytes, human_count
+from diloco.planning.mesh_ranks import grids, select_shown
+from diloco.planning.mesh_traffic import GUTTER, plain_table, traffic_table
+from inner.data.tokenizer import build_tokenizer, tokenizer_fingerprint
 from inner.measure.advice import advice
-from inner.measure.gathers import MANAGED_STAGES
-from inner.measure.memory import Memory, estimate
-from inner.measure.units import Workload
-from inner.mesh import AXES, accumulation, resolve_degrees
-from inner.parallel.schedule import Simulation, draw, simulate
-from inner.parallel.stages import SINGLE, Stage
-from inner.presets import BYTE_VOCAB_SIZE, PRESETS, num_params, resolve_sizes
+from inner.measure.fsdp_gathers import MANAGED_STAGES
+from inner.measure.memory import MemoryEstimate, estimate_memory
+from inner.measure.workload import Workload
+from inner.mesh import AXES, accumulation_steps, resolve_degrees
+from inner.model.sizes import BYTE_VOCAB_SIZE, PRESETS, num_params, resolve_sizes
+from inner.model.stage import Stage
+from inner.parallel.pipeline.schedule import Simulation, draw, simulate
+from inner.parallel.pipeline.stages import ONE_STAGE_PER_RANK
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2}
 MAX_DRAWN_RANKS = 8
@@ -43,12 +45,12 @@ MEMORY_ROWS = {
     "peak": "peak",
     "outer": "outer, on the CPU",
 }
-"""Fields of Memory, and how they are called."""
+"""Labels of the fields of MemoryEstimate."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a step is, whose optimizer steps it, and where."""
+class StepPlan:
+    """An inner step of one island: its workload, optimizer and device."""
 
     work: Workload
     optimizer: str
@@ -57,47 +59,49 @@ class Plan:
 
     @cached_property
     def simulation(self) -> Simulation:
-        """Of the pipeline's schedule."""
+        """The pipeline's schedule, simulated."""
         return simulate(self.work.orders)
 
     @cached_property
-    def memory(self) -> list[Memory]:
-        """By coordinate on pp."""
-        return estimate(self.work, self.optimizer, self.device_type)
+    def memory(self) -> list[MemoryEstimate]:
+        """Memory of a rank, by pp coordinate."""
+        return estimate_memory(self.work, self.optimizer, self.device_type)
 
 
 def show_mesh(path: Path, overrides: list[str], index: int, memory: str | None, console: Console) -> bool:
-    """Print the mesh of one island; False when a step does not fit into `memory` (None: anything fits).
+    """Print the mesh of one island. Returns False if a step does not fit into `memory` (None sets no limit).
 
     Raises ConfigError or InputError.
     """
     config = load_config(path, overrides)
-    island = island_of(config, index)
+    island = load_island(config, index)
     limit = None if memory is None else parse_bytes(memory)
-    plan = plan_of(config.run, island)
+    plan = build_step_plan(config.run, island)
     work, width = plan.work, console.width
-    _print(console, _title(config, index), style="bold")
-    _print(console, header(config.run, plan))
+    print_text(console, _title(config, index), style="bold")
+    print_text(console, header(config.run, plan))
     name, *lines = grids(work.degrees, width)
-    _section(console, name, "\n".join(lines))
+    print_section(console, name, "\n".join(lines))
     if work.degrees.num_ranks > 1:
         which = "" if work.degrees.pp == 1 else " (of the pp ranks, the one that sends most)"
         without = ", without Muon's own exchange" if plan.optimizer == "muon" else ""
-        _section(console, f"What a rank sends in a step{which}{without}", traffic_table(work, width))
+        print_section(console, f"What a rank sends in a step{which}{without}", traffic_table(work, width))
     if work.degrees.pp > 1:
-        _section(console, *pipeline(plan, width))
+        print_section(console, *pipeline(plan, width))
     where = "the CPU" if plan.device_type == "cpu" else "a GPU"
-    _section(console, f"What a rank holds on {where}, by an estimate", memory_table(plan, width))
+    print_section(console, f"What a rank holds on {where} (estimate)", memory_table(plan, width))
     if limit is None:
         return True
     fits = max(each.peak for each in plan.memory) <= limit
     console.print()
-    _print(console, advice(work, plan.optimizer, limit, plan.device_type), style="bold green" if fits else "bold red")
+    print_text(
+        console, advice(work, plan.optimizer, limit, plan.device_type), style="bold green" if fits else "bold red"
+    )
     return fits
 
 
 def parse_bytes(text: str) -> int:
-    """The bytes of `80GB`, `79.6 GiB` or `500 MB`. Raises ConfigError."""
+    """Parse `80GB`, `79.6 GiB` or `500 MB` into bytes. Raises ConfigError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     if match is None or match[2].upper() not in UNITS:
         raise ConfigError(
@@ -107,8 +111,8 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
-def island_of(config: Config, index: int) -> IslandConfig:
-    """The checked config of one island. Raises ConfigError."""
+def load_island(config: Config, index: int) -> IslandConfig:
+    """The config of one island, after all checks. Raises ConfigError."""
     count = max(1, len(config.islands))
     if index >= count:
         raise ConfigError(f"--island: got {index}; allowed: {', '.join(map(str, range(count)))}, the config's islands")
@@ -117,8 +121,8 @@ def island_of(config: Config, index: int) -> IslandConfig:
     return island
 
 
-def plan_of(run: RunConfig, island: IslandConfig) -> Plan:
-    """What the island does in a step."""
+def build_step_plan(run: RunConfig, island: IslandConfig) -> StepPlan:
+    """The inner step of an island."""
     degrees = resolve_degrees(island.mesh, island.ranks)
     vocab_size, is_assumed = vocabulary(run)
     work = Workload(
@@ -127,20 +131,20 @@ def plan_of(run: RunConfig, island: IslandConfig) -> Plan:
         parallel=island.parallel,
         seq_len=run.data.seq_len,
         micro_batch=island.micro_batch,
-        num_micro_batches=accumulation(
+        num_micro_batches=accumulation_steps(
             run.optimizer.tokens_per_step, run.data.seq_len, island.micro_batch, degrees.num_data_ranks
         ),
         compute_itemsize=ITEMSIZES[island.compute_dtype],
     )
-    return Plan(work, run.optimizer.name, "cpu" if island.device == "cpu" else "cuda", is_assumed)
+    return StepPlan(work, run.optimizer.name, "cpu" if island.device == "cpu" else "cuda", is_assumed)
 
 
 def vocabulary(run: RunConfig) -> tuple[int, bool]:
-    """Its size, and whether it is a guess: a tokenizer on the hub is not read, the preset's size stands in."""
+    """Vocabulary size, and whether it is assumed: for a tokenizer on the hub, which is not read, from the preset."""
     name = run.data.tokenizer
-    # A file is known by a hash of its content, a tokenizer on the hub by its name.
+    # A tokenizer file's fingerprint is a hash of its content; on the hub it is the name itself.
     if name == "bytes" or tokenizer_fingerprint(name) != name:
-        return vocab_size_of(run.data), False
+        return build_tokenizer(run.data.tokenizer).vocab_size, False
     if run.model.vocab_size is not None:
         return run.model.vocab_size, False
     preset = PRESETS.get(run.model.preset or "")
@@ -150,11 +154,11 @@ def vocabulary(run: RunConfig) -> tuple[int, bool]:
 def _title(config: Config, index: int) -> str:
     count = len(config.islands)
     others = f" (island {index} of {count}; --island N shows another)" if count > 1 else ""
-    return f"{config.name}, {config.for_island(index).island}{others}"
+    return f"{config.name}, {config.for_island(index).label}{others}"
 
 
-def header(run: RunConfig, plan: Plan) -> str:
-    """Model, ranks and step in a line each."""
+def header(run: RunConfig, plan: StepPlan) -> str:
+    """One line each about the model, the ranks and the step."""
     work, sizes, degrees = plan.work, plan.work.sizes, plan.work.degrees
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in zip(AXES, degrees.sizes, strict=True))
     lines = [
@@ -169,19 +173,19 @@ def header(run: RunConfig, plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _print(console: Console, text: str, style: str = "") -> None:
+def print_text(console: Console, text: str, style: str = "") -> None:
     console.print(Text(text, style=style))
 
 
-def _section(console: Console, name: str, content: str | Table) -> None:
-    """A blank line, the name, the content."""
+def print_section(console: Console, name: str, content: str | Table) -> None:
+    """Print a blank line, the section's name and its content."""
     console.print()
-    _print(console, name, style="bold")
+    print_text(console, name, style="bold")
     console.print(Text(content) if isinstance(content, str) else content)
 
 
-def pipeline(plan: Plan, width: int) -> tuple[str, str]:
-    """The schedule's shape in figures; and the schedule, drawn."""
+def pipeline(plan: StepPlan, width: int) -> tuple[str, str]:
+    """Title with the key figures of the pipeline's schedule, and a drawing of the schedule."""
     work, simulation = plan.work, plan.simulation
     schedule, pp = work.parallel.schedule, work.degrees.pp
     name = (
@@ -189,14 +193,16 @@ def pipeline(plan: Plan, width: int) -> tuple[str, str]:
         "if backward = 2 x forward"
     )
     *lanes, legend = draw(simulation, width).splitlines()
-    drawn = [("..." if lane is None else lanes[lane]) for lane in shown(pp, MAX_DRAWN_RANKS)]
-    # Under ZeRO-3 nothing stays gathered anyway.
-    note = [] if schedule in SINGLE or work.frees_after_forward else [_gathered_note(len(work.stages) // pp)]
-    return name, "\n".join([*drawn, legend, *note])
+    shown_lanes = [("..." if lane is None else lanes[lane]) for lane in select_shown(pp, MAX_DRAWN_RANKS)]
+    # With ZeRO-3 no weights stay gathered in any case.
+    note = (
+        [] if schedule in ONE_STAGE_PER_RANK or work.frees_after_forward else [_gathered_note(len(work.stages) // pp)]
+    )
+    return name, "\n".join([*shown_lanes, legend, *note])
 
 
 def _gathered_note(stages_per_rank: int) -> str:
-    """What torch's runtime does with the weights of several stages."""
+    """Explain what torch's runtime does with the weights of several stages on a rank."""
     if stages_per_rank <= MANAGED_STAGES:
         return (
             f"The weights of a rank's {stages_per_rank} stages stay gathered from first to last use "
@@ -208,12 +214,12 @@ def _gathered_note(stages_per_rank: int) -> str:
     )
 
 
-def memory_table(plan: Plan, width: int) -> Table:
-    """Layers, micro-batches in flight and bytes of each coordinate on pp, as many as fit into `width`."""
+def memory_table(plan: StepPlan, width: int) -> Table:
+    """Layers, micro-batches in flight and bytes of as many pp coordinates as fit into `width`."""
     rows = memory_rows(plan)
     label_width = max(len(label) for label, _ in rows)
     cell_width = max(len(cell) for _, cells in rows for cell in cells)
-    columns = shown(plan.work.degrees.pp, max(3, (width - label_width - GUTTER) // (cell_width + GUTTER)))
+    columns = select_shown(plan.work.degrees.pp, max(3, (width - label_width - GUTTER) // (cell_width + GUTTER)))
     heads = ["..." if column is None else f"pp {column}" for column in columns]
     if len(heads) == 1:
         heads = ["any rank"]
@@ -223,8 +229,8 @@ def memory_table(plan: Plan, width: int) -> Table:
     return table
 
 
-def memory_rows(plan: Plan) -> list[tuple[str, list[str]]]:
-    """(what, by coordinate on pp)."""
+def memory_rows(plan: StepPlan) -> list[tuple[str, list[str]]]:
+    """Label and values of each row; values are listed by pp coordinate."""
     work, memory = plan.work, plan.memory
     rows = [("layers", [_layers(work.stages_at(pp_rank)) for pp_rank in range(work.degrees.pp)])]
     if work.degrees.pp > 1:
@@ -235,7 +241,7 @@ def memory_rows(plan: Plan) -> list[tuple[str, list[str]]]:
 
 
 def _layers(stages: Sequence[Stage]) -> str:
-    """`embed 0-1` of the first stage, `14-15 head` of the last; several stages with a comma."""
+    """`embed 0-1` for the first stage, `14-15 head` for the last; several stages are separated by commas."""
     texts = []
     for stage in stages:
         layers = f"{stage.layers[0]}-{stage.layers[-1]}" if len(stage.layers) > 1 else str(stage.layers[0])

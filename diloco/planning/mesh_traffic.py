@@ -1,33 +1,33 @@
-"""What an island's ranks send to each other in a step, axis by axis, as a table. No torch for pp 1."""
+"""A table of the traffic between an island's ranks in an inner step, by mesh axis. Imports torch only for pp > 1."""
 
 from typing import NamedTuple
 
 from rich.table import Table
 
-from diloco.mesh_ranks import groups, groups_text
-from diloco.units import human_bytes
-from inner.measure.traffic import OTHER, Row, expected_traffic
-from inner.measure.units import Workload
+from diloco.formatting import human_bytes
+from diloco.planning.mesh_ranks import groups_text, rank_groups
+from inner.measure.traffic import OTHER, TrafficRow, expected_traffic
+from inner.measure.workload import Workload
 from inner.mesh import AXES, Degrees
 
 HEADS = ("axis", "groups", "their ranks", "what moves", "calls", "sent")
 GUTTER = 2
-"""Blank columns between those of a table."""
+"""Blank columns between two columns of a table."""
 
 
-class Line(NamedTuple):
-    """One kind of thing that moves along an axis, or an axis along which nothing moves by itself."""
+class TrafficLine(NamedTuple):
+    """One kind of traffic along an axis, or an axis that has no traffic of its own."""
 
     axis: str
     groups: list[list[int]]
-    """Of the ranks that talk."""
+    """Groups of ranks that communicate."""
     what: str
     calls: int
     sent_bytes: int
 
 
 def traffic_table(work: Workload, width: int) -> Table:
-    """Each axis, its groups of ranks, and what a rank sends in them in one inner step."""
+    """Each axis with its groups of ranks and what a rank sends within its group in one inner step."""
     lines = traffic_lines(work)
     cells = [_cells(line, before) for line, before in zip(lines, [None, *lines], strict=False)]
     lengths = [max(map(len, column)) for column in zip(HEADS, *cells, strict=True)]
@@ -39,7 +39,7 @@ def traffic_table(work: Workload, width: int) -> Table:
 
 
 def plain_table(texts: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
-    """A table without lines: columns of text, then of numbers."""
+    """A table without borders: text columns first, then right-aligned number columns."""
     table = Table(box=None, padding=(0, GUTTER, 0, 0), pad_edge=False)
     for head in texts:
         table.add_column(head, no_wrap=True)
@@ -48,35 +48,35 @@ def plain_table(texts: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
     return table
 
 
-def traffic_lines(work: Workload) -> list[Line]:
-    """In the order of the axes; of the coordinates on pp, the one that sends most of a thing."""
+def traffic_lines(work: Workload) -> list[TrafficLine]:
+    """Traffic in the order of the axes; each figure is that of the pp coordinate that sends most."""
     sent = _most_sent(work)
     lines = []
     for name, members in _groups(work).items():
-        moved = [Line(name, members, what, *figures) for (axis, what), figures in sent.items() if axis == name]
-        # FSDP takes both together; dp_shard carries nothing by itself.
-        lines += moved or [Line(name, members, "see dp_shard x cp", 0, 0)]
+        moved = [TrafficLine(name, members, what, *figures) for (axis, what), figures in sent.items() if axis == name]
+        # FSDP communicates over dp_shard x cp; dp_shard has no traffic of its own.
+        lines += moved or [TrafficLine(name, members, "see dp_shard x cp", 0, 0)]
     return lines
 
 
 def _groups(work: Workload) -> dict[str, list[list[int]]]:
-    """Who talks to whom, by axis, or axes, of more than one rank."""
+    """Groups of ranks that communicate, by axis or combined axes of more than one rank."""
     degrees = work.degrees
-    together: list[tuple[str, ...]] = [(axis,) for axis in AXES]
+    combinations: list[tuple[str, ...]] = [(axis,) for axis in AXES]
     if degrees.dp_shard > 1 and degrees.cp > 1:
-        together.insert(-1, ("dp_shard", "cp"))
-    found = {
-        " x ".join(axes): groups(degrees, *axes)
-        for axes in together
+        combinations.insert(-1, ("dp_shard", "cp"))
+    by_axes = {
+        " x ".join(axes): rank_groups(degrees, *axes)
+        for axes in combinations
         if all(getattr(degrees, axis) > 1 for axis in axes)
     }
     if work.sizes.tie_embeddings and work.stage_ranks[0] != work.stage_ranks[-1]:
-        found["ends of pp"] = [[group[0], group[-1]] for group in found["pp"]]
-    return found
+        by_axes["ends of pp"] = [[group[0], group[-1]] for group in by_axes["pp"]]
+    return by_axes
 
 
 def _most_sent(work: Workload) -> dict[tuple[str, str], tuple[int, int]]:
-    """(calls, bytes) by axis and what moves."""
+    """(calls, bytes) by axis and kind of traffic, of the pp rank that sends most."""
     most: dict[tuple[str, str], tuple[int, int]] = {}
     for pp_rank in range(work.degrees.pp):
         here: dict[tuple[str, str], tuple[int, int]] = {}
@@ -89,15 +89,15 @@ def _most_sent(work: Workload) -> dict[tuple[str, str], tuple[int, int]]:
     return most
 
 
-def _axis(row: Row, degrees: Degrees) -> str:
-    """The axes of the mesh that are meant."""
+def _axis(row: TrafficRow, degrees: Degrees) -> str:
+    """The mesh axes of a row, as shown in the table."""
     if row.axis == "fsdp":
         return " x ".join(axis for axis in ("dp_shard", "cp") if getattr(degrees, axis) > 1)
     return "ends of pp" if row.axis == OTHER else row.axis
 
 
-def _what(row: Row, work: Workload) -> str:
-    """What moves; activations, and keys and values, return as gradients."""
+def _what(row: TrafficRow, work: Workload) -> str:
+    """Kind of traffic. The gradients of activations, keys and values are counted with them."""
     if row.axis == "cp":
         return "heads" if work.parallel.context == "ulysses" else "keys and values"
     if row.axis == "fsdp":
@@ -107,8 +107,8 @@ def _what(row: Row, work: Workload) -> str:
     return {"pp": "activations", "tp": "activations", OTHER: "tied table"}.get(row.axis, "gradients")
 
 
-def _cells(line: Line, before: Line | None) -> tuple[str, ...]:
-    """Of a row of the table, but for its ranks; what repeats is left out."""
+def _cells(line: TrafficLine, before: TrafficLine | None) -> tuple[str, ...]:
+    """Cells of a table row without its ranks; the axis is left out if it repeats that of the row before."""
     is_new = before is None or before.axis != line.axis
     names = (line.axis, f"{len(line.groups)} x {len(line.groups[0])}") if is_new else ("", "")
     calls, sent = (str(line.calls), human_bytes(line.sent_bytes)) if line.calls else ("", "")

@@ -1,7 +1,7 @@
-"""`diloco plan`: what a run costs on given links, and what to set, before anything is launched.
+"""`diloco plan`: predict what a run costs on given links, and recommend settings.
 
-Starts no process and trains nothing. It measures for a moment how fast this machine encodes and, unless it is told how
-long an inner step takes, how fast it multiplies matrices.
+It starts no process and trains nothing. It briefly measures how fast this machine encodes and, unless the duration of
+an inner step is given, how fast it multiplies matrices.
 """
 
 import math
@@ -13,27 +13,27 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 
-from diloco.config import Config, ConfigError, load_config
-from diloco.mesh_picture import Plan as IslandPlan
-from diloco.mesh_picture import island_of, plan_of
-from diloco.units import parse_bits_per_second, parse_seconds
+from diloco.config.schema import Config, load_config
+from diloco.errors import ConfigError
+from diloco.formatting import parse_bits_per_second, parse_seconds
+from diloco.planning.mesh_picture import StepPlan, build_step_plan, load_island
 from inner.measure.flops import flops_per_token, peak_flops
 from outer.config import OuterConfig
 
 if TYPE_CHECKING:
-    from diloco.planning.predict import HostSpeed
+    from outer.cost import HostSpeed
 
 T = TypeVar("T")
 MFU = 0.4
-"""Assumed where nothing is measured: what a tuned trainer reaches on GPUs."""
+"""Model FLOPs utilisation that is assumed for inner steps: what a tuned trainer reaches on GPUs."""
 UTILISATION = 0.95
-"""Wanted unless another is."""
+"""Default target of the recommendations."""
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12, "p": 1e15}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is asked on the command line, as it is written there; None: not given."""
+class PlanRequest:
+    """Flags of the command line as they are written; None if a flag is not given."""
 
     islands: int | None = None
     bandwidth: str = "1gbit"
@@ -48,51 +48,53 @@ class Question:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Of an inner step on the fastest island, how much longer the slowest's takes, and how that is known."""
+    """Duration of an inner step on the fastest island."""
 
     seconds: float
     spread: float
+    """Extra share of that duration on the slowest island: 0.1 for 10 %."""
     source: str
+    """How the duration is known, as text for the user."""
 
 
-def show_plan(path: Path, overrides: list[str], question: Question, console: Console) -> bool:
-    """Print the plan; False when the run as it is configured does not reach a utilisation that is asked for.
+def show_plan(path: Path, overrides: list[str], request: PlanRequest, console: Console) -> bool:
+    """Print the plan. Returns False if `request` has a target utilisation and the run as configured does not reach it.
 
     Raises ConfigError or InputError.
     """
     config = load_config(path, overrides)
-    bits_per_second = _flag("--bandwidth", parse_bits_per_second, question.bandwidth)
-    rtt_seconds = _flag("--rtt", parse_seconds, question.rtt)
-    tokens = None if question.tokens is None else _flag("--tokens", parse_count, question.tokens)
-    codec_bytes = None if question.codec_speed is None else _flag("--codec-speed", parse_count, question.codec_speed)
-    islands = [plan_of(config.run, island_of(config, i)) for i in range(max(1, len(config.islands)))]
-    step = step_time(config, islands, question)
+    bits_per_second = _parse("--bandwidth", parse_bits_per_second, request.bandwidth)
+    rtt_seconds = _parse("--rtt", parse_seconds, request.rtt)
+    tokens = None if request.tokens is None else _parse("--tokens", parse_count, request.tokens)
+    codec_bytes = None if request.codec_speed is None else _parse("--codec-speed", parse_count, request.codec_speed)
+    islands = [build_step_plan(config.run, load_island(config, i)) for i in range(max(1, len(config.islands)))]
+    step = step_time(config, islands, request)
 
-    # Only now: a mistake is answered without waiting for torch.
+    # Imported here because these modules import torch: mistakes in flags are reported without waiting for it.
     from diloco.planning.advice import ladder
-    from diloco.planning.predict import Case, Link
-    from diloco.planning.specs import specs_of
-    from diloco.planning.table import Picture, print_plan
+    from diloco.planning.plan_table import Picture, print_plan
+    from diloco.planning.predict import Case, LinkSpeed
+    from inner.measure.param_specs import param_specs
 
-    speed_of = _speeds(codec_bytes)
+    measure = _build_measure(codec_bytes)
     case = Case(
         outer=config.outer,
-        specs=specs_of(islands[0].work.sizes),
-        num_islands=question.islands or max(len(config.islands), config.outer.start_islands),
+        specs=param_specs(islands[0].work.sizes),
+        num_islands=request.islands or max(len(config.islands), config.outer.start_islands),
         step_seconds=step.seconds,
-        link=Link(bits_per_second, rtt_seconds),
-        speed=speed_of(config.outer),
+        link=LinkSpeed(bits_per_second, rtt_seconds),
+        speed=measure(config.outer),
         ranks=islands[0].work.degrees.num_ranks,
         spread=step.spread,
     )
-    target = question.utilisation or UTILISATION
-    rungs = ladder(case, target, speed_of)
+    target = request.utilisation or UTILISATION
+    rungs = ladder(case, target, measure)
     print_plan(Picture(config, islands[0], step.source, rungs, target, tokens), console)
-    return question.utilisation is None or rungs[0].prediction.utilisation >= target
+    return request.utilisation is None or rungs[0].prediction.utilisation >= target
 
 
 def parse_count(text: str) -> float:
-    """`10B` as 1e10; above 0. Raises ConfigError, which does not say where it was written."""
+    """Parse a positive count such as `10B` (1e10). Raises ConfigError, which does not name the flag."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?) ?([kmbgtp]?)", text.strip().lower().replace("_", ""))
     value = float(found[1]) * COUNTS[found[2]] if found else 0.0
     if not 0 < value < math.inf:
@@ -100,24 +102,24 @@ def parse_count(text: str) -> float:
     return value
 
 
-def step_time(config: Config, islands: list[IslandPlan], question: Question) -> StepTime:
-    """As given, or by the operations of a step. Raises ConfigError."""
-    if question.step_seconds is not None:
-        seconds = _flag("--step-seconds", _step_seconds, question.step_seconds)
-        return StepTime(seconds, question.spread or 0.0, "as given")
-    peak, source = _peak(config, question.flops)
+def step_time(config: Config, islands: list[StepPlan], request: PlanRequest) -> StepTime:
+    """The duration given on the command line, or an estimate from the step's operations. Raises ConfigError."""
+    if request.step_seconds is not None:
+        seconds = _parse("--step-seconds", _step_seconds, request.step_seconds)
+        return StepTime(seconds, request.spread or 0.0, "as given")
+    peak, source = _peak(config, request.flops)
     times = []
     for island in islands:
         flops = flops_per_token(island.work.sizes, config.data.seq_len).total * config.optimizer.tokens_per_step
         times.append(flops / (island.work.degrees.num_ranks * peak * MFU))
-    spread = max(times) / min(times) - 1 if question.spread is None else question.spread
+    spread = max(times) / min(times) - 1 if request.spread is None else request.spread
     return StepTime(min(times), spread, f"{source}, {MFU:.0%} of it assumed; or give --step-seconds")
 
 
-def _peak(config: Config, given: str | None) -> tuple[float, str]:
-    """Operations a second of a rank, and how that is known."""
-    if given is not None:
-        peak = _flag("--flops", parse_count, given)
+def _peak(config: Config, flops: str | None) -> tuple[float, str]:
+    """Peak operations per second of a rank, from the flag or measured, and the source as text."""
+    if flops is not None:
+        peak = _parse("--flops", parse_count, flops)
         return peak, f"{_flops(peak)} a rank"
     import torch
 
@@ -132,7 +134,7 @@ def _peak(config: Config, given: str | None) -> tuple[float, str]:
     peak = peak_flops(device, island.compute_dtype)
     if peak is None:
         raise ConfigError(
-            f"this machine's {device} multiplies no {island.compute_dtype}; give --step-seconds or --flops"
+            f"this machine's {device} cannot multiply {island.compute_dtype}; give --step-seconds or --flops"
         )
     return peak, f"{_flops(peak)} a rank, measured on this machine's {'CPU' if device == 'cpu' else 'GPU'}"
 
@@ -144,23 +146,23 @@ def _flops(peak: float) -> str:
 def _step_seconds(text: str) -> float:
     seconds = parse_seconds(text if text.strip()[-1:].isalpha() else f"{text}s")
     if seconds == 0:
-        raise ConfigError(f"{text!r} is no time; allowed: more than 0, for example 0.2 or 200ms")
+        raise ConfigError(f"{text!r} is not a duration; allowed: more than 0, for example 0.2 or 200ms")
     return seconds
 
 
-def _speeds(codec_bytes: float | None) -> "Callable[[OuterConfig], HostSpeed]":
-    """How fast the host works with a codec, measured; `codec_bytes`: of fp32 that it codes in a second, if given."""
-    from diloco.planning.host_speed import measure
+def _build_measure(codec_bytes: float | None) -> "Callable[[OuterConfig], HostSpeed]":
+    """A function that measures the host's speed; a given `codec_bytes` (fp32 bytes per second) replaces the codec's."""
+    from outer.cost import measure_host_speed
 
-    def speed_of(outer: OuterConfig) -> "HostSpeed":
-        speed = measure(outer)
+    def measure(outer: OuterConfig) -> "HostSpeed":
+        speed = measure_host_speed(outer)
         return speed if codec_bytes is None else replace(speed, encode=4 / codec_bytes, decode=4 / codec_bytes)
 
-    return speed_of
+    return measure
 
 
-def _flag(name: str, parse: Callable[[str], T], text: str) -> T:
-    """The flag's value. Raises ConfigError that names it."""
+def _parse(name: str, parse: Callable[[str], T], text: str) -> T:
+    """The flag's value. Raises ConfigError that names the flag."""
     try:
         return parse(text)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""How `diloco plan` shows what it found."""
+"""The output of `diloco plan`: tables, notes and the verdict."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,35 +7,32 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from diloco.config import Config
-from diloco.mesh_picture import Plan, header
-from diloco.mesh_traffic import plain_table
+from diloco.config.schema import Config
+from diloco.formatting import human_bytes, human_count, human_seconds
 from diloco.planning.advice import Rung, needed_bandwidth
+from diloco.planning.mesh_picture import StepPlan, header, print_section, print_text
+from diloco.planning.mesh_traffic import plain_table
 from diloco.planning.predict import CONTROL_TRIPS, PAYLOAD_TRIPS, Case, Prediction
-from diloco.planning.round_bytes import fragments_of
-from diloco.planning.specs import num_elements
 from diloco.planning.utilisation import Model, diloco, streaming, utilisation
-from diloco.units import human_bytes, human_count, human_seconds
-from outer.state import LOG_BYTES_PER_PARAM
-
-FP32 = 4
+from inner.measure.param_specs import num_elements
+from outer.cost import memory_bytes, round_bytes
 
 
 @dataclass(frozen=True)
 class Picture:
-    """All there is to show."""
+    """Everything that the plan shows."""
 
     config: Config
-    island: Plan
-    """The first island's."""
+    island: StepPlan
+    """The inner step of the first island."""
     step_source: str
+    """How the duration of an inner step is known."""
     rungs: list[Rung]
-    """The run as configured, then what would be better."""
+    """The run as configured, followed by better settings."""
     target: float
     tokens: float | None
-    """None: the run's own."""
+    """Tokens to predict the time for; None uses the run's own."""
 
     @property
     def case(self) -> Case:
@@ -47,31 +44,28 @@ class Picture:
 
 
 def print_plan(picture: Picture, console: Console) -> None:
-    """The whole plan."""
+    """Print the whole plan."""
     case, p = picture.case, picture.prediction
     link = f"{human_rate(case.link.bits_per_second)}, round trip {human_duration(case.link.rtt_seconds)}"
     islands = f"{case.num_islands} island{'s' * (case.num_islands > 1)}"
-    _print(console, f"{picture.config.name}, {islands}, each on a link of {link}", "bold")
-    _print(console, header(picture.config.run, picture.island))
-    _print(console, _outer_line(picture))
-    _print(console, f"       {human_duration(case.step_seconds)} an inner step ({picture.step_source})")
-    _section(console, f"Computes {percent(p.utilisation)} of the time: {_cycle(p)}", terms_table(case, p))
+    print_text(console, f"{picture.config.name}, {islands}, each on a link of {link}", "bold")
+    print_text(console, header(picture.config.run, picture.island))
+    print_text(console, _outer_line(picture))
+    print_text(console, f"       {human_duration(case.step_seconds)} an inner step ({picture.step_source})")
+    cycle = f"a cycle of {p.inner_steps} inner steps averages all parameters"
+    print_section(console, f"Computes {percent(p.utilisation)} of the time; {cycle}", terms_table(case, p))
     console.print()
     for line in notes(picture):
-        _print(console, line)
-    _section(console, "What a rank holds for the outer loop, on the host", memory_table(picture))
-    wanted = percent(picture.target)
-    _section(
-        console,
-        f"What reaches {wanted}, line upon line; bits a parameter and inner step",
-        advice_table(picture),
-    )
+        print_text(console, line)
+    print_section(console, "What a rank holds for the outer loop, on the host", memory_table(picture))
+    settings = f"Settings up to {percent(picture.target)}, line by line; bits per parameter and inner step"
+    print_section(console, settings, advice_table(picture))
     console.print()
-    _print(console, verdict(picture), "bold green" if _is_reached(picture) else "bold red")
+    print_text(console, verdict(picture), "bold green" if _is_reached(picture) else "bold red")
 
 
 def terms_table(case: Case, prediction: Prediction) -> Table:
-    """What a cycle's time goes to."""
+    """The terms of a cycle's time."""
     table = plain_table(("",), ("seconds", "share"))
     table.add_column("")
     for name, seconds, note in _terms(case, prediction):
@@ -86,10 +80,10 @@ def _terms(case: Case, p: Prediction) -> Iterator[tuple[str, float, str]]:
     sent = f"{human_bytes(p.sent_bytes)} each way"
     yield "inner steps", p.compute_seconds, f"{p.inner_steps} x {human_duration(case.step_seconds)}"
     yield "transfer", p.transfer_seconds, f"of {human_duration(p.busy_transfer_seconds)} for {sent}"
-    yield "round trips", p.trip_seconds, f"of {trips:g} x {rtt}, TCP's slow start, passing payloads on"
-    yield "codec", p.codec_seconds, f"of {human_duration(p.busy_codec_seconds)} of {outer.codec}, as parts travel"
-    yield "outer step", p.step_seconds, "and the digest of the new state"
-    yield "snapshot", p.copy_seconds, "of local params, and writing back"
+    yield "round trips", p.trip_seconds, f"{trips:g} x {rtt}, TCP's slow start, handling payloads"
+    yield "codec", p.codec_seconds, f"of {human_duration(p.busy_codec_seconds)} of {outer.codec}, beside the transfer"
+    yield "outer step", p.step_seconds, "with the digest of the new state"
+    yield "snapshot", p.copy_seconds, "copying local params, and writing back"
     yield "slowest island", p.spread_seconds, _spread_note(case)
 
 
@@ -100,7 +94,7 @@ def _spread_note(case: Case) -> str:
 
 
 def notes(picture: Picture) -> Iterator[str]:
-    """What else follows, a line each."""
+    """Further results, one per line."""
     case, p = picture.case, picture.prediction
     if p.hidden_seconds:
         yield f"behind inner steps  {human_duration(p.hidden_seconds)} a cycle, not in the terms above"
@@ -114,7 +108,7 @@ def notes(picture: Picture) -> Iterator[str]:
 
 
 def _tokens(picture: Picture) -> str:
-    """The wanted tokens, or the run's own, and their time."""
+    """The number of tokens, and the time to train them."""
     config, case, p = picture.config, picture.case, picture.prediction
     a_cycle = case.num_islands * config.optimizer.tokens_per_step * p.inner_steps
     tokens = picture.tokens or config.run.total_steps * config.optimizer.tokens_per_step * case.num_islands
@@ -124,13 +118,13 @@ def _tokens(picture: Picture) -> str:
 
 
 def published_utilisation(picture: Picture) -> float:
-    """Of the run, by the model of diloco/planning/utilisation.py."""
+    """Utilisation of the run by the model of diloco/planning/utilisation.py."""
     case, outer = picture.case, picture.case.outer
     sizes = picture.island.work.sizes
-    fragments = fragments_of(outer, case.specs, case.num_islands)
+    rounds = round_bytes(outer, case.specs, case.num_islands)
     num_params = num_elements(case.specs)
-    # What is sent once: the means, all of them together, in a cycle.
-    bits = 8 * sum(fragment.mean_bytes for fragment in fragments) / num_params * outer.fragments / len(fragments)
+    # That model counts one-way bytes, which are the means of a cycle.
+    bits = 8 * sum(sent.mean_bytes for sent in rounds) / num_params * outer.fragments / len(rounds)
     model = Model(num_layers=sizes.num_layers, num_params=num_params, step_seconds=case.step_seconds)
     if outer.fragments == 1:
         method = diloco(model, outer.inner_steps, delay=outer.delay, bits=bits)
@@ -142,43 +136,20 @@ def published_utilisation(picture: Picture) -> float:
 
 
 def memory_table(picture: Picture) -> Table:
-    """Bytes of the outer loop's state beside those of an inner step."""
+    """Memory of the outer loop's state, with that of an inner step for comparison."""
     table = plain_table(("",), ("any rank",))
-    for name, num_bytes in memory_rows(picture):
+    case = picture.case
+    memory = memory_bytes(case.outer, case.specs, case.num_islands, case.ranks)
+    for name, num_bytes in [*memory.items(), ("together", sum(memory.values()))]:
         table.add_row(name, human_bytes(num_bytes))
     where = "the CPU" if picture.island.device_type == "cpu" else "a GPU"
-    table.add_row(f"beside an inner step, on {where}", human_bytes(max(each.peak for each in picture.island.memory)))
+    peak = max(each.peak for each in picture.island.memory)
+    table.add_row(f"for comparison, an inner step on {where}", human_bytes(peak))
     return table
 
 
-def memory_rows(picture: Picture) -> list[tuple[str, float]]:
-    """(what, bytes) of a rank that carries its share of the parts."""
-    case, outer = picture.case, picture.case.outer
-    fragments = fragments_of(outer, case.specs, case.num_islands)
-    held = num_elements(case.specs) / case.ranks
-    moments = 2 * held if outer.moments else 0
-    largest = max(fragment.num_elements for fragment in fragments) / case.ranks
-    rows = [("global params", FP32 * held)]
-    if moments:
-        rows.append(("averaged moments", FP32 * moments))
-    if (outer.gossip or outer.optimizer).momentum > 0:
-        rows.append(("outer momentum", FP32 * held))
-    if outer.coding.feedback is not None:
-        rows.append(("residuals of coding", FP32 * held * (1 + 1 / case.num_islands)))
-    if outer.merge.needs_last_mean:
-        rows.append(("last mean", FP32 * held))
-    rows.append(("a round's snapshot and mean", 2 * FP32 * largest))
-    if outer.gossip is not None:
-        # What it gives, encoded; of itself and each partner, both as decoded.
-        group = min(outer.gossip.group, case.num_islands)
-        payloads = fragments[0].mean_bytes / case.ranks
-        rows.append(("shares of a group", 2 * FP32 * group * held + payloads))
-    rows.append(("means for joiners, at most", LOG_BYTES_PER_PARAM * (held + moments)))
-    return [*rows, ("together", sum(num_bytes for _, num_bytes in rows))]
-
-
 def advice_table(picture: Picture) -> Table:
-    """Each setting, and what it gives."""
+    """Each recommended setting with its prediction."""
     table = plain_table((), ("computes", "sent", "bits"))
     table.add_column("set")
     before: dict[str, Any] = {}
@@ -192,18 +163,18 @@ def advice_table(picture: Picture) -> Table:
 
 
 def verdict(picture: Picture) -> str:
-    """One line: what to do."""
+    """One line of advice: the settings that reach the target, or why none does."""
     last, goal = picture.rungs[-1], percent(picture.target)
     if _is_reached(picture):
         return f"{goal}: {'as configured' if not last.changes else f'set {overrides_of(last.changes)}'}"
     needed = needed_bandwidth(last.case, picture.target)
     if needed is None:
-        return f"Nothing reaches {goal}, nor would a faster link: what is left is the host's work, and waiting"
-    return f"Nothing reaches {goal} on this link; the last line does with {human_rate(needed)}"
+        return f"No setting reaches {goal}, even on a faster link: the host's work and waiting take the rest"
+    return f"No setting reaches {goal} on this link; the last line does with {human_rate(needed)}"
 
 
 def overrides_of(changes: Mapping[str, Any]) -> str:
-    """Changes below `outer`, as the command line has them."""
+    """Changes to the `outer` section as command-line overrides."""
     return " ".join(f"outer.{key}={value}" for key, value in changes.items())
 
 
@@ -237,19 +208,5 @@ def _outer_line(picture: Picture) -> str:
     return f"outer  {settings} over {outer.transport}"
 
 
-def _cycle(p: Prediction) -> str:
-    return f"a cycle of {p.inner_steps} inner steps, all parameters averaged"
-
-
 def _is_reached(picture: Picture) -> bool:
     return picture.rungs[-1].prediction.utilisation >= picture.target
-
-
-def _section(console: Console, name: str, content: Table) -> None:
-    console.print()
-    _print(console, name, "bold")
-    console.print(content)
-
-
-def _print(console: Console, text: str, style: str = "") -> None:
-    console.print(Text(text, style=style))

@@ -1,13 +1,13 @@
-"""Compute utilisation over a link of some bandwidth, by the model of Streaming DiLoCo's appendix (2501.18512).
+"""Compute utilisation over a link of given bandwidth, by the model in the appendix of Streaming DiLoCo (2501.18512).
 
-    inner step     fwd 1 .. fwd L, then from layer L to 1: gradient of its input (but of layer 1's), of its weights
-    each of them   step_seconds / 3L; one after the other
-    sync           at a step that syncs a layer, its weights' gradient enters the link's queue when it is there
-    link           one message at a time, in order; params / L x bits / bandwidth each
-    merge          a layer's forward waits for its sync `1 + delay` steps before
+    inner step     fwd 1 .. fwd L, then from layer L to 1: gradients of its input (not for layer 1) and of its weights
+    node           each of these; takes step_seconds / 3L, one after the other
+    sync           in a step that syncs a layer, its weight gradient enters the link's queue as soon as it is computed
+    link           sends one message at a time, in order; each takes params / L x bits / bandwidth
+    merge          a layer's forward waits for the layer's sync from `1 + delay` steps before
 
-Utilisation is compute / time once inner steps repeat themselves. The model knows one-way bytes alone: no islands, no
-latency, no codec, no memory; diloco/planning/predict.py is the model of this trainer.
+Utilisation is compute / time once the steps repeat. The model includes only one-way bytes: no number of islands,
+latency, codec or memory. diloco/planning/predict.py models this trainer.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,15 +16,13 @@ from itertools import pairwise
 
 import numpy as np
 
-GRID_GBITS = np.logspace(-1, 3, 50)
-"""Bandwidths that the paper's table tries, Gbit/s."""
 MAX_CYCLES = 64
 LAYERS_PER_FRAGMENT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What computes: all parameters are in layers of one size."""
+    """A model whose parameters are all in layers of equal size."""
 
     num_layers: int
     num_params: float
@@ -33,25 +31,20 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """What is sent when: fragment i, a set of layers, at steps with step % inner_steps == offsets[i]."""
+    """A sync schedule: fragment i is sent at steps with step % inner_steps == offsets[i]."""
 
     inner_steps: int
     fragments: tuple[tuple[int, ...], ...]
-    """Layers from 0 on."""
+    """The layers of each fragment, numbered from 0."""
     offsets: tuple[int, ...]
     delay: int = 0
-    """Inner steps that a sync may take beside the one it is in: tau."""
+    """Inner steps that a sync may take in addition to the one it starts in (tau)."""
     bits: float = 16.0
-    """Of a parameter on the link."""
-
-
-def data_parallel(model: Model, bits: float = 16.0) -> Method:
-    """Every layer in every step."""
-    return diloco(model, 1, bits=bits)
+    """Bits per parameter on the link."""
 
 
 def diloco(model: Model, inner_steps: int, *, delay: int = 0, bits: float = 16.0) -> Method:
-    """All layers in one step of `inner_steps`."""
+    """Sync all layers in one of `inner_steps` steps."""
     layers = tuple(range(model.num_layers))
     return Method(inner_steps=inner_steps, fragments=(layers,), offsets=(0,), delay=delay, bits=bits)
 
@@ -60,25 +53,25 @@ def streaming(
     model: Model, inner_steps: int, *, fragments: int | None = None, delay: int = 0, bits: float = 16.0,
     pattern: str = "strided",
 ) -> Method:  # fmt: skip
-    """Each fragment at a step of its own, if there are enough; `fragments` None: of three layers each.
+    """Sync each fragment at its own step, if there are enough steps. By default fragments have three layers.
 
-    As in the paper the embedding takes a turn, too, but its bytes are not counted.
+    As in the paper the embedding gets a turn as well, but its bytes are not counted.
     """
     count = fragments or -(-model.num_layers // LAYERS_PER_FRAGMENT)
-    every = range(model.num_layers)
+    layers = range(model.num_layers)
     bounds = [i * model.num_layers // count for i in range(count + 1)]
-    strided = [every[i::count] for i in range(count)]
-    neighbours = [every[a:b] for a, b in pairwise(bounds)]
-    made = {"strided": strided, "sequential": neighbours}[pattern]
+    strided = [layers[i::count] for i in range(count)]
+    sequential = [layers[a:b] for a, b in pairwise(bounds)]
+    layer_sets = {"strided": strided, "sequential": sequential}[pattern]
     period = max(inner_steps // (count + 1), 1)
     offsets = tuple(i * period % inner_steps for i in range(count))
     return Method(
-        inner_steps=inner_steps, fragments=tuple(map(tuple, made)), offsets=offsets, delay=delay, bits=bits
+        inner_steps=inner_steps, fragments=tuple(map(tuple, layer_sets)), offsets=offsets, delay=delay, bits=bits
     )  # fmt: skip
 
 
-def utilisation(model: Model, method: Method, gbits: np.ndarray = GRID_GBITS) -> np.ndarray:
-    """Share of the time that computes, at each bandwidth (1-D, Gbit/s), in steady state."""
+def utilisation(model: Model, method: Method, gbits: np.ndarray) -> np.ndarray:
+    """Share of the time spent computing in steady state, at each bandwidth (1-D, Gbit/s)."""
     link = _Link(model, method, gbits)
     seconds = np.zeros_like(gbits)
     for cycle in range(MAX_CYCLES):
@@ -86,24 +79,14 @@ def utilisation(model: Model, method: Method, gbits: np.ndarray = GRID_GBITS) ->
         for step in range(cycle * method.inner_steps, (cycle + 1) * method.inner_steps):
             link.step(step)
         seconds = link.now - started
-        # What is sent in a cycle may be waited for in a later one.
+        # A layer sent in one cycle may be waited for only in a later one.
         if cycle * method.inner_steps > method.delay + 1 and np.allclose(seconds, before, rtol=1e-9, atol=0.0):
             break
     return method.inner_steps * (3 * model.num_layers - 1) * link.node_seconds / seconds
 
 
-def last_below(shares: np.ndarray, target: float) -> int:
-    """Index of the last of GRID_GBITS, with these utilisations, that is still below `target`; -1: none is."""
-    return int(np.argmax(shares >= target)) - 1 if (shares >= target).any() else len(shares) - 1
-
-
-def printed(index: int) -> str:
-    """A bandwidth of GRID_GBITS as the paper prints it: rounded to two digits, then to one."""
-    return f"{round(GRID_GBITS[index], 2):.1f}" if index >= 0 else f"<{GRID_GBITS[0]:.1f}"
-
-
 class _Link:
-    """A training over links of many bandwidths at once: every time is an array, one element a bandwidth."""
+    """A run over links of many bandwidths at once: every time is an array with one element per bandwidth."""
 
     def __init__(self, model: Model, method: Method, gbits: np.ndarray) -> None:
         self.now = np.zeros_like(gbits)
@@ -112,14 +95,14 @@ class _Link:
         self._layer_seconds = model.num_params / model.num_layers * method.bits / (gbits * 1e9)
         self._free_at = np.zeros_like(gbits)
         self._due: dict[int, dict[int, np.ndarray]] = {}
-        """By inner step and layer: when what its forward waits for is there."""
-        self._synced = [self._layers_at(step) for step in range(method.inner_steps)]
+        """Time at which the sync arrives that a layer's forward waits for, by inner step and layer."""
+        self._layers_by_step = [self._layers_at(step) for step in range(method.inner_steps)]
 
     def step(self, number: int) -> None:
-        """One inner step."""
+        """Simulate one inner step."""
         due = self._due.pop(number, {})
         self._compute(sorted(due), lambda layer: self._wait(due[layer]), self._num_layers)
-        layers = self._synced[number % self._method.inner_steps]
+        layers = self._layers_by_step[number % self._method.inner_steps]
         if not layers:
             self.now = self.now + (2 * self._num_layers - 1) * self.node_seconds
             return
@@ -128,7 +111,7 @@ class _Link:
         self._compute(sorted(ends), lambda node: self._send(sent, ends[node]), 2 * self._num_layers - 1)
 
     def _compute(self, stops: Sequence[int], at_stop: Callable[[int], None], num_nodes: int) -> None:
-        """Nodes in order, with something to do before node `stop` (0-based) of each of `stops`."""
+        """Run nodes in order, and call `at_stop` before each node (0-based) in `stops`."""
         done = 0
         for stop in stops:
             self.now = self.now + (stop - done) * self.node_seconds
@@ -144,7 +127,7 @@ class _Link:
         sent[layer] = self._free_at
 
     def _backward_nodes(self, layer: int) -> int:
-        """Nodes of the backward pass that are done when the layer's weights have their gradient."""
+        """Nodes of the backward pass until the gradient of the layer's weights is computed."""
         return 2 * (self._num_layers - layer) - (layer == 0)
 
     def _layers_at(self, step: int) -> list[int]:

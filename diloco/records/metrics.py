@@ -1,20 +1,25 @@
-"""What an island records while it trains: one JSON object a line in metrics.jsonl, and the same to sinks."""
+"""The records of an island: one JSON object per line of metrics.jsonl, also sent to sinks. Does not import torch."""
 
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from outer.leases.ledger import Ledger
+    from outer.report import RoundReport
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One inner step. `tokens` is this island's sum so far; `loss` is None when the step was skipped."""
+    """One inner step. `tokens` is the island's total so far; `loss` is None if the step was skipped."""
 
     step: int
     tokens: int
@@ -24,61 +29,87 @@ class StepRecord:
     seconds: float
     tokens_per_second: float
     mfu: float | None = None
-    """Model FLOPs utilisation: share of the ranks' measured matmul peak that the model's arithmetic used."""
+    """Model FLOPs utilisation: the model's arithmetic as a share of the ranks' measured matmul peak."""
     skipped: bool = False
     data_seconds: float | None = None
-    """The leader waited so long for the step's text, beside `seconds`."""
+    """Time that the leader waited for the step's text; not part of `seconds`."""
     source_tokens: dict[str, int] = field(default_factory=dict)
-    """Of a mixture: this step's tokens by source."""
+    """The step's tokens by source, if the data is a mixture."""
     time: float = field(default_factory=time.time)
     kind: Literal["step"] = "step"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRecord:
-    """One attempt at a round. Bytes are those that left and entered the process, protocol included."""
+    """One attempt at a round. Bytes are those that left and entered the process, including the protocol's."""
 
     round: int
     attempt: int
     participants: tuple[str, ...]
     committed: bool
     digest: str
-    """Of the committed state after the round, hex."""
+    """Digest of the committed state after the round, hex."""
     bytes_sent: int
     bytes_received: int
     reduce_seconds: float
     wait_seconds: float
     pseudo_gradient_norm: float | None
     cause: str | None = None
-    """Why the attempt was aborted; with gossip, who was left out, and why."""
+    """Why the attempt was aborted; with gossip, which islands were left out, and why."""
     is_own: bool = False
-    """Gossip: the digest is of global params that are this island's own."""
+    """With gossip: whether the digest is of this island's own global params, which differ from the others'."""
     steps: int = 0
-    """Inner steps whose progress this island gave to the attempt."""
+    """Number of inner steps in this island's contribution."""
     tokens: int = 0
-    """That they were trained on: the island's weight in the mean."""
+    """Number of tokens in this island's contribution, which is its weight in the mean."""
     stalled_seconds: float = 0.0
-    """Inner steps stood still so long for the round, all its attempts together; the rest was behind them."""
+    """Time that training stood still for all attempts at the round; the rest of the round ran in the background."""
     gated: dict[str, int] = field(default_factory=dict)
-    """By island: parts that this island's leader, as their reducer, left out of the mean."""
+    """Number of parts that this island's leader, as their reducer, left out of the mean, by island."""
     base: str = ""
     """Digest of the committed state before the round."""
     units: list[list[int]] = field(default_factory=list)
-    """Of text, read by what this island gave to the attempt: runs of [first, count, stride]."""
+    """Data units that this island's contribution was trained on, as ranges of [first, count, stride]."""
     trained_units: int = 0
-    """In committed rounds, by all islands, as far as the account says after the attempt."""
+    """Data units that all islands have trained in committed rounds, by the ledger after the attempt."""
     open_units: int = 0
-    """Leased or returned then, and not trained."""
+    """Data units that are leased or returned and not trained, by the same ledger."""
     listeners: tuple[str, ...] = ()
-    """Participants that gave nothing to the round, for they still trained."""
+    """Participants that contributed nothing to the round because they were still training."""
     time: float = field(default_factory=time.time)
-    """The end of the attempt: the wait came first, then the reduce."""
+    """The end of the attempt, which consists of the wait and then the reduce."""
     kind: Literal["round"] = "round"
+
+    @classmethod
+    def from_report(
+        cls, report: "RoundReport", *, steps: int, tokens: int, waited_seconds: float, ledger: "Ledger"
+    ) -> "RoundRecord":
+        """The record of an attempt to which this island contributed `steps` inner steps on `tokens` tokens.
+
+        `waited_seconds` is the time that training stood still for the round. It is recorded with the committed attempt.
+        """
+        # Fields that have the same name in RoundReport are copied.
+        names = {each.name for each in fields(cls)} & {each.name for each in fields(report)}
+        values = {name: getattr(report, name) for name in names}
+        values |= {
+            "participants": tuple(report.participants),
+            "committed": report.is_committed,
+            "pseudo_gradient_norm": report.pseudo_grad_norm,
+            "cause": report.cause or None,
+            "steps": steps,
+            "tokens": tokens,
+            "stalled_seconds": waited_seconds if report.is_committed else 0.0,
+            "units": report.unit_triples,
+            "trained_units": ledger.trained,
+            "open_units": ledger.open,
+            "listeners": tuple(report.listeners),
+        }
+        return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRecord:
-    """Held-out loss, in nats a token, on the global params; `tokens` counts all islands."""
+    """Held-out loss of the global params, in nats per token. `tokens` counts those of all islands."""
 
     round: int
     tokens: int
@@ -90,7 +121,7 @@ class EvalRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EventRecord:
-    """Something that happened to the island: `joined`, `left`, `alone`, `stopped`, ..."""
+    """An event in the life of the island: `joined`, `left`, `alone`, `stopped`, ..."""
 
     name: str
     text: str = ""
@@ -102,47 +133,51 @@ Record = StepRecord | RoundRecord | EvalRecord | EventRecord
 
 
 class Sink(Protocol):
-    """A further place for records. Only an island's rank 0 has sinks."""
+    """A destination for records besides metrics.jsonl. Only rank 0 of an island has sinks.
+
+    >>> class PrintSink:
+    ...     def write(self, record: Record) -> None:
+    ...         print(record.kind, record.name if isinstance(record, EventRecord) else "")
+    ...     def close(self) -> None:
+    ...         print("closed")
+    >>> metrics = Metrics(Path("/dev/null"), sinks=[PrintSink()])
+    >>> metrics.write(EventRecord(name="joined", text="at round 3"))
+    event joined
+    >>> metrics.close()
+    closed
+    """
 
     def write(self, record: Record) -> None:
-        """Take one record; does not wait for a network."""
-        ...
+        """Write or queue one record without waiting for a network."""
 
     def close(self) -> None:
-        """Write out what is pending."""
-        ...
+        """Write all pending records."""
 
 
 class Metrics:
-    """Appends records to `path`, a whole line at a time: a killed island leaves lines that parse.
+    """Appends records to `path`, one whole line at a time, so that a killed island leaves lines that parse.
 
-    What ails the disk does not end the training: records that cannot be written are lost, and a sink that fails gets
-    no more of them, which is logged.
+    Problems of the disk or of a sink do not end the training. They are logged; records that cannot be written are
+    lost, and a sink that fails gets no further records.
     """
 
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Unbuffered: each line is one write to the system, and nothing is lost when the process is killed.
+        # Unbuffered, so that each line is one system call and a killed process loses nothing.
         self._file = path.open("ab", buffering=0)
         self._sinks = list(sinks)
         self._path, self._num_lost = path, 0
         self._is_inside_a_line = _ends_inside_a_line(path)
 
-    def step(self, record: StepRecord) -> None:
-        """Record an inner step."""
-        self._write(record)
-
-    def round(self, record: RoundRecord) -> None:
-        """Record an attempt at a round, committed or aborted."""
-        self._write(record)
-
-    def evaluation(self, record: EvalRecord) -> None:
-        """Record a held-out loss."""
-        self._write(record)
-
-    def event(self, record: EventRecord) -> None:
-        """Record an event."""
-        self._write(record)
+    def write(self, record: Record) -> None:
+        """Append the record to the file and pass it to all sinks."""
+        self._append(to_line(record).encode("ascii"))
+        for sink in list(self._sinks):
+            try:
+                sink.write(record)
+            except Exception as error:  # noqa: BLE001 - errors in third-party code must not end the training
+                self._sinks.remove(sink)
+                _warn(sink, "gets no more records; training goes on", error)
 
     def close(self) -> None:
         """Close the file and the sinks. Idempotent."""
@@ -151,57 +186,37 @@ class Metrics:
             sink = self._sinks.pop()
             try:
                 sink.close()
-            except Exception as error:  # noqa: BLE001 - as in _write
+            except Exception as error:  # noqa: BLE001 - see write
                 _warn(sink, "may miss the last records", error)
-
-    def _write(self, record: Record) -> None:
-        self._append(to_line(record).encode("ascii"))
-        for sink in list(self._sinks):
-            try:
-                sink.write(record)
-            except Exception as error:  # noqa: BLE001 - other people's code, which the training must outlive
-                self._sinks.remove(sink)
-                _warn(sink, "gets no more records; training goes on", error)
 
     def _append(self, line: bytes) -> None:
         line = b"\n" * self._is_inside_a_line + line
         try:
-            written = self._file.write(line)
+            self._is_inside_a_line = self._file.write(line) < len(line)
+            problem = "the disk is full" if self._is_inside_a_line else ""
         except OSError as error:
-            self._lose(str(error))
-            return
-        self._is_inside_a_line = written < len(line)
-        if self._is_inside_a_line:
-            self._lose("the disk is full")
-        elif self._num_lost:
-            log.warning("%s: has room again; %d records are missing from it", self._path, self._num_lost)
-            self._num_lost = 0
-
-    def _lose(self, problem: str) -> None:
-        if self._num_lost == 0:
+            problem = str(error)
+        if problem and self._num_lost == 0:
             log.error("%s: cannot be written (%s): records are lost; training goes on", self._path, problem)
-        self._num_lost += 1
+        elif not problem and self._num_lost:
+            log.warning("%s: has room again; %d records are missing from it", self._path, self._num_lost)
+        self._num_lost = self._num_lost + 1 if problem else 0
 
 
-def _warn(sink: Sink, what: str, error: Exception) -> None:
-    log.error("%s failed (%s: %s): it %s", type(sink).__name__, type(error).__name__, error, what)
+def _warn(sink: Sink, consequence: str, error: Exception) -> None:
+    log.error("%s failed (%s: %s): it %s", type(sink).__name__, type(error).__name__, error, consequence)
 
 
 def to_line(record: Record) -> str:
-    """The record as one JSON line; inf and nan, which JSON does not have, become null."""
-    fields = {key: None if _is_not_finite(value) else value for key, value in asdict(record).items()}
-    return json.dumps(fields, allow_nan=False) + "\n"
-
-
-def _is_not_finite(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+    """The record as one line of JSON. Infinity and NaN, which JSON lacks, become null."""
+    values = asdict(record)
+    values |= {key: None for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+    return json.dumps(values, allow_nan=False) + "\n"
 
 
 def _ends_inside_a_line(path: Path) -> bool:
     """Whether an earlier process was killed in the middle of a line."""
     with open(path, "rb") as file:
-        size = file.seek(0, 2)
-        if size == 0:
-            return False
-        file.seek(size - 1)
-        return file.read(1) != b"\n"
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return size > 0 and file.read(1) != b"\n"

@@ -1,21 +1,22 @@
-"""Reading a run's folder, also while it is being written or after it was killed. No torch here.
+"""Reads a run's folder, also while the run is writing it or after a kill. Importing this does not import torch.
 
 runs/NAME/config.yaml  run.json  summary.json  report.html  plots/  LOGBOOK.md
           ISLAND/metrics.jsonl      baseline/metrics.jsonl
 """
 
-import fcntl
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from diloco.config import ConfigError
-from diloco.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
+from diloco.errors import FolderInUse
+from diloco.records.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
 from inner.errors import InputError
+from inner.files import try_lock, write_atomically
 
 METRICS = "metrics.jsonl"
 FACTS = "run.json"
@@ -24,27 +25,27 @@ BASELINE = "baseline"
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What the launcher knows of a run and the records do not say; kept in run.json."""
+    """Facts about a run that only its launcher knows, stored in run.json."""
 
     name: str
     num_params: int
     num_islands: int
     total_steps: int
-    """Inner steps each island is to make."""
+    """Number of inner steps that each island will make."""
     bigram_loss: float | None = None
-    """Held-out loss of a byte bigram model, nats a token: what any model must beat."""
+    """Held-out loss of a byte bigram model in nats per token, which any model must beat."""
     created: str = ""
-    """ISO 8601, UTC."""
+    """Time of creation, ISO 8601, UTC."""
     links: str = ""
-    """As `simulate --link` was given, one after the other."""
+    """The values of `simulate --link`, joined."""
     wire_bytes_sent: dict[str, int] | None = None
     wire_bytes_received: dict[str, int] | None = None
-    """By island: whole frames, headers and all, as the interfaces counted them. None without network namespaces."""
+    """Bytes by island as its network interface counted them, headers included. None without network namespaces."""
 
 
 @dataclass
 class IslandRecords:
-    """The records of one island, each kind in the order written."""
+    """The records of one island, by kind, in the order in which they were written."""
 
     name: str
     steps: list[StepRecord] = field(default_factory=list)
@@ -53,20 +54,12 @@ class IslandRecords:
     events: list[EventRecord] = field(default_factory=list)
 
     def add(self, record: Record) -> None:
-        """Put the record with its kind."""
-        match record:
-            case StepRecord():
-                self.steps.append(record)
-            case RoundRecord():
-                self.rounds.append(record)
-            case EvalRecord():
-                self.evals.append(record)
-            case EventRecord():
-                self.events.append(record)
+        """Append the record to `steps`, `rounds`, `evals` or `events`."""
+        getattr(self, f"{record.kind}s").append(record)
 
     @property
     def spans(self) -> list[tuple[float, float]]:
-        """When each record began and ended, unix seconds."""
+        """Begin and end of each record, in unix seconds."""
         steps = [(s.time - s.seconds, s.time) for s in self.steps]
         rounds = [(r.time - r.wait_seconds - r.reduce_seconds, r.time) for r in self.rounds]
         return steps + rounds + [(r.time, r.time) for r in [*self.evals, *self.events]]
@@ -74,7 +67,7 @@ class IslandRecords:
 
 @dataclass(frozen=True)
 class RunRecords:
-    """All that a run's folder holds. `facts` is None when there is no run.json."""
+    """The content of a run's folder. `facts` is None if there is no run.json."""
 
     run_dir: Path
     facts: RunFacts | None
@@ -83,7 +76,7 @@ class RunRecords:
 
     @property
     def num_islands(self) -> int:
-        """Islands the run was launched with, or has had."""
+        """Number of islands that the run was launched with or has had, whichever is larger."""
         return max(self.facts.num_islands if self.facts else 0, len(self.islands))
 
 
@@ -92,16 +85,14 @@ _FACTS_PARSER = TypeAdapter(RunFacts)
 
 
 class Tail:
-    """Reads a metrics.jsonl that may still grow, or not exist yet."""
+    """Reads a metrics.jsonl that may still grow or may not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.num_malformed = 0
-        """Whole lines that are no record: left by a kill in the middle of a line."""
         self._offset = 0
 
     def new_records(self) -> list[Record]:
-        """The records whose lines were completed since the last call."""
+        """Records whose lines were completed since the last call."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self._offset)
@@ -110,38 +101,30 @@ class Tail:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        parsed = [self._parse(line) for line in whole.splitlines() if line.strip()]
-        return [record for record in parsed if record is not None]
-
-    def _parse(self, line: bytes) -> Record | None:
-        try:
-            return _PARSER.validate_json(line)
-        except ValidationError:
-            self.num_malformed += 1
-            return None
+        records = []
+        for line in whole.splitlines():
+            # A kill in the middle of a line leaves a line that is not a record.
+            with suppress(ValidationError):
+                records.append(_PARSER.validate_json(line))
+        return records
 
 
 def read_run(run_dir: Path) -> RunRecords:
-    """Everything recorded so far. Raises InputError when the folder holds no run."""
-    folders = island_folders(run_dir)
-    if not folders:
+    """Read all records and facts of a run. Raises InputError if the folder holds no run."""
+    if not (folders := island_folders(run_dir)):
         found = sorted(entry.name for entry in run_dir.iterdir())[:8] if run_dir.is_dir() else None
         raise InputError(
             f"no run in {str(run_dir)!r}: looked for {run_dir / 'ISLAND' / METRICS}, "
             + ("but there is no such folder" if found is None else f"found {', '.join(found) or 'nothing'}")
             + "; give the folder of one run, for example runs/quickstart"
         )
-    baseline = run_dir / BASELINE
-    return RunRecords(
-        run_dir=run_dir,
-        facts=read_facts(run_dir),
-        islands=[read_island(folder) for folder in folders],
-        baseline=read_island(baseline) if (baseline / METRICS).is_file() else None,
-    )
+    islands = [read_island(folder) for folder in folders]
+    baseline = read_island(run_dir / BASELINE) if (run_dir / BASELINE / METRICS).is_file() else None
+    return RunRecords(run_dir, read_facts(run_dir), islands, baseline)
 
 
 def read_island(folder: Path) -> IslandRecords:
-    """The records of the island whose folder this is."""
+    """Read the records of the island with this folder."""
     island = IslandRecords(folder.name)
     for record in Tail(folder / METRICS).new_records():
         island.add(record)
@@ -149,13 +132,13 @@ def read_island(folder: Path) -> IslandRecords:
 
 
 def island_folders(run_dir: Path) -> list[Path]:
-    """The folders of islands, whatever their names, that hold metrics; island-2 before island-10."""
+    """The folders of the run that hold an island's metrics, in natural order: island-2 before island-10."""
     folders = [path.parent for path in run_dir.glob(f"*/{METRICS}") if path.parent.name != BASELINE]
     return sorted(folders, key=lambda folder: natural_key(folder.name))
 
 
 def natural_key(name: str) -> list[tuple[int, str]]:
-    """Sorts digits in a name as numbers."""
+    """A sort key that compares digits in a name as numbers."""
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)]
 
 
@@ -165,7 +148,7 @@ def write_facts(run_dir: Path, facts: RunFacts) -> None:
 
 
 def read_facts(run_dir: Path) -> RunFacts | None:
-    """run.json, or None when there is none. Raises InputError when it is damaged."""
+    """Read run.json; None if there is none. Raises InputError if it is damaged."""
     path = run_dir / FACTS
     try:
         return _FACTS_PARSER.validate_json(path.read_bytes())
@@ -175,48 +158,22 @@ def read_facts(run_dir: Path) -> RunFacts | None:
         problem = error.errors()[0]
         where = ".".join(str(key) for key in problem["loc"]) or "the file"
         raise InputError(
-            f"{path} is damaged: {where}: {problem['msg']}; expected the keys {', '.join(fact_names())}. "
-            "Delete it to report without them."
+            f"{path} is damaged: {where}: {problem['msg']}; expected the keys "
+            f"{', '.join(RunFacts.__dataclass_fields__)}. Delete it to report without them."
         ) from None
-
-
-def fact_names() -> list[str]:
-    """The keys of run.json."""
-    return list(RunFacts.__dataclass_fields__)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` in one move: a reader, or a kill, sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    except OSError as error:
-        # What a write() raises names no file.
-        error.filename = error.filename or str(path)
-        raise
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-class FolderHeld(ConfigError):
-    """A running island's folder: what is in it is that island's to write."""
 
 
 def hold_folder(folder: Path) -> int:
-    """Keep other processes out of an island's folder until this file descriptor is closed or this process ends.
+    """Lock an island's folder until the returned file descriptor is closed or this process ends.
 
-    Raises FolderHeld when one has it: both would be the same island to the others.
+    Raises FolderInUse if another process holds the lock, because both would claim to be the same island.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder / "lock", os.O_CREAT | os.O_WRONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not try_lock(lock):
         os.close(lock)
-        raise FolderHeld(
+        raise FolderInUse(
             f"a running island uses the folder {str(folder)!r}; stop it first, or give this one another island.name, "
             "island.index or island.run_dir"
-        ) from None
+        )
     return lock

@@ -1,24 +1,24 @@
-"""What a run's records say of the text that was read: was every unit trained once? No torch here."""
+"""Account of the text that a run has read, from its records: was every unit trained once? No torch is imported."""
 
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from diloco.metrics import RoundRecord
-from diloco.runfiles import IslandRecords
+from diloco.records.metrics import RoundRecord
+from diloco.records.run_folder import IslandRecords
 
 
 def data_account(islands: Sequence[IslandRecords]) -> dict[str, Any]:
-    """Units trained in committed rounds, trained more than once, and open at the end; None when not recorded.
+    """Units trained in committed rounds, trained more than once, and open at the end. None where not recorded.
 
-    `steps_accounted`: inner steps of those rounds, by the records; each trains one unit. Records of an island that was
-    killed between a commit and its record are missing.
+    `steps_accounted` counts the inner steps of those rounds, each of which trains one unit. The record is missing if an
+    island was killed between a commit and its record.
     """
-    committed = [record for island in islands for record in once_each(island.rounds)]
+    committed = [record for island in islands for record in distinct_commits(island.rounds)]
     if not committed:
         return dict.fromkeys(("units_trained", "units_repeated", "units_open", "steps_accounted"))
     last = max(committed, key=lambda r: (r.trained_units, r.round))
-    survived = history(committed, last)
+    survived = surviving_history(committed, last)
     units = list(chain.from_iterable(map(units_of, survived)))
     return {
         "units_trained": last.trained_units,
@@ -28,13 +28,13 @@ def data_account(islands: Sequence[IslandRecords]) -> dict[str, Any]:
     }
 
 
-def once_each(rounds: Sequence[RoundRecord]) -> list[RoundRecord]:
-    """The committed rounds of one island: one that it made again, after a stop, has the same digest and counts once."""
+def distinct_commits(rounds: Sequence[RoundRecord]) -> list[RoundRecord]:
+    """The committed rounds of one island. A round repeated after a stop has the same digest and counts once."""
     return list({r.digest: r for r in rounds if r.committed and r.base}.values())
 
 
-def history(committed: Sequence[RoundRecord], last: RoundRecord) -> list[RoundRecord]:
-    """The records of the commits that led to the last one: not those of a parted network's other side."""
+def surviving_history(committed: Sequence[RoundRecord], last: RoundRecord) -> list[RoundRecord]:
+    """Records of the commits that led to the last one, without those of the other side of a partitioned network."""
     by_digest: dict[str, list[RoundRecord]] = {}
     for record in committed:
         by_digest.setdefault(record.digest, []).append(record)
@@ -47,6 +47,6 @@ def history(committed: Sequence[RoundRecord], last: RoundRecord) -> list[RoundRe
 
 
 def units_of(record: RoundRecord) -> list[int]:
-    """The units that the island's progress had read."""
-    runs = (range(first, first + count * stride, stride) for first, count, stride in record.units)
-    return list(chain.from_iterable(runs))
+    """Numbers of the data units that the island's contribution to the round has trained."""
+    ranges = (range(first, first + count * stride, stride) for first, count, stride in record.units)
+    return list(chain.from_iterable(ranges))

@@ -1,4 +1,4 @@
-"""The report's pictures. Each draw_* writes a PNG, or returns a note that says why there is nothing to draw."""
+"""The plots of the report. Each draw_* function writes a PNG, or returns a note that says why there is no data."""
 
 import bisect
 import math
@@ -10,19 +10,19 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from diloco.canvas import ISLAND_COLORS, REFERENCE, WRONG, new_axes, save, styled
-from diloco.metrics import EvalRecord, StepRecord
-from diloco.runfiles import IslandRecords, RunRecords
-from diloco.summary import data_parallel_bytes_per_step
-from diloco.timeline import draw_timeline
-from diloco.units import human_bytes, human_count
+from diloco.formatting import human_bytes, human_count
+from diloco.records.metrics import EvalRecord, StepRecord
+from diloco.records.run_folder import IslandRecords, RunRecords
+from diloco.report.style import ISLAND_COLORS, REFERENCE, WRONG, new_axes, plot_style, save
+from diloco.report.summary import data_parallel_bytes_per_step
+from diloco.report.timeline import draw_timeline
 
 MAX_POINTS = 2000
 
 
 @dataclass(frozen=True)
 class Plot:
-    """One picture of the report."""
+    """One plot of the report. `draw` writes it to a path and returns None, or returns a note instead."""
 
     stem: str
     title: str
@@ -31,13 +31,13 @@ class Plot:
 
 
 def write_plots(run: RunRecords, folder: Path) -> dict[str, str | None]:
-    """Draw every plot into `folder` as <stem>.png; by stem, the note of what could not be drawn, or None."""
-    with styled():
+    """Draw every plot into `folder` as <stem>.png. Returns by stem the note of a plot without data, else None."""
+    with plot_style():
         return {plot.stem: plot.draw(run, folder / f"{plot.stem}.png") for plot in PLOTS}
 
 
 def draw_heldout(run: RunRecords, path: Path) -> str | None:
-    """Held-out loss against tokens, with the baseline and the byte bigram model."""
+    """Draw held-out loss against tokens, with the baseline and the byte bigram model."""
     ours = eval_curve([e for island in run.islands for e in island.evals])
     theirs = eval_curve(run.baseline.evals) if run.baseline else []
     if not ours and not theirs:
@@ -60,7 +60,7 @@ def draw_heldout(run: RunRecords, path: Path) -> str | None:
 
 
 def draw_training_loss(run: RunRecords, path: Path) -> str | None:
-    """Each island's training loss against its inner steps, smoothed over the raw."""
+    """Draw each island's training loss against its inner steps, both raw and smoothed."""
     series = [*run.islands, *([run.baseline] if run.baseline else [])]
     if not any(loss_points(island.steps) for island in series):
         return "No inner step with a loss has been recorded yet."
@@ -74,7 +74,7 @@ def draw_training_loss(run: RunRecords, path: Path) -> str | None:
 
 
 def draw_loss_line(axes: Axes, island: IslandRecords, color: str, linestyle: str) -> None:
-    """One island's raw and smoothed loss, and a cross where a step was skipped."""
+    """Draw one island's raw and smoothed loss, with a cross at each skipped step."""
     points = loss_points(island.steps)
     if not points:
         return
@@ -93,14 +93,14 @@ def draw_loss_line(axes: Axes, island: IslandRecords, color: str, linestyle: str
 
 
 def draw_bytes(run: RunRecords, path: Path) -> str | None:
-    """Bytes each island has sent against what data-parallel training would have sent, on a log scale."""
+    """Draw the bytes that each island has sent and those of data-parallel training, on a log scale."""
     curves = [(island, bytes_curve(island)) for island in run.islands]
     curves = [(island, curve) for island, curve in curves if curve]
     if not curves:
         return "Nothing has been sent between islands yet."
     figure, axes = new_axes("Bytes sent by each island, so far", "inner step", "bytes sent, log scale")
     for index, (island, curve) in enumerate(curves):
-        # Islands often send the same: the later ones are drawn thinner, so that all of them show.
+        # Islands often send the same amount, so later lines are thinner to keep all of them visible.
         width = max(4.5 - 1.5 * index, 1.2)
         label = f"{island.name}  {human_bytes(curve[-1][1])}"
         marker = "o" if len(curve) <= 30 else None
@@ -110,7 +110,7 @@ def draw_bytes(run: RunRecords, path: Path) -> str | None:
         draw_data_parallel_bytes(axes, run, max((curve[-1] for _, curve in curves), key=lambda point: point[1]))
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    # Powers of ten alone would leave a short axis with one label or none.
+    # On a short axis, powers of ten alone would give at most one label.
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,), numticks=12))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human_bytes(value)))
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -119,8 +119,8 @@ def draw_bytes(run: RunRecords, path: Path) -> str | None:
 
 
 def draw_data_parallel_bytes(axes: Axes, run: RunRecords, last: tuple[int, int]) -> None:
-    """The line of data-parallel training, and how many times above `last` (step, bytes) it ends."""
-    assert run.facts is not None, "the caller has looked"
+    """Draw the line of data-parallel training and annotate its ratio to `last` (step, bytes)."""
+    assert run.facts is not None, "the caller checks that the run has facts"
     step, sent = last
     per_step = data_parallel_bytes_per_step(run.facts.num_params, run.num_islands)
     steps = range(1, step + 1, max(1, step // MAX_POINTS))
@@ -136,28 +136,28 @@ def draw_data_parallel_bytes(axes: Axes, run: RunRecords, last: tuple[int, int])
 
 
 def eval_curve(evals: Sequence[EvalRecord]) -> list[tuple[int, float]]:
-    """(tokens, loss), one point a round, although every island may have recorded it."""
+    """(tokens, loss), one point per round, although several islands may have recorded it."""
     by_round = {e.round: (e.tokens, e.loss) for e in evals if e.loss is not None}
     return sorted(by_round.values())
 
 
 def loss_points(steps: Sequence[StepRecord]) -> list[tuple[int, float]]:
-    """(step, loss) of the steps that were not skipped, thinned to what a picture can show."""
+    """(step, loss) of the steps that were not skipped, thinned to at most MAX_POINTS."""
     points = [(s.step, s.loss) for s in steps if s.loss is not None and not s.skipped]
     return points[:: math.ceil(len(points) / MAX_POINTS) or 1]
 
 
 def bytes_curve(island: IslandRecords) -> list[tuple[int, int]]:
-    """(inner step, bytes sent so far) after each attempt at a round; empty when nothing was sent."""
+    """(inner step, total bytes sent) after each attempt at a round. Empty when nothing was sent."""
     times = [step.time for step in island.steps]
-    made = [bisect.bisect(times, record.time) for record in island.rounds]
+    steps_made = [bisect.bisect(times, record.time) for record in island.rounds]
     sent = accumulate(record.bytes_sent for record in island.rounds)
-    at_step = [island.steps[count - 1].step if count else 0 for count in made]
+    at_step = [island.steps[count - 1].step if count else 0 for count in steps_made]
     return [(step, total) for step, total in zip(at_step, sent, strict=True) if total > 0]
 
 
 def moving_average(values: Sequence[float], reach: int) -> list[float]:
-    """At each place the mean of the values up to `reach` places to either side; of fewer at the ends."""
+    """Mean of the values within `reach` positions on either side, fewer at the ends."""
     sums = [0.0, *accumulate(values)]
     bounds = [(max(0, i - reach), min(len(values), i + reach + 1)) for i in range(len(values))]
     return [(sums[last] - sums[first]) / (last - first) for first, last in bounds]
@@ -167,26 +167,26 @@ PLOTS = (
     Plot(
         "heldout",
         "Held-out loss",
-        "Measured on the global params after a round, on text that is never trained on.",
+        "Loss of the global params after a round, on text that is never trained on.",
         draw_heldout,
     ),
     Plot(
         "training-loss",
         "Training loss",
-        "Of each island on its own data: raw (faint), and averaged over the fortieth of its steps around.",
+        "Loss of each island on its own data: raw (faint), and as a moving average over a fortieth of its steps.",
         draw_training_loss,
     ),
     Plot(
         "bytes",
         "Bytes sent",
-        "As they left the process, payload and protocol; aborted attempts count. "
-        "Data-parallel: computed, an fp32 ring all-reduce of the gradients at every inner step.",
+        "Bytes that each island's process has sent, payload and protocol, including aborted attempts. "
+        "Data-parallel is computed: an fp32 ring all-reduce of the gradients at every inner step.",
         draw_bytes,
     ),
     Plot(
         "timeline",
         "Timeline",
-        "White is everything else: evaluation, applying the outer step, start-up.",
+        "White is all other time: evaluation, applying the outer step, start-up.",
         draw_timeline,
     ),
 )

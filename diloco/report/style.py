@@ -1,6 +1,7 @@
-"""An empty picture in the report's style, and how it becomes a file."""
+"""The style of the report's plots, and how a figure is created and saved."""
 
 from contextlib import AbstractContextManager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-# Okabe and Ito's palette: told apart with every common colour blindness. Vermillion is kept for what went wrong.
+from inner.files import write_atomically
+
+# Okabe and Ito's palette, which is safe for common colour blindness. Vermillion is reserved for errors.
 ISLAND_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#7A5C00")
 WRONG = "#D55E00"
 INK, FAINT, REFERENCE = "#22252B", "#E4E6EA", "#5C6370"
@@ -37,13 +40,13 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def styled() -> AbstractContextManager[None]:
-    """Draw within this: the report looks the same whatever the user's own matplotlib settings."""
+def plot_style() -> AbstractContextManager[None]:
+    """Context in which plots do not depend on the user's own matplotlib settings."""
     return style.context(["default", STYLE])
 
 
 def new_axes(title: str, x_label: str, y_label: str, height: float = 4.6) -> tuple[Figure, Axes]:
-    """An empty picture in the report's style."""
+    """Create a figure with empty axes in the report's style. `height` is in inches."""
     figure = Figure(figsize=(9.6, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(title=title, xlabel=x_label, ylabel=y_label)
@@ -53,7 +56,6 @@ def new_axes(title: str, x_label: str, y_label: str, height: float = 4.6) -> tup
 
 def save(figure: Figure, path: Path) -> None:
     """Write the picture; a killed process leaves no half of one under its name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}")
-    figure.savefig(beside, format="png")
-    beside.replace(path)
+    picture = BytesIO()
+    figure.savefig(picture, format="png")
+    write_atomically(path, picture.getvalue())

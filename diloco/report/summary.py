@@ -1,4 +1,4 @@
-"""A finished run in a few figures: summary.json. As a table: summary_table.py."""
+"""summary.json: the main figures of a run. summary_table.py formats them as a table."""
 
 import json
 from collections import Counter
@@ -6,33 +6,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco.accounting import data_account
-from diloco.faults import read_faults
-from diloco.metrics import EvalRecord
-from diloco.runfiles import IslandRecords, RunRecords, read_run, write_atomically
+from diloco.records.faults import read_faults
+from diloco.records.metrics import EvalRecord
+from diloco.records.run_folder import IslandRecords, RunRecords, read_run
+from diloco.report.data_account import data_account
+from inner.files import write_atomically
 
 SUMMARY = "summary.json"
 BYTES_PER_GRADIENT = 4
 DATA_PARALLEL_FORMULA = "2 (N-1)/N x 4 bytes x parameters x inner steps, sent by each of N islands"
-"""An fp32 ring all-reduce of the gradients at every inner step."""
+"""Traffic of an fp32 ring all-reduce of the gradients at every inner step."""
 
 Summary = dict[str, Any]
 
 
 def summarise(run_dir: Path) -> Summary:
-    """The run's figures, ready for JSON; None where they are not known. Raises InputError when there is no run."""
+    """The run's figures, ready for JSON, None where unknown. Raises InputError when the folder holds no run."""
     return summarise_records(read_run(run_dir))
 
 
 def write_summary(run_dir: Path) -> Summary:
-    """Write summary.json; what was written."""
+    """Write summary.json and return its contents."""
     summary = summarise(run_dir)
     write_atomically(run_dir / SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return summary
 
 
 def summarise_records(run: RunRecords) -> Summary:
-    """`summarise` of records already read."""
+    """Summarise records that have already been read."""
     summary: Summary = {
         "name": run.facts.name if run.facts else run.run_dir.resolve().name,
         "num_params": run.facts.num_params if run.facts else None,
@@ -57,24 +58,24 @@ def summarise_records(run: RunRecords) -> Summary:
 
 
 def training_figures(islands: Sequence[IslandRecords]) -> Summary:
-    """What a run and its baseline have in common."""
-    last = last_eval(islands)
+    """The figures that a run and its baseline have in common."""
+    last = find_last_eval(islands)
     rounds = [record for island in islands for record in island.rounds]
-    disagreeing = rounds_disagreeing(islands)
+    disagreeing = find_disagreeing_rounds(islands)
     committed = {r.round for r in rounds if r.committed}
     has_own = any(r.is_own for r in rounds)
-    own = last_evals(islands) if has_own else {}
+    own = find_last_evals(islands) if has_own else {}
     return {
-        "final_eval_loss": mean_of([e.loss for e in own.values()]) if has_own else last.loss if last else None,
+        "final_eval_loss": mean_of_known([e.loss for e in own.values()]) if has_own else last.loss if last else None,
         "final_bits_per_byte": (
-            mean_of([e.bits_per_byte for e in own.values()]) if has_own else last.bits_per_byte if last else None
+            mean_of_known([e.bits_per_byte for e in own.values()]) if has_own else last.bits_per_byte if last else None
         ),
         "final_eval_losses": {name: record.loss for name, record in own.items()} if has_own else None,
-        "eval_losses": eval_losses(islands),
+        "eval_losses": mean_eval_losses(islands),
         "tokens": sum(max((s.tokens for s in island.steps), default=0) for island in islands),
-        "source_tokens": source_tokens(islands),
+        "source_tokens": count_source_tokens(islands),
         "steps": {island.name: len(island.steps) for island in islands},
-        **committed_share(islands),
+        **count_committed_steps(islands),
         "skipped_steps": {island.name: sum(s.skipped for s in island.steps) for island in islands},
         "rounds_committed": len(committed),
         "rounds_aborted": len({(r.round, r.attempt) for r in rounds if not r.committed}),
@@ -82,12 +83,12 @@ def training_figures(islands: Sequence[IslandRecords]) -> Summary:
         "bytes_received": {island.name: sum(r.bytes_received for r in island.rounds) for island in islands},
         "digests_equal": not disagreeing if committed and not has_own else None,
         "rounds_disagreeing": disagreeing,
-        "seconds": seconds_of(islands),
+        "seconds": wall_seconds(islands),
     }
 
 
-def source_tokens(islands: Sequence[IslandRecords]) -> dict[str, int]:
-    """Tokens trained on by source of a mixture; empty without one."""
+def count_source_tokens(islands: Sequence[IslandRecords]) -> dict[str, int]:
+    """Number of trained tokens by source of a mixture. Empty without a mixture."""
     found: Counter[str] = Counter()
     for island in islands:
         for record in island.steps:
@@ -95,28 +96,28 @@ def source_tokens(islands: Sequence[IslandRecords]) -> dict[str, int]:
     return dict(found)
 
 
-def committed_share(islands: Sequence[IslandRecords]) -> Summary:
-    """Inner steps made, those whose progress reached a committed round, and their ratio; None when not recorded."""
+def count_committed_steps(islands: Sequence[IslandRecords]) -> Summary:
+    """Number of inner steps, of steps that a committed round includes, and their ratio (None when not recorded)."""
     trained = sum(len(island.steps) for island in islands)
     committed = sum(record.steps for island in islands for record in island.rounds if record.committed)
     share = committed / trained if trained and committed else None
     return {"steps_trained": trained, "steps_committed": committed, "committed_share": share}
 
 
-def last_eval(islands: Sequence[IslandRecords]) -> EvalRecord | None:
-    """The held-out loss of the last round that has one."""
+def find_last_eval(islands: Sequence[IslandRecords]) -> EvalRecord | None:
+    """The last evaluation of any island."""
     return max((e for island in islands for e in island.evals), key=lambda e: (e.round, e.time), default=None)
 
 
-def last_evals(islands: Sequence[IslandRecords]) -> dict[str, EvalRecord]:
-    """By island, with gossip: its last held-out loss, which is of its own params; of those that came as far as any."""
+def find_last_evals(islands: Sequence[IslandRecords]) -> dict[str, EvalRecord]:
+    """In a gossip run, the last evaluation of each island's own params, for islands evaluated in the newest round."""
     found = {island.name: max(island.evals, key=lambda e: (e.round, e.time)) for island in islands if island.evals}
     newest = max((record.round for record in found.values()), default=0)
     return {name: record for name, record in found.items() if record.round == newest}
 
 
-def eval_losses(islands: Sequence[IslandRecords]) -> dict[str, float]:
-    """By round (JSON's keys are text): the held-out loss before it, on average over the islands that measured it."""
+def mean_eval_losses(islands: Sequence[IslandRecords]) -> dict[str, float]:
+    """Held-out loss before each round, averaged over the islands that measured it. Keys are text, as in JSON."""
     measured: dict[int, list[float]] = {}
     for record in (record for island in islands for record in island.evals):
         if record.loss is not None:
@@ -124,22 +125,22 @@ def eval_losses(islands: Sequence[IslandRecords]) -> dict[str, float]:
     return {str(number): sum(losses) / len(losses) for number, losses in sorted(measured.items())}
 
 
-def mean_of(values: Sequence[float | None]) -> float | None:
-    """Of those that are known; None when none is."""
+def mean_of_known(values: Sequence[float | None]) -> float | None:
+    """Mean of the values that are not None, or None when there is none."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
-def rounds_disagreeing(islands: Sequence[IslandRecords]) -> list[int]:
+def find_disagreeing_rounds(islands: Sequence[IslandRecords]) -> list[int]:
     """Rounds that participants committed with different results, or that one committed and another aborted.
 
-    With gossip each island's result is its own: there is nothing to disagree about.
+    Gossip rounds are left out, because there each island's result is its own.
     """
     records = [record for island in islands for record in island.rounds if not record.is_own]
     digests: dict[tuple[int, tuple[str, ...]], set[str]] = {}
     for record in records:
         if record.committed:
-            # With its participants: the parts of a parted network may each commit a round of this number.
+            # The sides of a partitioned network may each commit a round of this number, with other participants.
             digests.setdefault((record.round, record.participants), set()).add(record.digest)
     outcomes: dict[tuple[int, int, tuple[str, ...]], set[bool]] = {}
     for record in records:
@@ -150,7 +151,7 @@ def rounds_disagreeing(islands: Sequence[IslandRecords]) -> list[int]:
 
 
 def data_parallel_bytes(run: RunRecords) -> dict[str, int] | None:
-    """What each island would have sent had it averaged gradients at every inner step; None without run.json."""
+    """Bytes that each island would have sent in data-parallel training. None without run.json."""
     if run.facts is None:
         return None
     per_step = data_parallel_bytes_per_step(run.facts.num_params, run.num_islands)
@@ -162,18 +163,18 @@ def data_parallel_bytes_per_step(num_params: int, num_islands: int) -> float:
     return 2 * (num_islands - 1) / num_islands * BYTES_PER_GRADIENT * num_params
 
 
-def seconds_of(islands: Sequence[IslandRecords]) -> float | None:
-    """From the beginning of the first inner step, or wait, to the last record."""
+def wall_seconds(islands: Sequence[IslandRecords]) -> float | None:
+    """Seconds from the start of the first inner step (or wait) to the last record."""
     spans = [span for island in islands for span in island.spans]
     return max(end for _, end in spans) - min(start for start, _ in spans) if spans else None
 
 
 def traffic_ratio(summary: Summary) -> float | None:
-    """How many times more data-parallel training would have sent; None when either is nothing or unknown."""
+    """Ratio of data-parallel traffic to the run's traffic. None when either is zero or unknown."""
     sent, would_have = total(summary["bytes_sent"]), total(summary["data_parallel_bytes"])
     return would_have / sent if sent and would_have else None
 
 
 def total(by_island: dict[str, int] | None) -> int | None:
-    """The sum over islands; None when it is not known."""
+    """Sum over the islands, or None if unknown."""
     return None if by_island is None else sum(by_island.values())

@@ -1,4 +1,4 @@
-"""A run's summary for people: rows of text, and a table on the console."""
+"""A run's summary as rows of text and as a table on the console."""
 
 from collections.abc import Iterator
 
@@ -6,29 +6,30 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from diloco.summary import Summary, total, traffic_ratio
-from diloco.units import UNKNOWN, human_bytes, human_count, human_loss, human_seconds
+from diloco.formatting import UNKNOWN, human_bytes, human_count, human_loss, human_seconds
+from diloco.report.summary import Summary, total, traffic_ratio
 
-Row = tuple[str, str, str]
-"""What, this run, baseline; the baseline's column is blank where it has no such figure."""
+SummaryRow = tuple[str, str, str]
+"""Name of the figure, its value in this run, and in the baseline (empty if the baseline has no such figure)."""
 
 
-def summary_rows(summary: Summary) -> list[Row]:
-    """A row for each figure that is known."""
+def summary_rows(summary: Summary) -> list[SummaryRow]:
+    """One row for each known figure."""
     baseline = summary["baseline"]
-    ours, theirs = _trained(summary), _trained(baseline) if baseline else {}
+    ours, theirs = _training_figures(summary), _training_figures(baseline) if baseline else {}
     (loss, *trained) = [(what, ours[what], theirs.get(what, "")) for what in ours]
-    alone = [*_rounds(summary), *_traffic(summary), *_text(summary), *_faults(summary), *_data_parallel(summary)]
+    sections = (_round_rows, _traffic_rows, _data_rows, _fault_rows, _data_parallel_rows)
+    alone = [row for section in sections for row in section(summary)]
     return [
         loss,
-        *((what, figure, "") for what, figure in _compared(summary)),
+        *((what, figure, "") for what, figure in _reference_figures(summary)),
         *trained,
         *((what, figure, "") for what, figure in alone),
     ]
 
 
 def print_summary(summary: Summary, console: Console) -> None:
-    """Show the summary as a table."""
+    """Print the summary as a table."""
     table = Table(title=Text(f"Run {summary['name']}"), title_justify="left", title_style="bold")
     table.add_column("")
     table.add_column("this run", justify="right")
@@ -40,16 +41,16 @@ def print_summary(summary: Summary, console: Console) -> None:
     console.print(table)
 
 
-def digests_verdict(summary: Summary) -> str:
-    """Whether all islands held the same bits, in a few words."""
+def describe_digests(summary: Summary) -> str:
+    """Describe whether all islands held the same bits."""
     if summary["final_eval_losses"] is not None:
         return "gossip: each its own"
     is_equal = summary["digests_equal"]
     return UNKNOWN if is_equal is None else "yes" if is_equal else "NO"
 
 
-def _trained(figures: Summary) -> dict[str, str]:
-    """What a run and its baseline have in common; the loss comes first."""
+def _training_figures(figures: Summary) -> dict[str, str]:
+    """The figures that a run and its baseline have in common. The loss comes first."""
     bits = figures["final_bits_per_byte"]
     return {
         "Held-out loss (nats a token)": human_loss(figures["final_eval_loss"]),
@@ -60,8 +61,8 @@ def _trained(figures: Summary) -> dict[str, str]:
     }
 
 
-def _compared(summary: Summary) -> Iterator[tuple[str, str]]:
-    """What the loss is to be seen beside."""
+def _reference_figures(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Reference values to compare the loss with."""
     if summary["final_eval_losses"] is not None:
         known = [loss for loss in summary["final_eval_losses"].values() if loss is not None]
         spread = f"{human_loss(min(known))} to {human_loss(max(known))}" if known else UNKNOWN
@@ -73,13 +74,13 @@ def _compared(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "Loss against baseline", f"{(ratio - 1) * 100:+.2f} %" if ratio else UNKNOWN
 
 
-def _rounds(summary: Summary) -> Iterator[tuple[str, str]]:
+def _round_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "Rounds committed", str(summary["rounds_committed"])
     yield "Attempts aborted", str(summary["rounds_aborted"])
-    yield "Digests equal in every round", digests_verdict(summary)
+    yield "Digests equal in every round", describe_digests(summary)
 
 
-def _traffic(summary: Summary) -> Iterator[tuple[str, str]]:
+def _traffic_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "Sent between islands", human_bytes(total(summary["bytes_sent"]))
     if summary["wire_bytes_sent"] is not None:
         yield "On the wire, headers and all", human_bytes(total(summary["wire_bytes_sent"]))
@@ -87,30 +88,30 @@ def _traffic(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "Links", summary["links"]
 
 
-def _text(summary: Summary) -> Iterator[tuple[str, str]]:
-    """What became of the steps and of the text they read."""
+def _data_rows(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Figures about the inner steps and the text they read."""
     if summary["committed_share"] is not None:
         yield "Inner steps in committed rounds", f"{summary['committed_share'] * 100:.1f} %"
     if summary["source_tokens"]:
-        yield "Tokens by source", _shares(summary["source_tokens"])
+        yield "Tokens by source", _format_shares(summary["source_tokens"])
     if summary["units_trained"] is not None:
         figures = (f"{summary[f'units_{what}']:,}" for what in ("trained", "repeated", "open"))
         yield "Units trained, repeated, open", " / ".join(figures)
 
 
-def _faults(summary: Summary) -> Iterator[tuple[str, str]]:
+def _fault_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary["faults"]:
         yield "Faults inflicted", ", ".join(f"{kind} {number}" for kind, number in sorted(summary["faults"].items()))
 
 
-def _data_parallel(summary: Summary) -> Iterator[tuple[str, str]]:
+def _data_parallel_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     would_have = total(summary["data_parallel_bytes"])
     if would_have is not None:
         ratio = traffic_ratio(summary)
         yield "Data-parallel would have sent", human_bytes(would_have) + (f" ({ratio:.1f}x)" if ratio else "")
 
 
-def _shares(tokens: dict[str, int]) -> str:
-    """`code 70.1 %, prose 29.9 %`."""
+def _format_shares(tokens: dict[str, int]) -> str:
+    """Format shares as `code 70.1 %, prose 29.9 %`."""
     whole = sum(tokens.values())
     return ", ".join(f"{name} {100 * number / whole:.1f} %" for name, number in tokens.items())

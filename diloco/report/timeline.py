@@ -1,4 +1,4 @@
-"""The timeline: what each island was doing when, first as intervals, then as a picture."""
+"""The timeline plot: when each island was training, waiting and averaging."""
 
 import math
 import statistics
@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from diloco.canvas import INK, REFERENCE, WRONG, new_axes, save
-from diloco.faults import read_faults
-from diloco.metrics import RoundRecord, StepRecord
-from diloco.runfiles import IslandRecords, RunRecords
+from diloco.records.faults import read_faults
+from diloco.records.metrics import RoundRecord, StepRecord
+from diloco.records.run_folder import IslandRecords, RunRecords
+from diloco.report.style import INK, REFERENCE, WRONG, new_axes, save
 
 Activity = Literal["inner steps", "wait", "reduce", "aborted"]
 ACTIVITY_COLORS: dict[Activity, str] = {
@@ -28,7 +28,7 @@ MAX_ROUND_LABELS = 24
 
 @dataclass(frozen=True)
 class Segment:
-    """One activity from `start` to `end`, unix seconds."""
+    """One activity from `start` to `end`, in unix seconds."""
 
     activity: Activity
     start: float
@@ -36,17 +36,17 @@ class Segment:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration."""
         return self.end - self.start
 
 
-def segments(island: IslandRecords) -> list[Segment]:
-    """Everything the island did, inner steps first."""
-    return merged_steps(island.steps) + [part for record in island.rounds for part in round_segments(record)]
+def find_segments(island: IslandRecords) -> list[Segment]:
+    """All activities of an island, inner steps first."""
+    return merge_steps(island.steps) + [part for record in island.rounds for part in round_segments(record)]
 
 
-def merged_steps(steps: list[StepRecord]) -> list[Segment]:
-    """Inner steps that follow one another without a pause, as one segment.
+def merge_steps(steps: list[StepRecord]) -> list[Segment]:
+    """Merge inner steps that follow one another without a pause.
 
     steps of 1 s ending at 1 2 3 7 8  ->  0..3 6..8
     """
@@ -64,7 +64,7 @@ def merged_steps(steps: list[StepRecord]) -> list[Segment]:
 
 
 def round_segments(record: RoundRecord) -> list[Segment]:
-    """The wait, then the reduce; an aborted attempt as a whole."""
+    """Segments of one attempt: the wait, then the reduce. An aborted attempt is a single segment."""
     reduce_start = record.time - record.reduce_seconds
     wait_start = reduce_start - record.wait_seconds
     if not record.committed:
@@ -73,7 +73,7 @@ def round_segments(record: RoundRecord) -> list[Segment]:
 
 
 def computing_share(island: IslandRecords) -> float | None:
-    """The part of the island's time, 0 to 1, that it spent in inner steps."""
+    """Share of the island's time that it spent in inner steps, from 0 to 1. None without inner steps."""
     if not island.steps:
         return None
     spans = island.spans
@@ -82,13 +82,15 @@ def computing_share(island: IslandRecords) -> float | None:
 
 
 def draw_timeline(run: RunRecords, path: Path) -> str | None:
-    """A lane an island: inner steps, waits, reduces, aborted attempts, and a mark at each commit."""
+    """Draw one lane per island with its inner steps, waits, reduces and aborted attempts, and a tick at each commit."""
     spans = [span for island in run.islands for span in island.spans]
     if not spans:
         return "No island has recorded anything yet."
     origin, last = min(start for start, _ in spans), max(end for _, end in spans)
     unit, unit_seconds = time_unit(last - origin)
-    figure, axes = new_axes("What each island did", f"{unit} since the first inner step began", "", height=lanes(run))
+    figure, axes = new_axes(
+        "What each island did", f"{unit} since the first inner step began", "", height=figure_height(run)
+    )
     for lane, island in enumerate(run.islands):
         draw_lane(axes, island, lane, lambda seconds: (seconds - origin) / unit_seconds)
         share = computing_share(island)
@@ -110,26 +112,27 @@ def draw_timeline(run: RunRecords, path: Path) -> str | None:
 
 
 def draw_lane(axes: Axes, island: IslandRecords, lane: int, at: Callable[[float], float]) -> None:
-    """One island's bars and event marks; `at` places unix seconds on the axis."""
-    everything = segments(island)
+    """Draw one island's bars and event marks. `at` converts unix seconds to axis coordinates."""
+    segments = find_segments(island)
     for activity, color in ACTIVITY_COLORS.items():
-        bars = [(at(s.start), at(s.end) - at(s.start)) for s in everything if s.activity == activity]
-        # The edge keeps a bar visible that is narrower than a pixel.
+        bars = [(at(s.start), at(s.end) - at(s.start)) for s in segments if s.activity == activity]
+        # The edge keeps bars visible that are narrower than a pixel.
         look = {"facecolor": color, "edgecolor": color, "linewidth": 0.7}
         if activity == "aborted":
             look |= {"hatch": "////", "edgecolor": "white", "zorder": 3}
             axes.broken_barh(bars, (lane - 0.3, 0.6), facecolor=color, edgecolor=color, linewidth=1.0, zorder=3)
         axes.broken_barh(bars, (lane - 0.3, 0.6), **look)
     for event in island.events:
+        # The account is recorded as the island leaves, so its label would cover that of the departure.
         if event.name == "account":
-            continue  # It is said as the island leaves, and would lie over that.
+            continue
         axes.plot([at(event.time)], [lane + 0.36], marker="^", color=INK, markersize=5, clip_on=False, zorder=4)
         below = {"xytext": (4, -2), "textcoords": "offset points", "va": "center", "fontsize": 8.5}
         axes.annotate(event.name[:24], xy=(at(event.time), lane + 0.38), **below)
 
 
 def label_commits(axes: Axes, run: RunRecords, at: Callable[[float], float]) -> None:
-    """A tick above the lane of each island that committed, and the round's number above."""
+    """Draw a tick above the lane of each island that committed, and the round's number above all lanes."""
     last_commit: dict[int, float] = {}
     for lane, island in enumerate(run.islands):
         times = [record.time for record in island.rounds if record.committed]
@@ -144,11 +147,11 @@ def label_commits(axes: Axes, run: RunRecords, at: Callable[[float], float]) -> 
 
 
 def mark_faults(axes: Axes, run: RunRecords, at: Callable[[float], float]) -> None:
-    """A cross in the lane of each island that a fault struck, with its kind; above all lanes if it struck none."""
+    """Draw a cross with the fault's kind in the lane of each affected island, or above all lanes if there is none."""
     lanes_of = {island.name: lane for lane, island in enumerate(run.islands)}
     for fault in read_faults(run.run_dir):
-        struck = [lanes_of[name] for name in fault.islands if name in lanes_of] or [-0.55]
-        for lane in [] if fault.is_end else struck:
+        affected = [lanes_of[name] for name in fault.islands if name in lanes_of] or [-0.55]
+        for lane in [] if fault.is_end else affected:
             look = {"marker": "X", "color": WRONG, "markeredgecolor": "white", "markersize": 9, "zorder": 6}
             axes.plot([at(fault.time)], [lane], **look)
             below = {"xytext": (0, -6), "textcoords": "offset points", "ha": "center", "va": "top", "fontsize": 8.5}
@@ -156,7 +159,7 @@ def mark_faults(axes: Axes, run: RunRecords, at: Callable[[float], float]) -> No
 
 
 def activity_legend(*, has_faults: bool) -> list[Patch | Line2D]:
-    """The timeline's legend."""
+    """Legend entries of the timeline."""
     handles: list[Patch | Line2D] = [Patch(color=color, label=activity) for activity, color in ACTIVITY_COLORS.items()]
     handles[-1] = Patch(facecolor=WRONG, edgecolor="white", hatch="////", label="aborted attempt")
     tick = {"color": INK, "marker": "|", "linestyle": "none", "markersize": 9, "markeredgewidth": 1.5}
@@ -166,10 +169,10 @@ def activity_legend(*, has_faults: bool) -> list[Patch | Line2D]:
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """The axis' unit and its length in seconds."""
+    """Name of the time axis' unit and its length in seconds."""
     return ("seconds", 1.0) if seconds < 600 else ("minutes", 60.0) if seconds < 3 * 3600 else ("hours", 3600.0)
 
 
-def lanes(run: RunRecords) -> float:
-    """The timeline's height in inches."""
+def figure_height(run: RunRecords) -> float:
+    """Height of the timeline in inches."""
     return 1.9 + 0.62 * min(len(run.islands), 40)

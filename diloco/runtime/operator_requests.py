@@ -1,15 +1,14 @@
-"""What the operator wants of a running island: files in its folder, signals, a limit of time.
+"""Requests of the operator to a running island: files in its folder, signals, and a time limit.
 
-    ISLAND_DIR/save-now             save a checkpoint and go on
-    ISLAND_DIR/stop-after-round     leave after the round going on; with a number in it, when so many rounds are done
-    RUN_DIR/...                     the same for all islands of the run that this machine runs: those that stop do so
-                                    after the same round, the one after the round going on
-    SIGUSR1, SIGUSR2 to any rank    as if the first or the second file had been made
+    ISLAND_DIR/save-now             save a checkpoint and continue
+    ISLAND_DIR/stop-after-round     leave after the current round, or after as many rounds as the number in the file
+    RUN_DIR/...                     the same for all islands of the run on this machine; they all stop after the same
+                                    round, the one after the current round
+    SIGUSR1, SIGUSR2 to any rank    the same as creating the first or the second file
 
-A file is removed when its wish has been taken up.
+The island removes a file when it accepts the request.
 """
 
-import fcntl
 import logging
 import os
 import signal
@@ -19,84 +18,86 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from outer.team import Team
+from inner.files import try_lock, wait_for_lock
+from outer.space.ranks import RankGroup
 
 log = logging.getLogger(__name__)
 
 SAVE, STOP = "save-now", "stop-after-round"
 SIGNALS = {signal.SIGUSR1: SAVE, signal.SIGUSR2: STOP}
-LISTENS = "listens"
-"""In an island's folder: locked as long as somebody takes up wishes there."""
+LISTENER = "listens"
+"""A file in the island's folder that is locked while the island accepts requests there."""
 STARTED = "started"
-"""In an island's folder: when its processes were started, not counting torchrun's restarts; unix seconds."""
+"""A file in the island's folder with its start time in unix seconds. torchrun's restarts do not change it."""
 ROUNDS_REMEMBERED = 4
 
 
 @dataclass(frozen=True)
-class Wish:
-    """`save`: since when it was asked for until `Wishes.saved`. `stop`: why to leave now, "" for going on."""
+class OperatorRequest:
+    """What the operator wants now."""
 
     save: bool = False
+    """True from the request on until `OperatorRequests.mark_saved` is called."""
     stop: str = ""
+    """The reason to leave now, "" to continue."""
 
 
-class Wishes:
-    """Of one rank; the leader alone looks at files and the clock."""
+class OperatorRequests:
+    """Polls the operator's requests on one rank. Only the leader looks at files and at the clock."""
 
-    def __init__(self, team: Team, folder: Path, max_hours: float | None, started_at: float) -> None:
-        """`started_at`: of this process, unix seconds."""
-        self._team, self._folder, self._max_hours = team, folder, max_hours
+    def __init__(self, ranks: RankGroup, folder: Path, max_hours: float | None, started_at: float) -> None:
+        """`started_at` is the start of this process in unix seconds."""
+        self._ranks, self._folder, self._max_hours = ranks, folder, max_hours
         self._is_save_wanted = False
         self._stop_after: int | None = None
-        self._clock = Clock(folder, started_at) if team.is_leader else None
-        self._lock = listen(folder) if team.is_leader else None
+        self._clock = Clock(folder, started_at) if ranks.is_leader else None
+        self._lock = lock_listener(folder) if ranks.is_leader else None
 
-    def next(self, rounds_done: int) -> Wish:
-        """What is wanted when so many rounds of the run are done, or will be with the one on its way.
+    def poll(self, rounds_done: int) -> OperatorRequest:
+        """The current request, the same on every rank. All ranks must call it together.
 
-        The same on every rank; every rank must call it at the same place.
+        `rounds_done` is the number of rounds of the run that are done, counting the round in flight.
         """
-        return self._team.on_leader(lambda: self._look(rounds_done))
+        return self._ranks.on_leader(lambda: self._poll_files(rounds_done))
 
-    def saved(self) -> None:
-        """The wish to save has been fulfilled."""
+    def mark_saved(self) -> None:
+        """Clear the request to save."""
         self._is_save_wanted = False
 
     def close(self) -> None:
-        """Take up no more wishes. Idempotent."""
+        """Stop accepting requests. Idempotent."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
-    def _look(self, rounds_done: int) -> Wish:
-        assert self._clock is not None, "the leader looks"
-        share(self._folder.parent, SAVE, "")
-        share(self._folder.parent, STOP, str(rounds_done + 1))
-        self._is_save_wanted |= take(self._folder / SAVE) is not None
-        text = take(self._folder / STOP)
-        if text is not None:
+    def _poll_files(self, rounds_done: int) -> OperatorRequest:
+        assert self._clock is not None, "only the leader polls"
+        forward_request(self._folder.parent, SAVE, "")
+        forward_request(self._folder.parent, STOP, str(rounds_done + 1))
+        self._is_save_wanted |= consume_request(self._folder / SAVE) is not None
+        if (text := consume_request(self._folder / STOP)) is not None:
             self._stop_after = int(text) if text.isdecimal() else rounds_done
         self._clock.observe(rounds_done)
         stop = ""
         if self._stop_after is not None and rounds_done >= self._stop_after:
             stop = f"asked to stop after {self._stop_after} rounds"
-        elif self._max_hours is not None and self._clock.is_short(self._max_hours * 3600):
+        elif self._max_hours is not None and self._clock.would_exceed(self._max_hours * 3600):
             stop = f"another round does not fit into island.max_hours={self._max_hours:g}"
-        return Wish(self._is_save_wanted, stop)
+        return OperatorRequest(self._is_save_wanted, stop)
 
 
 class Clock:
-    """How long the island has been running, torchrun's restarts included, and how long its rounds take."""
+    """Measures how long the island has been running, including torchrun's restarts, and how long its rounds take."""
 
     def __init__(self, folder: Path, started_at: float, now: Callable[[], float] = time.time) -> None:
         self._now = now
-        self._started_at = first_start(folder, started_at)
+        self._started_at = load_start_time(folder, started_at)
         self._round: int | None = None
         self._round_began_at = now()
         self._rounds: deque[float] = deque(maxlen=ROUNDS_REMEMBERED)
 
     def observe(self, rounds_done: int) -> None:
-        """So many rounds are done now."""
+        """Record the time at which `rounds_done` rounds are done."""
         if rounds_done == self._round:
             return
         now = self._now()
@@ -104,72 +105,67 @@ class Clock:
             self._rounds.append(now - self._round_began_at)
         self._round, self._round_began_at = rounds_done, now
 
-    def is_short(self, limit_seconds: float) -> bool:
-        """Whether a round as long as the longest of the last ones would end after the limit."""
+    def would_exceed(self, limit_seconds: float) -> bool:
+        """Whether another round, as long as the longest recent one, would end after the limit."""
         return self._now() - self._started_at + max(self._rounds, default=0.0) > limit_seconds
 
 
-def ask(folder: Path, name: str) -> None:
-    """Make the wish of this name to the island in `folder`; on any of its ranks."""
+def make_request(folder: Path, name: str) -> None:
+    """Request `name` (SAVE or STOP) from the island in `folder`. Any rank may call it; a failure is logged."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
     except OSError as error:
-        log.warning("cannot make the wish %s: %s", folder / name, error)
+        log.warning("cannot make the request %s: %s", folder / name, error)
 
 
-def take(path: Path) -> str | None:
-    """What the wish's file says, and the file is gone; None when there is none."""
+def consume_request(path: Path) -> str | None:
+    """Remove a request file and return its text; None if there is no such file."""
     try:
         text = path.read_text(errors="replace").strip()
         path.unlink()
+        return text
     except FileNotFoundError:
-        return None
+        pass
     except OSError as error:
-        # What ails a file system must not end the training.
-        log.warning("cannot take up the wish %s: %s", path, error)
-        return None
-    return text
+        # A problem of the file system must not end the training.
+        log.warning("cannot accept the request %s: %s", path, error)
+    return None
 
 
-def share(run_dir: Path, name: str, text: str) -> None:
-    """Pass a wish to the whole run on to each island that runs here, with `text` where the operator wrote none."""
-    claimed = run_dir / f".{name}.{os.getpid()}"
+def forward_request(run_dir: Path, name: str, text: str) -> None:
+    """Copy a request in the run's folder to each island running here. `text` replaces an empty one of the operator."""
     try:
-        # One of several islands succeeds.
-        os.rename(run_dir / name, claimed)
+        # Only one of several islands succeeds in renaming the file.
+        claimed = (run_dir / name).rename(run_dir / f".{name}.{os.getpid()}")
     except OSError:
         return
-    text = take(claimed) or text
-    for lock in run_dir.glob(f"*/{LISTENS}"):
+    text = consume_request(claimed) or text
+    for lock in run_dir.glob(f"*/{LISTENER}"):
         if is_listening(lock):
             try:
                 (lock.parent / name).write_text(text)
             except OSError as error:
-                log.warning("cannot pass on the wish %s: %s", lock.parent / name, error)
+                log.warning("cannot forward the request %s: %s", lock.parent / name, error)
 
 
-def listen(folder: Path) -> int:
-    """Show that wishes are taken up in this folder, until the file descriptor is closed or the process ends."""
+def lock_listener(folder: Path) -> int:
+    """Announce that an island accepts requests in `folder`, until the returned file descriptor is closed."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder / LISTENS, os.O_CREAT | os.O_RDWR, 0o644)
-    # Nobody else keeps it: the island holds its folder, and whoever asks lets go at once.
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = os.open(folder / LISTENER, os.O_CREAT | os.O_RDWR, 0o644)
+    # This cannot block for long: the island has locked its folder, and `is_listening` releases the lock at once.
+    wait_for_lock(lock)
     return lock
 
 
 def is_listening(path: Path) -> bool:
-    """Whether the process that has made this file with `listen` lives."""
+    """Whether the process that locked this file with `lock_listener` is still running."""
     with path.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        return False
+        return not try_lock(file, shared=True)
 
 
-def first_start(folder: Path, started_at: float) -> float:
-    """When this island was started by hand or by a cluster, unix seconds: torchrun's restarts go on with that time."""
+def load_start_time(folder: Path, started_at: float) -> float:
+    """The island's start time in unix seconds: stored at the first start, read again after torchrun's restarts."""
     path = folder / STARTED
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         try:

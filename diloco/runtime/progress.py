@@ -1,11 +1,11 @@
-"""How far an island is: beyond its last commit, and what it goes on from after a stop."""
+"""The progress of an island since the last commit, and the state that it resumes from after a stop."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What an island has done that no committed round has."""
+    """Inner steps and tokens that are not in a committed round yet."""
 
     steps: int = 0
     tokens: int = 0
@@ -14,28 +14,28 @@ class Progress:
         return Progress(self.steps + other.steps, self.tokens + other.tokens)
 
 
-NOTHING = Progress()
+NO_PROGRESS = Progress()
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where in a round an island is, with no round on its way."""
+class ResumePoint:
+    """The position of an island within a round, while no round is in flight."""
 
     steps: int
-    """Inner steps made of the round."""
+    """Number of the round's inner steps that are done."""
     made: Progress
-    """Since the last round was sent: more steps than that when progress was put on top of others' state."""
+    """Progress since the last launch. It has more than `steps` steps if it was re-based on others' state."""
 
 
 @dataclass(frozen=True)
-class Resumed:
-    """What an island goes on from."""
+class ResumedState:
+    """The state of an island after it has loaded a checkpoint."""
 
     inner_step: int
     round: int
     digest: str
-    place: Place
+    point: ResumePoint
     tokens: int
-    """Trained on by this island."""
+    """Number of tokens that this island has trained on."""
     changed: list[str]
-    """Keys of the run's config that have changed since."""
+    """One line for each key of the run's config that differs from the saved config."""

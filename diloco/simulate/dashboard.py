@@ -1,4 +1,4 @@
-"""All islands of a run at a glance while it trains, from the files they write."""
+"""A live view of all islands of a run, read from the files that they write."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,10 +12,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco.faults import FaultRecord, read_faults
-from diloco.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
-from diloco.runfiles import METRICS, Tail
-from diloco.units import UNKNOWN, human_bytes, human_count, human_loss, human_seconds, one_line
+from diloco.formatting import UNKNOWN, human_bytes, human_count, human_loss, human_seconds, one_line
+from diloco.records.faults import FaultRecord, read_faults
+from diloco.records.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
+from diloco.records.run_folder import METRICS, Tail
+from diloco.runtime.processes import Child
 
 PLAIN_LINE_SECONDS = 5.0
 FAULTS_SHOWN, LOSSES_SHOWN = 3, 6
@@ -23,8 +24,8 @@ COLUMNS = ("island", "step", "loss", "tok/s", "round", "peers", "ok/abort", "sen
 
 
 @dataclass
-class IslandState:
-    """What is known of one island by now."""
+class IslandRow:
+    """The latest known state of one island."""
 
     name: str
     step: int = 0
@@ -34,15 +35,15 @@ class IslandState:
     round: int | None = None
     num_participants: int | None = None
     committed: set[int] = field(default_factory=set)
-    """Rounds."""
+    """Numbers of the committed rounds."""
     num_aborted: int = 0
     bytes_sent: int = 0
     eval_loss: float | None = None
     eval_round: int = -1
     event: str = ""
 
-    def take(self, record: Record) -> None:
-        """Bring the state up to date with one more record."""
+    def update(self, record: Record) -> None:
+        """Apply the next record."""
         match record:
             case StepRecord():
                 self.step, self.tokens = record.step, record.tokens
@@ -66,16 +67,16 @@ class IslandState:
 
 @dataclass
 class RunState:
-    """The islands of a run; `total_steps` is what each of them is to make."""
+    """The islands of a run. `total_steps` is the number of inner steps planned for each."""
 
-    islands: list[IslandState]
+    islands: list[IslandRow]
     total_steps: int
     seconds: float = 0.0
     faults: list[FaultRecord] = field(default_factory=list)
 
 
-def rows(state: RunState) -> list[tuple[str, ...]]:
-    """One row of text an island: COLUMNS, then its last event."""
+def table_rows(state: RunState) -> list[tuple[str, ...]]:
+    """One row of text for each island: COLUMNS, then its last event."""
     return [
         (
             island.name,
@@ -93,10 +94,10 @@ def rows(state: RunState) -> list[tuple[str, ...]]:
     ]
 
 
-class LiveView:
-    """A table that redraws itself on a terminal; elsewhere one plain line at a new round or every few seconds.
+class Dashboard:
+    """A table that redraws itself on a terminal. Elsewhere it prints a status line at each round or every few seconds.
 
-    Use as a context manager and call `update` a few times a second.
+    Use it as a context manager and call `update` a few times a second.
     """
 
     def __init__(
@@ -109,18 +110,18 @@ class LiveView:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console = console or Console(highlight=False)
-        """Print through this while the view is shown."""
-        self.state = RunState([IslandState(name) for name in islands], total_steps)
+        """Everything else that is printed while the dashboard is shown must go through this console."""
+        self.state = RunState([IslandRow(name) for name in islands], total_steps)
         self._title = run_dir.name
         self._run_dir = run_dir
         self._tails = [Tail(run_dir / name / METRICS) for name in islands]
         self._clock = clock
         self._started_at = clock()
         self._last_line_at = self._started_at
-        is_screen = self.console.is_terminal and not self.console.is_dumb_terminal
-        self._live = Live(console=self.console, auto_refresh=False) if is_screen else None
+        can_redraw = self.console.is_terminal and not self.console.is_dumb_terminal
+        self._live = Live(console=self.console, auto_refresh=False) if can_redraw else None
 
-    def __enter__(self) -> "LiveView":
+    def __enter__(self) -> "Dashboard":
         if self._live:
             self._live.start()
         return self
@@ -128,42 +129,40 @@ class LiveView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Show the last state and give the terminal back."""
+        """Show the final state and release the terminal."""
         self.update(is_last=True)
         if self._live:
             self._live.stop()
 
     def add_island(self, name: str) -> None:
-        """Show this island, too, if it is not shown yet."""
+        """Add an island to the table unless it is already there."""
         if all(island.name != name for island in self.state.islands):
-            self.state.islands.append(IslandState(name))
+            self.state.islands.append(IslandRow(name))
             self._tails.append(Tail(self._run_dir / name / METRICS))
 
     def update(self, *, is_last: bool = False) -> None:
-        """Read what the islands have written and show it; returns at once."""
-        rounds_before, events_before, num_faults = self._rounds_decided(), self._events(), len(self.state.faults)
+        """Read the new records of all islands and show them. Does not block."""
+        rounds_before, num_faults = self._rounds_decided(), len(self.state.faults)
+        events_before = [island.event for island in self.state.islands]
         self.state.faults = read_faults(self._run_dir)
         for island, tail in zip(self.state.islands, self._tails, strict=True):
             for record in tail.new_records():
-                island.take(record)
+                island.update(record)
         self.state.seconds = self._clock() - self._started_at
         if self._live:
-            self._live.update(picture(self._title, self.state), refresh=True)
+            self._live.update(render_table(self._title, self.state), refresh=True)
             return
         for fault in self.state.faults[num_faults:]:
-            self._print(fault_line(fault))
+            self._print(format_fault(fault))
         self._print_events(events_before)
         is_due = self._clock() - self._last_line_at >= PLAIN_LINE_SECONDS
         if is_last or is_due or self._rounds_decided() > rounds_before:
             self._last_line_at = self._clock()
-            self._print(plain_line(self.state))
+            self._print(format_status_line(self.state))
 
     def _rounds_decided(self) -> int:
-        # By the island that is furthest: its first report of a round gives a line, the others' do not.
+        # Only the island that is furthest ahead counts, so that a round prints one line and not one for each island.
         return max((len(island.committed) + island.num_aborted for island in self.state.islands), default=0)
-
-    def _events(self) -> list[str]:
-        return [island.event for island in self.state.islands]
 
     def _print_events(self, before: Sequence[str]) -> None:
         for island, old in zip(self.state.islands, before, strict=True):
@@ -174,8 +173,8 @@ class LiveView:
         self.console.print(Text(line), soft_wrap=True)
 
 
-def picture(title: str, state: RunState) -> Group:
-    """The table of all islands, below it their last events and the last faults."""
+def render_table(title: str, state: RunState) -> Group:
+    """Render the table of all islands, with their last events and the last faults below it."""
     table = Table(
         title=Text(f"{title}  {human_seconds(state.seconds)}"),
         title_justify="left",
@@ -189,22 +188,28 @@ def picture(title: str, state: RunState) -> Group:
     for column in COLUMNS[1:]:
         table.add_column(column, justify="right", no_wrap=True)
     lines: list[Text] = []
-    for island, row in zip(state.islands, rows(state), strict=True):
+    for island, row in zip(state.islands, table_rows(state), strict=True):
         bar = ProgressBar(total=max(state.total_steps, 1), completed=island.step, width=10)
         table.add_row(Text(row[0], style="cyan"), bar, *(Text(cell) for cell in row[1 : len(COLUMNS)]))
         if row[-1]:
             lines.append(Text(f"{row[0]} {row[-1]}", style="yellow", no_wrap=True, overflow="ellipsis"))
-    lines += [Text(fault_line(fault), style="red", no_wrap=True) for fault in state.faults[-FAULTS_SHOWN:]]
+    lines += [Text(format_fault(fault), style="red", no_wrap=True) for fault in state.faults[-FAULTS_SHOWN:]]
     return Group(table, *lines)
 
 
-def fault_line(fault: FaultRecord) -> str:
-    """A fault in one line of plain text."""
+def format_fault(fault: FaultRecord) -> str:
+    """Format a fault as one line of plain text."""
     return one_line(f"fault {fault.spec}: {fault.text}")
 
 
-def plain_line(state: RunState) -> str:
-    """The run in one line of plain text."""
+def print_failure(child: Child, console: Console) -> None:
+    """Print a failed child's exit status and an excerpt of its errors."""
+    console.print(f"{child.name} ended with status {child.exit_code}; from {child.log}:")
+    console.print(child.error_excerpt(), markup=False, highlight=False, soft_wrap=True)
+
+
+def format_status_line(state: RunState) -> str:
+    """Format the state of the run as one line of plain text."""
     islands = state.islands
     decided = [island.round for island in islands if island.round is not None]
     newest = max(islands, key=lambda island: island.eval_round, default=None)
@@ -213,14 +218,14 @@ def plain_line(state: RunState) -> str:
         f" | round {max(decided, default=UNKNOWN)}"
         f" | {len(set().union(*(i.committed for i in islands)))} committed"
         f" {max((i.num_aborted for i in islands), default=0)} aborted"
-        f" | loss {losses_of(islands)} | held-out {human_loss(newest.eval_loss if newest else None)}"
+        f" | loss {format_losses(islands)} | held-out {human_loss(newest.eval_loss if newest else None)}"
         f" | {human_count(sum(i.tokens_per_second or 0 for i in islands))} tok/s"
         f" | sent {human_bytes(sum(i.bytes_sent for i in islands))}"
     )
 
 
-def losses_of(islands: Sequence[IslandState]) -> str:
-    """Each island's, or of many the lowest and the highest."""
+def format_losses(islands: Sequence[IslandRow]) -> str:
+    """Each island's training loss, or the range when there are more than LOSSES_SHOWN islands."""
     known = [island.loss for island in islands if island.loss is not None]
     if len(islands) <= LOSSES_SHOWN or not known:
         return " ".join(human_loss(island.loss) for island in islands[:LOSSES_SHOWN])

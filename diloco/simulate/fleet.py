@@ -1,4 +1,4 @@
-"""The processes of a simulated run: how each is started, and started again."""
+"""The processes of a simulated run, and how each is started and restarted."""
 
 import json
 import re
@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diloco.bootstrap import PREFIX
-from diloco.config import Config, ConfigError, IslandConfig
-from diloco.fault_spec import BOOTSTRAP, Fault, Who
-from diloco.faults import FOLDER
-from diloco.links import Links, connect
-from diloco.netns import Namespace, Net
-from diloco.processes import Child, kill, start, torchrun
+from diloco.config.schema import Config, IslandConfig
+from diloco.errors import ConfigError
+from diloco.faults.self_inflicted import FAULTS_FOLDER
+from diloco.faults.spec import BOOTSTRAP, Fault, Target
+from diloco.network_emulation.links import Links, attach
+from diloco.network_emulation.namespaces import Namespace, Net
+from diloco.runtime.processes import Child, kill, start, torchrun
+from diloco.swarm.bootstrap import PREFIX
 
 BOOTSTRAP_SECONDS = 60.0
 POLL_SECONDS = 0.05
@@ -22,7 +23,7 @@ POLL_SECONDS = 0.05
 
 @dataclass
 class Fleet:
-    """A run's processes. `started` has all that ever were; `join` starts an island that joins, by its index."""
+    """The processes of a run. `started` holds all ever started, `join` starts an island that joins, by its index."""
 
     run_dir: Path
     started: list[Child]
@@ -32,106 +33,106 @@ class Fleet:
     joined: set[int] = field(default_factory=set)
     net: Net | None = None
     links: Links = field(default_factory=Links)
-    has_trouble: bool = False
-    """Whether faults may be begun in islands while they run."""
-    namespaces: dict[Who, Namespace] = field(default_factory=dict)
+    injects_faults: bool = False
+    """Whether faults may be requested from running islands."""
+    namespaces: dict[Target, Namespace] = field(default_factory=dict)
 
-    def child(self, who: Who) -> Child | None:
-        """The process, if it was ever started."""
-        return self.bootstrap if isinstance(who, str) else self.islands.get(who)
+    def child(self, target: Target) -> Child | None:
+        """The target's current process, None if it was never started."""
+        return self.bootstrap if isinstance(target, str) else self.islands.get(target)
 
-    def restart(self, who: Who) -> None:
-        """Start it again as it was started, with nothing left of its last life."""
-        old = self.child(who)
-        assert old is not None, f"{who} was never started"
+    def restart(self, target: Target) -> None:
+        """Start the target again with the same command, after all processes of its previous life are killed."""
+        old = self.child(target)
+        assert old is not None, f"{target} was never started"
         kill([old])
-        if who in self.joined:
-            self.add_joiner(who)
+        if target in self.joined:
+            self.add_joiner(target)
             return
         new = start(old.name, old.command, old.log)
         self.started.append(new)
-        if isinstance(who, str):
+        if isinstance(target, str):
             self.bootstrap = new
         else:
-            self.islands[who] = new
+            self.islands[target] = new
 
     def add_joiner(self, index: int) -> None:
-        """Start an island by joining, for the first time or again."""
-        assert self.join is not None, "nobody can join this fleet"
+        """Start an island that joins the running swarm, or start it again."""
+        assert self.join is not None, "this fleet takes no joiners"
         self.joined.add(index)
         self.islands[index] = self.join(index)
 
 
-def settle(fleet: Fleet, who: Who) -> None:
-    """Give the process a namespace and a link of its own, if the fleet has a net."""
-    if fleet.net is not None and who not in fleet.namespaces:
-        fleet.namespaces[who] = connect(fleet.net, fleet.links.of(who))
+def assign_namespace(fleet: Fleet, target: Target) -> None:
+    """Give the target a namespace and a link of its own, if the fleet has an emulated network."""
+    if fleet.net is not None and target not in fleet.namespaces:
+        fleet.namespaces[target] = attach(fleet.net, fleet.links.of(target))
 
 
 def start_island(config: Config, index: int, address: str | None, faults: Sequence[Fault], fleet: Fleet) -> Child:
-    """All ranks of one of the config's islands."""
+    """Start all ranks of one of the config's islands."""
     island, run_dir = config.for_island(index), fleet.run_dir
-    arguments = [*own_overrides(island, index, faults, fleet), f"name={run_dir.name}", f"island.index={index}"]
+    arguments = [*island_overrides(island, index, faults, fleet), f"name={run_dir.name}", f"island.index={index}"]
     if address is not None:
         arguments.append(f"island.bootstrap=[{address}]")
     command = torchrun(island.ranks, ["train", str(run_dir / "config.yaml"), *arguments])
-    return start_in(fleet, index, island.island, command, run_dir / island.island / "log.txt")
+    return start_child(fleet, index, island.label, command, run_dir / island.label / "log.txt")
 
 
 def start_joiner(config: Config, index: int, address: str, faults: Sequence[Fault], fleet: Fleet) -> Child:
-    """One more island, like the config's last, by the command that a user would give; or one that was here again."""
+    """Start an island like the config's last one with the command `diloco join`, or restart one that joined before."""
     island = config.for_island(len(config.islands) - 1).model_copy(update={"index": index, "name": None})
-    folder = fleet.run_dir / island.island
+    folder = fleet.run_dir / island.label
     if (folder / "config.yaml").exists():
         command = torchrun(island.ranks, ["train", str(folder / "config.yaml")])
     else:
-        settle(fleet, index)
+        assign_namespace(fleet, index)
         command = [sys.executable, "-m", "diloco", "join", address, "--run", fleet.run_dir.name]
         command += ["--ranks", str(island.ranks), f"island.index={index}"]
-        command += [*changed_values(island), *own_overrides(island, index, faults, fleet)]
-    return start_in(fleet, index, island.island, command, folder / "log.txt")
+        command += [*changed_values(island), *island_overrides(island, index, faults, fleet)]
+    return start_child(fleet, index, island.label, command, folder / "log.txt")
 
 
 def changed_values(island: IslandConfig) -> list[str]:
-    """The island's own values that are not the defaults, as overrides; not those that the launcher sets."""
+    """The island's values that differ from the defaults, as overrides, without those that the launcher sets."""
     values, defaults = island.model_dump(mode="json"), IslandConfig().model_dump(mode="json")
-    ours = {"name", "index", "ranks", "bootstrap", "listen_host", "run_dir", "faults", "joins"}
-    names = [name for name in values if name not in ours and values[name] != defaults[name]]
+    set_by_launcher = {"name", "index", "ranks", "bootstrap", "listen_host", "run_dir", "faults", "joins"}
+    names = [name for name in values if name not in set_by_launcher and values[name] != defaults[name]]
     return [f"island.{name}={json.dumps(values[name])}" for name in names]
 
 
-def own_overrides(island: IslandConfig, index: int, faults: Sequence[Fault], fleet: Fleet) -> list[str]:
-    """Where the island writes and listens, and what it is to inflict on itself."""
+def island_overrides(island: IslandConfig, index: int, faults: Sequence[Fault], fleet: Fleet) -> list[str]:
+    """Overrides for where the island writes and listens, and for the faults it inflicts on itself."""
     overrides = [f"island.run_dir={fleet.run_dir.parent}"]
     if index in fleet.namespaces:
         overrides.append(f"island.listen_host={fleet.namespaces[index].host}")
-    own = [*island.faults, *(str(fault) for fault in faults if fault.is_own and index in fault.who)]
-    if own:
-        overrides.append(f"island.faults={json.dumps(own)}")
-    if fleet.has_trouble:
-        # The island looks there, with each payload and step, for faults that are begun later; not without the folder.
-        (fleet.run_dir / island.island / FOLDER).mkdir(parents=True, exist_ok=True)
+    specs = [*island.faults, *(str(fault) for fault in faults if fault.is_self_inflicted and index in fault.targets)]
+    if specs:
+        overrides.append(f"island.faults={json.dumps(specs)}")
+    if fleet.injects_faults:
+        # Only if this folder exists does the island check for requested faults, at each payload and step.
+        (fleet.run_dir / island.label / FAULTS_FOLDER).mkdir(parents=True, exist_ok=True)
     return overrides
 
 
-def start_in(fleet: Fleet, who: Who, name: str, command: Sequence[str], log: Path) -> Child:
-    """Start it in its namespace, if it has one."""
-    if who in fleet.namespaces:
-        command = fleet.namespaces[who].command(*command)
+def start_child(fleet: Fleet, target: Target, name: str, command: Sequence[str], log: Path) -> Child:
+    """Start a process in the target's namespace, if it has one."""
+    if target in fleet.namespaces:
+        command = fleet.namespaces[target].command(*command)
     child = start(name, command, log)
     fleet.started.append(child)
     return child
 
 
 def start_bootstrap(config: Config, run_dir: Path, fleet: Fleet) -> str:
-    """The address of a bootstrap process of this run's kind; it can be killed and started again at the same one."""
+    """Start the run's bootstrap process and return its address, which it keeps after a restart."""
     kind = "tcp" if config.outer.transport == "gloo" else "dht"
     host = fleet.namespaces[BOOTSTRAP].host if fleet.net else config.island.listen_host
     command = [sys.executable, "-m", "diloco", "bootstrap", "--rendezvous", kind, "--host", host]
     command += ["--identity", str(run_dir / "bootstrap.key")] if kind == "dht" else []
     if kind == "tcp" and config.island.run_key_file is not None:
         command += ["--run-key-file", config.island.run_key_file]
-    child = fleet.bootstrap = start_in(fleet, BOOTSTRAP, BOOTSTRAP, command, run_dir / "bootstrap.txt")
+    child = fleet.bootstrap = start_child(fleet, BOOTSTRAP, BOOTSTRAP, command, run_dir / "bootstrap.txt")
     deadline = time.monotonic() + BOOTSTRAP_SECONDS
     while time.monotonic() < deadline and child.exit_code is None:
         for line in child.log.read_text(errors="replace").splitlines():
@@ -144,7 +145,7 @@ def start_bootstrap(config: Config, run_dir: Path, fleet: Fleet) -> str:
 
 
 def port_of(address: str) -> str:
-    """The port in tcp://HOST:PORT or /ip4/HOST/tcp/PORT/p2p/PEER."""
+    """Extract the port from tcp://HOST:PORT or /ip4/HOST/tcp/PORT/p2p/PEER."""
     found = re.search(r"(?:/tcp/|:)(\d+)", address)
     assert found is not None, f"{address} has a port"
     return found[1]

@@ -1,4 +1,4 @@
-"""`diloco simulate`: all islands of a run on this machine, as real processes, and what came of it."""
+"""`diloco simulate`: run all islands on this machine as real processes, then print and write the results."""
 
 import signal
 import time
@@ -10,29 +10,31 @@ from pathlib import Path
 
 from rich.console import Console
 
-from diloco.check import bigram_yardstick, check_run, model_params
-from diloco.config import Config, ConfigError, dump_config, load_config
-from diloco.fault_spec import BOOTSTRAP, check_faults, parse_fault
-from diloco.fleet import Fleet, settle, start_bootstrap, start_in, start_island, start_joiner
-from diloco.in_process import in_one_process, run_in_process
-from diloco.inflict import Inflictor
-from diloco.initial import pinned
-from diloco.links import carried, opened_links, parse_links, relay_warning
-from diloco.live import LiveView
-from diloco.netns import check_possible
-from diloco.processes import Child, stop, torchrun
-from diloco.report import write_report
-from diloco.runfiles import BASELINE, RunFacts, island_folders, write_atomically, write_facts
-from diloco.storm import storm
-from diloco.summary import write_summary
-from diloco.summary_table import print_summary
+from diloco.config.check import bigram_baseline, check_run, count_params
+from diloco.config.init_weights import pin_weights_hash
+from diloco.config.schema import Config, dump_config, load_config
+from diloco.errors import ConfigError
+from diloco.faults.spec import BOOTSTRAP, check_targets, parse_fault
+from diloco.faults.storm import storm
+from diloco.network_emulation.links import count_bytes, open_links, parse_links, relay_warning
+from diloco.network_emulation.namespaces import check_possible
+from diloco.records.run_folder import BASELINE, RunFacts, island_folders, write_facts
+from diloco.report.html import write_report
+from diloco.report.summary import write_summary
+from diloco.report.summary_table import print_summary
+from diloco.runtime.processes import Child, stop, torchrun
+from diloco.simulate.dashboard import Dashboard, print_failure
+from diloco.simulate.fleet import Fleet, assign_namespace, start_bootstrap, start_child, start_island, start_joiner
+from diloco.simulate.in_process import configure_in_process, run_in_process
+from diloco.simulate.injector import FaultInjector
+from inner.files import write_atomically
 
 POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """What is inflicted on a run: faults and links as written, a storm's faults an island and minute, their number."""
+class Disturbances:
+    """Faults and links of a run, as on the command line. `storm` is the rate of random faults per island and minute."""
 
     faults: tuple[str, ...] = ()
     storm: float | None = None
@@ -43,16 +45,16 @@ class Trouble:
 
     @property
     def has_faults(self) -> bool:
-        """Whether anything is inflicted."""
+        """Whether any fault is injected."""
         return bool(self.faults) or self.storm is not None
 
     @property
     def needs_net(self) -> bool:
-        """Whether islands must have namespaces."""
+        """Whether the islands need network namespaces."""
         return self.netns or bool(self.links) or any(parse_fault(spec).kind == "cut" for spec in self.faults)
 
 
-NO_TROUBLE = Trouble()
+NO_DISTURBANCES = Disturbances()
 
 
 def simulate(
@@ -62,18 +64,18 @@ def simulate(
     ranks: int | None,
     *,
     with_baseline: bool,
-    trouble: Trouble = NO_TROUBLE,
+    disturbances: Disturbances = NO_DISTURBANCES,
     in_process: bool = False,
 ) -> int:
-    """The exit status: 0 when at least one island finished the run, 130 after Ctrl-C or SIGTERM."""
-    config = sized(pinned(load_config(path, overrides)), islands, ranks)
+    """Run the simulation. Returns exit status 0 if an island finished the run, 1 if none did, 130 if interrupted."""
+    config = resize(pin_weights_hash(load_config(path, overrides)), islands, ranks)
     if in_process:
-        config = in_one_process(config, has_trouble=trouble != NO_TROUBLE)
+        config = configure_in_process(config, has_disturbances=disturbances != NO_DISTURBANCES)
     else:
         check_transport(config)
-    links = parse_links(trouble.links, len(config.islands))
-    check_trouble(trouble, config)
-    facts, run_dir = prepare(config, with_baseline=with_baseline)
+    links = parse_links(disturbances.links, len(config.islands))
+    check_disturbances(disturbances, config)
+    facts, run_dir = prepare_run(config, with_baseline=with_baseline)
     config = config.model_copy(update={"name": run_dir.name})
     console = Console()
     console.print(
@@ -83,34 +85,34 @@ def simulate(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     try:
-        with opened_links(links) if trouble.needs_net else nullcontext() as net:
-            fleet = Fleet(run_dir, started, net=net, links=links, has_trouble=trouble.has_faults)
+        with open_links(links) if disturbances.needs_net else nullcontext() as net:
+            fleet = Fleet(run_dir, started, net=net, links=links, injects_faults=disturbances.has_faults)
             if net is not None and (warning := relay_warning(net, links, len(config.islands))):
                 console.print(warning)
             try:
                 finished = (
                     run_in_process(config, run_dir, started, console)
                     if in_process
-                    else run_islands(config, run_dir, trouble, fleet, console)
+                    else run_islands(config, run_dir, disturbances, fleet, console)
                 )
             finally:
                 stop(started)
-            record_links(fleet, facts, trouble)
+            record_links(fleet, facts, disturbances)
         if with_baseline and finished:
             finished = run_baseline(config, run_dir, started, console)
     except KeyboardInterrupt:
-        console.print(f"stopping; what came of it so far: diloco report {run_dir}", soft_wrap=True)
+        console.print(f"stopping; for the results so far: diloco report {run_dir}", soft_wrap=True)
         return 130
     finally:
         stop(started)
-    tell(run_dir, console)
+    print_results(run_dir, console)
     return 0 if finished else 1
 
 
-def tell(run_dir: Path, console: Console) -> None:
-    """Print the run's summary, write its report. A disk without room changes nothing in how the run has ended."""
+def print_results(run_dir: Path, console: Console) -> None:
+    """Print the run's summary and write its report. A full disk does not change the exit status."""
     if not island_folders(run_dir):
-        console.print(f"no island has begun; their logs are in {run_dir}", soft_wrap=True)
+        console.print(f"no island has started training; the logs are in {run_dir}", soft_wrap=True)
         return
     try:
         print_summary(write_summary(run_dir), console)
@@ -119,8 +121,8 @@ def tell(run_dir: Path, console: Console) -> None:
         console.print(f"no report: {error}; make room, then: diloco report {run_dir}", soft_wrap=True)
 
 
-def prepare(config: Config, *, with_baseline: bool) -> tuple[RunFacts, Path]:
-    """Everything checked that can be, and a new folder that holds the run's config and facts."""
+def prepare_run(config: Config, *, with_baseline: bool) -> tuple[RunFacts, Path]:
+    """Check the run, then create its folder with the config and the facts. Raises ConfigError and InputError."""
     num_islands = len(config.islands)
     corpus = check_run(config, num_islands)
     if with_baseline:
@@ -130,26 +132,26 @@ def prepare(config: Config, *, with_baseline: bool) -> tuple[RunFacts, Path]:
     write_atomically(run_dir / "config.yaml", dump_config(config))
     facts = RunFacts(
         name=config.name,
-        num_params=model_params(config.run, corpus),
+        num_params=count_params(config.run, corpus),
         num_islands=num_islands,
         total_steps=config.total_steps,
-        bigram_loss=bigram_yardstick(corpus),
+        bigram_loss=bigram_baseline(corpus),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     write_facts(run_dir, facts)
     return facts, run_dir
 
 
-def check_trouble(trouble: Trouble, config: Config) -> None:
-    """Raise ConfigError if a fault is mistyped or cannot be inflicted on this run, or here."""
+def check_disturbances(disturbances: Disturbances, config: Config) -> None:
+    """Raise ConfigError if a fault is invalid, does not fit the run, or cannot be injected on this machine."""
     has_bootstrap = config.outer.transport != "loopback"
-    check_faults([parse_fault(spec) for spec in trouble.faults], len(config.islands), has_bootstrap=has_bootstrap)
-    if trouble.needs_net:
+    check_targets([parse_fault(spec) for spec in disturbances.faults], len(config.islands), has_bootstrap=has_bootstrap)
+    if disturbances.needs_net:
         check_possible()
 
 
-def sized(config: Config, islands: int | None, ranks: int | None) -> Config:
-    """The config with as many islands as asked for, all of which the first round waits for."""
+def resize(config: Config, islands: int | None, ranks: int | None) -> Config:
+    """The config with the requested number of islands and ranks. The first round waits for all islands."""
     count = islands or len(config.islands) or 1
     listed = (
         [config.islands[i] if i < len(config.islands) else dict(config.islands[-1]) for i in range(count)]
@@ -163,16 +165,16 @@ def sized(config: Config, islands: int | None, ranks: int | None) -> Config:
 
 
 def check_transport(config: Config) -> None:
-    """Raise ConfigError if islands in processes of their own could not find each other."""
+    """Raise ConfigError if the transport cannot connect islands in separate processes."""
     if config.outer.transport == "loopback" and len(config.islands) > 1:
         raise ConfigError(
-            "outer.transport is 'loopback', which joins islands of one process only; simulate starts real processes: "
-            "use outer.transport=gloo or outer.transport=hivemind, or --in-process"
+            "outer.transport is 'loopback', which connects islands of one process only; simulate starts real "
+            "processes: use outer.transport=gloo or outer.transport=hivemind, or --in-process"
         )
 
 
 def new_run_dir(parent: Path, name: str) -> Path:
-    """A folder that did not exist: NAME, or NAME-2, NAME-3, ... so that no run is written over."""
+    """Create the folder NAME, or NAME-2, NAME-3, ... if it exists, so that no run is overwritten."""
     for number in range(1, 10_000):
         folder = parent / (name if number == 1 else f"{name}-{number}")
         try:
@@ -183,57 +185,59 @@ def new_run_dir(parent: Path, name: str) -> Path:
     raise ConfigError(f"{parent} holds too many runs called {name!r}; choose another name=...")
 
 
-def run_islands(config: Config, run_dir: Path, trouble: Trouble, fleet: Fleet, console: Console) -> bool:
-    """Start what the run needs, inflict the faults, show it until it is over; whether any island finished."""
-    faults = [parse_fault(spec) for spec in trouble.faults]
+def run_islands(config: Config, run_dir: Path, disturbances: Disturbances, fleet: Fleet, console: Console) -> bool:
+    """Start all processes, inject the faults and show the run until it is over. Returns whether an island finished."""
+    faults = [parse_fault(spec) for spec in disturbances.faults]
     address = None
     if config.outer.transport != "loopback":
-        settle(fleet, BOOTSTRAP)
+        assign_namespace(fleet, BOOTSTRAP)
         address = start_bootstrap(config, run_dir, fleet)
     for index in range(len(config.islands)):
-        settle(fleet, index)
+        assign_namespace(fleet, index)
         fleet.islands[index] = start_island(config, index, address, faults, fleet)
     if address is not None:
         fleet.join = lambda index: start_joiner(config, index, address, faults, fleet)
     storm_faults = None
-    if trouble.storm is not None:
-        storm_faults = islice(storm(trouble.storm_seed, trouble.storm, len(config.islands)), trouble.storm_count)
-    watch(fleet, Inflictor(fleet, faults, storm_faults), LiveView(run_dir, [], config.total_steps, console), console)
+    if disturbances.storm is not None:
+        endless = storm(disturbances.storm_seed, disturbances.storm, len(config.islands))
+        storm_faults = islice(endless, disturbances.storm_count)
+    injector = FaultInjector(fleet, faults, storm_faults)
+    supervise(fleet, injector, Dashboard(run_dir, [], config.total_steps, console), console)
     return any(island.exit_code == 0 for island in fleet.islands.values())
 
 
 def run_baseline(config: Config, run_dir: Path, started: list[Child], console: Console) -> bool:
-    """Train data-parallel on all islands' ranks together; whether it finished."""
+    """Train data-parallel on the ranks of all islands together. Returns whether it finished."""
     console.print("baseline: synchronous data-parallel training on the same tokens")
     ranks = baseline_ranks(config)
     arguments = ["baseline", str(run_dir / "config.yaml"), f"name={run_dir.name}", f"island.run_dir={run_dir.parent}"]
     arguments += ["--islands", str(len(config.islands)), "--ranks", str(ranks)]
     fleet = Fleet(run_dir, started)
-    child = start_in(fleet, 0, BASELINE, torchrun(ranks, arguments), run_dir / BASELINE / "log.txt")
+    child = start_child(fleet, 0, BASELINE, torchrun(ranks, arguments), run_dir / BASELINE / "log.txt")
     fleet.islands[0] = child
-    watch(fleet, Inflictor(fleet), LiveView(run_dir, [], config.total_steps, console), console)
+    supervise(fleet, FaultInjector(fleet), Dashboard(run_dir, [], config.total_steps, console), console)
     return child.exit_code == 0
 
 
-def record_links(fleet: Fleet, facts: RunFacts, trouble: Trouble) -> None:
-    """Put into run.json what the islands' links have carried, if there are any."""
+def record_links(fleet: Fleet, facts: RunFacts, disturbances: Disturbances) -> None:
+    """Add the bytes that the islands' links have carried to run.json, if the run has an emulated network."""
     if fleet.net is None:
         return
-    both = {fleet.islands[who].name: carried(fleet.net, fleet.namespaces[who]) for who in fleet.islands}
+    both = {fleet.islands[target].name: count_bytes(fleet.net, fleet.namespaces[target]) for target in fleet.islands}
     sent, received = ({name: ways[i] for name, ways in both.items()} for i in range(2))
-    links = " ".join(trouble.links)
+    links = " ".join(disturbances.links)
     write_facts(fleet.run_dir, replace(facts, links=links, wire_bytes_sent=sent, wire_bytes_received=received))
 
 
 def baseline_ranks(config: Config) -> int:
-    """All ranks of all islands; one for islands of one process, who may be more than this machine has room for."""
+    """Ranks of the baseline: those of all islands, or one if the (possibly many) islands share one process."""
     if config.outer.transport == "loopback" and len(config.islands) > 1:
         return 1
     return sum(config.for_island(index).ranks for index in range(len(config.islands)))
 
 
 def check_baseline(config: Config) -> None:
-    """Raise ConfigError if the islands' tokens of a step do not divide over all of their ranks."""
+    """Raise ConfigError if the tokens of a step of all islands do not divide evenly over all ranks."""
     first, ranks = config.for_island(0), baseline_ranks(config)
     together = config.optimizer.tokens_per_step * len(config.islands)
     unit = config.data.seq_len * first.micro_batch * ranks
@@ -245,22 +249,21 @@ def check_baseline(config: Config) -> None:
         )
 
 
-def watch(fleet: Fleet, inflictor: Inflictor, view: LiveView, console: Console) -> None:
-    """Inflict faults and show the run until it is over; say at once, with its last lines, when a child fails."""
-    told: set[str] = set()
-    with view:
+def supervise(fleet: Fleet, injector: FaultInjector, dashboard: Dashboard, console: Console) -> None:
+    """Inject faults and show the run until it is over. A child that fails is reported at once."""
+    reported: set[str] = set()
+    with dashboard:
         is_over = False
         while not is_over:
-            # Asked first: of whatever ended it is told below.
-            is_over = inflictor.is_over()
-            inflictor.poll()
+            # Checked first, so that failures that end the run are still reported below.
+            is_over = injector.is_over()
+            injector.poll()
             for child in fleet.islands.values():
-                view.add_island(child.name)
-            view.update()
+                dashboard.add_island(child.name)
+            dashboard.update()
             for child in fleet.started:
-                if child.exit_code and child.mark not in told and not inflictor.was_meant(child):
-                    told.add(child.mark)
-                    console.print(f"{child.name} ended with status {child.exit_code}; from {child.log}:")
-                    console.print(child.last_words(), markup=False, highlight=False, soft_wrap=True)
+                if child.exit_code and child.mark not in reported and not injector.ended_by_fault(child):
+                    reported.add(child.mark)
+                    print_failure(child, console)
             if not is_over:
                 time.sleep(POLL_SECONDS)

@@ -1,114 +1,92 @@
-"""All islands of a run as threads of this process, over a hub: what `diloco simulate --in-process` starts.
+"""Runs all islands as threads of this process over a hub: the child of `diloco simulate --in-process`.
 
-Each island has what it would have in a process of its own, built in turn: a model and optimizers on a mesh of one
-rank, a thread that trains, a thread for a round behind it, metrics. Shared are the corpus's pages, torch's world of one
-rank, the hub, one event loop, and the processors: only so many islands compute at a time as there are.
+Each island has what it would have in a process of its own: a model and optimizers on a mesh of one rank, a training
+thread, a thread for the round in the background, and records. The islands share the pages of the corpus, torch's world
+of one rank, the hub, one event loop, and the processors: only as many islands compute at once as there are processors.
 
-No bit depends on who computes when. Weights and data follow from seeds with generators of their own, torch's
-generator is never drawn from, a reduce adds in the order of the plan, and every plan has all islands. They may wait
-long for a turn, so the event loop's clock is as much slower as they are many: no deadline passes, and as many calls are
-made a second as by one island for each other.
+The results do not depend on who computes when. Weights and data come from seeds with generators of their own, nothing
+draws from torch's global generator, a reduce adds in the order of the plan, and every plan contains all islands. An
+island may wait long for its turn to compute, so the event loop's clock is slowed down by the number of islands: no
+deadline passes early, and islands send each other as many calls per second as real ones.
 """
 
 import logging
 import os
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
-from torch import Tensor
-
-from diloco import island as life
-from diloco.assemble import Parts, Shared, assembled, device_of, process_group
-from diloco.config import Config, IslandConfig
-from diloco.initial import with_hash
-from diloco.signals import end_with_parent, on_stop
-from inner.trainer import StepResult, Trainer
-from outer.loop import LoopThread
+from diloco import island
+from diloco.assemble import Runtime, Shared, open_runtime
+from diloco.config.init_weights import add_weights_hash
+from diloco.config.schema import Config, IslandConfig
+from diloco.runtime.process_group import open_process_group, pick_device
+from diloco.watch.signals import end_with_parent, on_stop
+from outer.network.event_loop import EventLoopThread
 from outer.transports.loopback import Hub
 
 log = logging.getLogger(__name__)
 
 
-def train_together(config: Config, live: Callable[[Parts], None] = life.run) -> None:
-    """Run all of the config's islands until the run is over. Raises what the first that fails has raised."""
+def train_together(config: Config, loop: Callable[[Runtime], None] = island.run) -> None:
+    """Run all islands of the config until the run is over. Raises the error of the first island that fails."""
     start_logging()
     end_with_parent()
     run, islands = config.run, [config.for_island(index) for index in range(len(config.islands))]
-    running: list[Parts] = []
+    running: list[Runtime] = []
     on_stop(lambda: say_goodbye(running))
-    device = device_of(islands[0])
-    turns = threading.Semaphore(turns_at_once(device))
-    shared = Shared(Hub(), LoopThread(slowness=len(islands)))
-    with process_group(islands[0], device) as team, ExitStack() as stack:
-        for island in islands:
-            folder = Path(island.run_dir) / run.name / island.island
-            parts = stack.enter_context(assembled(with_hash(run, island), island, team, device, folder, shared))
-            take_turns(parts.trainer, turns)
-            running.append(parts)
-        live_together(islands, running, live)
-    shared.loop.close()
+    device = pick_device(islands[0])
+    turns = threading.Semaphore(count_processors(device))
+    shared = Shared(Hub(), EventLoopThread(slowness=len(islands)), turns)
+    with open_process_group(islands[0], device) as ranks, ExitStack() as stack:
+        for settings in islands:
+            folder = Path(settings.run_dir) / run.name / settings.label
+            pinned = add_weights_hash(run, settings)
+            running.append(stack.enter_context(open_runtime(pinned, settings, ranks, device, folder, shared)))
+        run_threads(islands, running, loop)
+    shared.event_loop.close()
 
 
-def turns_at_once(device: str) -> int:
-    """How many islands may compute at the same time. On a GPU they would only get in each other's way."""
+def count_processors(device: str) -> int:
+    """Number of islands that may compute at the same time. On a GPU they would only slow each other down."""
     if device != "cpu":
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def take_turns(trainer: Trainer, turns: threading.Semaphore) -> None:
-    """From now on the trainer computes when it has one of the turns; the seconds of a step include the wait for it."""
-    step, evaluate = trainer.step, trainer.evaluate
-
-    def step_in_turn(micro_batches: Sequence[Tensor]) -> StepResult:
-        asked_at = time.perf_counter()
-        with turns:
-            result = step(micro_batches)
-        return replace(result, seconds=time.perf_counter() - asked_at)
-
-    def evaluate_in_turn(windows: Iterable[Tensor]) -> tuple[float, int]:
-        with turns:
-            return evaluate(windows)
-
-    trainer.step, trainer.evaluate = step_in_turn, evaluate_in_turn
-
-
-def live_together(islands: Sequence[IslandConfig], running: Sequence[Parts], live: Callable[[Parts], None]) -> None:
-    """Let each island live in a thread of its own; returns when all have, raises when one fails: others need it."""
+def run_threads(islands: Sequence[IslandConfig], running: Sequence[Runtime], loop: Callable[[Runtime], None]) -> None:
+    """Run each island in a thread. Returns when all are done; raises when one fails, because the others need it."""
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
 
-    def one_life(parts: Parts) -> None:
+    def run_one(runtime: Runtime) -> None:
         try:
-            live(parts)
+            loop(runtime)
             ended.put(None)
         except BaseException as error:  # noqa: BLE001 - raised again on the main thread
             log.error("this island has failed: %s", error)
             ended.put(error)
 
-    for island, parts in zip(islands, running, strict=True):
-        # Daemons: when one island has failed the others wait for it, and are not waited for.
-        threading.Thread(target=one_life, args=(parts,), name=island.island, daemon=True).start()
+    for settings, runtime in zip(islands, running, strict=True):
+        # Daemons: when one island fails the others wait for it, and this process must not wait for them.
+        threading.Thread(target=run_one, args=(runtime,), name=settings.label, daemon=True).start()
     for _ in running:
         if error := ended.get():
             raise error
 
 
-def say_goodbye(running: Sequence[Parts]) -> None:
-    """Record the end of each island, and close what leaves traces. All end at once, so none needs to be told."""
-    for parts in running:
-        parts.event("left", "stopped by a signal")
-    for parts in running:
-        if parts.metrics is not None:
-            parts.metrics.close()
+def say_goodbye(running: Sequence[Runtime]) -> None:
+    """Record the end of each island and close its records. All end at once, so none says goodbye to the others."""
+    for runtime in running:
+        runtime.event("left", "stopped by a signal")
+    for runtime in running:
+        if runtime.metrics is not None:
+            runtime.metrics.close()
 
 
 def start_logging() -> None:
-    """Facts to stderr; the launcher puts them into a file. A thread has its island's name."""
+    """Log to stderr, which the launcher writes to a file. A thread is named after its island."""
     form = "%(asctime)s %(threadName)s %(levelname)s %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr, force=True)

@@ -1,4 +1,4 @@
-"""`diloco bootstrap`: where islands find each other. Trains nothing."""
+"""`diloco bootstrap`: serves the address where islands find each other. It trains nothing."""
 
 import signal
 import threading
@@ -7,17 +7,17 @@ from pathlib import Path
 
 import typer
 
-from diloco.config import ConfigError
-from diloco.signals import end_with_parent
+from diloco.errors import ConfigError
+from diloco.watch.signals import end_with_parent
 from outer.errors import OuterError
 
 PREFIX = "address: "
-"""What the line with an address starts with, for programs that read it."""
+"""Prefix of each printed line with an address, for programs that parse it."""
 START_SECONDS, CLOSE_SECONDS = 60.0, 5.0
 
 
 def bootstrap(host: str, port: int, rendezvous: str, identity: Path | None, run_key_file: Path | None = None) -> None:
-    """Serve until a signal comes; prints one line for each address."""
+    """Serve until SIGTERM or SIGINT. Prints one line per address."""
     _check(host, rendezvous, identity, run_key_file)
     end_with_parent()
     stopped = threading.Event()
@@ -29,7 +29,7 @@ def bootstrap(host: str, port: int, rendezvous: str, identity: Path | None, run_
         addresses, close = _serve_tcp(host, port, run_key_file)
     for address in addresses:
         typer.echo(f"{PREFIX}{address}")
-    typer.echo("give it to the islands: island.bootstrap=[ADDRESS], or: diloco join ADDRESS")
+    typer.echo("pass it to the islands: island.bootstrap=[ADDRESS], or: diloco join ADDRESS")
     stopped.wait()
     close()
 
@@ -38,40 +38,34 @@ def _check(host: str, rendezvous: str, identity: Path | None, run_key_file: Path
     if rendezvous not in ("dht", "tcp"):
         raise ConfigError(f"--rendezvous: got {rendezvous!r}; allowed: dht (for hivemind), tcp (for gloo)")
     if rendezvous == "dht" and run_key_file is not None:
-        raise ConfigError("--run-key-file: a dht needs none, its islands ask each other for it; leave it out")
-    if rendezvous == "dht" and not _is_ipv4(host):
+        raise ConfigError("--run-key-file: a dht needs none, because its islands check each other's keys; leave it out")
+    if rendezvous == "tcp" and identity is not None:
+        raise ConfigError("--identity: a tcp address is host and port alone; leave it out, and set a fixed --port")
+    try:
+        if rendezvous == "dht":
+            IPv4Address(host)
+    except ValueError:
         raise ConfigError(
             f"--host: got {host!r}; allowed: an IPv4 address of this machine, for example 127.0.0.1, or 0.0.0.0 for all"
-        )
-    if rendezvous == "tcp" and identity is not None:
-        raise ConfigError("--identity: a tcp address is host and port alone; leave it out, and give a fixed --port")
-
-
-def _is_ipv4(host: str) -> bool:
-    try:
-        IPv4Address(host)
-    except ValueError:
-        return False
-    return True
+        ) from None
 
 
 def _serve_dht(host: str, port: int, identity: Path | None):
-    from outer.loop import LoopThread
     from outer.membership.hivemind import serve_bootstrap
+    from outer.network.event_loop import EventLoopThread
 
-    loop = LoopThread()
+    loop = EventLoopThread()
     try:
         peer = loop.run(serve_bootstrap([f"/ip4/{host}/tcp/{port}"], identity), START_SECONDS)
     except TimeoutError:
-        raise OuterError(
-            f"libp2p's daemon did not start within {START_SECONDS:g} s; `diloco doctor` checks this machine"
-        ) from None
+        text = f"libp2p's daemon did not start within {START_SECONDS:g} s; `diloco doctor` checks this machine"
+        raise OuterError(text) from None
     return list(peer.addresses), lambda: loop.try_to(peer.close(), CLOSE_SECONDS)
 
 
 def _serve_tcp(host: str, port: int, run_key_file: Path | None):
-    from outer.keys import run_key_in
     from outer.membership.rendezvous import serve_rendezvous
+    from outer.network.run_key import load_run_key
 
-    server = serve_rendezvous(host, port, run_key_in(str(run_key_file) if run_key_file else None))
+    server = serve_rendezvous(host, port, load_run_key(str(run_key_file) if run_key_file else None))
     return [server.address], server.close

@@ -1,4 +1,4 @@
-"""What `diloco doctor` finds out about one island of a run: whether both can reach each other, and how well."""
+"""Checks of `diloco doctor` on one remote island: whether it and this machine reach each other, and how fast."""
 
 import asyncio
 import re
@@ -7,230 +7,200 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from statistics import median
 
-from diloco.checkup import SWARM_CURE, Check, Subject, connect_seconds, is_loopback, state_bytes
-from diloco.config import RunConfig
-from diloco.units import human_bytes, human_seconds
-from outer.errors import DeadlineError, MessageError, OuterError, PeerLost
-from outer.membership.base import Member, Messenger
-from outer.network import Network
-from outer.probe import (
-    DIAL_BACK_SECONDS,
-    MAX_PROBE_BYTES,
-    BytesRequest,
-    DialRequest,
-    DialResult,
-    Greeter,
-    Greeting,
-    versions,
-)
-from outer.rounds import parse
-from outer.transports.base import Endpoint
+from diloco.config.schema import RunConfig
+from diloco.formatting import human_bytes, human_seconds
+from diloco.swarm.machine_checks import SWARM_CURE, Check, LocalIsland, is_loopback, state_bytes, time_connection
+from outer import diagnostics
+from outer.connect import Network
+from outer.errors import DeadlineError, MessageError, OuterError, PeerLost, first_line
+from outer.membership.base import Member
+from outer.network.endpoints import Endpoint, Messenger
+from outer.network.messages import call_message
 
 CALL_SECONDS = 10.0
 BULK_SECONDS = 30.0
 MAX_RANKS = 64
-"""Of one island; a record may speak of more, and is not to be trusted."""
+"""Maximum number of ranks to call on one island. Its record may claim more and is not trusted."""
 NUM_SAMPLES = 5
 FIRST_BYTES, GROWTH = 1 << 16, 8
 ENOUGH_SECONDS = 0.5
-"""A transfer that takes so long says how fast the link is; a shorter one is followed by a larger one."""
+"""A transfer that takes this long measures the link. After a shorter one, a larger one follows."""
 CLOCK_NOTICED, CLOCK_FAILED = 1.0, 5.0
-"""Seconds. hivemind's records live for 15 s, by the clock of whoever reads them."""
-CLOCK_CURE = "let both be set by NTP, for example `timedatectl set-ntp true`"
+"""Clock differences in seconds. A record of hivemind expires after 15 s by the clock of its reader."""
+CLOCK_CURE = "synchronise both clocks by NTP, for example with `timedatectl set-ntp true`"
 
 
 @dataclass
-class Patient:
-    """An island, and what it is examined with."""
+class RemoteIsland:
+    """An island of the run, and the means to check it."""
 
     member: Member
     run: RunConfig
     messenger: Messenger
-    """The doctor's own."""
-    subject: Subject
-    callback: "Callback | None"
+    """The doctor's messenger."""
+    local: LocalIsland
+    callback: "CallbackListener | None"
     round_trip: float = 0.0
-    """Seconds, once it has been measured."""
+    """Measured round-trip time in seconds; 0 before the measurement."""
 
     @property
     def address(self) -> str:
         return self.member.control_addresses[0]
 
+    async def call_bulk(self, kind: str, body: bytes) -> bytes:
+        """Call rank 0 with a large request or reply."""
+        return await self.messenger.call(self.address, kind, body, timeout_seconds=BULK_SECONDS, lane="bulk")
 
-class Callback:
-    """Where an island here would listen, and who has called."""
+
+class CallbackListener:
+    """Listens as an island on this machine would, and collects the names of the islands that call."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self.heard: set[str] = set()
-        self._greeter = Greeter()
+        self.callers: set[str] = set()
+        self._responder = diagnostics.ProbeResponder()
         network.messenger.serve("probe", self._on_probe)
 
     async def _on_probe(self, source: Endpoint, body: bytes) -> bytes:
-        self.heard.add(source.island)
-        return self._greeter.greet(body)
+        self.callers.add(source.island)
+        return self._responder.respond(body)
 
 
-async def examine(patient: Patient) -> AsyncIterator[Check]:
-    """All checks of one island; when it cannot be reached, that alone."""
-    greetings = await greet_ranks(patient)
-    yield check_reached(patient, greetings)
-    first = greetings[0]
-    if not isinstance(first, Greeting):
+async def check_remote_island(remote: RemoteIsland) -> AsyncIterator[Check]:
+    """Run all checks of one island, or only the first one if the island cannot be reached."""
+    addresses = remote.member.control_addresses[:MAX_RANKS]
+    answers = await asyncio.gather(*(probe(remote.messenger, a) for a in addresses), return_exceptions=True)
+    yield check_reached(remote, answers)
+    first = answers[0]
+    if not isinstance(first, diagnostics.ProbeReply):
         return
     yield check_versions(first)
-    if first.config_hash != patient.run.hash:
-        text = (
-            f"it goes by {first.config_hash}, the swarm's config has {patient.run.hash}; does it run another version?"
-        )
-        yield Check("warning", "config", text)
+    if first.config_hash != remote.run.hash:
+        text = f"the island uses hash {first.config_hash}, the swarm's config has {remote.run.hash}"
+        yield Check("warning", "config", f"{text}; does the island run another version?")
     try:
-        for check in await check_calls(patient):
+        for check in await check_calls(remote):
             yield check
     except OuterError as error:
-        yield Check("FAILED", "round trip", f"it answered once, then {error}")
+        yield Check("FAILED", "round trip", f"the island answered once, and then: {error}")
         return
-    yield await check_rate(patient, "bandwidth down", lambda n: take_bytes(patient, n))
-    yield await check_rate(patient, "bandwidth up", lambda n: give_bytes(patient, n))
-    if patient.run.outer.transport == "gloo":
-        yield await check_payload_ports(patient.member)
-    if patient.callback is not None:
-        yield await check_way_back(patient, patient.callback)
+    yield await check_rate(remote, "bandwidth down", lambda n: download_bytes(remote, n))
+    yield await check_rate(remote, "bandwidth up", lambda n: remote.call_bulk("probe_sink", bytes(n)))
+    if remote.run.outer.transport == "gloo":
+        yield await check_payload_ports(remote.member)
+    if remote.callback is not None:
+        yield await check_call_back(remote, remote.callback)
 
 
-async def greet(messenger: Messenger, address: str) -> Greeting:
-    """Who answers there."""
-    return parse(Greeting, await messenger.call(address, "probe", b"", timeout_seconds=CALL_SECONDS))
+async def probe(messenger: Messenger, address: str) -> diagnostics.ProbeReply:
+    return await call_message(messenger, address, "probe", None, diagnostics.ProbeReply, timeout_seconds=CALL_SECONDS)
 
 
-async def greet_ranks(patient: Patient) -> list[Greeting | BaseException]:
-    """What each rank answers, in rank order."""
-    addresses = patient.member.control_addresses[:MAX_RANKS]
-    return await asyncio.gather(*(greet(patient.messenger, a) for a in addresses), return_exceptions=True)
-
-
-def check_reached(patient: Patient, greetings: list[Greeting | BaseException]) -> Check:
-    """Whether every rank can be called from here."""
-    silent = [(rank, error) for rank, error in enumerate(greetings) if isinstance(error, BaseException)]
+def check_reached(remote: RemoteIsland, answers: list[diagnostics.ProbeReply | BaseException]) -> Check:
+    """Check that every rank can be called from this machine."""
+    silent = [(rank, error) for rank, error in enumerate(answers) if isinstance(error, BaseException)]
     if not silent:
-        age = human_seconds(max(g.age_seconds for g in greetings if isinstance(g, Greeting)))
-        return Check("ok", "reach", f"{len(greetings)} of {len(greetings)} ranks answer; up for {age}")
+        age = human_seconds(max(g.age_seconds for g in answers if isinstance(g, diagnostics.ProbeReply)))
+        return Check("ok", "reach", f"{len(answers)} of {len(answers)} ranks answer; up for {age}")
     rank, error = silent[0]
     if isinstance(error, MessageError):
-        return Check(
-            "warning", "reach", f"rank {rank} answers, but not a doctor: {error}; does it run an older diloco?"
-        )
-    cause = cause_of(error)
-    text = f"{len(silent)} of {len(greetings)} ranks cannot be called from here; rank {rank}: {cause}"
-    if "run key" in cause:
-        return Check("FAILED", "reach", text)
-    return Check("FAILED", "reach", f"{text}; {reach_cure(patient)}")
+        text = f"rank {rank} answers, but not to the doctor: {error}; does it run an older diloco?"
+        return Check("warning", "reach", text)
+    cause = f"no answer within {CALL_SECONDS:g} s" if isinstance(error, DeadlineError) else first_line(error)
+    text = f"{len(silent)} of {len(answers)} ranks cannot be called from here; rank {rank}: {cause}"
+    return Check("FAILED", "reach", text if "run key" in cause else f"{text}; {reach_cure(remote)}")
 
 
-def cause_of(error: BaseException) -> str:
-    """Why a call failed, without the address, which is long."""
-    if isinstance(error, DeadlineError):
-        return f"no answer within {CALL_SECONDS:g} s"
-    return error.cause if isinstance(error, PeerLost) else str(error) or type(error).__name__
-
-
-def reach_cure(patient: Patient) -> str:
-    """What to do, on the other side, about an island that cannot be called."""
-    if patient.run.outer.transport == "hivemind":
+def reach_cure(remote: RemoteIsland) -> str:
+    """What to change on the remote machine so that its island can be called."""
+    if remote.run.outer.transport == "hivemind":
         return (
-            "if it still runs: there, open island.listen_port (a fixed one) and set island.announce_host to the "
-            "address that others see, or island.relay=client; with island.allow there, this peer must be in it"
+            "if it still runs, then on that machine open island.listen_port (a fixed one) and set island.announce_host "
+            "to the address that others see, or set island.relay=client; an island.allow there must list this peer"
         )
     return (
-        f"its record says {patient.address}: if it still runs, there, open the ports of all ranks "
+        f"its record says {remote.address}: if it still runs, then on that machine open the ports of all ranks "
         "(island.listen_port + rank) and set island.announce_host to the address that others see"
     )
 
 
-def check_versions(theirs: Greeting) -> Check:
-    """What it runs on, and what of that is another version than here."""
-    ours = versions()
+def check_versions(theirs: diagnostics.ProbeReply) -> Check:
+    """Compare the island's software versions with those on this machine."""
+    ours = diagnostics.package_versions()
     text = f"{', '.join(f'{name} {number}' for name, number in theirs.versions.items())}, wire {theirs.wire}"
     others = [f"{n} {ours[n]}" for n, number in theirs.versions.items() if n in ours and ours[n] != number]
     if not others:
-        return Check("ok", "versions", f"{text}: as here")
+        return Check("ok", "versions", f"{text}: the same as here")
     is_risk = ours.get("diloco") != theirs.versions.get("diloco")
     cure = "; use one version of diloco on all islands" if is_risk else ""
     return Check("warning" if is_risk else "ok", "versions", f"{text}; here {', '.join(others)}{cure}")
 
 
-async def check_calls(patient: Patient) -> list[Check]:
-    """Round trip and clock, of a few small calls."""
-    samples = [await sample(patient) for _ in range(NUM_SAMPLES)]
-    patient.round_trip = median(seconds for seconds, _ in samples)
+async def check_calls(remote: RemoteIsland) -> list[Check]:
+    """Measure the round trip and compare the clocks with a few small calls. Sets `remote.round_trip`."""
+    samples = [await time_call(remote) for _ in range(NUM_SAMPLES)]
+    remote.round_trip = median(seconds for seconds, _ in samples)
     fastest, ahead = min(samples)
-    text = f"{1000 * patient.round_trip:.1f} ms, the median of {NUM_SAMPLES} calls"
-    return [Check("ok", "round trip", text), check_clock(patient, ahead, fastest / 2)]
+    text = f"{1000 * remote.round_trip:.1f} ms, the median of {NUM_SAMPLES} calls"
+    return [Check("ok", "round trip", text), check_clock(remote, ahead, fastest / 2)]
 
 
-async def sample(patient: Patient) -> tuple[float, float]:
-    """Seconds of one call, and by how many its clock is ahead."""
+async def time_call(remote: RemoteIsland) -> tuple[float, float]:
+    """Duration of one call, and how far the remote clock is ahead, in seconds."""
     sent_at, began = time.time(), time.perf_counter()
-    theirs = await greet(patient.messenger, patient.address)
+    theirs = await probe(remote.messenger, remote.address)
     seconds = time.perf_counter() - began
     return seconds, theirs.unix_time - (sent_at + seconds / 2)
 
 
-def check_clock(patient: Patient, ahead: float, error: float) -> Check:
-    """Whether its clock and ours agree as well as the swarm needs it."""
+def check_clock(remote: RemoteIsland, ahead: float, error: float) -> Check:
+    """Check that the clocks agree closely enough for the swarm."""
     where = "ahead of" if ahead > 0 else "behind"
     text = f"{abs(ahead):.3f} s {where} this machine's, give or take {error:.3f} s"
     if abs(ahead) < CLOCK_NOTICED + error:
         return Check("ok", "clock", text)
-    if patient.run.outer.transport != "hivemind":
-        return Check("warning", "clock", f"{text}; gloo does not mind, but logs will not fit together: {CLOCK_CURE}")
+    if remote.run.outer.transport != "hivemind":
+        return Check("warning", "clock", f"{text}; gloo works, but times in logs will not match: {CLOCK_CURE}")
     level = "FAILED" if abs(ahead) > CLOCK_FAILED else "warning"
     return Check(level, "clock", f"{text}; records in hivemind's DHT expire by the clock: {CLOCK_CURE}")
 
 
-async def check_rate(patient: Patient, name: str, transfer: Callable[[int], Awaitable[None]]) -> Check:
-    """How fast larger and larger transfers go, and what the run's state would take."""
+async def check_rate(remote: RemoteIsland, name: str, transfer: Callable[[int], Awaitable[object]]) -> Check:
+    """Measure the bandwidth and estimate how long the run's state would take."""
     try:
-        bytes_per_second = await rate_of(transfer, patient.round_trip)
+        bytes_per_second = await measure_rate(transfer, remote.round_trip)
     except MessageError as error:
         return Check("warning", name, f"not measured: {error}")
     except OuterError as error:
-        cure = "small calls pass and large ones do not: often the MTU of a VPN or tunnel is set too high"
+        cure = "small calls work and large ones do not: often the MTU of a VPN or tunnel is set too high"
         return Check("FAILED", name, f"{error}; {cure}")
-    state = state_bytes(patient.run)
-    what = f"; the run's state ({human_bytes(state)}) in {human_seconds(state / bytes_per_second)}" if state else ""
-    return Check("ok", name, f"{8e-6 * bytes_per_second:,.1f} Mbit/s{what}")
+    text = f"{8e-6 * bytes_per_second:,.1f} Mbit/s"
+    if state := state_bytes(remote.run):
+        text += f"; the run's state ({human_bytes(state)}) takes {human_seconds(state / bytes_per_second)}"
+    return Check("ok", name, text)
 
 
-async def rate_of(transfer: Callable[[int], Awaitable[None]], round_trip: float) -> float:
-    """Bytes a second of the first transfer that takes long enough, or of the largest."""
+async def measure_rate(transfer: Callable[[int], Awaitable[object]], round_trip: float) -> float:
+    """Bytes per second of the first of ever larger transfers that takes ENOUGH_SECONDS, or else of the largest."""
     num_bytes = FIRST_BYTES
     while True:
         began = time.perf_counter()
         await transfer(num_bytes)
         seconds = time.perf_counter() - began
-        if seconds >= ENOUGH_SECONDS or num_bytes >= MAX_PROBE_BYTES:
+        if seconds >= ENOUGH_SECONDS or num_bytes >= diagnostics.MAX_PROBE_BYTES:
             return num_bytes / max(seconds - round_trip, seconds / 2)
-        num_bytes = min(num_bytes * GROWTH, MAX_PROBE_BYTES)
+        num_bytes = min(num_bytes * GROWTH, diagnostics.MAX_PROBE_BYTES)
 
 
-async def take_bytes(patient: Patient, num_bytes: int) -> None:
-    """Let the island send so many."""
-    body = BytesRequest(num_bytes=num_bytes).model_dump_json().encode()
-    call = patient.messenger.call
-    reply = await call(patient.address, "probe_bytes", body, timeout_seconds=BULK_SECONDS, lane="bulk")
+async def download_bytes(remote: RemoteIsland, num_bytes: int) -> None:
+    """Let the island send `num_bytes` bytes. Raises MessageError if it sends another number."""
+    reply = await remote.call_bulk("probe_bytes", diagnostics.BytesRequest(num_bytes=num_bytes).encode())
     if len(reply) != num_bytes:
-        raise MessageError(f"it sent {len(reply)} bytes where {num_bytes} were asked for")
-
-
-async def give_bytes(patient: Patient, num_bytes: int) -> None:
-    """Send it so many."""
-    call = patient.messenger.call
-    await call(patient.address, "probe_sink", bytes(num_bytes), timeout_seconds=BULK_SECONDS, lane="bulk")
+        raise MessageError(f"it sent {len(reply)} bytes where {num_bytes} were requested")
 
 
 async def check_payload_ports(member: Member) -> Check:
-    """Whether the port of each rank where gloo's groups are built takes connections."""
+    """Check that each rank accepts connections on the port where gloo's groups are built."""
     from outer.transports.gloo_groups import parse_address
 
     addresses = member.transport_addresses[:MAX_RANKS]
@@ -239,43 +209,44 @@ async def check_payload_ports(member: Member) -> Check:
             host, port = parse_address(Endpoint(member.island, rank), address)
         except PeerLost as error:
             return Check("FAILED", "payload ports", f"rank {rank}: {error.cause}")
-        _, problem = await connect_seconds(host, port)
+        _, problem = await time_connection(host, port)
         if problem:
-            cure = "gloo takes ports of its own choice: let islands reach each other on all, or use hivemind"
+            cure = "gloo chooses its own ports: let islands reach each other on all ports, or use hivemind"
             return Check("FAILED", "payload ports", f"rank {rank}, {host}:{port}: {problem}; {cure}")
-    return Check("ok", "payload ports", f"{len(addresses)} of {len(addresses)} ranks take connections for gloo")
+    return Check("ok", "payload ports", f"{len(addresses)} of {len(addresses)} ranks accept connections for gloo")
 
 
-async def check_way_back(patient: Patient, callback: Callback) -> Check:
-    """Whether the island can call an island here, on a connection that it opens itself."""
-    island, address = patient.member.island, callback.network.messenger.address
-    body = DialRequest(address=address).model_dump_json().encode()
-    callback.heard.discard(island)
+async def check_call_back(remote: RemoteIsland, callback: CallbackListener) -> Check:
+    """Check that the island can call an island on this machine over a connection that it opens itself."""
+    island, address = remote.member.island, callback.network.messenger.address
+    dial, seconds = diagnostics.DialRequest(address=address), diagnostics.DIAL_BACK_SECONDS + CALL_SECONDS
+    callback.callers.discard(island)
     try:
-        seconds = DIAL_BACK_SECONDS + CALL_SECONDS
-        reply = await patient.messenger.call(patient.address, "dial_back", body, timeout_seconds=seconds)
-        cause = parse(DialResult, reply).cause
+        call = call_message(
+            remote.messenger, remote.address, "dial_back", dial, diagnostics.DialResult, timeout_seconds=seconds
+        )
+        cause = (await call).cause
     except MessageError as error:
-        return Check("warning", "way back", f"not tried: {error}")
+        return Check("warning", "call back", f"not tried: {error}")
     except OuterError as error:
-        return Check("FAILED", "way back", str(error))
-    if not cause and island in callback.heard:
-        return Check("ok", "way back", f"it can call this machine at {places_of(address)}")
+        return Check("FAILED", "call back", str(error))
+    if not cause and island in callback.callers:
+        return Check("ok", "call back", f"it can call this machine at {strip_peer_ids(address)}")
     if "island.allow" in cause:
-        return Check("warning", "way back", "not tried: its island.allow takes no call to the doctor's peer")
-    cause = cause or "somebody else answers there: the port leads to another machine"
-    return Check("FAILED", "way back", f"it cannot call {places_of(address)}: {cause}; {way_back_cure(patient)}")
+        return Check("warning", "call back", "not tried: its island.allow permits no call to the doctor's peer")
+    cause = cause or "another peer answers there: the port leads to another machine"
+    return Check("FAILED", "call back", f"it cannot call {strip_peer_ids(address)}: {cause}; {call_back_cure(remote)}")
 
 
-def places_of(address: str) -> str:
-    """Where a messenger's address leads, without the peer ids of libp2p."""
+def strip_peer_ids(address: str) -> str:
+    """The network addresses in a messenger's address, without the peer ids of libp2p."""
     places = address.partition("@")[2] or address
     return ", ".join(re.sub(r"/p2p/[^/]+$", "", place) for place in places.split(";"))
 
 
-def way_back_cure(patient: Patient) -> str:
-    """What to do, on this side, about islands that cannot call this one."""
-    island, transport = patient.subject.island, patient.run.outer.transport
+def call_back_cure(remote: RemoteIsland) -> str:
+    """What to change on this machine so that other islands can call it."""
+    island, transport = remote.local.island, remote.run.outer.transport
     if is_loopback(island.listen_host) and island.announce_host is None:
         return SWARM_CURE[transport]
     port = f"port {island.listen_port}" if island.listen_port else "a fixed island.listen_port"

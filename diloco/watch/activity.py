@@ -1,43 +1,43 @@
-"""What a rank's training thread is doing now, and how long that may take."""
+"""Tracks what a rank's training thread is doing now and how long that may take."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 
-from outer.deadlines import Deadlines
+from outer.network.deadlines import Deadlines
 
 FIRST_SECONDS = 1500.0
-"""Of the first pieces of work of a kind, which compile and fill caches. Less than ranks wait in a collective."""
+"""Limit of the first pieces of work of a kind, which compile and fill caches; below the time-out of collectives."""
 FLOOR_SECONDS = 300.0
-"""A piece of work may take at least so much longer than the last ones: no hang is found sooner."""
+"""Shortest time by which work must exceed the usual time before it counts as a hang."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """`limit_seconds` is None while other deadlines bound it."""
+    """A piece of work. `limit_seconds` is None if other deadlines apply to it."""
 
     kind: str
     limit_seconds: float | None
 
 
-class Heartbeat:
-    """The training thread begins one piece of work after the other; another thread may look at `work`."""
+class ActivityMonitor:
+    """Holds the current work of the training thread. Any thread may read `work`."""
 
     def __init__(self, limit_seconds: float | None = None, clock: Callable[[], float] = monotonic) -> None:
-        """`limit_seconds`: of each piece of work but the first; None: by the times of the last ones of its kind."""
+        """`limit_seconds` applies to all work but the first of a kind; None derives it from recent times."""
         self._fixed, self._clock = limit_seconds, clock
         self._deadlines = Deadlines(FIRST_SECONDS)
         self._began_at = clock()
         self.work = Work("setting up", None)
-        """A new object for each piece of work."""
+        """The current work; a new object for each piece."""
 
-    def begin(self, kind: str) -> None:
-        """The work before is done, and the next piece has begun."""
+    def start(self, kind: str) -> None:
+        """End the current work and start the next piece."""
         self._end()
         self.work = Work(kind, self._limit(kind))
 
-    def rest(self, kind: str) -> None:
-        """The work before is done; what follows, a round's wait for other islands, has deadlines of its own."""
+    def start_untimed(self, kind: str) -> None:
+        """End the current work and start one that has deadlines of its own, such as a round's wait for islands."""
         self._end()
         self.work = Work(kind, None)
 
@@ -48,7 +48,7 @@ class Heartbeat:
         self._began_at = now
 
     def _limit(self, kind: str) -> float:
-        """Median + k x MAD + FLOOR_SECONDS of the last ones, when three have been measured."""
+        """Median + k x MAD + FLOOR_SECONDS of the last times, once three of this kind have been measured."""
         if self._deadlines.typical(kind) is None:
             return max(FIRST_SECONDS, self._fixed or 0.0)
         return self._fixed or FLOOR_SECONDS + self._deadlines.limit(kind)

@@ -1,11 +1,11 @@
-"""Ctrl-C and SIGTERM end a process within seconds, even one whose main thread is blocked inside a collective."""
+"""Signal handlers that end a process within seconds, even if its main thread is blocked inside a collective."""
 
 import ctypes
 import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
-from types import FrameType
+from contextlib import suppress
 from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
@@ -13,46 +13,41 @@ GRACE_SECONDS = 4.0
 STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
-def on_stop(goodbye: Callable[[], None], others: Mapping[int, Callable[[], object]] | None = None) -> None:
-    """From now on SIGTERM and SIGINT run `goodbye` in a thread, for GRACE_SECONDS at most, then end the process.
+def on_stop(cleanup: Callable[[], None], others: Mapping[int, Callable[[], object]] | None = None) -> None:
+    """Make SIGTERM and SIGINT run `cleanup` in a thread, for GRACE_SECONDS at most, and then end the process.
 
-    `others`: what other signals do, by number, in a thread too; it must be short. Call it once, from the main thread.
-    The exit status is 128 + the signal's number.
+    `others` has short handlers of other signals, by number, which run in a thread, too. Call it once, from the main
+    thread. The exit status is 128 + the signal's number.
     """
     others = others or {}
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    # The C-level handler writes to this descriptor at once; a Python handler would wait for the main thread.
+    # The C-level handler writes to this descriptor at once, whereas a Python handler waits for the main thread.
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     for number in (*STOPS, *others):
-        signal.signal(number, _ignore)
-    threading.Thread(target=_wait_and_end, args=(read_end, goodbye, others), name="signals", daemon=True).start()
+        # The thread that reads the other end of the pipe handles the signal.
+        signal.signal(number, lambda *_: None)
+    threading.Thread(target=_wait_and_end, args=(read_end, cleanup, others), name="signals", daemon=True).start()
 
 
 def end_with_parent() -> None:
-    """Get SIGTERM when the parent process dies, however it dies (Linux; elsewhere this does nothing)."""
-    try:
+    """Make the kernel send SIGTERM to this process when its parent dies in any way (on Linux; elsewhere a no-op)."""
+    with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    except (OSError, AttributeError):
-        return
 
 
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """The wake-up descriptor has done the work."""
-
-
-def end_after(goodbye: Callable[[], None], status: int, seconds: float = GRACE_SECONDS) -> NoReturn:
-    """Run `goodbye` in a thread for so long at most, then end the process; from any thread."""
-    worker = threading.Thread(target=goodbye, name="goodbye", daemon=True)
+def end_after(cleanup: Callable[[], None], status: int, seconds: float = GRACE_SECONDS) -> NoReturn:
+    """Run `cleanup` in a thread for at most `seconds`, then end the process. May be called from any thread."""
+    worker = threading.Thread(target=cleanup, name="cleanup", daemon=True)
     worker.start()
     worker.join(seconds)
-    # Not sys.exit: other threads may be inside a collective that will never return.
+    # sys.exit would wait for other threads, which may be inside a collective that never returns.
     os._exit(status)
 
 
-def _wait_and_end(read_end: int, goodbye: Callable[[], None], others: Mapping[int, Callable[[], object]]) -> None:
+def _wait_and_end(read_end: int, cleanup: Callable[[], None], others: Mapping[int, Callable[[], object]]) -> None:
     while (number := os.read(read_end, 1)[0]) not in STOPS:
-        # Python's own handlers, of signals that are not ours, write here, too.
+        # Signals with handlers of Python's own are written here, too.
         if number in others:
             others[number]()
-    end_after(goodbye, 128 + number)
+    end_after(cleanup, 128 + number)

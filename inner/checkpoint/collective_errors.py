@@ -1,4 +1,4 @@
-"""Work that ranks do on their own and whose outcome, good or bad, is the same on all of them."""
+"""Runs a function on the ranks of a group so that it succeeds or raises the same error on all of them."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -8,10 +8,11 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-def together(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
-    """What `work` returned on each rank, in rank order; if it raised anywhere, every rank raises the first such.
+def run_on_all_ranks(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
+    """Run `work` on every rank and return all results in rank order. Every rank of the group must call it.
 
-    Every rank of the group must call it. Results and errors are pickled, between the ranks of one island only.
+    If it raises on some ranks, every rank raises the error of the lowest one. Results and errors are pickled, but
+    travel only between the ranks of one island.
     """
     mine: tuple[T | None, Exception | None]
     try:
@@ -24,10 +25,10 @@ def together(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
         if error is not None:
             error.add_note(f"on rank {rank}")
             raise error
-    return [result for result, _ in outcomes]  # pyright: ignore[reportReturnType] - None only beside an error
+    return [result for result, _ in outcomes]  # pyright: ignore[reportReturnType] - None only with an error
 
 
-def on_first(group: dist.ProcessGroup, work: Callable[[], T]) -> T:
-    """What `work` returned on rank 0, the only one that does it; or what it raised. Every rank must call it."""
+def run_on_first_rank(group: dist.ProcessGroup, work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 only and return its result, or raise its error, on every rank. Every rank must call it."""
     is_first = dist.get_rank(group) == 0
-    return together(group, lambda: work() if is_first else None)[0]  # pyright: ignore[reportReturnType] - rank 0's
+    return run_on_all_ranks(group, lambda: work() if is_first else None)[0]  # pyright: ignore[reportReturnType] - from rank 0

@@ -1,16 +1,15 @@
-"""Checkpoints as folders on a disk: named, locked, published whole, kept, found again. Knows no tensors; one process.
+"""Checkpoint folders on disk: naming, locking, publishing, pruning and finding. No tensors; used by one process.
 
-    step-00000120.partial/   being written; a killed save leaves one, the next save removes it
-    step-00000120/           published by one rename once all in it, the manifest last, is on the disk
-    step-00000120-2/         step 120 saved again
+    step-00000120.partial/   being written; a killed save leaves one behind and the next save removes it
+    step-00000120/           published by one rename after all files are on the disk, the manifest last
+    step-00000120-2/         step 120, saved a second time
     step-00000080.deleted/   being deleted
-    lock                     held while a process may save here; says which
+    lock                     locked by the process that may save here; names that process
 
-The manifest holds each file's size and hash, so a cut or flipped file is found before it is loaded. That guards
-against accidents, not against people: who can write to the folder can make a manifest, too.
+The manifest holds each file's size and hash, so a truncated or corrupted file is found before it is loaded. This
+protects against accidents, not against attackers: anyone who can write to the folder can also write a manifest.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from inner.errors import InputError
+from inner.files import try_process_lock, write_synced
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -32,8 +32,8 @@ LOCK = "lock"
 PARTIAL = ".partial"
 DELETED = ".deleted"
 PUBLISHED_NAME = re.compile(r"step-\d{8,}(-\d+)?")
-LEFT_OVER_NAME = re.compile(PUBLISHED_NAME.pattern + r"\.(partial|deleted)")
-# What headers, indexes and the disk's blocks add to the values, for each tensor.
+LEFTOVER_NAME = re.compile(PUBLISHED_NAME.pattern + r"\.(partial|deleted)")
+# Per tensor: an allowance for headers, indexes and unfilled disk blocks.
 OVERHEAD_BYTES = 8192
 
 log = logging.getLogger(__name__)
@@ -41,77 +41,80 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FileSpec:
-    """What a file must be."""
+    """Expected size and hash of a file."""
 
     size_bytes: int
     sha256: str
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What a manifest says."""
+class Manifest:
+    """Contents of manifest.json."""
 
     inner_step: int
     facts: dict[str, Any]
-    """What the caller of save() wanted to know again, JSON."""
+    """JSON values that the caller of save() gets back on loading."""
     optimizers: dict[str, str]
-    """The class of the optimizer that steps each parameter."""
+    """Class of the optimizer that steps each parameter, by parameter name."""
     files: dict[str, FileSpec] = field(default_factory=dict)
     serial: int = 0
-    """Counts the saves into the folder. Not the step: a run may go back to an older one and go on from there."""
+    """Counts the saves into the folder. The step would not do: a run may resume from an older checkpoint."""
 
 
 @dataclass(frozen=True)
-class Found:
+class SavedCheckpoint:
     """A published checkpoint."""
 
     path: Path
-    contents: Contents
+    manifest: Manifest
 
     @property
     def inner_step(self) -> int:
-        return self.contents.inner_step
+        return self.manifest.inner_step
 
     @property
     def facts(self) -> dict[str, Any]:
-        return self.contents.facts
+        return self.manifest.facts
 
 
-def lock(folder: Path) -> TextIO:
-    """Makes the folder and holds it for this process until the result is closed or the process dies.
+def lock_folder(folder: Path) -> TextIO:
+    """Create the folder and lock it for this process until the returned file is closed or the process dies.
 
-    Raises InputError if another process holds it or it cannot be written.
+    Raises InputError if another process holds the lock or the folder cannot be written.
     """
-    with _problems_named(folder):
+    with _input_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a+")
     try:
-        # Not flock: its locks go on in forked children, which may outlive a killed parent.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
+        is_locked = try_process_lock(file)
+    except OSError as error:
+        is_locked = True
+        log.warning("%s: this file system has no locks (%s); see that no other run saves here", folder, error.strerror)
+    if not is_locked:
         file.seek(0)
         holder = file.read() or "unknown"
         file.close()
         raise InputError(
             f"{folder}: another process saves checkpoints here ({holder}); give each run and island a folder of its "
             "own, or wait until that process has ended"
-        ) from None
-    except OSError as error:
-        log.warning("%s: this file system has no locks (%s); see that no other run saves here", folder, error.strerror)
-    with _problems_named(folder):
+        )
+    with _input_errors(folder):
         file.truncate(0)
         file.write(f"pid {os.getpid()} on {socket.gethostname()}")
         file.flush()
     return file
 
 
-def start(folder: Path, inner_step: int, num_bytes: int, num_tensors: int) -> Path:
-    """An empty folder to write a checkpoint into. Removes what killed saves left. Raises InputError.
+def create_partial(folder: Path, inner_step: int, num_bytes: int, num_tensors: int) -> Path:
+    """Create an empty folder to write a checkpoint into, and remove what killed saves left behind.
 
-    `num_bytes`: of the values; the disk must have as much free, for the old checkpoints stay until this one is whole.
+    `num_bytes` is the size of all tensor values. Raises InputError if the disk does not have that much free: older
+    checkpoints are deleted only after this one is published.
     """
-    with _problems_named(folder):
-        _remove_left_over(folder)
+    with _input_errors(folder):
+        for path in folder.iterdir():
+            if LEFTOVER_NAME.fullmatch(path.name):
+                shutil.rmtree(path)
         needed = num_bytes + OVERHEAD_BYTES * num_tensors
         free = shutil.disk_usage(folder).free
         if free < needed:
@@ -124,117 +127,109 @@ def start(folder: Path, inner_step: int, num_bytes: int, num_tensors: int) -> Pa
         return path
 
 
-def publish(partial: Path, contents: Contents) -> None:
-    """Makes the written files a checkpoint, all at once. Each of them must be on the disk already."""
-    here = {file.name: file.stat().st_size for file in partial.iterdir()}
-    written = {name: spec.size_bytes for name, spec in contents.files.items()}
-    if here != written:
+def publish(partial: Path, manifest: Manifest) -> None:
+    """Turn the partial folder into a checkpoint by one rename. Its files must be on the disk already."""
+    found = {file.name: file.stat().st_size for file in partial.iterdir()}
+    written = {name: spec.size_bytes for name, spec in manifest.files.items()}
+    if found != written:
         raise InputError(
-            f"{partial}: ranks wrote {sorted(written)}, rank 0 sees {sorted(here)}; the folder must be on a file "
+            f"{partial}: ranks wrote {sorted(written)}, rank 0 sees {sorted(found)}; the folder must be on a file "
             "system that all of the island's ranks share"
         )
     folder = partial.parent
-    serial = 1 + max((found.contents.serial for found in published(folder)[0]), default=0)
-    _write_manifest(partial / MANIFEST, replace(contents, serial=serial))
+    serial = 1 + max((checkpoint.manifest.serial for checkpoint in list_published(folder)[0]), default=0)
+    values = {"format": FORMAT, **asdict(replace(manifest, serial=serial))}
+    text = json.dumps(values, indent=1, sort_keys=True, allow_nan=False)
+    # The first line is the hash of the lines that follow.
+    write_synced(partial / MANIFEST, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode())
     _sync_folder(partial)
     partial.rename(partial.with_name(partial.name.removesuffix(PARTIAL)))
     _sync_folder(folder)
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Deletes all checkpoints but the `keep` newest. Damaged ones neither count nor go: look at them first."""
-    for found in published(folder)[0][keep:]:
-        # Renamed first: a kill while it is deleted must not leave something that looks damaged.
-        doomed = found.path.with_name(found.path.name + DELETED)
+    """Delete all checkpoints but the `keep` newest. Damaged ones are not counted and not deleted."""
+    for checkpoint in list_published(folder)[0][keep:]:
+        # Renamed first, so that a kill during the deletion leaves nothing that looks like a damaged checkpoint.
+        doomed = checkpoint.path.with_name(checkpoint.path.name + DELETED)
         try:
-            found.path.rename(doomed)
+            checkpoint.path.rename(doomed)
             shutil.rmtree(doomed)
         except OSError as error:
-            log.warning("%s: cannot be deleted (%s); the disk may fill up", found.path, error)
+            log.warning("%s: cannot be deleted (%s); the disk may fill up", checkpoint.path, error)
 
 
-def published(folder: Path) -> tuple[list[Found], list[str]]:
-    """The checkpoints whose manifest and file sizes are right, newest first, and what is wrong with the others."""
-    whole, problems = [], []
-    with _problems_named(folder):
+def list_published(folder: Path) -> tuple[list[SavedCheckpoint], list[str]]:
+    """Checkpoints whose manifest and file sizes are right, newest first, and one message per damaged one."""
+    intact, problems = [], []
+    with _input_errors(folder):
         paths = sorted(folder.iterdir())
     for path in paths:
         if PUBLISHED_NAME.fullmatch(path.name):
             try:
-                whole.append(Found(path, _checked(path)))
+                intact.append(SavedCheckpoint(path, _read_and_check(path)))
             except InputError as problem:
                 problems.append(str(problem))
-    return sorted(whole, key=lambda found: found.contents.serial, reverse=True), problems
+    return sorted(intact, key=lambda checkpoint: checkpoint.manifest.serial, reverse=True), problems
 
 
-def measure(path: Path, patterns: Iterable[str]) -> dict[str, FileSpec]:
-    """Sizes and hashes, as they are now, of the files whose names match."""
-    return {file.name: _spec(file) for pattern in patterns for file in path.glob(pattern)}
+def file_specs(path: Path, patterns: Iterable[str]) -> dict[str, FileSpec]:
+    """Current sizes and hashes of the files that match the patterns, by name."""
+    return {file.name: _file_spec(file) for pattern in patterns for file in path.glob(pattern)}
 
 
-def find_damage(found: Found, names: Iterable[str]) -> str | None:
-    """What is wrong with the first of these files that is not as it was written."""
+def find_damage(checkpoint: SavedCheckpoint, names: Iterable[str]) -> str | None:
+    """Message about the first of these files that cannot be read or differs from what was written, or None."""
     for name in names:
         try:
-            is_same = _spec(found.path / name) == found.contents.files[name]
+            is_same = _file_spec(checkpoint.path / name) == checkpoint.manifest.files[name]
         except OSError as error:
-            return f"{found.path / name}: cannot be read: {error.strerror}"
+            return f"{checkpoint.path / name}: cannot be read: {error.strerror}"
         if not is_same:
-            return f"{found.path / name}: damaged: its bytes are not those that were written"
+            return f"{checkpoint.path / name}: damaged: its bytes are not those that were written"
     return None
 
 
-def room(folder: Path) -> str:
-    """How full the disk is; torch says but "unexpected pos" when a tensor does not fit."""
+def free_space(folder: Path) -> str:
+    """Text with the free space of the disk. torch reports only "unexpected pos" when a tensor does not fit."""
     try:
         return f"{shutil.disk_usage(folder).free} bytes are free"
     except OSError as error:
         return f"the folder cannot be read: {error.strerror}"
 
 
-def _spec(file: Path) -> FileSpec:
+def _file_spec(file: Path) -> FileSpec:
     with file.open("rb") as stream:
         return FileSpec(file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())
 
 
-def _write_manifest(file: Path, contents: Contents) -> None:
-    text = json.dumps({"format": FORMAT, **asdict(contents)}, indent=1, sort_keys=True, allow_nan=False)
-    with file.open("w") as stream:
-        # The hash of the lines that follow is the first line.
-        stream.write(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def read_manifest(raw: bytes, path: str) -> Contents:
-    """What the manifest of the checkpoint `path` says. Raises InputError that says what is wrong with it."""
+def read_manifest(raw: bytes, path: str) -> Manifest:
+    """Parse the manifest of the checkpoint at `path`. Raises InputError if it is damaged or of another format."""
     digest, _, text = raw.partition(b"\n")
     if hashlib.sha256(text).hexdigest().encode() != digest:
         raise InputError(f"{path}/{MANIFEST}: damaged: its bytes are not those that were written")
     values = json.loads(text)
     if (got := values.pop("format")) != FORMAT:
-        raise InputError(
-            f"{path}: written in format {got}, this version reads format {FORMAT}; use the version it is from"
-        )
-    return Contents(**values | {"files": {name: FileSpec(**spec) for name, spec in values["files"].items()}})
+        raise InputError(f"{path}: written in format {got}, this version reads format {FORMAT}; use the one it is from")
+    return Manifest(**values | {"files": {name: FileSpec(**spec) for name, spec in values["files"].items()}})
 
 
-def _checked(path: Path) -> Contents:
-    """What a checkpoint holds, its manifest and file sizes checked. Raises InputError that says what is wrong."""
+def _read_and_check(path: Path) -> Manifest:
+    """Read a checkpoint's manifest and check its file sizes. Raises InputError with the first problem."""
     try:
-        contents = read_manifest((path / MANIFEST).read_bytes(), str(path))
+        manifest = read_manifest((path / MANIFEST).read_bytes(), str(path))
     except OSError as error:
         raise InputError(f"{path / MANIFEST}: cannot be read: {error.strerror}") from None
-    for name, spec in contents.files.items():
+    for name, spec in manifest.files.items():
         size = (path / name).stat().st_size if (path / name).is_file() else None
         if size != spec.size_bytes:
             got = "is missing" if size is None else f"has {size} bytes"
             raise InputError(f"{path / name}: damaged: it {got}, {spec.size_bytes} were written")
-    return contents
+    return manifest
 
 
 def free_name(folder: Path, inner_step: int) -> str:
-    """step-00000120, or with the first free number behind it."""
+    """Name for a new checkpoint: step-00000120, or step-00000120-2 and so on if that exists."""
     name = f"step-{inner_step:08d}"
     number = 1
     while (folder / name).exists():
@@ -243,14 +238,7 @@ def free_name(folder: Path, inner_step: int) -> str:
     return name
 
 
-def _remove_left_over(folder: Path) -> None:
-    for path in folder.iterdir():
-        if LEFT_OVER_NAME.fullmatch(path.name):
-            shutil.rmtree(path)
-
-
 def _sync_folder(folder: Path) -> None:
-    """Brings the folder's entries onto the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -259,8 +247,8 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _problems_named(folder: Path) -> Iterator[None]:
-    """Turns what the disk says into an InputError."""
+def _input_errors(folder: Path) -> Iterator[None]:
+    """Turn an OSError of the disk into an InputError that names the folder."""
     try:
         yield
     except OSError as error:

@@ -1,72 +1,53 @@
-"""Which sequences a unit of text has: a pure function of the seed, with nothing to save or restore."""
+"""Training batches: the sequences of each unit follow from the seed alone, so there is no state to save or restore."""
 
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from inner.data.corpus import Corpus, Text
-from inner.data.mixture import MixedOrder, Shares
+from inner.data.micro_batch import IGNORE_INDEX
+from inner.data.mixture import MixedOrder, MixtureShares, SequenceOrder
 from inner.data.shards import Tokens
 from inner.errors import InputError
 
-PADDING = -100
-"""Stands for no token: a target that torch's cross-entropy leaves out."""
 
+@dataclass(frozen=True)
+class StepBatch:
+    """The sequences that a rank trains on in one inner step."""
 
-class SequenceOrder:
-    """The infinite order in which `num_sequences` sequences are read: each epoch once all of them, shuffled anew."""
-
-    def __init__(self, num_sequences: int, seed: int) -> None:
-        self.num_sequences = num_sequences
-        self._seed = seed
-        self._epoch = -1
-        self._permutation = np.empty(0, dtype=np.int64)
-
-    def __getitem__(self, position: int) -> int:
-        """The sequence at `position` >= 0; positions run on over the epochs."""
-        epoch, index = divmod(position, self.num_sequences)
-        if epoch != self._epoch:
-            self._permutation = self._shuffled(epoch)
-            self._epoch = epoch
-        return int(self._permutation[index])
-
-    def _shuffled(self, epoch: int) -> np.ndarray:
-        # RandomState, because numpy has frozen its streams: islands with other numpy versions read the same order.
-        seeds = [self._seed & 0xFFFFFFFF, self._seed >> 32 & 0xFFFFFFFF, epoch]
-        return np.random.RandomState(seeds).permutation(self.num_sequences)
+    micro_batches: list[torch.Tensor]
+    """Each int64 [micro_batch, seq_len + 1] on the CPU."""
+    source_tokens: dict[str, int]
+    """Number of tokens that all ranks together read from each source; empty without a mixture."""
+    seconds: float
+    """Time spent reading on this rank."""
 
 
 class IslandBatches:
-    """The training text, cut into units: what an island reads in one inner step.
+    """The training text cut into units; an island reads one unit in each inner step.
 
-    Unit u has the positions [u, u + 1) x sequences_per_step of the order. As long as n islands make their steps
-    together, island i reads unit s*n + i in step s:
+    Unit u holds the positions [u, u + 1) x sequences_per_step of the reading order. While n islands step together,
+    island i reads unit s*n + i in step s:
         step    island 0    island 1    island 2
            0    unit 0      unit 1      unit 2
            1    unit 3      unit 4      unit 5
-    One island with n times the sequences_per_step so reads the same sequences in every step.
+    A single island with n times the sequences_per_step therefore reads the same sequences in every step.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        seq_len: int,
-        seed: int,
-        num_islands: int,
-        sequences_per_step: int,
-    ) -> None:
+    def __init__(self, corpus: Corpus, seq_len: int, seed: int, num_islands: int, sequences_per_step: int) -> None:
         self._texts = corpus.texts
         self._seq_len = seq_len
         self._num_sequences = [_num_windows(text, text.train, seq_len, "training") for text in corpus.texts]
-        orders = [SequenceOrder(number, seed) for number in self._num_sequences]
-        self._order = MixedOrder(corpus.weights, orders, seed)
+        self._order = MixedOrder(corpus.weights, [SequenceOrder(number, seed) for number in self._num_sequences], seed)
         self._num_islands = num_islands
         self._sequences_per_step = sequences_per_step
         self._require_one_step()
 
     def micro_batches(self, unit: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> list[torch.Tensor]:
-        """This rank's micro-batches of a unit (from 0), each int64 [micro_batch, seq_len + 1] on the CPU."""
+        """This rank's micro-batches of a unit (counted from 0), each int64 [micro_batch, seq_len + 1] on the CPU."""
         per_rank = self._sequences_per_step // num_data_ranks
         if per_rank * num_data_ranks != self._sequences_per_step or per_rank % micro_batch:
             raise InputError(
@@ -78,12 +59,14 @@ class IslandBatches:
         starts = range(first, first + per_rank, micro_batch)
         return [self._read(range(start, start + micro_batch)) for start in starts]
 
-    @property
-    def is_mixed(self) -> bool:
-        return len(self._texts) > 1
+    def read_step(self, unit: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> StepBatch:
+        """Read this rank's share of a unit for one inner step, and time the reading."""
+        started_at = time.perf_counter()
+        micro_batches = self.micro_batches(unit, data_rank, num_data_ranks, micro_batch)
+        seconds = time.perf_counter() - started_at
+        return StepBatch(micro_batches, self.tokens_by_source(unit) if len(self._texts) > 1 else {}, seconds)
 
     def tokens_by_source(self, unit: int) -> dict[str, int]:
-        """How many tokens of each text are in the unit."""
         first = unit * self._sequences_per_step
         before, after = self._order.counts(first), self._order.counts(first + self._sequences_per_step)
         numbers = [(new - old) * self._seq_len for old, new in zip(before, after, strict=True)]
@@ -95,45 +78,40 @@ class IslandBatches:
 
     def _require_one_step(self) -> None:
         read = self._num_islands * self._sequences_per_step
-        weights = [text.weight for text in self._texts]
-        for text, number, needed in zip(self._texts, self._num_sequences, Shares(weights).counts(read), strict=True):
+        shares = MixtureShares([text.weight for text in self._texts]).counts(read)
+        for text, number, needed in zip(self._texts, self._num_sequences, shares, strict=True):
             if number < needed:
                 raise InputError(
-                    f"the training text{_of(text)} has {number} sequences of {self._seq_len} tokens, but one step "
+                    f"the training text{_name_of(text)} has {number} sequences of {self._seq_len} tokens, but one step "
                     f"reads {needed} ({self._num_islands} islands x {self._sequences_per_step}); give more text, "
                     "raise data.max_tokens, or lower tokens_per_step or seq_len"
                 )
 
 
 def heldout_windows(
-    corpus: Corpus,
-    seq_len: int,
-    num_tokens: int,
-    data_rank: int,
-    num_data_ranks: int,
-    micro_batch: int,
+    corpus: Corpus, seq_len: int, num_tokens: int, data_rank: int, num_data_ranks: int, micro_batch: int
 ) -> Iterator[torch.Tensor]:
-    """This rank's held-out windows, int64 [micro_batch, seq_len + 1] on the CPU, padded with -100 rows.
+    """Yield this rank's held-out windows, int64 [micro_batch, seq_len + 1] on the CPU, padded with -100 rows.
 
-    All ranks together read the first num_tokens targets (rounded up to windows, as far as there are), whatever
-    the mesh; every rank yields equally often, because a sharded forward pass needs all ranks. Texts have the shares
-    that they have in training.
+    On any mesh, all ranks together read the first num_tokens targets, rounded up to whole windows and limited by the
+    text. Every rank yields the same number of batches, because a sharded forward pass needs all ranks. Sources are
+    mixed in the same proportions as in training.
     """
-    shares = Shares(corpus.weights)
-    available = shares.most([_num_windows(text, text.heldout, seq_len, "held-out") for text in corpus.texts])
+    shares = MixtureShares(corpus.weights)
+    available = shares.max_positions([_num_windows(text, text.heldout, seq_len, "held-out") for text in corpus.texts])
     num_windows = min(available, -(-num_tokens // seq_len))
     num_micro_batches = -(-num_windows // (num_data_ranks * micro_batch))
     first = data_rank * num_micro_batches * micro_batch
     for start in range(first, first + num_micro_batches * micro_batch, micro_batch):
-        batch = torch.full((micro_batch, seq_len + 1), PADDING, dtype=torch.int64)
+        batch = torch.full((micro_batch, seq_len + 1), IGNORE_INDEX, dtype=torch.int64)
         for row, index in enumerate(range(start, min(start + micro_batch, num_windows))):
-            place = shares.place(index)
+            place = shares.locate(index)
             batch[row] = _window(corpus.texts[place.source].heldout, place.sequence, seq_len)
         yield batch
 
 
 def _window(tokens: Tokens, index: int, seq_len: int) -> torch.Tensor:
-    # One token more than the stride: every token but the first is a target exactly once.
+    # A window is one token longer than the stride, so every token but the first is a target exactly once.
     return torch.from_numpy(tokens[index * seq_len : (index + 1) * seq_len + 1].astype(np.int64))
 
 
@@ -141,12 +119,12 @@ def _num_windows(text: Text, tokens: Tokens, seq_len: int, split: str) -> int:
     num_windows = (len(tokens) - 1) // seq_len
     if num_windows < 1:
         raise InputError(
-            f"the {split} text{_of(text)} has {len(tokens)} tokens, but one window needs {seq_len + 1} "
+            f"the {split} text{_name_of(text)} has {len(tokens)} tokens, but one window needs {seq_len + 1} "
             "(data.seq_len + 1); give more text, raise data.max_tokens or data.heldout_fraction, or lower data.seq_len"
         )
     return num_windows
 
 
-def _of(text: Text) -> str:
-    """Which text, in a mixture."""
+def _name_of(text: Text) -> str:
+    """Suffix that names the source in an error; empty without a mixture."""
     return f" of {text.name!r}" if text.name else ""

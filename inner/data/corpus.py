@@ -1,4 +1,4 @@
-"""Text, tokenised once: shards of tokens that every later run and every rank maps into memory."""
+"""The corpus of a run: text is tokenised once into shards, which later runs and all ranks map into memory."""
 
 import hashlib
 import json
@@ -8,39 +8,39 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from inner.config import DataConfig, SourceConfig
-from inner.data.encoding import token_dtype
-from inner.data.lock import Beat, held
-from inner.data.prepare import Options, Progress, write_shards, writing
-from inner.data.shards import Counts, Tokens, open_split
-from inner.data.sources import build_source
+from inner.data.lock import KeepAlive, hold_lock
+from inner.data.prepare import PrepareOptions, PrepareProgress, explain_write_errors, write_shards
+from inner.data.shards import ShardCounts, Tokens, open_split
+from inner.data.sources.build import build_source
+from inner.data.tokenise import token_dtype
 from inner.data.tokenizer import build_tokenizer, tokenizer_fingerprint
 from inner.errors import InputError
 
 log = logging.getLogger(__name__)
 
 FORMAT = 3
-"""Part of the cache key: raise it when the same config would give other tokens, or other files."""
+"""Part of the cache key; increase it when the same config would produce different tokens or files."""
 META = "meta.json"
 KEY_FIELDS = {*SourceConfig.model_fields, "tokenizer", "heldout_fraction"}
-"""Of DataConfig: what the token files of a source depend on."""
+"""Fields of DataConfig on which the token files of a source depend."""
 
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """The token ids of one source, every document ended by eos; held-out documents are never in train."""
+    """Token ids of one source. Every document ends with eos; held-out documents never appear in train."""
 
     train: Tokens
     heldout: Tokens
     heldout_bytes: int
-    """UTF-8 bytes of the text behind all held-out tokens, for bits per byte."""
+    """Number of UTF-8 bytes that the held-out tokens encode, for bits per byte."""
     name: str = ""
-    """As the mixture has it; empty: there is no mixture."""
+    """Name of the mixture entry; empty without a mixture."""
     weight: float = 1.0
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run reads: one text, or several that are mixed by weight."""
+    """The text of a run: one source, or several that are mixed by weight."""
 
     texts: tuple[Text, ...]
     vocab_size: int
@@ -52,14 +52,13 @@ class Corpus:
 
     @property
     def heldout_tokens_per_byte(self) -> float:
-        """Of the held-out text, as the texts are mixed."""
-        whole = sum(self.weights)
-        return 1 / sum(text.weight / whole * text.heldout_bytes / len(text.heldout) for text in self.texts)
+        """Average over the held-out texts, in the proportions of the mixture."""
+        return 1 / sum(text.weight / sum(self.weights) * text.heldout_bytes / len(text.heldout) for text in self.texts)
 
 
 @dataclass(frozen=True)
-class Meta:
-    """What meta.json holds."""
+class CorpusMeta:
+    """Contents of meta.json."""
 
     vocab_size: int
     eos_id: int
@@ -70,36 +69,36 @@ class Meta:
 
 
 def check_source(config: DataConfig) -> None:
-    """Return if the tokenizer loads and each source gives a first document; InputError says what is missing."""
+    """Check that the tokenizer loads and that every source yields a document. Raises InputError if not."""
     build_tokenizer(config.tokenizer)
     for source in config.sources:
         next(build_source(source).documents())
 
 
-def prepare_corpus(config: DataConfig, cache_dir: Path, options: Options | None = None) -> Corpus:
-    """The corpus of `config`, from `cache_dir` or read and tokenised now.
+def prepare_corpus(config: DataConfig, cache_dir: Path, options: PrepareOptions | None = None) -> Corpus:
+    """Load the corpus of `config` from `cache_dir`, after reading and tokenising what is missing there.
 
-    Of several processes that want the same at once, one prepares and the others wait for it. InputError: a source
-    is broken, or there is no room; what is finished stays, and the next call goes on there.
+    If several processes ask for the same corpus, one prepares it and the others wait. Raises InputError when a source
+    is broken or the disk is full; finished shards stay, and the next call continues after them.
     """
-    folders = [_prepared(source, cache_dir, options or Options()) for source in config.sources]
+    folders = [_find_or_prepare(source, cache_dir, options or PrepareOptions()) for source in config.sources]
     entries = [(entry.name, entry.weight) for entry in config.mixture] or [("", 1.0)]
     metas = [_read_meta(folder) for folder in folders]
-    texts = [_open(*each) for each in zip(folders, metas, entries, strict=True)]
+    texts = [_open_text(*each) for each in zip(folders, metas, entries, strict=True)]
     return Corpus(tuple(texts), metas[0].vocab_size, metas[0].eos_id)
 
 
-def _prepared(config: DataConfig, cache_dir: Path, options: Options) -> Path:
-    """The folder of one source's shards, all of them there."""
+def _find_or_prepare(config: DataConfig, cache_dir: Path, options: PrepareOptions) -> Path:
+    """Folder with all shards of one source, which are prepared first if they are missing."""
     folder = cache_dir / _cache_key(config)
     if folder.exists():
         return folder
-    with writing(cache_dir):
+    with explain_write_errors(cache_dir):
         cache_dir.mkdir(parents=True, exist_ok=True)
-    with held(cache_dir / f".{folder.name}.lock", f"the text in {folder}") as beat:
-        # Whoever held the lock before may have finished it.
+    with hold_lock(cache_dir / f".{folder.name}.lock", f"the text in {folder}") as keep_alive:
+        # The previous holder of the lock may have finished the work.
         if not folder.exists():
-            _prepare(config, folder, options, beat)
+            _prepare(config, folder, options, keep_alive)
     return folder
 
 
@@ -114,24 +113,24 @@ def _cache_key(config: DataConfig) -> str:
     return f"{config.source}-{digest[:16]}"
 
 
-def _prepare(config: DataConfig, folder: Path, options: Options, beat: Beat) -> None:
-    """Fill the folder beside `folder` that an earlier process may have begun, then move it there."""
+def _prepare(config: DataConfig, folder: Path, options: PrepareOptions, keep_alive: KeepAlive) -> None:
+    """Write the shards to a temporary folder, which an earlier process may have begun, then rename it to `folder`."""
     unfinished = folder.with_name(f"{folder.name}.unfinished")
 
-    def report(progress: Progress) -> None:
-        beat()
+    def report(progress: PrepareProgress) -> None:
+        keep_alive()
         options.report(progress)
 
     try:
-        with writing(folder):
+        with explain_write_errors(folder):
             unfinished.mkdir(exist_ok=True)
         counts = write_shards(config, unfinished, replace(options, report=report))
-        _require_both(config, counts)
-        with writing(folder):
-            (unfinished / META).write_text(json.dumps(asdict(_meta(config, counts)), indent=1))
+        _require_both_splits(config, counts)
+        with explain_write_errors(folder):
+            (unfinished / META).write_text(json.dumps(asdict(_build_meta(config, counts)), indent=1))
             unfinished.rename(folder)
     finally:
-        # What went wrong before a shard was finished leaves nothing.
+        # Succeeds only if the folder is empty: a failure before the first finished shard leaves nothing behind.
         with suppress(OSError):
             unfinished.rmdir()
     log.info(
@@ -140,11 +139,11 @@ def _prepare(config: DataConfig, folder: Path, options: Options, beat: Beat) -> 
     )  # fmt: skip
 
 
-def _meta(config: DataConfig, counts: Counts) -> Meta:
+def _build_meta(config: DataConfig, counts: ShardCounts) -> CorpusMeta:
     tokenizer = build_tokenizer(config.tokenizer)
-    # The last training document is cut to give the number asked for; held-out ones stay whole for their bytes.
+    # The last training document is cut at max_tokens. Held-out documents stay whole, as their bytes are counted.
     train_tokens = min(counts.train_tokens, config.max_tokens or counts.train_tokens)
-    return Meta(
+    return CorpusMeta(
         vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
         dtype=token_dtype(tokenizer),
@@ -154,7 +153,7 @@ def _meta(config: DataConfig, counts: Counts) -> Meta:
     )
 
 
-def _require_both(config: DataConfig, counts: Counts) -> None:
+def _require_both_splits(config: DataConfig, counts: ShardCounts) -> None:
     if counts.train_documents and counts.heldout_documents:
         return
     raise InputError(
@@ -165,9 +164,9 @@ def _require_both(config: DataConfig, counts: Counts) -> None:
     )
 
 
-def _read_meta(folder: Path) -> Meta:
+def _read_meta(folder: Path) -> CorpusMeta:
     try:
-        meta = Meta(**json.loads((folder / META).read_bytes()))
+        meta = CorpusMeta(**json.loads((folder / META).read_bytes()))
         if meta.dtype not in ("uint16", "uint32"):
             raise ValueError(f"dtype {meta.dtype!r}")
     except (OSError, ValueError, TypeError) as error:
@@ -175,11 +174,7 @@ def _read_meta(folder: Path) -> Meta:
     return meta
 
 
-def _open(folder: Path, meta: Meta, entry: tuple[str, float]) -> Text:
-    return Text(
-        train=open_split(folder, "train", meta.dtype, meta.train_tokens),
-        heldout=open_split(folder, "heldout", meta.dtype, meta.heldout_tokens),
-        heldout_bytes=meta.heldout_bytes,
-        name=entry[0],
-        weight=entry[1],
-    )
+def _open_text(folder: Path, meta: CorpusMeta, entry: tuple[str, float]) -> Text:
+    train = open_split(folder, "train", meta.dtype, meta.train_tokens)
+    heldout = open_split(folder, "heldout", meta.dtype, meta.heldout_tokens)
+    return Text(train, heldout, meta.heldout_bytes, *entry)

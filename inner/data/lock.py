@@ -1,6 +1,5 @@
-"""One process at a time, of those that would do the same work on one machine or one shared disk."""
+"""A lock for work that several processes on one machine or shared disk would otherwise repeat."""
 
-import fcntl
 import logging
 import os
 import time
@@ -9,57 +8,53 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from inner.errors import InputError
+from inner.files import try_lock
 
 log = logging.getLogger(__name__)
 
-ASK_SECONDS = 0.2
-BEAT_SECONDS = 1.0
+POLL_SECONDS = 0.2
+KEEP_ALIVE_SECONDS = 1.0
 STALLED_SECONDS = 600.0
-"""A holder that has not shown life for so long is not waited for."""
+"""Waiting ends with an error when the holder has shown no sign of life for this long."""
 
-Beat = Callable[[], None]
+KeepAlive = Callable[[], None]
 
 
 @contextmanager
-def held(path: Path, what: str) -> Iterator[Beat]:
-    """The lock of this file, waited for; it ends with this process at the latest. Call what it gives while working.
+def hold_lock(path: Path, what: str) -> Iterator[KeepAlive]:
+    """Wait for the lock of this file and hold it; it is released at the latest when this process ends.
 
-    InputError: the process that holds it shows no life.
+    Yields a function to call regularly while working. Raises InputError if the current holder shows no sign of life.
     """
     with path.open("a+") as file:
         _take(file.fileno(), path, what)
-        yield _beat(file.fileno())
+        yield _build_keep_alive(file.fileno())
 
 
 def _take(descriptor: int, path: Path, what: str) -> None:
-    beaten_at, changed_at, is_said = 0.0, time.monotonic(), False
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            pass
-        if not is_said:
-            log.info("another process is at %s: waiting for it", what)
-            is_said = True
-        if os.fstat(descriptor).st_mtime != beaten_at:
-            beaten_at, changed_at = os.fstat(descriptor).st_mtime, time.monotonic()
+    alive_at, changed_at, is_logged = 0.0, time.monotonic(), False
+    while not try_lock(descriptor):
+        if not is_logged:
+            log.info("another process is preparing %s: waiting for it", what)
+            is_logged = True
+        if os.fstat(descriptor).st_mtime != alive_at:
+            alive_at, changed_at = os.fstat(descriptor).st_mtime, time.monotonic()
         if time.monotonic() - changed_at > STALLED_SECONDS:
             raise InputError(
-                f"another process is at {what} and has shown no life for {STALLED_SECONDS:.0f} s: `fuser {path}` says "
-                "which; end it, or use another island.cache_dir"
+                f"another process is preparing {what} and has shown no sign of life for {STALLED_SECONDS:.0f} s; "
+                f"find it with `fuser {path}` and stop it, or use another island.cache_dir"
             )
-        time.sleep(ASK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
-def _beat(descriptor: int) -> Beat:
-    """Shows those who wait that work goes on; it may be called as often as one likes."""
+def _build_keep_alive(descriptor: int) -> KeepAlive:
+    """A function that shows waiting processes that work continues; calling it often is cheap."""
     last = 0.0
 
-    def beat() -> None:
+    def keep_alive() -> None:
         nonlocal last
-        if time.monotonic() - last >= BEAT_SECONDS:
+        if time.monotonic() - last >= KEEP_ALIVE_SECONDS:
             last = time.monotonic()
             os.utime(descriptor)
 
-    return beat
+    return keep_alive

@@ -1,100 +1,113 @@
-"""Which source a sequence comes from: a pure function of weights, seed and position, with nothing to save or restore.
+"""Reading order of one or several sources: it follows from weights, seed and position, so there is no state to save.
 
-Positions are cut into blocks. How many of the first n positions fall to each source is rounded from the weights
-alone (Shares), so it is known at the border of any block without counting; a seeded shuffle of the block then says
-which of its positions are whose. With weights 3 : 1 and blocks of 4:
+Positions are cut into blocks. How many of the first n positions belong to each source is rounded from the weights
+alone (Shares), so it is known at every block boundary without counting. A seeded shuffle then assigns the positions
+within a block. With weights 3 : 1 and blocks of 4:
 
     block        0           1           2
     source    0 1 0 0     0 0 0 1     1 0 0 0
-    sequence  0 0 1 2     3 4 5 1     2 6 7 8       before the source's own order
+    sequence  0 0 1 2     3 4 5 1     2 6 7 8       before the source's own shuffle
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 BLOCK = 1024
-"""Positions after which every source has its share, to within a few sequences."""
+"""Number of positions after which every source has received its share, to within a few sequences."""
 
 
-class Order(Protocol):
-    """In which order the sequences of one source are read, epoch after epoch."""
+class SequenceOrder:
+    """Infinite reading order of `num_sequences` sequences: every epoch visits each one once, in a new random order."""
 
-    def __getitem__(self, position: int, /) -> int: ...
+    def __init__(self, num_sequences: int, seed: int) -> None:
+        self._num_sequences = num_sequences
+        self._seed = seed
+        self._epoch = -1
+        self._permutation = np.empty(0, dtype=np.int64)
+
+    def __getitem__(self, position: int) -> int:
+        """Index of the sequence at `position` >= 0; positions keep counting across epochs."""
+        epoch, index = divmod(position, self._num_sequences)
+        if epoch != self._epoch:
+            # numpy has frozen the streams of RandomState, so islands with different numpy versions read the same order.
+            seeds = [self._seed & 0xFFFFFFFF, self._seed >> 32 & 0xFFFFFFFF, epoch]
+            self._permutation = np.random.RandomState(seeds).permutation(self._num_sequences)
+            self._epoch = epoch
+        return int(self._permutation[index])
 
 
-class Place(NamedTuple):
-    """Where a sequence lies."""
+class MixturePosition(NamedTuple):
+    """Index of a source, and of a sequence within it."""
 
     source: int
     sequence: int
 
 
-class Shares:
-    """How many of the first n positions fall to each source: exact, never fewer for a larger n, near n x weight."""
+class MixtureShares:
+    """Number of the first n positions that belong to each source: exact, monotonic in n and close to n x weight."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         exact = [Fraction(weight) for weight in weights]
         rest = list(accumulate(reversed(exact)))[::-1]
-        # Of what earlier sources leave. Integers, for floats might round otherwise on another machine.
+        # Each fraction is of what the earlier sources leave. Integers, because floats may round differently elsewhere.
         self._steps = [(weight / left).as_integer_ratio() for weight, left in zip(exact, rest, strict=True)]
 
     def counts(self, n: int) -> tuple[int, ...]:
-        """For each source; together n."""
-        found = []
+        """Number of positions of each source; they add up to n."""
+        counts = []
         for numerator, denominator in self._steps:
-            found.append(n * numerator // denominator)
-            n -= found[-1]
-        return tuple(found)
+            counts.append(n * numerator // denominator)
+            n -= counts[-1]
+        return tuple(counts)
 
-    def place(self, position: int) -> Place:
-        """Whose the position is, and which of that source's; in this plain order, without any shuffle."""
+    def locate(self, position: int) -> MixturePosition:
+        """Source of a position and the sequence within that source, before any shuffling."""
         before, after = self.counts(position), self.counts(position + 1)
         source = next(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if new > old)
-        return Place(source, before[source])
+        return MixturePosition(source, before[source])
 
-    def most(self, available: Sequence[int]) -> int:
-        """The largest n for which no source needs more than it has."""
+    def max_positions(self, available: Sequence[int]) -> int:
+        """The largest n for which no source needs more sequences than it has available."""
         enough = range(sum(available) + 1)
         return bisect_right(enough, False, key=lambda n: any(map(int.__gt__, self.counts(n), available))) - 1
 
 
 class MixedOrder:
-    """The infinite order in which the sequences of several sources are read, each source's in its own order."""
+    """Infinite reading order over several sources; each source keeps its own order."""
 
-    def __init__(self, weights: Sequence[float], orders: Sequence[Order], seed: int) -> None:
-        """One order for each weight; with one source it is that source's order."""
+    def __init__(self, weights: Sequence[float], orders: Sequence[SequenceOrder], seed: int) -> None:
+        """`orders` has one order per weight; with a single source the result is that source's order."""
         assert len(weights) == len(orders), f"{len(weights)} weights, {len(orders)} orders"
-        self._shares = Shares(weights)
+        self._shares = MixtureShares(weights)
         self._orders = orders
         self._seed = seed
         self._block = -1
         self._sources = self._ranks = np.empty(0, dtype=np.int64)
 
-    def __getitem__(self, position: int) -> Place:
-        """What is read at `position` >= 0; O(1) for positions near one another, else a block is shuffled."""
-        self._enter(position // BLOCK)
+    def __getitem__(self, position: int) -> MixturePosition:
+        """Source and sequence at `position` >= 0: O(1) within the current block; another block is shuffled first."""
+        self._load_block(position // BLOCK)
         source = int(self._sources[position % BLOCK])
-        return Place(source, self._orders[source][int(self._ranks[position % BLOCK])])
+        return MixturePosition(source, self._orders[source][int(self._ranks[position % BLOCK])])
 
     def counts(self, position: int) -> tuple[int, ...]:
-        """How many of the positions below this one are each source's."""
-        self._enter(position // BLOCK)
-        before = self._sources[: position % BLOCK]
-        inside = np.bincount(before, minlength=len(self._orders)).tolist()
+        """Number of positions before this one that belong to each source."""
+        self._load_block(position // BLOCK)
+        inside = np.bincount(self._sources[: position % BLOCK], minlength=len(self._orders)).tolist()
         return tuple(map(int.__add__, self._shares.counts(position // BLOCK * BLOCK), inside))
 
-    def _enter(self, block: int) -> None:
-        """Shuffle the block's sources, and number each one's positions."""
+    def _load_block(self, block: int) -> None:
+        """Shuffle the sources over the positions of a block and number the positions of each source."""
         if block == self._block:
             return
         first, following = self._shares.counts(block * BLOCK), self._shares.counts((block + 1) * BLOCK)
         here = [new - old for old, new in zip(first, following, strict=True)]
-        # RandomState, because numpy has frozen its streams. One seed more than SequenceOrder: another stream.
+        # numpy has frozen the streams of RandomState. One seed more than SequenceOrder has gives a different stream.
         seeds = [self._seed & 0xFFFFFFFF, self._seed >> 32 & 0xFFFFFFFF, block & 0xFFFFFFFF, block >> 32]
         self._sources = np.random.RandomState(seeds).permutation(np.repeat(np.arange(len(here)), here))
         self._ranks = np.empty(BLOCK, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Text to shards on disk; killed, it goes on after the last finished shard, and the result is the same."""
+"""Write a source as token shards. After a kill it resumes behind the last finished shard, with the same result."""
 
 import logging
 import math
@@ -10,30 +10,30 @@ from itertools import islice
 from pathlib import Path
 
 from inner.config import DataConfig
-from inner.data.documents import Document, is_heldout
-from inner.data.encoding import Encoded, encoded
-from inner.data.shards import Counts, Unfinished, finished_shards, publish_shard
-from inner.data.sources import build_source
+from inner.data.shards import ShardBuilder, ShardCounts, finished_shards, publish_shard
+from inner.data.sources.build import build_source
+from inner.data.sources.documents import Document, is_heldout
+from inner.data.tokenise import EncodedDocument, tokenise_documents
 from inner.errors import InputError
 
 log = logging.getLogger(__name__)
 
 SHARD_TOKENS = 1 << 24
-"""A shard is finished with the document that makes it so long. A kill loses no more, and memory holds no more."""
+"""A shard is finished once it is this long. This bounds the memory in use and the work that a kill can lose."""
 LOG_SECONDS = 30.0
 
 
 @dataclass
-class Progress:
-    """How far the preparation of a source is."""
+class PrepareProgress:
+    """Progress in preparing one source."""
 
     source: str
-    published: Counts
-    """What finished shards hold."""
+    published: ShardCounts
+    """Totals of the finished shards."""
     num_shards: int
-    shard: Unfinished = field(default_factory=Unfinished)
+    shard: ShardBuilder = field(default_factory=ShardBuilder)
     share: float | None = None
-    """How much of the source has been read, 0 to 1, where that is known."""
+    """Share of the work that is done, 0 to 1; None if unknown."""
 
     def __post_init__(self) -> None:
         self._began_with = self.num_tokens
@@ -58,18 +58,18 @@ class Progress:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of this process, which may have begun with finished shards."""
+        """Speed of this process; shards finished by an earlier one do not count."""
         return (self.num_tokens - self._began_with) / max(time.monotonic() - self._began_at, 1e-9)
 
 
-Report = Callable[[Progress], None]
+ProgressCallback = Callable[[PrepareProgress], None]
 
 
-def logged() -> Report:
-    """Says in the log now and then how far a preparation is."""
+def build_progress_log() -> ProgressCallback:
+    """A callback that logs the progress every LOG_SECONDS."""
     last = time.monotonic()
 
-    def report(progress: Progress) -> None:
+    def report(progress: PrepareProgress) -> None:
         nonlocal last
         if time.monotonic() - last >= LOG_SECONDS:
             last = time.monotonic()
@@ -82,86 +82,92 @@ def logged() -> Report:
 
 
 @dataclass(frozen=True)
-class Options:
-    """How to prepare. None of it changes the tokens; shard_tokens changes where they are cut into shards."""
+class PrepareOptions:
+    """Options of the preparation. None changes the tokens; shard_tokens changes where they are cut into shards."""
 
     processes: int = 1
     shard_tokens: int = SHARD_TOKENS
-    report: Report = field(default_factory=logged)
+    report: ProgressCallback = field(default_factory=build_progress_log)
     """Called after each document."""
 
 
-class Limits:
-    """Which documents have a place in a corpus of data.max_tokens, by what is already there."""
+class CorpusLimits:
+    """Decides which documents still fit into a corpus of data.max_tokens, given the progress so far."""
 
-    def __init__(self, config: DataConfig, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, config: DataConfig, progress: PrepareProgress) -> None:
+        self.progress = progress
         self._fraction = config.heldout_fraction
         self.train = math.inf if config.max_tokens is None else config.max_tokens
         self._heldout = self.train * config.heldout_fraction
 
     @property
     def is_reached(self) -> bool:
-        return self._progress.train_tokens >= self.train and self._progress.heldout_tokens >= self._heldout
+        return self.progress.train_tokens >= self.train and self.progress.heldout_tokens >= self._heldout
 
     def is_heldout(self, document: Document) -> bool:
-        """Of which split the document is."""
         return is_heldout(document.key, self._fraction)
 
     def has_place(self, document: Document) -> bool:
-        """Whether its split is not full; once it is, it stays so."""
+        """Whether the document's split is not yet full; a full split stays full."""
         if self.is_heldout(document):
-            return self._progress.heldout_tokens < self._heldout
-        return self._progress.train_tokens < self.train
+            return self.progress.heldout_tokens < self._heldout
+        return self.progress.train_tokens < self.train
 
     def share(self, document: Document) -> float | None:
-        """How much of the work is done with this document."""
-        return document.share if math.isinf(self.train) else min(self._progress.train_tokens / self.train, 1.0)
+        """Share of the work that is done once this document is, 0 to 1; None if unknown."""
+        return document.share if math.isinf(self.train) else min(self.progress.train_tokens / self.train, 1.0)
 
 
-def write_shards(config: DataConfig, folder: Path, options: Options) -> Counts:
-    """Write the shards of one source that are not there yet; what all hold. One process at a time may call it.
+def write_shards(config: DataConfig, folder: Path, options: PrepareOptions) -> ShardCounts:
+    """Write the missing shards of one source and return the totals of all. Only one process may call it at a time.
 
-    InputError: the source is broken, or there is no room; finished shards stay.
+    Raises InputError if the source is broken or the disk is full; finished shards stay.
     """
-    there = finished_shards(folder)
-    progress = Progress(config.source, sum(there, Counts()), len(there))
-    limits = Limits(config, progress)
+    finished = finished_shards(folder)
+    progress = PrepareProgress(config.source, sum(finished, ShardCounts()), len(finished))
+    limits = CorpusLimits(config, progress)
     if not limits.is_reached:
-        if there:
-            log.info("%s: %d finished shards are there: going on after them", config.source, len(there))
+        if finished:
+            log.info("%s: resuming after %d finished shards", config.source, len(finished))
         with (
-            closing(_documents(config, progress.published.num_read)) as documents,
-            closing(encoded(documents, config.tokenizer, options.processes, limits.has_place)) as stream,
+            closing(_unread_documents(config, progress.published.num_read)) as documents,
+            closing(tokenise_documents(documents, config.tokenizer, options.processes, limits.has_place)) as stream,
         ):
-            _fill(stream, folder, limits, progress, options)
+            _write(stream, folder, limits, options)
     return progress.published
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """What the disk refuses becomes one InputError with the cure."""
+def explain_write_errors(folder: Path) -> Iterator[None]:
+    """Turn an OSError into an InputError that says how to cure it."""
     try:
         yield
     except OSError as error:
         raise InputError(
-            f"{folder}: cannot write ({error.strerror}); finished shards stay: make room, or set island.cache_dir to "
-            "a disk that has it, and run it again: it goes on after them"
+            f"{folder}: cannot write ({error.strerror}); make room, or set island.cache_dir to a disk with more space, "
+            "and run it again: finished shards stay, and it resumes after them"
         ) from error
 
 
-def _documents(config: DataConfig, skip: int) -> Generator[Document, None, None]:
+def _unread_documents(config: DataConfig, skip: int) -> Generator[Document, None, None]:
     yield from islice(build_source(config).documents(), skip, None)
 
 
-def _fill(stream: Iterator[Encoded], folder: Path, limits: Limits, progress: Progress, options: Options) -> None:
-    """Put the stream into shards until it ends or nothing more has a place."""
-    for each in stream:
-        _add(each, limits, progress.shard)
-        progress.shard.counts.num_read += 1
-        progress.share = limits.share(each.document)
+def _write(stream: Iterator[EncodedDocument], folder: Path, limits: CorpusLimits, options: PrepareOptions) -> None:
+    """Write the stream into shards until it ends or both splits are full."""
+    progress = limits.progress
+    for encoded in stream:
+        document, shard = encoded.document, progress.shard
+        # Checked again, because the split may have become full since the document was encoded.
+        if limits.has_place(document):
+            if limits.is_heldout(document):
+                shard.add_heldout(encoded.ids, len(document.text.encode("utf-8", "replace")))
+            else:
+                shard.add_train(encoded.ids)
+        shard.counts.num_read += 1
+        progress.share = limits.share(document)
         options.report(progress)
-        if progress.shard.num_tokens >= options.shard_tokens or limits.is_reached:
+        if shard.num_tokens >= options.shard_tokens or limits.is_reached:
             _publish(folder, progress)
         if limits.is_reached:
             return
@@ -169,19 +175,9 @@ def _fill(stream: Iterator[Encoded], folder: Path, limits: Limits, progress: Pro
         _publish(folder, progress)
 
 
-def _add(each: Encoded, limits: Limits, shard: Unfinished) -> None:
-    # Asked anew: it may have been encoded before its split was full.
-    if not limits.has_place(each.document):
-        return
-    if limits.is_heldout(each.document):
-        shard.add_heldout(each.ids, len(each.document.text.encode("utf-8", "replace")))
-    else:
-        shard.add_train(each.ids)
-
-
-def _publish(folder: Path, progress: Progress) -> None:
-    with writing(folder):
+def _publish(folder: Path, progress: PrepareProgress) -> None:
+    with explain_write_errors(folder):
         publish_shard(folder, progress.num_shards, progress.shard)
     progress.published = progress.published + progress.shard.counts
     progress.num_shards += 1
-    progress.shard = Unfinished()
+    progress.shard = ShardBuilder()

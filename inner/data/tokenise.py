@@ -1,4 +1,4 @@
-"""Documents to token ids, in their order, in this process or in several."""
+"""Tokenise documents in their order, in this process or in a pool of processes."""
 
 import multiprocessing
 import os
@@ -11,76 +11,79 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from inner.data.documents import Document
+from inner.data.sources.documents import Document
 from inner.data.tokenizer import Tokenizer, build_tokenizer
 from inner.errors import InputError
 
 CHUNK_CHARACTERS = 1 << 18
-"""Text that a process gets at a time: small enough to fit its cache, large enough that sending it costs nothing."""
+"""Characters sent to a worker at a time: few enough to fit its cache, enough that sending costs next to nothing."""
 CHUNKS_AHEAD = 3
-"""For each process, so that none waits for the others' results to be written."""
+"""Chunks in flight for each worker, so that no worker waits while other results are written."""
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """A document and its ids, eos included; no ids where nobody wants them."""
+class EncodedDocument:
+    """A document and its token ids, eos included; the ids are empty if the document was not wanted."""
 
     document: Document
     ids: np.ndarray
 
 
-Wanted = Callable[[Document], bool]
-Stream = Generator[Encoded, None, None]
+DocumentFilter = Callable[[Document], bool]
+EncodedDocuments = Generator[EncodedDocument, None, None]
 
 
 def token_dtype(tokenizer: Tokenizer) -> str:
-    """The smallest of uint16 and uint32 that holds every id."""
+    """The smaller of uint16 and uint32 that holds every id."""
     return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 
 
-def encoded(documents: Iterable[Document], tokenizer: str, processes: int, is_wanted: Wanted) -> Stream:
-    """All documents in their order, whatever the number of processes. Close it when it is not read to its end.
+def tokenise_documents(
+    documents: Iterable[Document], tokenizer: str, processes: int, is_wanted: DocumentFilter
+) -> EncodedDocuments:
+    """Yield all documents in order, for any number of processes. Close the generator if it is not exhausted.
 
-    is_wanted may be asked some documents before those are taken. InputError: a process died.
+    is_wanted may be called some documents ahead of the one yielded. Raises InputError if a worker process died.
     """
     if processes > 1:
-        yield from _encoded_by_others(documents, tokenizer, processes, is_wanted)
+        yield from _tokenise_in_pool(documents, tokenizer, processes, is_wanted)
         return
-    own = build_tokenizer(tokenizer)
+    encoder = build_tokenizer(tokenizer)
     for document in documents:
-        (ids,) = _encode(own, [document.text if is_wanted(document) else None])
-        yield Encoded(document, ids)
+        (ids,) = _encode(encoder, [document.text if is_wanted(document) else None])
+        yield EncodedDocument(document, ids)
 
 
-def _encoded_by_others(documents: Iterable[Document], tokenizer: str, processes: int, is_wanted: Wanted) -> Stream:
-    # A fork would copy what threads of this process hold.
+def _tokenise_in_pool(
+    documents: Iterable[Document], tokenizer: str, processes: int, is_wanted: DocumentFilter
+) -> EncodedDocuments:
+    # A fork would copy locks that threads of this process hold.
     spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, spawn, initializer=_begin, initargs=(tokenizer,))
+    pool = ProcessPoolExecutor(processes, spawn, initializer=_initialise_worker, initargs=(tokenizer,))
     ahead: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
     try:
         for chunk in _chunks(documents):
             texts = [document.text if is_wanted(document) else None for document in chunk]
-            ahead.append((chunk, pool.submit(_encode_here, texts)))
+            ahead.append((chunk, pool.submit(_encode_in_worker, texts)))
             if len(ahead) > CHUNKS_AHEAD * processes:
-                yield from _finished(*ahead.popleft())
+                yield from _pair_with_ids(*ahead.popleft())
         while ahead:
-            yield from _finished(*ahead.popleft())
+            yield from _pair_with_ids(*ahead.popleft())
     except BrokenProcessPool:
         raise InputError(
-            f"a process that tokenises died, perhaps for lack of memory; finished shards stay: run it again, with "
-            f"fewer than {processes} --processes"
+            f"a tokeniser process died, perhaps for lack of memory; run it again with fewer than {processes} "
+            "--processes: finished shards stay"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _finished(chunk: list[Document], future: "Future[list[np.ndarray]]") -> Iterator[Encoded]:
+def _pair_with_ids(chunk: list[Document], future: "Future[list[np.ndarray]]") -> Iterator[EncodedDocument]:
     for document, ids in zip(chunk, future.result(), strict=True):
-        yield Encoded(document, ids)
+        yield EncodedDocument(document, ids)
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents in their order, some at a time."""
     chunk, size = [], 0
     for document in documents:
         chunk.append(document)
@@ -93,30 +96,29 @@ def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str | None]) -> list[np.ndarray]:
-    """The ids of each text and eos; of None nothing."""
+    """Token ids of each text followed by eos; an empty array for None."""
     dtype = token_dtype(tokenizer)
     eos = np.array([tokenizer.eos_id], dtype=dtype)
     nothing = eos[:0]
-    encode = tokenizer.encode
-    return [nothing if text is None else np.append(encode(text).astype(dtype), eos) for text in texts]
+    return [nothing if text is None else np.append(tokenizer.encode(text).astype(dtype), eos) for text in texts]
 
 
-_own: list[Tokenizer] = []
-"""The tokenizer of a process that `_encoded_by_others` has started: a pool gives its processes no other place."""
+_worker_tokenizers: list[Tokenizer] = []
+"""The tokenizer of a worker process of `_tokenise_in_pool`: a pool offers no other place to keep state."""
 
 
-def _begin(tokenizer: str) -> None:
-    _own.append(build_tokenizer(tokenizer))
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def _initialise_worker(tokenizer: str) -> None:
+    _worker_tokenizers.append(build_tokenizer(tokenizer))
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    """A parent that was killed cannot tell the pool's processes to end."""
+def _exit_with_parent() -> None:
+    """End this worker with its parent: a killed parent cannot shut down its pool."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
         os._exit(1)
 
 
-def _encode_here(texts: list[str | None]) -> list[np.ndarray]:
-    return _encode(_own[0], texts)
+def _encode_in_worker(texts: list[str | None]) -> list[np.ndarray]:
+    return _encode(_worker_tokenizers[0], texts)

@@ -1,7 +1,8 @@
-"""Reads weights from a folder in Hugging Face's layout: a rank reads its own slices and nothing else."""
+"""Loads weights from a folder in Hugging Face's layout. Each rank reads only its own slices."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,98 +12,90 @@ from torch import Tensor
 
 from inner.errors import InputError
 from inner.huggingface.files import weights_files
-from inner.huggingface.names import is_computed, their_name
-from inner.model import Transformer
-from inner.params import LocalParams, ParamSpec
+from inner.huggingface.names import huggingface_name
+from inner.model.transformer import Transformer
+from inner.param_spec import ParamSpec
+from inner.params import LocalParams
 
-# By the names that safetensors has for them.
+# Named as in safetensors.
 DTYPES = ("F32", "BF16", "F16", "F64")
 MOST_NAMED = 8
 
 
+@dataclass(frozen=True)
 class StoredWeights:
-    """The open weights of a folder, by our names; a context manager. They are mapped, not read."""
+    """The memory-mapped weights of a folder, read by our parameter names."""
 
-    def __init__(self, folder: Path, specs: Sequence[ParamSpec]) -> None:
-        """`specs`: the model that they must be. Raises InputError naming each tensor that is not as it should be."""
-        self.folder = folder
-        self._opened = ExitStack()
-        self._slices: dict[str, Any] = {}
-        try:
-            self._open()
-            self._check(specs)
-        except BaseException:
-            self._opened.close()
-            raise
-
-    def __enter__(self) -> "StoredWeights":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._slices.clear()
-        self._opened.close()
+    folder: Path
+    slices: dict[str, Any]
 
     def read(self, name: str, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
-        """The half-open rectangle of a parameter seen as a matrix, fp32. Raises InputError if it is not finite."""
-        stored = self._slices[their_name(name)]
-        is_matrix = len(stored.get_shape()) == 2
-        values = stored[slice(*rows), slice(*cols)] if is_matrix else stored[slice(*rows)]
+        """Read a half-open rectangle of a parameter, seen as an fp32 matrix. Raises InputError if it is not finite."""
+        their_name = huggingface_name(name)
+        stored = self.slices[their_name]
+        values = stored[slice(*rows), slice(*cols)] if len(stored.get_shape()) == 2 else stored[slice(*rows)]
         values = values.view(-1, cols[1] - cols[0]).float()
         if not torch.isfinite(values).all():
-            raise InputError(f"{self.folder}: {their_name(name)} holds values that are not finite; take other weights")
+            raise InputError(f"{self.folder}: {their_name} holds values that are not finite; use other weights")
         return values
 
-    def _open(self) -> None:
-        for path in weights_files(self.folder):
+
+@contextmanager
+def open_weights(folder: Path, specs: Sequence[ParamSpec]) -> Iterator[StoredWeights]:
+    """Map the weights of a model with the parameters `specs`. Raises InputError that names each tensor that differs."""
+    slices: dict[str, Any] = {}
+    with ExitStack() as files:
+        for path in weights_files(folder):
             try:
-                file = self._opened.enter_context(safe_open(path, framework="pt"))
+                file = files.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: torch cannot map the file.
                 raise InputError(f"{path}: cannot be read as safetensors ({error}); copy it again") from None
-            self._slices |= {name: file.get_slice(name) for name in file.keys() if not is_computed(name)}  # noqa: SIM118
-
-    def _check(self, specs: Sequence[ParamSpec]) -> None:
-        expected = {their_name(spec.name): spec.shape for spec in specs}
-        found = {name: (tuple(stored.get_shape()), stored.get_dtype()) for name, stored in self._slices.items()}
-        both = [name for name in expected if name in found]
-        problems = {
-            "missing": [name for name in expected if name not in found],
-            "not of this model": [name for name in found if name not in expected],
-            "of another shape": [
-                f"{name} is {found[name][0]}, not {expected[name]}" for name in both if found[name][0] != expected[name]
-            ],
-            f"of another dtype than {', '.join(DTYPES)}": [
-                f"{name} is {found[name][1]}" for name in both if found[name][1] not in DTYPES
-            ],
-        }
-        lines = "\n".join(f"  {problem}: {_some(names)}" for problem, names in problems.items() if names)
-        if lines:
-            raise InputError(
-                f"{self.folder}: its tensors are not those of the model that its config.json has:\n{lines}"
-            )
+            # Old exports contain RoPE's table, which is computed from the config.
+            names = [name for name in file.keys() if not name.endswith("rotary_emb.inv_freq")]  # noqa: SIM118
+            slices |= {name: file.get_slice(name) for name in names}
+        _check(folder, slices, specs)
+        yield StoredWeights(folder, slices)
+        slices.clear()
 
 
-def load_weights(params: LocalParams, parts: Sequence[Transformer], folder: Path) -> None:
-    """Fills every parameter and table of materialised parts of a model, sharded or not. No communication.
+def _check(folder: Path, slices: dict[str, Any], specs: Sequence[ParamSpec]) -> None:
+    expected = {huggingface_name(spec.name): spec.shape for spec in specs}
+    found = {name: (tuple(stored.get_shape()), stored.get_dtype()) for name, stored in slices.items()}
+    both = [(name, *found[name]) for name in expected if name in found]
+    problems = {
+        "missing": [name for name in expected if name not in found],
+        "not of this model": [name for name in found if name not in expected],
+        "of another shape": [
+            f"{name} is {shape}, not {expected[name]}" for name, shape, _ in both if shape != expected[name]
+        ],
+        f"of another dtype than {', '.join(DTYPES)}": [
+            f"{name} is {dtype}" for name, _, dtype in both if dtype not in DTYPES
+        ],
+    }
+    lines = "\n".join(f"  {problem}: {_list_some(names)}" for problem, names in problems.items() if names)
+    if lines:
+        raise InputError(f"{folder}: its tensors are not those of the model in its config.json:\n{lines}")
 
-    Raises InputError where the folder does not hold this model; by then some parameters may be filled.
+
+def load_weights(params: LocalParams, stages: Sequence[Transformer], folder: Path) -> None:
+    """Fill every parameter and table of materialised stages, sharded or not. No communication.
+
+    Raises InputError if the folder does not hold this model; some parameters may have been filled by then.
     """
-    with StoredWeights(folder, params.specs) as stored:
-        for index, held in enumerate(params.slices):
-            params.write(index, stored.read(held.name, held.rows, held.cols))
-    for part in parts:
-        part.fill_tables()
+    with open_weights(folder, params.specs) as stored:
+        for index, param_slice in enumerate(params.slices):
+            params.write(index, stored.read(param_slice.name, param_slice.rows, param_slice.cols))
+    for stage in stages:
+        stage.fill_tables()
 
 
 def read_whole(folder: Path, specs: Sequence[ParamSpec]) -> dict[str, Tensor]:
-    """Every parameter of the folder's model, in fp32 and its own shape, by our names. Raises InputError."""
-    with StoredWeights(folder, specs) as stored:
-        return {
-            spec.name: stored.read(spec.name, (0, spec.matrix_shape[0]), (0, spec.matrix_shape[1])).view(spec.shape)
-            for spec in specs
-        }
+    """Read every parameter of the folder's model, in fp32, by our names. Raises InputError if it is another model."""
+    with open_weights(folder, specs) as stored:
+        shapes = [(spec, *spec.matrix_shape) for spec in specs]
+        return {spec.name: stored.read(spec.name, (0, m), (0, n)).view(spec.shape) for spec, m, n in shapes}
 
 
-def _some(names: Sequence[str]) -> str:
-    """The names, or the first of them and how many more there are."""
+def _list_some(names: Sequence[str]) -> str:
     more = len(names) - MOST_NAMED
     return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,6 +1,6 @@
-"""A model's sizes as a Hugging Face config.json, and back. No torch here.
+"""Converts between model sizes and a Hugging Face config.json. No torch here.
 
-What a config.json asks for and this model does not compute is refused, never left out.
+A config.json that asks for a feature this model does not have is refused; nothing is silently ignored.
 """
 
 import json
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from inner.config import ModelConfig
 from inner.errors import InputError
-from inner.presets import ModelSizes
+from inner.model.sizes import ModelSizes
 
 CONFIG = "config.json"
 SIZES = {
@@ -24,7 +24,7 @@ SIZES = {
     "vocab_size": "vocab_size",
 }
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# What a config.json that leaves them out means, for both.
+# Defaults of both architectures for keys that a config.json leaves out.
 DEFAULT_THETA, DEFAULT_EPS = 10000.0, 1e-6
 FIXED = {
     "hidden_act": "silu",
@@ -33,11 +33,11 @@ FIXED = {
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
-"""Keys that this model has but one value for."""
+"""Keys for which this model supports only one value."""
 
 
-def their_config(sizes: ModelSizes, seq_len: int, dtype: str, bos_id: int | None, eos_id: int) -> dict[str, Any]:
-    """The config.json of a model of these sizes, trained on sequences of seq_len; `dtype`: of the stored weights."""
+def build_config_json(sizes: ModelSizes, seq_len: int, dtype: str, bos_id: int | None, eos_id: int) -> dict[str, Any]:
+    """Build the config.json of a model trained on sequences of `seq_len`, with weights stored as `dtype`."""
     model_type = "qwen3" if sizes.qk_norm else "llama"
     return {
         "architectures": [ARCHITECTURES[model_type]],
@@ -60,14 +60,14 @@ def their_config(sizes: ModelSizes, seq_len: int, dtype: str, bos_id: int | None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json. Raises InputError when there is none or it is damaged."""
+    """Read the folder's config.json. Raises InputError if it is missing or damaged."""
     path = folder / CONFIG
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:
         raise InputError(
             f"{path}: cannot be read: {error.strerror}; give a folder with config.json and *.safetensors, as "
-            "`diloco export` writes it or as a model on the hub has it"
+            "written by `diloco export` or found in a model on the hub"
         ) from None
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error}); write or copy it again") from None
@@ -76,20 +76,20 @@ def read_config(folder: Path) -> dict[str, Any]:
     return values
 
 
-def model_in(folder: Path) -> ModelConfig:
-    """The model of a folder, with every size given. Raises InputError naming all that this model cannot be."""
+def read_model_config(folder: Path) -> ModelConfig:
+    """Read the model config of a folder, with every size set. Raises InputError that lists all unsupported features."""
     config = read_config(folder)
-    found = list(objections(config))
-    if found:
-        listed = "\n".join(f"  {line}" for line in found)
-        raise InputError(f"{folder / CONFIG}: this model cannot be had here:\n{listed}")
+    unsupported = list(find_unsupported(config))
+    if unsupported:
+        listed = "\n".join(f"  {line}" for line in unsupported)
+        raise InputError(f"{folder / CONFIG}: this model is not supported:\n{listed}")
     values = {ours: config.get(theirs) for ours, theirs in SIZES.items()}
     if values["num_kv_heads"] is None:
         values["num_kv_heads"] = values["num_heads"]
     try:
         return ModelConfig(
             **values,
-            rope_theta=_rope(config).get("rope_theta", config.get("rope_theta", DEFAULT_THETA)),
+            rope_theta=_rope_settings(config).get("rope_theta", config.get("rope_theta", DEFAULT_THETA)),
             norm_eps=config.get("rms_norm_eps", DEFAULT_EPS),
             qk_norm=config["model_type"] == "qwen3",
             tie_embeddings=config.get("tie_word_embeddings", False),
@@ -102,27 +102,26 @@ def model_in(folder: Path) -> ModelConfig:
         ) from None
 
 
-def sized_as_in(given: ModelConfig, folder: Path) -> ModelConfig:
-    """`given` with every size of the folder's model. Raises InputError where `given` asks for another size."""
-    there = model_in(folder)
+def fill_sizes_from_folder(given: ModelConfig, folder: Path) -> ModelConfig:
+    """Copy `given` with every size of the folder's model. Raises InputError if `given` sets a different size."""
+    stored = read_model_config(folder)
     if given.preset is not None:
         raise InputError(
             f"model.preset is {given.preset!r}, but the sizes come from model.init_from ({folder / CONFIG}); "
             "leave model.preset out (or set it to null)"
         )
-    for key in sorted(given.model_fields_set & there.model_fields_set):
-        mine, theirs = getattr(given, key), getattr(there, key)
+    for key in sorted(given.model_fields_set & stored.model_fields_set):
+        mine, theirs = getattr(given, key), getattr(stored, key)
         if mine is not None and mine != theirs:
             raise InputError(
                 f"model.{key} is {mine!r}, but the model in model.init_from has {theirs!r} ({folder / CONFIG}); "
                 f"leave model.{key} out (or set it to null)"
             )
-    sizes = {key: getattr(there, key) for key in there.model_fields_set}
-    return given.model_copy(update=sizes)
+    return given.model_copy(update={key: getattr(stored, key) for key in stored.model_fields_set})
 
 
-def objections(config: dict[str, Any]) -> Iterator[str]:
-    """What a config.json asks for that this model does not have."""
+def find_unsupported(config: dict[str, Any]) -> Iterator[str]:
+    """Messages about features of a config.json that this model does not support."""
     model_type = config.get("model_type")
     if model_type not in ARCHITECTURES:
         yield f"model_type is {model_type!r}; allowed: {', '.join(ARCHITECTURES)}"
@@ -134,16 +133,16 @@ def objections(config: dict[str, Any]) -> Iterator[str]:
             yield f"{key} is {config[key]!r}; allowed: {only!r}"
     if config.get("sliding_window") is not None and config.get("use_sliding_window", model_type == "llama"):
         yield f"sliding_window is {config['sliding_window']!r}; attention here sees the whole sequence"
-    if strange := set(config.get("layer_types") or ()) - {"full_attention"}:
-        yield f"layer_types has {', '.join(map(repr, sorted(strange)))}; allowed: 'full_attention'"
-    rope_type = _rope(config).get("rope_type", _rope(config).get("type", "default"))
+    if unknown := set(config.get("layer_types") or ()) - {"full_attention"}:
+        yield f"layer_types has {', '.join(map(repr, sorted(unknown)))}; allowed: 'full_attention'"
+    rope_type = _rope_settings(config).get("rope_type", _rope_settings(config).get("type", "default"))
     if rope_type != "default":
-        yield f"rope_scaling has rope_type {rope_type!r}; allowed: default (RoPE is not stretched here)"
-    yield from _head_objections(config, model_type)
+        yield f"rope_scaling has rope_type {rope_type!r}; allowed: default (RoPE scaling is not supported)"
+    yield from _find_unsupported_heads(config, model_type)
 
 
-def _head_objections(config: dict[str, Any], model_type: str) -> Iterator[str]:
-    """Whether heads are as wide as the model divided by their number."""
+def _find_unsupported_heads(config: dict[str, Any], model_type: str) -> Iterator[str]:
+    """Message if the head size is not the model's width divided by the number of heads."""
     dim, num_heads = config.get("hidden_size"), config.get("num_attention_heads")
     if not isinstance(dim, int) or not isinstance(num_heads, int) or num_heads < 1:
         return
@@ -152,9 +151,9 @@ def _head_objections(config: dict[str, Any], model_type: str) -> Iterator[str]:
         yield f"head_dim is {head_dim}; allowed: hidden_size / num_attention_heads = {dim} / {num_heads}"
 
 
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    """How positions are turned: transformers 5 calls it rope_parameters, older versions rope_scaling."""
+def _rope_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The RoPE settings: `rope_parameters` in transformers 5, `rope_scaling` in older versions."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        return {"rope_type": str(rope)}  # By kind of layer, or nothing known.
+        return {"rope_type": str(rope)}  # One setting per layer type, or an unknown form.
     return rope

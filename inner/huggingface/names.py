@@ -1,7 +1,6 @@
-"""What Hugging Face calls the tensors of a Llama-family model. No torch here.
+"""Hugging Face's names of the tensors of a Llama-family model. No torch here.
 
-The values are the same in both: a matrix is (outputs, inputs), and RoPE turns the pairs (e, e + half a head) there and
-here, so nothing is permuted.
+Values are not permuted: in both layouts a matrix is (outputs, inputs) and RoPE rotates the pairs (e, e + head_dim / 2).
 """
 
 OUTSIDE = {
@@ -24,14 +23,9 @@ IN_LAYER = {
 }
 
 
-def their_name(name: str) -> str:
-    """Hugging Face's name of the parameter that has this full name here."""
+def huggingface_name(name: str) -> str:
+    """Hugging Face's name of a parameter, given its full name here."""
     if name in OUTSIDE:
         return OUTSIDE[name]
-    _, number, part = name.split(".", 2)
-    return f"model.layers.{number}.{IN_LAYER[part]}"
-
-
-def is_computed(their_name: str) -> bool:
-    """Whether a tensor of a folder is a table that follows from the config; old exports hold RoPE's."""
-    return their_name.endswith("rotary_emb.inv_freq")
+    _, number, name_in_layer = name.split(".", 2)
+    return f"model.layers.{number}.{IN_LAYER[name_in_layer]}"

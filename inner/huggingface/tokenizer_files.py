@@ -1,4 +1,4 @@
-"""A tokenizer as the files that `transformers` reads."""
+"""Writes a tokenizer as the files that `transformers` reads."""
 
 import json
 import shutil
@@ -7,23 +7,23 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from inner.data.tokenizer import BytesTokenizer, LibraryTokenizer, build_tokenizer, folder_of
+from inner.data.tokenizer import BytesTokenizer, LibraryTokenizer, build_tokenizer, tokenizer_folder
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 COMPANIONS = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
-"""What may lie beside a tokenizer.json."""
+"""Files that may accompany a tokenizer.json."""
 BYTE_SPECIALS = ("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_0|>", "<|reserved_1|>")
 """Ids 256 to 259 of the byte tokenizer."""
 
 
 def write_tokenizer(name: str, folder: Path, seq_len: int) -> tuple[int | None, int]:
-    """Writes the tokenizer that data.tokenizer calls `name`; (bos id or None, eos id). InputError: there is none."""
+    """Write the tokenizer `name`, return (bos id or None, eos id). Raises InputError if it cannot be loaded."""
     tokenizer = build_tokenizer(name)
     if isinstance(tokenizer, LibraryTokenizer):
         tokenizer.save(folder / TOKENIZER)
         bos_id = None
-        beside = folder_of(name)
+        beside = tokenizer_folder(name)
         for path in [] if beside is None else [beside / companion for companion in COMPANIONS]:
             if path.is_file():
                 shutil.copyfile(path, folder / path.name)
@@ -36,7 +36,7 @@ def write_tokenizer(name: str, folder: Path, seq_len: int) -> tuple[int | None, 
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
-    """BytesTokenizer in the library's terms: byte-level BPE without merges, whose ids are the bytes."""
+    """BytesTokenizer as a library tokenizer: byte-level BPE without merges, whose ids are the byte values."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -46,14 +46,14 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level BPE: itself, or the next unused above 255."""
+    """Printable character for each byte in byte-level BPE: the byte itself, or else the next character from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def _write_config(folder: Path, bos_id: int | None, eos_id: int, seq_len: int) -> None:
-    """The least that AutoTokenizer needs beside tokenizer.json."""
+    """Write the tokenizer_config.json that AutoTokenizer needs beside tokenizer.json."""
     written = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -61,7 +61,7 @@ def _write_config(folder: Path, bos_id: int | None, eos_id: int, seq_len: int) -
         **({} if bos_id is None else {"bos_token": written.id_to_token(bos_id)}),
         "model_max_length": seq_len,
         "clean_up_tokenization_spaces": False,
-        # As in training: markers written out in a text are plain text.
+        # As in training, special tokens that are spelled out in a text are plain text.
         "split_special_tokens": True,
     }
     (folder / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

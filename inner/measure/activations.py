@@ -1,34 +1,33 @@
-"""What a forward pass keeps for the backward pass. In bytes of one rank; needs no torch.
+"""Memory of the activations that a forward pass keeps for the backward pass, in bytes per rank. No torch here.
 
-Read off the saved tensors of inner/model.py: a change there belongs here. Numbers are kept in the compute dtype, but
-for statistics, and but for norms on a CPU: there torch computes them in fp32, step by step, and keeps that.
+The figures follow the saved tensors of inner/model/transformer.py, so a change there belongs here, too. Values are
+kept in the compute dtype. Exceptions are statistics, and norms on a CPU, which torch computes step by step in fp32.
 """
 
 from dataclasses import dataclass
 
 from inner.config import Recompute
-from inner.measure.units import Workload
+from inner.measure.workload import Workload
 
 FP32 = 4
 TOKEN_IDS = 16
-"""Bytes of a position's token and target."""
+"""Bytes of the token and target of a position."""
 
 
 @dataclass(frozen=True)
-class Activations:
-    """One micro-batch's, by what keeps them, on a kind of device."""
+class ActivationMemory:
+    """Activations of one micro-batch, by the part of the model that keeps them, on one type of device."""
 
     work: Workload
     device_type: str
 
     def block(self, recompute: Recompute) -> int:
-        """Of one layer."""
+        """Activations of one layer."""
         if recompute == "full":
             return self.stream
         if recompute == "selective":
             return self.stream + self._products
-        norms = 2 * self._norm(self.work.stream_tokens * self.work.sizes.dim, self.work.stream_tokens)
-        outside = norms + 2 * self._inputs + 4 * self._hidden
+        outside = 2 * self.stream_norm + 2 * self._inputs + 4 * self._hidden
         return outside if recompute == "attention" else outside + self._attention
 
     @property
@@ -37,58 +36,54 @@ class Activations:
         return self.work.compute_itemsize * self.work.stream_tokens * self.work.sizes.dim
 
     @property
-    def head(self) -> int:
-        """The last norm, but nothing of the loss."""
+    def stream_norm(self) -> int:
+        """Activations of one norm of the residual stream."""
         return self._norm(self.work.stream_tokens * self.work.sizes.dim, self.work.stream_tokens)
 
-    @property
-    def token_ids(self) -> int:
-        return TOKEN_IDS * self.work.tokens
-
     def backward(self, recompute: Recompute) -> int:
-        """What one layer's backward holds at most beside all that was kept: what it computes again, and gradients."""
-        again = self.block("none") - self.block(recompute)
+        """Peak of one layer's backward beyond the kept activations: recomputed activations and gradients."""
+        recomputed = self.block("none") - self.block(recompute)
         down = self.work.compute_itemsize * self.work.sizes.dim * -(-self.work.sizes.ffn_dim // self.work.degrees.tp)
-        # At its worst before its second half, the feed-forward, has given back anything.
+        # The first peak is in the feed-forward, which the backward runs first, before it has freed anything.
         first = 2 * self._hidden + self._inputs + down
         weights = self.work.compute_itemsize * self.work.block.numel
-        second = again + 2 * self._inputs + weights - 4 * self._hidden - self._inputs
-        return max(first + (0 if recompute == "attention" else again), second)
+        second = recomputed + 2 * self._inputs + weights - 4 * self._hidden - self._inputs
+        return max(first + (0 if recompute == "attention" else recomputed), second)
 
     @property
     def split_backward(self) -> int:
-        """Between the two halves of one layer's split backward: gradients of what its matrices and norms give."""
+        """Held between the halves of one layer's split backward: gradients of the outputs of its matrices and norms."""
         q_numel, kv_numel = self.work.q_numel, self.work.kv_numel
         heads = 2 * q_numel + 3 * kv_numel if self.work.sizes.qk_norm else q_numel + 2 * kv_numel
         return self.work.compute_itemsize * heads + 2 * self._hidden + 2 * self._inputs + 2 * self.stream
 
     @property
     def keeps_input(self) -> bool:
-        """Whether a layer keeps its very input, and not an fp32 copy of it."""
+        """Whether a layer keeps its input itself instead of an fp32 copy."""
         copies = self.device_type == "cpu" and self.work.compute_itemsize < FP32
         return not copies or self.work.parallel.recompute in ("selective", "full")
 
     @property
     def _inputs(self) -> int:
-        """What a block's first matrices read: all positions, gathered under sequence parallel."""
+        """Input of a block's first matrices, with all positions, which sequence parallelism gathers."""
         return self.work.compute_itemsize * self.work.tokens * self.work.sizes.dim
 
     @property
     def _hidden(self) -> int:
-        """One number for each hidden unit of the feed-forward: gate, its SiLU, up, and their product are kept."""
+        """One hidden tensor of the feed-forward, which keeps four: gate, its SiLU, up, and their product."""
         return self.work.compute_itemsize * self.work.tokens * -(-self.work.sizes.ffn_dim // self.work.degrees.tp)
 
     @property
     def _attention(self) -> int:
-        """Queries, keys, values and the result; in fp32 the log of each row's sum of exponentials."""
+        """Queries, keys, values and the result, and the log-sum-exp of each row in fp32."""
         work = self.work
         per_head = 0
         if work.sizes.qk_norm:
             per_head = sum(self._norm(numel, numel // work.sizes.head_dim) for numel in (work.q_numel, work.kv_numel))
-        # Ulysses: the attention's result, and the same after it was traded back.
+        # Ulysses keeps the result of attention both before and after the exchange.
         results = 2 if work.degrees.cp > 1 and work.parallel.context == "ulysses" else 1
-        kept = (1 + results) * work.q_numel + 2 * work.kv_numel
-        return per_head + work.compute_itemsize * kept + self._row_sums
+        numel = (1 + results) * work.q_numel + 2 * work.kv_numel
+        return per_head + work.compute_itemsize * numel + self._row_sums
 
     @property
     def _row_sums(self) -> int:
@@ -96,19 +91,19 @@ class Activations:
 
     @property
     def _products(self) -> int:
-        """Results of matrix products, attention kernels and collectives of tensor parallel: selective recompute."""
+        """Kept by selective recomputation: results of matrix products, attention kernels and tp collectives."""
         work = self.work
         num_kernels = min(work.degrees.cp, 3) if work.parallel.context == "all_gather" else work.degrees.cp
         attention = num_kernels * (work.compute_itemsize * work.q_numel + self._row_sums)
         projections = work.compute_itemsize * (work.q_numel + 2 * work.kv_numel)
-        # Of down and out projection; under tensor parallel also what is gathered before and scattered after each pair.
+        # Down and out projections; tensor parallelism adds a gather before and a scatter after each pair of matrices.
         outputs = 2 * self._inputs
         if work.degrees.tp > 1:
             outputs += 2 * (self._inputs + self.stream) if work.parallel.sequence_parallel else 2 * self._inputs
         return projections + attention + 2 * self._hidden + outputs
 
     def _norm(self, numel: int, rows: int) -> int:
-        """Input and one statistic a row; on a CPU also the normed input, both in fp32."""
+        """Input and one statistic per row; on a CPU also the normed input, both in fp32."""
         if self.device_type == "cpu":
             return 2 * FP32 * numel + FP32 * rows
         return self.work.compute_itemsize * numel + FP32 * rows
@@ -116,22 +111,21 @@ class Activations:
 
 @dataclass(frozen=True)
 class LossMemory:
-    """Of the head's cross-entropy, chunk by chunk, with the gradients that its forward makes."""
+    """Memory of the chunked cross-entropy, whose forward already computes gradients, in bytes."""
 
     kept: int
-    """Between forward and backward: gradients of the head's input and of its table."""
+    """Gradients of the head's input and of its table, held until the backward, which holds them twice."""
     forward: int
-    """While it computes: a chunk's logits, and the table's gradient in fp32. In backward there are two of `kept`."""
+    """Peak of the forward: logits of a chunk, and the gradient of the table in fp32."""
 
 
 def loss_memory(work: Workload) -> LossMemory:
-    """On the rank of the last stage, for one micro-batch."""
+    """Memory of the loss of one micro-batch on the rank of the last stage."""
     itemsize = work.compute_itemsize
     rows = -(-work.sizes.vocab_size // work.degrees.tp)
     inputs, table = work.tokens * work.sizes.dim, rows * work.sizes.dim
     logits = min(work.parallel.loss_chunk, work.tokens) * rows
-    # Below fp32 logits and probabilities exist in both dtypes at once, and so do the table's gradients.
+    # Below fp32, logits and probabilities exist in both dtypes at once, and so do the gradients of the table.
     casts = itemsize if itemsize < FP32 else 0
     chunk = max((FP32 + casts) * logits, casts * (logits + table))
-    kept = itemsize * (inputs + table)
-    return LossMemory(kept=kept, forward=2 * itemsize * inputs + FP32 * table + chunk)
+    return LossMemory(kept=itemsize * (inputs + table), forward=2 * itemsize * inputs + FP32 * table + chunk)

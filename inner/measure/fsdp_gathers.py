@@ -1,35 +1,34 @@
-"""How often FSDP gathers weights in an inner step, by the order in which stages compute. Needs no torch."""
+"""Counts FSDP's all-gathers of weights in an inner step, from the order in which stages compute. No torch here."""
 
 from dataclasses import dataclass
 
-from inner.measure.units import Workload
-from inner.parallel.schedule import Action
-from inner.parallel.stages import SINGLE
+from inner.measure.workload import Workload
+from inner.parallel.pipeline.schedule import Action
+from inner.parallel.pipeline.stages import ONE_STAGE_PER_RANK
 
 MANAGED_STAGES = 3
-"""torch's schedules of several stages a rank keep the weights of so many: the next ones to compute."""
+"""Number of stages, the next ones to compute, whose weights torch keeps in schedules with several stages per rank."""
 
 
 @dataclass
-class Gathers:
-    """All-gathers of one pipeline stage in one inner step."""
+class StageGathers:
+    """Number of all-gathers of a stage in one inner step: of the tables and the last norm (root), and of each layer."""
 
     root: int = 0
-    """Of the tables and the last norm."""
     block: int = 0
-    """Of each layer."""
 
 
-def count_gathers(work: Workload, pp_rank: int) -> dict[int, Gathers]:
-    """By stage of a pipeline coordinate.
+def count_gathers(work: Workload, pp_rank: int) -> dict[int, StageGathers]:
+    """All-gathers of each stage of a pipeline coordinate, by stage index.
 
-    Gathered is what a forward or backward needs and is not there. A block is freed after its forward under ZeRO-3;
-    after its backward, but in a pipeline only after the last; and when its stage is not one of the next to compute.
+    A forward or backward gathers the weights that it needs and that are not there. A block's weights are freed after
+    its forward under ZeRO-3, after its backward (in a pipeline only after the last one), and when its stage is not
+    among the next to compute.
     """
     order = work.orders[pp_rank]
     is_pipeline = work.degrees.pp > 1
-    is_managed = is_pipeline and work.parallel.schedule not in SINGLE
-    gathers = {stage.index: Gathers() for stage in work.stages_at(pp_rank)}
+    is_managed = is_pipeline and work.parallel.schedule not in ONE_STAGE_PER_RANK
+    gathers = {stage.index: StageGathers() for stage in work.stages_at(pp_rank)}
     roots: set[int] = set()
     blocks: set[int] = set()
     kept: set[int] = set()
@@ -54,7 +53,7 @@ def count_gathers(work: Workload, pp_rank: int) -> dict[int, Gathers]:
 
 
 def _next_stages(order: list[Action], number: int) -> set[int]:
-    """The stages of the actions from `number` on, until there are MANAGED_STAGES."""
+    """The first MANAGED_STAGES different stages of the actions from `number` on."""
     stages: set[int] = set()
     for action in order[number:]:
         stages.add(action.stage)

@@ -1,11 +1,10 @@
-"""Profiles of chosen inner steps: each rank's trace for Perfetto or TensorBoard, and what its memory was used for."""
+"""Profiles of selected inner steps: each rank's trace for Perfetto or TensorBoard, and its use of memory."""
 
 import csv
 import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -15,19 +14,19 @@ from inner.config import ProfileConfig
 
 MEMORY = "[memory]"
 OPERATIONS = ("cpu_op", "user_annotation")
-"""Kinds of events in torch's traces."""
+"""Categories of events in torch's traces."""
 
 
 class Profiler:
-    """`with Profiler(...) as profiler:` around the training loop, `profiler.step()` after each inner step.
+    """Use `with Profiler(...) as profiler:` around the training loop and call `profiler.step()` after each inner step.
 
-    Writes into `folder`, when the last chosen step is done or the loop is left, by an error too:
+    It writes to `folder` after the last selected step, or when the loop is left, also by an error:
 
         rank<r>.<first>.pt.trace.json.gz    operations, collectives and steps (ProfilerStep#<n>)
-        rank<r>.<first>.memory.csv          on a CPU, if memory: each allocation, bytes since the start, and for what
-        rank<r>.<first>.memory.pickle       on CUDA, if memory: a snapshot for pytorch.org/memory_viz
+        rank<r>.<first>.memory.csv          with memory, on a CPU: each allocation, bytes since the start, operation
+        rank<r>.<first>.memory.pickle       with memory, on CUDA: a snapshot for pytorch.org/memory_viz
 
-    No communication; costs nothing before the step that precedes the first chosen one.
+    It does not communicate, and costs nothing until one step before the first selected one.
     """
 
     def __init__(self, config: ProfileConfig, folder: Path, rank: int, steps_done: int = 0) -> None:
@@ -43,13 +42,12 @@ class Profiler:
         self._begin(self._done + 1)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
         if self._is_recording:
             self._write()
 
     def step(self) -> None:
-        """One more inner step is done."""
         self._end()
         self._done += 1
         if self._is_recording and self._done >= self._last:
@@ -60,22 +58,18 @@ class Profiler:
         if not self._first - 1 <= step <= self._last or self._last == 0:
             return
         if self._profile is None:
-            # A step ahead: the first use of the tracer is slow, and would be seen in the trace.
+            # Prepared one step ahead, because the first use of the tracer is slow and would show in the trace.
             self._profile = profile(record_shapes=True, profile_memory=self._with_memory)
             self._profile.prepare_trace()
+        if step >= self._first and not self._is_recording:
+            if self._with_memory and torch.cuda.is_available():
+                torch.cuda.memory._record_memory_history()
+            self._profile.start_trace()
+            self._is_recording = True
         if step >= self._first:
-            self._record(self._profile)
-            # Viewers know a step by this name.
+            # Trace viewers recognise a step by this name.
             self._label = record_function(f"ProfilerStep#{step}")
             self._label.__enter__()
-
-    def _record(self, tracer: profile) -> None:
-        if self._is_recording:
-            return
-        if self._with_memory and torch.cuda.is_available():
-            torch.cuda.memory._record_memory_history()
-        tracer.start_trace()
-        self._is_recording = True
 
     def _end(self) -> None:
         if self._label is not None:
@@ -98,7 +92,7 @@ class Profiler:
 
 
 def _write_memory(trace: Path, table: Path) -> None:
-    """torch's own export_memory_timeline fails on a step with FSDP, so the trace's events are read."""
+    """Write allocations from the trace's events, as torch's export_memory_timeline fails on a step with FSDP."""
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     with table.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -107,16 +101,16 @@ def _write_memory(trace: Path, table: Path) -> None:
 
 
 def _allocations(events: list[dict[str, Any]]) -> Iterator[tuple[float, int, int, str]]:
-    """Of each allocation or release: when, its size (negative), the sum, and the innermost operation around it."""
-    seen = [event for event in events if event.get("name") == MEMORY or event.get("cat") in OPERATIONS]
-    running: dict[int, list[tuple[float, str]]] = {}
-    started_at = min(event["ts"] for event in seen)
-    for event in sorted(seen, key=lambda event: (event["ts"], event["name"] == MEMORY)):
-        stack = running.setdefault(event["tid"], [])
+    """(microseconds, bytes, bytes since the start, innermost operation) of each allocation; a release is negative."""
+    relevant = [event for event in events if event.get("name") == MEMORY or event.get("cat") in OPERATIONS]
+    open_operations: dict[int, list[tuple[float, str]]] = {}
+    started_at = min(event["ts"] for event in relevant)
+    for event in sorted(relevant, key=lambda event: (event["ts"], event["name"] == MEMORY)):
+        stack = open_operations.setdefault(event["tid"], [])
         while stack and stack[-1][0] < event["ts"]:
             stack.pop()
         if event["name"] == MEMORY:
-            # That something is allocated is no news.
+            # aten::empty does not tell what the allocation is for.
             names = [name for _, name in stack if not name.startswith("aten::empty")]
             size, total = event["args"]["Bytes"], event["args"]["Total Allocated"]
             yield event["ts"] - started_at, size, total, names[-1] if names else ""

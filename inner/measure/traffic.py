@@ -1,21 +1,21 @@
-"""What an island's ranks must say to each other in one inner step: calls and bytes by mesh axis. No torch here."""
+"""Predicts the traffic between an island's ranks in one inner step: calls and bytes by mesh axis. No torch here."""
 
 from dataclasses import dataclass
 
-from inner.measure.gathers import Gathers, count_gathers
-from inner.measure.units import Workload, table_unit
+from inner.measure.fsdp_gathers import StageGathers, count_gathers
+from inner.measure.workload import Workload
 from inner.mesh import Degrees
-from inner.parallel.stages import Stage
+from inner.model.stage import Stage
 
 GRADIENT_BYTES = 4
-"""Gradients are reduced in fp32."""
+"""Bytes per element: gradients are reduced in fp32."""
 OTHER = "other"
-"""The axis of groups that are not along one of the mesh."""
+"""Axis name for groups that do not lie along an axis of the mesh."""
 
 
 @dataclass(frozen=True, order=True)
-class Row:
-    """What one rank sends along one axis of the mesh by one kind of operation."""
+class TrafficRow:
+    """Traffic that one rank sends along one axis of the mesh by one kind of operation."""
 
     axis: str
     op: str
@@ -24,15 +24,15 @@ class Row:
 
 
 def sent_bytes(op: str, size: int, num_ranks: int) -> int:
-    """Bytes that one rank sends in one call to which it gives `size` bytes, in a ring of `num_ranks`.
+    """Bytes that one rank sends in one call with `size` bytes of input, in a ring of `num_ranks`.
 
-    all_gather                            (n - 1) x size         each rank's piece passes every link but one
+    all_gather                            (n - 1) x size         each piece passes every link but one
     reduce_scatter, all_to_all            (n - 1) / n x size
     all_reduce                            2 (n - 1) / n x size   a reduce-scatter, and an all-gather of its result
     broadcast, reduce, gather, scatter    (n - 1) / n x size     the mean over the ranks
     send                                  size
 
-    A ring sends the least; other algorithms of NCCL or gloo may send more.
+    No algorithm sends less than a ring; others in NCCL or gloo may send more.
     """
     if op == "send":
         return size
@@ -42,10 +42,10 @@ def sent_bytes(op: str, size: int, num_ranks: int) -> int:
     return times * (num_ranks - 1) * size // num_ranks
 
 
-def expected_traffic(work: Workload, pp_rank: int = 0) -> list[Row]:
-    """What a rank of pipeline coordinate `pp_rank` sends in one inner step's forward and backward.
+def expected_traffic(work: Workload, pp_rank: int = 0) -> list[TrafficRow]:
+    """Traffic of a rank at pipeline coordinate `pp_rank` in the forward and backward of one inner step.
 
-    Left out: bookkeeping of a few bytes (losses, norms, counts), and what Muon sends; AdamW and SGD send nothing.
+    It excludes bookkeeping of a few bytes (losses, norms, counts) and Muon's traffic; AdamW and SGD send nothing.
     """
     tally = _Tally(work.degrees)
     gathers = count_gathers(work, pp_rank)
@@ -59,7 +59,7 @@ def expected_traffic(work: Workload, pp_rank: int = 0) -> list[Row]:
 
 
 class _Tally:
-    """Adds up calls."""
+    """Adds up calls and bytes by axis and operation."""
 
     def __init__(self, degrees: Degrees) -> None:
         self._num_ranks = {axis: getattr(degrees, axis) for axis in ("pp", "dp_replicate", "fsdp", "cp", "tp")}
@@ -67,45 +67,44 @@ class _Tally:
         self._totals: dict[tuple[str, str], tuple[int, int]] = {}
 
     def add(self, axis: str, op: str, calls: int, size: int) -> None:
-        """`calls` of an operation to each of which the rank gives `size` bytes."""
+        """Add `calls` of an operation with `size` bytes of input each."""
         if calls == 0 or size == 0 or self._num_ranks[axis] == 1:
             return
         before = self._totals.get((axis, op), (0, 0))
-        sent = sent_bytes(op, size, self._num_ranks[axis])
-        self._totals[axis, op] = before[0] + calls, before[1] + calls * sent
+        self._totals[axis, op] = before[0] + calls, before[1] + calls * sent_bytes(op, size, self._num_ranks[axis])
 
     @property
-    def rows(self) -> list[Row]:
-        return [Row(*key, *total) for key, total in sorted(self._totals.items())]
+    def rows(self) -> list[TrafficRow]:
+        return [TrafficRow(*key, *total) for key, total in sorted(self._totals.items())]
 
 
-def _count_fsdp(tally: _Tally, work: Workload, stage: Stage, gathers: Gathers) -> None:
-    """Weights are gathered as often as they were freed; gradients are reduced once, in the last micro-batch."""
-    for unit, count in ((work.root(stage), gathers.root), *[(work.block, gathers.block)] * len(stage.layers)):
-        shard = unit.shard_numel(work.degrees.fsdp)
+def _count_fsdp(tally: _Tally, work: Workload, stage: Stage, gathers: StageGathers) -> None:
+    """Weights are gathered whenever they were freed; gradients are reduced once, in the last micro-batch."""
+    for group, count in ((work.root(stage), gathers.root), *[(work.block, gathers.block)] * len(stage.layers)):
+        shard = group.shard_numel(work.degrees.fsdp)
         tally.add("fsdp", "all_gather", count, shard * work.compute_itemsize)
         tally.add("fsdp", "reduce_scatter", 1, shard * work.degrees.fsdp * GRADIENT_BYTES)
         tally.add("dp_replicate", "all_reduce", 1, shard * GRADIENT_BYTES)
 
 
 def _count_tensor(tally: _Tally, work: Workload, stage: Stage) -> None:
-    """Into each pair of matrices the stream is gathered, out of it partial sums are scattered; backward the reverse."""
-    many, num_layers = work.num_micro_batches, len(stage.layers)
+    """The stream is gathered before each pair of matrices and partial sums scattered after; backward the reverse."""
+    num_micro_batches, num_layers = work.num_micro_batches, len(stage.layers)
     piece = work.compute_itemsize * work.sizes.dim * work.stream_tokens
     whole = work.compute_itemsize * work.sizes.dim * work.tokens
-    # A repeated block stops before its last product, so it does not scatter that.
+    # The repetition of a block stops before its last product, so it skips the last scatter.
     repeats = num_layers * (work.parallel.recompute == "full")
     if work.parallel.sequence_parallel:
         gathers = 4 * num_layers + 2 * repeats + stage.is_first + stage.is_last
         scatters = 4 * num_layers + repeats + stage.is_first + stage.is_last
-        tally.add("tp", "all_gather", many * gathers, piece)
-        tally.add("tp", "reduce_scatter", many * scatters, whole)
+        tally.add("tp", "all_gather", num_micro_batches * gathers, piece)
+        tally.add("tp", "reduce_scatter", num_micro_batches * scatters, whole)
         tally.add("tp", "all_reduce", 2 * num_layers + stage.is_last, work.sizes.dim * GRADIENT_BYTES)
     else:
         reduces = 4 * num_layers + repeats + stage.is_first + stage.is_last
-        tally.add("tp", "all_reduce", many * reduces, whole)
+        tally.add("tp", "all_reduce", num_micro_batches * reduces, whole)
     if work.sizes.num_kv_heads < work.degrees.tp:
-        # Each rank projects all key-value heads, and uses one.
+        # Each rank projects all key-value heads and uses one.
         table = work.sizes.num_kv_heads * work.sizes.head_dim * work.sizes.dim
         tally.add("tp", "all_reduce", 2 * num_layers, table * GRADIENT_BYTES)
     if stage.is_last:
@@ -113,7 +112,7 @@ def _count_tensor(tally: _Tally, work: Workload, stage: Stage) -> None:
 
 
 def _count_loss(tally: _Tally, work: Workload) -> None:
-    """Each chunk of tokens needs the largest logit, and the sums of the exponentials and of the targets' logits."""
+    """Each chunk of tokens all-reduces the largest logit, then the sums of exponentials and of target logits."""
     for first in range(0, work.tokens, work.parallel.loss_chunk):
         chunk = min(work.parallel.loss_chunk, work.tokens - first)
         tally.add("tp", "all_reduce", work.num_micro_batches, 4 * chunk)
@@ -121,9 +120,9 @@ def _count_loss(tally: _Tally, work: Workload) -> None:
 
 
 def _count_context(tally: _Tally, work: Workload, stage: Stage) -> None:
-    """Keys and values pass each rank, forward and backward; their gradients, in fp32, come home. Or heads are traded.
+    """Keys and values visit each rank, forward and backward, and their fp32 gradients return; ulysses exchanges heads.
 
-    Whatever a block computes again, it exchanges again.
+    A block that is recomputed repeats its exchange.
     """
     backwards = work.num_micro_batches * len(stage.layers)
     forwards = backwards * (1 if work.parallel.recompute == "none" else 2)
@@ -142,18 +141,17 @@ def _count_context(tally: _Tally, work: Workload, stage: Stage) -> None:
 
 
 def _count_pipeline(tally: _Tally, work: Workload, stage: Stage) -> None:
-    """The stream goes to the next stage, its gradient to the one before; between stages of one rank nothing does."""
+    """The stream goes to the next stage and its gradient to the previous one, unless both are on this rank."""
     size = work.compute_itemsize * work.sizes.dim * work.stream_tokens
-    here = work.stage_ranks[stage.index]
-    for neighbour in (stage.index + 1, stage.index - 1):
-        if 0 <= neighbour < len(work.stages) and work.stage_ranks[neighbour] != here:
+    for other in (stage.index + 1, stage.index - 1):
+        if 0 <= other < len(work.stages) and work.stage_ranks[other] != work.stage_ranks[stage.index]:
             tally.add("pp", "send", work.num_micro_batches, size)
 
 
 def _count_tied(tally: _Tally, work: Workload, pp_rank: int) -> None:
-    """Both ends of a pipeline hold a tied table, and add up its gradients."""
+    """Both ends of a pipeline hold a tied table and sum its gradients."""
     ends = work.stage_ranks[0], work.stage_ranks[-1]
     if work.sizes.tie_embeddings and ends[0] != ends[1] and pp_rank in ends:
-        shard = table_unit(work.sizes, work.degrees.tp).shard_numel(work.degrees.fsdp)
-        # Of two ranks, these two are all of pp.
+        shard = work.table.shard_numel(work.degrees.fsdp)
+        # With two ranks, the ends are all of pp.
         tally.add("pp" if work.degrees.pp == 2 else OTHER, "all_reduce", 1, shard * GRADIENT_BYTES)

@@ -1,31 +1,32 @@
-"""Continues text, a token at a time, with the keys and values of earlier positions kept."""
+"""Text generation, one token at a time, with a key-value cache."""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from inner.attention import causal_attention
 from inner.data.tokenizer import Tokenizer
 from inner.errors import InputError
-from inner.model import Transformer
+from inner.model.attention import causal_attention
+from inner.model.transformer import Transformer
 
 UNFINISHED = "\ufffd"
-"""What a tokenizer decodes half a character to."""
+"""The character that a tokenizer decodes an incomplete character to."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn from the model's scores."""
+    """How the next token is drawn from the logits."""
 
     temperature: float = 1.0
-    """Divides the scores; 0: always the best token."""
+    """Divides the logits; 0: always take the best token."""
     top_k: int | None = None
-    """Only the k best tokens."""
+    """Draw from the k best tokens only."""
     top_p: float | None = None
-    """Only the best tokens that together have this probability; the one that reaches it is among them."""
+    """Draw from the fewest best tokens whose probabilities sum to at least this."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -36,17 +37,16 @@ class Sampling:
             raise InputError(f"top_p is {self.top_p}; allowed: above 0 and up to 1, or none")
 
 
-class Cache:
-    """An attention's keys and values so far; in the place of `Attention.attend`, for one batch of sequences."""
+class KeyValueCache:
+    """Key-value cache of one attention layer and one batch of sequences. It replaces `Attention.attend`."""
 
     def __init__(self, num_positions: int) -> None:
-        """`num_positions`: the most that it will hold."""
         self._num_positions = num_positions
         self._length = 0
         self._kept_2BTKE: Tensor | None = None
 
     def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, documents_BS: Tensor | None = None) -> Tensor:
-        """Attention of the new positions to all; the first call has any number, each later one a single position."""
+        """Attention of the new positions to all. The first call may have many positions, later calls have one each."""
         assert documents_BS is None, "the cache does not look at documents"
         num_new = q_BSHE.shape[1]
         if self._kept_2BTKE is None:
@@ -58,45 +58,39 @@ class Cache:
         self._kept_2BTKE[1, :, begin : self._length] = v_BSKE
         if begin == 0:
             return causal_attention(q_BSHE, k_BSKE, v_BSKE)
-        k_BTKE, v_BTKE = self._kept_2BTKE[:, :, : self._length]
-        return _attend_to_all(q_BSHE, k_BTKE, v_BTKE)
-
-
-def _attend_to_all(q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
-    """Each position's mean of all the values, y_BSHE."""
-    q_BHSE, k_BKTE, v_BKTE = q_BSHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2)
-    y_BHSE = torch.nn.functional.scaled_dot_product_attention(q_BHSE, k_BKTE, v_BKTE, enable_gqa=True)
-    return y_BHSE.transpose(1, 2)
+        k_BKTE, v_BKTE = self._kept_2BTKE[:, :, : self._length].transpose(2, 3)
+        y_BHSE = F.scaled_dot_product_attention(q_BSHE.transpose(1, 2), k_BKTE, v_BKTE, enable_gqa=True)
+        return y_BHSE.transpose(1, 2)
 
 
 @torch.no_grad()
 def generate(
     model: Transformer, prompt: Sequence[int], max_tokens: int, sampling: Sampling, generator: torch.Generator
 ) -> Iterator[int]:
-    """Token ids that follow the prompt (at least one), without end: up to max_tokens of them, eos among them.
+    """Generate max_tokens token ids after the prompt, which has at least one. Generation does not stop at eos.
 
-    The model must have positions for both. `generator`: of the CPU, whatever the model's device.
+    The model must have positions for prompt and new tokens. `generator` is a CPU generator for any model device.
     """
     num_positions = len(prompt) + max_tokens
     assert prompt and num_positions <= model.rope_2SP.shape[1], f"{num_positions} positions, {len(prompt)} of a prompt"
     attentions = [layer.attention for layer in model.blocks()]
-    were = [attention.attend for attention in attentions]
+    original_attends = [attention.attend for attention in attentions]
     for attention in attentions:
-        attention.attend = Cache(num_positions)
+        attention.attend = KeyValueCache(num_positions)
     try:
         new, begin = list(prompt), 0
         for _ in range(max_tokens):
-            scores_V = last_scores(model, torch.tensor([new], device=model.rope_2SP.device), begin)[0]
+            logits_V = last_logits(model, torch.tensor([new], device=model.rope_2SP.device), begin)[0]
             begin += len(new)
-            new = [draw(scores_V.cpu(), sampling, generator)]
+            new = [draw(logits_V.cpu(), sampling, generator)]
             yield new[0]
     finally:
-        for attention, attend in zip(attentions, were, strict=True):
+        for attention, attend in zip(attentions, original_attends, strict=True):
             attention.attend = attend
 
 
-def last_scores(model: Transformer, tokens_BS: Tensor, begin: int) -> Tensor:
-    """Scores (B, V) of what follows the last of tokens that lie at positions `begin` and on; fp32."""
+def last_logits(model: Transformer, tokens_BS: Tensor, begin: int) -> Tensor:
+    """Logits (B, V) for the token after the last of `tokens_BS`, whose positions start at `begin`; fp32."""
     assert model.embed is not None and model.norm is not None and model.head is not None, "a whole model"
     x_BSD = model.embed(tokens_BS)
     rope_2SP = model.rope_2SP[:, begin : begin + tokens_BS.shape[1]]
@@ -105,42 +99,40 @@ def last_scores(model: Transformer, tokens_BS: Tensor, begin: int) -> Tensor:
     return model.head(model.norm(x_BSD[:, -1:]), model.embed.weight, None)[:, 0].float()
 
 
-def draw(scores_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token; of equal scores the one with the lowest id is the better."""
+def draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Draw one token. Among equal logits the lowest id ranks first."""
     if sampling.temperature == 0:
-        return int(scores_V.argmax())
-    sorted_V, order_V = scores_V.sort(descending=True, stable=True)
-    # Less the best: nothing overflows, however low the temperature.
+        return int(logits_V.argmax())
+    sorted_V, order_V = logits_V.sort(descending=True, stable=True)
+    # The maximum is subtracted so that nothing overflows at low temperatures.
     probs_V = ((sorted_V - sorted_V[0]) / sampling.temperature).softmax(dim=-1)
     if sampling.top_k is not None:
         probs_V[sampling.top_k :] = 0
     if sampling.top_p is not None:
         probs_V /= probs_V.sum()
-        before_V = probs_V.cumsum(dim=-1) - probs_V
-        # The best token always stays: before it there is nothing.
-        probs_V[before_V >= sampling.top_p] = 0
+        # The best token always stays, because no probability comes before it.
+        probs_V[probs_V.cumsum(dim=-1) - probs_V >= sampling.top_p] = 0
     return int(order_V[torch.multinomial(probs_V, 1, generator=generator)])
 
 
 def pieces_of_text(ids: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """The text of ids as they come, up to eos; a piece ends where a character does.
+    """Decode ids to pieces of text as they arrive, up to eos. A piece ends where a character does.
 
-    Decoded together with the ids of the piece before, because some tokenizers drop a space where text begins.
+    Ids are decoded together with those of the previous piece, because some tokenizers drop a leading space.
     """
-    before: list[int] = []
-    fresh: list[int] = []
+    previous: list[int] = []
+    new_ids: list[int] = []
     for token in ids:
         if token == tokenizer.eos_id:
             break
-        fresh.append(token)
-        text = _after(before, fresh, tokenizer)
+        new_ids.append(token)
+        text = _decode_after(previous, new_ids, tokenizer)
         if text and not text.endswith(UNFINISHED):
             yield text
-            before, fresh = fresh, []
-    if rest := _after(before, fresh, tokenizer):
+            previous, new_ids = new_ids, []
+    if rest := _decode_after(previous, new_ids, tokenizer):
         yield rest
 
 
-def _after(before: list[int], fresh: list[int], tokenizer: Tokenizer) -> str:
-    """What `fresh` adds to the text of `before`."""
-    return tokenizer.decode(before + fresh)[len(tokenizer.decode(before)) :]
+def _decode_after(previous: list[int], new_ids: list[int], tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(previous + new_ids)[len(tokenizer.decode(previous)) :]

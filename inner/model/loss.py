@@ -1,7 +1,7 @@
-"""Cross-entropy that never holds the logits of more than one chunk of tokens.
+"""Cross-entropy that holds the logits of only one chunk of tokens at a time.
 
-The gradients with respect to the inputs are computed in the forward pass, chunk by chunk, while the chunk's logits are
-there; the backward pass only scales them. Shape suffixes: T tokens, C tokens of a chunk, V vocabulary (of this rank,
+The forward pass computes the gradients of its inputs chunk by chunk, while the chunk's logits are in memory; the
+backward pass only scales them. Shape suffixes: T tokens, C tokens of a chunk, V vocabulary (of this rank,
 under tensor parallel), D dim.
 """
 
@@ -17,25 +17,23 @@ LOSS_CHUNK = 4096
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The vocabulary is cut into row blocks over `group`; this rank's begins at `start`."""
+    """The vocabulary is split into blocks of rows over `group`. This rank's block starts at row `start`."""
 
     group: ProcessGroup
     start: int
 
-    def sum(self, values: Tensor) -> Tensor:
+    def sum(self, values: Tensor) -> None:
         dist.all_reduce(values, group=self.group)
-        return values
 
-    def max(self, values: Tensor) -> Tensor:
+    def max(self, values: Tensor) -> None:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
-        return values
 
 
 class ChunkedCrossEntropy:
-    """Summed cross-entropy, `chunk_tokens` at a time; with a shard, over a vocabulary cut over ranks.
+    """Summed cross-entropy, computed `chunk_tokens` at a time; with `shard`, over a vocabulary split over ranks.
 
-    With a shard every rank of its group must call it with the same x and targets. The gradient of x is then this
-    rank's share: the shares of all ranks add up to it.
+    With a shard, every rank of its group must call it with the same x and targets. The gradient of x is then partial:
+    it must be summed over the ranks.
     """
 
     def __init__(self, chunk_tokens: int, shard: VocabShard | None = None) -> None:
@@ -43,7 +41,7 @@ class ChunkedCrossEntropy:
         self.shard = shard
 
     def __call__(self, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-        """The loss summed over valid targets, 0-dim fp32; targets below 0 do not count."""
+        """Loss summed over valid targets, 0-dim fp32. Targets below 0 are ignored."""
         if not torch.is_grad_enabled():
             x_TD, weight_VD = x_TD.detach(), weight_VD.detach()
         return _CrossEntropy.apply(x_TD, weight_VD, targets_T, self.chunk_tokens, self.shard)
@@ -51,19 +49,17 @@ class ChunkedCrossEntropy:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk: int, shard: VocabShard | None
-    ) -> Tensor:
+    def forward(ctx, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, size: int, shard: VocabShard | None) -> Tensor:
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         loss = torch.zeros((), device=x_TD.device)
         grad_x_TD = torch.empty_like(x_TD) if wants_x else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
-        for first in range(0, len(x_TD), chunk):
-            x_CD = x_TD[first : first + chunk]
-            chunk_loss, probs_CV = _loss_and_probs(x_CD, weight_VD, targets_T[first : first + chunk], shard)
+        for first in range(0, len(x_TD), size):
+            x_CD = x_TD[first : first + size]
+            chunk_loss, probs_CV = _chunk_loss(x_CD, weight_VD, targets_T[first : first + size], shard)
             loss += chunk_loss
             if grad_x_TD is not None:
-                grad_x_TD[first : first + chunk] = probs_CV @ weight_VD
+                grad_x_TD[first : first + size] = probs_CV @ weight_VD
             if grad_weight_VD is not None:
                 _add_product(grad_weight_VD, probs_CV, x_CD)
         ctx.save_for_backward(grad_x_TD, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype))
@@ -75,23 +71,21 @@ class _CrossEntropy(torch.autograd.Function):
         return grad_x_TD, grad_weight_VD, None, None, None
 
 
-def _loss_and_probs(
-    x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, shard: VocabShard | None
-) -> tuple[Tensor, Tensor]:
-    """The chunk's summed loss in fp32, and the gradient of its logits (C, V) in the dtype of x."""
+def _chunk_loss(x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
+    """Summed loss of the chunk in fp32, and the gradient of its logits (C, V) in the dtype of x."""
     logits_CV = (x_CD @ weight_VD.t()).float()
     max_C = logits_CV.amax(dim=-1)
     if shard is not None:
         shard.max(max_C)
     logits_CV.sub_(max_C[:, None])
-    # Masks instead of indices: how many targets lie here is not known to the CPU when x is on a GPU.
+    # Masks instead of indices: with x on a GPU, the CPU does not know how many targets are in this shard.
     is_valid_C = targets_C >= 0
     columns_C = targets_C - (0 if shard is None else shard.start)
     is_here_C1 = (is_valid_C & (columns_C >= 0) & (columns_C < weight_VD.shape[0]))[:, None].float()
     columns_C1 = columns_C.clamp(0, weight_VD.shape[0] - 1)[:, None]
-    of_targets_C = (logits_CV.gather(-1, columns_C1) * is_here_C1).squeeze(-1)
+    target_logits_C = (logits_CV.gather(-1, columns_C1) * is_here_C1).squeeze(-1)
     probs_CV = logits_CV.exp_()
-    sums_2C = torch.stack((probs_CV.sum(dim=-1), of_targets_C))
+    sums_2C = torch.stack((probs_CV.sum(dim=-1), target_logits_C))
     if shard is not None:
         shard.sum(sums_2C)
     loss = ((sums_2C[0].log() - sums_2C[1]) * is_valid_C).sum()
@@ -101,7 +95,7 @@ def _loss_and_probs(
 
 
 def _add_product(total_VD: Tensor, probs_CV: Tensor, x_CD: Tensor) -> None:
-    """total += probs^T x, accumulated in fp32 over the chunks."""
+    """total_VD += probs_CV^T x_CD, accumulated in fp32 over the chunks."""
     if x_CD.dtype == torch.float32:
         total_VD.addmm_(probs_CV.t(), x_CD)
     else:

@@ -1,8 +1,8 @@
-"""A Llama-style decoder that knows nothing of ranks.
+"""A Llama-style decoder without any knowledge of ranks.
 
 Shape suffixes: B sequences, S positions, V vocabulary, D dim, H heads, K key-value heads, E head size, P = E/2.
-Modules are named so that a parameter's full name never depends on a layout: layers.<number>.<part>.weight.
-What parallelism replaces are plain attributes: Attention.attend and .kv_heads, Head.cross_entropy, Transformer.enter.
+A parameter's full name does not depend on the parallel layout: layers.<number>.<module>.weight. Parallelism replaces
+plain attributes: Attention.attend and .kv_heads, Head.cross_entropy, Transformer.enter.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,17 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from inner.attention import Attend, causal_attention
-from inner.loss import LOSS_CHUNK, ChunkedCrossEntropy
-from inner.parallel.stages import Stage
-from inner.presets import ModelSizes
+from inner.model.attention import Attend, causal_attention
+from inner.model.loss import LOSS_CHUNK, ChunkedCrossEntropy
+from inner.model.sizes import ModelSizes
+from inner.model.stage import Stage
 
 CrossEntropy = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x_TD, weight_VD, targets_T) -> summed loss, 0-dim fp32."""
 
 
 class Attention(nn.Module):
-    """Causal self-attention; several query heads share one key-value head."""
+    """Causal self-attention in which several query heads share one key-value head."""
 
     def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(sizes.head_dim, eps=sizes.norm_eps) if sizes.qk_norm else None
         self.attend: Attend = causal_attention
         self.kv_heads: slice | None = None
-        """Of the key-value heads projected here, those that the query heads here read; None: all."""
+        """The projected key-value heads that this rank's query heads read. None: all."""
 
     def forward(self, x_BSD: Tensor, rope_2SP: Tensor, documents_BS: Tensor | None = None) -> Tensor:
         q_BSHE = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """SwiGLU feed-forward."""
 
     def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each normed before and added to the residual stream."""
+    """One layer: attention and feed-forward, each with a norm before it and added to the residual stream."""
 
     def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
@@ -78,16 +78,16 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Scores every token of the vocabulary; owns its table unless that is tied to the embedding."""
+    """Output head. It owns its weight unless that is tied to the embedding."""
 
     def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
-        # Tied: the embedding is read twice. A second Parameter would come untied in to_empty().
+        # A tied head reads the embedding's weight. A second Parameter would come untied in to_empty().
         self.weight = None if sizes.tie_embeddings else nn.Parameter(torch.empty(sizes.vocab_size, sizes.dim))
         self.cross_entropy: CrossEntropy = ChunkedCrossEntropy(LOSS_CHUNK)
 
     def forward(self, x_BSD: Tensor, tied_VD: Tensor | None, targets_BS: Tensor | None) -> Tensor:
-        """The loss summed over valid targets (0-dim fp32); without targets, logits (B, S, V)."""
+        """Loss summed over valid targets (0-dim fp32), or logits (B, S, V) without targets."""
         weight_VD = tied_VD if self.weight is None else self.weight
         assert weight_VD is not None, "a tied head needs the embedding's table"
         if targets_BS is None:
@@ -96,12 +96,12 @@ class Head(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens to loss or logits, or one pipeline stage of that. Build it on the meta device, then `initialise` it."""
+    """The model, or one pipeline stage of it. Build it on the meta device, then call `initialise`."""
 
     rope_2SP: Tensor
 
     def __init__(self, sizes: ModelSizes, positions_S: Tensor, stage: Stage | None = None) -> None:
-        """`positions_S`: where in the sequence the inputs lie, int64 on the CPU."""
+        """`positions_S` are the positions of the inputs in the sequence, int64 on the CPU."""
         super().__init__()
         self.sizes = sizes
         self.stage = stage = stage or Stage(0, range(sizes.num_layers), is_first=True, is_last=True)
@@ -111,26 +111,25 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps) if stage.is_last else None
         self.head = Head(sizes) if stage.is_last else None
         self.enter: Callable[[Tensor], Tensor] | None = None
-        """What is done to the embedded tokens before the first block."""
+        """Applied to the embedded tokens before the first block."""
         self._positions_S = positions_S
         self.register_buffer("rope_2SP", torch.empty(2, len(positions_S), sizes.head_dim // 2), persistent=False)
 
     def blocks(self) -> Iterator[Block]:
-        """Its layers, in order."""
         for layer in self.layers.values():
             assert isinstance(layer, Block)
             yield layer
 
     def fill_tables(self) -> None:
-        """Computes the non-persistent buffers anew, in fp32; call it after to_empty()."""
+        """Recompute the non-persistent buffers in fp32. Call it after to_empty()."""
         self.rope_2SP.copy_(rope_table(self.sizes.rope_theta, self.sizes.head_dim, self._positions_S))
 
     def forward(self, x: Tensor, *, targets_BS: Tensor | None = None, documents_BS: Tensor | None = None) -> Tensor:
-        """From tokens (B, S), or a stage's input (B, S, D), to the summed loss, or logits, or the stage's output.
+        """Map tokens (B, S), or a stage's input (B, S, D), to the summed loss, the logits or the stage's output.
 
-        Token ids below 0 stand for no token. S may be less than the positions the model was built for.
+        Token ids below 0 are padding. S may be smaller than the number of positions that the model was built for.
         """
-        # A token that is no target is still an input, and must be one that the embedding has.
+        # Padding is still an input, so it must be an index that the embedding has.
         x_BSD = self.embed(x.clamp(min=0)) if self.stage.is_first and self.embed is not None else x
         if self.stage.is_first and self.enter is not None:
             x_BSD = self.enter(x_BSD)
@@ -142,16 +141,16 @@ class Transformer(nn.Module):
 
 
 def rope_table(theta: float, head_dim: int, positions_S: Tensor) -> Tensor:
-    """Cosines and sines (2, S, P) of the positions' angles, fp32 on the CPU."""
+    """Cosines and sines (2, S, P) of the RoPE angles, fp32 on the CPU."""
     exponents_P = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     angles_SP = torch.outer(positions_S.float(), theta**-exponents_P)
     return torch.stack((angles_SP.cos(), angles_SP.sin()))
 
 
 def rotate(x_BSHE: Tensor, rope_2SP: Tensor) -> Tensor:
-    """Turns the pairs (e, e + P) of each head by their position's angles; computed in fp32, cast back."""
+    """Apply RoPE: rotate the pairs (e, e + P) of each head. Computed in fp32 and cast back."""
     cos_SHP, sin_SHP = rope_2SP[:, : x_BSHE.shape[1], None]
-    # Whole heads at once: fewer passes than half by half.
+    # Rotating whole heads at once takes fewer passes than each half separately.
     cos_SHE, sin_SHE = torch.cat((cos_SHP, cos_SHP), dim=-1), torch.cat((-sin_SHP, sin_SHP), dim=-1)
     fp32_BSHE = x_BSHE.float()
     turned_BSHE = fp32_BSHE * cos_SHE + fp32_BSHE.roll(cos_SHP.shape[-1], dims=-1) * sin_SHE

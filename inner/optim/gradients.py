@@ -1,4 +1,4 @@
-"""The island's gradients as one vector: its norm, clipping, and the sum of a tied table's two gradients."""
+"""Operations on all gradients of an island: norm, scaling, and the sum of a tied table's two gradients."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,18 +7,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from inner.model import Transformer
+from inner.model.transformer import Transformer
 from inner.params import local_tensor
 
 TIED = "embed.weight"
 
 
-def sum_tied(parts: Sequence[Transformer], ends: dist.ProcessGroup | None) -> None:
-    """Gives both copies of a tied table, in the first and in the last pipeline stage, the sum of their gradients.
+def sum_tied(stages: Sequence[Transformer], ends: dist.ProcessGroup | None) -> None:
+    """Set both gradients of a tied table, in the first and the last pipeline stage, to their sum.
 
-    `ends`: the two ranks that hold them; None when there is one copy, or both are here. Both ranks must call it.
+    `ends` is the group of the two ranks that hold the copies, which must both call it; None if there is one copy or
+    this rank holds both.
     """
-    tables = [part.embed.weight for part in parts if part.embed is not None]
+    tables = [model.embed.weight for model in stages if model.embed is not None]
     grads = [local_tensor(table.grad) for table in tables if table.grad is not None]
     if len(grads) == 2:
         grads[0] += grads[1]
@@ -27,29 +28,29 @@ def sum_tied(parts: Sequence[Transformer], ends: dist.ProcessGroup | None) -> No
         dist.all_reduce(grads[0], group=ends)
 
 
-def squared_norm(parts: Sequence[Transformer]) -> Tensor:
-    """Squared 2-norm of the gradients that this rank counts (0-dim fp32).
+def squared_norm(stages: Sequence[Transformer]) -> Tensor:
+    """This rank's contribution to the squared 2-norm of the model's gradient, 0-dim fp32.
 
-    Its sum over all ranks is that of the model's gradient: of replicas, and of tied copies, one counts.
+    The sum over all ranks is the squared norm: one replica and one copy of a tied table are counted.
     """
-    grads = list(_counted(parts))
+    grads = list(_counted_gradients(stages))
     if not grads:
-        return torch.zeros((), device=next(parts[0].parameters()).device)
+        return torch.zeros((), device=next(stages[0].parameters()).device)
     return torch.stack(torch._foreach_norm(grads)).square().sum()
 
 
-def scale_gradients(parts: Sequence[Transformer], factor: float) -> None:
-    """Multiplies every gradient on this rank in place."""
-    grads = [local_tensor(param.grad) for part in parts for param in part.parameters() if param.grad is not None]
+def scale_gradients(stages: Sequence[Transformer], factor: float) -> None:
+    """Multiply every gradient on this rank in place."""
+    grads = [local_tensor(param.grad) for model in stages for param in model.parameters() if param.grad is not None]
     torch._foreach_mul_(grads, factor)
 
 
-def _counted(parts: Sequence[Transformer]) -> Iterator[Tensor]:
-    for part in parts:
-        is_copy = part.stage.is_last and not part.stage.is_first
-        for name, param in part.named_parameters():
-            # Schedules have lost gradients without a word.
-            assert param.grad is not None, f"{name}: its gradient did not come"
+def _counted_gradients(stages: Sequence[Transformer]) -> Iterator[Tensor]:
+    for model in stages:
+        is_copy = model.stage.is_last and not model.stage.is_first
+        for name, param in model.named_parameters():
+            # Some pipeline schedules drop gradients silently.
+            assert param.grad is not None, f"{name} has no gradient"
             if not (is_copy and name == TIED) and _is_first_replica(param.grad):
                 yield local_tensor(param.grad)
 

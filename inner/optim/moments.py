@@ -1,6 +1,6 @@
-"""AdamW's moments beside the parameters, for who averages them between islands (DES-LOC, 2505.22549; Local Adam).
+"""AdamW's moments next to the parameters, so that islands can average them (DES-LOC, 2505.22549; Local Adam).
 
-A moment is called like its parameter, with `@exp_avg` or `@exp_avg_sq` behind, and is cut as it is on every mesh.
+A moment has the name of its parameter followed by `@exp_avg` or `@exp_avg_sq`, and is sharded like it on every mesh.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,61 +9,61 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from inner.params import LocalParams, ParamSlice, ParamSpec, local_tensor
+from inner.param_spec import ParamSlice, ParamSpec
+from inner.params import LocalParams, local_tensor
 
 KINDS = ("exp_avg", "exp_avg_sq")
 STEP = "step"
-State = dict[str, Tensor]
+OptimizerState = dict[str, Tensor]
 
 
 class ParamsAndMoments:
-    """Reads and writes this rank's slices of both in place, as LocalParams does of params.
+    """Reads and writes this rank's slices of parameters and moments in place, with the interface of LocalParams.
 
-    To be built before the first step: it makes the moments, which AdamW does in its first step only, as zeros.
+    Build it before the first step: it creates the moments as zeros, which AdamW itself does only in its first step.
     """
 
     specs: list[ParamSpec]
-    """The model's parameters; each has two moments."""
+    """The model's parameters, each of which has two moments."""
     slices: list[ParamSlice]
-    """Those of the params, of first moments, of second moments."""
+    """Slices of the parameters, then of the first moments, then of the second moments."""
 
     def __init__(self, params: LocalParams, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Every optimizer is an AdamW, and nothing else."""
+        """Every optimizer must be an AdamW, not a subclass or wrapper."""
         self._params = params
         self.specs = params.specs
         self.slices = list(params.slices)
         self._moments: list[list[Tensor]] = []
         states = make_states(optimizers)
-        self._states: dict[str, list[State]] = {}
+        self._states: dict[str, list[OptimizerState]] = {}
         for kind in KINDS:
-            for index, held in enumerate(params.slices):
-                self._states[held.name] = [states[param] for param in params.copies(index)]
-                self.slices.append(replace(held, name=f"{held.name}@{kind}"))
-                self._moments.append([state[kind] for state in self._states[held.name]])
+            for index, param_slice in enumerate(params.slices):
+                self._states[param_slice.name] = [states[param] for param in params.copies(index)]
+                self.slices.append(replace(param_slice, name=f"{param_slice.name}@{kind}"))
+                self._moments.append([state[kind] for state in self._states[param_slice.name]])
 
     def read(self, index: int) -> Tensor:
-        """Slice `index` as a 2-D fp32 CPU tensor; a view of the live one where that is on the CPU."""
+        """Slice `index` as a 2-D fp32 CPU tensor, which is a view if the live tensor is on the CPU."""
         number = index - len(self._params.slices)
         if number < 0:
             return self._params.read(index)
         return local_tensor(self._moments[number][0]).view(self.slices[index].shape).cpu()
 
     def write(self, index: int, values: Tensor) -> None:
-        """Copies `values` (2-D, shape of the slice) into the live param or moment, in place; into all if tied."""
+        """Copy `values` (2-D, shape of the slice) into the live tensor in place, and into all copies if it is tied."""
         number = index - len(self._params.slices)
         if number < 0:
             self._params.write(index, values)
             return
-        held = self.slices[index]
-        assert values.shape == held.shape, f"{held.name}: got {tuple(values.shape)}, holds {held.shape}"
+        target = self.slices[index]
+        assert values.shape == target.shape, f"{target.name}: got {tuple(values.shape)}, holds {target.shape}"
         for moment in self._moments[number]:
-            local_tensor(moment).view(held.shape).copy_(values)
+            local_tensor(moment).view(target.shape).copy_(values)
 
     def set_steps(self, steps: Mapping[str, int]) -> None:
-        """Bias correction goes on as if the moments of each parameter named came from so many inner steps; any rank's.
+        """Set the step counts of AdamW's bias correction, by parameter name; names that this rank lacks are ignored.
 
-        0: from none. AdamW would divide a first moment that came from elsewhere by next to nothing, so both become
-        zero.
+        A count of 0 also zeroes both moments, because AdamW would divide a non-zero first moment by almost nothing.
         """
         for name, count in steps.items():
             for state in self._states.get(name, []):
@@ -73,17 +73,17 @@ class ParamsAndMoments:
                         local_tensor(state[kind]).zero_()
 
 
-def make_states(optimizers: Sequence[torch.optim.Optimizer]) -> dict[Tensor, State]:
-    """By parameter, the state that AdamW would make in its first step, in its place now."""
-    made: dict[Tensor, State] = {}
+def make_states(optimizers: Sequence[torch.optim.Optimizer]) -> dict[Tensor, OptimizerState]:
+    """Create the states that AdamW would create in its first step. Returns them by parameter."""
+    states: dict[Tensor, OptimizerState] = {}
     for optimizer in optimizers:
         assert type(optimizer) is torch.optim.AdamW, f"{type(optimizer).__name__} has no such moments"
         for group in optimizer.param_groups:
             for param in group["params"]:
                 state = optimizer.state[param]
                 assert not state, "moments are made before the first step"
-                # A fused step reads its count where the parameter is.
+                # A fused step reads its count on the parameter's device.
                 state[STEP] = torch.zeros((), dtype=torch.float32, device=param.device)
                 state |= {kind: torch.zeros_like(param, requires_grad=False) for kind in KINDS}
-                made[param] = state
-    return made
+                states[param] = state
+    return states

@@ -1,4 +1,4 @@
-"""Generalized primal averaging (2512.17131): an optimizer steps one point, a slow average of it is part of the next.
+"""Generalized primal averaging (2512.17131): gradients are taken between an optimizer's point and its slow average.
 
 With the base optimizer's point z, its average x, and the live params y, at which gradients are taken:
 
@@ -6,7 +6,6 @@ With the base optimizer's point z, its average x, and the live params y, at whic
 """
 
 import torch
-from torch import Tensor, nn
 
 from inner.params import local_tensor
 
@@ -14,10 +13,10 @@ OFFSET = "average_offset"
 
 
 class PrimalAveraging(torch.optim.Optimizer):
-    """Steps with `base`, at its own point, and leaves y in the parameters; groups and state are the base's.
+    """Steps `base` at its point z and leaves y in the parameters. Param groups and state are those of `base`.
 
-    One more fp32 state for each parameter, sharded like it: x - z. Who writes params between two steps (an outer
-    step, a donor's state) so moves all three points alike; where that state is absent, they are one.
+    Each parameter has one more fp32 state, x - z, sharded like the parameter. Code that writes params between steps (an
+    outer step, a donor's state) therefore moves all three points alike. Without that state, the points coincide.
     """
 
     def __init__(self, base: torch.optim.Optimizer, mu_x: float, mu_y: float) -> None:
@@ -30,27 +29,24 @@ class PrimalAveraging(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
-        states = [self._offset(param) for param in params]
-        live, offsets = [local_tensor(param) for param in params], [local_tensor(state) for state in states]
-        torch._foreach_add_(live, offsets, alpha=-self._mu_y)
-        # From here on parameters hold z, so that weight decay is of z, and offsets hold x.
-        torch._foreach_add_(offsets, live)
+        states = [self.state[param].get(OFFSET) for param in params]
+        states = [torch.zeros_like(p) if state is None else state for p, state in zip(params, states, strict=True)]
+        local_params, offsets = [local_tensor(param) for param in params], [local_tensor(state) for state in states]
+        torch._foreach_add_(local_params, offsets, alpha=-self._mu_y)
+        # From here on the parameters hold z, so that weight decay acts on z, and the offsets hold x.
+        torch._foreach_add_(offsets, local_params)
         self.base.step()
-        torch._foreach_sub_(offsets, live)
-        # The new x less the new z is what is left of the old x less the new z.
+        torch._foreach_sub_(offsets, local_params)
+        # x_new - z_new = mu_x (x_old - z_new)
         torch._foreach_mul_(offsets, self._mu_x)
-        torch._foreach_add_(live, offsets, alpha=self._mu_y)
-        # Not before: optimizers make their own state where they find none at all.
+        torch._foreach_add_(local_params, offsets, alpha=self._mu_y)
+        # Stored after the step, because optimizers create their own state only if a parameter has no state at all.
         for param, state in zip(params, states, strict=True):
             self.state[param][OFFSET] = state
 
-    def _offset(self, param: nn.Parameter) -> Tensor:
-        held = self.state[param].get(OFFSET)
-        return torch.zeros_like(param) if held is None else held
 
-
-def kind(optimizer: torch.optim.Optimizer) -> str:
-    """The optimizer's class, and whether it is averaged: what its state is of."""
+def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
+    """Class of the optimizer and whether it is averaged. It determines the layout of its state."""
     if isinstance(optimizer, PrimalAveraging):
         return f"averaged {type(optimizer.base).__name__}"
     return type(optimizer).__name__

@@ -1,53 +1,50 @@
-"""FSDP in an island: one code path for one process, replicas (DDP), shards (ZeRO-2 and ZeRO-3) and both (HSDP)."""
+"""FSDP within an island: one code path for one process, replicas (DDP), shards (ZeRO-2 and ZeRO-3) and both (HSDP)."""
+
+from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from inner.model import Transformer
+from inner.model.transformer import Transformer
 
 
-def shard(part: Transformer, mesh: DeviceMesh, compute_dtype: torch.dtype, *, reshard: bool) -> None:
-    """Makes every parameter an fp32 DTensor on `mesh`, IslandMesh.fsdp.
+def apply_fsdp(model: Transformer, mesh: DeviceMesh, compute_dtype: torch.dtype, *, reshard: bool) -> None:
+    """Make every parameter an fp32 DTensor on `mesh`, which is IslandMesh.fsdp. Every rank must call it.
 
-    Every rank must call it. Gradients are summed in fp32. Computes in `compute_dtype`; logits come out in fp32.
-    `reshard`: a block's weights are freed after its forward and gathered again for its backward (ZeRO-3), else kept
-    until then (ZeRO-2).
+    The model computes in `compute_dtype` and returns logits in fp32; gradients are summed in fp32. With `reshard`, a
+    block's weights are freed after its forward and gathered again for its backward (ZeRO-3); otherwise they are kept
+    in between (ZeRO-2).
     """
-    # Inputs are not cast: the RoPE table is fp32 and must stay so; the embedding sets the stream's dtype.
+    # Inputs are not cast, because the RoPE table must stay fp32; the embedding sets the dtype of the stream.
     inside = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # Only where logits come out: fp32 from a block would meet the next block's weights in compute_dtype.
-    last = MixedPrecisionPolicy(
-        param_dtype=compute_dtype,
-        reduce_dtype=torch.float32,
-        output_dtype=torch.float32,
-        cast_forward_inputs=False,
-    )
-    for layer in part.blocks():
+    # Only the last stage returns fp32: after a block, fp32 would meet the next block's weights in compute_dtype.
+    last = replace(inside, output_dtype=torch.float32)
+    for layer in model.blocks():
         fully_shard(layer, mesh=mesh, mp_policy=inside, reshard_after_forward=reshard)
-    # What the root holds is needed first in the backward: freeing it would only gather it twice.
-    fully_shard(part, mesh=mesh, mp_policy=last if part.stage.is_last else inside, reshard_after_forward=False)
-    for module in fsdp_modules(part):
-        # Losses are already divided by the global token count, so gradients add up. gloo has no other sum:
-        # a divide factor without force_sum asks for PREMUL_SUM. One rank alone would divide into a copy.
+    # The backward needs the root's parameters first, so freeing them would only gather them twice.
+    fully_shard(model, mesh=mesh, mp_policy=last if model.stage.is_last else inside, reshard_after_forward=False)
+    for module in fsdp_modules(model):
+        # Losses are already divided by the global token count, so gradients are summed. force_sum is for gloo, which
+        # lacks PREMUL_SUM. A single rank would copy its gradients in order to divide them.
         module.set_force_sum_reduction_for_comms(True)
         if mesh.size() > 1:
             module.set_gradient_divide_factor(1.0)
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """The wrapped modules: every block and the root."""
+    """The modules wrapped by FSDP: every block and the root."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def reduce_on_backward(model: nn.Module, is_last: bool) -> None:
-    """Gradients cross the mesh in the last micro-batch's backward only; until then they add up locally."""
-    assert isinstance(model, FSDPModule), "shard() comes first"
+def set_gradient_sync(model: nn.Module, is_last: bool) -> None:
+    """Reduce gradients over the mesh only in the last micro-batch's backward; before that they accumulate locally."""
+    assert isinstance(model, FSDPModule), "apply_fsdp() comes first"
     model.set_requires_gradient_sync(is_last)
 
 
-def drop_gathered(model: nn.Module) -> None:
-    """Frees what a forward without backward left gathered; else the next forward would use stale weights."""
+def free_gathered_weights(model: nn.Module) -> None:
+    """Free weights that a forward without backward left gathered; the next forward would use stale values."""
     for module in fsdp_modules(model):
         module.reshard()

@@ -1,20 +1,20 @@
-"""Whether a model fits a mesh: every error names the field, the value and a cure. No torch."""
+"""Checks that a model fits a mesh; every error names the field, the value and a cure. No torch."""
 
 from math import gcd
 
 from inner.config import ContextMethod, ParallelConfig
 from inner.errors import InputError, nearest_multiples
 from inner.mesh import Degrees
-from inner.parallel.stages import SPLIT_BACKWARD, check_micro_batches, plan_stages
-from inner.presets import ModelSizes
+from inner.model.sizes import ModelSizes
+from inner.parallel.pipeline.stages import SPLIT_BACKWARD, check_micro_batches, plan_stages
 
 
 def check_layout(
     sizes: ModelSizes, degrees: Degrees, parallel: ParallelConfig, seq_len: int, num_micro_batches: int
 ) -> None:
-    """Raises InputError if the island's mesh cannot hold or run the model.
+    """Raise InputError if the island's mesh cannot hold or run the model.
 
-    `num_micro_batches`: those of a rank in one step, see mesh.accumulation.
+    `num_micro_batches` is the number that a rank runs in one step, see mesh.accumulation_steps.
     """
     plan_stages(parallel, sizes.num_layers, degrees.pp)
     check_micro_batches(parallel, degrees.pp, num_micro_batches)
@@ -33,23 +33,23 @@ def check_layout(
 
 def _check_zero(parallel: ParallelConfig, degrees: Degrees) -> None:
     if parallel.zero == 3 and degrees.pp > 1 and parallel.schedule in SPLIT_BACKWARD:
-        # torch 2.13 does not raise: parameters end without a gradient, or with a part of it.
+        # torch 2.13 does not raise: parameters silently end up with no gradient or with a part of it.
         raise InputError(
-            f"island.parallel.zero: 3 frees weights before schedule {parallel.schedule}, whose backward comes in two "
-            "halves, is done with them, and gradients would be lost; set zero to 2 or leave it out, or schedule to "
+            f"island.parallel.zero: 3 frees weights that schedule {parallel.schedule}, which splits the backward, "
+            "still needs, and gradients would be lost; set zero to 2 or leave it out, or schedule to "
             "1f1b, interleaved_1f1b or breadth_first"
         )
 
 
 def _check_compile(parallel: ParallelConfig, degrees: Degrees) -> None:
-    """Raises InputError for what torch 2.13 cannot compile."""
+    """Refuse layouts that torch 2.13 cannot compile."""
     if not parallel.compile:
         return
     where, recompute = "island.parallel.compile", parallel.recompute
     if degrees.pp > 1 and parallel.schedule in SPLIT_BACKWARD:
         raise InputError(
-            f"{where}: a compiled block has one backward, and schedule {parallel.schedule} takes it in two, for inputs "
-            "and for weights; set compile to false, or schedule to 1f1b, interleaved_1f1b or breadth_first"
+            f"{where}: schedule {parallel.schedule} splits the backward into inputs and weights, which a compiled "
+            "block cannot do; set compile to false, or schedule to 1f1b, interleaved_1f1b or breadth_first"
         )
     if degrees.tp > 1 and recompute in ("attention", "full"):
         raise InputError(
@@ -81,33 +81,23 @@ def _check_tensor(sizes: ModelSizes, tp: int) -> None:
 
 
 def check_context(method: ContextMethod, seq_len: int, cp: int, tp: int, num_heads: int, num_kv_heads: int) -> None:
-    """Raises InputError with a cure if `method` cannot spread such a sequence over cp ranks."""
+    """Raise InputError with a cure if `method` cannot spread such a sequence over cp ranks."""
     if cp == 1:
         return
-    _check_chunks(method, seq_len, cp)
-    if method == "ulysses":
-        _check_traded_heads(cp, tp, num_heads, num_kv_heads)
-
-
-def _check_chunks(method: ContextMethod, seq_len: int, cp: int) -> None:
     unit, words = (cp, "cp") if method == "ulysses" else (2 * cp, "2 x cp")
     if seq_len % unit:
         raise InputError(
             f"data.seq_len ({seq_len}) must be a multiple of {words} = {unit} (island.mesh.cp {cp}, "
             f"island.parallel.context {method}); try data.seq_len {nearest_multiples(seq_len, unit)}"
         )
-
-
-def _check_traded_heads(cp: int, tp: int, num_heads: int, num_kv_heads: int) -> None:
-    """Of fewer key-value heads than ranks of tp, each rank of tp has one."""
+    # With fewer key-value heads than ranks of tp, each rank of tp has one of them.
     heads, kv_heads = num_heads // tp, max(num_kv_heads // tp, 1)
-    if heads % cp or kv_heads % cp:
+    if method == "ulysses" and (heads % cp or kv_heads % cp):
         most = gcd(heads, kv_heads)
-        allowed = " or ".join(str(n) for n in range(1, most + 1) if most % n == 0)
         raise InputError(
             f"island.parallel.context ulysses spreads heads over island.mesh.cp ({cp}), but each rank of tp {tp} has "
             f"{heads} of model.num_heads ({num_heads}) and {kv_heads} of model.num_kv_heads ({num_kv_heads}); "
-            f"set context to ring or all_gather, or cp to {allowed}"
+            f"set context to ring or all_gather, or cp to {_divisors(most, most)}"
         )
 
 

@@ -1,27 +1,27 @@
-"""A model in one piece: micro-batches one after another, the same calls as a Pipeline."""
+"""Forward and backward of a model without pipeline parallelism, with the same interface as Pipeline."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from inner.model import Transformer
-from inner.parallel.fsdp import reduce_on_backward
-from inner.windows import MicroBatch
+from inner.data.micro_batch import MicroBatch
+from inner.model.transformer import Transformer
+from inner.parallel.fsdp import set_gradient_sync
 
 
 class OneStage:
-    """Runs a whole model. Every rank of its FSDP mesh must make each call, with as many micro-batches."""
+    """Runs a whole model. Every rank of its FSDP mesh must make each call, with the same number of micro-batches."""
 
     def __init__(self, model: Transformer, device: torch.device) -> None:
         self._model = model
         self._device = device
 
     def backward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
-        """Adds up gradients of `scale` times the summed loss; returns that loss (0-dim fp32)."""
+        """Accumulate gradients of `scale` times the summed loss, and return that loss (0-dim fp32)."""
         total = torch.zeros((), device=self._device)
         for number, micro_batch in enumerate(micro_batches):
-            reduce_on_backward(self._model, is_last=number == len(micro_batches) - 1)
+            set_gradient_sync(self._model, is_last=number == len(micro_batches) - 1)
             loss = self._loss(micro_batch)
             (loss * scale).backward()
             total += loss.detach()
@@ -29,13 +29,8 @@ class OneStage:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """The summed loss, without gradients."""
-        total = torch.zeros((), device=self._device)
-        for micro_batch in micro_batches:
-            total += self._loss(micro_batch)
-        return total
+        """The summed loss (0-dim fp32), without gradients."""
+        return sum(map(self._loss, micro_batches), start=torch.zeros((), device=self._device))
 
-    def _loss(self, micro_batch: MicroBatch) -> Tensor:
-        return self._model(
-            micro_batch.tokens_BS, targets_BS=micro_batch.targets_BS, documents_BS=micro_batch.documents_BS
-        )
+    def _loss(self, batch: MicroBatch) -> Tensor:
+        return self._model(batch.tokens_BS, targets_BS=batch.targets_BS, documents_BS=batch.documents_BS)

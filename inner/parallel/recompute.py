@@ -1,15 +1,15 @@
-"""Activation checkpointing: a block's backward computes again what its forward did not keep.
+"""Activation checkpointing: the backward of a block recomputes what its forward did not keep.
 
     none        everything is kept
-    attention   each block's attention is computed again, with its projections
-    selective   matrix products, attention kernels and collectives are kept, the cheap rest is computed again
+    attention   each block's attention is recomputed, including its projections
+    selective   matrix products, attention kernels and collectives are kept, and the cheap rest is recomputed
     full        only a block's input is kept
 
-A block's last matrix product feeds nothing but the next block, and is never repeated.
+A block's last matrix product is needed only by the next block, and is never recomputed.
 
-Why not torch.utils.checkpoint: a zero-bubble pipeline takes the gradients of inputs and of weights in two backward
-passes and more, and it would compute a block again in each of them, or with `selective` refuse. Here a block is
-computed again once, when its first tensor is asked for; each tensor then lives as long as the graph wants it.
+Why not torch.utils.checkpoint: a zero-bubble pipeline computes the gradients of inputs and of weights in two or more
+backward passes. torch would recompute a block in each of them, or fail with `selective`. Here a block is recomputed
+once, when its first tensor is needed, and each tensor then lives as long as the graph refers to it.
 """
 
 from collections.abc import Callable
@@ -22,18 +22,13 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from inner.config import Recompute
 
-# Not bmm: only attention without a kernel of its own has it, for all pairs of positions.
-KEPT = {
-    operator
+# Without bmm: only attention that has no fused kernel uses it, for all pairs of positions.
+KEPT_OPERATORS = {
+    getattr(getattr(torch.ops, library), name).default
     for library, names in {
         "aten": (
             "mm",
@@ -46,17 +41,16 @@ KEPT = {
         "_c10d_functional": ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single"),
     }.items()
     for name in names
-    for operator in [getattr(getattr(torch.ops, library), name).default]
 }
 
 
-def apply_recompute(part: nn.Module, kind: Recompute) -> None:
-    """Lets the blocks in `part.layers` compute again what `kind` says; gradients and names stay the same.
+def apply_recompute(model: nn.Module, kind: Recompute) -> None:
+    """Let the blocks in `model.layers` recompute according to `kind`; gradients and parameter names do not change.
 
     Call it after tensor and context parallelism, before compile_blocks and FSDP. Ranks that share a block's
-    collectives repeat those in its backward, so all must be given the same kind.
+    collectives repeat those in its backward, so all must use the same kind.
     """
-    for layer in part.get_submodule("layers").children():
+    for layer in model.get_submodule("layers").children():
         if kind == "attention":
             _set_forward(layer.get_submodule("attention"), _keep_inputs)
         elif kind == "selective":
@@ -66,9 +60,9 @@ def apply_recompute(part: nn.Module, kind: Recompute) -> None:
 
 
 def _set_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
-    # No wrapper module: that would change the names, and FSDP's hooks must stay outside of what is repeated. A method
-    # and not a partial: torch.compile sees that it is the same for all blocks and compiles one graph.
-    assert "forward" not in vars(module), "the class's forward is what is repeated"
+    # A wrapper module would change the names and put FSDP's hooks inside the repeated part. With a method in place of
+    # a partial, torch.compile sees that all blocks share it and compiles one graph.
+    assert "forward" not in vars(module), "the forward of the class is the one that is repeated"
     module.forward = MethodType(forward, module)
 
 
@@ -83,80 +77,76 @@ def _keep_expensive(module: nn.Module, *args: Any) -> Tensor:
 def _forward(module: nn.Module, args: tuple[Any, ...], is_selective: bool) -> Tensor:
     forward = partial(type(module).forward, module, *args)
     if torch.compiler.is_compiling():
-        # The compiler must see what is kept, and makes one backward of it anyway.
-        options: dict[str, Any] = {"context_fn": _contexts} if is_selective else {}
+        # The compiler must see what is kept, and builds a single backward anyway.
+        options: dict[str, Any] = {"context_fn": _selective_contexts} if is_selective else {}
         return checkpoint(type(module).forward, module, *args, use_reentrant=False, preserve_rng_state=False, **options)
     if not torch.is_grad_enabled():
         return forward()
-    around_forward, around_repetition = _contexts() if is_selective else noop_context_fn()
-    call = _Call(forward, around_repetition)
+    around_forward, around_repetition = _selective_contexts() if is_selective else noop_context_fn()
+    call = _RepeatableCall(forward, around_repetition)
     with saved_tensors_hooks(call.pack, call.unpack), around_forward:
         return forward()
 
 
-def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """What goes around a forward, and around its repetition, for operators in KEPT to be kept."""
+def _selective_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Contexts around a forward and around its repetition that keep the results of KEPT_OPERATORS."""
     return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(_context: object, operator: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _Saved:
-    """What autograd holds in place of a tensor."""
+class _SavedTensor:
+    """Placeholder that autograd holds instead of a tensor."""
 
     value: Tensor | None = None
 
 
-class _Finished(Exception):
-    """The repetition has come to the last tensor that the backward needs."""
+class _RepetitionDone(Exception):
+    """The repetition has produced the last tensor that the backward needs."""
 
 
-class _Call:
-    """One call of a forward, and how to repeat it. It lives as long as autograd holds one of its tensors."""
+class _RepeatableCall:
+    """One call of a forward that can be repeated. It lives as long as autograd holds one of its tensors."""
 
     def __init__(self, repeat: Callable[[], Tensor], around: AbstractContextManager) -> None:
         self._repeat = repeat
         self._around = around
-        # Weak: a tensor that the backward is done with must go, and the call with the last of them.
-        self._saved: list[ref[_Saved]] = []
+        # Weak references let a tensor go once the backward is done with it, and the call with the last of them.
+        self._saved: list[ref[_SavedTensor]] = []
 
-    def pack(self, _: Tensor) -> _Saved:
-        saved = _Saved()
+    def pack(self, _: Tensor) -> _SavedTensor:
+        saved = _SavedTensor()
         self._saved.append(ref(saved))
         return saved
 
-    def unpack(self, saved: _Saved) -> Tensor:
+    def unpack(self, saved: _SavedTensor) -> Tensor:
         if saved.value is None:
-            self._fill()
-        assert saved.value is not None, "a repeated forward must do what the first did"
+            self._recompute()
+        assert saved.value is not None, "a repeated forward must save the same tensors as the first"
         return saved.value
 
-    def _fill(self) -> None:
-        """Repeats the forward and hands out the tensors that it would save, in the same order."""
-        left = iter(self._saved)
+    def _recompute(self) -> None:
+        """Repeat the forward and fill the placeholders with the tensors that it saves, in the same order."""
+        remaining = iter(self._saved)
         num_left = len(self._saved)
 
-        def hand_out(tensor: Tensor) -> Tensor:
+        def fill_next(tensor: Tensor) -> Tensor:
             nonlocal num_left
-            saved = next(left)()
-            # Detached: an output that its own node holds would hold the node, and be freed never.
+            saved = next(remaining)()
+            # Detached, because an output held by its own node would form a cycle and never be freed.
             value = tensor.detach()
             if saved is not None:
                 saved.value = value
             num_left -= 1
             if num_left == 0:
-                raise _Finished
+                raise _RepetitionDone
             return value
 
         try:
-            with torch.enable_grad(), saved_tensors_hooks(hand_out, _same), self._around:
+            with torch.enable_grad(), saved_tensors_hooks(fill_next, lambda tensor: tensor), self._around:
                 self._repeat()
-        except _Finished:
+        except _RepetitionDone:
             return
-        raise AssertionError(f"a repeated forward saved {num_left} tensors less than the first")
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+        raise AssertionError(f"a repeated forward saved {num_left} tensors fewer than the first")

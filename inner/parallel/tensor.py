@@ -1,10 +1,10 @@
-"""Tensor parallelism: each rank of `tp` holds a block of every matrix; with sequence parallelism, of the stream too.
+"""Tensor parallelism: each rank of `tp` holds a block of every matrix, and of the stream with sequence parallelism.
 
 embed                      rows (vocabulary)
-q, k, v, gate, up          rows: heads and hidden units          x gathered once before them
-out, down                  columns                               partial sums scattered (or all-reduced) after
-norms                      replicated, each on its positions
-head                       rows (vocabulary)                     logits stay cut; two small all-reduces a chunk
+q, k, v, gate, up          rows: heads and hidden units          x is gathered once before them
+out, down                  columns                               partial sums are scattered (or all-reduced) after
+norms                      replicated; each rank norms its own positions
+head                       rows (vocabulary)                     logits stay sharded; two small all-reduces a chunk
 """
 
 from functools import partial
@@ -23,28 +23,28 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from inner.loss import ChunkedCrossEntropy, VocabShard
-from inner.model import Block, Head, Transformer
+from inner.model.loss import ChunkedCrossEntropy, VocabShard
+from inner.model.transformer import Block, Head, Transformer
 
 POSITIONS, HEADS = 1, 2
-"""Dims of x_BSD and q_BSHE."""
+"""Dimensions of x_BSD and q_BSHE."""
 
 
-def split_matrices(part: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Cuts every parameter over the 1-D `mesh`; activations follow. Every rank must call it, before FSDP."""
+def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Shard every parameter over the 1-D `mesh`, and activations with them. Every rank must call it, before FSDP."""
     stream: Placement = Shard(POSITIONS) if sequence_parallel else Replicate()
     norm = SequenceParallel(sequence_dim=POSITIONS) if sequence_parallel else ReplicatedModule()
-    for layer in part.blocks():
+    for layer in model.blocks():
         _split_block(layer, mesh, stream, norm)
     plan: dict[str, ParallelStyle] = {}
-    if part.embed is not None:
+    if model.embed is not None:
         plan["embed"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
-        # What comes out is still under way; a compiled block cannot begin with that.
-        part.enter = funcol.wait_tensor
-    if part.norm is not None:
+        # The embedding returns an asynchronous tensor, which a compiled block cannot take as input.
+        model.enter = funcol.wait_tensor
+    if model.norm is not None:
         plan |= {"norm": norm, "head": VocabParallelHead(stream)}
     if plan:
-        parallelize_module(part, mesh, plan)
+        parallelize_module(model, mesh, plan)
 
 
 def _split_block(layer: Block, mesh: DeviceMesh, stream: Placement, norm: ParallelStyle) -> None:
@@ -52,24 +52,22 @@ def _split_block(layer: Block, mesh: DeviceMesh, stream: Placement, norm: Parall
     kv_heads = attention.k_proj.out_features // attention.head_dim
     shares_kv_heads = kv_heads < mesh.size()
     if shares_kv_heads:
-        # Fewer key-value heads than ranks: each rank projects all of them and reads the one its queries share.
+        # With fewer key-value heads than ranks, each rank projects all of them and reads the one its queries share.
         mine = mesh.get_local_rank() * kv_heads // mesh.size()
         attention.kv_heads = slice(mine, mine + 1)
-    rows = ColwiseParallel()
+    whole, rows = Replicate(), ColwiseParallel()
     kv_rows = ReplicatedModule(gradient=Partial()) if shares_kv_heads else rows
     columns = RowwiseParallel(output_layouts=stream)
     plan: dict[str, ParallelStyle] = {
         "attention_norm": norm,
-        # One gather for q, k and v.
-        "attention": PrepareModuleInput(
-            input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None)
-        ),
+        # A single gather serves q, k and v.
+        "attention": PrepareModuleInput(input_layouts=(stream, None, None), desired_input_layouts=(whole, None, None)),
         "attention.q_proj": rows,
         "attention.k_proj": kv_rows,
         "attention.v_proj": kv_rows,
         "attention.out_proj": columns,
         "ffn_norm": norm,
-        "ffn": PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate()),
+        "ffn": PrepareModuleInput(input_layouts=stream, desired_input_layouts=whole),
         "ffn.gate_proj": rows,
         "ffn.up_proj": rows,
         "ffn.down_proj": columns,
@@ -82,30 +80,30 @@ def _split_block(layer: Block, mesh: DeviceMesh, stream: Placement, norm: Parall
 
 
 class ReplicatedModule(ParallelStyle):
-    """Every rank computes the same from the same; `gradient`: what the ranks' gradients of the output are."""
+    """Every rank computes the same result from the same input; `gradient` is the placement of the output's gradient."""
 
     def __init__(self, gradient: Placement | None = None) -> None:
         self.gradient = gradient or Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _distribute(module, device_mesh, Replicate())
-        module.register_forward_pre_hook(partial(_enter, device_mesh))
-        module.register_forward_hook(partial(_leave, self.gradient))
+        module.register_forward_pre_hook(partial(_to_dtensor, device_mesh))
+        module.register_forward_hook(partial(_to_local, self.gradient))
         return module
 
 
-def _enter(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _to_dtensor(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     x = inputs[0]
     return (x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False),)
 
 
-def _leave(gradient: Placement, _: nn.Module, __: tuple[Tensor, ...], output: Tensor) -> Tensor:
+def _to_local(gradient: Placement, _: nn.Module, __: tuple[Tensor, ...], output: Tensor) -> Tensor:
     assert isinstance(output, DTensor)
     return output.to_local(grad_placements=[gradient])
 
 
 class VocabParallelHead(ParallelStyle):
-    """Each rank scores its rows of the vocabulary, for all positions; logits are never gathered."""
+    """Each rank scores its rows of the vocabulary for all positions; logits are never gathered."""
 
     def __init__(self, stream: Placement) -> None:
         self.stream = stream
@@ -114,7 +112,7 @@ class VocabParallelHead(ParallelStyle):
         assert isinstance(module, Head)
         _distribute(module, device_mesh, Shard(0))
         assert isinstance(module.cross_entropy, ChunkedCrossEntropy)
-        module.cross_entropy = VocabParallelCrossEntropy(device_mesh, module.cross_entropy)
+        module.cross_entropy = partial(_sharded_cross_entropy, device_mesh, module.cross_entropy.chunk_tokens)
         module.register_forward_pre_hook(partial(self._gather, device_mesh))
         return module
 
@@ -122,29 +120,23 @@ class VocabParallelHead(ParallelStyle):
         self, mesh: DeviceMesh, _: nn.Module, inputs: tuple[Tensor, Tensor | None, Tensor | None]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         x, tied_VD, targets_BS = inputs
-        assert targets_BS is not None, "a tensor-parallel head gives the loss, not logits"
+        assert targets_BS is not None, "a tensor-parallel head computes the loss, not logits"
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, mesh, [self.stream], run_check=False)
-        # Each rank's columns give a share of the gradient of x.
+        # Each rank contributes a partial sum to the gradient of x.
         return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]), tied_VD, targets_BS
 
 
-class VocabParallelCrossEntropy:
-    """Summed cross-entropy over a table cut by rows over the ranks of `mesh`."""
-
-    def __init__(self, mesh: DeviceMesh, whole: ChunkedCrossEntropy) -> None:
-        self._mesh = mesh
-        self._whole = whole
-
-    def __call__(self, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-        assert isinstance(weight_VD, DTensor)
-        _, offset = compute_local_shape_and_global_offset(weight_VD.shape, self._mesh, weight_VD.placements)
-        shard = VocabShard(self._mesh.get_group(), start=offset[0])
-        return ChunkedCrossEntropy(self._whole.chunk_tokens, shard)(x_TD, weight_VD.to_local(), targets_T)
+def _sharded_cross_entropy(mesh: DeviceMesh, chunk: int, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
+    """Summed cross-entropy over a table whose rows are sharded over the ranks of `mesh`."""
+    assert isinstance(weight_VD, DTensor)
+    _, offset = compute_local_shape_and_global_offset(weight_VD.shape, mesh, weight_VD.placements)
+    shard = VocabShard(mesh.get_group(), start=offset[0])
+    return ChunkedCrossEntropy(chunk, shard)(x_TD, weight_VD.to_local(), targets_T)
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
     for name, param in list(module.named_parameters(recurse=False)):
-        # No rank's values are sent: parameters are on the meta device, initial values are the same everywhere.
-        cut = distribute_tensor(param.data, mesh, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(cut))
+        # No values are sent: parameters are on the meta device, and initial values are the same on every rank.
+        sharded = distribute_tensor(param.data, mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(sharded))

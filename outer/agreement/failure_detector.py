@@ -1,26 +1,94 @@
-"""Whether this process has stood still: stopped, swapped out, or on a laptop that was closed."""
+"""Failure detection between islands: which islands are in the run, which of them live, and whether this process froze.
+
+Each second every island sends its status to all others (a ping) and reads the membership records again. An island that
+does not answer a call, or whose connection breaks twice, is lost until it is heard from again.
+
+A process that stood still (suspended, stopped, swapped out) must not blame others for calls that failed meanwhile, and
+must not commit an open plan before it has asked the others what came of it, because they may have given it up.
+"""
 
 import asyncio
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from outer.agreement.peers import Peers
+from outer.agreement.state_machine import RoundProtocol
+from outer.network.event_loop import BEAT_SECONDS, FreezeDetector
 
 log = logging.getLogger(__name__)
 
-BEAT_SECONDS = 0.25
-FROZEN_SECONDS = 2.0
-"""Nothing has run for so long: frozen. Less than the least time after which others call an island lost."""
+PING_SECONDS = 1.0
+"""Interval between pings, and between repetitions of messages that may have been lost."""
 
 
-class Pulse:
-    """Ask it on the event loop, at least every BEAT_SECONDS and before anything that must not follow a freeze."""
+@dataclass
+class FailureDetector:
+    """Keeps the protocol's sets of present and lost islands up to date. All methods run on one event loop."""
 
-    def __init__(self) -> None:
-        self._asked_at: float | None = None  # Built before the loop runs.
+    protocol: RoundProtocol
+    peers: Peers
+    send: Callable[[], None]
+    """Sends the protocol's outbox."""
+    on_lost: Callable[[str, str], None]
+    """Called with an island that became lost and the cause."""
+    on_removed: Callable[[], None]
+    woke_at: float = float("-inf")
+    """End of this process's last freeze, in seconds of the event loop's clock."""
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    _freeze_detector: FreezeDetector = field(default_factory=FreezeDetector)
 
-    def has_missed(self) -> bool:
-        """Whether the process has stood still since this was asked last."""
-        now = asyncio.get_running_loop().time()
-        seconds = 0.0 if self._asked_at is None else now - self._asked_at
-        self._asked_at = now
-        if seconds > FROZEN_SECONDS:
-            log.warning("this process stood still for %.1f s", seconds)
-        return seconds > FROZEN_SECONDS
+    async def start(self) -> None:
+        """Find the members of the run, then start to ping them and to watch for freezes of this process."""
+        await self.find_members()
+        self._tasks = [asyncio.create_task(self._ping_forever()), asyncio.create_task(self._watch_for_freezes())]
+
+    def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def find_members(self) -> None:
+        """Read the membership records, add new islands, and remove those without a record that are lost or unknown."""
+        if not await self.peers.refresh():
+            return
+        for name in self.protocol.present - frozenset(self.peers.members):
+            # Nobody could ever find out whether an island without an address lives.
+            if name in self.protocol.lost or not self.peers.addresses(name):
+                self.protocol.remove(name)
+                self.peers.direct_addresses.pop(name, None)
+                self.on_removed()
+        self.protocol.add(self.peers.members)
+
+    def ping(self) -> None:
+        """Queue this island's status for every other island."""
+        self.protocol.outbox += [(name, self.protocol.status) for name in sorted(self.protocol.present)]
+
+    def check_freeze(self) -> None:
+        """If this process has stood still since the last check, forbid a commit of the open plan on votes alone."""
+        if self._freeze_detector.was_frozen():
+            self.woke_at = asyncio.get_running_loop().time()
+            self.protocol.require_query()
+
+    def report_failure(self, island: str, cause: str, called_at: float) -> None:
+        """Mark an island as lost after a failed call, unless this process froze during the call."""
+        self.check_freeze()
+        if called_at <= self.woke_at:
+            return
+        if island not in self.protocol.lost:
+            log.info("%s is lost: %s", island, cause)
+        self.protocol.mark_lost(island)
+        self.on_lost(island, f"it is lost: {cause}")
+
+    async def _ping_forever(self) -> None:
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            await self.find_members()
+            if self.protocol.state != "gathering":  # Its ready message holds the status, too.
+                self.ping()
+            self.protocol.resend()
+            self.send()
+
+    async def _watch_for_freezes(self) -> None:
+        while True:
+            self.check_freeze()
+            await asyncio.sleep(BEAT_SECONDS)

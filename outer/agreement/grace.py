@@ -1,58 +1,53 @@
-"""How long the islands that have something to give to a round have waited for the others, and whether it is enough.
+"""How long the contributors to a round have waited for the other islands, and whether they should go on without them.
 
-Islands that are not ready are waited for as long as Deadlines.grace says. Those that still train and listen miss
-nothing when the round goes on without them: they are waited for as long as Rules.grace_steps inner steps take.
+Contributors wait for islands that are not ready as long as `Deadlines.grace` says. Observers miss nothing when a round
+goes on without their progress, so contributors wait for them only as long as `Rules.grace_steps` inner steps take.
 """
 
-from outer.deadlines import Deadlines
-from outer.protocol import Protocol
-from outer.rounds import Ready
+from outer.agreement.messages import Ready
+from outer.agreement.state_machine import RoundProtocol
+from outer.network.deadlines import Deadlines
 
 
-def others_ready(protocol: Protocol) -> list[Ready]:
-    """Of other islands that live, for the round that this one is in."""
-    live, number = protocol.present - protocol.lost, protocol.standing.round
-    return [ready for name, ready in protocol.readies.said.items() if name in live and ready.round == number]
+def find_ready(protocol: RoundProtocol) -> list[Ready]:
+    """Latest ready messages of the other live islands for this island's round."""
+    live, number = protocol.present - protocol.lost, protocol.status.round
+    return [ready for name, ready in protocol.readies.latest.items() if name in live and ready.round == number]
 
 
-def givers(protocol: Protocol) -> list[Ready]:
-    """Other islands that have something to give to the round, not only listen."""
-    return [ready for ready in others_ready(protocol) if not ready.listens]
+def find_contributors(protocol: RoundProtocol) -> list[Ready]:
+    """Like `find_ready`, without the observers."""
+    return [ready for ready in find_ready(protocol) if not ready.listens]
 
 
-def num_absent(protocol: Protocol) -> int:
-    """Other islands that live and are not ready."""
-    return len(protocol.present - protocol.lost) - len(others_ready(protocol))
+class GraceTimer:
+    """Waiting time of one gathering. Times are in seconds of the event loop's clock."""
 
-
-class Patience:
-    """Of one gathering; times are the event loop's, in seconds."""
-
-    def __init__(self, protocol: Protocol, deadlines: Deadlines) -> None:
+    def __init__(self, protocol: RoundProtocol, deadlines: Deadlines) -> None:
         self._protocol, self._deadlines = protocol, deadlines
         self._since: float | None = None
         self.waited = 0.0
-        """Since the first island had something to give, or since this one stood still if that is later."""
+        """Seconds since there is a contributor, or since this process woke from a freeze if that was later."""
 
-    def look(self, now: float, woke_at: float) -> None:
-        """It is `now`; this island has last stood still until `woke_at`."""
-        if self._since is None and self._givers:
+    def update(self, now: float, woke_at: float) -> None:
+        """Measure the waiting time at `now`. `woke_at`: end of this process's last freeze."""
+        if self._since is None and self._contributors:
             self._since = now
         self.waited = 0.0 if self._since is None else now - max(self._since, woke_at)
 
     @property
     def is_late(self) -> bool:
-        """Whether islands that are not ready are not waited for any longer."""
-        grace = self._deadlines.grace(max(1, len(self._givers)), num_absent(self._protocol))
-        return self.waited > grace
+        """Whether the grace period is over: islands that are not ready are not waited for any longer."""
+        num_absent = len(self._protocol.present - self._protocol.lost) - len(find_ready(self._protocol))
+        return self.waited > self._deadlines.grace(max(1, len(self._contributors)), num_absent)
 
     @property
     def seconds_left(self) -> float:
-        """For islands that listen, until those that give go on without them."""
-        fastest = min((ready.step_seconds for ready in self._givers), default=0.0)
+        """Seconds that contributors still wait for observers to finish their inner steps."""
+        fastest = min((ready.step_seconds for ready in self._contributors), default=0.0)
         return max(0.0, self._protocol.rules.grace_steps * fastest - self.waited)
 
     @property
-    def _givers(self) -> list[Ready]:
+    def _contributors(self) -> list[Ready]:
         own = self._protocol.own
-        return [*givers(self._protocol), *([] if own is None or own.listens else [own])]
+        return [*find_contributors(self._protocol), *([] if own is None or own.listens else [own])]

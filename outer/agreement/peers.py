@@ -1,13 +1,15 @@
-"""The other islands as the leader reaches them: their records, their addresses, calls to them."""
+"""The other islands as an island's leader reaches them: membership records, control addresses and calls."""
 
 import asyncio
 import logging
 from contextlib import suppress
+from dataclasses import dataclass
 
-from outer.deadlines import Deadlines
 from outer.errors import PeerLost, TransportError
-from outer.membership.base import Member, Membership, Messenger
-from outer.rounds import Message
+from outer.membership.base import Member, Membership
+from outer.network.deadlines import Deadlines
+from outer.network.endpoints import Messenger
+from outer.network.messages import Message
 
 log = logging.getLogger(__name__)
 
@@ -15,23 +17,23 @@ RANK_CALL_SECONDS = 5.0
 
 
 class Peers:
-    """Of the island `me`; islands with another config are none."""
+    """The other islands of the run. Islands with a different config hash are ignored."""
 
     def __init__(
         self, me: str, messenger: Messenger, membership: Membership, deadlines: Deadlines, config_hash: str
     ) -> None:
         self.members: dict[str, Member] = {}
-        """The other islands' records, as last seen."""
-        self._me, self._config_hash = me, config_hash
-        self._messenger, self._membership, self._deadlines = messenger, membership, deadlines
-        self._direct: dict[str, list[str]] = {}
-        """Control addresses that islands have told us themselves: fresher than their records."""
+        """Membership records of the other islands at the last `refresh`, by island."""
+        self._me, self._membership, self._config_hash = me, membership, config_hash
+        self.messenger, self.deadlines = messenger, deadlines
+        self.direct_addresses: dict[str, list[str]] = {}
+        """Control addresses from the islands' own messages, used before those in their records, by island."""
         self._gone: dict[str, str] = {}
-        """Incarnations that have said goodbye: their records may live on for a while."""
-        self._calls: set[asyncio.Task[None]] = set()
+        """Incarnations that have left, by island. Their records may remain visible for a while."""
+        self._notices: set[asyncio.Task[None]] = set()
 
-    async def find(self) -> bool:
-        """Read the records anew; whether that was possible."""
+    async def refresh(self) -> bool:
+        """Read the membership records again. Returns False if they cannot be read now."""
         try:
             found = await self._membership.members()
         except TransportError as error:
@@ -44,64 +46,57 @@ class Peers:
         }
         return True
 
-    def learn(self, island: str, control_addresses: list[str]) -> None:
-        """An island has told us its addresses."""
-        self._direct[island] = control_addresses
-
-    def part(self, island: str, incarnation: str) -> None:
-        """An island has said goodbye."""
+    def remove(self, island: str, incarnation: str) -> None:
+        """Ignore this incarnation of an island, which has left the run."""
         self._gone[island] = incarnation
         self.members.pop(island, None)
 
-    def forget(self, island: str) -> None:
-        """What it told us of its addresses may be wrong: its record counts again."""
-        self._direct.pop(island, None)
-
     def addresses(self, island: str) -> list[str]:
-        """Control addresses of the island's ranks; none when they are not known."""
-        if island in self._direct:
-            return self._direct[island]
-        member = self.members.get(island)
-        return member.control_addresses if member is not None else []
+        """Control addresses of the island's ranks, or an empty list if they are not known."""
+        recorded = self.members[island].control_addresses if island in self.members else []
+        return self.direct_addresses.get(island, recorded)
 
     async def call(self, island: str, kind: str, body: bytes) -> bytes:
-        """The reply of the island's leader. Raises PeerLost, DeadlineError or MessageError.
-
-        A connection that broke is tried once more: only then is the island lost.
-        """
+        """Call the island's leader, twice if the connection breaks. Raises PeerLost, DeadlineError or MessageError."""
         for is_last in (False, True):
             addresses, started = self.addresses(island), asyncio.get_running_loop().time()
             if not addresses:
                 raise PeerLost(island, "its address is not known")
             try:
-                limit = self._deadlines.limit("call")
-                reply = await self._messenger.call(addresses[0], kind, body, timeout_seconds=limit)
+                limit = self.deadlines.limit("call")
+                reply = await self.messenger.call(addresses[0], kind, body, timeout_seconds=limit)
             except PeerLost:
-                self.forget(island)
+                self.direct_addresses.pop(island, None)  # They may be wrong; those in the record may not.
                 if is_last:
                     raise
             else:
-                self._deadlines.observe("call", asyncio.get_running_loop().time() - started)
+                self.deadlines.observe("call", asyncio.get_running_loop().time() - started)
                 return reply
         raise AssertionError("the last try returns or raises")
 
-    def tell_other_ranks(self, island: str, kind: str, body: bytes) -> None:
-        """Call the island's ranks above 0, without waiting for what they say."""
-        for address in self.addresses(island)[1:]:
-            task = asyncio.create_task(self._try(address, kind, body))
-            self._calls.add(task)
-            task.add_done_callback(self._calls.discard)
+    def notify_other_ranks(self, island: str, kind: str, body: bytes) -> None:
+        """Call the island's ranks other than the leader, without waiting for their replies."""
+        addresses = self.addresses(island)[1:]
+        for notice in [asyncio.create_task(self._notify(address, kind, body)) for address in addresses]:
+            self._notices.add(notice)
+            notice.add_done_callback(self._notices.discard)
 
-    async def _try(self, address: str, kind: str, body: bytes) -> None:
+    async def _notify(self, address: str, kind: str, body: bytes) -> None:
         with suppress(TransportError):
-            await self._messenger.call(address, kind, body, timeout_seconds=RANK_CALL_SECONDS)
+            await self.messenger.call(address, kind, body, timeout_seconds=RANK_CALL_SECONDS)
 
 
 def kind_of(model: type[Message]) -> str:
-    """The call that carries such messages."""
+    """Kind of the messenger call that carries messages of this type."""
     return model.__name__.lower()
 
 
-def name_of(message: Message) -> str:
-    """Tells a repetition from something new to say."""
-    return str(hash(message.model_dump_json()))
+@dataclass(frozen=True)
+class Identity:
+    """Names of this island in the run. A new process of the same island is a new incarnation."""
+
+    island: str
+    incarnation: str
+    identity: str
+    """Identifier that stays the same over restarts."""
+    config_hash: str

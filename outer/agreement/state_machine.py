@@ -1,133 +1,150 @@
-"""The round protocol of one island as a state machine: messages in, messages out. No sockets, no clocks, no tasks.
+"""The round protocol of one island as a state machine: messages in, messages out; no sockets, clocks or tasks.
 
-Its states are drawn in docs/protocol.md. The driver (agreement.py) delivers what peers say, tells when patience has
-run out, and sends what is in `outbox`.
+In every attempt at a round an island passes through these states (docs/protocol.md draws their transitions):
 
-Why a committed round is the same everywhere. An island commits a plan when every participant has voted yes with one
-digest and holds this island's vote, or when one says that it has committed it. Whoever misses that asks all
-participants it reaches; who is asked and has not committed will not commit on votes alone any more, but asks in turn.
-So while islands only crash, all survivors commit a plan or none does, and one that freezes has committed nothing that
-they do not. When a partition or a false alarm lets two histories grow, the one with the higher rank (Standing.rank)
-survives and the others take its state.
+    training    the inner steps are running, or the island takes another island's state
+    gathering   the island is ready and waits for a plan (planner.py)
+    reducing    a plan is fixed and the participants compute the mean of their pseudo-gradients
+    voting      the participants exchange votes; the attempt commits on every participant or changes nothing
+
+The driver (driver.py) passes peers' messages to `receive`, reports time-outs as `is_late`, and sends the `outbox`.
+tests/outer/explore.py searches every order of messages, losses, crashes, freezes and time-outs of a few islands.
+
+A committed round is the same on every island, because an island commits a plan only in two cases: all participants have
+voted yes with the same digest and have acknowledged this island's vote, or one participant reports that it has
+committed. An island that misses a vote or a receipt queries all participants it can reach. An island that is queried
+before it has committed no longer commits on votes alone: it must query the others as well. So while islands only crash,
+either all survivors commit a plan or none does, and an island that freezes has committed nothing that the others do
+not commit.
+
+When a partition or a false alarm lets two histories grow, the one with the higher `Status.rank` survives, and the
+islands of the other take its state.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from outer.ballot import Ballot
+from outer.agreement.messages import (
+    Goodbye,
+    Outcome,
+    OutcomeQuery,
+    OutcomeReply,
+    Plan,
+    Ready,
+    Status,
+    Vote,
+    VoteReceipt,
+)
+from outer.agreement.planner import Gathering, TooFew
+from outer.agreement.readiness import ReadyTable
+from outer.agreement.rules import Behind, Rules, check_ready, find_behind, find_objection
+from outer.agreement.votes import VoteTable
 from outer.errors import MessageError
-from outer.readies import Readies
-from outer.rounds import Answer, Goodbye, Heard, Message, Outcome, Plan, Question, Ready, Standing, Vote, no
-from outer.verdicts import Behind, Rules, Short, check_ready, find_behind, find_short, is_early, objection
+from outer.network.messages import Message
 
-Phase = Literal["training", "gathering", "reducing", "voting"]
+State = Literal["training", "gathering", "reducing", "voting"]
 MAX_ISLANDS = 1024
 
 
 @dataclass
-class Protocol:
-    """One island's side. Every value held is immutable, so that a copy of the tables is a copy of the state."""
+class RoundProtocol:
+    """State and tables of one island. All values in the tables are immutable: copying the tables copies the state."""
 
     me: str
     rules: Rules
-    standing: Standing
-    phase: Phase = "training"
+    status: Status
+    state: State = "training"
     own: Ready | None = None
+    """This island's ready message while it takes part in an attempt."""
     plan: Plan | None = None
     present: frozenset[str] = frozenset()
-    """The other islands in the run, alive or not."""
+    """The other islands in the run, whether they live or not."""
     lost: frozenset[str] = frozenset()
-    """Those that did not answer when last spoken to."""
-    heard: frozenset[str] = frozenset()
-    """Those whose standing is from the present gathering."""
-    standings: dict[str, Standing] = field(default_factory=dict)
-    readies: Readies = field(default_factory=Readies)
-    ballot: Ballot = field(default_factory=Ballot)
-    is_asking: bool = False
+    """Islands that did not answer the last call."""
+    reported: frozenset[str] = frozenset()
+    """Islands whose status arrived after the current gathering began."""
+    statuses: dict[str, Status] = field(default_factory=dict)
+    """Last known status by island."""
+    readies: ReadyTable = field(default_factory=ReadyTable)
+    vote_table: VoteTable = field(default_factory=VoteTable)
+    is_querying: bool = False
+    """Whether this island has asked the other participants for the outcome of the plan."""
     outbox: list[tuple[str, Message]] = field(default_factory=list)
+    """Messages to send, each with the island that receives it."""
 
-    # -- what the island does -----------------------------------------------------------------------------------
-    def stand(self, standing: Standing) -> None:
-        """This island holds another state now, by a commit or from donors."""
-        self.standing = standing
-        self.phase, self.own, self.plan, self.is_asking = "training", None, None, False
-        self.ballot.forget(standing.round)
+    # -- the island's own actions -------------------------------------------------------------------------------
+    def update_status(self, status: Status) -> None:
+        """Enter the training state with a new committed state, from a commit or from donors."""
+        self.status, self.state, self.own, self.plan, self.is_querying = status, "training", None, None, False
+        self.vote_table.prune(status.round)
 
     def prepare(self, own: Ready) -> None:
-        """The inner steps are done, or it listens while it makes them. `own.attempt` is `next_attempt`."""
-        assert own.standing.rank == self.standing.rank, "a ready for another state than this island's"
-        self.phase, self.own, self.plan, self.is_asking = "gathering", own, None, False
-        self.standing = own.standing
-        self.heard = frozenset()
+        """Start to gather, as a contributor or as an observer that still trains. `own.attempt` is `next_attempt`."""
+        assert own.status.rank == self.status.rank, "a ready for another state than this island's"
+        self.state, self.own, self.plan, self.is_querying = "gathering", own, None, False
+        self.status, self.reported = own.status, frozenset()
         self._send(self.present, own)
 
-    def give(self, own: Ready) -> None:
-        """It listened, and its inner steps are done now; too late when the plan is fixed."""
-        if self.phase == "gathering" and self.plan is None and self.own is not None and self.own.round == own.round:
+    def contribute(self, own: Ready) -> None:
+        """Turn from an observer into a contributor of this gathering. Has no effect once the plan is fixed."""
+        if self.state == "gathering" and self.plan is None and self.own is not None and self.own.round == own.round:
             self.own = own.model_copy(update={"attempt": self.own.attempt})
             self._send(self.present, self.own)
 
     @property
     def next_attempt(self) -> int:
-        """One more than every attempt at this round that this island has taken part in."""
-        return self.readies.next_attempt(self.me, self.standing.round)
+        """First attempt at this round that no plan with this island's ready message has used."""
+        return self.readies.next_attempt(self.me, self.status.round)
 
-    def consider(self, *, is_late: bool, is_patient: bool = False) -> Plan | Behind | Short | None:
-        """What to do in the gathering: take part in a plan, take a state, or (None) wait.
+    def try_plan(self, *, is_late: bool, is_patient: bool = False) -> Plan | Behind | TooFew | None:
+        """Decide while gathering: the plan to take part in, a reason against planning, or None to wait.
 
-        `is_late`: the grace has run out; who is not ready is not waited for. `is_patient`: who listens may still give.
+        See `Gathering.decide` for the arguments. After `Behind` the island refuses all plans until `prepare`.
         """
         assert self.own is not None, "an island considers plans when it is ready"
         if self.plan is not None:
             return self.plan
-        ready = self.readies.usable(self.own.round, self.present - self.lost) | {self.me: self.own}
-        absent = self._absent(ready)
-        if behind := self.behind(is_settled=is_late or not absent):
-            self.phase, self.own = "training", None  # From now on it refuses plans.
-            return behind
-        shut_out = self.ballot.shut_out(self.standing.round) if self.present - self.lost else frozenset[str]()
-        agreeing = {name: r for name, r in ready.items() if r.digest == self.own.digest and name not in shut_out}
-        shut_out |= self.rules.refused([agreeing[name] for name in sorted(agreeing)]).keys()
-        agreeing = {name: r for name, r in agreeing.items() if name not in shut_out}
-        if self.me in shut_out:
-            return None  # The others go on without this island; it takes their state then.
-        if short := self._short(agreeing, is_late=is_late):
-            return short
-        if is_early(self.rules, agreeing.values(), is_patient=is_patient):
-            return None
-        planner = min(agreeing) if is_late else min(set(agreeing) | absent)
-        if planner != self.me or (absent and not is_late):
-            return None
-        return self._offer(agreeing)
+        live = self.present - self.lost
+        accused = self.vote_table.excluded(self.status.round) if live else frozenset[str]()
+        gathering = Gathering(self.own, self.status, self.rules, live, self.reported, self.live, self.readies, accused)
+        decision = gathering.decide(is_late=is_late, is_patient=is_patient)
+        if isinstance(decision, Behind):
+            self.state, self.own = "training", None
+        elif isinstance(decision, Plan):
+            self._accept(decision)
+            self._send(self.others, decision)
+        return decision
 
     def vote(self, vote: Vote) -> None:
-        """Say what came of the reduce here."""
+        """Cast this island's vote on the plan: yes with the digest of the mean, or no with a cause."""
         assert self.plan is not None and vote.plan == self.plan.id, "an island votes on the plan it takes part in"
-        self.phase = "voting"
-        self.ballot.keep(vote)
+        self.state = "voting"
+        self.vote_table.add(vote)
         self._send(self.others, vote)
 
     def conclude(self, *, is_late: bool) -> Outcome:
-        """What comes of the plan; open: not known yet. `is_late`: votes are not waited for any longer."""
+        """Outcome of the plan, "open" while it is not known. `is_late`: missing votes are not waited for any longer."""
         assert self.plan is not None, "an island concludes the plan it takes part in"
-        outcome = self.ballot.tally(self.plan)
-        if outcome == "abort":
-            return self._settle(outcome)
-        pending = self.ballot.pending(self.plan) & self.others - self.lost
-        is_doubted = self.plan.id in self.ballot.pledged or self.ballot.is_aborted_elsewhere(self.plan)
-        if pending and not is_doubted and not is_late:
-            return "open"
-        return self._settle(outcome) if outcome == "commit" and not pending and not is_doubted else self._ask()
+        outcome = self.vote_table.decide(self.plan, self.others - self.lost, is_late=is_late)
+        if outcome == "query":
+            if not self.is_querying:
+                self._send_query(self.plan)
+            self.is_querying = True
+            outcome = self.vote_table.resolve(self.plan, self.others - self.lost)
+        if outcome != "open":
+            self.vote_table.outcomes[self.plan.id] = (self.plan.round, outcome)
+            self.state, self.own, self.is_querying = "training", None, False
+        return outcome
 
-    def repeat(self) -> None:
-        """Say again what may have been lost on the way."""
-        if self.phase == "gathering" and self.own is not None:
+    def resend(self) -> None:
+        """Send again every message of the current state that may have been lost."""
+        if self.state == "gathering" and self.own is not None:
             self._send(self.present, self.own)
-        if self.phase == "voting" and self.plan is not None:
-            self._send(self.ballot.pending(self.plan), self.ballot.votes[self.plan.id, self.me])
-            if self.is_asking:
-                self._send(self._unanswered(), Question(plan=self.plan.id, round=self.plan.round))
+        if self.state == "voting" and self.plan is not None:
+            self._send(self.vote_table.pending(self.plan), self.vote_table.votes[self.plan.id, self.me])
+            if self.is_querying:
+                self._send_query(self.plan)
 
     @property
     def others(self) -> frozenset[str]:
@@ -135,177 +152,140 @@ class Protocol:
         return frozenset(self.plan.names) - {self.me} if self.plan else frozenset()
 
     def behind(self, *, is_settled: bool) -> Behind | None:
-        """Whether another history than this island's survives. `is_settled`: all who count have been heard."""
-        return find_behind(self.me, self.standing, self.live, is_settled=is_settled)
+        """The surviving history, or None if it is this island's. `is_settled`: all islands that count have reported."""
+        return find_behind(self.me, self.status, self.live, is_settled=is_settled)
 
     @property
-    def live(self) -> dict[str, Standing]:
-        """Where the other islands stand, as far as they are known to live."""
-        return {name: s for name, s in self.standings.items() if name in self.present - self.lost}
+    def live(self) -> dict[str, Status]:
+        """Last known status of the other islands that are not lost, by island."""
+        return {name: s for name, s in self.statuses.items() if name in self.present - self.lost}
 
-    # -- what peers do ------------------------------------------------------------------------------------------
-    def meet(self, islands: Iterable[str]) -> None:
-        """These are in the run; whoever speaks is, too."""
+    # -- islands come, go and fail ------------------------------------------------------------------------------
+    def add(self, islands: Iterable[str]) -> None:
+        """Record islands that are in the run."""
         self.present |= frozenset(islands) - {self.me}
 
-    def part(self, island: str) -> None:
-        """This one has left the run. Unlike one that is lost, it has not given this island up: that casts no doubt."""
+    def remove(self, island: str) -> None:
+        """Record that an island has left the run. Unlike a lost one it cannot have given this island up."""
         self.present -= {island}
-        # Its vote on an open plan is not waited for any longer.
+        # The open plan no longer waits for its vote.
         self.lost = self.lost | {island} if island in self.others else self.lost - {island}
-        self.heard -= {island}
-        self.readies.forget(island)
-        self.standings.pop(island, None)
+        self.reported -= {island}
+        self.readies.latest.pop(island, None)
+        self.statuses.pop(island, None)
 
-    def lose(self, island: str) -> None:
-        """It does not answer, or its connection is gone."""
+    def mark_lost(self, island: str) -> None:
+        """Record that an island does not answer or that its connection broke."""
         self.lost |= {island}
         if island in self.others:
-            self.doubt()
+            self.require_query()
 
-    def doubt(self) -> None:
-        """The others may have given this island up: from now on it does not commit the open plan without asking."""
-        if self.plan is not None and self.phase in ("reducing", "voting"):
-            self.ballot.pledged[self.plan.id] = self.plan.round
+    def require_query(self) -> None:
+        """Never commit the open plan on votes alone, because the others may have given this island up."""
+        if self.plan is not None and self.state in ("reducing", "voting"):
+            self.vote_table.query_first[self.plan.id] = self.plan.round
 
-    def hear(self, sender: str, message: Message) -> Message | None:
-        """Take a message in; the reply, if it wants one. Raises MessageError when it claims what cannot be."""
+    # -- messages from peers ------------------------------------------------------------------------------------
+    def receive(self, sender: str, message: Message) -> Message | None:
+        """Process a message and return the reply, if there is one. Raises MessageError for impossible claims."""
         if isinstance(message, Goodbye):
             self._check_sender(sender, message.island)
-            self.part(sender)
+            self.remove(sender)
             return None
         if sender not in self.present and len(self.present) >= MAX_ISLANDS:
             raise MessageError(f"{self.me!r} knows of {MAX_ISLANDS} islands already")
-        self.meet([sender])
+        self.add([sender])
         self.lost -= {sender}
         match message:
             case Ready():
-                return self._hear_ready(sender, message)
-            case Standing():
-                return self._hear_standing(sender, message)
+                return self._receive_ready(sender, message)
+            case Status():
+                return self._receive_status(sender, message)
             case Plan():
-                self._hear_plan(sender, message)
+                self._receive_plan(sender, message)
             case Vote():
-                return self._hear_vote(sender, message)
-            case Heard():
+                return self._receive_vote(sender, message)
+            case OutcomeQuery():
+                return self._receive_query(message)
+            case VoteReceipt() | OutcomeReply():
                 if self.plan is not None and message.plan == self.plan.id:
-                    self.ballot.heard[message.plan, sender] = message.outcome
-            case Question():
-                return self._hear_question(message)
-            case Answer():
-                if self.plan is not None and message.plan == self.plan.id:
-                    self.ballot.answers[message.plan, sender] = message.outcome
+                    table = self.vote_table.receipts if isinstance(message, VoteReceipt) else self.vote_table.replies
+                    table[message.plan, sender] = message.outcome
         return None
 
-    def _hear_ready(self, sender: str, ready: Ready) -> Standing:
+    def _receive_ready(self, sender: str, ready: Ready) -> Status:
         self._check_sender(sender, ready.island)
         check_ready(ready, self.rules)
-        self.readies.keep(ready)
-        return self._hear_standing(sender, ready.standing)
+        self.readies.add(ready)
+        return self._receive_status(sender, ready.status)
 
-    def _hear_standing(self, sender: str, standing: Standing) -> Standing:
-        if standing.round > self.rules.max_round:
-            raise MessageError(f"{sender!r} claims round {standing.round}, the run has {self.rules.max_round}")
-        self.standings[sender] = standing
-        self.heard |= {sender}
-        self._renew(standing)
-        return self.standing.model_copy(update={"attempt": self.readies.next_attempt(sender, self.standing.round)})
+    def _receive_status(self, sender: str, status: Status) -> Status:
+        if status.round > self.rules.max_round:
+            raise MessageError(f"{sender!r} claims round {status.round}, the run has {self.rules.max_round}")
+        self.statuses[sender] = status
+        self.reported |= {sender}
+        self._renew_ready(status)
+        return self.status.model_copy(update={"attempt": self.readies.next_attempt(sender, self.status.round)})
 
-    def _renew(self, standing: Standing) -> None:
-        """A peer has used up this island's ready in a plan that never came here: be ready for a later attempt."""
-        own = self.own
-        if own is None or self.phase != "gathering" or self.plan is not None:
-            return
-        if standing.round == own.round and standing.attempt > own.attempt:
-            self.own = own.model_copy(update={"attempt": standing.attempt})
+    def _renew_ready(self, status: Status) -> None:
+        """Offer a later attempt if the peer has used this island's ready message in a plan that never arrived here."""
+        own, is_open = self.own, self.state == "gathering" and self.plan is None
+        if is_open and own is not None and status.round == own.round and status.attempt > own.attempt:
+            self.own = own.model_copy(update={"attempt": status.attempt})
             self._send(self.present, self.own)
 
-    def _hear_plan(self, sender: str, plan: Plan) -> None:
+    def _receive_plan(self, sender: str, plan: Plan) -> None:
         self._check_sender(sender, plan.planner)
         if self.plan is not None and plan.id == self.plan.id:
             return
-        cause = self._objection(plan)
-        if cause is None:
+        if (cause := self._find_objection(plan)) is None:
             self._accept(plan)
-        elif plan.id not in self.ballot.outcomes:
+        elif plan.id not in self.vote_table.outcomes:
             self._refuse(plan, cause)
 
-    def _hear_vote(self, sender: str, vote: Vote) -> Heard:
+    def _receive_vote(self, sender: str, vote: Vote) -> VoteReceipt:
         self._check_sender(sender, vote.island)
         is_near = self._is_near(vote.round)
         if is_near:
-            self.ballot.check_room(vote.plan)
-            self.ballot.keep(vote)
-        elif vote.round > self.standing.round:  # An earlier one is long settled: its sender was frozen or cut off.
-            raise MessageError(f"a vote on round {vote.round}, {self.me!r} is in round {self.standing.round}")
-        return Heard(plan=vote.plan, outcome=self.ballot.outcome_of(vote.plan, is_near=is_near))
+            self.vote_table.check_room(vote.plan)
+            self.vote_table.add(vote)
+        elif vote.round > self.status.round:  # An older vote is harmless: its sender was frozen or cut off.
+            raise MessageError(f"a vote on round {vote.round}, {self.me!r} is in round {self.status.round}")
+        return VoteReceipt(plan=vote.plan, outcome=self.vote_table.outcome_of(vote.plan, is_near=is_near))
 
-    def _hear_question(self, question: Question) -> Answer:
-        outcome = self.ballot.outcome_of(question.plan, is_near=self._is_near(question.round))
+    def _receive_query(self, query: OutcomeQuery) -> OutcomeReply:
+        outcome = self.vote_table.outcome_of(query.plan, is_near=self._is_near(query.round))
         if outcome == "open":
-            self.ballot.pledge(question.plan, question.round)
-        return Answer(plan=question.plan, outcome=outcome)
+            # A commit on votes alone is forbidden from now on: the peer that is told "open" may abort the plan.
+            self.vote_table.check_room(query.plan)
+            self.vote_table.query_first[query.plan] = query.round
+        return OutcomeReply(plan=query.plan, outcome=outcome)
 
-    # -- gathering ----------------------------------------------------------------------------------------------
-    def _absent(self, ready: Mapping[str, Ready]) -> frozenset[str]:
-        """Islands worth waiting for: they live, and are not ready."""
-        alive = self.present - self.lost - frozenset(ready)
-        return frozenset(name for name in alive if name not in self.heard or self.standings[name].is_coming)
-
-    def _short(self, agreeing: Mapping[str, Ready], *, is_late: bool) -> Short | None:
-        # Once the first round has been planned they have come; a lost one is not waited for.
-        is_start = self.standing.round == 0 and self.next_attempt == 0
-        return find_short(self.rules, len(agreeing), is_start=is_start, is_late=is_late or not self._absent(agreeing))
-
-    def _offer(self, readies: Mapping[str, Ready]) -> Plan:
-        participants = [readies[name] for name in sorted(readies)]
-        attempt = max(p.attempt for p in participants)
-        plan = Plan(round=self.standing.round, attempt=attempt, planner=self.me, participants=participants)
-        self._accept(plan)
-        self._send(self.others, plan)
-        return plan
-
-    def _objection(self, plan: Plan) -> str | None:
-        """Why this island does not take part, if so."""
-        if plan.id in self.ballot.pledged or plan.id in self.ballot.outcomes:
+    # -- plans --------------------------------------------------------------------------------------------------
+    def _find_objection(self, plan: Plan) -> str | None:
+        """Why this island does not take part in the plan, or None."""
+        if plan.id in self.vote_table.query_first or plan.id in self.vote_table.outcomes:
             return "it has been given up here"
-        if self.phase != "gathering" or self.own is None or self.plan is not None:
-            return f"{self.me!r} is {self.phase} in round {self.standing.round}"
-        return objection(plan, self.own, self.rules, self.next_attempt)
+        if self.state != "gathering" or self.own is None or self.plan is not None:
+            return f"{self.me!r} is {self.state} in round {self.status.round}"
+        return find_objection(plan, self.own, self.rules, self.next_attempt)
 
     def _accept(self, plan: Plan) -> None:
-        self.plan, self.phase, self.is_asking = plan, "reducing", False
-        self.readies.use(plan)
+        self.plan, self.state, self.is_querying = plan, "reducing", False
+        self.readies.mark_used(plan)
 
     def _refuse(self, plan: Plan, cause: str) -> None:
-        """A no to all participants: a plan without us must not wait for us."""
-        self.ballot.outcomes[plan.id] = (plan.round, "abort")
-        if plan.round == self.standing.round:
-            self.readies.use(plan)
-        vote = no(plan, self.me, cause)
-        self.ballot.keep(vote)
+        """Vote no, so that the other participants do not wait for this island."""
+        self.vote_table.outcomes[plan.id] = (plan.round, "abort")
+        if plan.round == self.status.round:
+            self.readies.mark_used(plan)
+        vote = Vote.no(plan, self.me, cause)
+        self.vote_table.add(vote)
         self._send(frozenset(plan.names) & (self.present | {plan.planner}), vote)
 
-    # -- voting -------------------------------------------------------------------------------------------------
-    def _ask(self) -> Outcome:
-        """Votes are missing, or somebody missed them: whoever has committed settles it; if nobody has, nobody will."""
-        assert self.plan is not None
-        if not self.is_asking:
-            self.is_asking = True
-            self._send(self._unanswered(), Question(plan=self.plan.id, round=self.plan.round))
-        if self.ballot.is_committed_elsewhere(self.plan):
-            return self._settle("commit")
-        return "open" if self._unanswered() else self._settle("abort")
-
-    def _unanswered(self) -> frozenset[str]:
-        assert self.plan is not None
-        return self.ballot.unanswered(self.plan) & self.others - self.lost
-
-    def _settle(self, outcome: Outcome) -> Outcome:
-        assert self.plan is not None
-        self.ballot.outcomes[self.plan.id] = (self.plan.round, outcome)
-        self.phase, self.own, self.is_asking = "training", None, False
-        return outcome
+    def _send_query(self, plan: Plan) -> None:
+        query = OutcomeQuery(plan=plan.id, round=plan.round)
+        self._send(self.vote_table.without_reply(plan) & self.others - self.lost, query)
 
     def _send(self, islands: Iterable[str], message: Message) -> None:
         self.outbox += [(name, message) for name in sorted(islands) if name != self.me]
@@ -315,5 +295,5 @@ class Protocol:
             raise MessageError(f"{sender!r} speaks for {claimed!r}")
 
     def _is_near(self, round_number: int) -> bool:
-        """A peer may run ahead by a round, never by more: anything else would fill memory."""
-        return abs(round_number - self.standing.round) <= 1
+        """Whether a round is within one of this island's. Messages on other rounds would only fill the memory."""
+        return abs(round_number - self.status.round) <= 1

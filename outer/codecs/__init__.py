@@ -1,4 +1,4 @@
-"""Codecs by name."""
+"""Codecs, which encode parts for the wire; `build_codec` looks them up by name."""
 
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -29,7 +29,7 @@ _BUILDERS: dict[str, Callable[[CodingConfig], Codec]] = {
 
 
 def build_codec(name: str, coding: CodingConfig = DEFAULT_CODING) -> Codec:
-    """The codec called `name`. Raises InputError, with the choices, when there is none."""
+    """Build the codec called `name`. Raises InputError, which lists the names, if there is no such codec."""
     if name not in _BUILDERS:
         nearest = get_close_matches(name, _BUILDERS, n=1, cutoff=0.0)[0]
         raise InputError(f"unknown codec {name!r}; choose one of {', '.join(_BUILDERS)} (nearest: {nearest})")

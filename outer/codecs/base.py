@@ -1,7 +1,7 @@
-"""The codec seam: a flat fp32 tensor to bytes and back.
+"""The codec interface: a flat fp32 tensor to bytes and back.
 
-A codec is pure and deterministic: equal values give equal bytes on every machine, and a payload's size
-depends on the number of elements alone, so that a receiver knows it beforehand and refuses any other.
+A codec is pure and deterministic: equal values give equal bytes on every machine. The size of a payload depends only on
+the number of elements, so a receiver knows it beforehand and rejects any other size.
 """
 
 from typing import Protocol
@@ -10,20 +10,29 @@ import torch
 
 
 class Codec(Protocol):
-    """Encodes one part (1-D, fp32, CPU) into a payload (1-D, uint8, CPU) and back."""
+    """Encodes one part (1-D, fp32, CPU) into a payload (1-D, uint8, CPU) and decodes it again.
+
+    >>> from outer.codecs import build_codec
+    >>> codec = build_codec("int8")
+    >>> payload = codec.encode(torch.tensor([0.5, -1.0, 0.25]))
+    >>> payload.dtype, payload.numel() == codec.num_bytes(3)
+    (torch.uint8, True)
+    >>> [round(value, 2) for value in codec.decode(payload, 3).tolist()]
+    [0.5, -1.0, 0.25]
+    """
 
     name: str
     block_elements: int
-    """Elements that share a scale; parts are cut at multiples of it (1: no blocks)."""
+    """Elements that share a scale (1 without blocks). Part boundaries are multiples of this."""
 
     def num_bytes(self, num_elements: int) -> int:
-        """Exact payload size for a part of `num_elements`."""
+        """Exact payload size of a part with `num_elements`."""
         ...
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """The payload of `values` (1-D fp32). Raises NonFiniteError on the first inf or nan."""
+        """Encode 1-D fp32 values. Raises NonFiniteError for the first inf or nan."""
         ...
 
     def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """1-D fp32 values of a payload. Raises MessageError if its size or its scales are not valid."""
+        """Decode a payload into 1-D fp32 values. Raises MessageError if its size or scales are not valid."""
         ...

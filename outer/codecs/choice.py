@@ -1,5 +1,9 @@
-"""Which codec a part goes through: pseudo-gradients, means, and fine tensors and moments, which are worth more bits."""
+"""The codec of each part, by what the part holds.
 
+Fine tensors (norms, biases, tiny ones) and averaged moments keep more bits than the rest of a pseudo-gradient.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import lcm
 
@@ -7,29 +11,31 @@ from outer.codecs import build_codec
 from outer.codecs.base import Codec
 from outer.codecs.cast import Bf16Codec, Fp32Codec
 from outer.config import GATHERED, OuterConfig
-from outer.space import Part
+from outer.space.fragments import add_moments, build_part_groups
+from outer.space.layout import Part, Space, TensorSpec
 
 COARSE = frozenset({"int4", "e3m0", "stat2", "topk", "lowrank"})
-"""Fewer than 8 bits an element: not for norms, biases and tiny tensors."""
+"""Codecs with fewer than 8 bits an element, too few for norms, biases and tiny tensors."""
 FINE = "int8"
 
 
 @dataclass(frozen=True)
-class Coding:
-    """The codecs of a run. `mean`: of a mean as it travels, or as a donor keeps it when it does not travel."""
+class CodecChoice:
+    """The codecs of a run."""
 
     codec: Codec
     fine: Codec
     mean: Codec
+    """Encodes means for sending; where means are not sent, a donor stores them with it."""
     is_gathered: bool = False
     feedback: float | None = None
-    """Decay of what coding lost, until it is sent with the next pseudo-gradient; None: it is forgotten."""
+    """Decay of the residual that is added to the next pseudo-gradient; None disables error feedback."""
     moments: Codec = field(default_factory=Fp32Codec)
-    """Of moments and of their means; it must not round a small second moment to zero."""
+    """Encodes moments and their means; it must not round a small second moment to zero."""
 
     @property
     def block_elements(self) -> int:
-        """Parts are cut at multiples of it."""
+        """Part boundaries are multiples of this, so that no block spans two parts."""
         return lcm(self.codec.block_elements, self.fine.block_elements)
 
     @property
@@ -37,38 +43,48 @@ class Coding:
         """Whether fine tensors have parts of their own."""
         return self.fine is not self.codec
 
-    def of(self, part: Part) -> Codec:
-        """The codec of a pseudo-gradient's part, or of moments."""
+    def codec_for(self, part: Part) -> Codec:
+        """The codec of a part of the pseudo-gradient or of moments."""
         if part.is_moment:
             return self.moments
         return self.fine if part.is_fine else self.codec
 
-    def of_mean(self, part: Part) -> Codec:
-        """The codec of a mean's part."""
+    def mean_codec_for(self, part: Part) -> Codec:
+        """The codec of the part's mean."""
         if part.is_moment:
             return self.moments
         return self.fine if part.is_fine else self.mean
 
     def gathers(self, part: Part) -> bool:
-        """Whether everybody gets every payload of the part."""
+        """Whether every participant receives every payload of the part and computes the mean itself."""
         return self.is_gathered and not part.is_fine and not part.is_moment
 
-    def keeps(self, part: Part) -> bool:
-        """Whether what coding loses of the part is sent later."""
+    def has_feedback(self, part: Part) -> bool:
+        """Whether the coding error of the part is kept and sent with a later round."""
         return self.feedback is not None and not part.is_moment
 
 
-def uniform(codec: Codec) -> Coding:
-    """One codec for everything, nothing kept."""
-    return Coding(codec, codec, codec)
+def build_uniform_choice(codec: Codec) -> CodecChoice:
+    """One codec for everything, without error feedback."""
+    return CodecChoice(codec, codec, codec)
 
 
-def coding_of(config: OuterConfig) -> Coding:
-    """The run's."""
+def build_codec_choice(config: OuterConfig) -> CodecChoice:
+    """The codecs that the config selects."""
     codec = build_codec(config.codec, config.coding)
     moments = Fp32Codec() if config.codec == "fp32" else Bf16Codec()
     if config.codec not in COARSE:
-        return Coding(codec, codec, codec, feedback=config.coding.feedback, moments=moments)
+        return CodecChoice(codec, codec, codec, feedback=config.coding.feedback, moments=moments)
     is_gathered = config.codec in GATHERED
     mean = Fp32Codec() if is_gathered else codec
-    return Coding(codec, build_codec(FINE), mean, is_gathered, config.coding.feedback, moments)
+    return CodecChoice(codec, build_codec(FINE), mean, is_gathered, config.coding.feedback, moments)
+
+
+def build_space(specs: Sequence[TensorSpec], config: OuterConfig) -> Space:
+    """The canonical space of a run, from the model's parameters and the config.
+
+    Raises InputError when the model has too few layers for the configured fragments.
+    """
+    codecs = build_codec_choice(config)
+    part_groups = build_part_groups(specs, config, splits_fine=codecs.splits_fine)
+    return Space(add_moments(specs, config), config.part_elements, codecs.block_elements, part_groups)

@@ -1,28 +1,28 @@
-"""The int8 codec: 8-bit integers, and one scale for each block of 256."""
+"""The int8 codec: 8-bit integers with one scale for each block of 256."""
 
 import torch
 
-from outer.codecs.blocks import checked_scales, finite_peaks, multiply_blocks, num_blocks, round_up
-from outer.codecs.checks import checked_payload, flat_fp32
+from outer.codecs.packing.block_scales import check_scales, finite_peaks, multiply_blocks, num_blocks, round_up
+from outer.codecs.packing.checks import check_payload, flat_fp32
 
 _BLOCK = 256
 _LEVELS = 127
 
-# A scale keeps 17 significant bits, so that its product with a code fits fp32's 24: decoding never rounds,
-# and encoding what was decoded gives the same bytes again.
+# A scale keeps 17 significant bits, so that its product with a code fits into fp32's 24. Decoding therefore never
+# rounds, and encoding decoded values gives the same bytes again.
 _DROPPED_BITS = 7
-# Small enough to lose nothing that matters, big enough that no denormal survives: a process that flushes
-# denormals gives the same bytes as one that does not.
+# Small enough to lose nothing that matters, and large enough to turn every denormal into zero, so that processes that
+# flush denormals give the same bytes.
 _MIN_SCALE = 2.0**-120
-# -128 times this is still finite, so no code that a peer may send decodes to inf.
+# -128 times this is finite, so no code from a peer decodes to inf.
 _MAX_SCALE = (2.0 - 2.0**-16) * 2.0**120
 
 
 class Int8Codec:
-    """code = round(x / scale), scale = largest of the block / 127: |error| <= 0.5001 scale.
+    """code = round(x / scale), scale = largest magnitude of the block / 127: |error| <= 0.5001 scale.
 
-    The scale is rounded up by at most 2**-16 of itself and is never below 2**-120, so zeros stay exact and
-    magnitudes under 3e-37 vanish. Above 3.37e38 codes saturate instead of overflowing: |error| <= 1.51 scale.
+    The scale is rounded up by a factor of at most 1 + 2**-16 and is at least 2**-120. Zeros stay exact, and magnitudes
+    below 3e-37 become zero. Above 3.37e38 codes saturate instead of overflowing: |error| <= 1.51 scale.
     Payload: the scales (fp32), then the codes.
     """
 
@@ -30,11 +30,10 @@ class Int8Codec:
     block_elements = _BLOCK
 
     def num_bytes(self, num_elements: int) -> int:
-        """1 byte an element, 4 for each block begun: 1.6 % more."""
+        """1 byte an element, plus 4 bytes for each block, which adds 1.6 %."""
         return 4 * num_blocks(num_elements, _BLOCK) + num_elements
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """The payload of `values`. Raises NonFiniteError."""
         values = flat_fp32(values)
         scratch = values.abs()
         peaks = finite_peaks(scratch, _BLOCK, values)
@@ -47,10 +46,10 @@ class Int8Codec:
         return payload
 
     def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """1-D fp32 values. Raises MessageError on a wrong size or a scale that no encoder writes."""
-        payload = checked_payload(payload, self.num_bytes(num_elements), self.name)
+        """Decode into 1-D fp32 values. Raises MessageError on a wrong size or an impossible scale."""
+        payload = check_payload(payload, self.num_bytes(num_elements), self.name)
         scales, codes = _split(payload, num_blocks(num_elements, _BLOCK))
-        scales = checked_scales(scales, _MIN_SCALE, _MAX_SCALE, self.name)
+        scales = check_scales(scales, _MIN_SCALE, _MAX_SCALE, self.name)
         values = codes.float()
         multiply_blocks(values, scales, _BLOCK, out=values)
         return values

@@ -1,32 +1,31 @@
-"""The lowrank codec: a part, seen as a matrix, as the product of two thin ones."""
+"""The lowrank codec: a part, seen as a matrix, is sent as the product of two thin matrices."""
 
 import math
 
 import torch
 
-from outer.codecs.checks import checked_payload, flat_fp32, is_finite, non_finite_error
+from outer.codecs.packing.checks import check_payload, flat_fp32, is_finite, non_finite_error
 from outer.errors import MessageError
 
 _SCALE_BYTES = 4
 _LEVELS = 32767
 _ITERATIONS = 2
-# No entry of the product, 2**-120 or 0 at least, is denormal in fp32.
+# Entries of the product are 0 or at least this large, so that none is denormal in fp32.
 _MIN_SCALE = 2.0**-120
 _MAX_EXPONENT = 100
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
 class LowrankCodec:
-    """P Q^T of rank `rank`, P an orthonormal basis found by subspace iteration, Q = A^T P: PowerSGD's (1905.13727).
+    """P Q^T of rank `rank`, with an orthonormal P from subspace iteration and Q = A^T P (PowerSGD, 1905.13727).
 
-    A part of n elements is filled up with zeros to a matrix A of `cols` columns, the least power of two that is at
-    least sqrt(n), and as many rows as it takes: no more than columns. A rank of all rows loses nothing but the
-    factors' rounding, to the nearest of 2 x 32767 steps between their extremes. A
-    part whose largest magnitude is below 1e-27 loses digits.
+    A part of n elements is padded with zeros to a matrix A. Its columns are the smallest power of two that is at least
+    sqrt(n); it has no more rows than columns. With a rank equal to the rows, only the rounding of the factors is lost,
+    each to one of 2 x 32767 steps between its extremes. Parts with a largest magnitude below 1e-27 lose precision.
 
-    Factors are integers, so that decoding is exact in fp64 in whatever order a machine adds: all islands decode the
-    same bytes to the same bits. Encoding goes through matrix products and QR in fp32, whose last bits depend on the
-    machine and on how many threads it uses: there, equal values may give slightly different bytes.
+    Factors are integers, so that decoding is exact in fp64 in any order of summation: all islands decode the same bytes
+    to the same bits. Encoding uses matrix products and QR in fp32, whose last bits depend on the machine and the number
+    of threads, so equal values may give slightly different bytes there.
     Payload: the scale of the product (fp32), then P and Q row by row (int16).
     """
 
@@ -37,24 +36,23 @@ class LowrankCodec:
         self._rank = rank
 
     def num_bytes(self, num_elements: int) -> int:
-        """2 for each of rank x (rows + cols) entries, 4 for the scale: 2.0001 bits an element for rank 32 of 2**18."""
+        """2 bytes for each of rank x (rows + cols) entries, plus 4: 2.0001 bits an element for rank 32 of 2**18."""
         rows, cols, rank = self._shape(num_elements)
         return _SCALE_BYTES + 2 * rank * (rows + cols)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """The payload of `values`. Raises NonFiniteError."""
         values = flat_fp32(values)
         if not is_finite(values):
             raise non_finite_error(values)
         rows, cols, rank = self._shape(values.numel())
         payload = torch.empty(self.num_bytes(values.numel()), dtype=torch.uint8)
         scale, left, right = _split(payload, rows, rank)
-        # Near 1, so that no product overflows.
+        # Scaled to magnitudes near 1, so that no product overflows.
         exponent = min(max(math.frexp(_peak(values))[1], -_MAX_EXPONENT), _MAX_EXPONENT)
         matrix = torch.zeros(rows * cols)
         torch.mul(values, 2.0**-exponent, out=matrix[: values.numel()])
         basis, loads = _factors(matrix.view(rows, cols), rank)
-        # No step of 0, and no product of steps below the least scale.
+        # Neither step is 0, and their product is not below the minimum scale.
         left_step = max(_peak(basis) / _LEVELS, _MIN_SCALE)
         right_step = max(_peak(loads) / _LEVELS, math.ldexp(_MIN_SCALE, -exponent) / left_step)
         scale.fill_(max(math.ldexp(left_step * right_step, exponent), _MIN_SCALE))
@@ -63,8 +61,8 @@ class LowrankCodec:
         return payload
 
     def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """1-D fp32 values; beyond fp32 they are its largest. Raises MessageError on a wrong size or scale."""
-        payload = checked_payload(payload, self.num_bytes(num_elements), self.name)
+        """Decode into 1-D fp32 values, clamped to finite ones. Raises MessageError on a wrong size or scale."""
+        payload = check_payload(payload, self.num_bytes(num_elements), self.name)
         rows, _, rank = self._shape(num_elements)
         scale, left, right = _split(payload, rows, rank)
         factor = scale.item()
@@ -76,7 +74,7 @@ class LowrankCodec:
 
     def _shape(self, num_elements: int) -> tuple[int, int, int]:
         """Rows, columns and rank of a part's matrix."""
-        # An empty part is a matrix of one element, which is cut off.
+        # An empty part becomes a matrix of one padding element.
         num_elements = max(num_elements, 1)
         cols = 1 << math.isqrt(num_elements - 1).bit_length()
         rows = -(-num_elements // cols)
@@ -90,12 +88,12 @@ def _split(payload: torch.Tensor, rows: int, rank: int) -> tuple[torch.Tensor, t
 
 
 def _peak(values: torch.Tensor) -> float:
-    """The largest magnitude, 0.0 of no values."""
+    """The largest magnitude, 0.0 for an empty tensor."""
     return values.abs().max().item() if values.numel() else 0.0
 
 
 def _factors(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """P (rows, rank) with orthonormal columns, and Q = A^T P (cols, rank), for which P Q^T is close to A."""
+    """P (rows, rank) with orthonormal columns and Q = A^T P (cols, rank), such that P Q^T approximates A."""
     loads = torch.rand(matrix.shape[1], rank, generator=torch.Generator().manual_seed(0)).sub_(0.5)
     basis = torch.empty(len(matrix), rank)
     for _ in range(_ITERATIONS):

@@ -1,42 +1,42 @@
-"""The stat2 codec: 2 bits an element, and a table of four values for each block of 512."""
+"""The stat2 codec: 2 bits an element, with a table of four values for each block of 512."""
 
 import torch
 
-from outer.codecs.blocks import columns_of, finite_peaks, multiply_blocks, num_blocks, rows_of
-from outer.codecs.checks import checked_payload, checked_values, flat_fp32
-from outer.codecs.packing import pack, packed_bytes, unpack
+from outer.codecs.packing.bits import pack, packed_bytes, unpack
+from outer.codecs.packing.block_scales import columns_of, finite_peaks, multiply_blocks, num_blocks, rows_of
+from outer.codecs.packing.checks import check_payload, check_values, flat_fp32
 
-# The table is 64 bits a block. 512 is the most whose sums on the grid below are exact. On normal values half the
-# block loses 1 % less energy, which is worth a tenth of the 0.125 bits an element that it costs.
+# The table takes 64 bits a block. 512 is the largest block whose sums on the grid below are exact. On normally
+# distributed values half the block size loses 1 % less energy, which is worth only a tenth of the 0.125 bits an element
+# that it costs.
 _BLOCK = 512
 _LEVELS = 4
 _STEP_SIGMAS = 6 / _LEVELS
-# Values are first put on a grid of 2 x 32767 steps, where sums are integers below 2**24: exact in fp32, so the same
-# in whatever order a machine adds.
+# Values are first rounded to a grid of 2 x 32767 steps. Sums of steps are integers below 2**24, which fp32 represents
+# exactly, so that the order of summation does not matter.
 _GRID_STEPS = 32767
-# No denormal is as much as 2**-10 of a grid step, and no mean on the grid, 2**-9 of a step or more, is denormal.
+# Every denormal is below 2**-10 of a grid step, and no mean on the grid, at least 2**-9 of a step, is denormal.
 _MIN_GRID = 2.0**-116
 _MAX_ENTRY = (2.0 - 2.0**-7) * 2.0**127
 
 
 class Stat2Codec:
-    """code = round((x - mean) / (1.5 sigma) + 2) in 0 to 3; it decodes to the mean of the block's x with that code.
+    """code = round((x - mean) / (1.5 sigma) + 2) in 0 to 3, which decodes to the mean of the block's x with that code.
 
-    So a block's sum survives, but for rounding: the table's bf16 (2**-9 of each entry), and x itself, which counts
-    as the nearest multiple of 1/32767 of the block's largest magnitude, or of 2**-116. A block of one value or
-    two decodes to them, within that rounding. Payload: the tables (bf16, 4 for each block, 0 where a code is not
-    used), then the codes.
+    A block therefore keeps its sum, up to the rounding of the table entries to bf16 (2**-9 of each) and of x to the
+    nearest multiple of 1/32767 of the block's largest magnitude, or of 2**-116. A block with only one or two distinct
+    values decodes to them, up to that rounding. Payload: the tables (bf16, 4 entries for each block, 0 for an unused
+    code), then the codes.
     """
 
     name = "stat2"
     block_elements = _BLOCK
 
     def num_bytes(self, num_elements: int) -> int:
-        """A quarter byte an element, 8 for each block begun: 2.125 bits an element."""
+        """A quarter byte an element, plus 8 bytes for each block: 2.125 bits an element."""
         return 2 * _LEVELS * num_blocks(num_elements, _BLOCK) + packed_bytes(num_elements, 2)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """The payload of `values`. Raises NonFiniteError."""
         values = flat_fp32(values)
         scratch = values.abs()
         grids = (finite_peaks(scratch, _BLOCK, values) / _GRID_STEPS).clamp_(min=_MIN_GRID)
@@ -52,10 +52,10 @@ class Stat2Codec:
         return payload
 
     def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """1-D fp32 values. Raises MessageError on a wrong size, and on inf or nan in a table."""
-        payload = checked_payload(payload, self.num_bytes(num_elements), self.name)
+        """Decode into 1-D fp32 values. Raises MessageError on a wrong size, and on inf or nan in a table."""
+        payload = check_payload(payload, self.num_bytes(num_elements), self.name)
         tables, packed = _split(payload, num_blocks(num_elements, _BLOCK))
-        entries = checked_values(tables.float().view(-1), self.name)
+        entries = check_values(tables.float().view(-1), self.name)
         places = unpack(packed, 2, num_elements).int()
         first_entries = torch.arange(0, entries.numel(), _LEVELS, dtype=torch.int32)
         columns = columns_of(first_entries, num_elements, _BLOCK)
@@ -71,17 +71,17 @@ def _split(payload: torch.Tensor, num_tables: int) -> tuple[torch.Tensor, torch.
 
 
 def _fill_codes(steps: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`out`, holding the codes (fp32) of grid steps, both blocks x elements."""
+    """Write the codes (fp32) of grid steps to `out` and return it. Both have shape (blocks, elements)."""
     size = steps.shape[1]
     torch.sub(steps, (steps.sum(1) / size)[:, None], out=out)
     sigmas = (_ordered_sum(out * out) / size).sqrt_()
-    # All equal: nothing to divide, and each is code 2.
+    # In a block of equal values sigma is 0, and each value gets code 2.
     factors = (sigmas * _STEP_SIGMAS).clamp_(min=1e-6).reciprocal_()
     return out.mul_(factors[:, None]).add_(_LEVELS // 2).round_().clamp_(0, _LEVELS - 1)
 
 
 def _ordered_sum(rows: torch.Tensor) -> torch.Tensor:
-    """The sum of each row, which is lost, by halving: in an order that no machine changes."""
+    """The sum of each row, added pairwise in an order that is fixed on every machine. Overwrites `rows`."""
     while rows.shape[1] > 1:
         half = rows.shape[1] // 2
         if rows.shape[1] % 2:
@@ -91,12 +91,12 @@ def _ordered_sum(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _bin_means(steps: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """The mean of each code's grid steps, blocks x 4; 0 where a code is not used."""
+    """The mean of the grid steps of each code, shape (blocks, 4); 0 for an unused code."""
     size = steps.shape[1]
     sums, counts = [steps.sum(1)], [torch.full((len(steps),), float(size))]
     above = torch.empty_like(codes)
     for code in range(1, _LEVELS):
-        # 1 where the code is at least this, 0 elsewhere; comparing to a bool would be slower.
+        # 1 where the element's code is at least `code`, 0 elsewhere; a comparison to bool would be slower.
         torch.sub(codes, code - 1, out=above).clamp_(0, 1)
         counts.append(above.sum(1))
         sums.append(above.mul_(steps).sum(1))

@@ -1,230 +1,175 @@
-"""The outer loop of one island in a gossip run: no round of all islands, each averages with a few (NoLoCo, 2506.10911).
+"""Averaging by gossip (NoLoCo, 2506.10911): in each round an island averages with a few partners.
 
-    launch   snapshot of the pseudo-gradient
-    land     meet the partners of the round -> take their shares -> tell each other -> outer step with those that came
+    publish our share -> find the partners that are present -> fetch theirs -> confirm each pair -> outer step
 
-Of the same face as outer/sync.py, so that diloco/island.py runs either. Every island has global params of its own:
-digests differ between islands. No partner is waited for longer than a round takes; with none an island goes on alone.
-Every rank of the island makes the same calls in the same order.
+Every island has global params of its own, so digests differ between islands. No partner is waited for longer than a
+round takes; without any, an island goes on alone.
 """
 
 import logging
 import time
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from outer import saved
-from outer.agreement import Interruption
+from outer.agreement.peers import Identity
 from outer.codecs.cast import Fp32Codec
-from outer.coding import coding_of, uniform
-from outer.config import OuterConfig
-from outer.deadlines import Deadlines
-from outer.desk import Desk
-from outer.donor import Donor
-from outer.entering import DONOR_WAIT_SECONDS, RESUME_SECONDS, come_in_time
+from outer.codecs.choice import build_uniform_choice
+from outer.config import GossipConfig, OuterConfig
+from outer.connect import Network
 from outer.errors import OuterError, TransportError
-from outer.exchange import Params
-from outer.fragments import schedule_of
-from outer.gossip import group_of, optimizer_of, outer_gradient
-from outer.island_state import IslandState, Snapshot
-from outer.loop import LoopThread
+from outer.gossip.exchange import GossipExchange
+from outer.gossip.partners import Partners
+from outer.gossip.server import GossipServer
+from outer.gossip.shares import ShareCoding, ShareDownload, Shares
+from outer.gossip.step import group_of, outer_gradient
+from outer.hooks import Hooks
 from outer.membership.base import Member
-from outer.network import Network
-from outer.own_reading import OwnReading
-from outer.pace import Pace
-from outer.partners import Partners
-from outer.payloads import Mean
-from outer.presence import LEAVE_SECONDS, Identity
-from outer.reports import CaughtUp, Landing, RoundReport, Settings
-from outer.runs import count
-from outer.shares import ShareCoding, Shares, ShareTaker
-from outer.state import PartState, Position
-from outer.taking import Taker
-from outer.team import Team
-from outer.trade import Trade
-from outer.traffic import TrafficMeter
-from outer.transfer import Fetch
-from outer.transfer import Share as Wanted
+from outer.network.event_loop import EventLoopThread
+from outer.reduce.payloads import Mean
+from outer.report import CaughtUp, LoopSettings, RoundReport
+from outer.rounds.agreed import DONOR_WAIT_SECONDS, RESUME_SECONDS
+from outer.rounds.averager import TakenState
+from outer.rounds.checkpoint import NoMemory
+from outer.rounds.leader import LEAVE_SECONDS, wait_for_donors
+from outer.rounds.pace import Pace
+from outer.rounds.traffic_meter import TrafficMeter
+from outer.state.part_state import PartState, Position
+from outer.state.pseudo_gradient import Contribution, Snapshot
+from outer.state.replica import Replica
+from outer.transfer.catch_up import CatchUp
+from outer.transfer.donor import Donor
+from outer.transfer.download import Download
+from outer.transfer.download_plan import DownloadPlan
 
 log = logging.getLogger(__name__)
 
-WHOLE = 0
-"""The fragment that a round sends: there is one."""
 
+@dataclass
+class GossipAverager:
+    """Implements `outer.rounds.averager.Averager`. Every rank of the island builds it and makes the same calls."""
 
-class GossipLoop:
-    """One rank's side of the outer loop."""
+    config: GossipConfig
+    island: str
+    start_islands: int
+    settings: LoopSettings
+    replica: Replica
+    exchange: GossipExchange
+    partners: Partners | None
+    """On rank 0 only."""
+    find_donors: Callable[[], list[Member]]
+    """Islands that are ahead. Leader only."""
+    catch_up: CatchUp
+    donor: Donor
+    pace: Pace
+    event_loop: EventLoopThread
+    traffic: TrafficMeter
+    share: float = 1.0
+    """Not used in a gossip run; checkpoints contain it."""
 
-    def __init__(
-        self,
-        config: OuterConfig,
-        identity: Identity,
-        params: Params,
-        team: Team,
-        network: Network,
-        loop: LoopThread,
-        settings: Settings | None = None,
-    ) -> None:
-        assert config.gossip is not None, "the run gossips"
-        self._gossip = config.gossip
-        config = config.model_copy(update={"optimizer": optimizer_of(config.gossip)})
-        self._config, self._identity, self._settings = config, identity, settings or Settings()
-        self._team, self._network, self._loop = team, network, loop
-        self._hooks = self._settings.hooks
-        self.schedule = schedule_of(config)
-        self._held = IslandState(config, coding_of(config), params, team)
-        self.reading = OwnReading(config, self._settings.index, joins=self._settings.joins)
-        self._resumed_units = 0
-        """Read by the progress that a checkpoint held."""
-        self._deadlines = Deadlines(config.wait_seconds)
-        coding, carried = ShareCoding(self._held.space, config), self._held.exchange.carried
-        shares = ShareTaker(coding, carried, network, self._deadlines)
-        self.pace = Pace(config, identity.island, self._deadlines)
-        self._donor = Donor(self._held.mine, network.messenger, self._hooks)
-        self._desk = Desk(network.messenger, self._held.exchange.carriers)
-        addresses = team.gather((network.transport.address, network.messenger.address))
-        self._partners = None
-        if team.is_leader:
-            self._partners = Partners(identity, addresses, self._desk, network, self._deadlines)
-        self._trade = Trade(shares, self._desk, self._partners, team, loop, self._hooks)
-        self._taker = Taker(self._held, self._fetch, team, loop, self._donors)
-        self._snapshot: Snapshot | None = None
+    def __post_init__(self) -> None:
         self._landed_at: float | None = None
-        self._traffic = TrafficMeter(team, network.transport.traffic)
 
     @property
-    def position(self) -> Position:
-        """Where this island stands; tokens are as if every island in the run had trained on as many as this one."""
-        return self._held.mine.position
+    def hooks(self) -> Hooks:
+        return self.settings.hooks
 
     @property
-    def digest(self) -> str:
-        """Of this island's own global params and outer momentum."""
-        return self._held.digest
+    def memory(self) -> NoMemory:
+        return NoMemory()
 
-    @property
-    def round(self) -> int:
-        """The round that inner steps are made for now."""
-        return self.position.round + (self._snapshot is not None)
+    def resume(self) -> None:
+        """Partners learn this island's round when it enters."""
 
-    @property
-    def in_flight(self) -> int | None:
-        """The round that is launched and has not landed, if there is one."""
-        return None if self._snapshot is None else self._snapshot.round
-
-    # -- an island's life -------------------------------------------------------------------------------------
-
-    def begin(self) -> Position:
-        """Enter the run: with the global params of some island if any has committed a round, else from the start."""
+    def enter(self) -> bool:
+        """Enter with the global params of an island that has committed a round, else from the start or checkpoint."""
         since = 0
-        if is_behind := self._team.on_leader(self._has_donors):
-            self._take_state()
-            # This round it makes alone: the others may have found their groups for it already.
-            since = self.position.round + 1
-        elif self._settings.joins:
+        if has_taken := self.replica.ranks.on_leader(self._wait_for_donors):
+            self.take_state()
+            # This island makes the present round alone: the others may have found their partners for it already.
+            since = self.replica.position.round + 1
+        elif self.settings.joins:
             raise OuterError("this island joins a run, and no island that has committed a round can be found in it")
-        if self._partners is not None:
-            self._loop.run(self._partners.announce(self.position, since))
-        if not is_behind:
+        if self.partners is not None:
+            self.event_loop.run(self.partners.announce(self.replica.position, since))
+        if not has_taken:
             self._start()
-            self.reading.take_up(self._resumed_units)
-        return self.position
+        return has_taken
 
-    def inner_steps(self) -> int:
-        """How many this island makes for `round`."""
-        return self.schedule.steps(self.round)
+    def run(self, contribution: Contribution) -> list[RoundReport]:
+        """Average with those of the round's partners that are present, and take an outer step.
 
-    def interruption(self, steps_left: int) -> Interruption:
-        """Nothing ends inner steps early here."""
+        Raises CaughtUp when the others were rounds ahead and their state has been taken; OuterError when the
+        pseudo-gradient cannot be used.
+        """
+        snapshot = contribution.wait(self.replica.position.round, 0.0)
+        self.hooks.reached("plan", snapshot.round)
+        try:
+            return [self._run(snapshot)]
+        finally:
+            self.donor.is_busy = False
+
+    def take_state(self) -> TakenState:
+        """Replace the replica by the global params of another island, without its momentum. Raises TransportError."""
+        self.catch_up.run()
+        position = Position(round=self.replica.position.round, tokens=self.replica.position.tokens)
+        taken = self.replica.carried.parts
+        parts = {i: PartState(p, torch.zeros_like(p), position.round) for i, p in taken.items()}
+        self.replica.replace(parts, position)
+        self.exchange.close(position.round)
+        self.announce()
+        return TakenState(base_digest=None, contains_own=False)
+
+    def announce(self) -> None:
+        """Publish the round that this island holds, and be a donor of it."""
+        if self.partners is not None:
+            replica = self.replica
+            self.donor.describe(replica.digest, replica.redistribution.carriers, replica.space.fingerprint)
+            self.event_loop.run(self.partners.update_status(replica.position, self.pace.step_seconds))
+
+    def interruption(self, seconds_left: float) -> Literal[""]:
+        """Nothing ends inner steps early in a gossip run."""
         return ""
 
-    def launch(self, tokens: int) -> None:
-        """Take the island's progress since the last round, made on `tokens` tokens. `land` must follow."""
-        assert self._snapshot is None, "one round is on its way at a time"
-        pseudo_grads = self._held.pseudo_grads()
-        norm = self._held.norm(pseudo_grads)
-        self._snapshot = Snapshot(self.round, WHOLE, pseudo_grads, norm, tokens, tokens, self.reading.read)
-        self._hooks.reached("plan", self._snapshot.round)
+    def linger(self) -> bool:
+        """No other history survives: each island has its own."""
+        self.event_loop.run(self._leader.linger(self.replica.position.round))
+        return False
 
-    def land(self) -> Landing:
-        """Average with the group of the round, those of it that come, and go on from the island's new global params.
-
-        Raises CaughtUp when the others are rounds ahead; OuterError when the pseudo-gradient cannot be used.
-        """
-        assert self._snapshot is not None, "there is a round on its way"
-        snapshot, self._snapshot = self._snapshot, None
-        started = time.monotonic()
-        try:
-            report = self._round(snapshot)
-        finally:
-            self._donor.is_busy = False
-        return Landing([report], time.monotonic() - started)
-
-    def global_params(self) -> AbstractContextManager[None]:
-        """Local params are this island's global params while it lasts."""
-        return self._held.global_params()
-
-    def finish(self) -> None:
-        """The run is over for this island: stay until the others have the last round, too."""
-        self._team.on_leader(lambda: self._loop.run(self._leader.linger(self.position.round)))
-        self.leave()
-
-    def leave(self, steps: int = 0) -> None:
-        """Withdraw from the run."""
-        if self._partners is not None:
-            self._loop.try_to(self._partners.leave(), LEAVE_SECONDS)
-
-    def moment_steps(self, landed: int | None = None) -> dict[str, int]:
-        """Moments are not averaged."""
-        return {}
-
-    def saved(self) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-        """What a checkpoint holds: this rank's tensors as they are, and facts. No round may be on its way."""
-        assert self._snapshot is None, "what a round on its way will commit is not known yet"
-        facts = saved.facts_of(self._held, saved.NoMemory(), weights=[0], share=1.0, units=count(self.reading.read))
-        return saved.tensors_of(self._held, saved.NoMemory()), facts
-
-    def room(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """Zeros to load what this rank needs of the saved tensors into, for `restore`."""
-        return saved.room_for(self._held, saved.NoMemory(), names)
-
-    def restore(self, tensors: Mapping[str, torch.Tensor], facts: object) -> None:
-        """Go on from what was saved, before `begin`; local params have been loaded. Raises InputError."""
-        read = saved.read_facts(facts)
-        saved.restore(self._held, saved.NoMemory(), read, tensors)
-        self._resumed_units = read.units
+    def leave(self, steps: int) -> None:
+        """Withdraw from the membership."""
+        if self.partners is not None:
+            self.event_loop.try_to(self.partners.leave(), LEAVE_SECONDS)
 
     # -- a round ----------------------------------------------------------------------------------------------
 
-    def _round(self, snapshot: Snapshot) -> RoundReport:
-        started, number = time.monotonic(), snapshot.round
-        names = self._team.on_leader(lambda: self._loop.run(self._leader.names(number)))
-        me, seed = self._identity.island, self._settings.seed
-        partners = [n for n in group_of(me, seed, number, names, self._gossip.group) if n != me]
-        own = self._trade.offer(snapshot, self._held.mine.parts, partners)
-        met = self._trade.meet(partners, number, len(self._held.space.parts))
+    def _run(self, snapshot: Snapshot) -> RoundReport:
+        started, number, replica = time.monotonic(), snapshot.round, self.replica
+        names = self._find_names(number)
+        group = group_of(self.island, self.settings.seed, number, names, self.config.group)
+        partners = [name for name in group if name != self.island]
+        own = self.exchange.publish(snapshot, replica.carried.parts, partners)
+        met = self.exchange.meet(partners, number, len(replica.space.parts))
         came = time.monotonic()
         if met.is_behind:
             self._catch_up("; ".join(met.lost.values()))
-        self._donor.is_busy = True
-        shares, lost = self._trade.take(met, number)
-        shares[me] = own
-        self._hooks.reached("apply", number)
-        tokens = self.position.tokens + snapshot.tokens * len(names)
+        self.donor.is_busy = True
+        shares, lost = self.exchange.fetch(met, number)
+        shares[self.island] = own
+        self.hooks.reached("apply", number)
+        tokens = replica.position.tokens + snapshot.tokens * len(names)
         self._step(snapshot, shares, Position(round=number + 1, tokens=tokens))
-        self._hooks.reached("applied", number)
-        self._held.merge(number, 0.0)
         if lost:
             log.warning("round %d: without %s", number, "; ".join(f"{n}: {why}" for n, why in lost.items()))
-        sent, received = self._traffic.count()
+        sent, received = self.traffic.count()
         return RoundReport(
             round=number,
             attempt=0,
             participants=sorted(shares),
             is_committed=True,
-            digest=self.digest,
+            digest=replica.digest,
             base="",
             units=snapshot.units,
             bytes_sent=sent,
@@ -237,76 +182,100 @@ class GossipLoop:
             is_own=True,
         )
 
+    def _find_names(self, round_number: int) -> list[str]:
+        ranks = self.replica.ranks.background
+        return ranks.on_leader(lambda: self.event_loop.run(self._leader.names(round_number)))
+
     def _step(self, snapshot: Snapshot, shares: Mapping[str, Shares], position: Position) -> None:
-        """One outer step with these islands' shares, and the word of it."""
-        own, means = shares[self._identity.island], {}
+        """One outer step with these islands' shares."""
+        own, means = shares[self.island], {}
         for part in snapshot.pseudo_grads:
-            gradient = outer_gradient([shares[name][part] for name in sorted(shares)], own[part], self._gossip)
+            gradient = outer_gradient([shares[name][part] for name in sorted(shares)], own[part], self.config)
             # Kept for joiners, who follow this island alone.
             means[part] = Mean(gradient, gradient.view(torch.uint8), b"")
-        self._held.commit(means, position, 1, listens=False)
-        self.reading.begin(self.schedule.begin(position.round))
+        self.replica.commit(means, position, 1, observes=False)
         now = time.monotonic()
         if self._landed_at is not None:
-            self._deadlines.observe("round", now - self._landed_at)
+            self.pace.deadlines.observe("round", now - self._landed_at)
         self._landed_at = now
-        self._stand()
+        self.announce()
 
     # -- the beginning, and another island's state ----------------------------------------------------------
 
     def _start(self) -> None:
-        """From the run's beginning or from a checkpoint, with those that do so, too."""
-        number = self.position.round
-        self._loop.run(self._desk.close(number))
-        self._stand()
-        self.reading.begin(self.schedule.begin(number))
-        if self._partners is not None:
-            seconds = RESUME_SECONDS if number else self._deadlines.initial_seconds
-            wanted = self._config.start_islands
-            came = self._loop.run(self._partners.wait_for(wanted, seconds))
+        """Start from the run's beginning or a checkpoint, together with the islands that do the same."""
+        number = self.replica.position.round
+        self.exchange.close(number)
+        self.announce()
+        if self.partners is not None:
+            seconds = RESUME_SECONDS if number else self.pace.deadlines.initial_seconds
+            wanted = self.start_islands
+            came = self.event_loop.run(self.partners.wait_for(wanted, seconds))
             if came < wanted and number == 0:
                 raise OuterError(f"round 0: {came} of {wanted} islands (outer.start_islands) came in {seconds:.0f} s")
 
-    def _has_donors(self) -> bool:
-        """Whether any island has committed a round; waited for when this one must not begin a run."""
-        return come_in_time(self._donors, DONOR_WAIT_SECONDS if self._settings.joins else 0.0)
+    def _wait_for_donors(self) -> bool:
+        return wait_for_donors(self.find_donors, DONOR_WAIT_SECONDS if self.settings.joins else 0.0)
 
     def _catch_up(self, cause: str) -> None:
-        """Go on from an island that is ahead. Raises CaughtUp; returns when none can be taken from, to go on alone."""
+        """Take the state of an island that is ahead and raise CaughtUp; return, to go on alone, if none can be taken.
+
+        The training thread waits in `land` meanwhile, so local params may be replaced from this thread.
+        """
         try:
-            self._take_state()
+            self.take_state()
         except TransportError as error:
             log.warning("behind the others, and no state can be taken from them: %s", error)
             return
         self._landed_at = None
         raise CaughtUp(f"the others have gone on: {cause}", is_kept=False)
 
-    def _take_state(self) -> None:
-        """Global params of another island, without its momentum, in the place of this one's. Raises TransportError."""
-        self._taker.take()
-        taken = self._held.mine.parts
-        number, tokens = self.position.round, self.position.tokens
-        parts = {i: PartState(p, torch.zeros_like(p), number) for i, p in taken.items()}
-        self._held.replace(parts, Position(round=number, tokens=tokens))
-        self.reading.begin(self.schedule.begin(number))
-        self._loop.run(self._desk.close(number))
-        self._stand()
-
-    def _donors(self) -> list[Member]:
-        return self._loop.run(self._leader.donors(self.position.round))
-
-    def _fetch(self) -> Fetch:
-        held = self._held
-        wanted = Wanted(held.space, held.exchange.carried, uniform(Fp32Codec()), self._config.optimizer)
-        return Fetch(self._network.messenger, [], wanted, hooks=self._hooks)
-
-    def _stand(self) -> None:
-        """Say which round this island holds, and be a donor of it."""
-        if self._partners is not None:
-            self._donor.describe(self.digest, self._held.exchange.carriers, self._held.space.fingerprint)
-            self._loop.run(self._partners.stand(self.position, self.pace.step_seconds))
-
     @property
     def _leader(self) -> Partners:
-        assert self._partners is not None, "only the leader speaks for the island"
-        return self._partners
+        assert self.partners is not None, "only the leader speaks for the island"
+        return self.partners
+
+
+def build_gossip_averager(
+    config: OuterConfig,
+    identity: Identity,
+    replica: Replica,
+    network: Network,
+    event_loop: EventLoopThread,
+    pace: Pace,
+    settings: LoopSettings,
+) -> GossipAverager:
+    """The averager of one rank. Every rank of the island calls it together."""
+    assert config.gossip is not None, "the config asks for gossip"
+    ranks = replica.ranks
+    donor = Donor(replica.carried, network.messenger, settings.hooks)
+    server = GossipServer(network.messenger, replica.redistribution.carriers)
+    addresses = ranks.gather((network.transport.address, network.messenger.address))
+    partners = Partners(identity, addresses, server, network, pace.deadlines) if ranks.is_leader else None
+    carried = replica.redistribution.own_parts
+    download = ShareDownload(ShareCoding(replica.space, config), carried, network, pace.deadlines)
+    exchange = GossipExchange(download, server, partners, ranks.background, event_loop, settings.hooks)
+
+    def find_donors() -> list[Member]:
+        assert partners is not None, "only the leader looks for donors"
+        return event_loop.run(partners.find_donors(replica.position.round))
+
+    def build_download() -> Download:
+        wanted = DownloadPlan(replica.space, carried, build_uniform_choice(Fp32Codec()), config.optimizer)
+        return Download(network.messenger, wanted, hooks=settings.hooks)
+
+    return GossipAverager(
+        config=config.gossip,
+        island=identity.island,
+        start_islands=config.start_islands,
+        settings=settings,
+        replica=replica,
+        exchange=exchange,
+        partners=partners,
+        find_donors=find_donors,
+        catch_up=CatchUp(replica, build_download, event_loop, find_donors),
+        donor=donor,
+        pace=pace,
+        event_loop=event_loop,
+        traffic=TrafficMeter(ranks.background, network.transport.traffic),
+    )

@@ -1,4 +1,4 @@
-"""What an island of a gossip group gives to the others, part by part: how it is coded, and how it is taken."""
+"""Shares of a gossip round, part by part: how they are encoded, and how a partner's share is fetched."""
 
 import asyncio
 import time
@@ -8,32 +8,32 @@ import torch
 
 from outer.codecs import build_codec
 from outer.codecs.base import Codec
-from outer.coding import coding_of
+from outer.codecs.choice import build_codec_choice
 from outer.config import OuterConfig
-from outer.deadlines import Deadlines
-from outer.desk import Take
+from outer.connect import Network
 from outer.errors import MessageError, NonFiniteError, OuterError, TransportError, first_cause
-from outer.gossip import Share
-from outer.network import Network
-from outer.partners import Route
-from outer.space import Part, Space
+from outer.gossip.partners import Route
+from outer.gossip.server import Take
+from outer.gossip.step import Share
+from outer.network.deadlines import Deadlines
+from outer.space.layout import Part, Space
 
 TAKES_AT_ONCE = 8
-"""Parts on their way from one partner."""
+"""Number of parts that are fetched from one partner at the same time."""
 Shares = dict[int, Share]
-"""By carried part."""
+"""Shares by carried part."""
 
 
 class ShareCoding:
-    """How a part travels: the pseudo-gradient's payload, then that of the global params."""
+    """Encodes a part as the payload of its pseudo-gradient followed by that of its global params."""
 
     def __init__(self, space: Space, config: OuterConfig) -> None:
         assert config.gossip is not None, "the run gossips"
-        self._space, self._coding = space, coding_of(config)
+        self._space, self._coding = space, build_codec_choice(config)
         self._params = build_codec(config.gossip.params)
 
     def encode(self, part: int, share: Share) -> torch.Tensor:
-        """The payload, freshly allocated. Raises OuterError, with the parameter's name, for inf and nan."""
+        """The payload, newly allocated. Raises OuterError with the parameter's name for inf and nan."""
         try:
             pseudo_grad, params = self._codecs(part)
             return torch.cat([pseudo_grad.encode(share.pseudo_grad), params.encode(share.params)])
@@ -42,7 +42,7 @@ class ShareCoding:
             raise OuterError(f"the pseudo-gradient of {name!r} holds {error.value}") from None
 
     def decode(self, part: int, payload: torch.Tensor) -> Share:
-        """What a payload (1-D uint8) says, all finite. Raises MessageError."""
+        """Decode a payload (1-D uint8). Raises MessageError if it has another size or a value is not finite."""
         num_elements = self._part(part).num_elements
         sizes = [codec.num_bytes(num_elements) for codec in self._codecs(part)]
         if payload.numel() != sum(sizes):
@@ -51,35 +51,35 @@ class ShareCoding:
         return Share(*(codec.decode(piece, num_elements) for codec, piece in pieces))
 
     def _codecs(self, part: int) -> tuple[Codec, Codec]:
-        return self._coding.of(self._part(part)), self._params
+        return self._coding.codec_for(self._part(part)), self._params
 
     def _part(self, part: int) -> Part:
         return self._space.parts[part]
 
 
-class ShareTaker:
-    """Takes the parts in `carried` from the partners' carriers; on the network's event loop."""
+class ShareDownload:
+    """Fetches the parts in `carried` from the partners' carriers, on the network's event loop."""
 
     def __init__(self, coding: ShareCoding, carried: Sequence[int], network: Network, deadlines: Deadlines) -> None:
         self.coding = coding
         self._carried, self._network, self._deadlines = carried, network, deadlines
 
-    async def take_all(
+    async def fetch_all(
         self, routes: Mapping[str, Route], round_number: int
     ) -> tuple[dict[str, Shares], dict[str, str]]:
-        """The share of each partner that gives all of it in time, and why the others' is missing."""
-        taken = await asyncio.gather(*(self._take(name, route, round_number) for name, route in routes.items()))
-        by_name = dict(zip(routes, taken, strict=True))
+        """(shares of the partners that give all of theirs in time, why the others' shares are missing)."""
+        fetched = await asyncio.gather(*(self._fetch(name, route, round_number) for name, route in routes.items()))
+        by_name = dict(zip(routes, fetched, strict=True))
         shares = {name: share for name, share in by_name.items() if not isinstance(share, str)}
         return shares, {name: share for name, share in by_name.items() if isinstance(share, str)}
 
-    async def _take(self, name: str, route: Route, round_number: int) -> Shares | str:
+    async def _fetch(self, name: str, route: Route, round_number: int) -> Shares | str:
         limit, started = self._deadlines.limit("gossip"), time.monotonic()
         places, found = asyncio.Semaphore(TAKES_AT_ONCE), {}
 
-        async def take(part: int) -> None:
+        async def fetch(part: int) -> None:
             async with places:
-                body = Take(round=round_number, part=part).model_dump_json().encode()
+                body = Take(round=round_number, part=part).encode()
                 address = route.addresses[route.carriers[part]]
                 reply = await self._network.messenger.call(address, "take", body, timeout_seconds=limit, lane="bulk")
                 found[part] = await asyncio.to_thread(self._decode, name, part, reply)
@@ -87,7 +87,7 @@ class ShareTaker:
         try:
             async with asyncio.timeout(limit), asyncio.TaskGroup() as tasks:
                 for part in self._carried:
-                    tasks.create_task(take(part))
+                    tasks.create_task(fetch(part))
         except TimeoutError:
             return f"its share did not come within {limit:.0f} s"
         except BaseExceptionGroup as group:
@@ -99,9 +99,9 @@ class ShareTaker:
         return found
 
     def _decode(self, name: str, part: int, reply: bytes) -> Share:
-        """Raises MessageError, which is counted, for bytes that must not enter a mean."""
+        """Raises MessageError, and counts a rejection, for bytes that must not enter a mean."""
         try:
             return self.coding.decode(part, torch.frombuffer(bytearray(reply), dtype=torch.uint8))
         except MessageError as error:
-            self._network.refusals.add(name, "payload", str(error))
+            self._network.rejections.add(name, "payload", str(error))
             raise

@@ -1,11 +1,11 @@
-"""Gossip (NoLoCo, 2506.10911): who averages with whom in a round, and what an outer step then descends.
+"""The maths of gossip (NoLoCo, 2506.10911): the groups of a round, and the gradient of an outer step.
 
 With phi_i the global params of island i, which are its own, theta_i its local params, and `group` its group:
 
     m_i <- momentum m_i + lr mean(theta_j - phi_j) + pull (mean(phi_j) - phi_i)        means over j in group
     phi_i <- phi_i + m_i        theta_i <- phi_i
 
-What is pulled is added nowhere: over all islands of a group those terms sum to zero.
+The pull changes no average: over all islands of a group its terms sum to zero.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,7 +18,7 @@ from outer.config import GossipConfig, OuterOptimizerConfig
 
 
 def groups_of_round(seed: int, round_number: int, names: Collection[str], size: int) -> list[list[str]]:
-    """Every name in one group, each sorted; groups have `size` names, or more where that does not divide them.
+    """All names split into groups, each sorted, of `size` names, or more where `size` does not divide their number.
 
     4 names, size 2     round 0   a c | b d     round 1   a b | c d     round 2   a c | b d  ...
     """
@@ -32,33 +32,33 @@ def groups_of_round(seed: int, round_number: int, names: Collection[str], size: 
 
 
 def group_of(island: str, seed: int, round_number: int, names: Collection[str], size: int) -> list[str]:
-    """The group that the island is in; `names` has its name."""
+    """The island's group; `names` contains its name."""
     return next(group for group in groups_of_round(seed, round_number, names, size) if island in group)
 
 
-def optimizer_of(config: GossipConfig) -> OuterOptimizerConfig:
-    """SGD that makes the step above of `outer_gradient`: its momentum buffer is -m."""
+def build_optimizer_config(config: GossipConfig) -> OuterOptimizerConfig:
+    """The SGD whose step on `outer_gradient` is the step above; its momentum buffer is -m."""
     return OuterOptimizerConfig(lr=1.0, momentum=config.momentum, nesterov=False)
 
 
 @dataclass(frozen=True)
 class Share:
-    """One part as one island of the group gives it, fp32."""
+    """One part of one island's share, fp32."""
 
     pseudo_grad: torch.Tensor
-    """phi - theta, as everywhere."""
+    """phi - theta: global minus local."""
     params: torch.Tensor
     """phi"""
 
 
 def outer_gradient(shares: Sequence[Share], own: Share, config: GossipConfig) -> torch.Tensor:
-    """What island `own` descends in a part: -lr mean(theta_j - phi_j) - pull (mean(phi_j) - phi_own).
+    """The gradient that island `own` descends in a part: -lr mean(theta_j - phi_j) - pull (mean(phi_j) - phi_own).
 
-    `shares`, `own` among them, in the order of names, which is that of the sums.
+    `shares` contains `own` and is in the order of names, which is the order of summation.
     """
     progress, apart = torch.zeros_like(own.params), torch.zeros_like(own.params)
     for share in shares:
         progress += share.pseudo_grad
-        # The difference first: it is exactly zero between equals, and small numbers are summed.
+        # The difference is taken first: it is exactly zero between equals, and small numbers are summed.
         apart += own.params - share.params
     return progress / len(shares) * config.lr + apart / len(shares) * config.pull

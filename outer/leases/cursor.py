@@ -1,67 +1,90 @@
-"""What text one rank of an island reads: the units of the island's lease, in order (outer/account.py)."""
+"""Which units of data the ranks of an island read next. A unit is the data of one inner step of one island."""
 
-from outer.account import Account, Terms, lease_for, still_leased
-from outer.runs import Runs, count, head, tail
+from typing import Protocol
+
+from outer.leases.ledger import Ledger, Terms, extend_lease, find_lease
+from outer.leases.ranges import Ranges, count, head, tail
 
 
-class Reading:
-    """Every rank of the island has one and makes the same calls, so that all read the same units."""
+class Cursor(Protocol):
+    """Position of one island in the data. Every rank has one and makes the same calls, so all read the same units."""
+
+    @property
+    def read(self) -> Ranges:
+        """Units that have been read and that no commit has settled: the data behind the island's whole progress."""
+        ...
+
+    @property
+    def num_left(self) -> int:
+        """Number of units that may be read before the next commit."""
+        ...
+
+    def begin(self, round_number: int, ledger: Ledger) -> None:
+        """Start without progress at this position: units read and not settled will be read again."""
+        ...
+
+    def resume(self, number: int) -> None:
+        """After `begin`: mark the first `number` units as read, by progress that a checkpoint held."""
+        ...
+
+    def next_unit(self) -> int:
+        """The unit of the next inner step. There must be one left."""
+        ...
+
+    def settle(self, round_number: int, ledger: Ledger, number: int) -> None:
+        """A commit has led to this position, and it contains the first `number` units read."""
+        ...
+
+    def keep(self, ledger: Ledger) -> bool:
+        """Whether progress on the units read may count under this ledger, which replaces the last. If not, `begin`."""
+        ...
+
+
+class LeaseCursor:
+    """Reads the units of the island's lease in order (outer/leases/ledger.py)."""
 
     def __init__(self, island: str, index: int, incarnation: str, terms: Terms) -> None:
         self._island, self._index, self._incarnation, self._terms = island, index, incarnation, terms
-        self._lease: Runs = ()
-        """From the first unit that no commit has settled."""
+        self._lease: Ranges = ()
+        """The island's units, starting with the first one that no commit has settled."""
         self._num_read = 0
 
     @property
-    def read(self) -> Runs:
-        """Units that have been read and not settled: those of the island's whole progress."""
+    def read(self) -> Ranges:
         return head(self._lease, self._num_read)
 
     @property
     def num_left(self) -> int:
-        """Units that may be read before the next commit."""
         return count(self._lease) - self._num_read
 
-    def first(self, account: Account) -> int:
-        """The first unit of the island's lease by this account, or where it reads without one.
+    def first_unit(self, ledger: Ledger) -> int:
+        """First unit of the island's lease, or the first one it reads without a lease. Call it from any thread."""
+        ranges = ledger.leases[self._island].runs if self._island in ledger.leases else self._lease
+        return ranges[0][0] if ranges else 0
 
-        Any thread may ask.
-        """
-        lease = account.leases.get(self._island)
-        runs = self._lease if lease is None else lease.runs
-        return runs[0][0] if runs else 0
-
-    def begin(self, account: Account) -> None:
-        """There is no progress: what was read and not settled will be read again, here or elsewhere."""
-        self._lease = lease_for(account, self._island, self._index, self._incarnation, self._terms)
+    def begin(self, round_number: int, ledger: Ledger) -> None:
+        self._lease = find_lease(ledger, self._island, self._index, self._incarnation, self._terms)
         self._num_read = 0
 
-    def take_up(self, number: int) -> None:
-        """After `begin`: the first `number` units were read by progress that a checkpoint held."""
+    def resume(self, number: int) -> None:
         self._num_read = min(number, count(self._lease))
 
     def next_unit(self) -> int:
-        """The unit of the next inner step. There must be one left."""
         assert self.num_left > 0, "inner steps end when the lease is used up"
         unit = tail(self._lease, self._num_read)[0][0]
         self._num_read += 1
         return unit
 
-    def settle(self, account: Account, number: int) -> None:
-        """A commit has made this account, and the first `number` units read are trained now."""
+    def settle(self, round_number: int, ledger: Ledger, number: int) -> None:
         self._lease = tail(self._lease, number)
         self._num_read -= number
-        if not self.go_on(account):
-            assert self._num_read == 0, "who takes part in a commit keeps its lease"
-            self.begin(account)
+        if not self.keep(ledger):
+            assert self._num_read == 0, "a participant of a commit keeps its lease"
+            self.begin(round_number, ledger)
 
-    def go_on(self, account: Account) -> bool:
-        """Whether the progress may count under this account: its units are the island's own, and not trained yet.
-
-        If not, `begin`.
-        """
-        lease = still_leased(account, self._island, self._index, self._lease, self._num_read)
+    def keep(self, ledger: Ledger) -> bool:
+        """Whether the units read are still the island's own and not trained by others yet."""
+        lease = extend_lease(ledger, self._island, self._index, self._lease, self._num_read)
         if lease is not None:
             self._lease = lease
         return lease is not None

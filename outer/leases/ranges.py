@@ -1,6 +1,6 @@
-"""Runs of units: evenly spaced numbers, kept as Python's `range`; in JSON [first, count, stride].
+"""Ranges of data units: evenly spaced numbers, kept as Python's `range` and sent in JSON as [first, count, stride].
 
-1, 4, 7, 10 is range(1, 13, 3) and [1, 4, 3]: what the second of three islands reads in its first four inner steps.
+The units 1, 4, 7, 10, which the second of three islands reads first, are range(1, 13, 3), in JSON [1, 4, 3].
 """
 
 from collections.abc import Mapping
@@ -16,59 +16,63 @@ def _to_range(value: object) -> range:
     if isinstance(value, range):
         return value
     if not isinstance(value, list | tuple) or len(value) != 3 or any(type(number) is not int for number in value):
-        raise ValueError("a run of units is [first, count, stride]")
+        raise ValueError("a range of units is [first, count, stride]")
     first, count, stride = value
     if first < 0 or count < 1 or stride < 1 or count * stride > MAX_UNIT or first > MAX_UNIT:
-        raise ValueError(f"a run of units is [first >= 0, count >= 1, stride >= 1], not {value}")
+        raise ValueError(f"a range of units is [first >= 0, count >= 1, stride >= 1], not {value}")
     return range(first, first + count * stride, stride)
 
 
-def triple(run: range) -> list[int]:
-    """[first, count, stride]"""
-    return [run.start, len(run), run.step]
+def triple(units: range) -> list[int]:
+    """The range as [first, count, stride]."""
+    return [units.start, len(units), units.step]
 
 
-Run = Annotated[range, PlainValidator(_to_range), PlainSerializer(triple, return_type=list[int])]
-Runs = tuple[Run, ...]
-"""Units in the order in which they are read; no run is empty."""
+UnitRange = Annotated[range, PlainValidator(_to_range), PlainSerializer(triple, return_type=list[int])]
+Ranges = tuple[UnitRange, ...]
+"""Units in the order in which they are read. No range is empty."""
 
 
-def count(runs: Runs) -> int:
-    """Units in all runs."""
-    return sum(len(run) for run in runs)
+def count(ranges: Ranges) -> int:
+    return sum(len(units) for units in ranges)
 
 
-def head(runs: Runs, number: int) -> Runs:
-    """The first `number` units, or all that there are."""
+def head(ranges: Ranges, number: int) -> Ranges:
+    """The first `number` units, or all of them if there are fewer."""
     kept: list[range] = []
-    for run in runs:
-        kept.append(run[:number])
+    for units in ranges:
+        kept.append(units[:number])
         number -= len(kept[-1])
-    return tuple(run for run in kept if run)
+    return tuple(units for units in kept if units)
 
 
-def tail(runs: Runs, number: int) -> Runs:
-    """What `head` leaves."""
+def tail(ranges: Ranges, number: int) -> Ranges:
+    """All units but the first `number`."""
     kept: list[range] = []
-    for run in runs:
-        kept.append(run[number:])
-        number = max(number - len(run), 0)
-    return tuple(run for run in kept if run)
+    for units in ranges:
+        kept.append(units[number:])
+        number = max(number - len(units), 0)
+    return tuple(units for units in kept if units)
 
 
-def append(runs: Runs, run: range) -> Runs:
-    """The run at the end; one with the last, when it goes on as that does."""
-    if runs and runs[-1].step == run.step and runs[-1][-1] + run.step == run[0]:
-        return (*runs[:-1], range(runs[-1].start, run[-1] + run.step, run.step))
-    return (*runs, run)
+def append(ranges: Ranges, units: range) -> Ranges:
+    """Append a range, merged with the last one if it continues it."""
+    if ranges and ranges[-1].step == units.step and ranges[-1][-1] + units.step == units[0]:
+        return (*ranges[:-1], range(ranges[-1].start, units[-1] + units.step, units.step))
+    return (*ranges, units)
 
 
-def deal(pool: list[range], frontier: int, needs: Mapping[str, int]) -> tuple[dict[str, Runs], list[range], int]:
-    """(what each gets, the pool left, the frontier then): units of the pool in order, then from `frontier` on.
+def deal(pool: list[range], frontier: int, needs: Mapping[str, int]) -> tuple[dict[str, Ranges], list[range], int]:
+    """Deal units out, first those of the pool in order and then those from `frontier` on.
 
-    One to each in turn, as long as it needs some: those with equal needs get every n-th unit.
+    Every taker gets one unit in turn while it needs more, so of n takers with equal needs each gets every n-th unit.
+    Returns (ranges by taker, remaining pool, new frontier).
+
+    >>> given, pool, frontier = deal([range(4, 5)], 10, {"a": 3, "b": 2})
+    >>> [triple(units) for units in given["a"]], [triple(units) for units in given["b"]], pool, frontier
+    ([[4, 1, 2], [10, 2, 2]], [[11, 2, 2]], [], 14)
     """
-    given: dict[str, Runs] = dict.fromkeys(needs, ())
+    given: dict[str, Ranges] = dict.fromkeys(needs, ())
     left, pool = {name: need for name, need in needs.items() if need > 0}, list(pool)
     while left:
         least, turns = min(left.values()), len(left)

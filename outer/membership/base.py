@@ -1,93 +1,69 @@
-"""Who is in the run, and how islands speak to one another outside of bulk payloads."""
+"""The Membership interface: the records of the islands in a run, and the run's config."""
 
-from collections.abc import Awaitable, Callable
-from typing import Literal, Protocol
+from typing import Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from outer.transports.base import Endpoint
-
-Handler = Callable[[Endpoint, bytes], Awaitable[bytes]]
-"""Answers one call of an endpoint. What it raises of MessageError or InputError goes back to the caller as a text."""
+from outer.network.messages import MAX_RANKS, MAX_ROUND, MAX_TOKENS, IslandName, Message
 
 
-Lane = Literal["control", "bulk"]
-"""bulk: bodies of megabytes, which small calls must not wait behind."""
+class Member(Message):
+    """An island's record in the swarm. It comes from a peer, so it is validated strictly."""
 
-
-class Member(BaseModel):
-    """An island's record in the swarm. Validated strictly: it comes from a peer."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    island: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")
+    island: IslandName
     incarnation: str = Field(min_length=8, max_length=32, pattern=r"^[0-9a-f]+$")
     identity: str = Field(min_length=8, max_length=64, pattern=r"^[0-9a-f]+$")
-    """The same for every incarnation of an island: a restarted one takes its own place at once."""
+    """The same for all incarnations of an island, so that a restarted island can take its own place at once."""
     config_hash: str = Field(min_length=16, max_length=64, pattern=r"^[0-9a-f]+$")
-    control_addresses: list[str] = Field(min_length=1, max_length=4096)
+    control_addresses: list[str] = Field(min_length=1, max_length=MAX_RANKS)
     """Messenger.address of each rank, in rank order."""
-    transport_addresses: list[str] = Field(min_length=1, max_length=4096)
+    transport_addresses: list[str] = Field(min_length=1, max_length=MAX_RANKS)
     """Transport.address of each rank, in rank order."""
-    round: int = Field(ge=0, lt=1 << 30)
-    tokens: int = Field(default=0, ge=0, lt=1 << 62)
-    """Behind the state: all that its committed pseudo-gradients were trained on."""
+    round: int = Field(ge=0, lt=MAX_ROUND)
+    """Number of rounds that the island has committed."""
+    tokens: int = Field(default=0, ge=0, lt=MAX_TOKENS)
+    """Number of tokens that all of its committed pseudo-gradients were trained on."""
     digest: str = Field(default="", max_length=64, pattern=r"^[0-9a-f]*$")
-    """Of the global params and outer momentum."""
+    """Digest of its global params and outer momentum."""
     step_seconds: float = Field(default=0.0, ge=0)
-    """Median time of an inner step; 0: not measured yet."""
-    since: int = Field(default=0, ge=0, lt=1 << 30)
-    """With gossip, the first round in which others count on it: so all that read its record in time find the same."""
-
-
-class Messenger(Protocol):
-    """Small calls between endpoints, on connections that bulk payloads do not share."""
-
-    @property
-    def address(self) -> str:
-        """Where other endpoints reach this one."""
-        ...
-
-    def serve(self, kind: str, handler: Handler) -> None:
-        """Answer calls of `kind` with `handler`. One handler a kind."""
-        ...
-
-    async def call(
-        self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control"
-    ) -> bytes:
-        """The reply of the endpoint at `address`. Calls of different lanes go over connections of their own.
-
-        Raises PeerLost when it cannot be reached or its connection breaks, DeadlineError when the reply does
-        not come in time, MessageError when it refuses (its text) or answers with malformed bytes.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Stop serving and drop all connections. Idempotent."""
-        ...
+    """Median duration of an inner step, or 0 if not measured yet."""
+    since: int = Field(default=0, ge=0, lt=MAX_ROUND)
+    """With gossip, the first round in which others expect this island, so that all agree on the groups."""
 
 
 class Membership(Protocol):
-    """The swarm's records: one Member an island, one config text a run. Only an island's rank 0 holds one."""
+    """The records of a swarm: one Member per island and one config text per run. Only rank 0 of an island holds one.
+
+    >>> import asyncio
+    >>> from outer.membership.loopback import LoopbackMembership
+    >>> from outer.transports.loopback import Hub
+    >>> fields = {"incarnation": "0" * 8, "identity": "1" * 8, "config_hash": "2" * 16, "round": 0}
+    >>> fields |= {"control_addresses": ["-"], "transport_addresses": ["-"]}
+    >>> async def example() -> list[str]:
+    ...     hub = Hub()
+    ...     ours, theirs = LoopbackMembership(hub, "run", "a"), LoopbackMembership(hub, "run", "b")
+    ...     await ours.announce(Member(island="a", **fields))
+    ...     await theirs.announce(Member(island="b", **fields))
+    ...     return list(await ours.members())
+    >>> asyncio.run(example())
+    ['a', 'b']
+    """
 
     async def announce(self, member: Member) -> None:
-        """Publish this island's record and keep it alive until `leave`; call again to change it.
+        """Publish this island's record and keep it alive until `leave`. Call it again to change the record.
 
         Raises InputError when a live island with another identity holds the same name.
         """
-        ...
 
     def update(self, member: Member) -> None:
-        """Change this island's record after `announce`, in the background. On the event loop, as all else."""
-        ...
+        """Change this island's record in the background, after `announce`. Call it on the event loop."""
 
     async def members(self) -> dict[str, Member]:
-        """The islands whose records are alive, by name, this one included. Malformed records are left out."""
+        """The islands whose records are alive, by name, including this one. Malformed records are left out."""
         ...
 
     async def publish_config(self, text: str) -> None:
-        """Put the run's config (YAML) where joiners find it; the first to come wins, equal texts are no conflict."""
-        ...
+        """Publish the run's config (YAML) for joiners. The first text wins; later ones are ignored."""
 
     async def read_config(self) -> str | None:
         """The run's config text, or None when no island has published one."""
@@ -95,9 +71,3 @@ class Membership(Protocol):
 
     async def leave(self) -> None:
         """Withdraw this island's record. Idempotent."""
-        ...
-
-
-def endpoints_of(member: Member) -> dict[Endpoint, str]:
-    """Every endpoint of an island with its transport address, in rank order."""
-    return {Endpoint(member.island, rank): a for rank, a in enumerate(member.transport_addresses)}

@@ -1,8 +1,8 @@
-"""Calls and records of a swarm held together by hivemind's DHT: it goes on without whoever began it."""
+"""Calls and records in a swarm that hivemind's DHT holds together. The swarm survives the island that started it."""
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +12,7 @@ from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
 from outer.errors import InputError, MessageError, PeerLost
-from outer.keys import SEAL_BYTES, RunKey, Trust, open_sealed, seal
 from outer.membership.base import Member
-from outer.membership.calls import StreamMessenger
 from outer.membership.dht import RPC_SECONDS, bootstrap_addresses, close_dht, meet, open_dht
 from outer.membership.records import (
     MAX_CONFIG_BYTES,
@@ -25,74 +23,65 @@ from outer.membership.records import (
     check_identity,
     parse_records,
 )
-from outer.transports.base import Endpoint, Traffic
+from outer.network.endpoints import Endpoint, Traffic
+from outer.network.rpc import StreamMessenger
+from outer.network.run_key import SEAL_BYTES, RunKey, seal, unseal
 from outer.transports.hivemind_addresses import parse_address
-from outer.transports.hivemind_daemon import Daemon, DaemonSettings, start_daemon
+from outer.transports.hivemind_daemon import Daemon, DaemonSettings, start_daemon, stream_name
 
 log = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 4.0
 CONFIG_SECONDS = 60.0
 ANSWER_SECONDS = 0.5
-"""`members` waits so long for the DHT, then says what it knew: a dead peer makes one search slow, not many."""
+"""`members` waits this long for the DHT and then returns what it knew, so that a dead peer slows only one search."""
 MEET_SECONDS = 3.0
-"""How often peers are looked for that the DHT has given up."""
-MAX_MET = 64
+"""Interval at which peers are pinged that the DHT has dropped."""
+MAX_KNOWN_PEERS = 64
 
 
-async def open_messenger(daemon: Daemon, run_id: str, me: Endpoint, traffic: Traffic, trust: Trust) -> StreamMessenger:
-    """A messenger over the daemon's streams."""
-
+async def open_messenger(daemon: Daemon, run_id: str, me: Endpoint, traffic: Traffic) -> StreamMessenger:
     async def dial(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         peer = parse_address(address)
-        return await daemon.open_stream(peer, _handler_name(run_id, peer.rank))
+        return await daemon.open_stream(peer, stream_name(run_id, "control", peer.rank))
 
     async def accept(peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await messenger.accept(reader, writer, peer_id)
 
-    messenger = StreamMessenger(run_id, me, dial, traffic, trust)
+    messenger = StreamMessenger(run_id, me, dial, traffic, daemon.auth)
     messenger.address = str(daemon.address)
-    await daemon.serve(_handler_name(run_id, me.rank), accept)
+    await daemon.serve(stream_name(run_id, "control", me.rank), accept)
     return messenger
 
 
 class HivemindMembership:
-    """See outer.membership.base.Membership. Owns the DHT node, not the daemon.
+    """A Membership (outer.membership.base) in hivemind's DHT. It owns the DHT node, but not the daemon.
 
-    The DHT forgets a peer that does not answer once. So this island calls on those at `bootstrap`, and on islands that
-    it has met, until they are back: else a bootstrap peer that was started again would lead newcomers to nobody, and
-    the sides of a parted network would never find each other.
+    The DHT drops a peer that fails to answer once, so this class keeps pinging bootstrap peers and known islands. Else
+    a restarted bootstrap peer would know nobody, and the two sides of a network partition would never find each other.
     """
 
     def __init__(
-        self,
-        dht: DHTNode,
-        daemon: Daemon,
-        run_id: str,
-        record_seconds: float,
-        *,
-        bootstrap: Sequence[str] = (),
-        key: RunKey | None = None,
+        self, dht: DHTNode, daemon: Daemon, run_id: str, record_seconds: float, bootstrap: Sequence[str]
     ) -> None:
-        self._dht, self._daemon, self._run_id, self._key = dht, daemon, run_id, key
+        self._dht, self._daemon, self._run_id, self._key = dht, daemon, run_id, daemon.auth.key
         self._record_seconds = record_seconds
-        self._met = bootstrap_addresses(bootstrap)
-        """Bootstrap peers by their address, islands by name."""
+        self._peers = bootstrap_addresses(bootstrap)
+        """Addresses of bootstrap peers, by multiaddress, and of islands, by name."""
         self._refresh_seconds = min(REFRESH_SECONDS, record_seconds / 3)
         self._own: Member | None = None
         self._config: str | None = None
         self._expires_at = 0.0
         self._known: dict[str, Member] = {}
         self._search: asyncio.Task[dict[str, Member]] | None = None
-        self._refreshing: asyncio.Task[None] | None = None
-        self._meeting: asyncio.Task[None] | None = None
+        self._refreshing: list[asyncio.Task[None]] = []
         self._wake = asyncio.Event()
 
     async def announce(self, member: Member) -> None:
-        check_identity(member, (await self._find_members()).get(member.island))
-        await self._store_member(member)
-        # Two that come at once both pass the first check; the DHT keeps one of them.
-        check_identity(member, (await self._find_members()).get(member.island))
+        check_identity(member, (await find_members(self._dht, self._run_id, self._key)).get(member.island))
+        await self._store_record(member.island, member.encode())
+        # Two islands that announce at the same time both pass the first check, and the DHT keeps one of their records.
+        check_identity(member, (await find_members(self._dht, self._run_id, self._key)).get(member.island))
         self._own = member
         self._keep_refreshing()
 
@@ -104,11 +93,14 @@ class HivemindMembership:
 
     async def members(self) -> dict[str, Member]:
         if self._search is None or self._search.done():
-            self._search = asyncio.create_task(self._find_members())
+            self._search = asyncio.create_task(find_members(self._dht, self._run_id, self._key))
         await asyncio.wait({self._search}, timeout=ANSWER_SECONDS)
         if self._search.done():
             self._known = self._search.result()
-            self._remember(self._known.values())
+            for member in self._known.values():
+                with suppress(PeerLost, IndexError):
+                    if member.island in self._peers or len(self._peers) < MAX_KNOWN_PEERS:
+                        self._peers[member.island] = parse_address(member.control_addresses[0])
         own = {self._own.island: self._own} if self._own else {}
         return dict(sorted((self._known | own).items()))
 
@@ -124,35 +116,26 @@ class HivemindMembership:
     async def leave(self) -> None:
         own, self._own = self._own, None
         if own is not None:
-            with suppress(TimeoutError, P2PDaemonError, OSError, EOFError):  # the daemon may have died before us
+            with suppress(TimeoutError, P2PDaemonError, OSError, EOFError):  # the daemon may have died already
                 async with asyncio.timeout(RPC_SECONDS):
                     await self._store_record(own.island, b"")
 
     async def close(self) -> None:
         """Stop refreshing and leave the DHT. Idempotent."""
-        for task in (self._refreshing, self._meeting, self._search):
-            if task is not None:
-                task.cancel()
+        for task in (*self._refreshing, *([self._search] if self._search else [])):
+            task.cancel()
         await close_dht(self._dht)
 
     def _keep_refreshing(self) -> None:
-        if self._refreshing is None:
-            self._refreshing = asyncio.create_task(self._refresh())
-            self._meeting = asyncio.create_task(self._meet_again())
+        if not self._refreshing:
+            self._refreshing = [asyncio.create_task(work) for work in (self._refresh(), self._ping_lost_peers())]
 
-    def _remember(self, members: Iterable[Member]) -> None:
-        for member in members:
-            with suppress(PeerLost, IndexError):
-                if member.island in self._met or len(self._met) < MAX_MET:
-                    self._met[member.island] = parse_address(member.control_addresses[0])
-
-    async def _meet_again(self) -> None:
+    async def _ping_lost_peers(self) -> None:
         while True:
             await asyncio.sleep(MEET_SECONDS)
             table = self._dht.protocol.routing_table
-            lost = [a for a in self._met.values() if table.get(peer_id=PeerID.from_base58(a.peer_id)) is None]
-            others = [a for a in lost if a.peer_id != self._daemon.peer_id]
-            await asyncio.gather(*(meet(self._dht, self._daemon, address) for address in others))
+            lost = [a for a in self._peers.values() if table.get(peer_id=PeerID.from_base58(a.peer_id)) is None]
+            await asyncio.gather(*(meet(self._dht, self._daemon, a) for a in lost if a.peer_id != self._daemon.peer_id))
 
     async def _refresh(self) -> None:
         while True:
@@ -162,16 +145,13 @@ class HivemindMembership:
             self._wake.clear()
             try:
                 if self._own is not None:
-                    await self._store_member(self._own)
+                    await self._store_record(self._own.island, self._own.encode())
                 await self._store_config()
-            except Exception:  # the record must live on past any one failure
-                log.warning("the DHT did not take this island's record; trying again", exc_info=True)
-
-    async def _store_member(self, member: Member) -> None:
-        await self._store_record(member.island, member.model_dump_json().encode())
+            except Exception:  # the refresh must survive any single failure
+                log.warning("the DHT did not accept this island's record; trying again", exc_info=True)
 
     async def _store_record(self, island: str, value: bytes) -> None:
-        # Only a later expiry replaces a record.
+        # The DHT replaces a record only by one that expires later.
         self._expires_at = max(get_dht_time() + self._record_seconds, self._expires_at + 0.01)
         sealed = seal(self._key, _member_purpose(self._run_id, island), value)
         await self._dht.store(_members_key(self._run_id), sealed, self._expires_at, subkey=island)
@@ -183,44 +163,37 @@ class HivemindMembership:
             await self._dht.store(_config_key(self._run_id), sealed, expires_at)
             await self._dht.store(RUNS_KEY, b"", expires_at, subkey=self._run_id)
 
-    async def _find_members(self) -> dict[str, Member]:
-        return await find_members(self._dht, self._run_id, self._key)
-
 
 async def find_members(dht: DHTNode, run_id: str, key: RunKey | None) -> dict[str, Member]:
-    """The well-formed records of a run that the key opens, by island."""
-    opened: dict[str, bytes] = {}
+    """The records of a run, by island. Malformed records and those that the key does not open are left out."""
+    records: dict[str, bytes] = {}
     for island, raw in (await _get_dictionary(dht, _members_key(run_id))).items():
         if isinstance(raw, bytes) and len(raw) <= MAX_RECORD_BYTES:
             with suppress(MessageError):
-                opened[island] = open_sealed(key, _member_purpose(run_id, island), raw)
-    return parse_records(opened)
+                records[island] = unseal(key, _member_purpose(run_id, island), raw)
+    return parse_records(records)
 
 
 async def read_config(dht: DHTNode, run_id: str, key: RunKey | None) -> str | None:
-    """The text of a run's config, or None. Raises InputError when the key does not open it."""
+    """The text of a run's config, or None if there is none. Raises InputError when the key does not open it."""
     found = await dht.get(_config_key(run_id), latest=True)
     if found is None or not isinstance(found.value, bytes) or len(found.value) > MAX_CONFIG_BYTES + SEAL_BYTES:
         return None
     try:
-        return open_sealed(key, _config_key(run_id), found.value).decode()
+        return unseal(key, _config_key(run_id), found.value).decode()
     except UnicodeDecodeError:
         return None
     except MessageError as error:
         raise InputError(
             f"island.run_key_file: the swarm has a config of run {run_id!r}, but {error}; every island of a run "
-            "holds the same key, and a run without one is another run: give it another name"
+            "holds the same key, and a run without a key is another run: give it another name"
         ) from None
 
 
-async def visit_swarm(address: str, connect_seconds: float, key: RunKey | None) -> dict[str, RunInfo]:
-    """The runs in the swarm at `address` that the key opens, by id.
-
-    Raises InputError when it cannot be reached, or when there are runs and the key opens none.
-    """
-    daemon = await start_daemon(
-        DaemonSettings(["/ip4/0.0.0.0/tcp/0"], bootstrap=[address], connect_seconds=connect_seconds)
-    )
+async def find_runs_in_swarm(address: str, connect_seconds: float, key: RunKey | None) -> dict[str, RunInfo]:
+    """The runs in the swarm that the key opens, by id. Raises InputError if it is unreachable or the key opens none."""
+    settings = DaemonSettings(["/ip4/0.0.0.0/tcp/0"], bootstrap=[address], connect_seconds=connect_seconds)
+    daemon = await start_daemon(settings)
     try:
         dht = await open_dht(daemon, [address], connect_seconds)
         runs: dict[str, RunInfo] = {}
@@ -228,11 +201,10 @@ async def visit_swarm(address: str, connect_seconds: float, key: RunKey | None) 
         for run_id in sorted(await _get_dictionary(dht, RUNS_KEY)):
             try:
                 text = await read_config(dht, run_id, key)
+                if text is not None:
+                    runs[run_id] = RunInfo(text, tuple(await find_members(dht, run_id, key)))
             except InputError as error:
                 refused.append(error)
-                continue
-            if text is not None:
-                runs[run_id] = RunInfo(text, tuple(await find_members(dht, run_id, key)))
         await close_dht(dht)
     finally:
         await daemon.close()
@@ -243,35 +215,29 @@ async def visit_swarm(address: str, connect_seconds: float, key: RunKey | None) 
 
 @dataclass
 class BootstrapPeer:
-    """A DHT peer that trains nothing."""
+    """A DHT peer that does not train."""
 
     addresses: tuple[str, ...]
-    """Multiaddresses to give to the islands."""
+    """Multiaddresses for the islands' `island.bootstrap`."""
     _daemon: Daemon
     _dht: DHTNode
 
     async def close(self) -> None:
-        """Leave the swarm and end the daemon. Idempotent."""
         await close_dht(self._dht)
         await self._daemon.close()
 
 
 async def serve_bootstrap(host_maddrs: Sequence[str], identity_path: Path | None) -> BootstrapPeer:
-    """A swarm's first peer, or one more that is always there."""
     daemon = await start_daemon(DaemonSettings(host_maddrs, identity_path=identity_path))
     return BootstrapPeer(daemon.maddrs, daemon, await open_dht(daemon, []))
 
 
 async def _get_dictionary(dht: DHTNode, key: str) -> Mapping[str, object]:
-    """The values under a key, by subkey; empty when there are none or they are no dictionary."""
+    """The values under a key, by subkey. Empty if there are none or the value is not a dictionary."""
     found = await dht.get(key, latest=True)
     if found is None or not isinstance(found.value, dict):
         return {}
     return {subkey: entry.value for subkey, entry in found.value.items() if isinstance(subkey, str)}
-
-
-def _handler_name(run_id: str, rank: int) -> str:
-    return f"diloco/{run_id}/control/{rank}"
 
 
 def _members_key(run_id: str) -> str:

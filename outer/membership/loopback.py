@@ -1,23 +1,21 @@
-"""Calls and records between islands that are threads of one process, over a Hub."""
+"""Messenger and membership for islands that are threads of one process, over a Hub."""
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 
 from outer.errors import DeadlineError, MessageError, PeerLost, TransportError
-from outer.membership.base import Handler, Lane, Member
-from outer.membership.calls import MAX_BODY_BYTES, answer
+from outer.membership.base import Member
 from outer.membership.records import check_config_text, check_identity, parse_record, parse_records
-from outer.transports.base import Endpoint, Traffic
-from outer.transports.loopback import Hub
-from outer.wire import HEADER_BYTES, Kind
+from outer.network.endpoints import Endpoint, Handler, Lane, Traffic
+from outer.network.frames import HEADER_BYTES, Kind
+from outer.network.rpc import MAX_BODY_BYTES, answer
+from outer.transports.loopback import Hub, call_on_loop
 
 
 class LoopbackMessenger:
-    """See outer.membership.base.Messenger."""
+    """A Messenger (outer.network.endpoints) over a Hub. Calls of the bulk lane are counted in `traffic`."""
 
     def __init__(self, hub: Hub, run_id: str, me: Endpoint, traffic: Traffic | None = None) -> None:
-        """`traffic`: where calls of the bulk lane are counted."""
         self.address = f"loopback:{run_id}/{me}"
         self.traffic = traffic or Traffic()
         self.me, self.island = me, me.island
@@ -27,7 +25,7 @@ class LoopbackMessenger:
         self._waiting: dict[asyncio.Future[tuple[Kind, bytes]], tuple[str, str]] = {}
         with hub.lock:
             hub.messengers[self.address] = self
-        hub.enter(self)
+        hub.add_listener(self.on_lost)
 
     def serve(self, kind: str, handler: Handler) -> None:
         self._handlers[kind] = handler
@@ -38,15 +36,17 @@ class LoopbackMessenger:
         if len(body) > MAX_BODY_BYTES:
             raise MessageError(f"a call {kind!r} of {len(body)} bytes, at most {MAX_BODY_BYTES} are allowed")
         with self._hub.lock:
-            target = self._hub.messengers.get(address)
-        if not isinstance(target, LoopbackMessenger) or self._hub.is_cut(self.island, target.island):
+            target: LoopbackMessenger | None = self._hub.messengers.get(address)
+        if target is None or self._hub.is_cut(self.island, target.island):
             raise PeerLost(address, "it cannot be reached")
         future: asyncio.Future[tuple[Kind, bytes]] = self._loop.create_future()
         self._waiting[future] = (target.island, address)
+
+        def on_reply(reply: tuple[Kind, bytes]) -> None:
+            call_on_loop(self._loop, lambda: future.done() or future.set_result(reply))
+
         try:
-            self._hub.deliver(
-                lambda: target.take_call(self.me, kind, body, lambda reply: self._take_reply(future, reply), lane)
-            )
+            self._hub.deliver(lambda: target.take_call(self.me, kind, body, on_reply, lane))
             self._count(lane, sent=len(body))
             async with asyncio.timeout(timeout_seconds):
                 code, reply = await future
@@ -62,7 +62,7 @@ class LoopbackMessenger:
     def take_call(
         self, source: Endpoint, kind: str, body: bytes, reply: Callable[[tuple[Kind, bytes]], None], lane: Lane
     ) -> None:
-        """Answer a call on this messenger's loop and give the answer to `reply` there. Any thread."""
+        """Answer a call on this messenger's event loop, and pass the answer to `reply` there. Call it on any thread."""
 
         async def work() -> None:
             self._count(lane, received=len(body))
@@ -70,54 +70,41 @@ class LoopbackMessenger:
             self._count(lane, sent=len(result))
             reply((code, result))
 
-        with suppress(RuntimeError):  # raised by a closed loop
-            self._loop.call_soon_threadsafe(lambda: self._loop.create_task(work()))
+        call_on_loop(self._loop, lambda: self._loop.create_task(work()))
 
     async def close(self) -> None:
         with self._hub.lock:
             self._hub.messengers.pop(self.address, None)
-            others = [m for m in self._hub.messengers.values() if isinstance(m, LoopbackMessenger)]
-        self._hub.exit(self)
+            others = list(self._hub.messengers.values())
+        self._hub.remove_listener(self.on_lost)
         self._break(self.island)
         for other in others:
-            other.on_hung_up(self.address)
+            other.on_lost(self.address)
 
-    def on_lost(self, island: str) -> None:
-        """Called by the hub, on any thread: this island, or one that it talks to, is cut off."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(lambda: self._break(island))
-
-    def on_hung_up(self, address: str) -> None:
-        """Another messenger has closed. Any thread."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(lambda: self._break(address))
+    def on_lost(self, name: str) -> None:
+        """Called on any thread with the name of a lost island, or the address of a messenger that has closed."""
+        call_on_loop(self._loop, lambda: self._break(name))
 
     def _break(self, name: str) -> None:
-        """Fail the calls to an island or an address; all of them when it is this island."""
+        """Fail the calls to an island or address, or all calls if `name` is this island."""
         for future, (island, address) in list(self._waiting.items()):
             if name in (self.island, island, address) and not future.done():
                 future.set_exception(PeerLost(address, "its connection is broken"))
 
     def _count(self, lane: Lane, *, sent: int | None = None, received: int | None = None) -> None:
-        """One message in or out. Those of the control lane count for nothing: they are few, and never large."""
+        """Count one message. Messages of the control lane are not counted, because they are few and small."""
         if lane == "bulk":
             self.traffic.bytes_sent += 0 if sent is None else HEADER_BYTES + sent
             self.traffic.bytes_received += 0 if received is None else HEADER_BYTES + received
 
-    def _take_reply(self, future: asyncio.Future[tuple[Kind, bytes]], reply: tuple[Kind, bytes]) -> None:
-        def settle() -> None:
-            if not future.done():
-                future.set_result(reply)
-
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(settle)
-
 
 class LoopbackMembership:
-    """See outer.membership.base.Membership. Cut off, it knows what it knew; healed, its record is back."""
+    """A Membership (outer.membership.base) in a Hub. An island that is cut off keeps the records that it last read."""
 
     def __init__(self, hub: Hub, run_id: str, island: str) -> None:
         self._hub, self._run_id, self._island = hub, run_id, island
+        with hub.lock:
+            self._records = hub.records[run_id]
         self._own: Member | None = None
         self._known: dict[str, Member] = {}
 
@@ -125,9 +112,8 @@ class LoopbackMembership:
         if self._is_cut:
             raise TransportError("this island is cut off")
         with self._hub.lock:
-            records = self._records()
-            check_identity(member, parse_record(member.island, records.get(member.island)))
-            records[member.island] = member.model_dump_json()
+            check_identity(member, parse_record(member.island, self._records.get(member.island)))
+            self._records[member.island] = member.model_dump_json()
         self._own = member
 
     def update(self, member: Member) -> None:
@@ -139,7 +125,7 @@ class LoopbackMembership:
         if not self._is_cut:
             self._beat()
             with self._hub.lock:
-                self._known = parse_records(self._records())
+                self._known = parse_records(self._records)
         own = {self._own.island: self._own} if self._own else {}
         return dict(sorted((self._known | own).items()))
 
@@ -159,22 +145,19 @@ class LoopbackMembership:
         self._known.pop(own.island, None)
         with self._hub.lock:
             if self._is_held_by(own):
-                del self._records()[own.island]
+                del self._records[own.island]
 
     @property
     def _is_cut(self) -> bool:
         return self._hub.is_cut(self._island, self._island)
 
     def _beat(self) -> None:
-        """Have the own record stand, unless the island was started anew since."""
+        """Restore this island's record if it is gone, unless a newer incarnation has replaced it."""
         with self._hub.lock:
             own = self._own
-            if own is not None and not self._is_cut and (own.island not in self._records() or self._is_held_by(own)):
-                self._records()[own.island] = own.model_dump_json()
+            if own is not None and not self._is_cut and (own.island not in self._records or self._is_held_by(own)):
+                self._records[own.island] = own.model_dump_json()
 
     def _is_held_by(self, own: Member) -> bool:
-        held = parse_record(own.island, self._records().get(own.island))
-        return held is not None and held.incarnation == own.incarnation
-
-    def _records(self) -> dict[str, str]:
-        return self._hub.records.setdefault(self._run_id, {})
+        record = parse_record(own.island, self._records.get(own.island))
+        return record is not None and record.incarnation == own.incarnation

@@ -1,23 +1,15 @@
-"""`diloco bootstrap --rendezvous tcp`: keeps the records and configs of runs, for islands that need no libp2p.
+"""The rendezvous server (`diloco bootstrap --rendezvous tcp`), which keeps records and configs of runs without libp2p.
 
-It holds nothing that the islands do not know: killed and started anew at the same address, it is told all of it again
-within seconds, and several at once hold the same.
+It stores nothing that the islands do not know: after a restart at the same address they send everything again.
 """
 
-import asyncio
 import hashlib
 import secrets
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 
-from pydantic import BaseModel
-
 from outer.errors import InputError, MessageError
-from outer.keys import RunKey, Trust
-from outer.loop import LoopThread
-from outer.membership.base import Handler, Member
-from outer.membership.calls import StreamMessenger
+from outer.membership.base import Member
 from outer.membership.records import (
     MAX_CONFIG_BYTES,
     MAX_RECORD_BYTES,
@@ -25,26 +17,26 @@ from outer.membership.records import (
     ConfigText,
     KnownRun,
     KnownRuns,
-    Parting,
     Publication,
-    Question,
     Records,
+    RunQuery,
+    Withdrawal,
     check_config_text,
     check_identity,
-    parse_message,
 )
-from outer.membership.tcp import RENDEZVOUS, SCHEME, TcpMessenger, dial, listen
-from outer.transports.base import Endpoint, Traffic
+from outer.membership.tcp import RENDEZVOUS, SCHEME, dial, listen
+from outer.network.endpoints import Endpoint, Handler, Traffic
+from outer.network.event_loop import ChangeSignal, EventLoopThread
+from outer.network.messages import parse
+from outer.network.rpc import StreamMessenger
+from outer.network.run_key import PeerAuth, RunKey
 
 MAX_RUNS = 32
-MAX_RECORDS = 1024
-"""Of one run."""
-MAX_RUN_BYTES = 8 << 20
-"""Of all records of one run together."""
+MAX_RECORDS, MAX_RUN_BYTES = 1024, 8 << 20
+"""Limits for the records of one run together."""
 MAX_CALL_BYTES = MAX_RECORD_BYTES + MAX_CONFIG_BYTES
-"""Of one call; a connection with a longer one is dropped before it is read."""
 HOLD_SECONDS = 1.0
-"""Who has seen all there is gets its answer at the next change, or after so long."""
+"""A caller that knows all records gets its reply at the next change, or after this time."""
 
 
 @dataclass
@@ -55,10 +47,9 @@ class _Record:
 
 
 @dataclass
-class _Run:
+class _RunRecords:
     config: str | None = None
-    records: dict[str, _Record] = field(default_factory=dict)
-    """By island."""
+    records: dict[str, _Record] = field(default_factory=dict)  # by island
     used_at: float = 0.0
 
     @property
@@ -72,17 +63,13 @@ class _Run:
 
 
 class RecordServer:
-    """The calls of a rendezvous. What it keeps is bounded, whatever it is sent."""
+    """Answers the calls to a rendezvous. Its memory is bounded, whatever callers send."""
 
     def __init__(self) -> None:
         self._id = secrets.token_hex(8)
-        self._runs: dict[str, _Run] = {}
-        self._changed = asyncio.Event()
-
-    @property
-    def handlers(self) -> dict[str, Handler]:
-        """By kind of call."""
-        return {
+        self._runs: dict[str, _RunRecords] = {}
+        self._changed = ChangeSignal()
+        self.handlers: dict[str, Handler] = {
             "announce": self._announce,
             "beat": self._beat,
             "members": self._members,
@@ -93,104 +80,95 @@ class RecordServer:
         }
 
     async def _announce(self, source: Endpoint, body: bytes) -> bytes:
-        """Take the place of the island's earlier incarnation, if there is one."""
-        self._keep(parse_message(Announcement, body))
+        self._keep(parse(Announcement, body))
         return b""
 
     async def _beat(self, source: Endpoint, body: bytes) -> bytes:
-        """Keep the record alive, unless the island was restarted since: its old process may still run."""
-        announcement = parse_message(Announcement, body)
+        """Keep the record alive, unless it comes from an old process of an island that was restarted."""
+        announcement = parse(Announcement, body)
         member = announcement.member
-        held = self._look(announcement.run).records.get(member.island)
-        if held is not None and held.member.incarnation != member.incarnation:
-            check_identity(member, held.member)
+        record = self._find_run(announcement.run).records.get(member.island)
+        if record is not None and record.member.incarnation != member.incarnation:
+            check_identity(member, record.member)
             raise MessageError(f"the island {member.island!r} was started anew; this is not its newest process")
         self._keep(announcement)
         return b""
 
     async def _members(self, source: Endpoint, body: bytes) -> bytes:
-        """The run's records. Who has seen them all waits for a change."""
-        question = parse_message(Question, body)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(HOLD_SECONDS):
-                while self._look(question.run).digest == question.seen:
-                    await self._changed.wait()
-        run = self._look(question.run)
+        """Reply with the run's records. A caller that knows them all waits for a change."""
+        query = parse(RunQuery, body)
+        await self._changed.wait_until(lambda: self._find_run(query.run).digest != query.seen, HOLD_SECONDS)
+        run = self._find_run(query.run)
         texts = {island: record.text for island, record in run.records.items()}
-        records = None if run.digest == question.seen else texts
+        records = None if run.digest == query.seen else texts
         has_config = run.config is not None
-        return _pack(Records(server=self._id, digest=run.digest, records=records, has_config=has_config))
+        return Records(server=self._id, digest=run.digest, records=records, has_config=has_config).encode()
 
     async def _publish(self, source: Endpoint, body: bytes) -> bytes:
-        """Keep the run's config, unless there is one."""
-        publication = parse_message(Publication, body)
+        publication = parse(Publication, body)
         check_config_text(publication.text)
-        run = self._run(publication.run)
+        run = self._find_or_create_run(publication.run)
         if run.config is None:
             run.config = publication.text
         return b""
 
     async def _config(self, source: Endpoint, body: bytes) -> bytes:
-        return _pack(ConfigText(text=self._look(parse_message(Question, body).run).config))
+        return ConfigText(text=self._find_run(parse(RunQuery, body).run).config).encode()
 
     async def _leave(self, source: Endpoint, body: bytes) -> bytes:
-        parting = parse_message(Parting, body)
-        records = self._look(parting.run).records
-        held = records.get(parting.island)
-        if held is not None and held.member.incarnation == parting.incarnation:
-            del records[parting.island]
-            self._tell_all()
+        withdrawal = parse(Withdrawal, body)
+        records = self._find_run(withdrawal.run).records
+        record = records.get(withdrawal.island)
+        if record is not None and record.member.incarnation == withdrawal.incarnation:
+            del records[withdrawal.island]
+            self._changed.notify()
         return b""
 
     async def _list_runs(self, source: Endpoint, body: bytes) -> bytes:
-        runs = {name: self._look(name) for name in self._runs}
+        runs = {name: self._find_run(name) for name in self._runs}
         known = {n: KnownRun(text=r.config, islands=sorted(r.records)) for n, r in runs.items() if r.config is not None}
-        return _pack(KnownRuns(runs=known))
+        return KnownRuns(runs=known).encode()
 
     def _keep(self, announcement: Announcement) -> None:
-        """Put the record in its run. Raises InputError for a namesake, MessageError where there is no room."""
-        member, run = announcement.member, self._run(announcement.run)
-        held = run.records.get(member.island)
-        check_identity(member, held.member if held is not None else None)
+        """Store the record. Raises InputError if another island has the name, MessageError if there is no room."""
+        member, run = announcement.member, self._find_or_create_run(announcement.run)
+        known = run.records.get(member.island)
+        check_identity(member, known.member if known is not None else None)
         text = member.model_dump_json()
         others = [record for island, record in run.records.items() if island != member.island]
         num_bytes = sum(len(record.text) for record in others) + len(text)
         if len(text) > MAX_RECORD_BYTES or len(others) >= MAX_RECORDS or num_bytes > MAX_RUN_BYTES:
             raise MessageError(
                 f"a record of {len(text)} bytes, {num_bytes} with the {len(others)} others of the run; a rendezvous "
-                f"takes {MAX_RECORD_BYTES} bytes in one and {MAX_RUN_BYTES} in all, of {MAX_RECORDS} islands"
+                f"takes {MAX_RECORD_BYTES} bytes per record and {MAX_RUN_BYTES} per run, of {MAX_RECORDS} islands"
             )
         run.records[member.island] = _Record(member, text, time.monotonic() + announcement.life_seconds)
-        if held is None or held.text != text:
-            self._tell_all()
+        if known is None or known.text != text:
+            self._changed.notify()
 
-    def _look(self, name: str) -> "_Run":
-        """The run with its live records; an empty one, which is not kept, when it is unknown."""
-        run = self._runs.get(name) or _Run()
+    def _find_run(self, name: str) -> _RunRecords:
+        """The run with its live records. An unknown run is returned empty and is not stored."""
+        run = self._runs.get(name) or _RunRecords()
         run.drop_dead()
         return run
 
-    def _run(self, name: str) -> "_Run":
-        """The run, made if it is new. Where there are too many, one goes whose islands are dead, the oldest first."""
+    def _find_or_create_run(self, name: str) -> _RunRecords:
+        """The run, which is stored if it is new. Beyond MAX_RUNS it replaces the oldest run without live islands."""
         if name not in self._runs and len(self._runs) >= MAX_RUNS:
-            idle = [other for other in self._runs if not self._look(other).records]
+            idle = [other for other in self._runs if not self._find_run(other).records]
             if not idle:
                 raise MessageError(f"this rendezvous serves {MAX_RUNS} runs already; start another one")
             del self._runs[min(idle, key=lambda other: self._runs[other].used_at)]
-        run = self._runs.setdefault(name, _Run())
+        run = self._runs.setdefault(name, _RunRecords())
         run.used_at = time.monotonic()
         run.drop_dead()
         return run
 
-    def _tell_all(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
 
 class Rendezvous:
-    """A rendezvous that is served on a thread of its own."""
+    """A rendezvous that runs in its own thread."""
 
-    def __init__(self, loop: LoopThread, messenger: TcpMessenger) -> None:
+    def __init__(self, loop: EventLoopThread, messenger: StreamMessenger) -> None:
         self._loop, self._messenger = loop, messenger
         self.address = f"{SCHEME}{messenger.address}"
         self._is_closed = False
@@ -204,27 +182,21 @@ class Rendezvous:
 
 
 def serve_rendezvous(host: str, port: int, run_key: RunKey | None = None) -> Rendezvous:
-    """Serve a rendezvous; port 0: any free one. With a key it answers only those that hold it.
-
-    Raises InputError when the address is taken.
-    """
-    loop = LoopThread()
+    """Start a rendezvous (port 0: any free one). With a key it answers only holders of the key. Raises InputError."""
+    loop = EventLoopThread()
     try:
-        return Rendezvous(loop, loop.run(_open(host, port, Trust(run_key)), timeout_seconds=10))
+        return Rendezvous(loop, loop.run(_open(host, port, PeerAuth(run_key)), timeout_seconds=10))
     except BaseException:
         loop.close()
         raise
 
 
-async def _open(host: str, port: int, trust: Trust) -> TcpMessenger:
-    messenger = StreamMessenger(RENDEZVOUS, Endpoint(RENDEZVOUS, 0), dial, Traffic(), trust, MAX_CALL_BYTES)
+async def _open(host: str, port: int, auth: PeerAuth) -> StreamMessenger:
+    messenger = StreamMessenger(RENDEZVOUS, Endpoint(RENDEZVOUS, 0), dial, Traffic(), auth)
+    messenger.max_body_bytes = MAX_CALL_BYTES
     for kind, handler in RecordServer().handlers.items():
         messenger.serve(kind, handler)
     try:
         return await listen(messenger, host, port)
     except OSError as error:
         raise InputError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port") from None
-
-
-def _pack(reply: BaseModel) -> bytes:
-    return reply.model_dump_json().encode()

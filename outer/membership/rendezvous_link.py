@@ -1,10 +1,10 @@
-"""What an island knows of one of its rendezvous, and has from it."""
+"""An island's view of one of its rendezvous: whether it answers, and the records that it has sent."""
 
 import asyncio
 import logging
 import time
 
-from outer.errors import PeerLost, TransportError
+from outer.errors import TransportError, first_line
 from outer.membership.base import Member
 from outer.membership.records import Records, parse_records
 
@@ -13,53 +13,49 @@ log = logging.getLogger(__name__)
 SCHEME = "tcp://"
 
 
-class Link:
-    """One rendezvous: whether it answers, and what it has told."""
+class RendezvousLink:
+    """State of the connection to one rendezvous, and the records from it."""
 
     def __init__(self, address: str, grace_seconds: float) -> None:
         self.address, self.target = address, address.removeprefix(SCHEME)
-        self.answered, self.tried, self.wake = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self.is_up = False
+        self.wake = asyncio.Event()
+        self.was_asked = self.has_answered = self.is_up = False
         self.cause = "no answer"
-        self.has_place = False
-        """Whether this incarnation has announced itself there."""
-        self.digest = ""
-        """Of the records that it has told."""
-        self._server = ""
-        """Which process that was."""
+        self.is_announced = False
+        """Whether this incarnation has announced itself to the rendezvous."""
+        self.digest, self._server = "", ""
+        """Digest of the records that the rendezvous has sent, and the id of the process that sent them."""
         self._members: dict[str, Member] = {}
-        self._before: dict[str, Member] = {}
-        """What was known when it was lost. Come back, it may know less, and is not believed at once."""
-        self._believed_at = 0.0
+        self._previous: dict[str, Member] = {}
+        """Records from before a loss. They count until `_trusted_from`: it may return with fewer islands."""
+        self._trusted_from = 0.0
         self._grace_seconds = grace_seconds
 
     def known(self) -> dict[str, Member]:
-        """The records, by island."""
-        if time.monotonic() >= self._believed_at:
+        """The records that count now, by island."""
+        if time.monotonic() >= self._trusted_from:
             return self._members
-        return self._before | self._members
+        return self._previous | self._members
 
     def forget(self, island: str) -> None:
-        """Know an island's record no more until it is told again."""
-        self._before.pop(island, None)
+        """Forget an island's record until the rendezvous sends it again."""
+        self._previous.pop(island, None)
         self._members.pop(island, None)
 
     def on_answer(self, records: Records) -> None:
-        """It has answered, for the first time or again; it may be another process than before."""
-        was_lost = self.answered.is_set() and not self.is_up
+        """Note an answer. It may be the first one after a loss, and may come from another process than before."""
+        was_lost = self.has_answered and not self.is_up
         if was_lost:
             log.info("the rendezvous %s is back", self.address)
         if was_lost or self._server not in ("", records.server):
-            self._before, self._believed_at = self.known(), time.monotonic() + self._grace_seconds
+            self._previous, self._trusted_from = self.known(), time.monotonic() + self._grace_seconds
             self.wake.set()
-        self.is_up, self._server = True, records.server
-        self.answered.set()
+        self.has_answered, self.is_up, self._server = True, True, records.server
         if records.records is not None:
             self._members, self.digest = parse_records(records.records), records.digest
 
     def on_lost(self, error: TransportError) -> None:
-        """It has not answered."""
-        self.cause = error.cause if isinstance(error, PeerLost) else str(error)
+        self.cause = first_line(error)
         if self.is_up:
             log.warning("the rendezvous %s is lost (%s); training goes on without it", self.address, self.cause)
         self.is_up, self.digest = False, ""

@@ -1,31 +1,31 @@
-"""Calls over TCP, and records kept at rendezvous, for islands that reach each other directly. Nothing is encrypted."""
+"""Calls over TCP, and records at rendezvous, for islands that reach each other directly. Nothing is encrypted."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from pydantic import BaseModel
-
-from outer.errors import InputError, MessageError, PeerLost, TransportError
-from outer.keys import RunKey, Trust
+from outer.errors import InputError, MessageError, PeerLost, TransportError, first_line
 from outer.membership.base import Member
-from outer.membership.calls import StreamMessenger
-from outer.membership.link import SCHEME, Link
 from outer.membership.records import (
     Announcement,
     ConfigText,
     KnownRuns,
-    Parting,
     Publication,
-    Question,
     Records,
     RunInfo,
+    RunQuery,
+    Withdrawal,
     check_config_text,
-    parse_message,
 )
-from outer.transports.base import Endpoint, Traffic
+from outer.membership.rendezvous_link import SCHEME, RendezvousLink
+from outer.network.endpoints import Endpoint, Traffic
+from outer.network.event_loop import ChangeSignal
+from outer.network.messages import Message, parse
+from outer.network.retry import retry
+from outer.network.rpc import StreamMessenger
+from outer.network.run_key import PeerAuth, RunKey
 
 log = logging.getLogger(__name__)
 
@@ -33,45 +33,28 @@ BEAT_SECONDS = 1.0
 CALL_SECONDS = 5.0
 LEAVE_SECONDS = 2.0
 OTHERS_SECONDS = 2.0
-"""Once one rendezvous has answered, the others are waited for so long."""
+"""Time to wait for the other rendezvous once one has answered."""
 RETRY_SECONDS = 0.2
 PAUSE_SECONDS = 0.02
-"""Between two questions, however fast the answers come."""
+"""Least pause between two requests for records."""
 RENDEZVOUS = "rendezvous"
-"""What stands for a run's id in the frames to a rendezvous, which serves many runs."""
+"""Stands for a run's id in the frames to a rendezvous, because a rendezvous serves many runs."""
 
 
-async def listen(messenger: StreamMessenger, host: str, port: int, announce_host: str | None = None) -> "TcpMessenger":
-    """The messenger, serving on a host and port. Raises OSError."""
-    server = await asyncio.start_server(messenger.accept, host, port)
-    messenger.address = f"{announce_host or host}:{server.sockets[0].getsockname()[1]}"
-    return TcpMessenger(messenger, server)
+async def listen(messenger: StreamMessenger, host: str, port: int, announce_host: str | None = None) -> StreamMessenger:
+    """Serve the messenger on a host and port (0: any free port), and return it. Raises OSError."""
+    messenger.server = await asyncio.start_server(messenger.accept, host, port)
+    messenger.address = f"{announce_host or host}:{messenger.server.sockets[0].getsockname()[1]}"
+    return messenger
 
 
 async def dial(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection to `host:port`. Raises PeerLost."""
+    """Connect to `host:port`. Raises PeerLost."""
     host, _, port = address.rpartition(":")
     try:
         return await asyncio.open_connection(host.strip("[]"), int(port))
     except (OSError, ValueError, OverflowError) as error:
         raise PeerLost(address[:80], f"it cannot be reached: {error}") from None
-
-
-class TcpMessenger:
-    """See outer.membership.base.Messenger."""
-
-    def __init__(self, messenger: StreamMessenger, server: asyncio.Server) -> None:
-        self._messenger, self._server = messenger, server
-        self.serve = messenger.serve
-        self.call = messenger.call
-
-    @property
-    def address(self) -> str:
-        return self._messenger.address
-
-    async def close(self) -> None:
-        self._server.close()
-        await self._messenger.close()
 
 
 async def open_membership(
@@ -80,12 +63,10 @@ async def open_membership(
     me: Endpoint,
     record_seconds: float,
     connect_seconds: float,
-    trust: Trust | None = None,
+    auth: PeerAuth | None = None,
 ) -> "TcpMembership":
-    """The run's records at all of these rendezvous, at least one of which answers. Raises InputError."""
-    for address in addresses:
-        parse_rendezvous(address)
-    messenger = StreamMessenger(RENDEZVOUS, me, dial, Traffic(), trust)
+    """Open a membership at all of these rendezvous. Raises InputError unless at least one of them answers."""
+    messenger = StreamMessenger(RENDEZVOUS, me, dial, Traffic(), auth)
     membership = TcpMembership(messenger, addresses, run_id, record_seconds)
     try:
         await membership.connect(connect_seconds)
@@ -96,35 +77,29 @@ async def open_membership(
 
 
 class TcpMembership:
-    """See outer.membership.base.Membership.
+    """A Membership (outer.membership.base) at one or several rendezvous.
 
-    Each rendezvous is told everything, and what any of them tells counts: one that answers is enough. While none
-    does, the last known records stand, and one that comes back empty is told all that this island knows.
+    Every rendezvous gets all records, so one that answers is enough. While none answers, the last known records remain
+    valid. One that returns empty gets this island's record and config again.
     """
 
     def __init__(
         self, messenger: StreamMessenger, addresses: Sequence[str], run_id: str, record_seconds: float
     ) -> None:
         self._messenger, self._run_id, self._record_seconds = messenger, run_id, record_seconds
-        self._links = [Link(address, record_seconds) for address in dict.fromkeys(addresses)]
+        self._links = [RendezvousLink(address, record_seconds) for address in dict.fromkeys(addresses)]
         self._own: Member | None = None
         self._config: str | None = None
+        self._asked = ChangeSignal()
         self._watching = [asyncio.create_task(self._watch(link)) for link in self._links]
         self._beating: list[asyncio.Task[None]] = []
 
     async def connect(self, connect_seconds: float) -> None:
-        """Wait until a rendezvous has answered. Raises InputError."""
-        first = [asyncio.create_task(link.answered.wait()) for link in self._links]
-        tried = [asyncio.create_task(link.tried.wait()) for link in self._links]
-        try:
-            done, _ = await asyncio.wait(first, timeout=connect_seconds, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                addresses = [link.address for link in self._links]
-                raise unanswered(addresses, connect_seconds, *(link.cause for link in self._links))
-            await asyncio.wait(tried, timeout=OTHERS_SECONDS)
-        finally:
-            for task in (*first, *tried):
-                task.cancel()
+        """Wait until a rendezvous has answered. Raises InputError when none does."""
+        links = self._links
+        if not await self._asked.wait_until(lambda: any(link.has_answered for link in links), connect_seconds):
+            raise unreachable_error(connect_seconds, {link.address: link.cause for link in links})
+        await self._asked.wait_until(lambda: all(link.was_asked for link in links), OTHERS_SECONDS)
 
     async def announce(self, member: Member) -> None:
         await self._call_all("announce", self._announcement(member))
@@ -143,8 +118,7 @@ class TcpMembership:
         found: dict[str, Member] = {}
         for link in [link for link in self._links if link.is_up] or self._links:
             for island, member in link.known().items():
-                other = found.get(island, member)
-                found[island] = max(other, member, key=lambda m: (m.round, m.tokens))
+                found[island] = max(found.get(island, member), member, key=lambda m: (m.round, m.tokens))
         own = {self._own.island: self._own} if self._own else {}
         return dict(sorted((found | own).items()))
 
@@ -154,8 +128,8 @@ class TcpMembership:
         await self._call_all("publish", Publication(run=self._run_id, text=self._config))
 
     async def read_config(self) -> str | None:
-        replies = await self._call_all("config", Question(run=self._run_id))
-        texts = [parse_message(ConfigText, reply).text for reply in replies]
+        replies = await self._call_all("config", RunQuery(run=self._run_id))
+        texts = [parse(ConfigText, reply).text for reply in replies]
         return next((text for text in texts if text is not None), self._config)
 
     async def leave(self) -> None:
@@ -167,60 +141,60 @@ class TcpMembership:
             return
         for link in self._links:
             link.forget(own.island)
-            link.has_place = False
-        parting = Parting(run=self._run_id, island=own.island, incarnation=own.incarnation)
+            link.is_announced = False
+        withdrawal = Withdrawal(run=self._run_id, island=own.island, incarnation=own.incarnation)
         with suppress(InputError):
-            await self._call_all("leave", parting, LEAVE_SECONDS)
+            await self._call_all("leave", withdrawal, LEAVE_SECONDS)
 
     async def close(self) -> None:
-        """Say no more and hear no more. Idempotent."""
         for task in (*self._watching, *self._beating):
             task.cancel()
         await self._messenger.close()
 
-    async def _watch(self, link: Link) -> None:
-        """Keep up with one rendezvous for as long as this membership is open."""
+    async def _watch(self, link: RendezvousLink) -> None:
         while True:
             try:
                 await self._ask(link)
             except TransportError as error:
                 link.on_lost(error)
-            link.tried.set()
+            link.was_asked = True
+            self._asked.notify()
             await asyncio.sleep(PAUSE_SECONDS if link.is_up else RETRY_SECONDS)
 
-    async def _ask(self, link: Link) -> None:
-        reply = await self._call(link, "members", Question(run=self._run_id, seen=link.digest))
-        records = parse_message(Records, reply)
+    async def _ask(self, link: RendezvousLink) -> None:
+        records = parse(Records, await self._call(link, "members", RunQuery(run=self._run_id, seen=link.digest)))
         link.on_answer(records)
         if self._config is not None and not records.has_config:
-            with suppress(MessageError):  # refused, as the record is; `_beat` says so
+            # A rendezvous that refuses the config also refuses the record, which `_beat` logs.
+            with suppress(MessageError):
                 await self._call(link, "publish", Publication(run=self._run_id, text=self._config))
 
-    async def _beat(self, link: Link) -> None:
+    async def _beat(self, link: RendezvousLink) -> None:
         """Keep this island's record alive at one rendezvous until `leave`."""
         refusal = ""
         while self._own is not None:
             link.wake.clear()
             try:
-                kind = "beat" if link.has_place else "announce"
+                kind = "beat" if link.is_announced else "announce"
                 await self._call(link, kind, self._announcement(self._own))
-                link.has_place, refusal = True, ""
+                link.is_announced, refusal = True, ""
             except MessageError as error:
                 if str(error) != refusal:
                     log.warning("%s refuses this island's record: %s", link.address, error)
                 refusal = str(error)
-            except TransportError:  # `_watch` says so
+            except TransportError:  # `_watch` logs it
                 pass
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(BEAT_SECONDS, self._record_seconds / 4)):
                     await link.wake.wait()
 
-    async def _call(self, link: Link, kind: str, message: BaseModel, timeout_seconds: float = CALL_SECONDS) -> bytes:
-        body = message.model_dump_json().encode()
-        return await self._messenger.call(link.target, kind, body, timeout_seconds=timeout_seconds)
+    async def _call(
+        self, link: RendezvousLink, kind: str, message: Message, timeout_seconds: float = CALL_SECONDS
+    ) -> bytes:
+        return await self._messenger.call(link.target, kind, message.encode(), timeout_seconds=timeout_seconds)
 
-    async def _call_all(self, kind: str, message: BaseModel, timeout_seconds: float = CALL_SECONDS) -> list[bytes]:
-        """The replies of those rendezvous that can be reached, in their order. Raises InputError when one refuses."""
+    async def _call_all(self, kind: str, message: Message, timeout_seconds: float = CALL_SECONDS) -> list[bytes]:
+        """Call all rendezvous and return the replies of those that are reachable. Raises InputError if one refuses."""
         calls = (self._call(link, kind, message, timeout_seconds) for link in self._links)
         replies = await asyncio.gather(*calls, return_exceptions=True)
         for reply in replies:
@@ -234,39 +208,41 @@ class TcpMembership:
         return Announcement(run=self._run_id, member=member, life_seconds=self._record_seconds)
 
 
-async def visit_rendezvous(address: str, connect_seconds: float, run_key: RunKey | None = None) -> dict[str, RunInfo]:
-    """The runs at a rendezvous, by id. Raises InputError when it cannot be reached."""
-    parse_rendezvous(address)
-    messenger = StreamMessenger(RENDEZVOUS, Endpoint("visitor", 0), dial, Traffic(), Trust(run_key))
+async def find_runs_at_rendezvous(address: str, connect_seconds: float, key: RunKey | None) -> dict[str, RunInfo]:
+    """The runs at a rendezvous, by id. Raises InputError when the rendezvous cannot be reached."""
+    parse_rendezvous_address(address)
+    messenger = StreamMessenger(RENDEZVOUS, Endpoint("visitor", 0), dial, Traffic(), PeerAuth(key))
+    target, deadline, cause = address.removeprefix(SCHEME), time.monotonic() + connect_seconds, "no answer"
+
+    async def ask() -> bytes | None:
+        nonlocal cause
+        if (left := deadline - time.monotonic()) <= 0:
+            return None
+        try:
+            return await messenger.call(target, "runs", b"", timeout_seconds=left)
+        except TransportError as error:
+            cause = first_line(error)
+            return None
+
     try:
-        reply = await _call_until(messenger, address, connect_seconds)
+        reply = await retry(ask, seconds=connect_seconds, pause_seconds=RETRY_SECONDS)
     finally:
         await messenger.close()
-    return {name: RunInfo(run.text, tuple(run.islands)) for name, run in parse_message(KnownRuns, reply).runs.items()}
+    if not reply:
+        raise unreachable_error(connect_seconds, {address: cause})
+    return {name: RunInfo(run.text, tuple(run.islands)) for name, run in parse(KnownRuns, reply).runs.items()}
 
 
-async def _call_until(messenger: StreamMessenger, address: str, connect_seconds: float) -> bytes:
-    started, cause = time.monotonic(), "no answer"
-    while (left := connect_seconds - (time.monotonic() - started)) > 0:
-        try:
-            return await messenger.call(address.removeprefix(SCHEME), "runs", b"", timeout_seconds=left)
-        except TransportError as error:
-            cause = error.cause if isinstance(error, PeerLost) else str(error)
-        await asyncio.sleep(RETRY_SECONDS)
-    raise unanswered([address], connect_seconds, cause)
-
-
-def unanswered(addresses: Sequence[str], connect_seconds: float, *causes: str) -> InputError:
-    """The error of an island that finds no rendezvous."""
+def unreachable_error(connect_seconds: float, causes: Mapping[str, str]) -> InputError:
     return InputError(
-        f"island.bootstrap: {', '.join(addresses)} did not answer within {connect_seconds:g} s "
-        f"({'; '.join(dict.fromkeys(causes))}); check that `diloco bootstrap --rendezvous tcp` runs there and that "
-        "its port is open. Of several addresses one that answers is enough"
+        f"island.bootstrap: {', '.join(causes)} did not answer within {connect_seconds:g} s "
+        f"({'; '.join(dict.fromkeys(causes.values()))}); check that `diloco bootstrap --rendezvous tcp` runs there and "
+        "that its port is open. With several addresses, one that answers is enough"
     )
 
 
-def parse_rendezvous(address: str) -> tuple[str, int]:
-    """Host and port of `tcp://host:port`. Raises InputError."""
+def parse_rendezvous_address(address: str) -> tuple[str, int]:
+    """Split `tcp://host:port` into host and port. Raises InputError."""
     host, _, port = address.removeprefix(SCHEME).rpartition(":")
     if not address.startswith(SCHEME) or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Merge rules by name."""
+"""Merge rules, which reduce the participants' parts to one."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from outer.merges.trimmed_mean import trimmed_mean
 
 
 def build_merge(config: MergeConfig) -> Merge:
-    """The rule that the config names."""
+    """The merge rule that the config selects."""
     rules: dict[str, Merge] = {
         "mean": mean,
         "trimmed_mean": partial(trimmed_mean, trim=config.trim),

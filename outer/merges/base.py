@@ -1,4 +1,4 @@
-"""What every merge rule is: a function from the participants' parts to one."""
+"""The merge interface: a function that reduces the participants' parts to one."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -9,10 +9,18 @@ from outer.errors import MessageError
 
 
 class Merge(Protocol):
-    """One part (1-D fp32, CPU) of at least one participant's, in participant order; equal calls give equal bits.
+    """Merges the parts (1-D fp32, CPU) of at least one participant, given in participant order.
 
-    `weights` are shares of the tokens, not negative; who weighs nothing has no say in any rule. `last` is the last
-    committed mean of the same part, None when this rank has not seen it. All values must be finite.
+    Equal calls give equal bits. `weights` are non-negative shares of the tokens; every rule ignores participants of
+    weight zero. `last` is the last committed mean of the same part, or None if this rank has not seen it. All values
+    must be finite.
+
+    >>> from outer.config import MergeConfig
+    >>> from outer.merges import build_merge
+    >>> parts = [torch.tensor([1.0, 0.0]), torch.tensor([2.0, 1.0]), torch.tensor([900.0, 2.0])]
+    >>> merge = build_merge(MergeConfig(rule="trimmed_mean"))
+    >>> merge(parts, weights_of([100, 100, 200]), None)
+    tensor([2., 1.])
     """
 
     def __call__(
@@ -21,9 +29,10 @@ class Merge(Protocol):
 
 
 def weights_of(tokens: Sequence[int]) -> list[float]:
-    """Each participant's share of all tokens, at least one participant; they sum to 1 (within rounding).
+    """Each participant's share of all tokens; the shares sum to 1, within rounding.
 
-    When nobody trained on any token, all weigh the same. Raises MessageError on a negative count.
+    If no participant has trained on any token, all shares are equal. There must be at least one participant. Raises
+    MessageError on a negative count.
     """
     #   tokens         weights
     #   [300, 100]     [0.75, 0.25]
@@ -38,8 +47,8 @@ def weights_of(tokens: Sequence[int]) -> list[float]:
     return [count / total for count in tokens]
 
 
-def weighing(parts: Iterable[torch.Tensor], weights: Sequence[float]) -> tuple[list[torch.Tensor], list[float]]:
-    """The parts that weigh something, and their weights; there is at least one."""
+def drop_weightless(parts: Iterable[torch.Tensor], weights: Sequence[float]) -> tuple[list[torch.Tensor], list[float]]:
+    """The parts of nonzero weight, at least one, and their weights."""
     kept = [(values, weight) for values, weight in zip(parts, weights, strict=True) if weight > 0]
-    assert kept, "somebody must weigh something"
+    assert kept, "at least one weight must be positive"
     return [values for values, _ in kept], [weight for _, weight in kept]

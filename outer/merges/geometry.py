@@ -1,4 +1,4 @@
-"""Norms, products and distances of parts, summed in fp64: squares of fp32 values cannot overflow there."""
+"""Norms, inner products and distances of parts, summed in fp64, where squares of fp32 values cannot overflow."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 CHUNK = 16384
-"""Elements widened to fp64 at once."""
+"""Number of elements that are converted to fp64 at once."""
 
 
 def norm(values: torch.Tensor) -> float:
@@ -15,28 +15,28 @@ def norm(values: torch.Tensor) -> float:
 
 
 def inner_product(left: torch.Tensor, right: torch.Tensor) -> float:
-    """The sum of products of two 1-D fp32 tensors of one length."""
+    """The inner product of two 1-D fp32 tensors of equal length."""
     pairs = zip(left.split(CHUNK), right.split(CHUNK), strict=True)
     return sum(torch.dot(a.double(), b.double()).item() for a, b in pairs)
 
 
 def gram(parts: Sequence[torch.Tensor]) -> np.ndarray:
-    """Inner products of all pairs, (n, n) fp64.
+    """The Gram matrix, inner products of all pairs of parts: (n, n) fp64.
 
-    All that a rule asks of points sum_i c_i x_i (their distances from the x_i) follows from it and from c: such a
-    rule looks at the parts twice, here and for its result, however many iterations it makes.
+    Distances between the parts x_i and points sum_i c_i x_i follow from this matrix and c alone. An iterative rule
+    therefore reads the parts only twice, here and for its result.
     """
     total = np.zeros((len(parts), len(parts)))
     for columns in zip(*(values.split(CHUNK) for values in parts), strict=True):
-        # numpy's product sees that both sides are the same matrix, and does half of the work; torch's does not.
+        # numpy detects that both operands are the same matrix and does half of the work; torch does not.
         rows = np.stack([values.numpy() for values in columns], dtype=np.float64)
         total += rows @ rows.T
     return total
 
 
 def distances(products: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
-    """How far each x_i is from sum_i c_i x_i, (n,) fp64; the c_i sum to 1; `products` is the x_i's gram matrix."""
-    # |x_i - z|^2 = G_ii - 2 (G c)_i + c G c; rounding may leave a small negative number where it is zero.
+    """Distance of each x_i from sum_i c_i x_i, (n,) fp64. The c_i sum to 1; `products` is the x_i's Gram matrix."""
+    # |x_i - z|^2 = G_ii - 2 (G c)_i + c G c, which rounding can make slightly negative where it is zero.
     along = products @ coefficients
     squares = products.diagonal() - 2 * along + coefficients @ along
     return np.sqrt(squares.clip(min=0))

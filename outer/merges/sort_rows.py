@@ -1,4 +1,4 @@
-"""Sorting the participants' parts coordinate by coordinate."""
+"""Sort the participants' parts coordinate by coordinate."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -6,39 +6,38 @@ from functools import cache
 import torch
 
 CHUNK = 32768
-"""Elements sorted at once: the rows of eight participants then stay in a core's cache."""
+"""Number of elements that are sorted at once, so that the rows of eight participants stay in a core's cache."""
 
 
 def chunks(num_elements: int) -> Iterator[slice]:
-    """Slices of at most CHUNK that cover everything once."""
+    """Slices of at most CHUNK elements that together cover `num_elements`."""
     for start in range(0, num_elements, CHUNK):
         yield slice(start, min(start + CHUNK, num_elements))
 
 
-def sorted_rows(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As many rows, each coordinate in ascending order over them; `rows` are left alone."""
-    # Whole rows are compared, which is vectorised; torch.sort and numpy.sort along the short axis take 4 to 20 times
-    # as long.
-    found = list(rows)
-    for low, high in comparators(len(found)):
-        found[low], found[high] = torch.minimum(found[low], found[high]), torch.maximum(found[low], found[high])
-    return found
+def sort_rows(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """New rows in which each coordinate is in ascending order over the rows. `rows` are not changed."""
+    # Comparing whole rows is vectorised; torch.sort and numpy.sort along the short axis take 4 to 20 times as long.
+    result = list(rows)
+    for low, high in comparators(len(result)):
+        result[low], result[high] = torch.minimum(result[low], result[high]), torch.maximum(result[low], result[high])
+    return result
 
 
 def coordinate_median(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The middle of every coordinate, halfway between the two middle ones of an even number; 1-D fp32."""
+    """The median of every coordinate, 1-D fp32; of an even number of parts, the mean of the two middle values."""
     lower, upper = (len(parts) - 1) // 2, len(parts) // 2
     result = torch.empty_like(parts[0])
     for chunk in chunks(result.numel()):
-        rows = sorted_rows([values[chunk] for values in parts])
-        # Halved before they are added: the sum of two finite values may not be finite.
+        rows = sort_rows([values[chunk] for values in parts])
+        # Halved before the addition, because the sum of two finite values may be infinite.
         result[chunk] = rows[lower] * 0.5 + rows[upper] * 0.5
     return result
 
 
 @cache
 def comparators(num_rows: int) -> tuple[tuple[int, int], ...]:
-    """Batcher's merge exchange: pairs (low, high) that, put in order one after the other, sort any rows."""
+    """Batcher's merge exchange sort: pairs (low, high) that sort any rows when they are ordered one after the other."""
     #   num_rows   comparators
     #   2          (0,1)
     #   3          (0,2) (0,1) (1,2)

@@ -1,10 +1,10 @@
-"""Error feedback: what coding lost of a part is kept, and sent with the next one (SparseLoCo, 2508.15706).
+"""Error feedback: the coding error of a part is kept and sent with the part's next payload (SparseLoCo, 2508.15706).
 
-    a = value + decay * e      the payload codes a, and decodes to s
-    e <- a - s                 when the round commits; never before
+    a = value + decay * e      the payload encodes a, and decodes to s
+    e <- a - s                 when the round commits, never before
 
-An island keeps two kinds: of its own pseudo-gradients, and of the means that it encodes as their reducer. They belong
-to this island and these elements: a joiner begins without any, and they follow parts when an island's mesh changes.
+An island keeps residuals e of its own pseudo-gradients, and of the means that it encodes as their reducer. They belong
+to one island and its parts: a joiner starts without any, and they follow the parts when an island's mesh changes.
 """
 
 from collections.abc import Mapping
@@ -14,50 +14,42 @@ import torch
 from outer.codecs.base import Codec
 
 
-class Feedback:
-    """Residuals by part (1-D fp32) of one rank; parts of one attempt may be worked on by several threads."""
+class ErrorFeedback:
+    """Residuals (1-D fp32, by part) of one rank. Several threads may encode different parts of one attempt."""
 
     def __init__(self, decay: float) -> None:
         self._decay = decay
-        self._kept: dict[int, torch.Tensor] = {}
-        self._tried: dict[int, torch.Tensor] = {}
+        self._residuals: dict[int, torch.Tensor] = {}
+        self._pending: dict[int, torch.Tensor] = {}
 
     def encode(self, part: int, values: torch.Tensor, codec: Codec) -> torch.Tensor:
-        """The payload of `values` and what was lost before; what it loses is noted. Raises NonFiniteError."""
-        wanted = self.add(part, values)
+        """Encode `values` plus the part's residual, and note the new residual. Raises NonFiniteError."""
+        residual = self._residuals.get(part)
+        wanted = values if residual is None else values + residual * self._decay
         payload = codec.encode(wanted)
-        self.note(part, wanted, codec.decode(payload, wanted.numel()))
+        self._pending[part] = wanted - codec.decode(payload, wanted.numel())
         return payload
 
-    def add(self, part: int, values: torch.Tensor) -> torch.Tensor:
-        """`values` and what was lost before; `values` itself when nothing was."""
-        kept = self._kept.get(part)
-        return values if kept is None else values + kept * self._decay
-
-    def note(self, part: int, wanted: torch.Tensor, sent: torch.Tensor) -> None:
-        """This attempt sends `sent` for `wanted`; a later attempt's note replaces it."""
-        self._tried[part] = wanted - sent
-
     def commit(self) -> None:
-        """The attempt's round is committed: what it sent has arrived."""
-        self._kept |= self._tried
-        self._tried.clear()
+        """Adopt the residuals of the last attempt, because its round has committed."""
+        self._residuals |= self._pending
+        self._pending.clear()
 
     def drop(self) -> None:
-        """The attempt has come to nothing."""
-        self._tried.clear()
+        """Forget the residuals of an attempt that did not commit."""
+        self._pending.clear()
 
     def clear(self) -> None:
-        """The history that the residuals belong to does not survive."""
-        self._kept.clear()
-        self._tried.clear()
+        """Forget all residuals, because the island has taken over another history."""
+        self._residuals.clear()
+        self._pending.clear()
 
     @property
     def residuals(self) -> Mapping[int, torch.Tensor]:
-        """By part, as the last commit left them; do not write to them."""
-        return self._kept
+        """Residuals by part as of the last commit. Read-only."""
+        return self._residuals
 
     def load(self, residuals: Mapping[int, torch.Tensor]) -> None:
-        """Go on with these (1-D fp32, of the parts that this rank carries now)."""
-        self._kept = dict(residuals)
-        self._tried.clear()
+        """Continue with these residuals (1-D fp32) of the parts that this rank carries now."""
+        self._residuals = dict(residuals)
+        self._pending.clear()

@@ -1,4 +1,4 @@
-"""Who is let into a part's mean: participants far too long, or turned away from the last mean, are left out."""
+"""Filters that leave outliers out of a part's mean: too long a norm, or a direction away from the last mean."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,64 +6,64 @@ from statistics import median
 
 import torch
 
-from outer.anomalies import History, is_anomalous, observed
 from outer.config import MergeConfig
 from outer.merges.geometry import inner_product, norm
+from outer.reduce.norm_zscore import History, is_anomalous, update_history
 
 Histories = Mapping[str, History]
-"""By participant."""
+"""Norm histories of one part, by participant."""
 
 
-class Gates:
-    """One rank's, with what it remembers of the parts that it reduces: their norms, with `max_norm_zscore`.
+class OutlierFilters:
+    """The filters of one rank, with the norm histories of the parts that it reduces (for `max_norm_zscore`).
 
-    It remembers a part for as long as it reduces it in every round that is for it, and of no more participants than
-    the last plan had. What the gates left out is not remembered, and nothing of an attempt that did not commit.
+    A part's histories are kept only while this rank reduces the part in every round that sends it, and only for the
+    participants of the last plan. Norms that were left out, or whose attempt did not commit, do not enter them.
     """
 
     def __init__(self, config: MergeConfig) -> None:
         self._config = config
         self.histories: dict[int, Histories] = {}
-        """By part, as the last commit left them."""
-        self._noted: dict[int, Histories] = {}
+        """Norm histories by part, as of the last commit."""
+        self._pending: dict[int, Histories] = {}
         self._next_round = 0
 
-    def begin(self, round_number: int, participants: Collection[str]) -> "Trial":
-        """The gates of one attempt; what an earlier one noted is dropped."""
+    def begin(self, round_number: int, participants: Collection[str]) -> "AttemptFilters":
+        """The filters of a new attempt. Drops what an earlier attempt has noted."""
         if round_number != self._next_round:
-            # Others have reduced these parts meanwhile: long ago is not of late.
+            # After missed rounds the histories are out of date, because others have reduced these parts meanwhile.
             self.histories.clear()
-        trial = Trial(self._config, dict(self.histories), frozenset(participants))
-        self._noted = trial.noted
-        return trial
+        attempt = AttemptFilters(self._config, dict(self.histories), frozenset(participants))
+        self._pending = attempt.noted
+        return attempt
 
     def commit(self, round_number: int, parts: Collection[int]) -> None:
-        """The last attempt's round is committed; it sent these of the rank's parts, whoever reduced them."""
+        """Adopt the histories of the last attempt. `parts` are those this rank carries that the round has sent."""
         for part in parts:
             self.histories.pop(part, None)
-        self.histories |= self._noted
-        self._noted, self._next_round = {}, round_number + 1
+        self.histories |= self._pending
+        self._pending, self._next_round = {}, round_number + 1
 
     def clear(self) -> None:
-        """Another history of rounds is this island's now."""
+        """Forget all histories, because the island has taken over another history of rounds."""
         self.histories.clear()
 
     def load(self, histories: Mapping[int, Histories], next_round: int) -> None:
-        """Go on with what was saved before this round."""
+        """Continue with histories that were saved before round `next_round`."""
         self.histories, self._next_round = dict(histories), next_round
 
 
 @dataclass(frozen=True)
-class Trial:
-    """The gates of one attempt: threads that outlive it note nothing anywhere else."""
+class AttemptFilters:
+    """The filters of one attempt. Threads that outlive the attempt write only here."""
 
     config: MergeConfig
     histories: Mapping[int, Histories]
     participants: frozenset[str]
     noted: dict[int, Histories] = field(default_factory=dict)
-    """Of each part that was reduced here."""
+    """New histories of the parts that this rank has reduced."""
 
-    def left_out(
+    def find_outliers(
         self,
         part: int,
         names: Sequence[str],
@@ -71,56 +71,58 @@ class Trial:
         weights: Sequence[float],
         last: torch.Tensor | None,
     ) -> list[bool]:
-        """As `left_out` below, of the part that these participants gave; what is let in is noted."""
+        """Apply all filters to one part, as the function `find_outliers`, and note the norms of those that pass."""
         bound = self.config.max_norm_zscore
         if bound is None:
-            return left_out(parts, weights, last, self.config)
+            return find_outliers(parts, weights, last, self.config)
         known = self.histories.get(part, {})
         norms = {i: norm(parts[i]) for i, weight in enumerate(weights) if weight > 0}
         anomalous = {i for i, length in norms.items() if is_anomalous(known.get(names[i]), length, bound)}
-        out = left_out(parts, weights, last, self.config, anomalous)
-        let_in = {names[i]: observed(known.get(names[i]), length) for i, length in norms.items() if not out[i]}
-        self.noted[part] = {name: h for name, h in known.items() if name in self.participants} | let_in
-        return out
+        is_outlier = find_outliers(parts, weights, last, self.config, anomalous)
+        passed = [i for i in norms if not is_outlier[i]]
+        updated = {names[i]: update_history(known.get(names[i]), norms[i]) for i in passed}
+        self.noted[part] = {name: h for name, h in known.items() if name in self.participants} | updated
+        return is_outlier
 
 
-def left_out(
+def find_outliers(
     parts: Sequence[torch.Tensor],
     weights: Sequence[float],
     last: torch.Tensor | None,
     config: MergeConfig,
     anomalous: Collection[int] = (),
 ) -> list[bool]:
-    """For each participant whether the gates leave its part out (parts are 1-D fp32, in participant order).
+    """Whether each participant's part (1-D fp32) is left out of the mean, in participant order.
 
-    Participants that weigh nothing are neither asked nor left out. When the gates would leave out all others, they
-    leave out none: a round with a doubtful mean is what the run would have without gates. `last` is the last
-    committed mean of the part; None passes the direction gate. `anomalous`: whom their own history leaves out.
+    Participants of weight zero are neither filtered nor counted. If the filters would leave out all others, they leave
+    out none: a doubtful mean is what a run without filters would have. `last` is the last committed mean of the part;
+    without it the direction filter passes everything. `anomalous` are the participants that fail the z-score filter.
     """
-    heard = [index for index, weight in enumerate(weights) if weight > 0]
-    failed = _too_long(parts, heard, config.max_norm_ratio) | _turned_away(parts, heard, last, config.min_cosine)
-    failed |= set(anomalous)
-    if len(failed) == len(heard):
+    weighted = [index for index, weight in enumerate(weights) if weight > 0]
+    failed = _find_too_long(parts, weighted, config.max_norm_ratio) | set(anomalous)
+    failed |= _find_turned_away(parts, weighted, last, config.min_cosine)
+    if len(failed) == len(weighted):
         failed = set()
     return [index in failed for index in range(len(parts))]
 
 
-def _too_long(parts: Sequence[torch.Tensor], heard: list[int], max_ratio: float | None) -> set[int]:
-    """Whose norm is over the ratio x the median norm; nobody's when most are zero."""
+def _find_too_long(parts: Sequence[torch.Tensor], weighted: list[int], max_ratio: float | None) -> set[int]:
+    """Participants whose norm exceeds max_ratio x the median norm; none if most norms are zero."""
     if max_ratio is None:
         return set()
-    norms = {index: norm(parts[index]) for index in heard}
-    # Of two the median is halfway between: a ratio of 2 or more leaves out neither, for nobody knows which is wrong.
+    norms = {index: norm(parts[index]) for index in weighted}
+    # The median of two norms is their mean, so with a ratio of 2 or more neither is left out: nothing tells which one
+    # is wrong.
     limit = max_ratio * median(norms.values())
     return {index for index, length in norms.items() if length > limit > 0}
 
 
-def _turned_away(
-    parts: Sequence[torch.Tensor], heard: list[int], last: torch.Tensor | None, min_cosine: float | None
+def _find_turned_away(
+    parts: Sequence[torch.Tensor], weighted: list[int], last: torch.Tensor | None, min_cosine: float | None
 ) -> set[int]:
-    """Whose cosine with the last mean is below the bound; a part of zeros has no direction, and passes."""
+    """Participants whose cosine with the last mean is below min_cosine; a part of zeros passes."""
     if min_cosine is None or last is None:
         return set()
-    # Not divided: either norm may be zero, and then both sides are.
+    # Compared without dividing, because either norm may be zero; then both sides are zero.
     bound = min_cosine * norm(last)
-    return {index for index in heard if inner_product(parts[index], last) < bound * norm(parts[index])}
+    return {index for index in weighted if inner_product(parts[index], last) < bound * norm(parts[index])}

@@ -1,4 +1,4 @@
-"""Payloads of a reduce: parts encoded, and decoded with everything checked that can be. Any thread may call these."""
+"""Encode and decode the payloads of a reduce, with all checks. Any thread may call these methods."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 
 from outer.codecs.base import Codec
-from outer.coding import Coding
-from outer.digest import part_digest
+from outer.codecs.choice import CodecChoice
 from outer.errors import MessageError, NonFiniteError, OuterError, PoisonError
-from outer.feedback import Feedback
-from outer.phases import Hooks
-from outer.space import Kind, Space
+from outer.hooks import Hooks
+from outer.reduce.error_feedback import ErrorFeedback
+from outer.space.digest import part_digest
+from outer.space.layout import Space, TensorKind
 
 
 @dataclass(frozen=True)
@@ -24,56 +24,61 @@ class Mean:
 
 
 class Payloads:
-    """Of one rank, by the index of the part."""
+    """The payloads of one rank. `part` is the index of a part in the canonical space."""
 
-    def __init__(self, coding: Coding, space: Space, hooks: Hooks) -> None:
-        self._coding, self._space, self._hooks = coding, space, hooks
-        decay = coding.feedback
-        self.feedbacks = [] if decay is None else [Feedback(decay), Feedback(decay)]
-        """What coding lost: of this rank's pseudo-gradients, and of the means that it encoded."""
-        self._own, self._means = self.feedbacks or (None, None)
+    def __init__(self, codecs: CodecChoice, space: Space, hooks: Hooks) -> None:
+        self._codecs, self._space, self._hooks = codecs, space, hooks
+        decay = codecs.feedback
+        self.feedbacks = [] if decay is None else [ErrorFeedback(decay), ErrorFeedback(decay)]
+        """Error feedback of this rank's pseudo-gradients, and of the means that it encodes; empty if disabled."""
+        self._grad_feedback, self._mean_feedback = self.feedbacks or (None, None)
 
     def are_gathered(self, part: int) -> bool:
-        """Whether everybody gets every payload of the part."""
-        return self._coding.gathers(self._space.parts[part])
+        """Whether every participant receives every payload of the part."""
+        return self._codecs.gathers(self._space.parts[part])
 
     def num_bytes(self, part: int, *, of_mean: bool) -> int:
-        """A payload's length."""
+        """Size of the part's payload, or of its mean's."""
         bounds = self._space.parts[part]
-        codec = self._coding.of_mean(bounds) if of_mean else self._coding.of(bounds)
+        codec = self._codecs.mean_codec_for(bounds) if of_mean else self._codecs.codec_for(bounds)
         return codec.num_bytes(bounds.num_elements)
 
     def encode(self, round_number: int, part: int, values: torch.Tensor) -> torch.Tensor:
-        """Of this rank's own pseudo-gradient. Raises OuterError when it cannot be sent."""
+        """Encode this rank's own pseudo-gradient, with error feedback. Raises OuterError when it cannot be sent."""
         bounds = self._space.parts[part]
         if (index := first_negative(values, bounds.kind)) is not None:
             raise OuterError(f"{self._name(part, index)!r} holds {values[index]}; no mean of squares is below 0")
-        values = self._hooks.pseudo_grad(round_number, values)
+        values, codec = self._hooks.pseudo_grad(round_number, values), self._codecs.codec_for(bounds)
         try:
-            return self._coded(part, values, self._coding.of(bounds), self._own)
+            if self._grad_feedback is None or not self._codecs.has_feedback(bounds):
+                return codec.encode(values)
+            return self._grad_feedback.encode(part, values, codec)
         except NonFiniteError as error:
             name = self._name(part, error.index)
             raise OuterError(f"the pseudo-gradient of {name!r} holds {error.value}") from None
 
     def encode_mean(self, part: int, mean: torch.Tensor) -> torch.Tensor:
-        """Of a mean made here. Raises NonFiniteError."""
-        # What everybody makes must not depend on what one of them has lost before.
-        feedback = None if self.are_gathered(part) else self._means
-        return self._coded(part, mean, self._coding.of_mean(self._space.parts[part]), feedback)
+        """Encode a mean that this rank computed, with error feedback. Raises NonFiniteError."""
+        bounds = self._space.parts[part]
+        codec = self._codecs.mean_codec_for(bounds)
+        # A mean that every participant computes itself must not depend on the residuals of one of them.
+        if self._mean_feedback is None or self.are_gathered(part) or not self._codecs.has_feedback(bounds):
+            return codec.encode(mean)
+        return self._mean_feedback.encode(part, mean, codec)
 
     def decode(self, part: int, payload: torch.Tensor, sender: str) -> torch.Tensor:
-        """The values of a pseudo-gradient's payload, all finite. Raises PoisonError."""
-        return self._decoded(part, payload, sender, self._coding.of(self._space.parts[part]))
+        """Decode a peer's pseudo-gradient into finite values. Raises PoisonError."""
+        return self._decode(part, payload, sender, self._codecs.codec_for(self._space.parts[part]))
 
     def decode_mean(self, part: int, payload: torch.Tensor, reducer: str) -> Mean:
-        """Of a mean as all get it. Raises PoisonError."""
-        codec = self._coding.of_mean(self._space.parts[part])
-        return Mean(self._decoded(part, payload, reducer, codec), payload, part_digest(payload))
+        """Decode a mean from its reducer's payload. Raises PoisonError."""
+        codec = self._codecs.mean_codec_for(self._space.parts[part])
+        return Mean(self._decode(part, payload, reducer, codec), payload, part_digest(payload))
 
-    def overflow(
+    def find_overflow(
         self, part: int, payloads: Sequence[torch.Tensor], senders: Sequence[str], error: NonFiniteError
     ) -> PoisonError:
-        """Whom to blame for a mean that is not finite although all that entered it was: the largest of them."""
+        """The error for a mean that overflowed although its inputs are finite. It blames the largest input's sender."""
         sizes = {
             name: self.decode(part, payload, name)[error.index].abs().item()
             for payload, name in zip(payloads, senders, strict=True)
@@ -82,12 +87,7 @@ class Payloads:
         name = self._name(part, error.index)
         return PoisonError(peer, f"{sizes[peer]} for {name!r}, which makes the mean {error.value}")
 
-    def _coded(self, part: int, values: torch.Tensor, codec: Codec, feedback: Feedback | None) -> torch.Tensor:
-        if feedback is None or not self._coding.keeps(self._space.parts[part]):
-            return codec.encode(values)
-        return feedback.encode(part, values, codec)
-
-    def _decoded(self, part: int, payload: torch.Tensor, sender: str, codec: Codec) -> torch.Tensor:
+    def _decode(self, part: int, payload: torch.Tensor, sender: str, codec: Codec) -> torch.Tensor:
         bounds = self._space.parts[part]
         try:
             values = codec.decode(payload, bounds.num_elements)
@@ -100,12 +100,12 @@ class Payloads:
             raise PoisonError(sender, f"a payload of {inside} that is refused: {error}") from None
 
     def _name(self, part: int, index: int) -> str:
-        """The parameter that holds the element."""
+        """Name of the parameter that holds element `index` of the part."""
         return self._space.name_at(self._space.parts[part].start + index)
 
 
-def first_negative(values: torch.Tensor, kind: Kind) -> int | None:
-    """Where second moments first hold a negative value, whose root a step would take; None: nowhere."""
+def first_negative(values: torch.Tensor, kind: TensorKind) -> int | None:
+    """Index of the first negative second moment, or None. An optimizer step would take its square root."""
     if kind != "exp_avg_sq" or values.numel() == 0 or values.min() >= 0:
         return None
     found = (values < 0).nonzero()

@@ -1,35 +1,35 @@
-"""A round that runs behind the training: one at a time, in a thread of its own."""
+"""A round that runs in a background thread while local params are trained, one at a time."""
 
 import threading
 import time
 
-from outer.averaging import Averaging
-from outer.island_state import Snapshot
-from outer.reports import RoundReport
+from outer.report import RoundReport
+from outer.rounds.averager import Averager
+from outer.state.pseudo_gradient import Contribution, Snapshot
 
 
-class Flight:
-    """Starts at once. Every rank of the island makes one with its own snapshot of the same round."""
+class BackgroundRound:
+    """Starts at once. Every rank of the island makes one, with its own snapshot for the same round."""
 
-    def __init__(self, averaging: Averaging, snapshot: Snapshot) -> None:
+    def __init__(self, averager: Averager, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
-        self._averaging = averaging
+        self._averager = averager
         self._reports: list[RoundReport] = []
         self._error: BaseException | None = None
         name = f"{threading.current_thread().name} round {snapshot.round}"
-        # A daemon: a process that is told to stop does not wait for the others of its last round.
+        # A daemon: a process that is told to stop does not wait for the other islands of its last round.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended without a commit: `land` will raise."""
+        """Whether it has ended without a commit, so that `land` will raise."""
         return self._error is not None
 
     def land(self) -> tuple[list[RoundReport], float]:
-        """Wait for the end: the attempts' reports, the last one committed, and the seconds waited for it.
+        """Wait for the end: reports of all attempts, the committed one last, and the seconds spent waiting.
 
-        Raises what ended it instead.
+        Raises the error that ended the round, if one did.
         """
         started = time.monotonic()
         self._thread.join()
@@ -39,6 +39,6 @@ class Flight:
 
     def _run(self) -> None:
         try:
-            self._reports = self._averaging.run(self.snapshot)
+            self._reports = self._averager.run(Contribution(self.snapshot))
         except BaseException as error:  # noqa: BLE001 - raised again by `land`, on the thread that can handle it
             self._error = error

@@ -1,4 +1,4 @@
-"""Fragments: the sets of parameters that are averaged in turn (Streaming DiLoCo, 2501.18512), and when each is.
+"""Fragments: the sets of parameters that are averaged in turn (Streaming DiLoCo, 2501.18512), and their schedule.
 
     inner_steps 8, fragments 4, delay 1     0   1   2   3   4   5   6   7   8   9  10
     fragment 0 is sent, merged                      s   m                       s   m
@@ -6,8 +6,8 @@
     fragment 2                                                      s   m
     fragment 3                                                              s   m
 
-A round sends one fragment; with one fragment that is the model, after every `inner_steps`. With `moments` it also sends
-those of the fragment's params, each kind in the cycles that are for it (DES-LOC, 2505.22549).
+A round sends one fragment; a single fragment is the whole model, sent after every `inner_steps`. With `moments` a round
+also sends the moments of the fragment's parameters, each kind in every `period`-th cycle (DES-LOC, 2505.22549).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,174 +17,176 @@ from math import prod
 
 from outer.config import OuterConfig
 from outer.errors import InputError
-from outer.space import Group, Kind, Space, TensorSpec
+from outer.space.layout import PartGroup, Space, TensorKind, TensorSpec
 
 FINE_ELEMENTS = 4096
-"""A tensor with fewer is worth its bytes: like norms and biases it never gets fewer than 8 bits an element."""
+"""Tensors with fewer elements are fine, like norms and biases: they always keep at least 8 bits an element."""
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Between which inner steps of the run a round lies."""
+class FragmentSchedule:
+    """Maps rounds to inner steps of the run."""
 
     inner_steps: int
     fragments: int = 1
     delay: int = 0
 
     def end(self, round_number: int) -> int:
-        """Inner steps of the run that are done when the round's pseudo-gradient is taken."""
+        """Inner steps done in the run when the round's pseudo-gradient is computed."""
         cycle, fragment = divmod(round_number, self.fragments)
         return cycle * self.inner_steps + (fragment + 1) * self.inner_steps // self.fragments
 
     def begin(self, round_number: int) -> int:
-        """Inner steps of the run that are done when the round's own begin."""
+        """Inner steps done in the run when the round starts."""
         return self.end(round_number - 1) if round_number else 0
 
     def last_end(self, fragment: int, period: int, round_number: int) -> int:
-        """`end` of the last round before this one that sent what the fragment sends in every `period`-th; 0: none."""
-        done = (round_number - fragment + self.fragments - 1) // self.fragments
-        cycles = done // period * period
+        """`end` of the last round before this one that sent the part groups of that fragment and period; 0 if none."""
+        cycles = (round_number - fragment + self.fragments - 1) // self.fragments // period * period
         return self.end((cycles - 1) * self.fragments + fragment) if cycles else 0
 
     def steps(self, round_number: int) -> int:
-        """Inner steps between the round before and this one; at least one."""
+        """Inner steps from the previous round to this one; at least one."""
         return self.end(round_number) - self.begin(round_number)
 
 
-def schedule_of(config: OuterConfig) -> Schedule:
-    """The config's; its values have been checked."""
-    return Schedule(config.inner_steps, config.fragments, config.delay)
+def build_schedule(config: OuterConfig) -> FragmentSchedule:
+    """The schedule of a validated config."""
+    return FragmentSchedule(config.inner_steps, config.fragments, config.delay)
 
 
 @dataclass(frozen=True)
 class MomentSpec:
-    """A moment of one parameter, of the same shape."""
+    """A moment of one parameter; it has the parameter's shape."""
 
     name: str
     shape: tuple[int, ...]
 
 
-def with_moments(specs: Sequence[TensorSpec], config: OuterConfig) -> list[TensorSpec]:
-    """The model's parameters and, if they are averaged, the moments of each."""
-    made: list[TensorSpec] = list(specs)
-    for kind, _ in moments_of(config):
-        made += [MomentSpec(moment_name(spec.name, kind), tuple(spec.shape)) for spec in specs]
-    return made
+def add_moments(specs: Sequence[TensorSpec], config: OuterConfig) -> list[TensorSpec]:
+    """The model's parameters, followed by their moments if the run averages moments."""
+    all_specs: list[TensorSpec] = list(specs)
+    for kind, _ in list_moments(config):
+        all_specs += [MomentSpec(moment_name(spec.name, kind), tuple(spec.shape)) for spec in specs]
+    return all_specs
 
 
-def moment_name(param: str, kind: Kind) -> str:
-    """What a parameter's moment is called in the canonical space, and in the slices of an island's ranks."""
+def moment_name(param: str, kind: TensorKind) -> str:
+    """Name of a parameter's moment in the canonical space and in the slices of an island's ranks."""
     return f"{param}@{kind}"
 
 
 def param_name(moment: str) -> str:
-    """The parameter that a moment, by its name, is of."""
+    """Name of the parameter that a moment belongs to."""
     return moment.rpartition("@")[0]
 
 
-def moments_of(config: OuterConfig) -> list[tuple[Kind, int]]:
-    """The moments that are averaged, and the period of each: in every `period`-th cycle."""
+def list_moments(config: OuterConfig) -> list[tuple[TensorKind, int]]:
+    """The kinds of moments that are averaged, each with its period in cycles."""
     return [] if config.moments is None else [("exp_avg", config.moments[0]), ("exp_avg_sq", config.moments[1])]
 
 
-def groups_of(specs: Sequence[TensorSpec], config: OuterConfig, *, splits_fine: bool) -> list[Group]:
-    """Every name in one group, in fragment order; a fragment's fine tensors in a group of their own if wanted.
+def build_part_groups(specs: Sequence[TensorSpec], config: OuterConfig, *, splits_fine: bool) -> list[PartGroup]:
+    """Assign every name to one part group, in fragment order.
 
-    `specs` are the model's; names of moments are added, each kind in a group of its own.
-
-    Raises InputError when the model has fewer layers than it takes to give every fragment something.
+    `specs` are the model's parameters; the names of averaged moments are added, one part group for each kind.
+    With `splits_fine` the fine tensors of a fragment form a part group of their own.
+    Raises InputError when the model has too few layers to give every fragment parameters.
     """
-    groups: list[Group] = []
-    for fragment, names in enumerate(fragments_of(specs, config)):
+    groups: list[PartGroup] = []
+    for fragment, names in enumerate(assign_fragments(specs, config)):
         shapes = {spec.name: spec.shape for spec in specs if spec.name in names}
-        fine = {name for name, shape in shapes.items() if splits_fine and is_fine(shape)}
-        kinds = (tuple(n for n in shapes if n not in fine), False), (tuple(n for n in shapes if n in fine), True)
-        groups += [Group(kind, fragment, is_fine=fine) for kind, fine in kinds if kind]
+        fine = tuple(name for name, shape in shapes.items() if splits_fine and is_fine(shape))
+        coarse = tuple(name for name in shapes if name not in fine)
+        groups += [PartGroup(coarse, fragment)] if coarse else []
+        groups += [PartGroup(fine, fragment, is_fine=True)] if fine else []
         groups += [
-            Group(tuple(moment_name(name, kind) for name in shapes), fragment, kind=kind, period=period)
-            for kind, period in moments_of(config)
+            PartGroup(tuple(moment_name(name, kind) for name in shapes), fragment, kind=kind, period=period)
+            for kind, period in list_moments(config)
         ]
     return groups
 
 
 def is_fine(shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is a norm's, a bias, or tiny."""
+    """Whether a tensor of this shape is a norm, a bias, or tiny."""
     return len(shape) < 2 or prod(shape) < FINE_ELEMENTS
 
 
-def fragments_of(specs: Sequence[TensorSpec], config: OuterConfig) -> list[set[str]]:
-    """The names of each fragment."""
+def assign_fragments(specs: Sequence[TensorSpec], config: OuterConfig) -> list[set[str]]:
+    """The parameter names of each fragment. Raises InputError when a fragment would get none."""
     if config.fragments == 1:
         return [{spec.name for spec in specs}]
-    units = [Unit(layer, {s.name: prod(s.shape) for s in run}) for layer, run in groupby(specs, key=_layer_of)]
-    patterns: dict[str, Callable[[list[Unit], int], list[set[str]]]] = {
-        "strided": strided,
-        "sequential": sequential,
-        "balanced": balanced,
+    units = [FragmentUnit(layer, {s.name: prod(s.shape) for s in run}) for layer, run in groupby(specs, key=_layer_of)]
+    patterns: dict[str, Callable[[list[FragmentUnit], int], list[set[str]]]] = {
+        "strided": make_strided,
+        "sequential": make_sequential,
+        "balanced": make_balanced,
     }
-    made = patterns[config.fragment_pattern](units, config.fragments)
-    if not all(made):
-        layers, most = sum(unit.layer is not None for unit in units), sum(map(bool, made))
+    fragments = patterns[config.fragment_pattern](units, config.fragments)
+    if not all(fragments):
+        layers, most = sum(unit.layer is not None for unit in units), sum(map(bool, fragments))
         raise InputError(
             f"outer.fragments: got {config.fragments}, but a model of {layers} layers has parameters for {most} in "
             f"the pattern {config.fragment_pattern!r}; set outer.fragments={most} or lower"
         )
-    return made
+    return fragments
 
 
 @dataclass(frozen=True)
-class Unit:
-    """A layer, or neighbouring tensors outside of the layers (embedding, head): never cut."""
+class FragmentUnit:
+    """A layer, or adjacent tensors outside the layers (embedding, head); always within one fragment."""
 
     layer: int | None
     sizes: dict[str, int]
-
-    @property
-    def names(self) -> set[str]:
-        return set(self.sizes)
+    """Number of elements of each tensor, by name."""
 
 
-def strided(units: list[Unit], count: int) -> list[set[str]]:
-    """Layers i, i + n, i + 2n, ... to each of n = count - 1 fragments; all else is the last."""
+def make_strided(units: list[FragmentUnit], count: int) -> list[set[str]]:
+    """Layers i, i + n, i + 2n, ... for each of n = count - 1 fragments; everything else is the last fragment."""
     inside, outside = _layers_and_rest(units)
     return [_union(inside[i :: count - 1]) for i in range(count - 1)] + [_union(outside)]
 
 
-def sequential(units: list[Unit], count: int) -> list[set[str]]:
-    """Neighbouring layers to each of count - 1 fragments, as evenly as they divide; all else is the last."""
+def make_sequential(units: list[FragmentUnit], count: int) -> list[set[str]]:
+    """Adjacent layers for each of count - 1 fragments, divided evenly; everything else is the last fragment."""
     inside, outside = _layers_and_rest(units)
     bounds = [i * len(inside) // (count - 1) for i in range(count)]
     return [_union(inside[a:b]) for a, b in pairwise(bounds)] + [_union(outside)]
 
 
-def balanced(units: list[Unit], count: int) -> list[set[str]]:
-    """The largest unit first, each to the fragment that is smallest by then: at most 4/3 of the best."""
+def make_balanced(units: list[FragmentUnit], count: int) -> list[set[str]]:
+    """Assign units, largest first, to the fragment that is smallest so far: at most 4/3 of the optimum."""
     fragments: list[set[str]] = [set() for _ in range(count)]
     loads = [0] * count
     for unit in sorted(units, key=lambda unit: -sum(unit.sizes.values())):
         smallest = min(range(count), key=lambda i: loads[i])
-        fragments[smallest] |= unit.names
+        fragments[smallest] |= set(unit.sizes)
         loads[smallest] += sum(unit.sizes.values())
     return fragments
 
 
-def _layers_and_rest(units: list[Unit]) -> tuple[list[Unit], list[Unit]]:
+def _layers_and_rest(units: list[FragmentUnit]) -> tuple[list[FragmentUnit], list[FragmentUnit]]:
     return [u for u in units if u.layer is not None], [u for u in units if u.layer is None]
 
 
-def _union(units: Sequence[Unit]) -> set[str]:
-    return set().union(*(unit.names for unit in units))
+def _union(units: Sequence[FragmentUnit]) -> set[str]:
+    return {name for unit in units for name in unit.sizes}
 
 
 def _layer_of(spec: TensorSpec) -> int | None:
-    """The first number in a dotted name: layers.3.wq is of layer 3; None when there is none."""
+    """The first number in a dotted name (3 for layers.3.wq), or None without a number."""
     return next((int(word) for word in spec.name.split(".") if word.isdigit()), None)
 
 
-def steps_behind(space: Space, schedule: Schedule, rounds_done: int, landed: int | None) -> dict[str, int]:
-    """By parameter, the inner steps of the run behind its second moments: of those a round has sent, None: of all."""
+def count_moment_steps(
+    space: Space, schedule: FragmentSchedule, rounds_done: int, landed: int | None
+) -> dict[str, int]:
+    """Inner steps of the run that each parameter's averaged second moments include, by parameter name.
+
+    Covers the second moments that round `landed` sent, or all of them if it is None.
+    """
     steps = {}
-    for number, group in enumerate(space.groups):
+    for number, group in enumerate(space.part_groups):
         if group.kind == "exp_avg_sq" and (landed is None or space.sends(landed, number)):
             last = schedule.last_end(group.fragment, group.period, rounds_done)
             steps |= dict.fromkeys(map(param_name, group.names), last)

@@ -1,14 +1,15 @@
-"""The canonical space: every parameter of the model, flattened, in one agreed order, whatever the mesh.
+"""The canonical space: all parameters of the model, flattened in one order that does not depend on the mesh.
 
-The flat vector is cut into parts at boundaries that depend on the model and the run config alone. Islands of
-different shape agree on every index; a codec's blocks never depend on a mesh.
+The flat vector is cut into parts at boundaries that depend only on the model and the run config. Islands with
+different meshes therefore agree on every index, and the blocks of a codec never depend on a mesh.
 
     names      | embed          | layers.0.wq | ...        | head      |
     flat       0 ........................................... num_elements
     parts      |   0   |   1   |   2   |   3   |   4   | ...       | last |
 
-Names in groups (a fragment's, its fine tensors, its moments) lie together, and no part has names of two groups. A
-round sends the groups of its fragment that it is the time for.
+A part group holds the names that are sent together: the tensors of a fragment, its fine tensors, or its moments. The
+names of a part group are adjacent, and no part crosses two of them. A round sends the part groups of its fragment
+whose period has come around.
 """
 
 import hashlib
@@ -21,11 +22,11 @@ from math import prod
 from typing import Literal, Protocol
 
 MIN_PARTS = 16
-"""A small model is cut finer than part_elements says, so that reducing it is shared by all islands."""
+"""A small model is cut into more parts than part_elements asks for, so that all islands share the reduction."""
 
 
-Kind = Literal["params", "exp_avg", "exp_avg_sq"]
-"""Parameters, or the first or second moment of each that the inner optimizer keeps."""
+TensorKind = Literal["params", "exp_avg", "exp_avg_sq"]
+"""Parameters, or the inner optimizer's first or second moments of the parameters."""
 
 
 class TensorSpec(Protocol):
@@ -37,8 +38,8 @@ class TensorSpec(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-class HeldSlice(Protocol):
-    """A rectangle of a parameter that a rank holds, the parameter seen as a matrix (shape[0], rest)."""
+class SliceBounds(Protocol):
+    """Bounds of the rectangle that a rank holds of a parameter, seen as a matrix (shape[0], rest)."""
 
     @property
     def name(self) -> str: ...
@@ -49,29 +50,29 @@ class HeldSlice(Protocol):
 
 
 @dataclass(frozen=True)
-class Group:
-    """Names whose parts go together: of one fragment and kind, all fine (at least 8 bits an element) or none."""
+class PartGroup:
+    """Names that are sent together: one fragment, one kind, and all fine (at least 8 bits an element) or none."""
 
     names: tuple[str, ...]
     fragment: int = 0
     is_fine: bool = False
-    kind: Kind = "params"
+    kind: TensorKind = "params"
     period: int = 1
     """Sent in every `period`-th round of the fragment."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A contiguous range of the flat vector, sent at once."""
+    """A contiguous range of the flat vector, encoded and sent as one payload."""
 
     index: int
     start: int
     stop: int
     fragment: int = 0
     is_fine: bool = False
-    kind: Kind = "params"
-    group: int = 0
-    """Its number in the space."""
+    kind: TensorKind = "params"
+    part_group: int = 0
+    """Index of the part's group in `Space.part_groups`."""
 
     @property
     def num_elements(self) -> int:
@@ -79,15 +80,15 @@ class Part:
 
     @property
     def is_moment(self) -> bool:
-        """Whether it is averaged as it is, by no outer optimizer."""
+        """Whether the part's mean replaces the old values directly, without the outer optimizer."""
         return self.kind != "params"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a part and a held slice overlap: a rectangle of the slice, and its place in the part.
+    """The overlap of a part with a rank's slice: a rectangle of the slice, and its position in the part.
 
-    Row i of the rectangle lies at `offset + i * stride` of the part.
+    Row i of the rectangle starts at `offset + i * stride` of the part.
     """
 
     part: int
@@ -104,7 +105,7 @@ class Piece:
 class Space:
     """The flat vector of `specs`, cut into parts of at most `part_elements`, at multiples of `block_elements`.
 
-    `groups` hold every name once; None: all names are one group, in the order of `specs`.
+    `part_groups` contain every name once; None puts all names into one part group, in the order of `specs`.
     """
 
     def __init__(
@@ -112,18 +113,19 @@ class Space:
         specs: Sequence[TensorSpec],
         part_elements: int,
         block_elements: int = 1,
-        groups: Sequence[Group] | None = None,
+        part_groups: Sequence[PartGroup] | None = None,
     ) -> None:
-        self.groups = [Group(tuple(spec.name for spec in specs))] if groups is None else list(groups)
+        everything = PartGroup(tuple(spec.name for spec in specs))
+        self.part_groups = [everything] if part_groups is None else list(part_groups)
         shapes = {spec.name: tuple(spec.shape) for spec in specs}
-        self.names = [name for group in self.groups for name in group.names]
-        assert sorted(self.names) == sorted(shapes), "groups hold every name once"
+        self.names = [name for group in self.part_groups for name in group.names]
+        assert sorted(self.names) == sorted(shapes), "part groups contain every name once"
         self.shapes = {name: shapes[name] for name in self.names}
         self._starts = [0, *accumulate(prod(shapes[name]) for name in self.names)]
         self.offsets = dict(zip(self.names, self._starts, strict=False))
         self.num_elements = self._starts[-1]
         self.parts: list[Part] = []
-        for number, group in enumerate(self.groups):
+        for number, group in enumerate(self.part_groups):
             start = self.num_elements if not group.names else self.offsets[group.names[0]]
             stop = start + sum(prod(shapes[name]) for name in group.names)
             step = part_length(stop - start, part_elements, block_elements)
@@ -134,62 +136,64 @@ class Space:
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of names, shapes and cuts: equal on islands whose parts mean the same."""
-        cuts = [(part.start, part.fragment, part.is_fine, self.groups[part.group].period) for part in self.parts]
+        """Hex digest of names, shapes and part boundaries, equal on islands whose parts have the same meaning."""
+        periods = [group.period for group in self.part_groups]
+        cuts = [(part.start, part.fragment, part.is_fine, periods[part.part_group]) for part in self.parts]
         text = repr(([(name, self.shapes[name]) for name in self.names], cuts))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @cached_property
     def num_fragments(self) -> int:
-        return max((group.fragment for group in self.groups), default=0) + 1
+        return max((group.fragment for group in self.part_groups), default=0) + 1
 
     @cached_property
-    def parts_of(self) -> list[list[int]]:
-        """The parts of each group."""
-        found: list[list[int]] = [[] for _ in self.groups]
+    def parts_in(self) -> list[list[int]]:
+        """Indices of the parts in each part group."""
+        parts_in: list[list[int]] = [[] for _ in self.part_groups]
         for part in self.parts:
-            found[part.group].append(part.index)
-        return found
+            parts_in[part.part_group].append(part.index)
+        return parts_in
 
     def fragment_of(self, round_number: int) -> int:
-        """The fragment that a round sends: each in its turn."""
+        """The fragment that a round sends; fragments take turns."""
         return round_number % self.num_fragments
 
-    def sends(self, round_number: int, group: int) -> bool:
-        """Whether a round sends the group: it is of the round's fragment, and its period has come around."""
+    def sends(self, round_number: int, part_group: int) -> bool:
+        """Whether a round sends the part group: it belongs to the round's fragment and its period has come around."""
         cycle, fragment = divmod(round_number, self.num_fragments)
-        return self.groups[group].fragment == fragment and (cycle + 1) % self.groups[group].period == 0
+        group = self.part_groups[part_group]
+        return group.fragment == fragment and (cycle + 1) % group.period == 0
 
-    def sent_in(self, round_number: int) -> list[int]:
-        """The groups that a round sends."""
-        return [group for group in range(len(self.groups)) if self.sends(round_number, group)]
+    def part_groups_in(self, round_number: int) -> list[int]:
+        """Indices of the part groups that a round sends."""
+        return [number for number in range(len(self.part_groups)) if self.sends(round_number, number)]
 
     @cached_property
-    def param_groups(self) -> list[int]:
-        """The groups that are the model itself."""
-        return [number for number, group in enumerate(self.groups) if group.kind == "params"]
+    def param_part_groups(self) -> list[int]:
+        """Indices of the part groups that hold parameters, not moments."""
+        return [number for number, group in enumerate(self.part_groups) if group.kind == "params"]
 
     def name_at(self, index: int) -> str:
-        """The parameter that element `index` of the flat vector belongs to."""
+        """Name of the parameter that element `index` of the flat vector belongs to."""
         return self.names[bisect_right(self._starts, index) - 1]
 
-    def pieces(self, held: HeldSlice) -> Iterator[Piece]:
-        """Every overlap of a held slice with a part, in part order; rows and cols count from the slice's corner."""
-        num_cols = matrix_cols(self.shapes[held.name])
-        base = self.offsets[held.name]
-        if held.rows[0] >= held.rows[1] or held.cols[0] >= held.cols[1]:
+    def pieces(self, bounds: SliceBounds) -> Iterator[Piece]:
+        """Every overlap of a slice with a part, in part order; rows and cols count from the slice's corner."""
+        num_cols = matrix_cols(self.shapes[bounds.name])
+        base = self.offsets[bounds.name]
+        if bounds.rows[0] >= bounds.rows[1] or bounds.cols[0] >= bounds.cols[1]:
             return
-        first = base + held.rows[0] * num_cols + held.cols[0]
-        last = base + (held.rows[1] - 1) * num_cols + held.cols[1] - 1
+        first = base + bounds.rows[0] * num_cols + bounds.cols[0]
+        last = base + (bounds.rows[1] - 1) * num_cols + bounds.cols[1] - 1
         for part in self._parts_over(first, last):
-            for rows, cols in rectangles(part.start - base, part.stop - base, self.shapes[held.name]):
-                r0, r1 = max(rows[0], held.rows[0]), min(rows[1], held.rows[1])
-                c0, c1 = max(cols[0], held.cols[0]), min(cols[1], held.cols[1])
+            for rows, cols in rectangles(part.start - base, part.stop - base, self.shapes[bounds.name]):
+                r0, r1 = max(rows[0], bounds.rows[0]), min(rows[1], bounds.rows[1])
+                c0, c1 = max(cols[0], bounds.cols[0]), min(cols[1], bounds.cols[1])
                 if r0 < r1 and c0 < c1:
                     yield Piece(
                         part=part.index,
-                        rows=(r0 - held.rows[0], r1 - held.rows[0]),
-                        cols=(c0 - held.cols[0], c1 - held.cols[0]),
+                        rows=(r0 - bounds.rows[0], r1 - bounds.rows[0]),
+                        cols=(c0 - bounds.cols[0], c1 - bounds.cols[0]),
                         offset=base + r0 * num_cols + c0 - part.start,
                         stride=num_cols,
                     )
@@ -199,7 +203,7 @@ class Space:
 
 
 def part_length(num_elements: int, part_elements: int, block_elements: int) -> int:
-    """Elements of every part but the last: a multiple of the codec's block, which is the least it can be."""
+    """Elements of every part but the last: a multiple of `block_elements`, and at least one block."""
     wanted = min(part_elements, -(-num_elements // MIN_PARTS))
     return max(wanted // block_elements, 1) * block_elements
 
@@ -210,7 +214,7 @@ def matrix_cols(shape: tuple[int, ...]) -> int:
 
 
 def rectangles(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """The range [start, stop) of a flattened parameter as at most three (rows, cols) rectangles, in order.
+    """Split the range [start, stop) of a flattened parameter into at most three (rows, cols) rectangles, in order.
 
     shape (4, 5), range [3, 17):   . . . # #     first: row 0, cols 3-5
                                    # # # # #     full:  rows 1-3

@@ -1,6 +1,6 @@
-"""The ranks of one island, speaking to one another about the outer loop.
+"""Collectives among the ranks of one island, for the outer loop.
 
-Uses a CPU (gloo) group of the island, never the groups that the inner trainer computes with.
+They use a CPU (gloo) process group of their own, never the process groups that the inner trainer computes with.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,22 +12,22 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-class Team:
-    """All methods are collective: every rank of the island calls them in the same order.
+class RankGroup:
+    """The ranks of an island as a process group. Every method is collective: all ranks call it in the same order.
 
-    `group` is None in an island of one rank. Objects travel by pickle: ranks of one island trust one another.
+    Objects are sent as pickles, because the ranks of one island trust each other.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, background: dist.ProcessGroup | None = None) -> None:
-        """`background`: a second group of the same ranks, for calls while another thread uses the first."""
+        """`group` is None on an island of one rank; `background` is a second group, for calls from another thread."""
         self._group, self._background = group, background
         self.rank = dist.get_rank(group) if group else 0
         self.num_ranks = dist.get_world_size(group) if group else 1
 
     @property
-    def background(self) -> "Team":
+    def background(self) -> "RankGroup":
         """The same ranks, for calls from another thread."""
-        return self if self._background is None else Team(self._background)
+        return self if self._background is None else RankGroup(self._background)
 
     @property
     def is_leader(self) -> bool:
@@ -43,7 +43,7 @@ class Team:
         return box[0]
 
     def on_leader(self, work: Callable[[], T]) -> T:
-        """The leader's result of `work`, on every rank."""
+        """Run `work` on the leader and return its result on every rank."""
         return self.broadcast(work() if self.is_leader else None)
 
     def gather(self, value: Any) -> list[Any]:
@@ -57,7 +57,7 @@ class Team:
     def exchange(self, outgoing: Sequence[Sequence[torch.Tensor]], incoming: Sequence[Sequence[torch.Tensor]]) -> None:
         """Copy `outgoing[r]` (fp32 CPU views) into rank r's `incoming[me]`, in list order.
 
-        The views on both sides have equal sizes; which rank lists what is agreed beforehand.
+        Both ranks must list views of equal sizes in the same order.
         """
         for source, target in zip(outgoing[self.rank], incoming[self.rank], strict=True):
             target.copy_(source)
@@ -66,7 +66,7 @@ class Team:
         sends = [[] if r == self.rank else v for r, v in enumerate(outgoing)]
         receives = [[] if r == self.rank else v for r, v in enumerate(incoming)]
         packed = torch.cat([torch.empty(0), *(view.reshape(-1) for views in sends for view in views)])
-        # Not all_to_all of lists: gloo's takes tensors of one size only.
+        # Gloo's all_to_all of tensor lists requires equal sizes, so each rank sends one flat tensor with split sizes.
         sizes_in, sizes_out = ([sum(v.numel() for v in views) for views in side] for side in (receives, sends))
         received = torch.empty(sum(sizes_in))
         dist.all_to_all_single(received, packed, sizes_in, sizes_out, group=self._group)

@@ -1,12 +1,12 @@
 """The outer optimizer: torch.optim.SGD over the parts of the global params, or Delayed Nesterov (2401.09135).
 
-Delayed, each pseudo-gradient g of one of N islands is a push; c of 2401.09135 is 0:
+In the delayed form each pseudo-gradient g of one of N islands is a push; c of 2401.09135 is 0:
 
     theta -= lr g / N,  v += g / N                 at every push
     theta -= lr momentum v,  v *= momentum         after every N of them
 
-N pushes of g_1 .. g_N so make the step of SGD with Nesterov momentum on their mean: v is what is left of the momentum,
-and what has come since.
+So N pushes of g_1 .. g_N make the step of SGD with Nesterov momentum on their mean; v holds the decayed momentum plus
+the pushes since.
 """
 
 from collections.abc import Mapping
@@ -19,18 +19,18 @@ from outer.config import OuterOptimizerConfig
 class OuterOptimizer:
     """Descends averaged pseudo-gradients; `parts` (fp32, by part number) are updated in place.
 
-    Momentum is explicit from the start: a part never stepped has a buffer of zeros, so that what an island
-    gives to a joiner does not depend on whether it has stepped.
+    Momentum buffers exist from the start, filled with zeros, so that what a joiner receives does not depend on whether
+    the part has been stepped.
     """
 
     def __init__(self, parts: Mapping[int, torch.Tensor], config: OuterOptimizerConfig, num_islands: int = 1) -> None:
-        """`num_islands`: N of Delayed Nesterov."""
+        """`num_islands` is N of Delayed Nesterov."""
         self._parts, self._config, self._num_islands = dict(parts), config, num_islands
         self._pushes = dict.fromkeys(parts, 0)
         self._has_momentum = config.momentum > 0
-        # An island with more ranks than parts leaves some with none, and SGD refuses an empty list.
+        # With more ranks than parts some ranks carry none, and SGD refuses an empty list.
         params = [{"params": list(self._parts.values())}]
-        # foreach would batch small parts by other kernels; the plain loop gives the same bits on every mesh.
+        # foreach would use other kernels for batches of small parts; the plain loop gives the same bits on every mesh.
         self._sgd = torch.optim.SGD(
             params,
             lr=config.lr,
@@ -45,7 +45,7 @@ class OuterOptimizer:
     def step(self, pseudo_grads: Mapping[int, torch.Tensor], num_given: int = 1) -> None:
         """Descend, part by part; parts not in `pseudo_grads` keep their values and momentum.
 
-        `num_given`: islands that each part is the mean of. That matters to Delayed Nesterov alone.
+        `num_given` is the number of islands in each mean; only Delayed Nesterov uses it.
         """
         for part, pseudo_grad in pseudo_grads.items():
             values = self._parts[part]
@@ -64,19 +64,19 @@ class OuterOptimizer:
         return self._sgd.state[values]["momentum_buffer"] if self._has_momentum else torch.zeros_like(values)
 
     def pushes(self, part: int) -> int:
-        """That have come since momentum moved the part; 0 when the optimizer is not delayed."""
+        """Number of pushes since the momentum moved the part; 0 when the optimizer is not delayed."""
         return self._pushes[part]
 
     def set_momentum(self, part: int, values: torch.Tensor, pushes: int = 0) -> None:
-        """Continue the part from another island's momentum (copied); nothing to do without momentum."""
+        """Continue the part from another island's momentum, which is copied; does nothing without momentum."""
         self._pushes[part] = pushes
         if self._has_momentum:
             self.momentum(part).copy_(values)
 
     def _push(self, part: int, mean: torch.Tensor, num_given: int) -> None:
-        """`num_given` pushes at once; momentum moves the part once at most, however many they are."""
+        """Apply `num_given` pushes at once; the momentum moves the part at most once."""
         values, momentum, config = self._parts[part], self.momentum(part), self._config
-        # Each product rounds by itself: fused with the sum the bits would depend on the machine.
+        # Each product is rounded on its own: fused with the sum, the bits would depend on the machine.
         push = mean * (num_given / self._num_islands)
         values.sub_(push * config.lr)
         momentum.add_(push)

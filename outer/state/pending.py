@@ -1,35 +1,44 @@
-"""What an island has done that no committed round has: by tokens of each fragment, and by the units of text read."""
+"""The progress of an island that no committed round contains yet: tokens by fragment, and units of data."""
 
-from outer.island_state import IslandState, Snapshot
-from outer.reading import Reading
-from outer.runs import count
-from outer.state import Position
+from outer.leases.cursor import Cursor
+from outer.leases.ranges import count
+from outer.state.part_state import Position
+from outer.state.pseudo_gradient import Snapshot
+from outer.state.replica import Replica
 
 
-class Unsent:
-    """Of one rank; every rank of the island makes the same calls."""
+class PendingProgress:
+    """One rank's account of it. Every rank of the island makes the same calls in the same order."""
 
-    def __init__(self, held: IslandState, reading: Reading, num_fragments: int) -> None:
-        self._held, self.reading = held, reading
+    def __init__(self, replica: Replica, cursor: Cursor, num_fragments: int, max_tokens: int) -> None:
+        """`max_tokens`: the most tokens that any island may claim for one round."""
+        self._replica, self.cursor, self._max_tokens = replica, cursor, max_tokens
         self.weights = [0] * num_fragments
-        """By fragment: tokens trained since it was sent last, up to the last round that landed."""
+        """Tokens trained on since each fragment was sent last, up to the last round that landed."""
 
-    def snapshot(self, number: int, tokens: int) -> Snapshot:
-        """What is sent with the round, `tokens` after the last one that landed. Collective."""
-        fragment = self._held.space.fragment_of(number)
-        pseudo_grads = self._held.pseudo_grads(number)
-        norm = self._held.norm(pseudo_grads)
-        return Snapshot(
-            number, fragment, pseudo_grads, norm, tokens, self.weights[fragment] + tokens, self.reading.read
-        )
+    def snapshot(self, round_number: int, tokens: int) -> Snapshot:
+        """The contribution to the round, made on `tokens` tokens since the last round that landed. Collective."""
+        replica = self._replica
+        fragment = replica.space.fragment_of(round_number)
+        pseudo_grads = replica.pseudo_grads(round_number)
+        weight = self.weights[fragment] + tokens
+        norm = replica.norm(pseudo_grads)
+        return Snapshot(round_number, fragment, pseudo_grads, norm, tokens, weight, self.cursor.read)
 
-    def landed(self, snapshot: Snapshot, position: Position) -> None:
-        """A commit that has led to this position contains the snapshot."""
-        self.reading.settle(position.account, count(snapshot.units))
+    def settle(self, snapshot: Snapshot, position: Position) -> None:
+        """The commit that led to this position contains the snapshot."""
+        self.cursor.settle(position.round, position.ledger, count(snapshot.units))
         self.weights = [weight + snapshot.tokens for weight in self.weights]
         self.weights[snapshot.fragment] = 0
 
+    def keep(self, weight: int) -> bool:
+        """Whether progress made on `weight` tokens may count on top of the state that the replica has taken.
+
+        It may when its data are still the island's own, and when it fits into a later round together with that round.
+        """
+        return 2 * weight <= self._max_tokens and self.cursor.keep(self._replica.position.ledger)
+
     def drop(self, position: Position) -> None:
-        """It is given up: what was read will be read again, here or elsewhere."""
-        self.reading.begin(position.account)
+        """Give the progress up at this position: its data will be read again, by this island or another."""
+        self.cursor.begin(position.round, position.ledger)
         self.weights = [0] * len(self.weights)

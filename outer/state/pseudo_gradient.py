@@ -1,31 +1,61 @@
-"""What an island gives to rounds that it listens to: handed over by the thread that trains, while they are prepared."""
+"""The pseudo-gradient that an island contributes to a round, and its hand-over between threads."""
 
 import threading
+from dataclasses import dataclass
+
+import torch
 
 from outer.errors import OuterError
-from outer.island_state import Snapshot
+from outer.leases.ranges import Ranges
 
 
-class Offer:
-    """Of one rank. A snapshot is good for its own round alone."""
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's parts of the pseudo-gradient of a round's fragment: global params minus local params, fp32.
+
+    In rounds that average moments it also holds the fragment's moments, unchanged.
+    """
+
+    round: int
+    fragment: int
+    pseudo_grads: dict[int, torch.Tensor]
+    """By part index."""
+    norm: float
+    """L2 norm of the pseudo-gradient over all ranks of the island, without moments."""
+    tokens: int
+    """Tokens trained on since the last round was sent."""
+    weight: int
+    """Tokens trained on since this fragment was averaged last: the island's weight in the mean."""
+    units: Ranges
+    """Units of data read since the last commit."""
+
+
+class Contribution:
+    """Thread-safe slot for one rank's snapshot: the training thread fills it while a round is being prepared.
+
+    A snapshot counts for its own round only. Without one the island observes the round.
+    """
 
     def __init__(self, snapshot: Snapshot | None = None) -> None:
         self._snapshot = snapshot
         self._changed = threading.Condition()
 
     def put(self, snapshot: Snapshot) -> None:
-        """From now on this is given to its round."""
+        """Contribute this snapshot to its round from now on."""
         with self._changed:
             self._snapshot = snapshot
             self._changed.notify_all()
 
-    def of(self, round_number: int) -> Snapshot | None:
-        """What is given to the round by now; None: nothing, the island listens."""
+    def find(self, round_number: int) -> Snapshot | None:
+        """The snapshot for the round, or None while the island only observes it."""
         with self._changed:
             return self._find(round_number)
 
     def wait(self, round_number: int, seconds: float) -> Snapshot:
-        """What is given to the round, when the island's leader has given it: other ranks are about to."""
+        """The snapshot for the round, which the island's leader has already contributed on its own rank.
+
+        Raises OuterError when this rank does not follow within `seconds`.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._find(round_number) is not None, seconds)
             snapshot = self._find(round_number)

@@ -1,6 +1,7 @@
-"""An island takes the state of others: all its ranks together, each the parts it carries, to one round.
+"""How an island that is behind takes the state of others: all its ranks together, each rank the parts it carries.
 
-donors -> parts, each at the round at which it was given -> one round for all -> digest -> the newest round
+Donors serve each part at the round in which they are when it leaves. The ranks bring all parts to one common round, the
+donors confirm the digest of that state, and the island repeats this until it has reached the donors' newest round.
 """
 
 import logging
@@ -9,114 +10,104 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from outer.donor import Description
 from outer.errors import TransportError
-from outer.island_state import IslandState
-from outer.loop import LoopThread
 from outer.membership.base import Member
-from outer.team import Team
-from outer.transfer import Fetch
+from outer.network.event_loop import EventLoopThread
+from outer.state.replica import Replica
+from outer.transfer.donor import Description
+from outer.transfer.download import Download
 
 log = logging.getLogger(__name__)
 
 TRIES = 20
 PAUSE_SECONDS = 0.5
 MAX_CHASES = 50
-"""Rounds that others may commit while this island catches up with the last ones."""
-
-FindDonors = Callable[[], Sequence[Member]]
-"""The islands that hold the history which survives; asked on the leader before each try."""
+"""Maximum number of times that the donors may commit further rounds while this island catches up."""
 
 
 @dataclass(frozen=True)
-class Taken:
-    """A state that this island holds now."""
+class CaughtUpState:
+    """The state that this island has taken and now holds."""
 
     description: Description
     base_digest: str | None
-    """Of the state that this island held before, as the donors remember that round; None: they do not."""
+    """Digest that the donors remember for the round this island held before, if that was the previous round."""
 
 
-class Taker:
-    """Every rank of the island builds it and calls `take` together."""
+@dataclass(frozen=True)
+class CatchUp:
+    """Collective download of a state: all ranks of the island build it, and call `run` together."""
 
-    def __init__(
-        self, held: IslandState, fetch: Callable[[], Fetch], team: Team, loop: LoopThread, find_donors: FindDonors
-    ) -> None:
-        self._held, self._fetch, self._team, self._loop, self._find_donors = held, fetch, team, loop, find_donors
+    replica: Replica
+    build_download: Callable[[], Download]
+    event_loop: EventLoopThread
+    find_donors: Callable[[], Sequence[Member]]
+    """Finds the islands that hold the surviving history. Called on the leader before each attempt."""
 
-    def take(self) -> Taken:
-        """Global state and local params become those of the donors' newest round.
-
-        Raises TransportError, with all causes, when no island's state can be taken.
-        """
-        causes, fetch, before = [], self._fetch(), self._held.mine.position.round
+    def run(self) -> CaughtUpState:
+        """Take the donors' newest global state and local params. Raises TransportError with all causes of failure."""
+        causes, download, before = [], self.build_download(), self.replica.position.round
         for _ in range(TRIES):
-            donors = self._team.on_leader(lambda: list(self._find_donors()))
-            fetch.use(donors)
-            taken = _try(self._held, fetch, self._team, self._loop) if donors else "no island has a state to give"
-            if isinstance(taken, Description):
-                self._held.replace(fetch.parts, taken.position)
+            donors = self.replica.ranks.on_leader(lambda: list(self.find_donors()))
+            download.use_donors(donors)
+            result = self._download_state(download) if donors else "no island has a state to give"
+            if isinstance(result, Description):
+                self.replica.replace(download.parts, result.position)
                 names = ", ".join(donor.island for donor in donors)
-                log.info("took the state of round %d from %s", taken.position.round, names)
-                base = self._digest_of(fetch, before) if 0 < before == taken.position.round - 1 else None
-                fetch.forget()
-                return Taken(taken, base)
-            log.warning("taking the state of others failed: %s", taken)
-            causes.append(taken)
+                log.info("took the state of round %d from %s", result.position.round, names)
+                find_digest = partial(self._find_digest, download, before)
+                base = self.replica.ranks.on_leader(find_digest) if 0 < before == result.position.round - 1 else None
+                download.discard()
+                return CaughtUpState(result, base)
+            log.warning("taking the state of other islands failed: %s", result)
+            causes.append(result)
             time.sleep(PAUSE_SECONDS)
         raise TransportError("the state of no island could be taken: " + "; ".join(dict.fromkeys(causes)))
 
-    def _digest_of(self, fetch: Fetch, round_number: int) -> str | None:
-        def ask() -> str | None:
+    def _download_state(self, download: Download) -> Description | str:
+        """Download the newest state on all ranks. Returns its description, or the cause of the failure."""
+        newest, result = 0, None
+        for _ in range(MAX_CHASES):
+            target = self._reach_common_round(download, newest)
+            if isinstance(target, str):
+                return target
+            digest = self.replica.combine(download.digests(), self.replica.ranks)
+            result, newest = self.replica.ranks.on_leader(partial(self._verify, download, target, digest))
+            if isinstance(result, str):
+                # Some part is damaged or belongs to another history, and it is not known which one.
+                download.discard()
+                return result
+            if newest <= target:
+                break
+        assert isinstance(result, Description), "a confirmed state has its description"
+        return result
+
+    def _reach_common_round(self, download: Download, target: int) -> int | str:
+        """Bring all ranks' parts to one round, `target` or later. Returns the round, or the cause of failure."""
+        while True:
             try:
-                return self._loop.run(fetch.describe(round_number)).digest
-            except TransportError:
-                return None
+                result = self.event_loop.run(download.catch_up(target) if target else download.run(0))
+            except TransportError as error:
+                result = str(error)
+            results = self.replica.ranks.gather(result)
+            if causes := [result for result in results if isinstance(result, str)]:
+                return causes[0]
+            newest = max(result for result in results if isinstance(result, int))
+            if target and newest == target:
+                return target
+            target = newest
 
-        return self._team.on_leader(ask)
-
-
-def _try(held: IslandState, fetch: Fetch, team: Team, loop: LoopThread) -> Description | str:
-    """The description of the state that is in `fetch.parts` on all ranks now, or why there is none."""
-    newest, taken = 0, None
-    for _ in range(MAX_CHASES):
-        target = _to_one_round(fetch, team, loop, newest)
-        if isinstance(target, str):
-            return target
-        digest = held.combine(fetch.digests(), team)
-        taken, newest = team.on_leader(partial(_confirm, fetch, loop, target, digest))
-        if isinstance(taken, str):
-            # Some part is of another history or was damaged; nobody knows which one.
-            fetch.forget()
-            return taken
-        if newest <= target:
-            break
-    assert isinstance(taken, Description), "a confirmed state has its description"
-    return taken
-
-
-def _to_one_round(fetch: Fetch, team: Team, loop: LoopThread, target: int) -> int | str:
-    """The round that every rank's parts are at, at least `target`; or a rank's cause."""
-    while True:
-        reached, cause = target, None
+    def _verify(self, download: Download, round_number: int, digest: str) -> tuple[Description | str, int]:
+        """(the donors' description of this state, their newest round), or (why they do not confirm it, 0)."""
         try:
-            reached = loop.run(fetch.catch_up(target) if target else fetch.run(0))
+            description = self.event_loop.run(download.describe(round_number, digest))
+            return description, self.event_loop.run(download.describe(None)).position.round
         except TransportError as error:
-            cause = str(error)
-        results = team.gather((reached, cause))
-        if failed := [cause for _, cause in results if cause is not None]:
-            return failed[0]
-        rounds = [reached for reached, _ in results]
-        if target and max(rounds) == target:
-            return target
-        target = max(rounds)
+            return str(error), 0
 
-
-def _confirm(fetch: Fetch, loop: LoopThread, round_number: int, digest: str) -> tuple[Description | str, int]:
-    """(the donors' description of this state, their newest round), or (why they do not know it, 0)."""
-    try:
-        description = loop.run(fetch.check(round_number, digest))
-        return description, loop.run(fetch.describe(None)).position.round
-    except TransportError as error:
-        return str(error), 0
+    def _find_digest(self, download: Download, round_number: int) -> str | None:
+        """Digest of a round as the donors describe it, or None if they do not remember it."""
+        try:
+            return self.event_loop.run(download.describe(round_number)).digest
+        except TransportError:
+            return None

@@ -1,92 +1,95 @@
-"""One donor as a joiner's rank sees it: what it says of its state, calls for parts, and whether it is left alone."""
+"""One donor as a joiner's rank sees it: the description of its state, requests for parts, and suspension on failure."""
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from outer.account import to_json
-from outer.deadlines import Deadlines
-from outer.digest import seal
-from outer.donor import Description, MeanRequest, PartRequest, StateRequest, TakenRequest
 from outer.errors import DeadlineError, MessageError, TransportError
-from outer.membership.base import Member, Messenger
-from outer.rounds import check_carriers, parse, unpack_carriers
-from outer.space import Space
+from outer.membership.base import Member
+from outer.network.deadlines import Deadlines
+from outer.network.endpoints import Messenger
+from outer.network.messages import call_message, check_carriers, unpack_carriers
+from outer.network.retry import retry
+from outer.space.digest import state_digest
+from outer.space.layout import Space
+from outer.transfer.donor import Description, MeanRequest, PartRequest, ReleaseRequest, StateRequest
 
 log = logging.getLogger(__name__)
 
 DESCRIBE_SECONDS = 10.0
-DROPPED_SECONDS = 30.0
-"""For so long a donor that failed is left alone."""
-TAKEN_SECONDS = 2.0
-AGAIN_SECONDS = 0.2
+SUSPENDED_SECONDS = 30.0
+"""Time for which a donor that failed is not asked again."""
+RELEASE_SECONDS = 2.0
+RETRY_SECONDS = 0.2
 LONGEST_CALL_SECONDS = 3600.0
-"""A call is bounded by what was measured, looked up again while it lasts."""
+"""Time limit of the messenger call. The real limit follows from measurements and is updated during the call."""
 
 
-class Source:
-    """Build one for each donor. `description` is None until `learn`, and again after `drop`."""
+class DonorClient:
+    """A joiner's connection to one donor. `description` is None before `update_description` and after `suspend`."""
 
     def __init__(self, member: Member, messenger: Messenger, space: Space) -> None:
-        self.member = member
+        self.member, self.name = member, member.island
         self.description: Description | None = None
         self.cause = "no answer"
-        """Why it gave nothing when it was last asked."""
-        self.dropped_until = 0.0
+        """Why the last request failed."""
+        self.suspended_until = 0.0
         self._messenger, self._space = messenger, space
         self._carriers: list[int] = []
         self._lock = asyncio.Lock()
 
     @property
-    def name(self) -> str:
-        return self.member.island
-
-    @property
     def is_usable(self) -> bool:
-        """Not dropped, or not any more."""
-        return time.monotonic() >= self.dropped_until
+        return time.monotonic() >= self.suspended_until
 
     @property
     def round(self) -> int:
-        """The newest it has spoken of."""
+        """Newest round that the donor has described, or -1."""
         return -1 if self.description is None else self.description.position.round
 
-    def drop(self, error: TransportError) -> None:
-        """Leave it alone for DROPPED_SECONDS; its first failure is the one that is told."""
+    def suspend(self, error: TransportError) -> None:
+        """Do not ask the donor for SUSPENDED_SECONDS. While it is suspended, further errors are ignored."""
         if self.is_usable:
-            log.warning("no more state from %s for %.0f s: %s", self.name, DROPPED_SECONDS, error)
-            self.dropped_until, self.cause = time.monotonic() + DROPPED_SECONDS, str(error)
+            log.warning("no more state from %s for %.0f s: %s", self.name, SUSPENDED_SECONDS, error)
+            self.suspended_until, self.cause = time.monotonic() + SUSPENDED_SECONDS, str(error)
             self.description = None
 
     async def describe(self, round_number: int | None) -> Description:
-        """What it says of a round; None: its newest. Raises TransportError."""
-        request = StateRequest(round=round_number).model_dump_json().encode()
-        address = self.member.control_addresses[0]
-        reply = await self._messenger.call(address, "state", request, timeout_seconds=DESCRIBE_SECONDS)
-        description = parse(Description, reply)
+        """Fetch the description of a round, or of the newest round for None. Raises TransportError."""
+        request, address = StateRequest(round=round_number), self.member.control_addresses[0]
+        description = await call_message(
+            self._messenger, address, "state", request, Description, timeout_seconds=DESCRIBE_SECONDS
+        )
         if description.fingerprint != self._space.fingerprint:
             raise MessageError("it trains another model: its parameters differ from this island's")
         if description.position.round == 0 or round_number not in (None, description.position.round):
             raise MessageError(f"asked for round {round_number}, it describes round {description.position.round}")
         return description
 
-    async def learn(self, *, is_forced: bool = False) -> None:
-        """Hear its newest description unless it is known, and who carries what there. Raises TransportError."""
+    async def update_description(self, *, is_forced: bool = False) -> None:
+        """Fetch the newest description, unless one is known and the update is not forced. Raises TransportError."""
         async with self._lock:
             if self.is_usable and (self.description is None or is_forced):
                 description = await self.describe(None)
-                self._carriers = _carriers_of(description, self.member, len(self._space.parts))
-                self.description = description
+                try:
+                    check_carriers(description.carriers, len(self._space.parts), len(self.member.control_addresses))
+                except MessageError as error:
+                    raise MessageError(f"island {self.name!r} describes its state wrongly: {error}") from None
+                self._carriers, self.description = unpack_carriers(description.carriers), description
 
-    async def ask(
+    async def request(
         self, request: PartRequest | MeanRequest, deadlines: Deadlines, patience: Callable[[], float]
     ) -> tuple[bytes, bytes]:
-        """(status, body) of a reply. It may take as long as calls of its kind did, or `patience` if that is longer."""
+        """Make a request and return (status, body) of the reply. Raises TransportError.
+
+        The time limit is the measured one of `deadlines` for requests of this kind, or `patience()` if that is longer.
+        """
         kind = "part" if isinstance(request, PartRequest) else "mean"
         if not 0 <= request.part < len(self._carriers):
             raise MessageError("its description is missing")
-        address, body = self.member.control_addresses[self._carriers[request.part]], request.model_dump_json().encode()
+        address, body = self.member.control_addresses[self._carriers[request.part]], request.encode()
         started = time.monotonic()
         call = asyncio.create_task(
             self._messenger.call(address, kind, body, timeout_seconds=LONGEST_CALL_SECONDS, lane="bulk")
@@ -105,55 +108,57 @@ class Source:
             deadlines.observe(kind, time.monotonic() - started)
         return status, content
 
-    async def say_taken(self, worker: int | None = None) -> None:
-        """Tell its ranks that the worker (None: any) asks for nothing more: others need not wait for its place."""
-        body = TakenRequest(worker=worker).model_dump_json().encode()
-        calls = (
-            self._messenger.call(self.member.control_addresses[rank], "taken", body, timeout_seconds=TAKEN_SECONDS)
-            for rank in sorted(set(self._carriers))
-        )
+    async def release(self, worker: int | None = None) -> None:
+        """Tell the donor's ranks that the worker, or any worker for None, needs nothing more for now."""
+        body = ReleaseRequest(worker=worker).encode()
+        addresses = [self.member.control_addresses[rank] for rank in sorted(set(self._carriers))]
+        calls = (self._messenger.call(a, "taken", body, timeout_seconds=RELEASE_SECONDS) for a in addresses)
         await asyncio.gather(*calls, return_exceptions=True)
 
 
 async def find_description(
-    sources: Sequence[Source], round_number: int | None, digest: str | None = None
+    donors: Sequence[DonorClient], round_number: int | None, digest: str | None = None
 ) -> Description:
-    """The first description of a round, if a digest is given one whose parts have it. Raises TransportError."""
-    give_up_at = time.monotonic() + DESCRIBE_SECONDS
-    while True:
-        answers = [asyncio.create_task(_answer(source, round_number)) for source in sources]
-        causes, differing = [], []
+    """The first description of a round that a donor sends, of a state with the `digest` (of all ranks' parts) if given.
+
+    Raises TransportError if no donor describes the round, and MessageError if all descriptions have another digest.
+    """
+    causes: list[str] = []
+    # A donor's leader describes a round a moment after its ranks have reached it.
+    attempt = partial(_find_first_description, donors, round_number, digest, causes)
+    description = await retry(attempt, seconds=DESCRIBE_SECONDS, pause_seconds=RETRY_SECONDS)
+    if description is None:
+        raise TransportError(f"no island describes round {round_number}: {'; '.join(causes)}")
+    return description
+
+
+async def _find_first_description(
+    donors: Sequence[DonorClient], round_number: int | None, digest: str | None, causes: list[str]
+) -> Description | None:
+    """One attempt of `find_description`. `causes` is filled with the donors' errors."""
+    causes.clear()
+    differing: list[str] = []
+
+    async def ask(donor: DonorClient) -> Description | None:
         try:
-            for coming in asyncio.as_completed(answers):
-                name, answer = await coming
-                if isinstance(answer, TransportError):
-                    causes.append(f"{name}: {answer}")
-                elif digest is None or answer.digest == (ours := seal(digest, to_json(answer.position.account))):
-                    return answer
-                else:
-                    differing.append(f"{name} says {answer.digest}, here it is {ours}")
-        finally:
-            for task in answers:
-                task.cancel()
-        if differing:
-            raise MessageError(f"the state taken is not that of round {round_number}: {'; '.join(differing)}")
-        # A donor's leader describes a round a moment after its ranks have come to it.
-        if time.monotonic() > give_up_at:
-            raise TransportError(f"no island describes round {round_number}: {'; '.join(causes)}")
-        await asyncio.sleep(AGAIN_SECONDS)
+            answer = await donor.describe(round_number)
+        except TransportError as error:
+            causes.append(f"{donor.name}: {error}")
+            return None
+        ours = None if digest is None else state_digest(digest, answer.position.ledger.model_dump_json())
+        if ours in (None, answer.digest):
+            return answer
+        differing.append(f"{donor.name} says {answer.digest}, here it is {ours}")
+        return None
 
-
-async def _answer(source: Source, round_number: int | None) -> tuple[str, Description | TransportError]:
+    answers = [asyncio.create_task(ask(donor)) for donor in donors]
     try:
-        return source.name, await source.describe(round_number)
-    except TransportError as error:
-        return source.name, error
-
-
-def _carriers_of(description: Description, donor: Member, num_parts: int) -> list[int]:
-    pairs = [(pair[0], pair[1]) for pair in description.carriers if len(pair) == 2]
-    try:
-        check_carriers(pairs, num_parts, len(donor.control_addresses))
-    except MessageError as error:
-        raise MessageError(f"island {donor.island!r} describes its state wrongly: {error}") from None
-    return unpack_carriers(pairs)
+        for coming in asyncio.as_completed(answers):
+            if (answer := await coming) is not None:
+                return answer
+    finally:
+        for task in answers:
+            task.cancel()
+    if differing:
+        raise MessageError(f"the state taken is not that of round {round_number}: {'; '.join(differing)}")
+    return None

@@ -1,46 +1,34 @@
-"""How an island that begins or is behind finds and takes the state of others."""
+"""Which parts of a state a rank downloads, and how the means of later rounds change them."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from outer.averaging import Side
-from outer.membership.base import Member
-from outer.parts_cache import PartsCache
-from outer.presence import Presence
-from outer.reports import Settings
-from outer.transfer import Fetch, Share
-
-RESUME_SECONDS = 60.0
-"""How long an island that goes on from a checkpoint waits for the others to do so; then it goes on alone."""
-DONOR_WAIT_SECONDS = 10.0
-"""How long an island that must not begin a run waits for one that can give a state."""
+from outer.codecs.choice import CodecChoice
+from outer.config import OuterOptimizerConfig
+from outer.space.layout import Space
 
 
-def has_donors(side: Side, presence: Presence, *, joins: bool) -> bool:
-    """Whether others hold a state that survives; waited for when this one must not begin, or go on, without."""
-    is_resumed = side.held.mine.position.round > 0
-    seconds = DONOR_WAIT_SECONDS if joins else RESUME_SECONDS * is_resumed
-    return come_in_time(
-        presence.find_donors, seconds, lambda: is_resumed and presence.num_islands >= side.config.start_islands
-    )
+@dataclass(frozen=True)
+class DownloadPlan:
+    """Parts that this rank downloads, and the codec and optimizer that bring a part to a later round."""
 
+    space: Space
+    parts: Sequence[int]
+    coding: CodecChoice
+    optimizer: OuterOptimizerConfig
+    num_islands: int = 1
+    """Number of pushes after which Delayed Nesterov moves the momentum."""
 
-def come_in_time(
-    find_donors: Callable[[], Sequence[Member]], seconds: float, is_hopeless: Callable[[], bool] = lambda: False
-) -> bool:
-    """Whether any donor is found in so many seconds; not waited for any longer once it is hopeless."""
-    deadline = time.monotonic() + seconds
-    while not (found := find_donors()) and time.monotonic() < deadline and not is_hopeless():
-        time.sleep(0.2)
-    return bool(found)
+    def changes(self, part: int, round_number: int) -> bool:
+        """Whether the round changes the part, because it sends the part's group."""
+        return self.space.sends(round_number, self.space.parts[part].part_group)
 
+    def mean_bytes(self, part: int, first: int, stop: int) -> int:
+        """Size of the encoded means that lead the part from round `first` to round `stop`, in bytes."""
+        bounds = self.space.parts[part]
+        count = sum(self.changes(part, number) for number in range(first, stop))
+        return count * self.coding.mean_codec_for(bounds).num_bytes(bounds.num_elements)
 
-def fetch_of(side: Side, settings: Settings) -> Fetch:
-    """What takes the parts that this rank carries."""
-    folder, held, config = settings.cache_dir, side.held, side.config
-    cache = None
-    if folder is not None:
-        run = side.identity.config_hash
-        cache = PartsCache(folder / f"rank-{side.team.rank}", held.space.fingerprint, run)
-    share = Share(held.space, held.exchange.carried, side.coding, config.optimizer, config.start_islands)
-    return Fetch(side.network.messenger, [], share, cache, side.hooks)
+    def optimizer_for(self, part: int) -> OuterOptimizerConfig | None:
+        """Config of the optimizer that applies a mean to the part. None for moments, which the mean replaces."""
+        return None if self.space.parts[part].is_moment else self.optimizer

@@ -1,88 +1,60 @@
-"""The transport seam: bytes between named endpoints. It knows no numerics.
-
-Bulk payloads only. Control messages go through a Messenger, on connections of their own.
-"""
+"""The Transport interface, for bulk payloads. Control messages go through a Messenger, on connections of their own."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import IntEnum
 from typing import Protocol
 
 import torch
 
-
-@dataclass(frozen=True, order=True)
-class Endpoint:
-    """One rank of one island: what a payload is sent to."""
-
-    island: str
-    rank: int
-
-    def __str__(self) -> str:
-        return f"{self.island}/{self.rank}"
-
-
-class Phase(IntEnum):
-    """Which leg of the all-to-all reduce a payload belongs to."""
-
-    REDUCE = 0  # a participant's pseudo-gradient part, to the part's reducer
-    GATHER = 1  # the encoded mean, from the reducer to every other participant
-
-
-@dataclass(frozen=True)
-class Tag:
-    """What a payload is. A tag is used once between a given pair of endpoints."""
-
-    round: int
-    attempt: int
-    phase: Phase
-    part: int
-
-
-@dataclass
-class Traffic:
-    """Bytes that left and entered this process, frames and headers included."""
-
-    bytes_sent: int = 0
-    bytes_received: int = 0
+from outer.network.endpoints import Endpoint, Tag, Traffic
 
 
 class Transport(Protocol):
     """Moves payloads (1-D uint8 CPU tensors). All methods run on the one event loop that owns the transport.
 
-    Every wait is bounded by the caller (asyncio.timeout); cancelling a send or recv is allowed at any time,
-    after which only `disconnect` and `close` are.
+    The caller bounds every wait (asyncio.timeout). It may cancel a send or recv at any time, and may then call only
+    `disconnect` and `close`.
+
+    >>> import asyncio
+    >>> from outer.network.endpoints import Leg
+    >>> from outer.transports.loopback import Hub, LoopbackTransport
+    >>> a, b = Endpoint("a", 0), Endpoint("b", 0)
+    >>> async def example() -> list[int]:
+    ...     hub = Hub()
+    ...     ours, theirs = (LoopbackTransport(hub, "run", me, connect_seconds=5) for me in (a, b))
+    ...     addresses = {a: ours.address, b: theirs.address}
+    ...     await asyncio.gather(ours.connect("epoch-0", addresses), theirs.connect("epoch-0", addresses))
+    ...     tag = Tag(round=0, attempt=0, leg=Leg.REDUCE, part=7)
+    ...     await ours.send(b, tag, torch.tensor([1, 2, 3], dtype=torch.uint8))
+    ...     return (await theirs.recv(a, tag, num_bytes=3)).tolist()
+    >>> asyncio.run(example())
+    [1, 2, 3]
     """
 
     traffic: Traffic
 
     @property
     def address(self) -> str:
-        """Where other islands reach this endpoint; goes into the membership record."""
+        """The address at which other islands reach this endpoint. It is published in the membership record."""
         ...
 
     async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
-        """Join the group `epoch` of endpoints, this one included; all of them must call it.
+        """Join the group `epoch` of endpoints, which includes this one. All of its endpoints must call this.
 
-        Replaces any earlier group. Raises PeerLost or DeadlineError when an endpoint does not come.
+        The group replaces any earlier one. Raises PeerLost or DeadlineError when an endpoint does not join.
         """
-        ...
 
     async def send(self, to: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
-        """Hand `payload` to the network; returns when its buffer may be reused. Raises PeerLost."""
-        ...
+        """Send `payload` and return when its buffer may be reused. Raises PeerLost."""
 
     async def recv(self, source: Endpoint, tag: Tag, num_bytes: int) -> torch.Tensor:
-        """The payload with this tag, of exactly `num_bytes`. Raises PeerLost or MessageError."""
+        """Wait for the payload with this tag, of exactly `num_bytes`. Raises PeerLost or MessageError."""
         ...
 
     async def disconnect(self) -> None:
-        """Leave the group and drop what is in flight; to be called after any error, before the next connect.
+        """Leave the group and drop everything in flight. Call it after any error, before the next connect.
 
-        The other endpoints' waits for this one end with PeerLost: an abort is heard without a deadline.
+        Other endpoints that wait for this one get PeerLost, so they learn of an abort without waiting for a deadline.
         """
-        ...
 
     async def close(self) -> None:
         """Free sockets, processes and files. Idempotent."""
-        ...

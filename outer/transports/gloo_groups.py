@@ -1,4 +1,4 @@
-"""How the endpoints of an epoch become one gloo group: through a store that the first of them serves."""
+"""Builds the gloo group of an epoch's endpoints, which meet through a store that the first of them serves."""
 
 import asyncio
 import contextlib
@@ -7,33 +7,31 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from outer.errors import DeadlineError, InputError, PeerLost
-from outer.transports.base import Endpoint
+from outer.errors import DeadlineError, InputError, PeerLost, first_line
+from outer.network.endpoints import ISLAND_NAME, Endpoint
 
 PROBE_SECONDS = 5.0
-"""Longest wait for an endpoint to take a connection."""
 MARGIN_SECONDS = 1.0
-"""Given to the thread that waits, which says who is missing."""
+"""Extra time for the waiting thread, whose error names the missing endpoints."""
 POLL_SECONDS = 0.005
-"""Between two looks at who has come."""
 NOTICE_SECONDS = 0.2
-"""A group that fails because an endpoint has died: its connection breaks within so long, and says which."""
+"""When a group fails because an endpoint died, the connection to it breaks within this time and identifies it."""
 KEPT_GROUPS = 2
-"""Groups whose keys a store keeps: somebody may still be building the one before."""
+"""Number of groups whose keys a store keeps. Another endpoint may still be building the previous group."""
 T = TypeVar("T")
-At = tuple[str, int]
-"""Host and port."""
-_ADDRESS = re.compile(r"gloo:([A-Za-z0-9._-]{1,64}/[0-9]{1,4})@([A-Za-z0-9.:-]{1,253}):([0-9]{1,5})")
+HostPort = tuple[str, int]
+_ADDRESS = re.compile(rf"gloo:({ISLAND_NAME}/[0-9]{{1,4}})@([A-Za-z0-9.:-]{{1,253}}):([0-9]{{1,5}})")
 
 
 class GroupStore:
-    """A TCPStore that is served for the groups which this endpoint is the first of."""
+    """Serves a TCPStore for those groups that this endpoint is the first of."""
 
     def __init__(self, host: str) -> None:
         try:
@@ -42,15 +40,14 @@ class GroupStore:
             raise InputError(
                 f"island.listen_host: cannot listen on {host}: {error.strerror}; choose an address of this machine"
             ) from None
-        self.at: At = (host, listening.getsockname()[1])
+        self.address: HostPort = (host, listening.getsockname()[1])
         self._store: dist.TCPStore | None = dist.TCPStore(
-            *self.at, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+            *self.address, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
-        self._prefixes: list[str] = []
-        """Of the groups whose keys are there, oldest first."""
+        self._prefixes: list[str] = []  # of the groups whose keys the store holds, oldest first
 
     def begin(self, prefix: str) -> None:
-        """Make room for a group's keys by dropping those of old groups; a blocking call."""
+        """Make room for a group's keys by dropping those of old groups. Blocks."""
         self._prefixes = [*(p for p in self._prefixes if p != prefix), prefix]
         old, self._prefixes = self._prefixes[:-KEPT_GROUPS], self._prefixes[-KEPT_GROUPS:]
         for key in self.keys() if old else []:
@@ -58,45 +55,36 @@ class GroupStore:
                 self._store.delete_key(key)
 
     def keys(self) -> list[str]:
-        """All that is held; a blocking call."""
         return self._store.list_keys() if self._store is not None else []  # pyright: ignore[reportAttributeAccessIssue]
 
     def close(self) -> None:
-        """Stop serving. Idempotent."""
         self._store = None
 
 
 @dataclass(frozen=True)
-class Gathering:
-    """What an endpoint knows of a group before it exists."""
+class GroupSpec:
+    """A group to be built, as one of its endpoints sees it."""
 
     prefix: str
-    """Of its keys in the store, the same for all."""
     me: Endpoint
-    stores: Mapping[Endpoint, At]
-    """Of every endpoint, this one included."""
+    stores: Mapping[Endpoint, HostPort]
     listen_host: str
     seconds: float
-    """Longest wait for the others."""
-
-    @property
-    def endpoints(self) -> list[Endpoint]:
-        """In the order of their ranks."""
-        return sorted(self.stores)
+    """Longest wait for the other endpoints."""
 
 
-async def build_group(gathering: Gathering) -> dist.ProcessGroupGloo:
-    """The group of all these endpoints, once all have come.
+async def build_group(spec: GroupSpec) -> dist.ProcessGroupGloo:
+    """Wait until all endpoints have joined, and build their group.
 
-    Raises PeerLost, at once, for one that cannot be reached or dies meanwhile; DeadlineError names who did not come.
+    Raises PeerLost as soon as an endpoint is unreachable or dies, and DeadlineError, which names the late endpoints.
     """
-    given_up = threading.Event()
+    cancelled = threading.Event()
     async with contextlib.AsyncExitStack() as stack:
-        gone = await _watch_all({e: at for e, at in gathering.stores.items() if e != gathering.me}, stack)
-        building = asyncio.create_task(in_thread(lambda: _join(gathering, given_up)))
+        gone = await _watch_all(spec, stack)
+        building = asyncio.create_task(in_thread(lambda: _join(spec, cancelled)))
         building.add_done_callback(lambda task: task.cancelled() or task.exception())
-        stack.push_async_callback(_give_up, building, given_up)
-        seconds = gathering.seconds + MARGIN_SECONDS
+        stack.push_async_callback(_give_up, building, cancelled)
+        seconds = spec.seconds + MARGIN_SECONDS
         await asyncio.wait({building, *gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if building.done() and building.exception() is None:
             return building.result()
@@ -107,126 +95,107 @@ async def build_group(gathering: Gathering) -> dist.ProcessGroupGloo:
                 raise lost.result()
         if building.done():
             return building.result()  # raises
-    raise _not_built(gathering, "no answer")
+    raise _not_built(spec, "no answer")
 
 
-async def _give_up(building: "asyncio.Task[dist.ProcessGroupGloo]", given_up: threading.Event) -> None:
-    """End the thread, unless it is within gloo: one that comes back when the process ends would abort it."""
-    given_up.set()
+async def _give_up(building: "asyncio.Task[dist.ProcessGroupGloo]", cancelled: threading.Event) -> None:
+    """End the building thread, unless it is within gloo: if it returned while the process ends, gloo would abort."""
+    cancelled.set()
     await asyncio.wait({building}, timeout=NOTICE_SECONDS)
     building.cancel()
 
 
-def parse_address(endpoint: Endpoint, address: str) -> At:
-    """Where an endpoint's store is, from `gloo:<island>/<rank>@host:port`. Raises PeerLost when it is malformed."""
+def parse_address(endpoint: Endpoint, address: str) -> HostPort:
+    """Parse the address of an endpoint's store, `gloo:<island>/<rank>@host:port`. Raises PeerLost."""
     found = _ADDRESS.fullmatch(address)
     if found is None or found[1] != str(endpoint) or not 0 < int(found[3]) < 65536:
         raise PeerLost(endpoint.island, f"its record holds a malformed address of {endpoint}: {address[:80]!r}")
     return found[2], int(found[3])
 
 
-async def _watch_all(others: Mapping[Endpoint, At], stack: contextlib.AsyncExitStack) -> list[asyncio.Task[PeerLost]]:
-    """Connections to these endpoints, held until `stack` ends: a task is done when its endpoint has died."""
+async def _watch_all(spec: GroupSpec, stack: contextlib.AsyncExitStack) -> list[asyncio.Task[PeerLost]]:
+    """Connect to the other endpoints until `stack` closes. Each returned task ends when its endpoint has died."""
 
-    async def watch(endpoint: Endpoint, at: At) -> asyncio.Task[PeerLost]:
+    async def watch(endpoint: Endpoint, address: HostPort) -> asyncio.Task[PeerLost]:
         try:
             async with asyncio.timeout(PROBE_SECONDS):
-                reader, writer = await asyncio.open_connection(*at)
+                reader, writer = await asyncio.open_connection(*address)
         except (OSError, TimeoutError) as error:
             raise PeerLost(endpoint.island, f"{endpoint} cannot be reached: {first_line(error)}") from None
-        stack.callback(lambda: writer.transport.abort())  # a writer that nobody holds closes itself
-        task = asyncio.create_task(_until_gone(endpoint, reader))
+        # The lambda also keeps the writer, which would otherwise close itself.
+        stack.callback(lambda: writer.transport.abort())
+        task = asyncio.create_task(_wait_until_gone(endpoint, reader))
         stack.callback(task.cancel)
         return task
 
-    found = await asyncio.gather(*(watch(e, at) for e, at in others.items()), return_exceptions=True)
-    for error in found:
-        if isinstance(error, BaseException):
-            raise error
+    watching = (watch(e, address) for e, address in spec.stores.items() if e != spec.me)
+    found = await asyncio.gather(*watching, return_exceptions=True)
+    if errors := [error for error in found if isinstance(error, BaseException)]:
+        raise errors[0]
     return [task for task in found if not isinstance(task, BaseException)]
 
 
-async def _until_gone(endpoint: Endpoint, reader: asyncio.StreamReader) -> PeerLost:
+async def _wait_until_gone(endpoint: Endpoint, reader: asyncio.StreamReader) -> PeerLost:
     with contextlib.suppress(ConnectionError):
         while await reader.read(1024):
             pass
     return PeerLost(endpoint.island, f"{endpoint} went away before the group was built")
 
 
-def _join(gathering: Gathering, given_up: threading.Event) -> dist.ProcessGroupGloo:
-    """The group; blocks until all have come. Raises DeadlineError."""
-    endpoints = gathering.endpoints
-    rank = endpoints.index(gathering.me)
+def _join(spec: GroupSpec, cancelled: threading.Event) -> dist.ProcessGroupGloo:
+    """Join the group. Blocks until all endpoints have joined. Raises DeadlineError."""
+    endpoints = sorted(spec.stores)
+    rank = endpoints.index(spec.me)
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=gathering.listen_host)]
-    options._timeout = timedelta(seconds=gathering.seconds)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=spec.listen_host)]
+    options._timeout = timedelta(seconds=spec.seconds)
     options._threads = 1
     try:
-        # A client of its own for each group: an abandoned wait must not block the next.
-        store = dist.PrefixStore(gathering.prefix, _client(gathering.stores[endpoints[0]], gathering.seconds))
+        # Each group has its own client, so that an abandoned wait does not block the next group.
+        address, limit = spec.stores[endpoints[0]], timedelta(seconds=spec.seconds)
+        client = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=limit)
+        store = dist.PrefixStore(spec.prefix, client)
         store.set(f"here/{rank}", "")
-        missing = _wait_for_all(store, endpoints, gathering.seconds, given_up)
+        missing = _wait_for_all(store, endpoints, spec.seconds, cancelled)
         if missing:
-            raise _not_built(gathering, f"{', '.join(missing)} did not join")
+            raise _not_built(spec, f"{', '.join(missing)} did not join")
         return dist.ProcessGroupGloo(store, rank, len(endpoints), options)
     except RuntimeError as error:
         if isinstance(error, DeadlineError):
             raise
-        raise _not_built(gathering, first_line(error)) from None
+        raise _not_built(spec, first_line(error)) from None
 
 
-def _wait_for_all(store: dist.Store, endpoints: list[Endpoint], seconds: float, given_up: threading.Event) -> list[str]:
-    """Wait here, where it can be given up: within gloo it cannot. Returns who has not come, nobody as a rule."""
+def _wait_for_all(
+    store: dist.Store, endpoints: list[Endpoint], seconds: float, cancelled: threading.Event
+) -> list[str]:
+    """Wait until all have joined, and return those missing at the deadline. A wait within gloo cannot be cancelled."""
     keys = [f"here/{rank}" for rank in range(len(endpoints))]
     deadline = time.monotonic() + seconds
     while not store.check(keys):
-        if given_up.wait(POLL_SECONDS) or time.monotonic() > deadline:
+        if cancelled.wait(POLL_SECONDS) or time.monotonic() > deadline:
             return [str(e) for e, key in zip(endpoints, keys, strict=True) if not store.check([key])]
     return []
 
 
-def _not_built(gathering: Gathering, cause: str) -> DeadlineError:
-    return DeadlineError(f"the group {gathering.prefix!r} was not built within {gathering.seconds:g} s: {cause}")
-
-
-def _client(at: At, seconds: float) -> dist.TCPStore:
-    return dist.TCPStore(*at, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+def _not_built(spec: GroupSpec, cause: str) -> DeadlineError:
+    return DeadlineError(f"the group {spec.prefix!r} was not built within {spec.seconds:g} s: {cause}")
 
 
 def new_thread(work: Callable[[], None]) -> None:
-    """Run `work` in a daemon thread of its own."""
     threading.Thread(target=work, daemon=True).start()
 
 
 async def in_thread(work: Callable[[], T], start: Callable[[Callable[[], None]], None] = new_thread) -> T:
-    """The result of a blocking call. No pool of limited size: any number may block for as long as it takes.
-
-    Cancelled, the thread goes on alone; it is a daemon, so it never holds up the end of the process.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: Exception | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # pyright: ignore[reportArgumentType]
+    """Run a blocking call in a daemon thread and return its result. After a cancellation the thread continues."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # from here on it cannot be cancelled, so the thread can always settle it
 
     def run() -> None:
-        result, caught = None, None
         try:
-            result = work()
+            future.set_result(work())
         except Exception as error:  # noqa: BLE001 - handed to the waiting task
-            caught = error
-        with contextlib.suppress(RuntimeError):  # the loop may have been closed meanwhile
-            loop.call_soon_threadsafe(settle, result, caught)
+            future.set_exception(error)
 
     start(run)
-    return await future
-
-
-def first_line(error: BaseException) -> str:
-    """An error's text without gloo's and the store's traces."""
-    return (str(error) or type(error).__name__).splitlines()[0][:300]
+    return await asyncio.wrap_future(future)

@@ -1,58 +1,65 @@
-"""Payloads over libp2p streams: encrypted, through NAT, streams of their own for each ordered pair of endpoints."""
+"""A transport over libp2p streams: encrypted, through NAT, with separate streams for each ordered pair of endpoints."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 
 import torch
 
 from outer.errors import DeadlineError, MessageError, PeerLost, TransportError, first_cause
-from outer.keys import Trust
-from outer.refusals import Refusals, RefusedError
-from outer.transports.base import Endpoint, Tag, Traffic
+from outer.network.endpoints import Endpoint, Tag, Traffic
+from outer.network.event_loop import ChangeSignal
+from outer.network.frames import (
+    MAX_HELLO_BYTES,
+    CutOffError,
+    FrameStream,
+    Header,
+    Kind,
+    hash_names,
+    refusal_error,
+    view_of,
+)
+from outer.network.handshake import read_hello, say_hello
+from outer.network.rejections import RefusedError, Rejections
 from outer.transports.hivemind_addresses import PeerAddress, parse_address
-from outer.transports.hivemind_daemon import Daemon
+from outer.transports.hivemind_daemon import Daemon, stream_name
 from outer.transports.mailbox import Mailbox
-from outer.wire import MAX_HELLO_BYTES, CutOffError, FrameStream, Header, Kind, hash_of, refused_by_peer, view_of
 
 log = logging.getLogger(__name__)
 
 MAX_PAYLOAD_BYTES = 1 << 30
 MAX_STREAMS = 16
-"""Of an endpoint in each direction, while the group is smaller than that. libp2p allows a stream a quarter of a
-megabyte on its way, and says that there is room for more on the connection that the other direction fills."""
+"""Number of an endpoint's streams in each direction, shared by the group (at least one for each other endpoint).
+
+libp2p allows a quarter of a megabyte in flight per stream, and its window updates share a connection with the payloads
+of the other direction, so one stream does not fill a link."""
 MAX_PARKED = 1024
-"""Incoming streams of a group that this endpoint has not joined yet."""
+"""Limit for incoming streams of groups that this endpoint has not joined yet."""
 
 
 class HivemindTransport:
-    """See outer.transports.base.Transport. Endpoints of this island itself are not connected."""
+    """A Transport (outer.transports.base) over libp2p. Endpoints of the same island are not connected."""
 
-    def __init__(self, daemon: Daemon, run_id: str, me: Endpoint, connect_seconds: float, trust: Trust) -> None:
-        self.traffic = Traffic()
-        self._daemon, self._me, self._connect_seconds, self._trust = daemon, me, connect_seconds, trust
-        self._run_id, self._run = run_id, hash_of(run_id, "bulk")
+    def __init__(self, daemon: Daemon, run_id: str, me: Endpoint, connect_seconds: float) -> None:
+        self.traffic, self.address = Traffic(), str(daemon.address)
+        self._daemon, self._me, self._connect_seconds, self._auth = daemon, me, connect_seconds, daemon.auth
+        self._run_id, self._run = run_id, hash_names(run_id, "bulk")
         self._group: _Group | None = None
         self._num_parked = 0
-        self._changed = asyncio.Event()
+        self._changed = ChangeSignal()
         self._is_closed = False
 
     async def open(self) -> None:
-        """Let peers dial; to be called once, before the address is given to anybody."""
-        await self._daemon.serve(_handler_name(self._run_id, self._me.rank), self._accept)
-
-    @property
-    def address(self) -> str:
-        return str(self._daemon.address)
+        """Accept streams from peers. Call this once, before the address is published."""
+        await self._daemon.serve(stream_name(self._run_id, "bulk", self._me.rank), self._accept)
 
     async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
         await self.disconnect()
         others = {e: parse_address(a) for e, a in addresses.items() if e.island != self._me.island}
-        # All endpoints see the same addresses, so they count the same streams.
+        # All endpoints see the same addresses, so they compute the same number of streams.
         num_streams = max(MAX_STREAMS // len(addresses), 1)
-        group = self._group = _Group(epoch, others, num_streams, self._trust.refusals)
-        self._wake_parked()
+        group = self._group = _Group(epoch, others, num_streams, self._auth.rejections)
+        self._changed.notify()
         try:
             async with asyncio.timeout(self._connect_seconds), asyncio.TaskGroup() as tasks:
                 for other, address in others.items():
@@ -71,14 +78,15 @@ class HivemindTransport:
             raise PeerLost(to.island, f"{to} is not in this group")
         if error := group.mailbox.failure_of(to):
             raise error
-        view = view_of(payload)
+        stream = await group.idle[to].get()
         try:
-            async with group.idle_stream(to) as stream:
-                await stream.write(Header(Kind.PAYLOAD, self._me.rank, tag, num_bytes=len(view)), view)
+            await stream.write(Header(Kind.PAYLOAD, self._me.rank, tag), view_of(payload))
         except ConnectionError as error:
             lost = PeerLost(to.island, str(error))
             group.lose(to, lost)
             raise lost from None
+        finally:
+            group.idle[to].put_nowait(stream)
 
     async def recv(self, source: Endpoint, tag: Tag, num_bytes: int) -> torch.Tensor:
         if self._group is None:
@@ -93,28 +101,28 @@ class HivemindTransport:
     async def close(self) -> None:
         self._is_closed = True
         await self.disconnect()
-        self._wake_parked()
+        self._changed.notify()
 
     async def _dial(self, group: "_Group", other: Endpoint, address: PeerAddress) -> None:
         try:
-            reader, writer = await self._daemon.open_stream(address, _handler_name(self._run_id, address.rank))
+            reader, writer = await self._daemon.open_stream(address, stream_name(self._run_id, "bulk", address.rank))
         except PeerLost as error:
             raise PeerLost(other.island, error.cause) from None
         stream = self._stream(reader, writer, address.peer_id)
         try:
-            await stream.say_hello(self._me, group.epoch, to=other)
+            await say_hello(stream, self._me, group.epoch, to=other)
         except (MessageError, ConnectionError) as error:
             stream.close()
             if isinstance(error, MessageError):
-                self._trust.refusals.add_error(stream.peer, error)
+                self._auth.rejections.add_error(stream.peer, error)
             raise PeerLost(other.island, str(error)) from None
         group.add_outgoing(other, stream)
 
     async def _accept(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one incoming stream: its payloads go to the group that its hello names, and to no other."""
+        """Serve one incoming stream. Its payloads go only to the group that its hello names."""
         stream = self._stream(reader, writer, peer_id)
         if self._num_parked >= MAX_PARKED:
-            self._trust.refusals.add(peer_id, "streams", f"more than {MAX_PARKED} streams wait for a group")
+            self._auth.rejections.add(peer_id, "streams", f"more than {MAX_PARKED} streams wait for a group")
             stream.close()
             return
         self._num_parked += 1
@@ -122,7 +130,7 @@ class HivemindTransport:
             group, source = await self._match(peer_id, stream)
         except (MessageError, TimeoutError, ConnectionError) as error:
             if isinstance(error, MessageError):
-                await stream.refuse(error, self._trust.refusals)
+                await stream.refuse(error, self._auth.rejections)
             log.debug("dropped an incoming stream: %s", error)
             stream.close()
             return
@@ -131,57 +139,56 @@ class HivemindTransport:
         await group.receive(source, stream)
 
     async def _match(self, peer_id: str, stream: FrameStream) -> "tuple[_Group, Endpoint]":
-        """The group an incoming stream belongs to, waited for: its dialer may have joined before this endpoint."""
+        """Wait for the group of an incoming stream, whose dialer may join before this endpoint, and return it."""
         async with asyncio.timeout(self._connect_seconds):
-            source, epoch = await stream.read_hello(self._me)
-            while (group := self._group) is None or group.epoch != epoch:
-                if self._is_closed:
-                    raise ConnectionResetError("closed before its group was joined")
-                await self._changed.wait()
+            source, epoch = await read_hello(stream, self._me)
+            await self._changed.wait_until(lambda: self._is_closed or self._joined(epoch) is not None)
+        group = self._joined(epoch)
+        if group is None:
+            raise ConnectionResetError("closed before its group was joined")
         group.check_source(source, peer_id)
         return group, source
 
+    def _joined(self, epoch: str) -> "_Group | None":
+        return self._group if self._group is not None and self._group.epoch == epoch else None
+
     def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer_id: str) -> FrameStream:
-        stream = FrameStream(reader, writer, self._run, self.traffic, self._trust.key)
+        stream = FrameStream(reader, writer, self._run, self.traffic, self._auth.key)
         stream.peer = peer_id
         return stream
 
-    def _wake_parked(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
 
 class _Group:
-    """The streams of one epoch: `num_streams` out to and as many in from each other endpoint."""
+    """The streams of one epoch: `num_streams` in each direction for each other endpoint."""
 
     def __init__(
-        self, epoch: str, addresses: Mapping[Endpoint, PeerAddress], num_streams: int, refusals: Refusals
+        self, epoch: str, addresses: Mapping[Endpoint, PeerAddress], num_streams: int, rejections: Rejections
     ) -> None:
-        self.epoch, self._refusals = epoch, refusals
+        self.epoch, self._rejections = epoch, rejections
         self.mailbox = Mailbox(addresses)
         self.outgoing: dict[Endpoint, list[FrameStream]] = {e: [] for e in addresses}
         self._addresses, self._num_streams = addresses, num_streams
-        self._idle: dict[Endpoint, asyncio.Queue[FrameStream]] = {e: asyncio.Queue() for e in addresses}
+        self.idle: dict[Endpoint, asyncio.Queue[FrameStream]] = {e: asyncio.Queue() for e in addresses}
         self._incoming: dict[Endpoint, list[FrameStream]] = {e: [] for e in addresses}
         self._watching: list[asyncio.Task[None]] = []
-        self._changed = asyncio.Event()
+        self._changed = ChangeSignal()
         self._is_closed = False
 
     def missing(self) -> list[Endpoint]:
-        """The endpoints that have not joined yet."""
         return [e for e in self._addresses if min(len(self._incoming[e]), len(self.outgoing[e])) < self._num_streams]
 
     async def wait_for_all(self) -> None:
-        """Return when every endpoint has dialled this one. Raises what one of them failed with."""
-        while any(len(streams) < self._num_streams for streams in self._incoming.values()):
-            for other in self._addresses:
-                if error := self.mailbox.failure_of(other):
-                    raise error
-            self._changed.clear()
-            await self._changed.wait()
+        await self._changed.wait_until(self._has_all_incoming)
+
+    def _has_all_incoming(self) -> bool:
+        """Whether every endpoint has dialled this one. Raises the error of an endpoint that fails."""
+        if all(len(streams) >= self._num_streams for streams in self._incoming.values()):
+            return True
+        self.mailbox.raise_failure(self._addresses)
+        return False
 
     def check_source(self, source: Endpoint, peer_id: str) -> None:
-        """Raise MessageError unless the stream's proved peer id is that of the endpoint it claims to be."""
+        """Raise MessageError unless the stream's proven peer id belongs to the endpoint that it claims to be."""
         address = self._addresses.get(source)
         if address is None or address.peer_id != peer_id:
             raise RefusedError("name", f"a stream from peer {peer_id}, which is not {source} of this group")
@@ -189,27 +196,18 @@ class _Group:
             raise RefusedError("streams", f"more than {self._num_streams} streams from {source}")
 
     def add_outgoing(self, other: Endpoint, stream: FrameStream) -> None:
-        """Keep a dialled stream; nothing comes back on it but its end."""
+        """Keep a dialled stream. The other side sends nothing on it and only ends it."""
         if self._is_closed:
             stream.close()
             return
         self.outgoing[other].append(stream)
-        self._idle[other].put_nowait(stream)
+        self.idle[other].put_nowait(stream)
         self._watching.append(asyncio.create_task(self._watch(other, stream)))
 
-    @asynccontextmanager
-    async def idle_stream(self, to: Endpoint) -> AsyncIterator[FrameStream]:
-        """A stream that nothing else is sent on meanwhile, waited for."""
-        stream = await self._idle[to].get()
-        try:
-            yield stream
-        finally:
-            self._idle[to].put_nowait(stream)
-
     async def receive(self, source: Endpoint, stream: FrameStream) -> None:
-        """Put what comes on an incoming stream into the mailbox until it ends."""
+        """Move payloads from an incoming stream into the mailbox until the stream ends."""
         self._incoming[source].append(stream)
-        self._changed.set()
+        self._changed.notify()
         try:
             while not self._is_closed:
                 await self.mailbox.wait_for_space(source)
@@ -219,21 +217,20 @@ class _Group:
                 self.mailbox.put(source, header.tag, payload)
         except ConnectionError as error:
             if isinstance(error, CutOffError):
-                self._refusals.add(stream.peer, "truncated", str(error))
+                self._rejections.add(stream.peer, "truncated", str(error))
             self.lose(source, PeerLost(source.island, str(error)))
         except MessageError as error:
-            self._refusals.add_error(stream.peer, error)
+            self._rejections.add_error(stream.peer, error)
             self.lose(source, error)
 
     def lose(self, other: Endpoint, error: TransportError) -> None:
-        """Give up on an endpoint and close its streams, so that it hears of it too."""
+        """Give up on an endpoint and close its streams, which also informs the endpoint."""
         self.mailbox.fail(other, error)
         for stream in (*self.outgoing[other], *self._incoming[other]):
             stream.close()
-        self._changed.set()
+        self._changed.notify()
 
     def close(self) -> None:
-        """Close every stream and fail whatever waits."""
         self._is_closed = True
         self.mailbox.fail_all("this group was left")
         for streams in (*self.outgoing.values(), *self._incoming.values()):
@@ -241,20 +238,16 @@ class _Group:
                 stream.close()
         for task in self._watching:
             task.cancel()
-        self._changed.set()
+        self._changed.notify()
 
     async def _watch(self, other: Endpoint, stream: FrameStream) -> None:
         try:
             header, payload = await stream.read(MAX_HELLO_BYTES)
             if header.kind is Kind.REFUSAL:
-                raise refused_by_peer(payload)
+                raise refusal_error(payload)
             raise RefusedError("header", f"{other} wrote on a stream that it only reads")
         except MessageError as error:
-            self._refusals.add_error(stream.peer, error)
+            self._rejections.add_error(stream.peer, error)
             self.lose(other, error)
         except ConnectionError as error:
             self.lose(other, PeerLost(other.island, str(error)))
-
-
-def _handler_name(run_id: str, rank: int) -> str:
-    return f"diloco/{run_id}/bulk/{rank}"

@@ -1,4 +1,4 @@
-"""Addresses of libp2p peers as text: multiaddresses, checked, and what islands tell each other."""
+"""Text addresses of libp2p peers: multiaddresses and the addresses in islands' records, with their checks."""
 
 import ipaddress
 from collections.abc import Sequence
@@ -11,13 +11,12 @@ from outer.errors import InputError, PeerLost
 
 MAX_ADDRESS_LENGTH = 4096
 MAX_PEER_ADDRESSES = 32
-P2P_CODE, CIRCUIT_CODE = b"\xa5\x03", b"\xa2\x02"
-"""Of /p2p and /p2p-circuit in a binary multiaddress."""
+P2P_CODE, CIRCUIT_CODE = b"\xa5\x03", b"\xa2\x02"  # /p2p and /p2p-circuit in a binary multiaddress
 
 
 @dataclass(frozen=True)
 class PeerAddress:
-    """A rank of a peer: `<peer id>:<rank>@<multiaddress>;<multiaddress>...` as text."""
+    """Address of a rank of a peer. Its text form is `<peer id>:<rank>@<multiaddress>;<multiaddress>...`."""
 
     peer_id: str
     rank: int
@@ -28,7 +27,7 @@ class PeerAddress:
 
 
 def parse_address(text: str) -> PeerAddress:
-    """The address in a peer's record. Raises PeerLost when it is malformed: such a peer cannot be reached."""
+    """Parse the address in a peer's record. Raises PeerLost if it is malformed, since the peer cannot be reached."""
     try:
         if len(text) > MAX_ADDRESS_LENGTH:
             raise ValueError("too long")
@@ -36,18 +35,18 @@ def parse_address(text: str) -> PeerAddress:
         peer_id, _, rank = endpoint.partition(":")
         maddrs = tuple(str(Multiaddr(m)) for m in joined.split(";")[:MAX_PEER_ADDRESSES] if m)
         key = PeerID.from_base58(peer_id)
-        raw = key.to_bytes()  # a multihash: its kind, its length, so many bytes
+        raw = key.to_bytes()  # a multihash: its kind, its length, and that many bytes
         if not 32 <= len(raw) <= 64 or raw[1] != len(raw) - 2:
             raise ValueError("not a peer id")
         for maddr in maddrs:
-            dialable(maddr)
+            to_dialable(maddr)
         return PeerAddress(key.to_base58(), int(rank), maddrs)
-    except Exception as error:  # noqa: BLE001 - the parsers raise whatever they like
+    except Exception as error:  # noqa: BLE001 - the parsers raise errors of many types
         raise PeerLost(text[:80], f"its address is malformed: {error}") from None
 
 
 def check_bootstrap(bootstrap: Sequence[str]) -> None:
-    """Raise InputError for an address that is not a multiaddress with a peer id."""
+    """Raise InputError unless every address is a multiaddress with a peer id."""
     check_multiaddresses("island.bootstrap", bootstrap)
     for address in bootstrap:
         if "/p2p/" not in address:
@@ -58,18 +57,16 @@ def check_bootstrap(bootstrap: Sequence[str]) -> None:
 
 
 def check_multiaddresses(where: str, addresses: Sequence[str]) -> None:
-    """Raise InputError for a text that is not a multiaddress."""
+    """Raise InputError, which begins with the setting `where`, unless every address is a multiaddress."""
     for address in addresses:
         try:
             Multiaddr(address)
-        except Exception as error:  # noqa: BLE001 - the parser raises whatever it likes
-            raise InputError(
-                f"{where}: {address!r} is no multiaddress ({error}); e.g. /ip4/10.0.0.1/tcp/31337"
-            ) from None
+        except Exception as error:  # noqa: BLE001 - the parser raises errors of many types
+            text = f"{where}: {address!r} is not a multiaddress ({error}); e.g. /ip4/10.0.0.1/tcp/31337"
+            raise InputError(text) from None
 
 
-def maddr_of(host: str, port: int) -> str:
-    """The multiaddress of a host, by number or name, and a TCP port."""
+def make_multiaddress(host: str, port: int) -> str:
     try:
         version = ipaddress.ip_address(host).version
     except ValueError:
@@ -81,8 +78,8 @@ def is_local(host_maddrs: Sequence[str]) -> bool:
     return all(m.startswith(("/ip4/127.", "/ip6/::1/")) for m in host_maddrs)
 
 
-def dialable(maddr: str) -> Multiaddr:
-    """An address as the daemon takes it: without the peer itself, and with a relay's id as plain bytes.
+def to_dialable(maddr: str) -> Multiaddr:
+    """Convert an address to the form that the daemon dials: without the peer itself, with a relay's id as plain bytes.
 
     hivemind's Multiaddr writes ids as CIDs, which the daemon does not read in binary addresses.
     """
@@ -93,8 +90,7 @@ def dialable(maddr: str) -> Multiaddr:
     return Multiaddr(Multiaddr(host).to_bytes() + P2P_CODE + bytes([len(raw)]) + raw + CIRCUIT_CODE)
 
 
-def unreachable(bootstrap: Sequence[str], waited: float, cause: str) -> str:
-    """What to tell a user whose swarm does not answer."""
+def unreachable_message(bootstrap: Sequence[str], waited: float, cause: str) -> str:
     return (
         f"island.bootstrap: none of these addresses answered within {waited:.0f} s: {', '.join(bootstrap)} "
         f"({cause}); check that `diloco bootstrap` or another island runs there and that its port is open"

@@ -1,6 +1,6 @@
-"""A libp2p daemon: one process an island, started by rank 0; the other ranks attach to it.
+"""The libp2p daemon of an island: one process, which rank 0 starts and the other ranks attach to.
 
-It ends within seconds of its last rank, however that died, because it is told to stop when idle.
+The daemon stops when idle, so it ends within seconds after the island's last rank, however that rank ended.
 """
 
 import asyncio
@@ -19,102 +19,98 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
 from hivemind.utils.multiaddr import Multiaddr
 
-from outer.errors import InputError, PeerLost
-from outer.keys import Trust
+from outer.errors import InputError, PeerLost, first_line
+from outer.network.endpoints import Lane
+from outer.network.retry import retry
+from outer.network.run_key import PeerAuth
 from outer.transports.hivemind_addresses import (
     PeerAddress,
     check_bootstrap,
     check_multiaddresses,
-    dialable,
     is_local,
     parse_address,
-    unreachable,
+    to_dialable,
+    unreachable_message,
 )
 
 IDLE_SECONDS = 3
-"""The daemon ends when nobody has been attached for so long."""
 START_SECONDS = 5.0
-"""The least time a daemon gets to start, however short the wait for its peers."""
+"""Least time for a daemon to start, even if the wait for its peers is shorter."""
 RETRY_SECONDS = 1.0
 STALE_SECONDS = 10.0
+"""Age after which a client's socket that does not answer is removed."""
 NOT_ALLOWED = "its peer id is not in island.allow"
 
-
-Relay = Literal["off", "client", "server"]
-Accept = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""Serves one incoming stream, given the peer id that libp2p has proved."""
+RelayMode = Literal["off", "client", "server"]
+StreamHandler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""Serves one incoming stream, given the peer id that libp2p has authenticated."""
 
 
 @dataclass(frozen=True)
 class DaemonSettings:
-    """How an island's daemon listens, and whom it meets first."""
+    """Addresses on which an island's daemon listens, and the peers that it connects to first."""
 
     host_maddrs: Sequence[str]
     announce_maddrs: Sequence[str] | None = None
     bootstrap: Sequence[str] = ()
-    """None: a swarm of its own."""
+    """Multiaddresses of peers. Without any, the daemon starts a swarm of its own."""
     identity_path: Path | None = None
     connect_seconds: float = 15.0
-    relay: Relay = "off"
-    trust: Trust = field(default_factory=Trust)
+    relay: RelayMode = "off"
+    auth: PeerAuth = field(default_factory=PeerAuth)
 
 
 class Daemon:
-    """A rank's hold on its island's libp2p daemon."""
+    """A rank's client of its island's libp2p daemon."""
 
-    def __init__(self, p2p: P2P, rank: int, maddrs: Sequence[str], trust: Trust) -> None:
+    def __init__(self, p2p: P2P, rank: int, maddrs: Sequence[str], auth: PeerAuth) -> None:
         assert p2p.peer_id is not None, "the daemon has not told its peer id"
-        self.p2p, self._rank, self._trust = p2p, rank, trust
+        self.p2p, self.auth = p2p, auth
         self.peer_id = p2p.peer_id.to_base58()
         self.maddrs = tuple(maddrs)
-        """Where other islands dial, each ending in /p2p/<peer id>."""
+        """Multiaddresses that other islands dial, each ending in /p2p/<peer id>."""
+        self.address = PeerAddress(self.peer_id, rank, self.maddrs)
         self._is_closed = False
 
     @property
     def leader_address(self) -> str:
-        """What other ranks of this island attach to."""
-        listens_at = str(self.p2p._daemon_listen_maddr)  # pyright: ignore[reportAttributeAccessIssue]
-        return ";".join((listens_at, *self.maddrs))
+        """Address to which the other ranks of this island attach."""
+        return ";".join((str(self.p2p._daemon_listen_maddr), *self.maddrs))  # pyright: ignore[reportAttributeAccessIssue]
 
-    @property
-    def address(self) -> PeerAddress:
-        """Where other islands reach this rank."""
-        return PeerAddress(self.peer_id, self._rank, self.maddrs)
-
-    async def serve(self, name: str, accept: Accept) -> None:
-        """Give every incoming stream of this name to `accept`, but for those of peers that are not allowed."""
+    async def serve(self, name: str, accept: StreamHandler) -> None:
+        """Pass every incoming stream of this name to `accept`, except streams of peers that are not allowed."""
 
         async def handle(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             peer_id = info.peer_id.to_base58()
             if self._is_allowed(peer_id):
                 await accept(peer_id, reader, writer)
             else:
-                self._trust.refusals.add(peer_id, "peer", NOT_ALLOWED)
+                self.auth.rejections.add(peer_id, "peer", NOT_ALLOWED)
                 writer.transport.abort()
 
         await self.p2p.add_binary_stream_handler(name, handle)
 
     async def open_stream(self, address: PeerAddress, name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A stream to a peer's `serve(name)`. The caller bounds the time. Raises PeerLost."""
+        """Open a stream to the peer's handler `name`. The caller bounds the time. Raises PeerLost."""
         if not self._is_allowed(address.peer_id):
-            self._trust.refusals.add(address.peer_id, "peer", NOT_ALLOWED)
+            self.auth.rejections.add(address.peer_id, "peer", NOT_ALLOWED)
             raise PeerLost(address.peer_id, NOT_ALLOWED)
         peer_id = PeerID.from_base58(address.peer_id)
         try:
-            with suppress(P2PDaemonError):  # without an address that answers, the swarm may still know a way
+            with suppress(P2PDaemonError):  # if no address answers, the swarm may still find a route
                 await self.dial(address)
             _, reader, writer = await self.p2p.call_binary_stream_handler(peer_id, name)
         except (P2PDaemonError, OSError, EOFError, ValueError) as error:
-            raise PeerLost(address.peer_id, f"cannot open {name!r} there: {_first_line(error)}") from None
+            raise PeerLost(address.peer_id, f"cannot open {name!r} there: {first_line(error)}") from None
         return reader, writer
 
     async def dial(self, address: PeerAddress) -> None:
-        """Connect the daemon to a peer, if it is not. The caller bounds the time. Raises P2PDaemonError."""
+        """Connect the daemon to a peer, unless it is connected. The caller bounds the time. Raises P2PDaemonError."""
         client: Client = self.p2p._client  # pyright: ignore[reportAssignmentType]
-        await client.connect(PeerID.from_base58(address.peer_id), [dialable(m) for m in address.maddrs])
+        await client.connect(PeerID.from_base58(address.peer_id), [to_dialable(m) for m in address.maddrs])
 
     async def close(self) -> None:
-        """End the daemon, or let go of it, and remove its sockets. Idempotent."""
+        """Detach from the daemon, which ends if this rank started it, and remove its sockets. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -126,56 +122,63 @@ class Daemon:
                 self.p2p._child.kill()
 
     def _is_allowed(self, peer_id: str) -> bool:
-        return not self._trust.allow or peer_id in self._trust.allow
+        return not self.auth.allow or peer_id in self.auth.allow
 
 
-async def attach_daemon(leader_address: str, rank: int, trust: Trust) -> Daemon:
-    """A hold on the daemon that rank 0 of this island started: an address of that daemon, then where others dial it."""
-    quiet()
+async def attach_daemon(leader_address: str, rank: int, auth: PeerAuth) -> Daemon:
+    """Attach to the daemon that rank 0 of this island started, given rank 0's `Daemon.leader_address`."""
+    silence_libraries()
     listens_at, *maddrs = leader_address.split(";")
-    p2p = await P2P.replicate(Multiaddr(listens_at))
-    return Daemon(p2p, rank, maddrs, trust)
+    return Daemon(await P2P.replicate(Multiaddr(listens_at)), rank, maddrs, auth)
 
 
 async def start_daemon(settings: DaemonSettings) -> Daemon:
-    """A new daemon that has met its swarm. Raises InputError."""
-    quiet()
+    """Start a daemon that is connected to its swarm. Raises InputError when it does not start or no peer answers."""
+    silence_libraries()
     remove_stale_sockets()
     check_settings(settings)
     if settings.identity_path is not None:
         _ensure_identity(settings.identity_path)
-    hosts, bootstrap = settings.host_maddrs, settings.bootstrap
-    started, causes = time.monotonic(), []
-    while True:
-        left = settings.connect_seconds - (time.monotonic() - started)
+    started, cause = time.monotonic(), ""
+
+    async def attempt() -> P2P | None:
+        nonlocal cause
         try:
-            p2p = await P2P.create(
-                host_maddrs=list(hosts),
-                announce_maddrs=list(settings.announce_maddrs) if settings.announce_maddrs else None,
-                initial_peers=list(bootstrap) or None,
-                identity_path=str(settings.identity_path) if settings.identity_path else None,
-                idle_timeout=IDLE_SECONDS,
-                startup_timeout=max(left, START_SECONDS),
-                nat_port_map=not is_local(hosts),
-                check_if_identity_free=False,
-                **_relay_options(settings),
-            )
-            visible = [str(m) for m in await p2p.get_visible_maddrs()]
-            return Daemon(p2p, 0, [*visible, *_circuits(settings, visible[0])], settings.trust)
+            return await _create_p2p(settings, settings.connect_seconds - (time.monotonic() - started))
         except P2PDaemonError as error:
-            causes.append(_first_line(error))
+            cause = first_line(error)
             remove_stale_sockets()
-        waited = time.monotonic() - started
-        if "bootstrap" not in causes[-1] and "failed to start in" not in causes[-1]:
-            raise InputError(f"the libp2p daemon does not start on {', '.join(hosts)}: {causes[-1]}")
-        if waited + RETRY_SECONDS >= settings.connect_seconds:
-            raise InputError(unreachable(bootstrap, waited, causes[-1]))
-        await asyncio.sleep(RETRY_SECONDS)
+        if "bootstrap" not in cause and "failed to start in" not in cause:
+            raise InputError(f"the libp2p daemon does not start on {', '.join(settings.host_maddrs)}: {cause}")
+        return None
+
+    p2p = await retry(attempt, seconds=settings.connect_seconds - RETRY_SECONDS, pause_seconds=RETRY_SECONDS)
+    if p2p is None:
+        raise InputError(unreachable_message(settings.bootstrap, time.monotonic() - started, cause))
+    maddrs = [str(m) for m in await p2p.get_visible_maddrs()]
+    if settings.relay == "client":  # it uses two of the relays, and others try to reach it through all of them
+        peer = maddrs[0].rpartition("/p2p/")[2]
+        maddrs += [f"{m}/p2p-circuit/p2p/{peer}" for m in settings.bootstrap]
+    return Daemon(p2p, 0, maddrs, settings.auth)
+
+
+async def _create_p2p(settings: DaemonSettings, seconds_left: float) -> P2P:
+    return await P2P.create(
+        host_maddrs=list(settings.host_maddrs),
+        announce_maddrs=list(settings.announce_maddrs) if settings.announce_maddrs else None,
+        initial_peers=list(settings.bootstrap) or None,
+        identity_path=str(settings.identity_path) if settings.identity_path else None,
+        idle_timeout=IDLE_SECONDS,
+        startup_timeout=max(seconds_left, START_SECONDS),
+        nat_port_map=not is_local(settings.host_maddrs),
+        check_if_identity_free=False,
+        **_relay_options(settings),
+    )
 
 
 def _relay_options(settings: DaemonSettings) -> dict[str, Any]:
-    """What P2P.create is told about NAT. Dialling through relays is always on: others may be behind one."""
-    if settings.relay == "server":  # a daemon that does not believe it is reachable relays for nobody
+    """Options of P2P.create for NAT. Dialling through relays is always on, because other peers may be behind one."""
+    if settings.relay == "server":  # a daemon relays only if it believes that it is reachable
         return {"force_reachability": "public", "auto_nat": True}
     if settings.relay == "client":
         relays = list(settings.bootstrap)
@@ -183,22 +186,16 @@ def _relay_options(settings: DaemonSettings) -> dict[str, Any]:
     return {"auto_nat": not is_local(settings.host_maddrs)}
 
 
-def _circuits(settings: DaemonSettings, visible: str) -> list[str]:
-    """A relay client's addresses through each of its relays; it asks two of them to relay, and others try all."""
-    peer = visible.rpartition("/p2p/")[2]
-    return [f"{m}/p2p-circuit/p2p/{peer}" for m in settings.bootstrap] if settings.relay == "client" else []
-
-
 def check_settings(settings: DaemonSettings) -> None:
-    """Raise InputError for addresses and peer ids that are none, and for a relay client that knows no relay."""
+    """Raise InputError for malformed addresses and peer ids, and for a relay client that knows no relay."""
     check_multiaddresses("listen_host and listen_port", settings.host_maddrs)
     check_bootstrap(settings.bootstrap)
-    for peer_id in settings.trust.allow:
+    for peer_id in settings.auth.allow:
         try:
             parse_address(f"{peer_id}:0@")
         except PeerLost:
             raise InputError(
-                f"island.allow: {peer_id!r} is no libp2p peer id; it is what follows /p2p/ in an island's address, "
+                f"island.allow: {peer_id!r} is not a libp2p peer id; the id follows /p2p/ in an island's address, "
                 "12D3Koo... or Qm..."
             ) from None
     if settings.relay == "client" and not settings.bootstrap:
@@ -208,42 +205,39 @@ def check_settings(settings: DaemonSettings) -> None:
         )
 
 
-def quiet() -> None:
-    """Let hivemind speak of errors only, and libp2p not at all."""
+def stream_name(run_id: str, purpose: Lane, rank: int) -> str:
+    return f"diloco/{run_id}/{purpose}/{rank}"
+
+
+def silence_libraries() -> None:
     logging.getLogger("hivemind").setLevel(logging.ERROR)
     os.environ.setdefault("GOLOG_LOG_LEVEL", "fatal")
 
 
 def remove_stale_sockets() -> None:
-    """Remove the socket files that killed or failed daemons of this user, and their clients, have left behind."""
-    for path in Path("/tmp").glob("hivemind-p2p*.sock"):  # hivemind's own fixed place
+    """Remove socket files that daemons of this user, and their clients, left behind when they were killed or failed."""
+    for path in Path("/tmp").glob("hivemind-p2p*.sock"):  # the path is fixed in hivemind
         with suppress(OSError):
             status = path.stat()
-            # A client binds its socket a moment before it listens on it.
+            # A client binds its socket shortly before it listens on it.
             is_old = path.name.startswith("hivemind-p2pd-") or time.time() - status.st_mtime > STALE_SECONDS
             if status.st_uid == os.getuid() and is_old and not _answers(path):
                 path.unlink()
 
 
 def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
+    with socket.socket(socket.AF_UNIX) as probe, suppress(ConnectionRefusedError):
         probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            return False
+        probe.connect(str(path))
         return True
+    return False
 
 
 def _ensure_identity(path: Path) -> None:
-    """Make a key if there is none, whole or not at all: half a key would keep the island from ever starting."""
+    """Create the key file atomically if there is none, because an island cannot start with half a key."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}")
     P2P.generate_identity(str(temporary))
     temporary.replace(path)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:300]

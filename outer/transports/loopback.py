@@ -1,95 +1,88 @@
-"""Islands as threads of one process: payloads handed over in memory. What faults and parity are tested with."""
+"""A transport between islands that are threads of one process. Tests of faults and of parity use it."""
 
 import asyncio
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from outer.errors import DeadlineError, MessageError, PeerLost
-from outer.transports.base import Endpoint, Tag, Traffic
+from outer.network.endpoints import Endpoint, Tag, Traffic
+from outer.network.event_loop import ChangeSignal
+from outer.network.frames import HEADER_BYTES, check_payload
 from outer.transports.mailbox import Mailbox
-from outer.wire import HEADER_BYTES, checked
 
-Delivery = Callable[[Callable[[], None]], None]
-"""Called with each message's delivery, to be run at once, later, or in another order."""
+DeliverySchedule = Callable[[Callable[[], None]], None]
+"""Called with a function that delivers one message. It may call that function at once, later, or in another order."""
 
 
-class Party(Protocol):
-    """Something of an island that hears when connections break. Its methods may be called on any thread."""
-
-    island: str
-
-    def on_lost(self, island: str) -> None: ...
+LossListener = Callable[[str], None]
+"""Called on any thread with the name of an island, which may be the listener's, whose connections have broken."""
 
 
 class Hub:
-    """The network that loopback islands of one process share. Safe to use from all their event loops."""
+    """The network that the loopback islands of one process share. It may be used from all of their event loops."""
 
-    def __init__(self, delivery: Delivery = lambda deliver: deliver()) -> None:
+    def __init__(self, delivery: DeliverySchedule = lambda deliver: deliver()) -> None:
         self.lock = threading.RLock()
         self.deliver = delivery
         self.transports: dict[tuple[str, Endpoint], LoopbackTransport] = {}
-        """By epoch and endpoint: who has joined a group."""
-        self.messengers: dict[str, Party] = {}
-        """By address."""
-        self.records: dict[str, dict[str, str]] = {}
-        """By run and island: Member as JSON."""
+        """Transports that have joined a group, by epoch and endpoint."""
+        self.messengers: dict[str, Any] = {}  # by address; their type is in outer.membership.loopback
+        self.records: dict[str, dict[str, str]] = defaultdict(dict)
+        """Members as JSON, by run and island."""
         self.configs: dict[str, str] = {}
-        """By run."""
-        self._parties: list[Party] = []
+        self._listeners: list[LossListener] = []
         self._lost: set[str] = set()
 
     def lose(self, island: str) -> None:
-        """Break all connections of an island, as if its machine had died."""
+        """Break all connections of an island, as if its machine had failed."""
         with self.lock:
             self._lost.add(island)
             for records in self.records.values():
                 records.pop(island, None)
-            parties = list(self._parties)
-        for party in parties:
-            party.on_lost(island)
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener(island)
 
     def heal(self, island: str) -> None:
-        """Let a lost island connect again."""
         with self.lock:
             self._lost.discard(island)
 
     def is_cut(self, island: str, other: str) -> bool:
-        """Whether nothing passes between these two."""
         with self.lock:
             return bool({island, other} & self._lost)
 
-    def enter(self, party: Party) -> None:
-        """Tell `party` of losses from now on."""
+    def add_listener(self, listener: LossListener) -> None:
         with self.lock:
-            self._parties.append(party)
+            self._listeners.append(listener)
 
-    def exit(self, party: Party) -> None:
-        """Tell it no more. Idempotent."""
+    def remove_listener(self, listener: LossListener) -> None:
         with self.lock:
-            self._parties = [p for p in self._parties if p is not party]
+            self._listeners = [other for other in self._listeners if other != listener]
+
+
+def call_on_loop(loop: asyncio.AbstractEventLoop, action: Callable[[], object]) -> None:
+    """Run `action` on an event loop, from any thread. Does nothing if the loop is closed."""
+    with suppress(RuntimeError):  # raised by a closed loop
+        loop.call_soon_threadsafe(action)
 
 
 class LoopbackTransport:
-    """See outer.transports.base.Transport."""
+    """A Transport (outer.transports.base) over a Hub."""
 
     def __init__(self, hub: Hub, run_id: str, me: Endpoint, connect_seconds: float) -> None:
-        self.traffic = Traffic()
-        self.island = me.island
+        self.traffic, self.address = Traffic(), f"loopback:{me}"
         self._hub, self._run_id, self._me, self._connect_seconds = hub, run_id, me, connect_seconds
         self._loop = asyncio.get_running_loop()
-        self._epoch: str | None = None
+        self._epoch = ""
         self._others: list[Endpoint] = []
         self._mailbox = Mailbox([])
-        self._changed = asyncio.Event()
-        hub.enter(self)
-
-    @property
-    def address(self) -> str:
-        return f"loopback:{self._me}"
+        self._changed = ChangeSignal()
+        hub.add_listener(self._on_lost)
 
     async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
         await self.disconnect()
@@ -101,70 +94,59 @@ class LoopbackTransport:
                 self._fail(other, "its connection is broken")
         with self._hub.lock:
             self._hub.transports[self._epoch, self._me] = self
-            joined = [self._hub.transports.get((self._epoch, other)) for other in self._others]
+            joined = self._joined()
         for transport in joined:
-            if transport is not None:
-                transport.on_loop(transport._changed.set)
+            call_on_loop(transport._loop, transport._changed.notify)
         try:
             async with asyncio.timeout(self._connect_seconds):
-                await self._wait_for_all()
+                await self._changed.wait_until(self._has_all)
         except TimeoutError:
             missing = ", ".join(str(other) for other in self._missing())
             raise DeadlineError(f"{missing} did not join within {self._connect_seconds:g} s") from None
 
     async def send(self, to: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
-        copy = checked(payload).clone()
+        copy = check_payload(payload).clone()
         if error := self._mailbox.failure_of(to):
             raise error
-        target = self._hub.transports.get((self._epoch or "", to))
+        target = self._hub.transports.get((self._epoch, to))
         if target is None:
             raise PeerLost(to.island, f"{to} is not in this group")
         self.traffic.bytes_sent += HEADER_BYTES + copy.numel()
         epoch, me = self._epoch, self._me
-        self._hub.deliver(lambda: target.on_loop(lambda: target._take_in(epoch, me, tag, copy)))
+        self._hub.deliver(lambda: call_on_loop(target._loop, lambda: target._receive(epoch, me, tag, copy)))
 
     async def recv(self, source: Endpoint, tag: Tag, num_bytes: int) -> torch.Tensor:
         return await self._mailbox.get(source, tag, num_bytes)
 
     async def disconnect(self) -> None:
         with self._hub.lock:
-            epoch = self._epoch
-            self._hub.transports.pop((epoch or "", self._me), None)
-            joined = [self._hub.transports.get((epoch or "", other)) for other in self._others]
+            epoch, joined = self._epoch, self._joined()
+            self._hub.transports.pop((epoch, self._me), None)
         self._mailbox.fail_all("this group was left")
-        self._epoch, self._others = None, []
+        self._epoch, self._others = "", []
         for transport in joined:
-            if transport is not None:
-                transport.on_loop(lambda t=transport: t._hear_goodbye(epoch, self._me))
+            call_on_loop(transport._loop, lambda t=transport: t._on_goodbye(epoch, self._me))
 
     async def close(self) -> None:
         await self.disconnect()
-        self._hub.exit(self)
+        self._hub.remove_listener(self._on_lost)
 
-    def on_lost(self, island: str) -> None:
-        """Called by the hub, on any thread: this island, or one that it talks to, is cut off."""
-        self.on_loop(lambda: self._break(island))
+    def _on_lost(self, island: str) -> None:
+        call_on_loop(self._loop, lambda: self._break(island))
 
-    def on_loop(self, action: Callable[[], None]) -> None:
-        """Run `action` on this transport's event loop; nothing if that has ended."""
-        with suppress(RuntimeError):  # raised by a closed loop
-            self._loop.call_soon_threadsafe(action)
+    def _joined(self) -> "list[LoopbackTransport]":
+        found = [self._hub.transports.get((self._epoch, other)) for other in self._others]
+        return [transport for transport in found if transport is not None]
 
-    async def _wait_for_all(self) -> None:
-        while True:
-            for other in self._others:
-                if error := self._mailbox.failure_of(other):
-                    raise error
-            if not self._missing():
-                return
-            self._changed.clear()
-            await self._changed.wait()
+    def _has_all(self) -> bool:
+        self._mailbox.raise_failure(self._others)
+        return not self._missing()
 
     def _missing(self) -> list[Endpoint]:
         with self._hub.lock:
-            return [other for other in self._others if (self._epoch or "", other) not in self._hub.transports]
+            return [other for other in self._others if (self._epoch, other) not in self._hub.transports]
 
-    def _take_in(self, epoch: str | None, source: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
+    def _receive(self, epoch: str, source: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
         if epoch != self._epoch or self._mailbox.failure_of(source):
             return
         self.traffic.bytes_received += HEADER_BYTES + payload.numel()
@@ -173,7 +155,7 @@ class LoopbackTransport:
         except MessageError as error:
             self._mailbox.fail(source, error)
 
-    def _hear_goodbye(self, epoch: str | None, source: Endpoint) -> None:
+    def _on_goodbye(self, epoch: str, source: Endpoint) -> None:
         if epoch == self._epoch:
             self._fail(source, "it left the group")
 
@@ -184,4 +166,4 @@ class LoopbackTransport:
 
     def _fail(self, other: Endpoint, cause: str) -> None:
         self._mailbox.fail(other, PeerLost(other.island, cause))
-        self._changed.set()
+        self._changed.notify()

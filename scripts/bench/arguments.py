@@ -1,14 +1,14 @@
-"""What command lines of several benchmarks share."""
+"""Command-line arguments that several benchmarks share."""
 
 import argparse
 from collections.abc import Callable, Collection
 
 PLAIN = "outer.optimizer={lr: 1.0, momentum: 0.0, nesterov: false}"
-"""In a run's overrides: the plain mean of the islands' params, without outer momentum."""
+"""Override that makes the outer step the plain mean of the islands' params, without outer momentum."""
 
 
 def choices(allowed: Collection[str]) -> Callable[[str], list[str]]:
-    """A type for argparse: some of `allowed`, with commas between."""
+    """Build an argparse type that accepts a comma-separated list of words from `allowed`."""
 
     def split(text: str) -> list[str]:
         words = text.split(",")
@@ -21,5 +21,5 @@ def choices(allowed: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def whole_numbers(text: str) -> list[int]:
-    """A type for argparse: whole numbers with commas between."""
+    """Argparse type for a comma-separated list of whole numbers."""
     return [int(word) for word in text.split(",")]

@@ -2,8 +2,8 @@
 
     python -m scripts.bench.codecs [--elements N] [--repeat N]
 
-GB/s counts bytes of fp32 values, whichever side they are on; x uniform8 is the time that hivemind's uniform 8-bit
-codec takes for the same, over this one's: above 1 is faster.
+GB/s counts the bytes of the fp32 values in both directions. `x uniform8` is the time of hivemind's uniform 8-bit codec
+over this codec's time: above 1 is faster.
 """
 
 import argparse
@@ -26,22 +26,22 @@ from hivemind.compression import (
 
 from outer.codecs import build_codec
 from outer.config import CodingConfig
-from outer.digest import part_digest
 from outer.merges.mean import WeightedSum
+from outer.space.digest import part_digest
 
 CODECS = ("fp32", "bf16", "fp16", "int8", "int4", "int4 stochastic", "e3m0", "stat2", "topk", "lowrank")
 BASELINE = "hivemind uniform8"
-Action = Callable[[], object]
+Operation = Callable[[], object]
 
 
 def main() -> None:
     """Print the table."""
     args = _arguments()
     torch.set_num_threads(1)
-    # hivemind calls what torch is about to drop.
+    # hivemind uses functions that torch has deprecated.
     warnings.filterwarnings("ignore", category=UserWarning)
     values = torch.randn(args.elements, generator=torch.Generator().manual_seed(0)) * 1e-3
-    actions, bits = _actions(values)
+    actions, bits = _build_operations(values)
     seconds = _median_seconds(actions, args.repeat)
     print(f"{args.elements} elements, {args.repeat} repeats, median; torch {torch.__version__}, 1 thread")
     print(f"{'':<19}{'':>8}  {'-------- encode --------':^26}  {'-------- decode --------':^26}")
@@ -68,10 +68,10 @@ def _cells(seconds: float, baseline: float | None, num_bytes: int) -> str:
     return f"{seconds * 1e6:>8.1f}{num_bytes / seconds / 1e9:>7.2f}{ratio}"
 
 
-def _actions(values: torch.Tensor) -> tuple[dict[tuple[str, str], Action], dict[str, float]]:
-    """What is measured, by the name it is printed under and its side, and the bits an element of what has two."""
+def _build_operations(values: torch.Tensor) -> tuple[dict[tuple[str, str], Operation], dict[str, float]]:
+    """Operations to measure by (printed name, direction), and the bits per element of each codec."""
     narrow = values.bfloat16()
-    actions: dict[tuple[str, str], Action] = {
+    actions: dict[tuple[str, str], Operation] = {
         ("torch bf16", "encode"): values.bfloat16,
         ("torch bf16", "decode"): narrow.float,
     }
@@ -106,19 +106,20 @@ def _hivemind_codecs() -> dict[str, CompressionBase]:
 
 
 def _extract_uniform8(coded: Any) -> torch.Tensor:
-    """The values of hivemind's protobuf. Its own extract raises under numpy 2.4, which makes no int of an array."""
+    """Decode hivemind's protobuf. hivemind's own `extract` calls int() on an array, which numpy 2.4 refuses."""
     num_entries = np.frombuffer(coded.buffer, count=1, dtype=np.int64).item()
     table = torch.as_tensor(np.frombuffer(coded.buffer, offset=8, count=num_entries, dtype=np.float32))
     codes = np.frombuffer(coded.buffer, offset=8 + 4 * num_entries, dtype=np.uint8)
     return table[torch.as_tensor(codes, dtype=torch.int64).reshape(tuple(coded.size))]
 
 
-def _median_seconds(actions: dict[tuple[str, str], Action], repeat: int) -> dict[tuple[str, str], float]:
-    """Median time of each action; they take turns, so that a busy machine is unfair to none."""
+def _median_seconds(actions: dict[tuple[str, str], Operation], repeat: int) -> dict[tuple[str, str], float]:
+    """Median time of each operation. They take turns, so that a busy machine affects all of them alike."""
     seconds: dict[tuple[str, str], list[float]] = {name: [] for name in actions}
     for _ in range(repeat):
         for name, action in actions.items():
-            action()  # warm: the others have just emptied the caches
+            # The first call warms the caches, which the other operations have just emptied.
+            action()
             started_at = time.perf_counter()
             action()
             seconds[name].append(time.perf_counter() - started_at)

@@ -1,4 +1,4 @@
-"""What `scripts/bench/outer.py` compares, each as one island of a group sees it."""
+"""The contestants of `scripts/bench/outer.py`, each as one island of a group."""
 
 import time
 from collections.abc import Callable
@@ -7,80 +7,80 @@ from typing import ClassVar, Protocol
 
 import torch
 
+from outer.agreement.messages import Plan, Ready
 from outer.codecs import build_codec
-from outer.coding import uniform
+from outer.codecs.choice import build_uniform_choice
 from outer.config import OuterConfig
-from outer.digest import combine
-from outer.loop import LoopThread
-from outer.network import Network, NetworkSettings, open_network
-from outer.reduce import Reducer
-from outer.rounds import Plan, Ready
-from outer.space import Space
-from outer.transports.base import Endpoint
+from outer.connect import Network, NetworkSettings, open_network
+from outer.network.endpoints import Endpoint
+from outer.network.event_loop import EventLoopThread
+from outer.reduce.reducer import Reducer
+from outer.space.digest import combine_digests
+from outer.space.layout import Space
 
 SETUP_SECONDS = 60.0
 
 
 class WrongResult(Exception):
-    """The reduce reported success, but its result is no mean."""
+    """The reduce reported success, but its result is not the mean."""
 
 
 @dataclass(frozen=True)
-class Seat:
-    """An island's place in the group."""
+class IslandSpec:
+    """One island of the group."""
 
     index: int
     num_islands: int
     num_params: int
     host: str
     bootstrap: list[str]
-    """What island 0's `bootstrap` says; empty in island 0 itself."""
+    """The `bootstrap` of island 0; empty for island 0 itself."""
 
     def values(self) -> torch.Tensor:
-        """This island's fp32 values, the same in every repeat."""
+        """This island's fp32 values, equal in every repeat."""
         generator = torch.Generator().manual_seed(self.index)
         return torch.randn(self.num_params, generator=generator).mul_(1e-3)
 
 
 class Contestant(Protocol):
-    """One way to reduce, on one island. Every island must call the same methods in the same order."""
+    """One implementation of a reduce, on one island. Every island must call the same methods in the same order."""
 
     bootstrap: list[str]
-    """What the other islands need in order to be built."""
+    """Addresses that the other islands need to join the group."""
     address: str
 
     def connect(self, addresses: list[str]) -> None:
-        """Meet the others, given everybody's address in order."""
+        """Connect to the other islands. `addresses` holds every island's address in order."""
         ...
 
     def prepare(self, codec: str) -> None:
-        """Everything of the next reduce that is not measured."""
+        """Prepare the next reduce. This is not measured."""
         ...
 
     def reduce(self, timeout_seconds: float) -> None:
-        """What is measured."""
+        """Run the reduce. This is measured."""
         ...
 
     def digest(self) -> str:
-        """Of the result, when it is to be equal on all islands, else "". Raises WrongResult."""
+        """Digest of the result if all islands must have equal bits, else "". Raises WrongResult."""
         ...
 
     def sent_bytes(self) -> int | None:
-        """Bytes sent so far by its own count, or None when it keeps none."""
+        """Bytes sent so far by the contestant's own count, or None if it has no counter."""
         ...
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class _Spec:
+class _TensorSpec:
     name: str
     shape: tuple[int, ...]
 
 
 @dataclass
-class _Setup:
-    """Our reduce for one codec: `run` may be repeated with the next round's plan."""
+class _PreparedReduce:
+    """Our reduce for one codec. `reducer.run` may be repeated with the next round's plan."""
 
     reducer: Reducer
     parts: dict[int, torch.Tensor]
@@ -88,9 +88,9 @@ class _Setup:
 
 
 class Ours:
-    """The all-to-all reduce of outer/reduce.py over one of our transports."""
+    """The all-to-all reduce of outer/reduce/reducer.py over one of our transports."""
 
-    def __init__(self, kind: str, seat: Seat) -> None:
+    def __init__(self, kind: str, seat: IslandSpec) -> None:
         self._kind, self._seat = kind, seat
         self._rendezvous = None
         self.bootstrap = list(seat.bootstrap)
@@ -99,13 +99,13 @@ class Ours:
 
             self._rendezvous = serve_rendezvous(seat.host, 0)
             self.bootstrap = [self._rendezvous.address]
-        self._loop = LoopThread()
+        self._loop = EventLoopThread()
         self._network = self._open()
         self.address = self._network.transport.address
         if kind == "hivemind" and not self.bootstrap:
             self.bootstrap = self.address.partition("@")[2].split(";")
         self._values = seat.values()
-        self._setups: dict[str, _Setup] = {}
+        self._setups: dict[str, _PreparedReduce] = {}
         self._round = 0
 
     def connect(self, addresses: list[str]) -> None:
@@ -129,7 +129,7 @@ class Ours:
         self._means = self._loop.run(self._setup.reducer.run(self._plan, self._setup.parts), timeout_seconds)
 
     def digest(self) -> str:
-        return combine([self._means[part].digest for part in sorted(self._means)])
+        return combine_digests([self._means[part].digest for part in sorted(self._means)])
 
     def sent_bytes(self) -> int:
         return self._network.transport.traffic.bytes_sent
@@ -151,13 +151,13 @@ class Ours:
         )
         return self._loop.run(open_network(self._kind, settings), SETUP_SECONDS)
 
-    def _set_up(self, name: str) -> _Setup:
+    def _set_up(self, name: str) -> _PreparedReduce:
         codec = build_codec(name)
-        specs = [_Spec("all", (self._seat.num_params,))]
+        specs = [_TensorSpec("all", (self._seat.num_params,))]
         space = Space(specs, OuterConfig().part_elements, codec.block_elements)
         me = Endpoint(f"island-{self._seat.index}", 0)
-        return _Setup(
-            Reducer(self._network.transport, uniform(codec), space, me),
+        return _PreparedReduce(
+            Reducer(self._network.transport, build_uniform_choice(codec), space, me),
             {part.index: self._values[part.start : part.stop] for part in space.parts},
             [(0, len(space.parts))],
         )
@@ -179,11 +179,11 @@ class Ours:
 
 
 class Torch:
-    """torch.distributed.all_reduce over gloo, of one flat tensor."""
+    """torch.distributed.all_reduce of one flat tensor over gloo."""
 
     DTYPES: ClassVar = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: IslandSpec) -> None:
         import torch.distributed as dist
 
         self._dist, self._seat, self._own = dist, seat, seat.values()
@@ -217,9 +217,9 @@ class Torch:
 
 
 class Averager:
-    """hivemind's DecentralizedAverager. Its matchmaking is done before the clock starts."""
+    """hivemind's DecentralizedAverager. Matchmaking finishes before the measurement starts."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: IslandSpec) -> None:
         import hivemind
 
         self._hivemind, self._seat, self._own = hivemind, seat, seat.values()
@@ -237,7 +237,7 @@ class Averager:
         self._codec, self._averager = "", None
 
     def connect(self, addresses: list[str]) -> None:
-        """Its peers meet by matchmaking."""
+        """Do nothing: peers connect by matchmaking."""
 
     def prepare(self, codec: str) -> None:
         if codec != self._codec:
@@ -288,7 +288,7 @@ class Averager:
         )
 
 
-BUILDERS: dict[str, Callable[[Seat], Contestant]] = {
+BUILDERS: dict[str, Callable[[IslandSpec], Contestant]] = {
     "torch": Torch,
     "gloo": lambda seat: Ours("gloo", seat),
     "hivemind": lambda seat: Ours("hivemind", seat),

@@ -1,11 +1,12 @@
-"""Tokens a second of the loader beside the model that reads them, and of `prepare` beside datasets.map.
+"""Tokens per second of the loader relative to the model, and of `prepare` relative to datasets.map.
 
     python -m scripts.bench.data [--what loader,prepare] [--megabytes N] [--processes N,...] [--repeat N]
 
-loader: batches of the quickstart's shape from the standard library's tokens, from mapped pages that are in memory and
-from files that the system was told to forget, over the quickstart's own trainer, one process of one thread each.
-prepare: the standard library's text as a .jsonl file, with a BPE tokenizer of 8192 tokens trained on it; both sides
-read the same rows with the same tokenizer in as many processes and write what can be mapped. Ratios above 1: faster.
+loader: reads batches of the quickstart's shape from the standard library's tokens, both with all pages in memory and
+with an empty page cache, relative to the quickstart's trainer. Each side is one process with one thread.
+prepare: tokenises the standard library's text from a .jsonl file with a BPE tokenizer of 8192 tokens trained on it.
+Both sides use the same rows, the same tokenizer and equally many processes, and write files that can be memory-mapped.
+Ratios above 1 mean faster.
 """
 
 import argparse
@@ -23,11 +24,11 @@ from typing import TYPE_CHECKING
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from diloco.config import Config, load_config
+from diloco.config.schema import Config, load_config
 from inner.config import DataConfig
 from inner.data.corpus import prepare_corpus
-from inner.data.prepare import Options
-from inner.data.source_stdlib import stdlib_source
+from inner.data.prepare import PrepareOptions
+from inner.data.sources.stdlib import StdlibSource
 from scripts.bench.arguments import choices, whole_numbers
 
 if TYPE_CHECKING:
@@ -51,15 +52,15 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--what", type=choices(("loader", "prepare")), default=["loader", "prepare"])
-    parser.add_argument("--megabytes", type=int, default=16, help="of text for prepare")
+    parser.add_argument("--megabytes", type=int, default=16, help="megabytes of text for prepare")
     parser.add_argument("--processes", type=whole_numbers, default=[1, 2])
     parser.add_argument("--repeat", type=int, default=3, help="rounds; medians are printed")
     return parser.parse_args()
 
 
 def compare_loader(folder: Path, repeat: int) -> None:
-    """The loader's tokens a second over the trainer's: of CPU time, or of wall time where it waits for the disk."""
-    # Here, for processes that tokenise import this file, too, and have no use for torch.
+    """Print the loader's speed relative to the trainer's, in CPU time, or in wall time where it waits for the disk."""
+    # Imported late, because the processes that tokenise import this file and do not need torch.
     import torch
 
     from inner.data.batches import IslandBatches
@@ -70,64 +71,65 @@ def compare_loader(folder: Path, repeat: int) -> None:
     per_step = config.optimizer.tokens_per_step // config.data.seq_len
     batches = IslandBatches(corpus, config.data.seq_len, config.seed, 1, per_step)
     files = list((folder / "loader").rglob("*.bin"))
-    step = trainer_step(config, batches)
+    step = build_trainer_step(config, batches)
     rows: dict[str, list[float]] = {"model": [], "loader, pages in memory": [], "loader, files forgotten": []}
     for number in range(repeat):
-        rows["model"].append(1 / seconds(step, clock=time.process_time))
+        rows["model"].append(1 / time_action(step, clock=time.process_time))
         steps = range(number * STEPS, (number + 1) * STEPS)
-        forget(files)
-        rows["loader, files forgotten"].append(STEPS / seconds(lambda s=steps: read(batches, s)))
-        in_memory = seconds(lambda s=steps: read(batches, s), clock=time.process_time)
+        drop_page_cache(files)
+        rows["loader, files forgotten"].append(STEPS / time_action(lambda s=steps: read_batches(batches, s)))
+        in_memory = time_action(lambda s=steps: read_batches(batches, s), clock=time.process_time)
         rows["loader, pages in memory"].append(STEPS / in_memory)
     for what, speeds in rows.items():
         tokens = median(speeds) * config.optimizer.tokens_per_step
         print(f"{what:<26}{tokens:>14,.0f} tokens/s{median(speeds) / median(rows['model']):>10.1f} x model")
 
 
-def trainer_step(config: Config, batches: "IslandBatches") -> Callable[[], object]:
-    """One inner step of the quickstart's model in this process, its text read beforehand."""
-    from diloco.assemble import build_trainer, process_group
+def build_trainer_step(config: Config, batches: "IslandBatches") -> Callable[[], object]:
+    """Build a function that makes one inner step of the quickstart's model, on text that has been read beforehand."""
+    from diloco.assemble import build_trainer
+    from diloco.runtime.process_group import open_process_group
     from inner.data.corpus import Corpus
 
     island = config.for_island(0).model_copy(update={"ranks": 1, "device": "cpu"})
-    process_group(island, "cpu").__enter__()
+    open_process_group(island, "cpu").__enter__()
     trainer = build_trainer(config.run, island, Corpus((), 260, 257), "cpu")
     text = batches.micro_batches(0, 0, 1, island.micro_batch)
     trainer.step(text)
     return lambda: trainer.step(text)
 
 
-def read(batches: "IslandBatches", steps: range) -> None:
-    """All micro-batches of these steps."""
+def read_batches(batches: "IslandBatches", steps: range) -> None:
+    """Read all micro-batches of these steps."""
     for step in steps:
         batches.micro_batches(step, 0, 1, 8)
 
 
-def forget(files: list[Path]) -> None:
-    """Ask the system to drop what it holds of the files; mapped pages that are in use it may keep."""
+def drop_page_cache(files: list[Path]) -> None:
+    """Ask the system to drop the cached pages of the files. It may keep mapped pages that are in use."""
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
 
 
-def seconds(action: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """What the action takes by the clock."""
+def time_action(action: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds that the action takes by the clock."""
     started_at = clock()
     action()
     return clock() - started_at
 
 
 def compare_prepare(folder: Path, args: argparse.Namespace) -> None:
-    """Seconds of datasets.map over those of prepare, by number of processes."""
+    """Print the time of datasets.map relative to prepare, by number of processes."""
     text, tokenizer = folder / "text.jsonl", folder / "tokenizer.json"
     write_text(text, args.megabytes * 10**6)
     train_tokenizer(text, tokenizer)
-    import datasets  # noqa: F401 -- its import is not to be measured
+    import datasets  # noqa: F401 -- imported here so that its import is not measured
 
     megabytes = text.stat().st_size / 1e6
     for processes in args.processes:
-        sides = [one_round(text, tokenizer, folder / "both", processes) for _ in range(args.repeat)]
+        sides = [compare_once(text, tokenizer, folder / "both", processes) for _ in range(args.repeat)]
         wall, cpu = (median(theirs[i] / ours[i] for ours, theirs in sides) for i in (0, 1))
         ours, theirs = (megabytes / median(side[0] for side in both) for both in zip(*sides, strict=True))
         print(
@@ -137,40 +139,40 @@ def compare_prepare(folder: Path, args: argparse.Namespace) -> None:
         )
 
 
-def one_round(text: Path, tokenizer: Path, folder: Path, processes: int) -> list[tuple[float, float]]:
-    """Wall and CPU seconds of prepare, then of datasets.map."""
-    took = []
-    for side in (with_prepare, with_datasets):
+def compare_once(text: Path, tokenizer: Path, folder: Path, processes: int) -> list[tuple[float, float]]:
+    """(wall, CPU) seconds of prepare, then of datasets.map."""
+    costs = []
+    for side in (run_prepare, run_datasets):
         began = cpu_seconds()
-        wall = seconds(lambda side=side: side(text, tokenizer, folder, processes))
-        took.append((wall, cpu_seconds() - began))
+        wall = time_action(lambda side=side: side(text, tokenizer, folder, processes))
+        costs.append((wall, cpu_seconds() - began))
         shutil.rmtree(folder, ignore_errors=True)
-    return took
+    return costs
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it has started and that have ended."""
+    """CPU seconds of this process and of its children that have ended."""
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in usage)
 
 
-def with_prepare(text: Path, tokenizer: Path, cache: Path, processes: int) -> None:
-    """Shards of the text."""
+def run_prepare(text: Path, tokenizer: Path, cache: Path, processes: int) -> None:
+    """Write shards of the text with our prepare."""
     config = DataConfig(source="files", paths=[str(text)], tokenizer=str(tokenizer))
-    prepare_corpus(config, cache, Options(processes, report=lambda progress: None))
+    prepare_corpus(config, cache, PrepareOptions(processes, report=lambda progress: None))
 
 
-def with_datasets(text: Path, tokenizer: Path, cache: Path, processes: int) -> None:
-    """Arrow files of the text's ids and eos, by datasets."""
+def run_datasets(text: Path, tokenizer: Path, cache: Path, processes: int) -> None:
+    """Write Arrow files of the text's token ids, with EOS, with datasets."""
     import datasets
 
     datasets.disable_progress_bars()
     rows = datasets.load_dataset("json", data_files=str(text), split="train", cache_dir=str(cache))
-    rows.map(Encode(str(tokenizer)), batched=True, remove_columns=["text"], num_proc=processes)
+    rows.map(EncodeTexts(str(tokenizer)), batched=True, remove_columns=["text"], num_proc=processes)
 
 
-class Encode:
-    """A batch of texts to ids, in whichever process datasets calls it."""
+class EncodeTexts:
+    """Encode a batch of texts to token ids. datasets calls it in its worker processes."""
 
     def __init__(self, tokenizer: str) -> None:
         import tokenizers
@@ -184,8 +186,8 @@ class Encode:
 
 
 def write_text(path: Path, num_bytes: int) -> None:
-    """The standard library's files as rows, as often as it takes."""
-    texts = [document.text for document in stdlib_source().documents()]
+    """Write the standard library's files as rows, repeated until the file has `num_bytes`."""
+    texts = [document.text for document in StdlibSource().documents()]
     with path.open("w", encoding="utf-8") as file:
         while True:
             for text in texts:
@@ -195,7 +197,7 @@ def write_text(path: Path, num_bytes: int) -> None:
 
 
 def train_tokenizer(text: Path, path: Path) -> None:
-    """A byte-level BPE of the text's first part."""
+    """Train a byte-level BPE tokenizer on the first 300 rows of the text."""
     import tokenizers
     from tokenizers import models, pre_tokenizers, trainers
 

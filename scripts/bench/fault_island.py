@@ -1,8 +1,8 @@
-"""One island of the join figure: the outer loop as it is, on a model without training. It prints what happens to it.
+"""One island of `fault_join.py`: the real outer loop on a model that is not trained. It prints its events.
 
     python -m scripts.bench.fault_island '{"index": 0, "kind": "gloo", ...}'
 
-A line of JSON for each event: began (the network is open), entered (it has a state), round (a committed round).
+Each event is a line of JSON: began (the network is open), entered (the island has a state), round (a round committed).
 """
 
 import json
@@ -14,23 +14,23 @@ from typing import Any
 
 import torch
 
-from diloco.signals import end_with_parent
+from diloco.watch.signals import end_with_parent
 from outer.config import OuterConfig
-from outer.loop import LoopThread
-from outer.network import NetworkSettings, open_network
-from outer.reports import CaughtUp, Settings
-from outer.sync import OuterLoop
-from outer.team import Team
+from outer.connect import NetworkSettings, open_network
+from outer.loop import OuterLoop, build_loop
+from outer.network.event_loop import EventLoopThread
+from outer.report import CaughtUp, LoopSettings
+from outer.space.ranks import RankGroup
 from tests.outer.islands import FakeParams, identity_of
 
 ROWS = 1000
 TOKENS = 1000
-"""That a round is said to have been trained on."""
+"""Number of trained tokens that each round reports."""
 
 
 @dataclass(frozen=True)
-class Seat:
-    """An island's place in the run; rounds last `inner_steps` x `step_seconds` and what the reduce takes."""
+class FakeIslandSpec:
+    """One island of the run. A round lasts `inner_steps` x `step_seconds` plus the time of the reduce."""
 
     index: int
     kind: str
@@ -47,12 +47,12 @@ class Seat:
 
 
 def main() -> None:
-    """Live until killed."""
+    """Run until killed."""
     end_with_parent()
     torch.set_num_threads(1)
-    seat = Seat(**json.loads(sys.argv[1]))
+    seat = FakeIslandSpec(**json.loads(sys.argv[1]))
     name = f"island-{seat.index}"
-    loop = LoopThread()
+    loop = EventLoopThread()
     network = loop.run(
         open_network(
             seat.kind,
@@ -62,24 +62,28 @@ def main() -> None:
     config = OuterConfig(rounds=100_000, inner_steps=seat.inner_steps, codec="int8", start_islands=seat.num_starting)
     shapes = [(ROWS, ROWS)] * (seat.num_params // ROWS**2)
     params = FakeParams({f"weights.{i}": torch.zeros(shape) for i, shape in enumerate(shapes)})
-    outer = OuterLoop(config, identity_of(name), params, Team(), network, loop, Settings(joins=seat.joins))
-    say("began")
+    outer = build_loop(config, identity_of(name), params, RankGroup(), network, loop, LoopSettings(joins=seat.joins))
+    print_event("began")
     before = received_bytes(), network.transport.traffic.bytes_received
     position = outer.begin()
     counted = network.transport.traffic.bytes_received - before[1]
-    say("entered", round=position.round, wire_bytes=received_bytes() - before[0], counted_bytes=counted)
+    print_event("entered", round=position.round, wire_bytes=received_bytes() - before[0], counted_bytes=counted)
     while True:
-        train(outer, params, seat)
+        make_fake_steps(outer, params, seat)
         try:
-            report = outer.attempt(TOKENS)
+            outer.launch(TOKENS)
+            reports = outer.land().reports
         except CaughtUp as caught:
-            say("caught up", round=outer.position.round, text=str(caught))
+            print_event("caught up", round=outer.position.round, text=str(caught))
             continue
-        say("round" if report.is_committed else "aborted", round=report.round, participants=report.participants)
+        for report in reports:
+            print_event(
+                "round" if report.is_committed else "aborted", round=report.round, participants=report.participants
+            )
 
 
-def train(outer: OuterLoop, params: FakeParams, seat: Seat) -> None:
-    """Fake inner steps, which change something and take their time."""
+def make_fake_steps(outer: OuterLoop, params: FakeParams, seat: FakeIslandSpec) -> None:
+    """Make inner steps that change a parameter and last `step_seconds` each."""
     for left in reversed(range(seat.inner_steps)):
         started = time.monotonic()
         params.values[left % len(params.values)].add_(1e-3)
@@ -90,13 +94,13 @@ def train(outer: OuterLoop, params: FakeParams, seat: Seat) -> None:
 
 
 def received_bytes() -> int:
-    """Bytes of frames that have come into this network namespace."""
+    """Bytes of frames received in this network namespace."""
     lines = [line.split() for line in Path("/proc/net/dev").read_text().splitlines() if "eth0:" in line]
     return int(lines[0][1]) if lines else 0
 
 
-def say(event: str, **facts: Any) -> None:
-    """One line."""
+def print_event(event: str, **facts: Any) -> None:
+    """Print one event as a line of JSON."""
     print(json.dumps({"event": event, "time": time.time(), **facts}), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What a killed or a frozen island costs the others: forked islands, their rounds timed by their own records."""
+"""The cost of a killed or frozen island for the others: forked islands whose own records time their rounds."""
 
 import os
 import random
@@ -11,36 +11,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from tests.faults.forked import POLL_SECONDS, Watch, family, forked, paced
+from tests.faults.forked import POLL_SECONDS, RecordReader, open_forked_swarm, process_tree, train_at_pace
 from tests.swarm import Island, Swarm
 
 NUM_ISLANDS = 4
 INNER_STEPS = 12
 STEP_SECONDS = 0.1
 QUIET_ROUNDS = 3
-"""Whole rounds of all islands between two kills, after the one in which the killed island is back."""
+"""Rounds of all islands between two kills, after the round in which the killed island is back."""
 GUARD_SECONDS = 120.0
 FREEZE_SECONDS = 20.0
 
 
 class FaultBenchError(Exception):
-    """A figure could not be measured; the others can."""
+    """A figure could not be measured. The other figures are still measured."""
 
 
 @dataclass
 class Timing:
-    """Rounds of one kind: each island's seconds from commit to commit, and the parts of it that it recorded."""
+    """Timing of rounds of one kind: `rounds` holds each island's seconds from commit to commit."""
 
     rounds: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
-    """For the plan."""
+    """Seconds of waiting for the plan."""
     reduces: list[float] = field(default_factory=list)
-    """Connecting and reducing."""
+    """Seconds of connecting and reducing."""
     worst: list[float] = field(default_factory=list)
-    """The slowest island's seconds, one a round."""
+    """Seconds of the slowest island in each round."""
 
-    def add(self, watches: Sequence[Watch], number: int) -> None:
-        """One round, as these islands saw it."""
+    def add(self, watches: Sequence[RecordReader], number: int) -> None:
+        """Add one round, as recorded by these islands."""
         seconds = [watch.seconds(number) for watch in watches]
         self.worst.append(max(seconds))
         self.rounds += seconds
@@ -55,12 +55,12 @@ class Timing:
 
 @dataclass(frozen=True)
 class Stall:
-    """Rounds without and with a kill; a stall is the slowest survivor's round minus the median quiet round."""
+    """Rounds without and with a kill. A stall is the slowest survivor's round minus the median quiet round."""
 
     quiet: Timing
     killed: Timing
     num_void: int
-    """Kills that came too late: their round was committed with the victim."""
+    """Number of kills that came too late: their round was committed with the victim."""
 
     @property
     def stalls(self) -> list[float]:
@@ -68,25 +68,25 @@ class Stall:
 
     @property
     def noise(self) -> list[float]:
-        """The same of rounds without a kill."""
+        """The same difference for rounds without a kill."""
         return [seconds - median(self.quiet.rounds) for seconds in self.quiet.worst]
 
 
-class Bench:
-    """Islands that train, and what each has recorded."""
+class StallBench:
+    """Running islands and their records."""
 
     def __init__(self, made: Swarm) -> None:
         self._made = made
-        self.islands: list[Island] = [made.start(i, paced(STEP_SECONDS)) for i in range(NUM_ISLANDS)]
-        self.watches = [Watch(island) for island in self.islands]
+        self.islands: list[Island] = [made.start(i, train_at_pace(STEP_SECONDS)) for i in range(NUM_ISLANDS)]
+        self.watches = [RecordReader(island) for island in self.islands]
 
     def restart(self, index: int) -> None:
-        """Start an island again that was killed."""
+        """Restart an island that was killed."""
         self.islands[index].wait(10)
-        self.islands[index] = self._made.start(index, paced(STEP_SECONDS))
+        self.islands[index] = self._made.start(index, train_at_pace(STEP_SECONDS))
 
     def until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Read what islands record until it is so. Raises FaultBenchError."""
+        """Read the islands' records until `is_so()` is true. Raises FaultBenchError."""
         deadline = time.monotonic() + GUARD_SECONDS
         while not is_so():
             if time.monotonic() > deadline:
@@ -97,12 +97,12 @@ class Bench:
                 watch.read()
 
     def is_full(self, number: int) -> bool:
-        """Whether all islands have committed the round together."""
+        """Whether all islands committed the round together."""
         records = [watch.commits.get(number) for watch in self.watches]
         return all(record is not None and len(record.participants) == NUM_ISLANDS for record in records)
 
     def next_full(self, after: int) -> int:
-        """The first round later than `after` that all islands commit together, once they have."""
+        """Wait for the first round later than `after` that all islands commit together, and return its number."""
         watch = self.watches[0]
         found = [-1]
 
@@ -115,25 +115,25 @@ class Bench:
 
 
 @contextmanager
-def bench(transport: str) -> Iterator[Bench]:
-    """Islands that have measured what their deadlines need."""
+def open_bench(transport: str) -> Iterator[StallBench]:
+    """Start islands and wait until they have measured the rounds that their deadlines depend on."""
     overrides = (f"outer.inner_steps={INNER_STEPS}", "optimizer.tokens_per_step=128")
     with (
         tempfile.TemporaryDirectory(prefix="diloco-faults-") as folder,
-        forked(Path(folder), transport, NUM_ISLANDS, *overrides) as (made, _),
+        open_forked_swarm(Path(folder), transport, NUM_ISLANDS, *overrides) as (made, _),
     ):
-        running = Bench(made)
+        running = StallBench(made)
         first = running.next_full(-1)
         running.until(lambda: running.is_full(first + 4), "the first rounds")
         yield running
 
 
 def measure_stall(transport: str, kills: int, seed: int, *, with_daemon: bool) -> Stall:
-    """Kill one of the islands at a random moment of a round, with its libp2p daemon or without, `kills` times."""
+    """Kill an island at a random moment of a round `kills` times, with or without its libp2p daemon."""
     draw = random.Random(seed)
     result = Stall(Timing(), Timing(), 0)
     num_void = 0
-    with bench(transport) as running:
+    with open_bench(transport) as running:
         while len(result.killed.worst) < kills:
             returned = running.next_full(max(watch.last for watch in running.watches) - 1)
             last = returned + QUIET_ROUNDS
@@ -154,34 +154,34 @@ def measure_stall(transport: str, kills: int, seed: int, *, with_daemon: bool) -
 
 
 def kill(island: Island, *, with_daemon: bool) -> None:
-    """End it as a crash does, or as the loss of its machine's processes does."""
-    for pid in family(island.ranks[0]) if with_daemon else [island.ranks[0].pid]:
+    """Kill the island's process, and with `with_daemon` all of its processes, as when a machine is lost."""
+    for pid in process_tree(island.ranks[0]) if with_daemon else [island.ranks[0].pid]:
         os.kill(pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
 class Freeze:
-    """What a freeze of one island cost the others, and when it was back."""
+    """The cost of freezing one island for the others, and when it was back."""
 
     round_seconds: float
     first_commit: float
     """Seconds from the freeze to the others' next commit."""
     rounds_meanwhile: int
     rounds_until_back: int
-    """Commits of the others after it woke, up to and with the first that it takes part in."""
+    """Number of commits after it woke, up to and including the first that it takes part in."""
     seconds_until_back: float
 
 
 def measure_freeze(transport: str, seed: int) -> Freeze:
-    """Freeze one of the islands, with its daemon, for FREEZE_SECONDS in the middle of a round."""
+    """Freeze an island and its daemon for FREEZE_SECONDS in the middle of a round."""
     victim = random.Random(seed).randrange(NUM_ISLANDS)
-    with bench(transport) as running:
+    with open_bench(transport) as running:
         others = [watch for i, watch in enumerate(running.watches) if i != victim]
         name = running.islands[victim].folder.name
         before = running.next_full(others[0].last)
         round_seconds = median(others[0].seconds(number) for number in range(before - 2, before + 1))
         time.sleep(round_seconds / 2)
-        pids = family(running.islands[victim].ranks[0])
+        pids = process_tree(running.islands[victim].ranks[0])
         frozen = signal_all(pids, signal.SIGSTOP)
         running.until(lambda: time.time() >= frozen + FREEZE_SECONDS, "the time of the freeze")
         last = max(watch.last for watch in others)
@@ -203,7 +203,7 @@ def measure_freeze(transport: str, seed: int) -> Freeze:
 
 
 def signal_all(pids: Sequence[int], number: signal.Signals) -> float:
-    """Signal them; when it was done, in unix time."""
+    """Send a signal to all pids. Returns the unix time afterwards."""
     for pid in pids:
         os.kill(pid, number)
     return time.time()

@@ -1,16 +1,16 @@
-"""What faults cost a run: figures of stalls, freezes, joins and storms, with real processes on this machine.
+"""The cost of faults for a run: stalls, freezes, joins and storms, with real processes on this machine.
 
     python scripts/bench/faults.py [stall] [freeze] [join] [storm] [--transports gloo,hivemind]
         [--kills 10] [--faults 50] [--params 25e6] [--seed 0] [--json FILE]
 
-stall   one of 4 islands is killed at a random moment of a round: by how much the survivors' next round, from commit
-        to commit, is longer than the median quiet round; nothing else is subtracted. Over hivemind it is killed alone,
-        or with its libp2p daemon, as when its machine dies. "noise" is the same of rounds without a kill.
-freeze  one of 4 stands still for 20 s: when the others commit next, and when it is back in a committed round
-join    a new island takes the state of 4 on links of 100 Mbit/s (needs root), then three do so at once
-storm   seeded faults of mixed kinds over 5 islands: what is committed, and how much work is lost
+stall   One of 4 islands is killed at a random moment of a round. The stall is the survivors' next round, from commit
+        to commit, minus the median quiet round; nothing else is subtracted. Over hivemind the island is killed alone
+        and with its libp2p daemon, as when its machine dies. "noise" is the same difference without a kill.
+freeze  One of 4 islands is frozen for 20 s: when the others commit next, and when it is back in a committed round.
+join    A new island takes the state of 4 islands on links of 100 Mbit/s (needs root), then three do so at once.
+storm   Seeded faults of mixed kinds over 5 islands: how much is committed, and how much work is lost.
 
-Inner steps of the first two and of the storm last a fixed time, so that rounds do not get faster when a core is freed.
+Inner steps have a fixed duration in stall, freeze and storm, so that rounds do not get faster when a core is freed.
 """
 
 import argparse
@@ -25,23 +25,23 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# Started as a file, this folder would come first, where `outer` is a file and not the package.
+# Run as a script, this folder would come first on the path, and `outer` would be a file here instead of the package.
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from scripts.bench.arguments import choices  # noqa: E402
 from scripts.bench.fault_join import Join, measure_joins  # noqa: E402
 from scripts.bench.fault_stall import FaultBenchError, Stall, measure_freeze, measure_stall  # noqa: E402
-from tests.faults.storm import Setting, run_storm  # noqa: E402
+from tests.faults.storm import StormSettings, run_storm  # noqa: E402
 
 TRANSPORTS = ("gloo", "hivemind")
 TARGETS = {"gloo": 0.3, "hivemind": 0.5}
-"""Seconds that a kill may stall the survivors, on an idle machine of two cores."""
+"""Target for the stall after a kill, in seconds, on an idle machine with two cores."""
 STORM_ISLANDS, STORM_RATE = 5, 5.0
 Figures = dict[str, Any]
 
 
 def show_stall(transport: str, args: argparse.Namespace) -> Figures:
-    """Both ways to be killed over hivemind, one over gloo."""
+    """Measure and print the stall; over hivemind both with and without the daemon."""
     figures: Figures = {}
     for how in ("process", "process and daemon") if transport == "hivemind" else ("process",):
         stall = measure_stall(transport, args.kills, args.seed, with_daemon=how != "process")
@@ -63,13 +63,13 @@ def _print_stall(begin: str, stall: Stall, target: float) -> None:
     plan, reduce = (median(k) - median(q) for k, q in ((killed.waits, quiet.waits), (killed.reduces, quiet.reduces)))
     rest = killed.rest - quiet.rest
     print(
-        f"{indent}of it: plan {plan:+.3f} s, connect and reduce {reduce:+.3f} s, "
+        f"{indent}including plan {plan:+.3f} s, connect and reduce {reduce:+.3f} s, "
         f"steps, vote and outer step {rest:+.3f} s (medians)"
     )
 
 
 def show_freeze(transport: str, args: argparse.Namespace) -> Figures:
-    """One freeze."""
+    """Measure and print one freeze."""
     freeze = measure_freeze(transport, args.seed)
     print(
         f"freeze  {transport:<9}the others' next commit after {freeze.first_commit:.1f} s (rounds of "
@@ -80,7 +80,7 @@ def show_freeze(transport: str, args: argparse.Namespace) -> Figures:
 
 
 def show_join(transport: str, args: argparse.Namespace) -> Figures:
-    """One joiner, then three."""
+    """Measure and print one join, then three at once."""
     if os.geteuid() != 0:
         raise FaultBenchError("shaped links are network namespaces, which need root (or use sudo)")
     alone, three = measure_joins(transport, args.params)
@@ -102,8 +102,8 @@ def _print_join(begin: str, join: Join) -> None:
 
 
 def show_storm(transport: str, args: argparse.Namespace) -> Figures:
-    """One storm."""
-    setting = Setting(transport, STORM_ISLANDS, args.faults, STORM_RATE, args.seed)
+    """Run one storm and print what was committed."""
+    setting = StormSettings(transport, STORM_ISLANDS, args.faults, STORM_RATE, args.seed)
     with tempfile.TemporaryDirectory(prefix="diloco-faults-") as folder:
         outcome = run_storm(setting, Path(folder))
     summary = outcome.summary
@@ -130,15 +130,17 @@ def _ordinal(number: int) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figures", nargs="*", metavar="FIGURE", help=f"some of {', '.join(FIGURES)}; default: all")
+    parser.add_argument("figures", nargs="*", metavar="FIGURE", help=f"any of {', '.join(FIGURES)}; default: all")
     parser.add_argument("--transports", type=choices(TRANSPORTS), default=list(TRANSPORTS))
     parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--faults", type=int, default=50, help="of the storm")
-    parser.add_argument("--params", type=lambda text: int(float(text)), default=25_000_000, help="of the joined model")
+    parser.add_argument("--faults", type=int, default=50, help="number of faults of the storm")
+    parser.add_argument(
+        "--params", type=lambda text: int(float(text)), default=25_000_000, help="size of the model joined"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     if unknown := set(args.figures) - set(FIGURES):
         parser.error(f"got {', '.join(sorted(unknown))}; allowed: {', '.join(FIGURES)}")
@@ -146,7 +148,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Print the figures; one that cannot be had does not keep the others from it."""
+    """Print the figures. A figure that fails does not stop the others."""
     args = parse_arguments()
     os.environ["OMP_NUM_THREADS"] = "1"
     measured: dict[str, Figures] = {}

@@ -1,7 +1,8 @@
-"""What `scripts/bench/inner.py` compares, each as one process sees it.
+"""The training loops that `scripts/bench/inner.py` compares, each on one process.
 
-The rivals are one Llama in plain torch.nn (plain_llama.py) and transformers' own, in the loop that a user would write
-around them: fp32 weights, autocast for bf16, fused AdamW, clipping. Shape suffixes as in inner/model.py.
+The rivals are a Llama in plain torch.nn (plain_llama.py) and that of transformers, in the loop that a user would write
+around them: fp32 weights, autocast for bf16, fused AdamW, gradient clipping. Shape suffixes are those of
+inner/model/transformer.py.
 """
 
 from collections.abc import Callable
@@ -14,27 +15,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inner.config import OptimizerConfig, ParallelConfig
-from inner.init import initialise
 from inner.mesh import Degrees, IslandMesh
-from inner.model import Transformer
+from inner.model.init import initialise
+from inner.model.sizes import ModelSizes
+from inner.model.transformer import Transformer
 from inner.params import LocalParams
-from inner.presets import ModelSizes
 from inner.trainer import COMPUTE_DTYPES, Trainer, TrainerSettings
 from scripts.bench.plain_llama import PlainLlama
 
 SEED = 7
 NUM_BATCHES = 8
-"""Read in turn, again and again."""
+"""Number of batches, which are read in turn repeatedly."""
 PIPELINE_MICRO_BATCH = 2
-"""Sequences; a pipeline needs many micro-batches."""
+"""Sequences in a micro-batch of a pipeline, which needs many micro-batches."""
 CLIP_NORM = 1.0
 OPTIMIZER = OptimizerConfig(lr=3e-4, warmup_steps=0, schedule="constant", clip_norm=CLIP_NORM)
 HEAD_DIM = 64
 
 
 @dataclass(frozen=True)
-class Case:
-    """A model, and the work of one process in one step."""
+class ModelCase:
+    """A model and the work of one process in one step."""
 
     dim: int
     num_layers: int
@@ -42,14 +43,14 @@ class Case:
     dtype: str
     seq_len: int
     sequences: int
-    """Of a micro-batch of one process."""
+    """Sequences in a micro-batch of one process."""
     micro_batches: int
-    """Of a step of a process alone; a mesh reads as much for each of its ranks."""
+    """Micro-batches in a step of a single process. A mesh reads as many for each of its ranks."""
     device: str
 
     @property
     def tokens(self) -> int:
-        """That a process alone trains on in a step."""
+        """Tokens in a step of a single process."""
         return self.sequences * self.micro_batches * self.seq_len
 
     @cached_property
@@ -65,24 +66,24 @@ class Case:
         )
 
     def windows(self, share: int, number: int) -> Tensor:
-        """What process `share` alone reads in one step, (sequences, seq_len + 1)."""
+        """The sequences that process `share` reads in one step, of shape (sequences, seq_len + 1)."""
         generator = torch.Generator().manual_seed(1000 * share + number)
         shape = self.micro_batches * self.sequences, self.seq_len + 1
         return torch.randint(0, self.vocab_size, shape, generator=generator)
 
 
 @dataclass
-class Contestant:
-    """One way to train, on one process."""
+class TrainingLoop:
+    """A training loop on one process."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step: Callable[[int], float]
-    """One step on the batch of that number; returns the loss, the mean over the tokens that the group reads."""
+    """Makes one step on the batch of that number and returns the mean loss over the tokens that the group reads."""
 
 
-def our_trainer(case: Case, degrees: Degrees) -> Contestant:
-    """inner's trainer, on one rank of a mesh. Every rank must call it, and then step."""
+def build_our_trainer(case: ModelCase, degrees: Degrees) -> TrainingLoop:
+    """Build inner's trainer on one rank of a mesh. Every rank must call it, and then step."""
     micro_batch = min(case.sequences, PIPELINE_MICRO_BATCH) if degrees.pp > 1 else case.sequences
     settings = TrainerSettings(
         device=case.device,
@@ -94,7 +95,7 @@ def our_trainer(case: Case, degrees: Degrees) -> Contestant:
     )
     config = OPTIMIZER.model_copy(update={"tokens_per_step": case.tokens * degrees.num_ranks})
     trainer = Trainer(case.sizes, config, IslandMesh(degrees, case.device), ParallelConfig(), settings)
-    # Ranks along tp and pp read what as many processes alone would have read.
+    # Ranks along tp and pp together read what as many independent processes would read.
     each = degrees.num_ranks // degrees.num_data_ranks
     shares = range(trainer.data_rank * each, (trainer.data_rank + 1) * each)
     batches = [torch.cat([case.windows(share, number) for share in shares]) for number in range(NUM_BATCHES)]
@@ -104,11 +105,11 @@ def our_trainer(case: Case, degrees: Degrees) -> Contestant:
         assert result.loss is not None, "a step was skipped"
         return result.loss
 
-    return Contestant(trainer.parts[0], trainer.optimizers[0], step)
+    return TrainingLoop(trainer.stages[0], trainer.optimizers[0], step)
 
 
-def plain_loop(case: Case, model: nn.Module, share: int) -> Contestant:
-    """`model` maps tokens to logits."""
+def build_plain_loop(case: ModelCase, model: nn.Module, share: int) -> TrainingLoop:
+    """Build the loop around `model`, which maps tokens to logits."""
     model = WithLoss(model).to(case.device)
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -134,11 +135,11 @@ def plain_loop(case: Case, model: nn.Module, share: int) -> Contestant:
         optimizer.zero_grad()
         return total.item()
 
-    return Contestant(model, optimizer, step)
+    return TrainingLoop(model, optimizer, step)
 
 
 class WithLoss(nn.Module):
-    """Tokens and targets to the mean loss."""
+    """Maps tokens and targets to the mean loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -148,15 +149,15 @@ class WithLoss(nn.Module):
         return F.cross_entropy(self.model(tokens_BS).flatten(0, 1), targets_BS.flatten())
 
 
-def initial_weights(case: Case) -> dict[str, Tensor]:
-    """Those that our trainer begins with, so that first losses tell whether all train the same model."""
+def initial_weights(case: ModelCase) -> dict[str, Tensor]:
+    """The initial weights of our trainer. With them, equal first losses show that all train the same model."""
     model = Transformer(case.sizes, torch.arange(case.seq_len))
     initialise(LocalParams(model, [model]), [model], SEED)
     return model.state_dict()
 
 
-def plain_llama(case: Case) -> nn.Module:
-    """Tokens to logits, in plain torch.nn."""
+def build_plain_llama(case: ModelCase) -> nn.Module:
+    """Build the model in plain torch.nn, from tokens to logits."""
     model = PlainLlama(case.sizes, case.seq_len)
     model.load_state_dict(initial_weights(case))
     return model
@@ -166,8 +167,8 @@ def has_transformers() -> bool:
     return find_spec("transformers") is not None
 
 
-def transformers_llama(case: Case) -> nn.Module:
-    """Tokens to logits, in transformers' LlamaForCausalLM."""
+def build_transformers_llama(case: ModelCase) -> nn.Module:
+    """Build the model as transformers' LlamaForCausalLM, from tokens to logits."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = case.sizes
@@ -184,12 +185,12 @@ def transformers_llama(case: Case) -> nn.Module:
         use_cache=False,
     )
     model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
-    model.load_state_dict({_in_transformers(name): value for name, value in initial_weights(case).items()})
+    model.load_state_dict({_transformers_name(name): value for name, value in initial_weights(case).items()})
     return Logits(model)
 
 
 class Logits(nn.Module):
-    """The one of transformers' outputs that a loss needs."""
+    """Returns only the logits of a transformers model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -211,7 +212,7 @@ NAMES = {
 }
 
 
-def _in_transformers(name: str) -> str:
+def _transformers_name(name: str) -> str:
     if name == "norm.weight":
         return "model.norm.weight"
     for ours, theirs in NAMES.items():

@@ -1,4 +1,4 @@
-"""The processes of one contestant of `scripts/bench/inner.py`, and what a step costs them."""
+"""The processes of one contestant of `scripts/bench/inner.py`, and the cost of their steps."""
 
 import multiprocessing
 import tempfile
@@ -18,37 +18,37 @@ from torch import Tensor
 
 from inner.mesh import Degrees
 from scripts.bench.inner_rivals import (
-    Case,
-    Contestant,
-    our_trainer,
-    plain_llama,
-    plain_loop,
-    transformers_llama,
+    ModelCase,
+    TrainingLoop,
+    build_our_trainer,
+    build_plain_llama,
+    build_plain_loop,
+    build_transformers_llama,
 )
 
 MESHES = {"ours": Degrees(), "fsdp2": Degrees(dp_shard=2), "tp2": Degrees(tp=2), "pp2": Degrees(pp=2)}
-LOOPS = {"plain": plain_llama, "transformers": transformers_llama, "plain_x2": plain_llama}
+LOOPS = {"plain": build_plain_llama, "transformers": build_transformers_llama, "plain_x2": build_plain_llama}
 PHASES = ["forward", "backward", "optimizer", "rest"]
 ANSWER_SECONDS = 300.0
 
 
 @dataclass
-class Took:
-    """What a step cost one process."""
+class StepCost:
+    """The cost of one step for one process."""
 
     loss: float
     cpu_seconds: float
     seconds: float
 
 
-class Team:
+class ContestantProcesses:
     """All processes of one contestant."""
 
     def __init__(self, pipes: Sequence[Connection]) -> None:
         self._pipes = pipes
 
     def ask(self, command: str, number: int = 0) -> list[Any]:
-        """What each process answers to a command that all get at once. Raises RuntimeError."""
+        """Send a command to all processes at once and return their answers. Raises RuntimeError."""
         for pipe in self._pipes:
             pipe.send((command, number))
         deadline = time.monotonic() + ANSWER_SECONDS
@@ -65,20 +65,20 @@ def _answer(pipe: Connection, command: str, deadline: float) -> Any:
 
 
 @contextmanager
-def team(case: Case, what: str, num_processes: int) -> Iterator[Team]:
-    """A contestant's processes, built; killed when left."""
-    # CUDA does not survive a fork; without it, one import of torch serves all.
+def start_processes(case: ModelCase, what: str, num_processes: int) -> Iterator[ContestantProcesses]:
+    """Start a contestant's processes and build its training loop. They are killed at exit."""
+    # CUDA does not survive a fork. On the CPU a fork saves importing torch in each process.
     start = multiprocessing.get_context("fork") if case.device == "cpu" else multiprocessing.get_context("spawn")
     processes, pipes = [], []
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(num_processes):
                 mine, theirs = multiprocessing.Pipe()
-                process = start.Process(target=_live, args=(case, what, rank, folder, theirs), daemon=True)
+                process = start.Process(target=_serve, args=(case, what, rank, folder, theirs), daemon=True)
                 process.start()
                 processes.append(process)
                 pipes.append(mine)
-            built = Team(pipes)
+            built = ContestantProcesses(pipes)
             built.ask("build")
             yield built
         finally:
@@ -87,9 +87,9 @@ def team(case: Case, what: str, num_processes: int) -> Iterator[Team]:
                 process.join()
 
 
-def _live(case: Case, what: str, rank: int, folder: str, pipe: Connection) -> None:
-    """A process's life: answers commands until it is killed."""
-    contestant: Contestant | None = None
+def _serve(case: ModelCase, what: str, rank: int, folder: str, pipe: Connection) -> None:
+    """Answer commands until the process is killed."""
+    contestant: TrainingLoop | None = None
     while True:
         command, number = pipe.recv()
         try:
@@ -99,16 +99,16 @@ def _live(case: Case, what: str, rank: int, folder: str, pipe: Connection) -> No
                 pipe.send((True, None))
             else:
                 pipe.send((True, COMMANDS[command](contestant, number)))
-        except BaseException:  # noqa: BLE001 - whatever it is, the parent must hear of it
+        except BaseException:  # noqa: BLE001 - the parent must learn of any error
             pipe.send((False, traceback.format_exc()))
 
 
-def _build(case: Case, what: str, rank: int, folder: str) -> Contestant:
+def _build(case: ModelCase, what: str, rank: int, folder: str) -> TrainingLoop:
     torch.set_num_threads(1)
     if case.device != "cpu":
         torch.cuda.set_device(rank)
     if what in LOOPS:
-        return plain_loop(case, LOOPS[what](case), share=rank)
+        return build_plain_loop(case, LOOPS[what](case), share=rank)
     dist.init_process_group(
         "gloo" if case.device == "cpu" else "nccl",
         init_method=f"file://{folder}/store",
@@ -116,25 +116,25 @@ def _build(case: Case, what: str, rank: int, folder: str) -> Contestant:
         world_size=MESHES[what].num_ranks,
         timeout=timedelta(seconds=ANSWER_SECONDS),
     )
-    return our_trainer(case, MESHES[what])
+    return build_our_trainer(case, MESHES[what])
 
 
-def timed_step(contestant: Contestant, number: int) -> Took:
-    """One step with its cost."""
+def timed_step(contestant: TrainingLoop, number: int) -> StepCost:
+    """Make one step and measure its cost."""
     cpu, wall = time.process_time(), time.perf_counter()
     loss = contestant.step(number)
-    _finish()
-    return Took(loss, time.process_time() - cpu, time.perf_counter() - wall)
+    _synchronize()
+    return StepCost(loss, time.process_time() - cpu, time.perf_counter() - wall)
 
 
-def split_step(contestant: Contestant, number: int) -> dict[str, float]:
-    """CPU seconds of one step by phase; each is waited for, so on a GPU their sum is more than a step."""
+def split_step(contestant: TrainingLoop, number: int) -> dict[str, float]:
+    """CPU seconds of one step by phase. Each phase is synchronized, so on a GPU their sum exceeds a normal step."""
     spent = dict.fromkeys(PHASES, 0.0)
     phase, since = "rest", time.process_time()
 
     def enter(name: str, *_: object) -> None:
         nonlocal phase, since
-        _finish()
+        _synchronize()
         now = time.process_time()
         spent[phase] += now - since
         phase, since = name, now
@@ -152,7 +152,7 @@ def split_step(contestant: Contestant, number: int) -> dict[str, float]:
         backward(loss, *args, **kwargs)
         enter("rest")
 
-    setattr(Tensor, "backward", timed_backward)  # noqa: B010 - this process is ours
+    setattr(Tensor, "backward", timed_backward)  # noqa: B010 - this process belongs to the benchmark
     contestant.step(number)
     enter("rest")
     setattr(Tensor, "backward", backward)  # noqa: B010
@@ -161,9 +161,9 @@ def split_step(contestant: Contestant, number: int) -> dict[str, float]:
     return spent
 
 
-def _finish() -> None:
+def _synchronize() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
-COMMANDS: dict[str, Callable[[Contestant, int], Any]] = {"step": timed_step, "split": split_step}
+COMMANDS: dict[str, Callable[[TrainingLoop, int], Any]] = {"step": timed_step, "split": split_step}

@@ -1,10 +1,11 @@
-"""What `--link` makes of a link: round trip and throughput between namespaces, against what was asked for.
+"""Measured round trip and throughput of the links that `--link` makes, relative to the requested ones.
 
 .venv/bin/python -m scripts.bench.links [--links 100mbit,rtt=50ms 1gbit] [--islands 2] [--connections 1 4]
 
-Every island sends to the next one at once, by so many TCP connections. `share` is what the slowest island's link has
-carried up, headers included, over the rate; `payload` the same of what TCP delivered. The round trip is of one byte
-over TCP, first with idle links (median and 95th percentile), then in the middle of the transfer. Needs root.
+All islands send to their next neighbour at once, over the given number of TCP connections. `share` is the throughput of
+the slowest island's uplink, headers included, over the requested rate; `payload` is the same for the bytes that TCP
+delivers. The round trip is that of one byte over TCP, with idle links (median and 95th percentile) and during the
+transfer. Needs root.
 """
 
 import argparse
@@ -16,8 +17,8 @@ import threading
 import time
 from statistics import median
 
-from diloco.links import Links, carried, connect, opened_links, parse_link
-from diloco.netns import Namespace
+from diloco.network_emulation.links import Links, attach, count_bytes, open_links, parse_link
+from diloco.network_emulation.namespaces import Namespace
 
 PORT = 7001
 ECHOES = 100
@@ -25,12 +26,12 @@ PAUSE_SECONDS = 0.003
 WARM_SECONDS, SECONDS = 2.0, 5.0
 GUARD_SECONDS = 60.0
 CHUNK = 1 << 18
-taken = 0
+received_bytes = 0
 HEADER = f"{'link':<22}{'connections':>12}{'share':>8}{'payload':>9}{'rtt':>10}{'p95':>10}{'rtt loaded':>12}"
 
 
 def serve(host: str) -> None:
-    """A peer: sends back what comes byte by byte, and counts what comes in chunks; ends with stdin."""
+    """Serve echo and sink connections until stdin closes."""
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     with socket.create_server((host, PORT)) as server:
         print("ready", flush=True)
@@ -40,39 +41,40 @@ def serve(host: str) -> None:
 
 
 def answer(connection: socket.socket) -> None:
-    """What it has taken so far, as text, after a `t`; an echo of every byte after an `e`; after a `c` it takes all."""
-    global taken
+    """Serve one connection by its first byte: `e` echoes, `c` receives and counts, `t` returns the count as text."""
+    global received_bytes
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         kind, buffer = connection.recv(1), bytearray(CHUNK)
         if kind == b"t":
-            connection.sendall(str(taken).encode())
+            connection.sendall(str(received_bytes).encode())
             return
         while received := connection.recv_into(buffer):
             if kind == b"e":
                 connection.sendall(buffer[:received])
             else:
-                taken += received
+                received_bytes += received
 
 
 def measure(host: str, connections: int) -> None:
-    """Print the round trips when idle, payload a second, and the round trips while sending, all in one line."""
+    """Print the idle round trips, those during the transfer, and the payload per second, in one line."""
     idle = round_trips(host, ECHOES)
     for _ in range(connections):
         threading.Thread(target=send, args=(host,), daemon=True).start()
     time.sleep(WARM_SECONDS)
     print("warm", flush=True)
-    before, started_at = taken_by(host), time.monotonic()
+    before, started_at = query_received_bytes(host), time.monotonic()
     loaded: list[float] = []
     while time.monotonic() - started_at < SECONDS:
         loaded += round_trips(host, 2)
-    rate = (taken_by(host) - before) / (time.monotonic() - started_at)
+    rate = (query_received_bytes(host) - before) / (time.monotonic() - started_at)
     print("measured", median(idle), sorted(idle)[-len(idle) // 20], median(loaded), rate, flush=True)
-    sys.stdin.read()  # goes on sending until the others have measured, too
+    # Keep sending until the other islands have finished measuring.
+    sys.stdin.read()
 
 
 def send(host: str) -> None:
-    """Send for good."""
+    """Send until the process is killed."""
     chunk = bytes(CHUNK)
     with socket.create_connection((host, PORT), GUARD_SECONDS) as connection:
         connection.sendall(b"c")
@@ -80,15 +82,15 @@ def send(host: str) -> None:
             connection.sendall(chunk)
 
 
-def taken_by(host: str) -> int:
-    """Bytes that the peer has been sent by now."""
+def query_received_bytes(host: str) -> int:
+    """Number of bytes that the server has received so far."""
     with socket.create_connection((host, PORT), GUARD_SECONDS) as connection:
         connection.sendall(b"t")
         return int(connection.recv(CHUNK))
 
 
 def round_trips(host: str, count: int) -> list[float]:
-    """Seconds that a byte takes there and back; the first, which may look up addresses, is left out."""
+    """Round trips of one byte, in seconds, without the first, which may resolve addresses."""
     seconds = []
     with socket.create_connection((host, PORT), GUARD_SECONDS) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -102,40 +104,41 @@ def round_trips(host: str, count: int) -> list[float]:
     return seconds[1:]
 
 
-def started(place: Namespace, *words: str) -> subprocess.Popen[str]:
-    """This script, in a namespace."""
+def start_script(place: Namespace, *words: str) -> subprocess.Popen[str]:
+    """Start this script in a namespace."""
     command = place.command(sys.executable, "-m", "scripts.bench.links", *words)
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def heard(process: subprocess.Popen[str]) -> list[str]:
-    """The words of the next line it prints."""
+def read_words(process: subprocess.Popen[str]) -> list[str]:
+    """Read the next line of the process, split into words."""
     assert process.stdout is not None, "it is a pipe"
     return process.stdout.readline().split()
 
 
-def line(text: str, num_islands: int, connections: int) -> str:
-    """One row: a net made, measured and removed."""
+def measure_link(text: str, num_islands: int, connections: int) -> str:
+    """Measure one link in a network of its own and format the row."""
     _, link = parse_link(text)
     processes: list[subprocess.Popen[str]] = []
     try:
-        with opened_links(Links(link)) as net:
-            places = [connect(net, link) for _ in range(num_islands)]
+        with open_links(Links(link)) as net:
+            places = [attach(net, link) for _ in range(num_islands)]
             for place in places:
-                processes.append(started(place, "--serve", place.host))
-                heard(processes[-1])
+                processes.append(start_script(place, "--serve", place.host))
+                read_words(processes[-1])
             after = [*places[1:], places[0]]
             clients = [
-                started(place, "--measure", to.host, str(connections)) for place, to in zip(places, after, strict=True)
+                start_script(place, "--measure", to.host, str(connections))
+                for place, to in zip(places, after, strict=True)
             ]
             processes += clients
             for client in clients:
-                heard(client)
-            before, began = [carried(net, place)[0] for place in places], time.monotonic()
+                read_words(client)
+            before, began = [count_bytes(net, place)[0] for place in places], time.monotonic()
             time.sleep(SECONDS - 0.5)
-            up = [carried(net, place)[0] - b for place, b in zip(places, before, strict=True)]
+            up = [count_bytes(net, place)[0] - b for place, b in zip(places, before, strict=True)]
             share = min(up) * 8 / (time.monotonic() - began) / link.rate
-            figures = [[float(word) for word in heard(client)[1:]] for client in clients]
+            figures = [[float(word) for word in read_words(client)[1:]] for client in clients]
     finally:
         for process in processes:
             process.kill()
@@ -163,7 +166,7 @@ def main() -> None:
         print(HEADER)
         for text in args.links:
             for connections in args.connections:
-                print(line(text, args.islands, connections), flush=True)
+                print(measure_link(text, args.islands, connections), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What each merge rule costs beside the plain mean, and what it does to the loss.
+"""The cost of each merge rule relative to the plain mean, and its effect on the loss.
 
     python -m scripts.bench.merges [--parts 8] [--elements 262144] [--repeat N]
     python -m scripts.bench.merges --quality [--islands 8] [--rounds 12] [--rules mean,radial] [section.key=value ...]
 
-The first prints the time of one part on one thread, and that over the mean's. The second trains the quickstart config
-with each rule, once with honest islands and once with one that poisons every round (`diloco simulate --fault
-poison:1@round=1`: its pseudo-gradient turned around and ten times as long), and prints the held-out losses.
+The first form prints the time of one part on one thread, and its ratio to the mean's. The second form trains the
+quickstart config with each rule, once with honest islands and once with an island that poisons every round (`diloco
+simulate --fault poison:1@round=1` multiplies its pseudo-gradient by -10), and prints the held-out losses.
 """
 
 import argparse
@@ -16,19 +16,19 @@ from typing import get_args
 import torch
 
 from outer.config import MergeConfig
-from outer.gates import left_out
 from outer.merges import build_merge
+from outer.reduce.filters import find_outliers
 from scripts.bench.arguments import choices
-from scripts.bench.simulation import simulated
+from scripts.bench.simulation import run_simulation
 
 RULES: tuple[str, ...] = get_args(MergeConfig.model_fields["rule"].annotation)
 FAULTS = {"honest": [], "one poisons": ["--fault", "poison:1@round=1"]}
 QUICK = ["outer.transport=gloo", "outer.codec=int8", "optimizer.tokens_per_step=1024", "island.micro_batch=4"]
-"""Eight islands on a small machine: an eighth of the quickstart's tokens for each."""
+"""Settings for eight islands on a small machine, each with an eighth of the quickstart's tokens."""
 
 
 def main() -> None:
-    """Print the table that was asked for."""
+    """Print the requested table."""
     args = _arguments()
     if args.quality:
         _print_quality(args.rules, args.islands, [*QUICK, f"outer.rounds={args.rounds}", *args.overrides])
@@ -39,7 +39,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rules", type=choices(RULES), default=list(RULES), help="with commas between")
+    parser.add_argument("--rules", type=choices(RULES), default=list(RULES), help="comma-separated")
     parser.add_argument("--parts", type=int, default=8, help="participants' parts to merge")
     parser.add_argument("--elements", type=int, default=262144, help="elements of a part")
     parser.add_argument("--repeat", type=int, default=30, help="measurements of each rule")
@@ -61,8 +61,8 @@ def _print_costs(rules: list[str], num_parts: int, num_elements: int, repeat: in
         actions[rule] = lambda merge=merge: merge(parts, weights, last)
     actions["centered_clip, first"] = lambda: build_merge(MergeConfig(rule="centered_clip"))(parts, weights, None)
     norms, cosines = MergeConfig(max_norm_ratio=5), MergeConfig(min_cosine=0)
-    actions["gate max_norm_ratio"] = lambda: left_out(parts, weights, last, norms)
-    actions["gate min_cosine"] = lambda: left_out(parts, weights, last, cosines)
+    actions["filter max_norm_ratio"] = lambda: find_outliers(parts, weights, last, norms)
+    actions["filter min_cosine"] = lambda: find_outliers(parts, weights, last, cosines)
     seconds = _least_seconds(actions, repeat)
     print(f"{num_parts} x {num_elements} elements, least of {repeat}; torch {torch.__version__}, 1 thread")
     print(f"{'what':<22}{'ms':>8}{'x mean':>9}")
@@ -71,7 +71,7 @@ def _print_costs(rules: list[str], num_parts: int, num_elements: int, repeat: in
 
 
 def _least_seconds(actions: dict[str, Callable[[], object]], repeat: int) -> dict[str, float]:
-    """Least time of each action: what it takes where nobody else uses the machine. They take turns."""
+    """Shortest time of each action, which is least affected by other load. The actions take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(repeat):
         for name, action in actions.items():
@@ -90,9 +90,9 @@ def _print_quality(rules: list[str], num_islands: int, overrides: list[str]) -> 
 
 
 def _train(rule: str, num_islands: int, overrides: list[str], fault: list[str]) -> str:
-    """The loss of a run of its own, or what became of it."""
+    """Train one run and return its held-out loss as text, or `failed` or `diverged`."""
     settings = ["configs/quickstart.yaml", *overrides, f"outer.merge.rule={rule}"]
-    summary = simulated([*settings, "--islands", str(num_islands), "--ranks", "1", *fault])
+    summary = run_simulation([*settings, "--islands", str(num_islands), "--ranks", "1", *fault])
     if summary is None:
         return "failed"
     loss = summary["final_eval_loss"]

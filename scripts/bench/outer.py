@@ -1,12 +1,12 @@
-"""Time and bytes of one reduce between islands, for our transports beside torch's and hivemind's own.
+"""Time and bytes of one reduce between islands, for our transports and those of torch and hivemind.
 
     python scripts/bench/outer.py [--params 25e6] [--islands 2,4] [--links loopback,100mbit,1gbit]
         [--what torch,gloo,hivemind,averager] [--codecs fp32,bf16,int8] [--repeats N] [--json FILE]
 
-gloo and hivemind are ours (outer/reduce.py); torch is its all_reduce over gloo, averager hivemind's
-DecentralizedAverager. Every island is a process; on a shaped link each has a network namespace (needs root).
-"share" is ideal time / measured time, ideal = 2 (n - 1) / n x payload bytes / link rate; frames of 1514 bytes carry
-1448 of payload, so 0.956 is the most there is. On loopback, which has no rate, it is torch's fp32 time / measured.
+gloo and hivemind are our reduce (outer/reduce/reducer.py) over these transports; torch is its all_reduce over gloo,
+averager is hivemind's DecentralizedAverager. Every island is a process; on a shaped link each has a network namespace
+(needs root). "share" is ideal time / measured time with ideal = 2 (n - 1) / n x payload bytes / link rate. Frames of
+1514 bytes carry 1448 of payload, so 0.956 is the maximum. On loopback it is torch's fp32 time / measured time.
 """
 
 import argparse
@@ -24,11 +24,11 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# Started as a file, this folder would come first, where `outer` is this file and not the package.
+# Run as a script, this folder would come first on the path, and `outer` would be a file here instead of the package.
 sys.path[0] = str(ROOT)
 
-from diloco.links import linked_namespaces, parse_link, sent_bytes  # noqa: E402
-from diloco.netns import Namespace  # noqa: E402
+from diloco.network_emulation.links import open_linked_namespaces, parse_link, sent_bytes  # noqa: E402
+from diloco.network_emulation.namespaces import Namespace  # noqa: E402
 from scripts.bench.arguments import choices, whole_numbers  # noqa: E402
 
 LINKS = {"loopback": None, "100mbit": 100e6, "1gbit": 1e9}
@@ -38,28 +38,28 @@ CODECS = {
     "torch": {"fp32": "fp32", "bf16": "bf16"},
     "averager": {"fp32": "none", "bf16": "fp16", "int8": "uniform8"},
 }
-"""What each contestant has in the place of our codecs."""
+"""Each contestant's name for our codecs, or for its closest equivalent."""
 PAYLOAD_BYTES = {
     "gloo": {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256},
     "hivemind": {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256},
     "torch": {"fp32": 4.0, "bf16": 2.0},
     "averager": {"none": 4.0, "fp16": 2.0, "uniform8": 1.0},
 }
-"""Per parameter."""
+"""Payload bytes per parameter."""
 ANSWER_SECONDS = 90.0
 CLOSE_SECONDS = 10.0
 START_SECONDS = 0.2
 SLOW_SECONDS = 6.0
-"""A line is not repeated once it has taken so long: at 100 Mbit/s repeats agree within a percent."""
+"""Rows are not repeated beyond this total time. At 100 Mbit/s, repeats agree within one percent."""
 
 
 class BenchError(Exception):
-    """A contestant failed; the others go on."""
+    """A contestant failed. The others are still measured."""
 
 
 @dataclass(frozen=True)
-class Case:
-    """A link and a number of islands; `namespaces` is empty on loopback."""
+class LinkCase:
+    """A link and a number of islands. `namespaces` is empty on loopback."""
 
     link: str
     num_islands: int
@@ -70,18 +70,18 @@ class Case:
         return self.namespaces[index].host if self.namespaces else "127.0.0.1"
 
     def command(self, index: int) -> list[str]:
-        """What starts an island's process."""
+        """Command that starts an island's process."""
         words = [sys.executable, "-m", "scripts.bench.outer_island"]
         return self.namespaces[index].command(*words) if self.namespaces else words
 
     def sent_bytes(self) -> int:
-        """Bytes that all islands have put on their links so far."""
+        """Bytes that all islands together have sent on their links so far."""
         return sum(map(sent_bytes, self.namespaces))
 
 
 @dataclass
-class Row:
-    """One line of the table; bytes are per parameter, the mean of the islands."""
+class ReduceRow:
+    """One row of the table. Bytes are per parameter, averaged over the islands."""
 
     link: str
     islands: int
@@ -93,18 +93,18 @@ class Row:
     wire_bytes: float | None = None
     share: float | None = None
     flaws: list[str] = field(default_factory=list)
-    """Of repeats that reported success and had a wrong result; their times do not count."""
+    """Problems of repeats that reported success but had a wrong result. Their times do not count."""
     failure: str = ""
 
 
 class Island:
-    """A process that runs one side of a contestant."""
+    """A process that runs one island of a contestant."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     async def ask(self, timeout_seconds: float = ANSWER_SECONDS, **command: Any) -> dict[str, Any]:
-        """The reply to a command. Raises BenchError when it fails or does not come."""
+        """Send a command and return the reply. Raises BenchError when it fails or no reply arrives in time."""
         assert self._process.stdin and self._process.stdout, "started with pipes"
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
         try:
@@ -118,7 +118,7 @@ class Island:
         return reply
 
     async def close(self) -> None:
-        """Let it end by itself for a while, then kill it with all that it has started."""
+        """Wait CLOSE_SECONDS for the process to end, then kill its process group."""
         assert self._process.stdin, "started with pipes"
         self._process.stdin.close()
         with contextlib.suppress(TimeoutError):
@@ -130,8 +130,8 @@ class Island:
 
 
 @contextlib.asynccontextmanager
-async def started(case: Case, what: str, verbose: bool) -> AsyncIterator[list[Island]]:
-    """The islands of one contestant, connected with each other; ended when left."""
+async def start_islands(case: LinkCase, what: str, verbose: bool) -> AsyncIterator[list[Island]]:
+    """Start the islands of one contestant and connect them with each other. They are ended at exit."""
     islands: list[Island] = []
     try:
         for index in range(case.num_islands):
@@ -152,7 +152,7 @@ async def started(case: Case, what: str, verbose: bool) -> AsyncIterator[list[Is
         await asyncio.gather(*(island.close() for island in islands))
 
 
-async def _start(case: Case, index: int, verbose: bool) -> Island:
+async def _start(case: LinkCase, index: int, verbose: bool) -> Island:
     device = "eth0" if case.namespaces else "lo"
     process = await asyncio.create_subprocess_exec(
         *case.command(index),
@@ -161,7 +161,8 @@ async def _start(case: Case, index: int, verbose: bool) -> Island:
         stderr=None if verbose else asyncio.subprocess.DEVNULL,
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": device},
-        start_new_session=True,  # its own process group: Ctrl-C is for this process, and killing takes all of it
+        # With a process group of its own, Ctrl-C reaches only this process, and the whole group can be killed.
+        start_new_session=True,
     )
     return Island(process)
 
@@ -170,8 +171,8 @@ async def _ask_all(islands: Sequence[Island], **command: Any) -> list[dict[str, 
     return await asyncio.gather(*(island.ask(**command) for island in islands))
 
 
-async def measure(case: Case, islands: Sequence[Island], row: Row, repeats: int) -> None:
-    """Fill in a row's seconds and bytes. Raises BenchError."""
+async def measure(case: LinkCase, islands: Sequence[Island], row: ReduceRow, repeats: int) -> None:
+    """Measure a row's seconds and bytes. Raises BenchError."""
     counted: list[float] = []
     wire: list[float] = []
     rate = LINKS[case.link]
@@ -182,7 +183,7 @@ async def measure(case: Case, islands: Sequence[Island], row: Row, repeats: int)
         before = case.sent_bytes()
         start = time.monotonic() + START_SECONDS
         replies = await _ask_all(islands, do="reduce", at=start, timeout=timeout, timeout_seconds=timeout + 10)
-        if flaw := _flaw(replies):
+        if flaw := _find_flaw(replies):
             row.flaws.append(flaw)
             continue
         row.seconds.append(max(reply["ended"] for reply in replies) - start)
@@ -198,26 +199,26 @@ async def measure(case: Case, islands: Sequence[Island], row: Row, repeats: int)
     row.wire_bytes = median(wire) if case.namespaces else None
 
 
-def _flaw(replies: Sequence[dict[str, Any]]) -> str:
-    """What is wrong with the islands' results, or ""."""
+def _find_flaw(replies: Sequence[dict[str, Any]]) -> str:
+    """Describe what is wrong with the islands' results, or return ""."""
     if len({reply["digest"] for reply in replies}) > 1:
         return "the islands' results differ"
     return next((reply["flaw"] for reply in replies if reply["flaw"]), "")
 
 
-def ideal_seconds(row: Row, num_params: int, rate: float) -> float:
-    """What the payload alone would take at `rate`, bit/s."""
+def ideal_seconds(row: ReduceRow, num_params: int, rate: float) -> float:
+    """Seconds that the payload alone takes at `rate`, in bit/s."""
     return row.theory_bytes * num_params * 8 / rate
 
 
-async def run_case(case: Case, args: argparse.Namespace, show: Callable[[Row], None]) -> list[Row]:
-    """Measure every contestant and codec on one link; a failure becomes a row."""
-    rows: list[Row] = []
+async def run_case(case: LinkCase, args: argparse.Namespace, show: Callable[[ReduceRow], None]) -> list[ReduceRow]:
+    """Measure every contestant and codec on one link. A failure becomes a row."""
+    rows: list[ReduceRow] = []
     for what in args.what:
-        pending = [_row(case, what, codec) for codec in args.codecs if codec in CODECS[what]]
+        pending = [_build_row(case, what, codec) for codec in args.codecs if codec in CODECS[what]]
         rows += pending
         try:
-            async with started(case, what, args.verbose) as islands:
+            async with start_islands(case, what, args.verbose) as islands:
                 while pending:
                     row = pending[0]
                     await measure(case, islands, row, args.repeats)
@@ -230,14 +231,14 @@ async def run_case(case: Case, args: argparse.Namespace, show: Callable[[Row], N
     return rows
 
 
-def _row(case: Case, what: str, codec: str) -> Row:
+def _build_row(case: LinkCase, what: str, codec: str) -> ReduceRow:
     name = CODECS[what][codec]
     n = case.num_islands
-    return Row(case.link, n, what, name, 2 * (n - 1) / n * PAYLOAD_BYTES[what][name])
+    return ReduceRow(case.link, n, what, name, 2 * (n - 1) / n * PAYLOAD_BYTES[what][name])
 
 
-def share(row: Row, rows: Sequence[Row], case: Case) -> float | None:
-    """Ideal over measured time; on loopback torch's fp32 time over measured."""
+def share(row: ReduceRow, rows: Sequence[ReduceRow], case: LinkCase) -> float | None:
+    """Ideal over measured time. On loopback, torch's fp32 time over measured time."""
     rate = LINKS[case.link]
     if rate is not None:
         return ideal_seconds(row, case.num_params, rate) / median(row.seconds)
@@ -246,27 +247,27 @@ def share(row: Row, rows: Sequence[Row], case: Case) -> float | None:
 
 
 @contextlib.contextmanager
-def linked(link: str, num_islands: int) -> Iterator[Sequence[Namespace]]:
-    """The namespaces of a link, none for loopback."""
+def open_link_namespaces(link: str, num_islands: int) -> Iterator[Sequence[Namespace]]:
+    """Open the namespaces of a link; none for loopback."""
     if LINKS[link] is None:
         yield ()
         return
-    with linked_namespaces(num_islands, parse_link(link)[1]) as namespaces:
+    with open_linked_namespaces(num_islands, parse_link(link)[1]) as namespaces:
         yield namespaces
 
 
-async def bench(args: argparse.Namespace) -> list[Row]:
-    """All rows, printed as they come."""
+async def bench(args: argparse.Namespace) -> list[ReduceRow]:
+    """Measure all rows and print each when it is done."""
     task = asyncio.current_task()
     assert task is not None, "runs as a task"
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    rows: list[Row] = []
+    rows: list[ReduceRow] = []
     print(HEADER)
     for link in args.links:
         for num_islands in args.islands:
-            with linked(link, num_islands) as namespaces:
-                case = Case(link, num_islands, args.params, namespaces)
-                rows += await run_case(case, args, lambda row: print(line(row), flush=True))
+            with open_link_namespaces(link, num_islands) as namespaces:
+                case = LinkCase(link, num_islands, args.params, namespaces)
+                rows += await run_case(case, args, lambda row: print(format_row(row), flush=True))
     return rows
 
 
@@ -276,8 +277,8 @@ HEADER = (
 )
 
 
-def line(row: Row) -> str:
-    """A row as text."""
+def format_row(row: ReduceRow) -> str:
+    """Format a row as text."""
     begin = f"{row.link:<10}{row.islands:>7}  {row.what:<9}{row.codec:<9}"
     if row.failure:
         return f"{begin}  failed: {row.failure}"
@@ -293,16 +294,21 @@ def _number(value: float | None, width: int, digits: int) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line, its lists split."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=lambda text: int(float(text)), default=25_000_000)
     parser.add_argument("--islands", type=whole_numbers, default=[2, 4])
     parser.add_argument("--links", type=choices(LINKS), default=list(LINKS))
     parser.add_argument("--what", type=choices(CODECS), default=["torch", "gloo", "hivemind", "averager"])
     parser.add_argument("--codecs", type=choices(CODECS["gloo"]), default=list(CODECS["gloo"]))
-    parser.add_argument("--repeats", type=int, default=3, help="the median is printed; slow lines get fewer")
-    parser.add_argument("--json", type=Path, help="write the rows there too")
-    parser.add_argument("--verbose", action="store_true", help="show what the islands write on stderr")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        help="repeats of each row, of which the median is printed; slow rows get fewer",
+    )
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--verbose", action="store_true", help="show the stderr of the islands")
     return parser.parse_args()
 
 
@@ -310,7 +316,7 @@ def main() -> None:
     """Print the table."""
     args = parse_arguments()
     if os.geteuid() != 0 and any(LINKS[link] for link in args.links):
-        print("shaped links are network namespaces, which need root: only loopback is measured (or use sudo)")
+        print("shaped links use network namespaces, which need root: only loopback is measured (or use sudo)")
         args.links = [link for link in args.links if LINKS[link] is None]
     started_at = time.monotonic()
     try:

@@ -1,4 +1,4 @@
-"""One island of scripts/bench/outer.py: reads commands from it, a JSON object a line, and answers each with one.
+"""One island of scripts/bench/outer.py. It reads commands, one JSON object per line, and answers each with one.
 
 {"do": "open", "what": ..., "seat": {...}}      -> {"bootstrap": [...], "address": ...}
 {"do": "connect", "addresses": [...]}           -> {}
@@ -16,22 +16,22 @@ from typing import Any
 
 import torch
 
-from diloco.signals import end_with_parent
-from scripts.bench.contestants import BUILDERS, Contestant, Seat, WrongResult
+from diloco.watch.signals import end_with_parent
+from scripts.bench.contestants import BUILDERS, Contestant, IslandSpec, WrongResult
 
 Message = dict[str, Any]
 
 
 class Island:
-    """Carries out commands on the contestant that `open` names."""
+    """Executes commands on the contestant that `open` names."""
 
     def __init__(self) -> None:
         self.contestant: Contestant | None = None
 
     def answer(self, command: Message) -> Message:
-        """The reply to one command."""
+        """Execute one command and return the reply."""
         if command["do"] == "open":
-            self.contestant = BUILDERS[command["what"]](Seat(**command["seat"]))
+            self.contestant = BUILDERS[command["what"]](IslandSpec(**command["seat"]))
             return {"bootstrap": self.contestant.bootstrap, "address": self.contestant.address}
         contestant = self.contestant
         assert contestant is not None, "open comes first"
@@ -44,7 +44,7 @@ class Island:
         return {}
 
     def close(self) -> None:
-        """Free what the contestant holds."""
+        """Close the contestant."""
         if self.contestant is not None:
             self.contestant.close()
 
@@ -54,24 +54,25 @@ def main() -> None:
     end_with_parent()
     torch.set_num_threads(1)
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever a library prints must not land among the replies
+    # Output of libraries must not mix with the replies.
+    os.dup2(2, 1)
     island = Island()
     try:
         for line in sys.stdin:
             print(json.dumps(island.answer(json.loads(line))), file=replies)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the bench prints it and goes on
+    except Exception as error:  # noqa: BLE001 - the bench prints any error and goes on
         traceback.print_exc()
         print(json.dumps({"error": (str(error) or type(error).__name__).splitlines()[0]}), file=replies)
     try:
         island.close()
     finally:
-        # Not the interpreter's shutdown: gloo's threads abort in it now and then.
+        # gloo's threads sometimes abort during a normal interpreter shutdown.
         os._exit(0)
 
 
 def _reduce(contestant: Contestant, command: Message) -> Message:
     before = contestant.sent_bytes()
-    # Monotonic time is the machine's: all islands start together.
+    # All processes share the machine's monotonic clock, so all islands start together.
     time.sleep(max(command["at"] - time.monotonic(), 0.0))
     contestant.reduce(command["timeout"])
     ended = time.monotonic()

@@ -1,17 +1,17 @@
-"""The decoder that inner/model.py is, in plain torch.nn, as one would write it for one process.
+"""The decoder of inner/model/transformer.py in plain torch.nn, as one would write it for a single process.
 
-Shape suffixes as in inner/model.py.
+Shape suffixes are those of inner/model/transformer.py.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from inner.presets import ModelSizes
+from inner.model.sizes import ModelSizes
 
 
 class PlainLlama(nn.Module):
-    """Tokens (B, S) to logits (B, S, V)."""
+    """Maps tokens (B, S) to logits (B, S, V)."""
 
     def __init__(self, sizes: ModelSizes, seq_len: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class PlainLlama(nn.Module):
 
 
 class PlainBlock(nn.Module):
-    """Attention and SwiGLU."""
+    """A block of attention and SwiGLU."""
 
     def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class PlainBlock(nn.Module):
             self.attention[name](y_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for name in ("q_proj", "k_proj", "v_proj")
         )
-        q_BHSE, k_BKSE = _turn(q_BHSE, cos_SP, sin_SP), _turn(k_BKSE, cos_SP, sin_SP)
+        q_BHSE, k_BKSE = _rotate(q_BHSE, cos_SP, sin_SP), _rotate(k_BKSE, cos_SP, sin_SP)
         y_BHSE = F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=True)
         x_BSD = x_BSD + self.attention["out_proj"](y_BHSE.transpose(1, 2).flatten(-2))
         y_BSD = self.ffn_norm(x_BSD)
@@ -70,7 +70,7 @@ class PlainBlock(nn.Module):
         return x_BSD + self.ffn["down_proj"](gated)
 
 
-def _turn(x_BHSE: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
+def _rotate(x_BHSE: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
     first, second = x_BHSE.float().chunk(2, dim=-1)
-    turned = torch.cat((first * cos_SP - second * sin_SP, second * cos_SP + first * sin_SP), dim=-1)
-    return turned.type_as(x_BHSE)
+    rotated = torch.cat((first * cos_SP - second * sin_SP, second * cos_SP + first * sin_SP), dim=-1)
+    return rotated.type_as(x_BHSE)

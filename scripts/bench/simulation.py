@@ -1,4 +1,4 @@
-"""A run of `diloco simulate` in a folder of its own, for benches that compare what comes of it."""
+"""Runs `diloco simulate` in a folder of its own, for benchmarks that compare the results."""
 
 import json
 import subprocess
@@ -11,22 +11,22 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN_SECONDS = 1800.0
 
 
-def simulated(arguments: list[str]) -> dict[str, Any] | None:
-    """The run's summary.json; None when it failed, and then its last lines are on stderr."""
+def run_simulation(arguments: list[str]) -> dict[str, Any] | None:
+    """Run a simulation and return its summary.json. On failure, print its last lines to stderr and return None."""
     with TemporaryDirectory(prefix="bench-") as folder:
-        run_dir = simulated_in(Path(folder), arguments)
+        run_dir = run_simulation_in(Path(folder), arguments)
         return None if run_dir is None else json.loads((run_dir / "summary.json").read_text())
 
 
-def simulated_in(folder: Path, arguments: list[str]) -> Path | None:
-    """The run's own folder in an empty `folder`; None when it failed, and then its last lines are on stderr."""
+def run_simulation_in(folder: Path, arguments: list[str]) -> Path | None:
+    """Run in the empty `folder` and return the run's folder. On failure, print the last lines and return None."""
     command = [sys.executable, "-m", "diloco", "simulate", *arguments, "name=run", f"island.run_dir={folder}"]
     with (folder / "output.txt").open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
         try:
             process.wait(RUN_SECONDS)
         finally:
-            # Asked to, it ends the islands; killed, it would leave them behind.
+            # SIGTERM makes it end its islands. SIGKILL would leave them behind.
             process.terminate()
             process.wait()
     if process.returncode or not (folder / "run" / "summary.json").exists():

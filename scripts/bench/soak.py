@@ -1,17 +1,17 @@
-"""A run under a storm of faults, and what it must have kept: one history, every unit of text once, the loss.
+"""A run under a storm of faults, checked for one history, every data unit trained once, and an unchanged loss.
 
     python -m scripts.bench.soak [--rounds 170] [--islands 4] [--storm 3] [--seed 0] [section.key=value ...]
 
-Islands of the quickstart's smallest model are killed, frozen and started again all the while (about ten minutes on two
-cores). For its loss a run without faults is trained after it, as long, of as many islands as trained in the storm on
-average, rounded down: who is away trains nothing. Ends with status 1 unless every check holds.
+Islands of a 1M model are killed, frozen and restarted throughout the run (about ten minutes on two cores). Afterwards a
+run without faults is trained for the loss to compare with. It has the same length and as many islands as trained in the
+storm on average, rounded down, because absent islands train nothing. Exits with status 1 unless every check holds.
 """
 
 import argparse
 import sys
 from typing import Any, NamedTuple
 
-from scripts.bench.simulation import simulated
+from scripts.bench.simulation import run_simulation
 
 INNER_STEPS = 5
 SMALL = [
@@ -27,7 +27,7 @@ MIN_FAULTS = 10
 
 
 class Check(NamedTuple):
-    """What must hold, whether it does, and the figure that says so."""
+    """A requirement, whether it holds, and the figure that shows it."""
 
     what: str
     holds: bool
@@ -35,18 +35,18 @@ class Check(NamedTuple):
 
 
 def main() -> None:
-    """Run both, print the checks."""
+    """Run both simulations and print the checks."""
     args = _arguments()
     run = ["configs/quickstart.yaml", "--ranks", "1", f"outer.rounds={args.rounds}", *SMALL, *args.overrides]
     storm = ["--storm", str(args.storm), "--storm-seed", str(args.seed)]
-    stormy = simulated([*run, "--islands", str(args.islands), *storm])
+    stormy = run_simulation([*run, "--islands", str(args.islands), *storm])
     if stormy is None:
-        sys.exit("the run with faults did not come to its end")
+        sys.exit("the run with faults did not finish")
     present = stormy["steps_accounted"] // (args.rounds * INNER_STEPS)
-    calm = simulated([*run, "--islands", str(max(present, 1))])
+    calm = run_simulation([*run, "--islands", str(max(present, 1))])
     if calm is None:
-        sys.exit("the run without faults did not come to its end")
-    checks = checks_of(stormy, calm, args.rounds)
+        sys.exit("the run without faults did not finish")
+    checks = build_checks(stormy, calm, args.rounds)
     for check in checks:
         print(f"{'ok  ' if check.holds else 'FAIL'}  {check.what:<62} {check.found}")
     sys.exit(not all(check.holds for check in checks))
@@ -57,16 +57,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=170)
     parser.add_argument("--islands", type=int, default=4)
     parser.add_argument("--storm", type=float, default=3.0, help="faults an island and minute, on average")
-    parser.add_argument("--seed", type=int, default=0, help="of the storm")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the storm")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser.parse_args()
 
 
-def checks_of(stormy: dict[str, Any], calm: dict[str, Any], rounds: int) -> list[Check]:
-    """What the storm must have left as it was; both are summaries."""
+def build_checks(stormy: dict[str, Any], calm: dict[str, Any], rounds: int) -> list[Check]:
+    """Build the checks from the summaries of the run with faults and of the run without."""
     num_faults = sum(stormy["faults"].values())
     ratio = stormy["final_eval_loss"] / calm["final_eval_loss"]
-    # An island that is killed between a commit and its record leaves none.
+    # The record is missing if an island was killed between a commit and its record.
     num_unrecorded = stormy["units_trained"] - stormy["steps_accounted"]
     kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(stormy["faults"].items()))
     return [

@@ -1,12 +1,12 @@
-"""Measured beside predicted: what `diloco plan` says of a run's outer loop, held against the run itself.
+"""Compares the utilisation that `diloco plan` predicts with the measured one.
 
     .venv/bin/python -m scripts.bench.utilisation [--links 50mbit 100mbit 1gbit] [--islands 2 4]
-    .venv/bin/python -m scripts.bench.utilisation --overlap    what of a round's cost a delay hides
-    .venv/bin/python -m scripts.bench.utilisation --wire       bytes on the links, by codec, against the formula
+    .venv/bin/python -m scripts.bench.utilisation --overlap    share of a round's cost that a delay hides
+    .venv/bin/python -m scripts.bench.utilisation --wire       bytes on the links by codec, compared with the formula
 
-Islands are processes in network namespaces of their own with shaped links (needs root); their inner steps sleep until
-they have lasted exactly --step-seconds, so that this machine's cores need not be the islands'. Utilisation is inner
-steps x their length / time of a cycle; the median of all islands' cycles but the first.
+Islands are processes in network namespaces with shaped links (needs root). Their inner steps sleep until they have
+lasted exactly --step-seconds, so that the measurement does not depend on this machine's cores. Utilisation is inner
+steps x step time / cycle time, as the median over the cycles of all islands without the first cycle.
 """
 
 import argparse
@@ -21,39 +21,37 @@ from itertools import pairwise
 from statistics import mean, median
 
 from diloco.planning.predict import Prediction, predict
-from diloco.planning.round_bytes import fragments_of
-from outer.coding import coding_of
+from outer.codecs.choice import build_codec_choice, build_space
 from outer.config import OuterConfig
-from outer.fragments import groups_of
-from outer.space import Space
-from scripts.bench.utilisation_runs import WARM_CYCLES, Event, Run, done, lasting, task_of
+from outer.cost import round_bytes
+from scripts.bench.utilisation_runs import WARM_CYCLES, Event, PlannedRun, build_task, run_all, with_duration
 
 CODECS = ("fp32", "bf16", "fp16", "int8", "int4", "e3m0", "stat2", "topk", "lowrank")
 BLOCKING_SHARE = 0.3
-"""--overlap: a blocking round takes so much of what its inner steps take."""
+"""--overlap: cost of a blocking round relative to its inner steps."""
 SEGMENT_BYTES, HEADER_BYTES = 1448, 66
-"""Of TCP's payload in a frame, and of Ethernet, IP and TCP with time stamps around it."""
+"""Bytes of TCP payload in a frame, and of the headers of Ethernet, IP and TCP with time stamps."""
 PREAMBLE_BYTES = 48
-"""Of gloo's messages. A payload takes two small ones, one each way, and one before itself."""
+"""Bytes of gloo's small messages. A payload needs one in each direction and one in front of it."""
 ACK_BYTES = 65536
-"""Received for each acknowledgement that goes alone: as much of a stream as the kernel hands over at once."""
+"""Bytes received per pure acknowledgement: as much of a stream as the kernel delivers at once."""
 NEXT_TO_NOTHING = {"codec": "topk", "coding": {"top_k": 1, "chunk_elements": 65536}}
-"""--wire: what a round of these takes is its messages."""
+"""--wire: settings whose rounds consist almost only of protocol messages."""
 
 
 # -- utilisation -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Row:
-    """What was measured and predicted; seconds are of a cycle."""
+class ComparisonRow:
+    """Measured and predicted figures of one run. All seconds are per cycle."""
 
-    run: Run
+    run: PlannedRun
     utilisation: float
     round_seconds: float
-    """From launches to the ends of their rounds; with a delay to the end of the reduce, without vote and outer step."""
+    """From launch to the end of the round. With a delay, to the end of the reduce, without vote and outer step."""
     copy_seconds: float
-    """Snapshot and merge."""
+    """Seconds of snapshot and merge."""
     predicted: Prediction
 
     @property
@@ -62,12 +60,14 @@ class Row:
         return self.utilisation / self.predicted.utilisation
 
     def __str__(self) -> str:
-        run, outer, told = self.run, self.run.config, self.predicted
-        told_round = told.total_seconds - told.compute_seconds - told.copy_seconds + told.hidden_seconds
+        run, outer, predicted = self.run, self.run.config, self.predicted
+        predicted_round = (
+            predicted.total_seconds - predicted.compute_seconds - predicted.copy_seconds + predicted.hidden_seconds
+        )
         return (
             f"{run.link_text:<16}{run.num_islands:>7}  {outer.codec:<7}{outer.fragments:>5}{outer.delay:>6}"
-            f"{outer.inner_steps:>6}{self.utilisation:>10.1%}{told.utilisation:>10.1%}{self.ratio:>7.3f}"
-            f"{self.round_seconds:>9.3f}{told_round:>9.3f}{self.copy_seconds:>8.3f}{told.copy_seconds:>8.3f}"
+            f"{outer.inner_steps:>6}{self.utilisation:>10.1%}{predicted.utilisation:>10.1%}{self.ratio:>7.3f}"
+            f"{self.round_seconds:>9.3f}{predicted_round:>9.3f}{self.copy_seconds:>8.3f}{predicted.copy_seconds:>8.3f}"
         )
 
 
@@ -77,34 +77,34 @@ HEADER = (
 )
 
 
-def row_of(run: Run, found: list[list[Event]]) -> Row:
-    """A run's row."""
+def build_row(run: PlannedRun, found: list[list[Event]]) -> ComparisonRow:
+    """Build the row of a run from the events of its islands."""
     outer = run.config
     compute = outer.inner_steps * run.task.step_seconds
     steady = [event for events in found for event in events[outer.fragments * WARM_CYCLES :]]
     rounds = [event["waited"] if outer.delay == 0 else event["plan"] + event["reduce"] for event in steady]
-    return Row(
+    return ComparisonRow(
         run,
-        median(compute / seconds for events in found for seconds in cycles(events, outer)),
+        median(compute / seconds for events in found for seconds in cycle_seconds(events, outer)),
         outer.fragments * median(rounds),
         outer.fragments * median(event["launch"] + event["merge"] for event in steady),
         predict(run.case),
     )
 
 
-def cycles(events: Sequence[Event], outer: OuterConfig) -> list[float]:
-    """Seconds from each landing to the same fragment's next, but for the first cycle.
+def cycle_seconds(events: Sequence[Event], outer: OuterConfig) -> list[float]:
+    """Seconds from each landing of a fragment to its next one, without the first cycle.
 
-    With a delay not to the very last either, which no inner steps follow.
+    With a delay the last landing is left out too, because no inner steps follow it.
     """
     times = [event["time"] for event in events][outer.fragments * WARM_CYCLES - 1 :]
     times = times[:-1] if outer.delay else times
     return [b - a for a, b in zip(times, times[outer.fragments :], strict=False)]
 
 
-def grid(args: argparse.Namespace) -> list[Row]:
-    """All rows, printed as they come."""
-    rows: list[Row] = []
+def print_grid(args: argparse.Namespace) -> list[ComparisonRow]:
+    """Measure all rows and print each when it is done."""
+    rows: list[ComparisonRow] = []
     print(HEADER)
     for link in args.links:
         for num_islands in args.islands:
@@ -113,22 +113,22 @@ def grid(args: argparse.Namespace) -> list[Row]:
                 {"codec": args.codecs[-1], "inner_steps": 32, "fragments": 4, "delay": delay} for delay in (2,)
             ]
             tasks = [
-                task_of(args.params, args.step_seconds, num_islands, transport=args.transport, **setting)
+                build_task(args.params, args.step_seconds, num_islands, transport=args.transport, **setting)
                 for setting in settings
             ]
-            rows += measured([lasting(Run(link, num_islands, task), args.seconds) for task in tasks])
+            rows += measure_rows([with_duration(PlannedRun(link, num_islands, task), args.seconds) for task in tasks])
     off = [row for row in rows if abs(row.ratio - 1) > 0.1]
     print(f"{len(rows) - len(off)} of {len(rows)} within 10 %; ratios {min(r.ratio for r in rows):.3f} to ", end="")
     print(f"{max(r.ratio for r in rows):.3f}, median {median(r.ratio for r in rows):.3f}")
     return rows
 
 
-def measured(runs: Sequence[Run]) -> list[Row]:
-    """The rows of runs that have the link and number of islands in common, printed as they come."""
-    rows: list[Row] = []
-    with closing(done(runs)) as results:
+def measure_rows(runs: Sequence[PlannedRun]) -> list[ComparisonRow]:
+    """Measure runs that share the link and the number of islands, and print each row when it is done."""
+    rows: list[ComparisonRow] = []
+    with closing(run_all(runs)) as results:
         for run, found in zip(runs, results, strict=True):
-            rows.append(row_of(run, found))
+            rows.append(build_row(run, found))
             print(rows[-1], flush=True)
     return rows
 
@@ -136,73 +136,71 @@ def measured(runs: Sequence[Run]) -> list[Row]:
 # -- overlap -----------------------------------------------------------------------------------------------------
 
 
-def overlap(args: argparse.Namespace) -> None:
-    """What each delay hides of what a blocking round costs; without communication inner steps last what they last."""
+def print_overlap(args: argparse.Namespace) -> None:
+    """Print the share of a blocking round's cost that each delay hides."""
     num_islands, inner_steps = args.islands[0], 64
     shared = {"transport": args.transport, "inner_steps": inner_steps, "codec": args.codecs[0]}
-    blocking = Run(args.links[0], num_islands, task_of(args.params, 1.0, num_islands, **shared))
-    told = predict(blocking.case)
-    step_seconds = (told.total_seconds - told.compute_seconds) / BLOCKING_SHARE / inner_steps
+    blocking = PlannedRun(args.links[0], num_islands, build_task(args.params, 1.0, num_islands, **shared))
+    predicted = predict(blocking.case)
+    step_seconds = (predicted.total_seconds - predicted.compute_seconds) / BLOCKING_SHARE / inner_steps
     settings = [{}, {"delay": 32}, *({"fragments": 4, "delay": delay} for delay in (4, 8, 16))]
-    tasks = [task_of(args.params, step_seconds, num_islands, **shared, **setting) for setting in settings]
+    tasks = [build_task(args.params, step_seconds, num_islands, **shared, **setting) for setting in settings]
     print(f"{inner_steps} inner steps of {step_seconds * 1e3:.0f} ms\n{HEADER}")
-    rows = measured([lasting(Run(args.links[0], num_islands, task), args.seconds) for task in tasks])
-    # Time beyond the inner steps, in units of theirs.
+    rows = measure_rows([with_duration(PlannedRun(args.links[0], num_islands, task), args.seconds) for task in tasks])
+    # Time beyond that of the inner steps, relative to it.
     costs = [1 / row.utilisation - 1 for row in rows]
     print(f"a blocking round costs {costs[0]:.1%} of its inner steps' time")
     for row, cost in list(zip(rows, costs, strict=True))[1:]:
         outer = row.run.config
         print(
-            f"fragments {outer.fragments}, delay {outer.delay:>2}: {1 - cost / costs[0]:.1%} of it hidden, "
-            f"{row.utilisation:.1%} of the inner steps a second without communication"
+            f"fragments {outer.fragments}, delay {outer.delay:>2}: {1 - cost / costs[0]:.1%} of it is hidden, "
+            f"{row.utilisation:.1%} of the inner steps per second without communication"
         )
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------
 
 
-def wire(args: argparse.Namespace) -> None:
-    """By codec: bytes that an island's link carries up in a round, beside what they should be, term by term.
+def print_wire_bytes(args: argparse.Namespace) -> None:
+    """Print by codec the bytes that an island sends on its link in a round, and each term of the expected bytes.
 
-    At last the payload as bits for each parameter and peer.
+    The last column is the payload in bits per parameter and peer.
     """
     print(f"{'codec':<9}{'payload':>12}{'gloo':>9}{'frames':>10}{'acks':>9}{'messages':>10}{'sum':>12}", end="")
     print(f"{'measured':>12}{'ratio':>7}{'bits a peer':>13}")
     for num_islands in args.islands:
         shared = {"transport": "gloo", "inner_steps": 1, "rounds": WARM_CYCLES + 4}
-        tasks = [task_of(args.params, 0.5, num_islands, **NEXT_TO_NOTHING, **shared)]
-        tasks += [task_of(args.params, 0.5, num_islands, codec=codec, **shared) for codec in args.wire_codecs]
-        runs = [Run(args.links[0], num_islands, task) for task in tasks]
-        with closing(done(runs, counts_wire=True)) as results:
-            messages = sent(next(results)) - sum(terms(runs[0]))
+        tasks = [build_task(args.params, 0.5, num_islands, **NEXT_TO_NOTHING, **shared)]
+        tasks += [build_task(args.params, 0.5, num_islands, codec=codec, **shared) for codec in args.wire_codecs]
+        runs = [PlannedRun(args.links[0], num_islands, task) for task in tasks]
+        with closing(run_all(runs, counts_wire=True)) as results:
+            messages = sent_bytes_per_round(next(results)) - sum(wire_byte_terms(runs[0]))
             for run, found in zip(runs[1:], results, strict=True):
-                print(wire_line(run, messages, sent(found)), flush=True)
+                print(format_wire_row(run, messages, sent_bytes_per_round(found)), flush=True)
 
 
-def sent(found: list[list[Event]]) -> float:
-    """Bytes that a link carries up in a round: the mean over islands, of the median over rounds."""
+def sent_bytes_per_round(found: list[list[Event]]) -> float:
+    """Bytes that an island sends on its link in a round: the median over rounds, averaged over the islands."""
     return mean(median(b["wire"] - a["wire"] for a, b in pairwise(events[WARM_CYCLES - 1 :])) for events in found)
 
 
-def terms(run: Run) -> tuple[float, float, float, float]:
-    """Bytes that an island sends in a round, on average: payloads, gloo's own, headers of frames, acknowledgements."""
+def wire_byte_terms(run: PlannedRun) -> tuple[float, float, float, float]:
+    """Expected bytes that an island sends in a round: payloads, gloo's messages, frame headers, acknowledgements."""
     outer, islands = run.config, run.num_islands
-    coding, specs = coding_of(outer), run.case.specs
-    space = Space(
-        specs, outer.part_elements, coding.block_elements, groups_of(specs, outer, splits_fine=coding.splits_fine)
-    )
-    payload_bytes = sum(fragment.sent_bytes for fragment in fragments_of(outer, specs, islands))
-    payloads = sum((islands - 1) * (1 if coding.gathers(part) else 2 / islands) for part in space.parts)
+    codecs, specs = build_codec_choice(outer), run.case.specs
+    space = build_space(specs, outer)
+    payload_bytes = sum(fragment.sent_bytes for fragment in round_bytes(outer, specs, islands))
+    payloads = sum((islands - 1) * (1 if codecs.gathers(part) else 2 / islands) for part in space.parts)
     gloo = 3 * PREAMBLE_BYTES * payloads
     frames = 2 * payloads + (payload_bytes + payloads * PREAMBLE_BYTES) / SEGMENT_BYTES
     return payload_bytes, gloo, frames * HEADER_BYTES, payload_bytes / ACK_BYTES * HEADER_BYTES
 
 
-def wire_line(run: Run, messages: float, measured: float) -> str:
-    """One codec's row."""
-    payload, gloo, frames, acks = terms(run)
+def format_wire_row(run: PlannedRun, messages: float, measured: float) -> str:
+    """Format the row of one codec."""
+    payload, gloo, frames, acks = wire_byte_terms(run)
     total = payload + gloo + frames + acks + messages
-    num_params = sum(fragment.num_elements for fragment in fragments_of(run.config, run.case.specs, run.num_islands))
+    num_params = sum(fragment.num_elements for fragment in round_bytes(run.config, run.case.specs, run.num_islands))
     return (
         f"{run.config.codec:<9}{payload:>12.0f}{gloo:>9.0f}{frames:>10.0f}{acks:>9.0f}{messages:>10.0f}{total:>12.0f}"
         f"{measured:>12.0f}{measured / total:>7.3f}{8 * payload / num_params / (run.num_islands - 1):>13.3f}"
@@ -219,7 +217,9 @@ def main() -> None:
     parser.add_argument("--inner-steps", nargs="+", type=int, default=[8, 32, 128])
     parser.add_argument("--params", type=lambda text: int(float(text)), default=10_000_000)
     parser.add_argument("--step-seconds", type=float, default=0.05)
-    parser.add_argument("--seconds", type=float, default=12.0, help="that each line measures, about")
+    parser.add_argument(
+        "--seconds", type=float, default=12.0, help="approximate duration of the measurement of each row"
+    )
     parser.add_argument("--transport", choices=["gloo", "hivemind"], default="gloo")
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--wire", action="store_true")
@@ -227,11 +227,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; every process and namespace has been removed"))
     started_at = time.monotonic()
     if args.overlap:
-        overlap(args)
+        print_overlap(args)
     elif args.wire:
-        wire(args)
+        print_wire_bytes(args)
     else:
-        grid(args)
+        print_grid(args)
     print(f"{time.monotonic() - started_at:.0f} s in all, on {os.cpu_count()} cores that the islands share")
 
 

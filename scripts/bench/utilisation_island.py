@@ -1,8 +1,8 @@
-"""One island of scripts/bench/utilisation.py: the outer loop as it is, under inner steps that last exactly so long.
+"""One island of scripts/bench/utilisation.py: the real outer loop around inner steps of an exact duration.
 
     python -m scripts.bench.utilisation_island '{"index": 0, "host": "10.213.0.2", ..., "tasks": [...]}'
 
-It does its tasks one after the other and prints a line of JSON for each round that lands.
+It runs its tasks one after the other and prints a line of JSON for each round that lands.
 """
 
 import json
@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 
-from diloco.links import sent_bytes
-from diloco.netns import Namespace
-from diloco.signals import end_with_parent
+from diloco.network_emulation.links import sent_bytes
+from diloco.network_emulation.namespaces import Namespace
+from diloco.watch.signals import end_with_parent
 from outer.config import OuterConfig
-from outer.loop import LoopThread
-from outer.network import NetworkSettings, open_network
-from outer.sync import OuterLoop
-from outer.team import Team
+from outer.connect import NetworkSettings, open_network
+from outer.loop import OuterLoop, build_loop
+from outer.network.event_loop import EventLoopThread
+from outer.space.ranks import RankGroup
 from tests.outer.islands import FakeParams, identity_of
 
 TOKENS = 1000
-"""That a round is said to have been trained on."""
+"""Number of trained tokens that each round reports."""
 DIM = 256
 VOCABULARY = 4096
 LAYER = (DIM, 3 * DIM)
@@ -35,7 +35,7 @@ CONNECT_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Task:
-    """A run: its outer loop, and what is trained in it."""
+    """The outer loop of one run and the size of its model."""
 
     outer: dict[str, Any]
     num_params: int
@@ -47,7 +47,7 @@ class Task:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of tensors named as a model's are: fragments go by names. At least 2M parameters, in steps of 0.2M."""
+        """Shapes by name. Names are those of a model, because fragments depend on them. At least 2M parameters."""
         layers = max(1, round((self.num_params - 2 * VOCABULARY * DIM) / (LAYER[0] * LAYER[1])))
         inside = {f"layers.{i}.w": LAYER for i in range(layers)}
         table = (VOCABULARY, DIM)
@@ -55,8 +55,8 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Seat:
-    """An island's place in all tasks."""
+class TimedIslandSpec:
+    """One island, for all tasks."""
 
     index: int
     namespace: str
@@ -64,12 +64,12 @@ class Seat:
     port: str
     bootstrap: str
     counts_wire: bool
-    """Whether each round's line has the bytes that the link has carried up; takes some milliseconds."""
+    """Whether each round's line includes the bytes sent on the link, which takes some milliseconds to read."""
     tasks: list[dict[str, Any]]
 
 
-class Life:
-    """What an island does in one task, in the order of diloco/island.py."""
+class IslandLoop:
+    """The training loop of one task, in the order of diloco/island.py."""
 
     def __init__(self, task: Task, number: int, outer: OuterLoop, params: FakeParams, place: Namespace | None) -> None:
         self._task, self._number, self._outer, self._params, self._place = task, number, outer, params, place
@@ -77,7 +77,7 @@ class Life:
         self._launch_seconds = 0.0
 
     def run(self) -> None:
-        """All rounds."""
+        """Run all rounds."""
         outer, rounds = self._outer, self._config.num_rounds
         outer.begin()
         while outer.position.round < rounds:
@@ -91,7 +91,7 @@ class Life:
         outer.finish()
 
     def inner_steps(self) -> None:
-        """The round's. Steps are due one after the other: a late one is made up for, unless the outer loop was why."""
+        """Make the round's inner steps. A late step is made up for, unless the outer loop delayed it."""
         outer, steps = self._outer, self._outer.inner_steps()
         due_at = time.monotonic()
         for done in range(1, steps + 1):
@@ -105,7 +105,7 @@ class Life:
                 due_at = time.monotonic()
 
     def land(self) -> None:
-        """Wait for the round on its way, and say what it took."""
+        """Wait for the round in flight and print its timing."""
         launch_seconds, started_at = self._launch_seconds, time.monotonic()
         landing = self._outer.land()
         ended_at = time.monotonic()
@@ -128,31 +128,31 @@ class Life:
 
 
 def main() -> None:
-    """Do the tasks."""
+    """Run all tasks."""
     end_with_parent()
     torch.set_num_threads(1)
-    seat = Seat(**json.loads(sys.argv[1]))
+    seat = TimedIslandSpec(**json.loads(sys.argv[1]))
     try:
         for number, task in enumerate(seat.tasks):
-            live(seat, number, Task(**task))
-    except Exception:  # noqa: BLE001 - whatever it is, the bench shows it
+            run_task(seat, number, Task(**task))
+    except Exception:  # noqa: BLE001 - the bench shows any error
         traceback.print_exc()
         os._exit(1)
-    # Not the interpreter's shutdown: gloo's threads abort in it now and then.
+    # gloo's threads sometimes abort during a normal interpreter shutdown.
     os._exit(0)
 
 
-def live(seat: Seat, number: int, task: Task) -> None:
-    """One task, with a network and params of its own."""
-    config, name, loop = task.config, f"island-{seat.index}", LoopThread()
+def run_task(seat: TimedIslandSpec, number: int, task: Task) -> None:
+    """Run one task with its own network and params."""
+    config, name, loop = task.config, f"island-{seat.index}", EventLoopThread()
     where = NetworkSettings(
         f"bench-{number}", name, 0, [seat.bootstrap], listen_host=seat.host, connect_seconds=CONNECT_SECONDS
     )
     network = loop.run(open_network(config.transport, where))
     params = FakeParams({name: torch.zeros(shape) for name, shape in task.shapes.items()})
     place = Namespace(seat.namespace, seat.host, seat.port) if seat.counts_wire else None
-    outer = OuterLoop(config, identity_of(name), params, Team(), network, loop)
-    Life(task, number, outer, params, place).run()
+    outer = build_loop(config, identity_of(name), params, RankGroup(), network, loop)
+    IslandLoop(task, number, outer, params, place).run()
     loop.run(network.close(), CONNECT_SECONDS)
     loop.close()
 

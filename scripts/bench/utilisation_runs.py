@@ -1,4 +1,4 @@
-"""The runs of scripts/bench/utilisation.py: what each is, as the planner sees it, and its processes."""
+"""The runs of scripts/bench/utilisation.py: their settings, the planner's view of them, and their processes."""
 
 import json
 import os
@@ -11,16 +11,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diloco.bootstrap import PREFIX
-from diloco.links import Link, linked_namespaces, parse_link
-from diloco.netns import Namespace
+from diloco.network_emulation.links import AccessLink, open_linked_namespaces, parse_link
+from diloco.network_emulation.namespaces import Namespace
 from diloco.planning import predict as planning
-from diloco.planning.host_speed import measure
 from diloco.planning.predict import Case, predict
-from diloco.planning.specs import Spec
-from diloco.processes import Child, start, stop
+from diloco.runtime.processes import Child, start, stop
+from diloco.swarm.bootstrap import PREFIX
+from inner.param_spec import ParamSpec
 from outer.config import OuterConfig
-from scripts.bench.utilisation_island import Seat, Task
+from outer.cost import HostSpeed, measure_host_speed
+from scripts.bench.utilisation_island import Task, TimedIslandSpec
 
 WARM_CYCLES = 1
 GUARD_SECONDS = 300.0
@@ -28,19 +28,19 @@ Event = dict[str, Any]
 
 
 class BenchError(Exception):
-    """A run did not end, or not as it should."""
+    """A run did not finish, or not as expected."""
 
 
 @dataclass(frozen=True)
-class Run:
-    """A task on equal links."""
+class PlannedRun:
+    """A task on islands with equal links."""
 
     link_text: str
     num_islands: int
     task: Task
 
     @property
-    def link(self) -> Link:
+    def link(self) -> AccessLink:
         return parse_link(self.link_text)[1]
 
     @property
@@ -49,10 +49,11 @@ class Run:
 
     @property
     def case(self) -> Case:
-        """As the planner sees it: islands share this machine's cores."""
-        specs = tuple(Spec(name, shape) for name, shape in self.task.shapes.items())
-        speed = measure(self.config).shared(max(1.0, self.num_islands / (os.cpu_count() or 1)))
-        link = planning.Link(self.link.rate, self.link.rtt)
+        """The run as the planner's input. The islands share this machine's cores."""
+        specs = tuple(ParamSpec(name, shape) for name, shape in self.task.shapes.items())
+        share = max(1.0, self.num_islands / (os.cpu_count() or 1))
+        speed = HostSpeed(**{name: seconds * share for name, seconds in vars(measure_host_speed(self.config)).items()})
+        link = planning.LinkSpeed(self.link.rate, self.link.rtt)
         return Case(
             outer=self.config,
             specs=specs,
@@ -63,49 +64,52 @@ class Run:
         )
 
 
-def task_of(num_params: int, step_seconds: float, num_islands: int, **outer: Any) -> Task:
-    """A run of these settings, all else as in a run's config."""
+def build_task(num_params: int, step_seconds: float, num_islands: int, **outer: Any) -> Task:
+    """Build a task with these settings of the outer loop and defaults for all others."""
     config = OuterConfig.model_validate({"start_islands": num_islands, "fragment_pattern": "balanced"} | outer)
     return Task(config.model_dump(), num_params, step_seconds)
 
 
-def lasting(run: Run, seconds: float) -> Run:
-    """The same with so many rounds that what is measured takes about so long: two cycles at least, eight at most."""
+def with_duration(run: PlannedRun, seconds: float) -> PlannedRun:
+    """The run with as many rounds as take about `seconds`, at least two and at most eight measured cycles."""
     cycles = round(min(max(seconds / predict(run.case).total_seconds, 2), 8))
     rounds = WARM_CYCLES + cycles + (run.config.delay > 0)
     return replace(run, task=replace(run.task, outer=run.task.outer | {"rounds": rounds}))
 
 
-def done(runs: Sequence[Run], *, counts_wire: bool = False) -> Generator[list[list[Event]], None, None]:
-    """Of each run, which have the link and number of islands in common: what each island said of its rounds."""
-    with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name, _islands(runs, Path(name), counts_wire) as all_:
-        *islands, _ = all_
+def run_all(runs: Sequence[PlannedRun], *, counts_wire: bool = False) -> Generator[list[list[Event]], None, None]:
+    """Run all runs, which share link and number of islands, and yield for each the events of every island."""
+    with (
+        tempfile.TemporaryDirectory(prefix="diloco-bench-") as name,
+        _start_islands(runs, Path(name), counts_wire) as children,
+    ):
+        *islands, _ = children
         for number, run in enumerate(runs):
             found = [[]]
             deadline = time.monotonic() + GUARD_SECONDS
             while min(map(len, found)) < run.config.num_rounds:
-                found = [_events(child, number) for child in islands]
-                failed = [child for child in all_ if child.exit_code]
+                found = [_read_events(child, number) for child in islands]
+                failed = [child for child in children if child.exit_code]
                 if failed or time.monotonic() > deadline:
-                    raise BenchError("\n".join(f"{child.name}:\n{child.log_tail()}" for child in failed or all_))
+                    raise BenchError("\n".join(f"{child.name}:\n{child.log_tail()}" for child in failed or children))
                 time.sleep(0.2)
-            _check(found, run)
+            _check_events(found, run)
             yield found
 
 
 @contextmanager
-def _islands(runs: Sequence[Run], folder: Path, counts_wire: bool) -> Iterator[list[Child]]:
-    """The islands' processes, and at last the one where they find each other."""
+def _start_islands(runs: Sequence[PlannedRun], folder: Path, counts_wire: bool) -> Iterator[list[Child]]:
+    """Start the islands' processes and the bootstrap process, which comes last."""
     first = runs[0]
-    with linked_namespaces(first.num_islands + 1, first.link) as (*places, meeting):
+    with open_linked_namespaces(first.num_islands + 1, first.link) as (*namespaces, meeting):
         started: list[Child] = []
         try:
             rendezvous = "tcp" if first.config.transport == "gloo" else "dht"
             words = ["-m", "diloco", "bootstrap", "--rendezvous", rendezvous, "--host", meeting.host]
             child = start("bootstrap", meeting.command(sys.executable, *words), folder / "bootstrap.txt")
             started.append(child)
-            address = _address(child)
-            for index, place in enumerate(places):
+            address = _read_address(child)
+            for index, place in enumerate(namespaces):
                 started.insert(index, _start_island(runs, index, place, address, folder, counts_wire))
             yield started
         finally:
@@ -113,15 +117,15 @@ def _islands(runs: Sequence[Run], folder: Path, counts_wire: bool) -> Iterator[l
 
 
 def _start_island(
-    runs: Sequence[Run], index: int, place: Namespace, address: str, folder: Path, counts_wire: bool
+    runs: Sequence[PlannedRun], index: int, place: Namespace, address: str, folder: Path, counts_wire: bool
 ) -> Child:
     tasks = [asdict(run.task) for run in runs]
-    seat = Seat(index, place.name, place.host, place.port, address, counts_wire, tasks)
+    seat = TimedIslandSpec(index, place.name, place.host, place.port, address, counts_wire, tasks)
     words = ["-m", "scripts.bench.utilisation_island", json.dumps(asdict(seat))]
     return start(f"island-{index}", place.command(sys.executable, *words), folder / f"island-{index}.txt")
 
 
-def _address(bootstrap: Child) -> str:
+def _read_address(bootstrap: Child) -> str:
     deadline = time.monotonic() + GUARD_SECONDS
     while time.monotonic() < deadline and bootstrap.exit_code is None:
         for line in bootstrap.log.read_text().splitlines():
@@ -131,14 +135,14 @@ def _address(bootstrap: Child) -> str:
     raise BenchError(f"bootstrap:\n{bootstrap.log_tail()}")
 
 
-def _events(island: Child, number: int) -> list[Event]:
+def _read_events(island: Child, number: int) -> list[Event]:
     lines = island.log.read_text().splitlines(keepends=True)
     events = [json.loads(line) for line in lines if line.startswith('{"task"') and line.endswith("}\n")]
     return [event for event in events if event["task"] == number]
 
 
-def _check(found: list[list[Event]], run: Run) -> None:
-    """Raise BenchError unless all islands were in every round, and at once."""
+def _check_events(found: list[list[Event]], run: PlannedRun) -> None:
+    """Raise BenchError unless all islands were in every round at the first attempt."""
     for event in (event for events in found for event in events):
         if event["participants"] != run.num_islands or event["attempts"] != 1:
-            raise BenchError(f"a round without all islands, or not at once: {event}")
+            raise BenchError(f"a round lacks islands or needed a second attempt: {event}")

@@ -2,16 +2,16 @@
 
     python -m scripts.bench.wallclock [--rows data-parallel,diloco] [--seeds 0,1] [--loss 2.35] [--plot FILE.png]
 
-Four machines, each a network namespace with a link of its own (needs root), train the quickstart's model and text:
-data-parallel as one island of four ranks, whose gradients gloo all-reduces over the links in every step, or as four
-islands of one rank. All rows train on as many tokens, 4 x 1024 a step, with the same seed, learning rates and held-out
-text, evaluated after the same steps; the islands' compute, evaluation and rounds share this machine's cores, as the
-ranks' do. The clock runs from the first inner step and counts everything after it.
+Four machines, each a network namespace with a link of its own (needs root), train the quickstart's model on its text:
+either data-parallel as one island of four ranks, whose gradients gloo all-reduces over the links in every step, or as
+four islands of one rank. All rows train on 4 x 1024 tokens per step with the same seed, learning rates and held-out
+text, and are evaluated after the same steps. Islands and ranks share this machine's cores for all of their work. The
+clock runs from the first inner step and counts everything after it.
 
 A loss is reached where the line between two measurements crosses it. The rows share a schedule, so the lowest loss that
-all of them reach is the last of the slowest per token; data-parallel training goes on below it.
+all of them reach is the final loss of the method that is slowest per token.
 
-Results go to FOLDER/results.jsonl as they come, and runs that are in there are not repeated.
+Results are appended to FOLDER/results.jsonl, and runs found there are not repeated.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from statistics import mean
 
 from scripts.bench.arguments import PLAIN, choices, whole_numbers
 from scripts.bench.results import Results
-from scripts.bench.wallclock_runs import Result, Run, data_parallel_run, islands_run, seconds_to
+from scripts.bench.wallclock_runs import WallclockResult, WallclockRun, run_data_parallel, run_islands, seconds_to
 
 SHARED = (
     "optimizer.tokens_per_step=1024",
@@ -34,94 +34,100 @@ SHARED = (
     "island.checkpoint.every_rounds=null",
     "evaluate.tokens=8192",
 )
-"""Of every row: an island's share of a step, and how held-out loss is measured."""
+"""Overrides of every row: an island's share of a step, and how held-out loss is measured."""
 DATA_PARALLEL = "data-parallel"
 STEPS = 10
-"""Inner steps of what --rounds counts; held-out loss is measured after every second."""
+"""Inner steps in one unit of --rounds. Held-out loss is measured after every second unit."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """A way to train: a config of configs/methods and what is changed in it."""
+class Method:
+    """A training method: a config of configs/methods with changes."""
 
     label: str
     config: str
     changes: tuple[str, ...] = ()
     inner_steps: int = STEPS
-    """From one average of a parameter to the next; a divisor of STEPS."""
+    """Inner steps from one average of a parameter to the next; a divisor of STEPS."""
     is_data_parallel: bool = False
 
 
 ROWS = {
-    # What it takes from the config is the model, the text, the inner optimizer and the number of steps.
-    DATA_PARALLEL: Row("data-parallel, AdamW, all-reduce in every step", "fedavg", is_data_parallel=True),
-    "data-parallel-muon": Row("data-parallel, Muon, all-reduce in every step", "muloco", is_data_parallel=True),
-    "diloco": Row("DiLoCo, plain mean every 10 steps, fp32", "fedavg"),
-    "streaming": Row("Streaming DiLoCo, 5 fragments, delay 1, int4", "streaming-diloco", (PLAIN, "outer.codec=int4")),
-    "nesterov": Row("DiLoCo, Nesterov 0.7 / 0.9, bf16", "diloco"),
-    "int4": Row("DiLoCo, plain mean every 5 steps, int4", "fedavg", ("outer.codec=int4",), 5),
-    "int4-often": Row("DiLoCo, plain mean every 2 steps, int4", "fedavg", ("outer.codec=int4",), 2),
-    "muloco": Row("MuLoCo, 2 bits with feedback every 10 steps", "muloco", (PLAIN,)),
-    "sparseloco": Row("SparseLoCo, 64 of 4096 elements in 2 bits", "sparseloco"),
+    # It uses only the model, the text, the inner optimizer and the number of steps of the config.
+    DATA_PARALLEL: Method("data-parallel, AdamW, all-reduce in every step", "fedavg", is_data_parallel=True),
+    "data-parallel-muon": Method("data-parallel, Muon, all-reduce in every step", "muloco", is_data_parallel=True),
+    "diloco": Method("DiLoCo, plain mean every 10 steps, fp32", "fedavg"),
+    "streaming": Method(
+        "Streaming DiLoCo, 5 fragments, delay 1, int4", "streaming-diloco", (PLAIN, "outer.codec=int4")
+    ),
+    "nesterov": Method("DiLoCo, Nesterov 0.7 / 0.9, bf16", "diloco"),
+    "int4": Method("DiLoCo, plain mean every 5 steps, int4", "fedavg", ("outer.codec=int4",), 5),
+    "int4-often": Method("DiLoCo, plain mean every 2 steps, int4", "fedavg", ("outer.codec=int4",), 2),
+    "muloco": Method("MuLoCo, 2 bits with feedback every 10 steps", "muloco", (PLAIN,)),
+    "sparseloco": Method("SparseLoCo, 64 of 4096 elements in 2 bits", "sparseloco"),
 }
 DEFAULT_ROWS = [DATA_PARALLEL, "data-parallel-muon", "diloco", "muloco"]
 
 
 def main() -> None:
-    """Run what is missing, and print the table."""
+    """Run what is missing and print the table."""
     args = _arguments()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit("stopped; every process and namespace has been removed"))
     started_at = time.monotonic()
-    kept = Results(args.out, Result)
-    wanted = [run_of(name, seed, args) for seed in args.seeds for name in args.rows]
+    results = Results(args.out, WallclockResult)
+    wanted = [build_run(name, seed, args) for seed in args.seeds for name in args.rows]
+    finished = {(result.row, result.settings) for result in results.read()}
     for run in wanted:
-        if any((r.row, r.settings) == (run.row, run.settings) for r in kept.read()):
+        if (run.row, run.settings) in finished:
             continue
-        result = data_parallel_run(run) if ROWS[run.row].is_data_parallel else islands_run(run)
+        result = run_data_parallel(run) if ROWS[run.row].is_data_parallel else run_islands(run)
         if result is None:
             sys.exit(f"{run.row} failed with seed {run.seed}; its last lines are above")
-        kept.add(result)
-        told = f"{result.curve[-1][0]:.0f} s, held-out loss {result.curve[-1][1]:.4f}"
-        print(f"{run.row}, seed {run.seed}: {told}", file=sys.stderr, flush=True)
+        results.add(result)
+        finished.add((run.row, run.settings))
+        summary = f"{result.curve[-1][0]:.0f} s, held-out loss {result.curve[-1][1]:.4f}"
+        print(f"{run.row}, seed {run.seed}: {summary}", file=sys.stderr, flush=True)
     settings = {(run.row, run.settings) for run in wanted}
-    found = [result for result in kept.read() if (result.row, result.settings) in settings]
+    found = [result for result in results.read() if (result.row, result.settings) in settings]
     print_table(found, args)
     print(f"{time.monotonic() - started_at:.0f} s in all, on {os.cpu_count()} cores that the machines share")
     if args.plot is not None:
-        draw(found, args)
+        draw_plot(found, args)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default_rows = ",".join(DEFAULT_ROWS)
-    rows = f"with commas between, of {', '.join(ROWS)}; default: {default_rows}"
+    rows = f"comma-separated, of {', '.join(ROWS)}; default: {default_rows}"
     parser.add_argument("--rows", type=choices(tuple(ROWS)), default=DEFAULT_ROWS, help=rows)
-    seeds = "with commas between; default: 0"
+    seeds = "comma-separated; default: 0"
     parser.add_argument("--seeds", type=whole_numbers, default=[0], help=seeds)
     parser.add_argument("--loss", type=float, default=2.35, help="held-out loss to reach, nats a token; default: 2.35")
-    parser.add_argument("--rounds", type=int, default=20, help=f"of {STEPS} inner steps; default: 20")
-    parser.add_argument("--link", default="100mbit", help="of each machine, as `diloco simulate --link`: 100mbit")
+    parser.add_argument("--rounds", type=int, default=20, help=f"units of {STEPS} inner steps; default: 20")
+    parser.add_argument(
+        "--link", default="100mbit", help="link of each machine, as in `diloco simulate --link`; default: 100mbit"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/wallclock"), help="FOLDER; default: runs/wallclock")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="held-out loss against seconds")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for every row")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot of held-out loss against seconds")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides for every row")
     return parser.parse_args()
 
 
-def run_of(name: str, seed: int, args: argparse.Namespace) -> Run:
-    """A row with one seed."""
+def build_run(name: str, seed: int, args: argparse.Namespace) -> WallclockRun:
+    """Build the run of a row with one seed."""
     row = ROWS[name]
     often = STEPS // row.inner_steps
     size = f"outer.inner_steps={row.inner_steps}", f"outer.rounds={args.rounds * often}"
     changes = f"seed={seed}", *size, f"evaluate.every_rounds={2 * often}", *SHARED, *row.changes, *args.overrides
-    return Run(name, seed, args.link, (f"configs/methods/{row.config}.yaml", *changes))
+    return WallclockRun(name, seed, args.link, (f"configs/methods/{row.config}.yaml", *changes))
 
 
 # -- table -------------------------------------------------------------------------------------------------------
 
 
-def print_table(results: Sequence[Result], args: argparse.Namespace) -> None:
-    """A line for each row, with means over seeds."""
+def print_table(results: Sequence[WallclockResult], args: argparse.Namespace) -> None:
+    """Print a line for each row, averaged over the seeds."""
     compute = min((r.step_seconds for r in results if not ROWS[r.row].is_data_parallel), default=None)
     theirs = mean_seconds([r for r in results if r.row == DATA_PARALLEL], args.loss)
     print(f"{'':<47}{f's to {args.loss:g}':>11}{'ratio':>7}{'last loss':>11}{'step s':>8}{'network':>9}{'MB sent':>9}")
@@ -144,17 +150,17 @@ def print_table(results: Sequence[Result], args: argparse.Namespace) -> None:
     print(f"run, on the wire. Load before each run: {' '.join(f'{r.load:.1f}' for r in results)}")
 
 
-def mean_seconds(results: Sequence[Result], loss: float) -> float | None:
-    """To the loss, on average; None when one run never reached it, or there is none."""
+def mean_seconds(results: Sequence[WallclockResult], loss: float) -> float | None:
+    """Mean seconds to the loss. None if there are no runs or one never reaches it."""
     seconds = [seconds_to(result.curve, loss) for result in results]
     reached = [s for s in seconds if s is not None]
     return mean(reached) if reached and len(reached) == len(seconds) else None
 
 
-def network_share(result: Result, compute: float | None) -> float | None:
-    """Of the run's time: that islands stood still, or that data-parallel steps took beyond `compute` seconds each.
+def network_share(result: WallclockResult, compute: float | None) -> float | None:
+    """Share of the run's time in which islands were stalled, or that data-parallel steps took beyond `compute`.
 
-    `compute` is what the islands' steps take, which are as long but for the all-reduce; None if no islands have run.
+    `compute` is the seconds of the islands' steps, which do the same work without the all-reduce. None if unknown.
     """
     if not ROWS[result.row].is_data_parallel:
         return result.stalled_seconds / result.curve[-1][0]
@@ -166,13 +172,13 @@ def network_share(result: Result, compute: float | None) -> float | None:
 # -- plot --------------------------------------------------------------------------------------------------------
 
 
-def draw(results: Sequence[Result], args: argparse.Namespace) -> None:
-    """Held-out loss against seconds, a line for each run, with the moment at which it reached the loss."""
-    from diloco.canvas import INK, ISLAND_COLORS, REFERENCE, new_axes, save, styled
+def draw_plot(results: Sequence[WallclockResult], args: argparse.Namespace) -> None:
+    """Plot held-out loss against seconds, one line per run, with a mark where it reaches the loss."""
+    from diloco.report.style import INK, ISLAND_COLORS, REFERENCE, new_axes, plot_style, save
 
     others = [name for name in args.rows if name != DATA_PARALLEL]
     colors = {DATA_PARALLEL: REFERENCE} | dict(zip(others, ISLAND_COLORS, strict=False))
-    with styled():
+    with plot_style():
         title = f"Held-out loss against wall clock: 4 machines on {args.link} links"
         figure, axes = new_axes(title, "seconds since the first inner step", "loss, nats a token")
         axes.axhline(args.loss, color=INK, linestyle=":", linewidth=1.2)

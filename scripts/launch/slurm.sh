@@ -4,29 +4,29 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR2@900
-# The defaults above can be overridden on sbatch's command line. --signal: 900 s before the job's time is over the
-# island is asked to leave after its round; make that longer than a round takes.
+# The defaults above can be overridden on sbatch's command line. --signal asks the island to leave after its round 900 s
+# before the job's time is over. This time must be longer than a round.
 set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-One island of a run as one SLURM job: torchrun on each node, started again when a rank dies.
+Runs one island as one SLURM job, with torchrun on each node, which restarts dead ranks.
 
     DILOCO_CONFIG=run.yaml DILOCO_INDEX=0 DILOCO_BOOTSTRAP=ADDRESS[,ADDRESS...] \
         sbatch --nodes 1 --gpus-per-node 8 --time 24:00:00 scripts/launch/slurm.sh [section.key=value ...]
-    (the same variables) scripts/launch/slurm.sh --dry-run [section.key=value ...]    prints what would be started
+    (the same variables) scripts/launch/slurm.sh --dry-run [section.key=value ...]    prints the command
 
-needed      DILOCO_CONFIG       the run's YAML file, the same on every cluster
-            DILOCO_INDEX        island.index: 0, 1, ...; another one for each job
-            DILOCO_BOOTSTRAP    what `diloco bootstrap` printed; several with commas
-optional    DILOCO_RANKS        ranks of a node; default: its GPUs in this job
-            DILOCO_RUN_DIR      folder of runs, on a file system that all nodes see; default: runs
+required    DILOCO_CONFIG       the run's YAML file, the same on every cluster
+            DILOCO_INDEX        island.index: 0, 1, ...; a different one for each job
+            DILOCO_BOOTSTRAP    the address that `diloco bootstrap` printed; several separated by commas
+optional    DILOCO_RANKS        ranks per node; default: the node's GPUs in this job
+            DILOCO_RUN_DIR      folder of runs, on a file system shared by all nodes; default: runs
             DILOCO_PYTHON       default: .venv/bin/python
-            DILOCO_RESTARTS     how often torchrun starts the island again; default: 3
-            DILOCO_PORT         of the nodes' rendezvous; default: from the job's number
+            DILOCO_RESTARTS     how often torchrun restarts the island; default: 3
+            DILOCO_PORT         port of the nodes' rendezvous; default: derived from the job id
 
-When the job's time runs out the island leaves after its round and the job is queued again: it then takes the state of
-the other islands and goes on. scancel --batch --signal=USR2 JOB does the same at any time.
+When the job's time runs out, the island leaves after its round and the job is queued again. It then takes the state of
+the other islands and continues. scancel --batch --signal=USR2 JOB does the same at any time.
 TEXT
 }
 
@@ -49,7 +49,7 @@ case ${1:-} in
     --help | -h) usage; exit 0 ;;
     --dry-run) dry=yes; shift ;;
 esac
-[[ -n $dry || -n ${SLURM_JOB_ID:-} ]] || fail "this is no SLURM job; start it with sbatch, or give --dry-run"
+[[ -n $dry || -n ${SLURM_JOB_ID:-} ]] || fail "this is not a SLURM job; start it with sbatch, or use --dry-run"
 for name in DILOCO_CONFIG DILOCO_INDEX DILOCO_BOOTSTRAP; do
     [[ -n ${!name:-} ]] || fail "$name is not set"
 done
@@ -65,13 +65,14 @@ runs=${DILOCO_RUN_DIR:-runs}
 
 values=("$@" "island.index=$DILOCO_INDEX" "island.ranks=$((nodes * DILOCO_RANKS))" "island.run_dir=$runs"
     "island.bootstrap=[$DILOCO_BOOTSTRAP]")
-# Says what is wrong with the config before anything waits for GPUs.
+# Reports errors in the config before the job waits for GPUs.
 read_config='
 import sys
-from diloco.config import ConfigError, load_config
+from diloco.config.schema import load_config
+from diloco.errors import ConfigError
 try:
     config = load_config(sys.argv[2], sys.argv[3:])
-    print(config.name, config.for_island(int(sys.argv[1])).island, config.outer.transport)
+    print(config.name, config.for_island(int(sys.argv[1])).label, config.outer.transport)
 except ConfigError as error:
     sys.exit(f"error: {error}")'
 facts=$("$python" -c "$read_config" "$DILOCO_INDEX" "$DILOCO_CONFIG" "${values[@]}") || exit 2
@@ -83,7 +84,7 @@ island=$runs/$run/$name
 
 head=$(hostname)
 [[ -z ${SLURM_JOB_NODELIST:-} ]] || head=$(first_node)
-# Each node listens where it is seen, under its own address.
+# Each node listens on its own address, where the others can reach it.
 # shellcheck disable=SC2016
 own='exec "$@" "island.listen_host=$(hostname -i | cut -d " " -f 1)"'
 torchrun=("$python" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$DILOCO_RANKS"
@@ -106,18 +107,18 @@ ask_to_stop() {
 }
 trap ask_to_stop USR2
 
-# Of an earlier job that was killed before its round was over.
+# An earlier job that was killed before its round was over may have left this file.
 rm -f "$island/stop-after-round"
 "${launch[@]}" &
 child=$!
 status=0
 wait "$child" || status=$?
-# A signal ends the wait, not the island.
+# A signal ends only the wait, so wait again while the island runs.
 while kill -0 "$child" 2>/dev/null; do
     status=0
     wait "$child" || status=$?
 done
-# Not when the run is over, nor when the island has failed.
+# Requeue only if the island was asked to stop, not if the run is over or the island has failed.
 if ((status == 0)) && grep -sF "**$name** left:" "$runs/$run/LOGBOOK.md" | tail -n 1 | grep -q 'asked to stop'; then
     scontrol requeue "$job"
 fi

@@ -2,8 +2,8 @@ import os
 
 import pytest
 
-from diloco.assemble import hold_folder, lasting_identity
-from diloco.config import ConfigError
+from diloco.assemble import hold_folder, load_identity
+from diloco.errors import ConfigError
 
 
 def test_two_processes_cannot_be_the_same_island(tmp_path):
@@ -15,6 +15,6 @@ def test_two_processes_cannot_be_the_same_island(tmp_path):
 
 
 def test_a_restarted_island_keeps_its_identity(tmp_path):
-    first = lasting_identity(tmp_path)
-    assert first == lasting_identity(tmp_path)
-    assert first != lasting_identity(tmp_path / "another")
+    first = load_identity(tmp_path)
+    assert first == load_identity(tmp_path)
+    assert first != load_identity(tmp_path / "another")

@@ -1,4 +1,4 @@
-"""A bootstrap process of a test, that can be killed and started again at the same address."""
+"""A bootstrap process for tests that can be killed and restarted at the same address."""
 
 import os
 import signal
@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from diloco.bootstrap import PREFIX
-from diloco.fleet import port_of
+from diloco.simulate.fleet import port_of
+from diloco.swarm.bootstrap import PREFIX
 
 KINDS = {"gloo": "tcp", "hivemind": "dht"}
-"""By transport."""
+"""Kind of rendezvous, by transport."""
 
 
 class Bootstrap:
-    """`diloco bootstrap` in a process of its own."""
+    """A process that runs `diloco bootstrap`."""
 
     def __init__(self, transport: str, folder: Path, host: str, prefix: Sequence[str]) -> None:
         self._command = [*prefix, sys.executable, "-m", "diloco", "bootstrap", "--rendezvous", KINDS[transport]]
@@ -46,7 +46,7 @@ class Bootstrap:
 
 @contextmanager
 def bootstrap(transport: str, folder: Path, host: str = "127.0.0.1", prefix: Sequence[str] = ()) -> Iterator[Bootstrap]:
-    """A bootstrap of the kind that the transport needs; `prefix` stands before its command."""
+    """Open the kind of bootstrap process that the transport needs. `prefix` is put in front of its command."""
     folder.mkdir(parents=True, exist_ok=True)
     served = Bootstrap(transport, folder, host, prefix)
     try:

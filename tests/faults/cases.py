@@ -1,4 +1,4 @@
-"""Runs of real islands in which one is killed or frozen at a phase of a round, and what must hold afterwards."""
+"""Runs of real islands in which one is killed or frozen at a phase of a round, with checks of the outcome."""
 
 import signal
 from itertools import pairwise
@@ -11,7 +11,7 @@ ROUND = 3
 """The round in which the fault happens."""
 ROUNDS = 24
 LOSS_STEP = 0.3
-"""Nats a token that the held-out loss of this tiny model may rise from one round to the next, fault or no fault."""
+"""Largest rise of this tiny model's held-out loss from one round to the next, in nats per token."""
 
 OVERRIDES = (f"outer.rounds={ROUNDS}", "outer.inner_steps=4", "outer.optimizer.momentum=0.9", "outer.codec=int8")
 
@@ -24,11 +24,11 @@ STREAMING = (
     "outer.codec=int4",
     "outer.coding.feedback=0.9",
 )
-"""Over OVERRIDES: as many rounds, each of one fragment in 4 bits, behind the inner steps that follow it."""
+"""Added to OVERRIDES: as many rounds, each of one fragment in 4 bits that overlaps the following inner steps."""
 
 
-def inflict(folder: Path, fault: str, victim: int, transport: str, address: str, *overrides: str) -> None:
-    """Three islands, one of which kills or freezes itself; it comes back; everything must be in order in the end."""
+def run_with_fault(folder: Path, fault: str, victim: int, transport: str, address: str, *overrides: str) -> None:
+    """Run three islands, one of which kills or freezes itself and comes back, and check the outcome."""
     own = [{"faults": [fault]} if i == victim else {} for i in range(3)]
     name = f"name={folder.name}"
     settings = [name, *OVERRIDES, f"outer.transport={transport}", *overrides]
@@ -46,16 +46,16 @@ def inflict(folder: Path, fault: str, victim: int, transport: str, address: str,
         for island in made.started:
             if not (fault.startswith("kill") and island is islands[victim]):
                 island.finish(GUARD_SECONDS)
-        check(made, victim)
+        check_outcome(made, victim)
 
 
 def others_go_on(island: Island, last: int) -> None:
-    """Wait until it has committed two more rounds than `last`, or all."""
+    """Wait until the island has committed two more rounds after `last`, or all rounds."""
     until(lambda: last_round(island) >= min(last + 2, ROUNDS - 1), "two more rounds of the others", island)
 
 
-def check(made: Swarm, victim: int) -> None:
-    """One history, held by all; every survivor has every round; the victim came back; the loss never jumped."""
+def check_outcome(made: Swarm, victim: int) -> None:
+    """Check that all share one history, survivors have every round, the victim came back and the loss never jumped."""
     islands = {f"island-{i}": Island(made.started[i].folder, made.started[i].ranks) for i in range(3)}
     rounds = {name: island.committed() for name, island in islands.items()}
     assert_one_history(*islands.values())

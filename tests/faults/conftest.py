@@ -1,4 +1,4 @@
-"""Bootstrap processes that the tests of a module share."""
+"""Bootstrap processes that are shared by the tests of a module."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -11,7 +11,7 @@ from tests.faults.bootstraps import bootstrap
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
-    """A transport -> the address for islands over it: a DHT peer's; "" for gloo, whose rendezvous `swarm` serves."""
+    """Function from a transport to its bootstrap address, "" for gloo, whose rendezvous `swarm` serves."""
     known: dict[str, str] = {"gloo": ""}
     with ExitStack() as served:
 

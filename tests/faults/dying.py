@@ -1,13 +1,13 @@
-"""The command `diloco`, but one rank kills itself at a named point of its second save.
+"""The command `diloco` with one rank that kills itself at a named point of its second save.
 
-python -m tests.faults.dying POINT RANK train CONFIG ...     (in torchrun's first life only)
+python -m tests.faults.dying POINT RANK train CONFIG ...     (before torchrun's first restart only)
 """
 
 import os
 import sys
 from collections.abc import Callable
 
-from diloco.cli import main
+from diloco.cli.main import main
 from tests.inner.checkpoint_crash import after_the_rename, kill_before, path_ends, while_deleting
 
 IsPoint = Callable[[str, tuple], bool]
@@ -18,7 +18,7 @@ def in_the_second_save(is_the_point: IsPoint) -> IsPoint:
     begun: set[str] = set()
 
     def look(event: str, args: tuple) -> bool:
-        # Rank 0 makes the folder; rank 1 a file of its own in it.
+        # Rank 0 creates the folder, and rank 1 a file in it.
         if (event == "os.mkdir" and path_ends(args, ".partial")) or is_own_file(event, args):
             begun.add(str(args[0]).split(".partial")[0])
         return len(begun) >= 2 and is_the_point(event, args)
@@ -46,7 +46,7 @@ RANK_1: dict[str, Callable[[], IsPoint]] = {"before its own file": lambda: is_ow
 
 
 def die_at(point: str) -> None:
-    """This process will die there, by SIGKILL."""
+    """Make this process kill itself with SIGKILL at the given point."""
     kill_before(in_the_second_save((POINTS | RANK_1)[point]()))
 
 

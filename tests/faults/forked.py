@@ -1,4 +1,4 @@
-"""Forked islands around a real bootstrap process: cheap to kill and to start again, over either transport."""
+"""Forked islands with a real bootstrap process, cheap to kill and restart, over either transport."""
 
 import os
 import time
@@ -7,24 +7,24 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from diloco import island as life
-from diloco.assemble import Parts
-from diloco.config import Config, parse_config
-from diloco.faults import FOLDER
-from diloco.fleet import Fleet, start_bootstrap
-from diloco.metrics import RoundRecord, StepRecord
-from diloco.processes import stop
-from diloco.runfiles import METRICS, Tail
+from diloco.assemble import Runtime
+from diloco.config.schema import Config, parse_config
+from diloco.faults.self_inflicted import FAULTS_FOLDER
+from diloco.records.metrics import RoundRecord, StepRecord
+from diloco.records.run_folder import METRICS, Tail
+from diloco.runtime.processes import stop
+from diloco.simulate.fleet import Fleet, start_bootstrap
 from diloco.train import train
 from tests.swarm import TINY, Island, Rank, Swarm, Work, swarm
 
 POLL_SECONDS = 0.01
 OVERRIDES = ("outer.rounds=100000", "evaluate.every_rounds=100000", "outer.optimizer.momentum=0.9")
-"""These runs are ended from outside."""
+"""These runs do not end by themselves."""
 
 
 @contextmanager
-def forked(folder: Path, transport: str, num_islands: int, *overrides: str) -> Iterator[tuple[Swarm, Fleet]]:
-    """A swarm without islands yet, and the fleet that starts its bootstrap process again; all is killed at the end."""
+def open_forked_swarm(folder: Path, transport: str, num_islands: int, *overrides: str) -> Iterator[tuple[Swarm, Fleet]]:
+    """Open a swarm without islands, and a fleet that can restart its bootstrap process. Kills all at exit."""
     if transport == "hivemind":
         import hivemind  # noqa: F401 - the forked islands inherit it
     fleet = Fleet(folder / "bootstrap", [])
@@ -34,16 +34,16 @@ def forked(folder: Path, transport: str, num_islands: int, *overrides: str) -> I
         islands = [{} for _ in range(num_islands)]
         with swarm(folder, kind, *OVERRIDES, *overrides, islands=islands, address=address) as made:
             for index in range(num_islands):
-                (folder / made.config.name / f"island-{index}" / FOLDER).mkdir(parents=True)
+                (folder / made.config.name / f"island-{index}" / FAULTS_FOLDER).mkdir(parents=True)
             yield made, fleet
     finally:
         stop(fleet.started)
 
 
-def paced(step_seconds: float) -> Work:
-    """What `diloco train` does, every inner step made to last so long: the same whatever else the machine does."""
+def train_at_pace(step_seconds: float) -> Work:
+    """Train as `diloco train` does, with inner steps of a fixed duration that does not depend on the machine's load."""
 
-    def live(parts: Parts) -> None:
+    def live(parts: Runtime) -> None:
         slower = parts.slow_down
 
         def slow_down(seconds: float) -> None:
@@ -59,8 +59,8 @@ def paced(step_seconds: float) -> Work:
     return work
 
 
-class Watch:
-    """What an island has recorded so far, in all of its lives; `read` takes in what is new."""
+class RecordReader:
+    """The records of an island over all of its restarts. `read` adds new ones."""
 
     def __init__(self, island: Island) -> None:
         self.commits: dict[int, RoundRecord] = {}
@@ -76,16 +76,16 @@ class Watch:
 
     @property
     def last(self) -> int:
-        """The last round that it has committed; -1: none."""
+        """Number of the last committed round, or -1."""
         return max(self.commits, default=-1)
 
     def seconds(self, round_number: int) -> float:
-        """From commit to commit."""
+        """Seconds from the previous commit to that of the round."""
         return self.commits[round_number].time - self.commits[round_number - 1].time
 
 
-def family(rank: Rank) -> list[int]:
-    """The process and what it has started: its libp2p daemon, if there is one."""
+def process_tree(rank: Rank) -> list[int]:
+    """Pids of the process and its children, such as its libp2p daemon."""
     children: list[int] = []
     for path in Path(f"/proc/{rank.pid}/task").glob("*/children"):
         children += map(int, path.read_text().split())
@@ -93,7 +93,7 @@ def family(rank: Rank) -> list[int]:
 
 
 def is_up(island: Island) -> bool:
-    """Whether its process runs; one that has ended is reaped."""
+    """Whether the island's process runs. A process that has ended is reaped."""
     rank = island.ranks[0]
     if rank.exit_code is None:
         pid, status = os.waitpid(rank.pid, os.WNOHANG)

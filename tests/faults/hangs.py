@@ -1,4 +1,4 @@
-"""`python -m tests.faults.hangs CONFIG`: an island whose rank 1 hangs in its first life, when it reads its data."""
+"""`python -m tests.faults.hangs CONFIG`: an island whose rank 1 hangs reading data, before its first restart."""
 
 import os
 import sys
@@ -8,21 +8,21 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from diloco import island as life
-from diloco.assemble import Parts
-from diloco.config import load_config
+from diloco.assemble import Runtime
+from diloco.config.schema import load_config
 from diloco.train import train
 
 STEP = 5
 
 
-def live(parts: Parts) -> None:
+def live(parts: Runtime) -> None:
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         parts.batches = HangingBatches(parts.batches)  # pyright: ignore[reportAttributeAccessIssue]
     life.run(parts)
 
 
 class HangingBatches:
-    """Batches that do not come from STEP on."""
+    """Batches that hang when those of step STEP are read."""
 
     def __init__(self, batches) -> None:
         self.batches = batches
@@ -38,5 +38,5 @@ def sleep_in_the_data() -> None:
 
 
 train(load_config(sys.argv[1]), 0, live)
-# As the command does: gloo's threads abort the interpreter's shutdown now and then.
+# As in the command, because gloo's threads sometimes abort during a normal interpreter shutdown.
 os._exit(0)

@@ -1,6 +1,5 @@
-"""Runs of one small island by the commands that a user gives, which save after every round; and disks to break."""
+"""Runs of one small island by the user's commands, with a checkpoint after every round, and disks that fail."""
 
-import gc
 import itertools
 import json
 import os
@@ -14,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from diloco.cli import main
+from diloco.cli.main import main
+from tests.harness import begin_fork
 from tests.swarm import TEXT, TINY, Rank
 
 Before = Callable[[], None]
@@ -24,17 +24,17 @@ TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-
 ROUNDS = 6
 GUARD_SECONDS = 400.0
 SLOW = "island.faults=[slow:0x10]"
-"""Time to do something to a disk before the run is over."""
+"""Slows the run down, so that a test can change a disk before it is over."""
 
 _numbers = itertools.count()
 
 
 def nothing() -> None:
-    """Is done before the command."""
+    """Do nothing before the command."""
 
 
-class Place:
-    """A config and its text in a folder of the test."""
+class SavingRun:
+    """A config with its text in a folder of the test, and commands that run it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.config = folder, folder / "tiny.yaml"
@@ -47,41 +47,41 @@ class Place:
         self.config.write_text(TINY)
 
     def arguments(self, command: str, run_dir: Path, *more: str) -> list[str]:
-        """`command` and what it is given."""
+        """Arguments of `command` for this config and run folder."""
         return [*command.split(), str(self.config), *self.values, f"island.run_dir={run_dir}", *more]
 
     def start(self, log: Path, arguments: list[str], before: Before = nothing) -> Rank:
-        """A process of its own that is `diloco ARGUMENTS`, or another command that begins with a `/`."""
+        """Start `diloco ARGUMENTS`, or another program if the first argument begins with a `/`."""
         log.touch()
         pid = os.fork()
         if pid == 0:
-            _become(log, arguments, before)
+            _run_command(log, arguments, before)
         return Rank(pid, log)
 
-    def run(self, run_dir: Path, *more: str, before: Before = nothing) -> "Ended":
-        """`diloco train` with these values, to its end."""
+    def run(self, run_dir: Path, *more: str, before: Before = nothing) -> "FinishedProcess":
+        """Run `diloco train` with these values and wait for its end."""
         return self.end(self.arguments("train", run_dir, *more), before)
 
-    def end(self, arguments: list[str], before: Before = nothing) -> "Ended":
-        """Start it and wait for its end."""
-        return ended(self.start(self.folder / f"said-{next(_numbers)}.txt", arguments, before))
+    def end(self, arguments: list[str], before: Before = nothing) -> "FinishedProcess":
+        """Start a command and wait for its end."""
+        return wait_for_end(self.start(self.folder / f"said-{next(_numbers)}.txt", arguments, before))
 
 
-class Ended:
-    """How a process has ended, and what it said."""
+class FinishedProcess:
+    """Exit status and output of a process."""
 
     def __init__(self, status: int, text: str) -> None:
         self.status, self.text = status, text
 
-    def well(self) -> "Ended":
-        """Itself; fails the test unless the status is 0."""
+    def well(self) -> "FinishedProcess":
+        """Return self. Fails the test unless the status is 0."""
         assert self.status == 0, f"status {self.status}:\n{self.text[-4000:]}"
         return self
 
 
-def _become(log: Path, arguments: list[str], before: Before) -> NoReturn:
-    """Forked, so that torch is imported once: what `python -m diloco` would be."""
-    gc.freeze()
+def _run_command(log: Path, arguments: list[str], before: Before) -> NoReturn:
+    """Run a command in this forked process, so that torch is imported only once."""
+    begin_fork()
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -94,31 +94,31 @@ def _become(log: Path, arguments: list[str], before: Before) -> NoReturn:
         before()
         sys.argv = ["diloco", *arguments]
         main()
-    except BaseException:  # noqa: BLE001 - the test reads it in the log
+    except BaseException:  # noqa: BLE001 - the test finds it in the log
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         os._exit(1)
 
 
-def ended(process: Rank) -> Ended:
-    """Wait for the end, and kill what does not come to it."""
+def wait_for_end(process: Rank) -> FinishedProcess:
+    """Wait for the end of a process, and kill it if it does not end."""
     try:
         status = process.wait(time.monotonic() + GUARD_SECONDS)
     finally:
         process.signal(signal.SIGKILL)
-    return Ended(status, process.log.read_text(errors="replace"))
+    return FinishedProcess(status, process.log.read_text(errors="replace"))
 
 
 def records(folder: Path) -> list[dict]:
-    """Whole records of the island in `folder`, of all its lives."""
+    """Complete records of the island in `folder`, over all restarts."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}") and line.startswith("{")]
 
 
 def digests(folder: Path) -> dict[int, set[str]]:
-    """By round: the digests that the island in `folder` has committed, in any of its lives."""
+    """Digests that the island in `folder` has committed over all restarts, by round."""
     found: dict[int, set[str]] = {}
     for record in records(folder):
         if record["kind"] == "round" and record["committed"]:
@@ -130,13 +130,13 @@ def events(folder: Path, name: str) -> list[str]:
     return [record["text"] for record in records(folder) if record["kind"] == "event" and record["name"] == name]
 
 
-def saved(folder: Path) -> list[str]:
-    """Published checkpoints in a folder, by name."""
+def list_published(folder: Path) -> list[str]:
+    """Names of the published checkpoints in a folder."""
     return sorted(path.parent.name for path in folder.glob("step-*/manifest.json") if "." not in path.parent.name)
 
 
 def wait_until(is_so: Callable[[], object], process: Rank) -> None:
-    """Return when it is so; fails, with what the process said, when that does not come."""
+    """Wait until `is_so()` is true. Fails the test with the output of the process if that does not happen."""
     deadline = time.monotonic() + GUARD_SECONDS
     while not is_so():
         assert time.monotonic() < deadline, f"it did not happen:\n{process.log.read_text(errors='replace')[-4000:]}"
@@ -144,8 +144,8 @@ def wait_until(is_so: Callable[[], object], process: Rank) -> None:
 
 
 @contextmanager
-def mounted(folder: Path, options: str) -> Iterator[Path]:
-    """A file system in memory at `folder`. Needs root."""
+def mount_tmpfs(folder: Path, options: str) -> Iterator[Path]:
+    """Mount a file system in memory at `folder` and unmount it at exit. Needs root."""
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], check=True)
     try:
@@ -159,7 +159,7 @@ def remount(folder: Path, options: str) -> None:
 
 
 def fill(folder: Path) -> Path:
-    """A file that leaves no byte of the disk free."""
+    """Write a file that leaves no byte of the disk free."""
     path = folder / "filler"
     with path.open("ab", buffering=0) as file:
         for size in (1 << 16, 1 << 12, 1):

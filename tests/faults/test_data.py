@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco.accounting import data_account, units_of
-from diloco.runfiles import read_run
-from diloco.summary import summarise
-from diloco.summary_table import summary_rows
+from diloco.records.run_folder import read_run
+from diloco.report.data_account import data_account, units_of
+from diloco.report.summary import summarise
+from diloco.report.summary_table import summary_rows
 from tests.faults.waits import more_rounds, reached
 from tests.swarm import swarm
 
@@ -16,11 +16,11 @@ STREAMING = ["outer.fragments=2", "outer.delay=1", "outer.mix=0.5"]
 
 
 def assert_each_unit_once(run_dir: Path) -> None:
-    """In committed rounds; with what is open they are all units up to the frontier."""
+    """Check that committed rounds trained each unit once and, with the open units, cover all up to the frontier."""
     run = read_run(run_dir)
     account = data_account(run.islands)
     assert account["units_repeated"] == 0 and account["units_trained"] > 0
-    # What an island killed right after a commit had no time to record is missing here.
+    # The record is missing if an island was killed right after a commit.
     committed = [units_of(record) for island in run.islands for record in island.rounds if record.committed]
     assert len({unit for units in committed for unit in units}) >= account["units_trained"] * 0.9
     assert "Units trained, repeated, open" in {what for what, _, _ in summary_rows(summarise(run_dir))}

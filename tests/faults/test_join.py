@@ -1,4 +1,4 @@
-"""An island joins a run that goes on: with the run's state, without stalling anybody, over deaths of either side."""
+"""An island joins a running run: it takes the state, stalls no other island, and survives deaths on both sides."""
 
 import signal
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ from tests.swarm import Island, Swarm, swarm
 STEPS = 4
 JOINER = 2
 WARMUP = ("optimizer.warmup_steps=4000", "optimizer.schedule=cosine")
-"""Every step has a learning rate of its own."""
+"""Gives every step a different learning rate."""
 both = pytest.mark.parametrize("transport", ["gloo", "hivemind"])
 
 
 @contextmanager
 def running(folder: Path, transport: str, address: str, *faults: str, slowness: int = 5) -> Iterator[Swarm]:
-    """Two islands that have committed some rounds; everybody's inner steps take `slowness` times what they need."""
+    """Two islands that have committed some rounds. All inner steps are slowed down by the factor `slowness`."""
     slow = [f"slow:{i}x{slowness}" for i in range(3)]
     islands: list[dict[str, Any]] = [{"faults": [*slow, *(f for f in faults if f":{i}@" in f)]} for i in range(3)]
     islands[JOINER]["joins"] = True

@@ -1,4 +1,4 @@
-"""SIGTERM to an island: gone within seconds, with a goodbye, whatever it was doing; the others go on at once."""
+"""SIGTERM ends an island within seconds, with a goodbye, whatever it is doing. The others go on at once."""
 
 import signal
 import time
@@ -12,7 +12,7 @@ LEAVER = 2
 LEFT = ["island-0", "island-1"]
 STOPPED = 128 + signal.SIGTERM
 END_SECONDS = 30.0
-"""A process ends about 5 s after SIGTERM at most; this is for a machine that is busy with other things."""
+"""A process ends about 5 s after SIGTERM at most. This limit is for a busy machine."""
 transports = pytest.mark.parametrize("transport", ["gloo", pytest.param("hivemind", marks=pytest.mark.slow)])
 
 
@@ -21,7 +21,7 @@ def settings(name: str, transport: str) -> list[str]:
 
 
 def check_left(made: Swarm, leaver: Island, asked: float) -> None:
-    """It ended by the signal, said goodbye, and the others go on without it and without many aborted attempts."""
+    """Check that the signal ended the island, it said goodbye, and the others go on without many aborted attempts."""
     assert leaver.wait(END_SECONDS) == [STOPPED]
     others = made.started[:2]
     for other in others:
@@ -36,7 +36,7 @@ def check_left(made: Swarm, leaver: Island, asked: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["gloo", "hivemind"])
 def test_an_island_stopped_while_it_trains_is_gone_at_once(tmp_path, place, transport):
-    # Its steps are long: it is in the middle of them when the signal comes.
+    # Its steps are long, so that the signal arrives in the middle of them.
     islands = [{"faults": ["slow:2x20"]}] * 3
     with swarm(tmp_path, *settings(tmp_path.name, transport), islands=islands, address=place(transport)) as made:
         *_, leaver = made.start_all()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from outer.phases import PHASES
-from tests.faults.cases import ROUND, STREAMING, inflict
+from outer.hooks import PHASES
+from tests.faults.cases import ROUND, STREAMING, run_with_fault
 
 ROUND_PHASES = [phase for phase in PHASES if phase not in ("donate", "fetch")]
 MATRIX = list(product(("gloo", "hivemind"), ("kill", "freeze"), ROUND_PHASES, (0, 1)))
@@ -21,7 +21,7 @@ MATRIX = list(product(("gloo", "hivemind"), ("kill", "freeze"), ROUND_PHASES, (0
 def test_one_history_survives_and_the_victim_comes_back(
     transport: str, fault: str, phase: str, victim: int, tmp_path: Path, place: Callable[[str], str]
 ):
-    inflict(tmp_path, f"{fault}:{victim}@round={ROUND},phase={phase}", victim, transport, place(transport))
+    run_with_fault(tmp_path, f"{fault}:{victim}@round={ROUND},phase={phase}", victim, transport, place(transport))
 
 
 STREAMED = [
@@ -36,4 +36,4 @@ STREAMED = [
 def test_a_fragment_on_its_way_is_as_safe_as_a_whole_round(
     transport: str, fault: str, phase: str, tmp_path: Path, place: Callable[[str], str]
 ):
-    inflict(tmp_path, f"{fault}:1@round={ROUND},phase={phase}", 1, transport, place(transport), *STREAMING)
+    run_with_fault(tmp_path, f"{fault}:1@round={ROUND},phase={phase}", 1, transport, place(transport), *STREAMING)

@@ -1,4 +1,4 @@
-"""Four islands in network namespaces whose links are cut and healed: one history survives, the one with most tokens."""
+"""Four islands whose links are cut and healed (network namespaces): the history with the most tokens survives."""
 
 import os
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.netns import Namespace, Net, opened_net
+from diloco.network_emulation.namespaces import Namespace, Net, open_net
 from tests.faults.bootstraps import bootstrap
 from tests.faults.waits import GUARD_SECONDS, assert_one_history, last_round, more_rounds, reached, until
 from tests.swarm import Island, Swarm, swarm
@@ -21,14 +21,14 @@ slow = pytest.mark.slow
 
 @dataclass
 class Divided:
-    """Four islands, a link that can be cut, and the bootstrap, which is on the side of island 0."""
+    """Four islands with links that can be cut, and the bootstrap process on the side of island 0."""
 
     swarm: Swarm
     net: Net
     places: list[Namespace]
-    """Of the islands, then of the bootstrap."""
+    """Namespaces of the islands, then of the bootstrap process."""
     small: list[int]
-    """The side without the bootstrap."""
+    """Indices of the islands on the side without the bootstrap process."""
 
     @property
     def sides(self) -> list[list[Island]]:
@@ -48,11 +48,11 @@ class Divided:
 
 @contextmanager
 def divided(folder: Path, transport: str, small: list[int], slowed: list[int], *overrides: str) -> Iterator[Divided]:
-    """All four have committed some rounds together; inner steps of `slowed` take SLOW times as long as need be."""
+    """Four islands that have committed some rounds together. Inner steps of `slowed` take SLOW times as long."""
     if transport == "hivemind":
         import hivemind  # noqa: F401 - the forked islands inherit it
 
-    with opened_net() as net:
+    with open_net() as net:
         places = [net.add() for _ in range(5)]
         host, prefix = places[4].host, places[4].command()
         faults = [f"slow:{i}x{SLOW}" for i in slowed]
@@ -69,7 +69,7 @@ def divided(folder: Path, transport: str, small: list[int], slowed: list[int], *
 
 
 def rounds_with(island: Island, names: list[str], after: int, all_islands: list[Island]) -> None:
-    """Wait until it has committed three rounds later than `after` with exactly these."""
+    """Wait until the island has committed three rounds later than `after` with exactly these participants."""
 
     def has_come() -> bool:
         return sum(r["participants"] == names for n, r in island.committed().items() if n > after) >= 3
@@ -78,13 +78,13 @@ def rounds_with(island: Island, names: list[str], after: int, all_islands: list[
 
 
 def survivors_chain(winners: list[Island]) -> dict[int, str]:
-    """Digests by round of the history that survives: all that the winners have ever committed."""
+    """Digests by round of the surviving history, which is all that the winners have committed."""
     assert_one_history(*winners)
     return {number: record["digest"] for island in winners for number, record in island.committed().items()}
 
 
 def check_loser(island: Island, chain: dict[int, str], winner: Island) -> None:
-    """It went its own way, then took the survivors' state for good; its own history had fewer tokens."""
+    """Check that the loser's own history had fewer tokens and that it then took the survivors' state for good."""
     rounds = [r for r in island.records("round") if r["committed"] and r["round"] <= max(chain)]
     is_on = [chain.get(r["round"]) == r["digest"] for r in rounds]
     off = [i for i, on in enumerate(is_on) if not on]

@@ -1,4 +1,4 @@
-"""What dies and is started again: a rank of an island, and the bootstrap; the run goes on all the while."""
+"""A rank of an island or the bootstrap process dies and is restarted while the run goes on."""
 
 import os
 import signal
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.config import dump_config
-from diloco.processes import kill, processes_of, start, torchrun
+from diloco.config.schema import dump_config
+from diloco.runtime.processes import find_processes, kill, start, torchrun
 from tests.faults.bootstraps import Bootstrap, bootstrap
 from tests.faults.waits import assert_one_history, more_rounds, reached, until
 from tests.swarm import Island, Swarm, swarm
@@ -18,7 +18,7 @@ BOTH = ["island-0", "island-1"]
 
 
 def rank_of(pid: int) -> int | None:
-    """The rank that torchrun gave to the process; None: it is none of its workers."""
+    """The rank that torchrun gave to the process, or None if it is not a worker."""
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -43,7 +43,7 @@ def test_torchrun_starts_an_island_again_whose_rank_died_and_it_is_the_same_isla
             reached(first, 3)
             reached(victim, 3)
             identity = (victim.folder / "identity").read_text()
-            (rank,) = (pid for pid in processes_of([child]) if rank_of(pid) == 1)
+            (rank,) = (pid for pid in find_processes([child]) if rank_of(pid) == 1)
             os.kill(rank, signal.SIGKILL)
             more_rounds(first, 3, ["island-0"])
             until(lambda: len(victim.events("joined")) >= 2, "its second life begins", first)
@@ -57,7 +57,7 @@ def test_torchrun_starts_an_island_again_whose_rank_died_and_it_is_the_same_isla
 
 
 def outlives(made: Swarm, served: Bootstrap) -> None:
-    """Start two islands; they go on committing after the bootstrap's death."""
+    """Start two islands and check that they commit after the bootstrap process has died."""
     for i in range(2):
         made.start(i)
     for island in made.started:

@@ -1,4 +1,4 @@
-"""What may happen to checkpoints, by the real commands: a run goes on as if nothing had been, or says what ails it."""
+"""Failures of checkpoints with the real commands: a run continues unchanged, or reports the cause."""
 
 import shutil
 import signal
@@ -15,14 +15,14 @@ from tests.faults.saving import (
     ROUNDS,
     SLOW,
     TORCHRUN,
-    Place,
+    SavingRun,
     digests,
-    ended,
     events,
     fill,
-    mounted,
+    list_published,
+    mount_tmpfs,
     remount,
-    saved,
+    wait_for_end,
     wait_until,
 )
 
@@ -34,13 +34,13 @@ Digests = dict[int, set[str]]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    return Place(tmp_path_factory.mktemp("place"))
+def place(tmp_path_factory: pytest.TempPathFactory) -> SavingRun:
+    return SavingRun(tmp_path_factory.mktemp("place"))
 
 
 @pytest.fixture(scope="module")
-def whole(place: Place) -> Digests:
-    """Of a run that nothing happens to."""
+def whole(place: SavingRun) -> Digests:
+    """Digests of a run without failures."""
     place.run(place.folder / "whole").well()
     found = digests(place.folder / "whole" / "test" / "island-0")
     assert sorted(found) == list(range(ROUNDS)) and all(len(one) == 1 for one in found.values())
@@ -48,21 +48,21 @@ def whole(place: Place) -> Digests:
 
 
 @pytest.fixture(scope="module")
-def stopped(place: Place) -> Path:
-    """The folder of a run that was stopped after three rounds, and the three checkpoints in it."""
+def stopped(place: SavingRun) -> Path:
+    """The folder of a run that was stopped after three rounds, with its three checkpoints."""
     run = place.folder / "stopped" / "test"
     run.mkdir(parents=True)
     (run / "island-0").mkdir()
     (run / "island-0" / "stop-after-round").write_text("3")
     place.run(run.parent, "island.checkpoint.keep=3").well()
-    assert saved(run / "island-0" / "checkpoints") == ["step-00000004", "step-00000006", "step-00000006-2"]
+    assert list_published(run / "island-0" / "checkpoints") == ["step-00000004", "step-00000006", "step-00000006-2"]
     return run
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small disk: room for one checkpoint, not for two."""
-    with mounted(tmp_path / "disk", "size=2400k") as folder:
+    """A disk with room for one checkpoint but not for two."""
+    with mount_tmpfs(tmp_path / "disk", "size=2400k") as folder:
         yield folder
 
 
@@ -71,18 +71,20 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_while_it_saves_it_ends_as_if_nothing_had_been(
-    place: Place, whole: Digests, tmp_path: Path, point: str
+    place: SavingRun, whole: Digests, tmp_path: Path, point: str
 ) -> None:
     settings = [KEEP_ONE, f"island.checkpoint.mirror={tmp_path / MIRROR}"]
     died = place.run(tmp_path, *settings, before=partial(die_at, point))
     assert died.status == -signal.SIGKILL, died.text[-3000:]
     island = tmp_path / "test" / "island-0"
-    assert len(digests(island)) < ROUNDS and saved(island / "checkpoints")
+    assert len(digests(island)) < ROUNDS and list_published(island / "checkpoints")
     place.run(tmp_path, *settings).well()
     assert events(island, "resumed") and digests(island) == whole
 
 
-def test_killed_while_it_copies_it_goes_on_from_the_mirror_alone(place: Place, whole: Digests, tmp_path: Path) -> None:
+def test_killed_while_it_copies_it_goes_on_from_the_mirror_alone(
+    place: SavingRun, whole: Digests, tmp_path: Path
+) -> None:
     settings = [KEEP_ONE, f"island.checkpoint.mirror={tmp_path / MIRROR}"]
     point = "while it is copied to the mirror"
     assert place.run(tmp_path, *settings, before=partial(die_at, point)).status == -signal.SIGKILL
@@ -95,7 +97,7 @@ def test_killed_while_it_copies_it_goes_on_from_the_mirror_alone(place: Place, w
 
 @pytest.mark.parametrize("point, rank", [("before it is published", "0"), ("before its own file", "1")])
 def test_torchrun_starts_ranks_again_of_which_one_died_saving(
-    place: Place, tmp_path: Path, point: str, rank: str
+    place: SavingRun, tmp_path: Path, point: str, rank: str
 ) -> None:
     train = place.arguments("train", tmp_path / "whole", *TWO_RANKS)
     place.end([*TORCHRUN.split(), "diloco", *train]).well()
@@ -111,7 +113,7 @@ def test_torchrun_starts_ranks_again_of_which_one_died_saving(
 
 @pytest.mark.parametrize("damage", [truncate, flip])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
-    place: Place, whole: Digests, stopped: Path, tmp_path: Path, damage
+    place: SavingRun, whole: Digests, stopped: Path, tmp_path: Path, damage
 ) -> None:
     run = shutil.copytree(stopped, tmp_path / "test")
     damaged = [
@@ -126,7 +128,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
 
 
 def test_when_all_are_damaged_it_says_so_and_begins_anew_when_told_to(
-    place: Place, whole: Digests, stopped: Path, tmp_path: Path
+    place: SavingRun, whole: Digests, stopped: Path, tmp_path: Path
 ) -> None:
     run = shutil.copytree(stopped, tmp_path / "test")
     for file in (run / "island-0" / "checkpoints").glob("*/.metadata"):
@@ -143,14 +145,14 @@ def test_when_all_are_damaged_it_says_so_and_begins_anew_when_told_to(
 
 
 def test_a_full_disk_for_checkpoints_is_said_and_the_old_one_stays(
-    place: Place, whole: Digests, tmp_path: Path, disk: Path
+    place: SavingRun, whole: Digests, tmp_path: Path, disk: Path
 ) -> None:
     place.run(tmp_path, f"island.checkpoint.folder={disk}").well()
     island, folder = tmp_path / "test" / "island-0", disk / "test" / "island-0"
     problems = events(island, "not saved")
     assert len(problems) == ROUNDS - 1
     assert all("the disk is full" in text and text.endswith("; training goes on") for text in problems)
-    assert digests(island) == whole and saved(folder) == ["step-00000002"]
+    assert digests(island) == whole and list_published(folder) == ["step-00000002"]
     remount(disk, "size=8m")
     place.run(tmp_path, f"island.checkpoint.folder={disk}").well()
     assert events(island, "resumed")[0].startswith("inner step 2, round 1")
@@ -158,37 +160,37 @@ def test_a_full_disk_for_checkpoints_is_said_and_the_old_one_stays(
 
 
 def test_a_run_whose_whole_disk_is_full_trains_to_its_end(
-    place: Place, whole: Digests, tmp_path: Path, disk: Path
+    place: SavingRun, whole: Digests, tmp_path: Path, disk: Path
 ) -> None:
     remount(disk, "size=8m")
     log, island = tmp_path / "said.txt", disk / "test" / "island-0"
     process = place.start(log, place.arguments(f"{DILOCO} simulate", disk, SLOW))
-    wait_until(lambda: saved(island / "checkpoints"), process)
+    wait_until(lambda: list_published(island / "checkpoints"), process)
     filler = fill(disk)
-    said = ended(process).well().text
+    said = wait_for_end(process).well().text
     assert "no report: " in said and "No space left on device" in said
-    assert len(digests(island)) < ROUNDS and saved(island / "checkpoints")
+    assert len(digests(island)) < ROUNDS and list_published(island / "checkpoints")
     filler.unlink()
     place.run(disk).well()
     assert events(island, "resumed") and digests(island) == whole
 
 
 def test_checkpoints_that_can_no_longer_be_written_are_said_and_the_old_ones_stay(
-    place: Place, whole: Digests, tmp_path: Path
+    place: SavingRun, whole: Digests, tmp_path: Path
 ) -> None:
     log, island = tmp_path / "said.txt", tmp_path / "test" / "island-0"
     process = place.start(log, place.arguments("train", tmp_path, SLOW))
-    wait_until(lambda: saved(island / "checkpoints"), process)
-    with mounted(island / "checkpoints", "ro"):
-        ended(process).well()
+    wait_until(lambda: list_published(island / "checkpoints"), process)
+    with mount_tmpfs(island / "checkpoints", "ro"):
+        wait_for_end(process).well()
     assert any("Read-only file system" in text for text in events(island, "not saved"))
-    assert digests(island) == whole and saved(island / "checkpoints")
+    assert digests(island) == whole and list_published(island / "checkpoints")
     place.run(tmp_path).well()
     assert events(island, "resumed") and digests(island) == whole
 
 
 @pytest.mark.parametrize("what", ["run_dir", "checkpoint.folder"])
-def test_a_read_only_folder_is_refused_at_the_start(place: Place, tmp_path: Path, disk: Path, what: str) -> None:
+def test_a_read_only_folder_is_refused_at_the_start(place: SavingRun, tmp_path: Path, disk: Path, what: str) -> None:
     remount(disk, "ro")
     refused = place.run(tmp_path, f"island.{what}={disk}")
     assert refused.status in (1, 2) and "Traceback" not in refused.text
@@ -198,7 +200,7 @@ def test_a_read_only_folder_is_refused_at_the_start(place: Place, tmp_path: Path
 # Two islands, one folder.
 
 
-def test_two_islands_of_a_config_with_one_name_are_refused_before_any_starts(place: Place, tmp_path: Path) -> None:
+def test_two_islands_of_a_config_with_one_name_are_refused_before_any_starts(place: SavingRun, tmp_path: Path) -> None:
     islands = "islands=[{name: a}, {name: a}]"
     refused = place.end(place.arguments("simulate", tmp_path, islands, "outer.transport=gloo"))
     assert refused.status == 2 and "islands[1].name: 'a' is the name of islands[0], too" in refused.text
@@ -207,18 +209,18 @@ def test_two_islands_of_a_config_with_one_name_are_refused_before_any_starts(pla
 
 @pytest.mark.parametrize("shared", ["the run's folder", "the checkpoints' folder"])
 def test_a_second_command_in_the_same_folder_is_refused_and_the_first_goes_on(
-    place: Place, whole: Digests, tmp_path: Path, shared: str
+    place: SavingRun, whole: Digests, tmp_path: Path, shared: str
 ) -> None:
     log, island = tmp_path / "said.txt", tmp_path / "test" / "island-0"
     folder = f"island.checkpoint.folder={tmp_path / 'checkpoints'}"
     process = place.start(log, place.arguments("train", tmp_path, SLOW, folder))
-    wait_until(lambda: saved(tmp_path / "checkpoints" / "test" / "island-0"), process)
+    wait_until(lambda: list_published(tmp_path / "checkpoints" / "test" / "island-0"), process)
     process.signal(signal.SIGSTOP)
     refused = place.run(tmp_path if shared == "the run's folder" else tmp_path / "other", folder)
     process.signal(signal.SIGCONT)
     is_run = shared == "the run's folder"
     expected = "a running island uses the folder" if is_run else "another process saves checkpoints here"
     assert refused.status == 2 and expected in refused.text and "Traceback" not in refused.text
-    ended(process).well()
+    wait_for_end(process).well()
     assert digests(island) == whole
     assert "failed" not in (tmp_path / "test" / "LOGBOOK.md").read_text()

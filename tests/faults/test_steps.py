@@ -1,4 +1,4 @@
-"""Unequal progress: fewer inner steps on slow islands, and what becomes of steps whose round went on without them."""
+"""Unequal progress: slow islands make fewer inner steps, and steps that missed their round are kept."""
 
 import signal
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_no_step_of_a_timed_round_begins_when_its_time_is_up_and_tokens_are_what
 
 
 def missed(folder: Path, num_rounds: int, policy: str) -> Island:
-    """Island 2, which has missed so many commits, taken the others' state and committed again.
+    """Island 2 after it missed commits, took the others' state and committed again.
 
     Island 2 stands still with its steps for round 3 done. The others commit without it until island 1 stands still,
     too: then island 0 has no quorum and waits, for as long as island 2 needs.

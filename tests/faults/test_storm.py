@@ -4,28 +4,28 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.storm import INNER_STEPS, Outcome, Setting, run_storm
+from tests.faults.storm import INNER_STEPS, StormOutcome, StormSettings, run_storm
 
 LEAST_SHARE = 0.9
-"""Of all inner steps: those whose progress reached a committed round."""
+"""Least share of inner steps whose progress must reach a committed round."""
 
 
 def test_a_short_storm_leaves_one_state_in_every_round(tmp_path: Path):
-    check(run_storm(Setting("gloo", num_islands=3, num_faults=6, rate=25, seed=16), tmp_path))
+    check(run_storm(StormSettings("gloo", num_islands=3, num_faults=6, rate=25, seed=16), tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["gloo", "hivemind"])
 def test_fifty_faults_leave_one_state_in_every_round_and_lose_little(transport: str, tmp_path: Path):
-    outcome = run_storm(Setting(transport, num_islands=5, num_faults=50, rate=5), tmp_path)
+    outcome = run_storm(StormSettings(transport, num_islands=5, num_faults=50, rate=5), tmp_path)
     check(outcome)
     assert len(outcome.summary["faults"]) >= 4, "mixed kinds"
     assert outcome.summary["committed_share"] >= LEAST_SHARE
 
 
-def check(outcome: Outcome) -> None:
-    """Every committed round had one result; afterwards all islands train whole rounds together."""
+def check(outcome: StormOutcome) -> None:
+    """Check that every committed round has one result and that all islands train whole rounds afterwards."""
     assert outcome.summary["rounds_committed"] > 0
     assert outcome.summary["rounds_disagreeing"] == []
     assert outcome.calm_steps == {INNER_STEPS}

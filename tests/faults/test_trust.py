@@ -1,4 +1,4 @@
-"""Who may not take part, and what is not taken from those who do: refused with a reason, training goes on."""
+"""Strangers and invalid messages of participants are rejected with a reason, and training goes on."""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from outer.errors import PeerLost, TransportError
-from outer.keys import Trust, read_run_key
-from outer.membership.calls import StreamMessenger
 from outer.membership.rendezvous import serve_rendezvous
 from outer.membership.tcp import dial
-from outer.transports.base import Endpoint, Traffic
+from outer.network.endpoints import Endpoint, Traffic
+from outer.network.rpc import StreamMessenger
+from outer.network.run_key import PeerAuth, read_run_key
 from tests.faults.waits import GUARD_SECONDS, assert_one_history, more_rounds, reached, until
 from tests.swarm import Swarm, swarm
 
@@ -29,7 +29,7 @@ def key_file(folder: Path, name: str) -> str:
 
 @contextmanager
 def keyed(folder: Path, transport: str, address: str, stranger: dict) -> Iterator[Swarm]:
-    """Two islands with one key that have committed some rounds; the third island is a stranger, not started yet."""
+    """Two islands with one key that have committed some rounds. The third island, a stranger, is not started yet."""
     ours = key_file(folder, "k")
     rendezvous = serve_rendezvous("127.0.0.1", 0, read_run_key(Path(ours)))
     islands = [{"run_key_file": ours}, {"run_key_file": ours}, {"connect_seconds": 5} | stranger]
@@ -65,7 +65,7 @@ def test_strangers_that_speak_to_an_island_are_refused_and_counted(tmp_path):
         wrong = read_run_key(Path(key_file(tmp_path, "w")))
         peers = control_addresses(made)
         for name, key in (("liar", wrong), ("beggar", None)):
-            asyncio.run(speak(peers[0], tmp_path.name, name, Trust(key)))
+            asyncio.run(speak(peers[0], tmp_path.name, name, PeerAuth(key)))
         first = made.started[0]
         until(lambda: len(first.events("refused")) >= 2, "both are recorded", first)
         texts = "\n".join(first.events("refused"))
@@ -75,13 +75,13 @@ def test_strangers_that_speak_to_an_island_are_refused_and_counted(tmp_path):
 
 
 def control_addresses(made: Swarm) -> list[str]:
-    """Of the islands' leaders, as the rendezvous tells them to holders of the key."""
+    """Control addresses of the islands' leaders, as the rendezvous returns them to holders of the key."""
     from outer.membership.tcp import open_membership
 
     async def ask() -> list[str]:
-        trust = Trust(read_run_key(made.folder / "k"))
+        auth = PeerAuth(read_run_key(made.folder / "k"))
         membership = await open_membership(
-            made.config.island.bootstrap, made.config.name, Endpoint("visitor", 0), 5.0, 10.0, trust
+            made.config.island.bootstrap, made.config.name, Endpoint("visitor", 0), 5.0, 10.0, auth
         )
         try:
             return [member.control_addresses[0] for member in (await membership.members()).values()]
@@ -91,12 +91,12 @@ def control_addresses(made: Swarm) -> list[str]:
     return asyncio.run(ask())
 
 
-async def speak(address: str, run: str, name: str, trust: Trust) -> None:
-    """Try to tell an island something; it does not listen."""
-    messenger = StreamMessenger(run, Endpoint(name, 0), dial, Traffic(), trust)
+async def speak(address: str, run: str, name: str, auth: PeerAuth) -> None:
+    """Try to send a message to an island, which ignores it."""
+    messenger = StreamMessenger(run, Endpoint(name, 0), dial, Traffic(), auth)
     try:
         with pytest.raises((PeerLost, TransportError)):
-            await messenger.call(address, "standing", b"{}", timeout_seconds=10)
+            await messenger.call(address, "status", b"{}", timeout_seconds=10)
     finally:
         await messenger.close()
 
@@ -175,6 +175,6 @@ def test_an_island_with_another_config_is_told_which_keys_differ_and_the_run_goe
 
 
 def elsewhere(made: Swarm, folder: Path):
-    """The swarm's config, the islands' folders somewhere else, as on another machine."""
+    """The swarm's config with other folders for the islands, as on another machine."""
     islands = tuple(island | {"run_dir": str(folder)} for island in made.config.islands)
     return made.config.model_copy(update={"islands": islands})

@@ -1,4 +1,4 @@
-"""What tests of faults wait for, and how they read an island's records."""
+"""Helpers for tests of faults: wait for conditions and read an island's records."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ GUARD_SECONDS = 150.0
 
 
 def until(is_so: Callable[[], object], what: str, *islands: Island) -> None:
-    """Return when it is so; fails with the logs when that does not come."""
+    """Wait until `is_so()` is true. Fails the test with the islands' logs if that does not happen."""
     deadline = time.monotonic() + GUARD_SECONDS
     while not is_so():
         if time.monotonic() > deadline:
@@ -20,17 +20,17 @@ def until(is_so: Callable[[], object], what: str, *islands: Island) -> None:
 
 
 def last_round(island: Island) -> int:
-    """The last round that it has committed; -1: none."""
+    """Number of the last round that the island has committed, or -1."""
     return max(island.committed(), default=-1)
 
 
 def reached(island: Island, round_number: int) -> None:
-    """Wait until it has committed this round or a later one: on a loaded machine it may miss some."""
+    """Wait until the island has committed this round or a later one. On a loaded machine it may miss some."""
     until(lambda: last_round(island) >= round_number, f"round {round_number}", island)
 
 
 def more_rounds(island: Island, count: int, participants: list[str] | None = None) -> None:
-    """Wait until it has committed so many more rounds; with `participants`, rounds of exactly these."""
+    """Wait until the island has committed `count` more rounds, all with exactly `participants` if given."""
     after = last_round(island)
 
     def has_come() -> bool:
@@ -41,13 +41,13 @@ def more_rounds(island: Island, count: int, participants: list[str] | None = Non
 
 
 def all_records(island: Island, kinds: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Its records of these kinds, in their order."""
+    """Records of these kinds in order of time."""
     found = [record for kind in kinds for record in island.records(kind)]
     return sorted(found, key=lambda record: record["time"])
 
 
 def assert_one_history(*islands: Island) -> None:
-    """Every round was committed with one digest by all islands that committed it."""
+    """Check that all islands that committed a round have the same digest for it."""
     rounds = [island.committed() for island in islands]
     for number in set().union(*rounds):
         digests = {found[number]["digest"] for found in rounds if number in found}

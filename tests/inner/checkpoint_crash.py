@@ -1,4 +1,4 @@
-"""A training state in miniature for tests of checkpoints on disk, and real SIGKILLs at named points of a save."""
+"""A tiny training state for checkpoint tests, and real SIGKILLs at named points of a save."""
 
 import logging
 import os
@@ -14,22 +14,22 @@ import pytest
 import torch
 from torch import nn
 
-from inner.checkpoint import CheckpointFailed, Checkpoints
+from inner.checkpoint.save_load import CheckpointFailed, Checkpoints
 from inner.errors import InputError
 
 TIMEOUT_SECONDS = 30.0
 WEIGHT_BYTES = 64 * 64 * 4
 KILLED_AT_BYTES = 4096
 FILES = [".metadata", "__0_0.distcp", "__1_0.distcp"]
-"""What two ranks write, but for the manifest."""
+"""The files that two ranks write, without the manifest."""
 
 
 @dataclass
 class Tiny:
-    """A model of two matrices, filled with the number of the step."""
+    """A model of two matrices filled with the step number."""
 
     inner_step: int = 0
-    parts: list[nn.Module] = field(default_factory=lambda: [nn.Sequential(matrix(), matrix())])
+    stages: list[nn.Module] = field(default_factory=lambda: [nn.Sequential(matrix(), matrix())])
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -37,12 +37,12 @@ class Tiny:
 
     def set_step(self, step: int) -> None:
         self.inner_step = step
-        for param in self.parts[0].parameters():
+        for param in self.stages[0].parameters():
             nn.init.constant_(param, float(step))
 
     @property
     def values(self) -> set[float]:
-        return {value for param in self.parts[0].parameters() for value in param.flatten().tolist()}
+        return {value for param in self.stages[0].parameters() for value in param.flatten().tolist()}
 
 
 def matrix() -> nn.Module:
@@ -54,13 +54,13 @@ def open_checkpoints(folder: Path, keep: int = 1) -> Checkpoints:
 
 
 def save_steps(checkpoints: Checkpoints, *steps: int) -> None:
-    """Saves a Tiny of each step, one after the other."""
+    """Save a Tiny of each step in turn."""
     for step in steps:
         checkpoints.save(Tiny(step), {"step": step}, wait=True)
 
 
 def step_and_values(checkpoints: Checkpoints) -> tuple[int | None, set[float]]:
-    """The step of the newest checkpoint, and the values that it gives."""
+    """Step of the newest checkpoint, and the values loaded from it."""
     found = checkpoints.newest()
     if found is None:
         return None, set()
@@ -74,7 +74,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def with_checkpoints(rank: int, folder: Path, work: Callable[[int, Checkpoints, Path], Any]) -> Any:
-    """What `work` returns, given this rank's own Checkpoints."""
+    """Call `work` with this rank's Checkpoints and return its result."""
     return work(rank, open_checkpoints(folder, keep=2), folder)
 
 
@@ -85,7 +85,7 @@ def error_of(call: Callable[[], Any]) -> str:
 
 
 class Heard(logging.Handler):
-    """The warnings of this process."""
+    """Collects the warnings of this process."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -97,10 +97,10 @@ class Heard(logging.Handler):
 
 
 def kill_before(is_the_point: Callable[[str, tuple], bool]) -> None:
-    """This process dies by SIGKILL right before the first thing it asks of the system that is the point."""
+    """Make this process die by SIGKILL right before the first audit event for which `is_the_point` holds."""
 
     def look(event: str, args: tuple) -> None:
-        # The kill is an event, too.
+        # os.kill raises an audit event itself.
         if event != "os.kill" and is_the_point(event, args):
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -108,7 +108,7 @@ def kill_before(is_the_point: Callable[[str, tuple], bool]) -> None:
 
 
 def kill_while_writing() -> None:
-    """The kernel kills this process in the middle of a file."""
+    """Make the kernel kill this process in the middle of writing a file."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (KILLED_AT_BYTES, resource.RLIM_INFINITY))
@@ -157,7 +157,7 @@ KILLS: dict[str, Callable[[], Any]] = {
 
 
 def killed_on_a_rank(rank: int, folder: Path, point: str) -> None:
-    """Saves step 1, then dies on rank 0 while saving step 2."""
+    """Save step 1, then die on rank 0 while saving step 2."""
     checkpoints = open_checkpoints(folder)
     save_steps(checkpoints, 1)
     if rank == 0:
@@ -166,7 +166,7 @@ def killed_on_a_rank(rank: int, folder: Path, point: str) -> None:
 
 
 def recovered_on_a_rank(rank: int, folder: Path) -> dict[str, Any]:
-    """What the next processes find, and what is there once they have saved step 3."""
+    """Load what a new process finds, save step 3, and report both."""
     checkpoints = open_checkpoints(folder)
     heard = Heard()
     found = step_and_values(checkpoints)

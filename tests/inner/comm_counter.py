@@ -1,4 +1,4 @@
-"""Counts what an island's ranks say to each other: calls and bytes of every collective, by mesh axis."""
+"""Counts calls and bytes of every collective between an island's ranks, by mesh axis."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from inner.measure.traffic import OTHER, Row, sent_bytes
+from inner.measure.traffic import OTHER, TrafficRow, sent_bytes
 from inner.mesh import IslandMesh
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 SCALARS_BYTES = 64
-"""Collectives of no more than this are bookkeeping: losses, norms, counts."""
+"""Collectives up to this size are bookkeeping: losses, norms, counts."""
 
 OPS = {
     "all_gather": "allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_ "
@@ -31,70 +31,70 @@ OPS = {
     "gather": "gather_",
     "scatter": "scatter_",
     "send": "send isend",
-    # Nothing leaves this rank, or nothing worth counting; the other end of a receive counts it.
+    # These send nothing from this rank, or too little to count; a receive is counted by its sender.
     "": "recv_ recv_any_source_ irecv barrier monitored_barrier_",
 }
-"""torch's names of each operation, in all namespaces."""
+"""torch's names for each operation, in all namespaces."""
 _OP_OF = {name: op for op, names in OPS.items() for name in names.split()}
 
 INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "input_list", "tensor", "tensors")
 GROUPS = ("process_group", "group_name")
-"""Arguments of torch's operations: what this rank gives, and to whom."""
+"""Names of the arguments of torch's operations that hold this rank's input, and the group."""
 
 
-class Ledger(TorchDispatchMode):
-    """Inside `with Ledger(groups) as ledger`, everything that this rank sends is counted in `ledger.rows`.
+class CommCounter(TorchDispatchMode):
+    """Counts everything that this rank sends inside `with CommCounter(groups) as counter`, in `counter.rows`.
 
-    `groups` has the process group of each axis, see island_groups. A group that two axes share is counted as `a+b`; one
-    that is not given counts for the axis of the same ranks, or else as `other`. One of a single rank is left out:
-    nothing leaves the rank. The ledger sees what this thread calls and what autograd calls for it in other threads (a
-    CUDA device's backward), but not what another Python thread starts. Every operation of the step passes through it,
-    which costs some microseconds each: count single steps. Compiled blocks stay compiled, and are counted.
+    `groups` maps each axis to its process group, see island_groups. A group that two axes share is counted as `a+b`; an
+    unknown group counts for the axis with the same ranks, or else as `other`. Groups of a single rank are left out,
+    because nothing leaves the rank. Calls of this thread are counted, as are those that autograd makes for it in other
+    threads (the backward on a CUDA device), but not those of other Python threads. Every operation takes some
+    microseconds more, so count single steps. Compiled blocks stay compiled, and are counted.
     """
 
     def __init__(self, groups: Mapping[str, ProcessGroup]) -> None:
         super().__init__()
         self._axis_of: dict[str | tuple[int, ...], str] = {}
         for axis, group in groups.items():
-            # On a mesh of one long axis torch has one group for several names.
-            others = self._axis_of.get(group.group_name)
-            self._axis_of[group.group_name] = f"{others}+{axis}" if others else axis
+            # On a mesh with a single long axis, torch has the same group under several names.
+            first = self._axis_of.get(group.group_name)
+            self._axis_of[group.group_name] = f"{first}+{axis}" if first else axis
             self._axis_of.setdefault(_ranks(group), axis)
         self._totals: dict[tuple[str, str], tuple[int, int]] = {}
 
     @property
-    def rows(self) -> list[Row]:
-        """One row for each axis and operation, sorted."""
-        return [Row(*key, *total) for key, total in sorted(self._totals.items())]
+    def rows(self) -> list[TrafficRow]:
+        """One row per axis and operation, sorted."""
+        return [TrafficRow(*key, *total) for key, total in sorted(self._totals.items())]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Without this torch.compile would run everything uncompiled while we count."""
+        """True, as torch.compile would otherwise run everything uncompiled inside the counter."""
         return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            # A mode runs before a subclass; so DTensor's own collectives come back here, and are seen.
+            # A mode runs before a subclass. This lets DTensor go first; its collectives then come back here.
             return NotImplemented
         if isinstance(func, torch._ops.OpOverload) and func.namespace in NAMESPACES:
             self._count(func, args)
         return func(*args, **(kwargs or {}))
 
     def _count(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
-        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-        group = next((_group(given[name]) for name in GROUPS if name in given), None)
+        arguments = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        group = next((_group(arguments[name]) for name in GROUPS if name in arguments), None)
         if group is None or group.size() == 1:
             return
         name = func._schema.name.partition("::")[2]
-        assert name in _OP_OF, f"the ledger has no rule for {func}"
+        assert name in _OP_OF, f"CommCounter does not know {func}"
         op = _OP_OF[name]
         if not op:
             return
-        size = sum(_num_bytes(given[name]) for name in INPUTS if name in given)
+        size = sum(_num_bytes(arguments[name]) for name in INPUTS if name in arguments)
         sent = sent_bytes(op, size, group.size())
-        # DTensor's caches may hold the groups of an equal mesh that was built before.
+        # DTensor caches may hold groups of an equal mesh that was built earlier.
         axis = self._axis_of.get(group.group_name) or self._axis_of.get(_ranks(group), OTHER)
         key = axis, op if size > SCALARS_BYTES else "scalars"
         calls, total = self._totals.get(key, (0, 0))
@@ -102,13 +102,13 @@ class Ledger(TorchDispatchMode):
 
 
 def island_groups(mesh: IslandMesh) -> dict[str, ProcessGroup]:
-    """The process group of each axis of the mesh that this rank is in; what FSDP shards over is one axis."""
+    """Process group of this rank along each axis of the mesh; the ranks that FSDP shards over form one axis."""
     groups = {axis: mesh.world[axis].get_group() for axis in ("pp", "dp_replicate", "fsdp", "tp")}
     return groups | ({"cp": mesh.cp_group} if mesh.degrees.cp > 1 else {})
 
 
 def _group(group: Any) -> ProcessGroup:
-    """The group that an operation names: functional ones by name, others by a boxed object."""
+    """Process group of an operation; functional operations pass its name, others a boxed object."""
     if isinstance(group, ProcessGroup):
         return group
     if isinstance(group, str):
@@ -121,5 +121,5 @@ def _ranks(group: ProcessGroup) -> tuple[int, ...]:
 
 
 def _num_bytes(tensors: Any) -> int:
-    """Bytes of a tensor, or of all tensors in lists of lists."""
+    """Bytes of a tensor, or of all tensors in nested lists."""
     return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))

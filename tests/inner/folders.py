@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from inner.huggingface.save import Dtype, Export, save_model
-from inner.model import Transformer
-from inner.presets import ModelSizes
+from inner.model.sizes import ModelSizes
+from inner.model.transformer import Transformer
 from tests.inner.small import SIZES, build_model
 
 BYTE_SIZES = replace(SIZES, vocab_size=260)
 
 
 def spread_model(sizes: ModelSizes = BYTE_SIZES, seed: int = 3, seq_len: int = 32) -> Transformer:
-    """A model whose every weight matters: norms that are not ones, scores that are not all alike."""
+    """A model in which every weight matters: norms differ from one and logits differ from each other."""
     model = build_model(sizes, seed, seq_len).requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for param in model.parameters():
@@ -37,7 +37,7 @@ def write_folder(out: Path, model: Transformer, dtype: Dtype = "float32", **expo
 
 
 def change_config(folder: Path, **values: Any) -> None:
-    """Sets keys of the folder's config.json; a key that becomes `...` is left out."""
+    """Set keys of the folder's config.json. The value `...` removes a key."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) | values
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))

@@ -1,4 +1,4 @@
-"""Queries, keys and values of whole sequences, and what attention must make of them."""
+"""Queries, keys and values of full sequences, and the expected attention."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -6,12 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inner.attention import causal_attention
 from inner.config import ContextMethod
+from inner.model.attention import causal_attention
 
 B, H, E = 2, 4, 8
 BANDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Relative errors that rounding explains."""
+"""Relative errors that rounding can explain."""
 
 
 class Case(NamedTuple):
@@ -22,7 +22,7 @@ class Case(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """A whole sequence, fp64, rounded to the case's dtype."""
+    """A full sequence in fp64, rounded to the case's dtype."""
 
     q: Tensor
     k: Tensor
@@ -43,12 +43,12 @@ def inputs(case: Case, seq_len: int) -> Inputs:
 
 
 def strided(x: Tensor) -> Tensor:
-    """The same numbers, dims 0 and 1 the other way round in memory."""
+    """The same values with dims 0 and 1 swapped in memory."""
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def each_document_alone(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
-    """The reference: sequence by sequence, document by document."""
+    """Reference attention, computed one sequence and one document at a time."""
     rows = []
     for row in range(len(q)):
         lengths = documents[row].unique_consecutive(return_counts=True)[1].tolist()
@@ -58,7 +58,7 @@ def each_document_alone(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> T
 
 
 def with_gradients(attend: Callable[..., Tensor], given: Inputs) -> list[Tensor]:
-    """y, dq, dk, dv."""
+    """(y, dq, dk, dv) of one attention."""
     leaves = [x.detach().requires_grad_() for x in given[:3]]
     y = attend(*leaves, given.documents)
     return [y.detach(), *torch.autograd.grad(y, leaves, given.dy)]
@@ -88,7 +88,7 @@ def bytes_per_attention(
     """
     B, S, H, E = q_shape
     num_positions = B * S // cp
-    # int64 each; they go where keys go.
+    # Document numbers are int64 and travel with the keys.
     documents = (cp - 1) * num_positions * 8 if has_documents else 0
     if method == "ulysses":
         traded = (cp - 1) * num_positions * (2 * H + 2 * num_kv_heads) * E // cp * itemsize

@@ -1,4 +1,4 @@
-"""A model small enough to train in a test, its batches, and what ranks see of it."""
+"""A model small enough to train in a test, its batches, and views of it on each rank."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from inner.config import OptimizerConfig, ParallelConfig
-from inner.init import initialise
 from inner.mesh import Degrees, IslandMesh
-from inner.model import Transformer
+from inner.model.init import initialise
+from inner.model.sizes import ModelSizes
+from inner.model.transformer import Transformer
 from inner.params import LocalParams
-from inner.presets import ModelSizes
 from inner.trainer import Trainer, TrainerSettings
 
 # 61 tokens and 2 x 24 hidden columns: neither is a multiple of 3 or 4 ranks.
@@ -32,7 +32,7 @@ def build_trainer(
     parallel: ParallelConfig | None = None,
     **settings: Any,
 ) -> Trainer:
-    """A trainer on a CPU mesh; `settings` replaces some of SETTINGS."""
+    """A trainer on a CPU mesh. `settings` overrides SETTINGS."""
     mesh = IslandMesh(degrees, "cpu")
     return Trainer(sizes, config, mesh, parallel or ParallelConfig(), replace(SETTINGS, **settings))
 
@@ -45,7 +45,7 @@ def build_model(sizes: ModelSizes = SIZES, seed: int = 3, seq_len: int = 32) -> 
 
 
 def batch(step: int) -> Tensor:
-    """The island's sequences of a step, (SEQUENCES, SEQ_LEN + 1), with ever longer ignored tails."""
+    """The island's sequences of a step, (SEQUENCES, SEQ_LEN + 1), with ignored tails of increasing length."""
     generator = torch.Generator().manual_seed(step)
     windows = torch.randint(0, SIZES.vocab_size, (SEQUENCES, SEQ_LEN + 1), generator=generator)
     # A pattern, so that there is something to learn.
@@ -67,7 +67,7 @@ def snapshot(params: LocalParams) -> list[Tensor]:
 
 
 def whole_model(params: LocalParams) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Every parameter as a matrix put together from all ranks' slices, and how many ranks hold each element."""
+    """Every parameter as a matrix assembled from all ranks' slices, and the number of ranks that hold each element."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, list(zip(params.slices, snapshot(params), strict=True)))
     values = {spec.name: torch.full(spec.matrix_shape, torch.nan) for spec in params.specs}
@@ -81,5 +81,5 @@ def whole_model(params: LocalParams) -> tuple[dict[str, Tensor], dict[str, Tenso
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest magnitude."""
+    """Largest difference divided by the largest magnitude."""
     return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30))

@@ -4,7 +4,7 @@ import pytest
 
 from inner.config import MeshConfig
 from inner.errors import InputError
-from inner.mesh import Degrees, accumulation, resolve_degrees
+from inner.mesh import Degrees, accumulation_steps, resolve_degrees
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,12 @@ def test_every_rank_has_a_place_of_its_own_and_neighbours_on_tp_are_neighbours()
 def test_tokens_are_spread_over_micro_batches(
     tokens: int, seq_len: int, micro_batch: int, ranks: int, count: int
 ) -> None:
-    assert accumulation(tokens, seq_len, micro_batch, ranks) == count
+    assert accumulation_steps(tokens, seq_len, micro_batch, ranks) == count
 
 
 @pytest.mark.parametrize(("tokens", "cure"), [(10000, "try 8192 or 12288"), (100, "try 4096")])
 def test_tokens_that_do_not_divide_name_those_that_do(tokens: int, cure: str) -> None:
     with pytest.raises(InputError) as caught:
-        accumulation(tokens, 256, 8, 2)
+        accumulation_steps(tokens, 256, 8, 2)
     assert f"optimizer.tokens_per_step ({tokens})" in str(caught.value)
     assert cure in str(caught.value)

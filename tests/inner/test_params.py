@@ -1,4 +1,4 @@
-"""Slices: written and read in place, uneven and empty ones too. Their union is tested in tests/parity."""
+"""Slices are read and written in place, also uneven and empty ones. tests/parity tests their union."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from tests.inner.small import SIZES, batch, build_trainer, share, whole_model
 
 
 def params_on_a_rank(rank: int, degrees: Degrees) -> None:
-    """Writes of odd values come back bit for bit, in place, seen by both the reader and the model."""
+    """Written values are read back bit for bit, in place, by both the reader and the model."""
     params = build_trainer(degrees, micro_batch=1).params
     views = [params.read(index) for index in range(len(params.slices))]
     for index, held in enumerate(params.slices):

@@ -1,4 +1,4 @@
-"""bf16 computes; fp32 is what is kept, summed and stepped."""
+"""bf16 is used to compute; storage, sums and optimizer steps are fp32."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,34 +20,34 @@ STEPS = 200
 
 @dataclass
 class Kept:
-    """The dtypes of all tensors of a kind."""
+    """The dtypes of the tensors, by kind."""
 
     params: set[torch.dtype]
     gradients: set[torch.dtype]
     states: set[torch.dtype]
     computed: set[torch.dtype]
-    """Of what blocks gave one another."""
+    """Dtypes of the activations between blocks."""
 
 
 def kept(_: int, optimizer: str) -> Kept:
     trainer = build_trainer(
         Degrees(dp_shard=2), config=OPTIMIZER.model_copy(update={"name": optimizer}), compute_dtype="bfloat16"
     )
-    (part,) = trainer.parts
+    (model,) = trainer.stages
     gradients: set[torch.dtype] = set()
     computed: set[torch.dtype] = set()
 
     def see_gradients(*_: Any) -> None:
-        gradients.update(local(param.grad).dtype for param in part.parameters() if param.grad is not None)
+        gradients.update(local(param.grad).dtype for param in model.parameters() if param.grad is not None)
 
     def see_output(_module: object, _inputs: object, x_BSD: Tensor) -> None:
         computed.add(x_BSD.dtype)
 
     register_optimizer_step_pre_hook(see_gradients)
-    for layer in part.layers.children():
+    for layer in model.layers.children():
         layer.register_forward_hook(see_output)
     trainer.step(share(trainer, batch(0)))
-    params = {local(param).dtype for param in part.parameters()}
+    params = {local(param).dtype for param in model.parameters()}
     return Kept(params, gradients, {local(value).dtype for value in states(trainer)}, computed)
 
 
@@ -56,7 +56,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def states(trainer: Trainer) -> list[Tensor]:
-    """Tensors of the optimizers as large as their parameters."""
+    """Dtypes of optimizer states that have the shape of their parameter."""
     return [
         value
         for optimizer in trainer.optimizers

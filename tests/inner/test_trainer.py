@@ -1,4 +1,4 @@
-"""The trainer's own promises: accumulation, precision, the guard, evaluation, reruns, writes."""
+"""The trainer: accumulation, precision, skipped steps, evaluation, reruns, writes."""
 
 import math
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def assert_same_bits(got: list[Tensor], expected: list[Tensor]) -> None:
 
 
 class CountOps(TorchDispatchMode):
-    """Notes the name of every operator called under it."""
+    """Records the name of every operator called inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,8 +85,8 @@ def precision_on_a_rank(rank: int) -> dict[str, Any]:
         found["layer"] |= {args[0].dtype, out.dtype}
         found["rope"] |= {args[1].dtype}
 
-    trainer.parts[0].layers["1"].register_forward_hook(note_layer)
-    trainer.parts[0].register_forward_hook(lambda _module, _args, out: found.update(loss=out.dtype))
+    trainer.stages[0].layers["1"].register_forward_hook(note_layer)
+    trainer.stages[0].register_forward_hook(lambda _module, _args, out: found.update(loss=out.dtype))
 
     def note_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
         for param in (param for group in optimizer.param_groups for param in group["params"]):
@@ -121,25 +121,25 @@ def test_bfloat16_trains_near_fp32(precision: dict[str, Any]) -> None:
 
 
 def poison_loss(trainer: Trainer) -> Any:
-    """From now on this rank's loss is not a number."""
+    """Make this rank's loss NaN from now on."""
 
     def hook(_module: object, _args: object, out: Tensor) -> Tensor:
         return out * math.nan
 
-    return trainer.parts[0].register_forward_hook(hook)
+    return trainer.stages[0].register_forward_hook(hook)
 
 
 def poison_gradient(trainer: Trainer) -> Any:
-    """From now on this rank's loss is finite and its gradient is not."""
+    """Make this rank's gradient non-finite from now on, with a finite loss."""
 
     def hook(_module: object, _args: object, out: Tensor) -> None:
         out.register_hook(lambda grad: grad * math.inf)
 
-    return trainer.parts[0].register_forward_hook(hook)
+    return trainer.stages[0].register_forward_hook(hook)
 
 
 def poisoned_on_a_rank(rank: int, degrees: Degrees, poison: Callable[[Trainer], Any]) -> dict[str, Any]:
-    """Two good steps, two poisoned on rank 1 only, a good one, then poison until the trainer stops."""
+    """Two good steps, two poisoned on rank 1 only, a good one, then poisoned ones until the trainer stops."""
     config = OPTIMIZER.model_copy(update={"max_skipped_steps": 2})
     trainer = build_trainer(degrees, config=config)
     train(trainer, 2)
@@ -170,10 +170,10 @@ def test_one_ranks_poison_is_skipped_by_all_and_stops_all_at_the_limit(
         assert [(step.is_skipped, step.loss, step.grad_norm) for step in found["skipped"]] == [(True, None, None)] * 2
         assert [step.step for step in found["skipped"]] == [3, 4]
         assert found["is_unchanged"]
-        # The good step between: three in a row, not five in all, stop the island.
+        # The good step resets the count: three in a row stop the island, not five in total.
         assert not found["good"].is_skipped
         assert [step.is_skipped for step in found["then"]] == [True, True]
-        # Of a tensor-parallel group, rank 0 alone reports the loss.
+        # Only rank 0 of a tensor-parallel group reports the loss.
         what = "loss" if poison is poison_loss and degrees.tp == 1 else "gradient"
         assert f"3 steps in a row had a non-finite {what}" in found["reason"]
         assert "optimizer.max_skipped_steps allows 2" in found["reason"]
@@ -181,7 +181,7 @@ def test_one_ranks_poison_is_skipped_by_all_and_stops_all_at_the_limit(
 
 
 def evaluation_on_a_rank(rank: int) -> None:
-    """Evaluating between steps changes nothing; a write after it is seen."""
+    """Evaluation between steps changes nothing, and a later write takes effect."""
     heldout = [batch(500)[:3], batch(501)[:3]]
     plain = build_trainer(FSDP2)
     watched = build_trainer(FSDP2)
@@ -190,7 +190,7 @@ def evaluation_on_a_rank(rank: int) -> None:
         random_state = torch.random.get_rng_state()
         watched.evaluate(heldout)
         assert torch.equal(torch.random.get_rng_state(), random_state)
-        assert all(param.grad is None for param in watched.parts[0].parameters())
+        assert all(param.grad is None for param in watched.stages[0].parameters())
         watched.step(share(watched, batch(step)))
     assert_same_bits(snapshot(watched.params), snapshot(plain.params))
     assert watched.inner_step == plain.inner_step == 4

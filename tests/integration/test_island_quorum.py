@@ -1,4 +1,4 @@
-"""Real islands whose rounds wait for a quorum only: each at its own pace, one state everywhere."""
+"""Real islands whose rounds wait only for a quorum: each trains at its own pace, and all hold one state."""
 
 import signal
 import time
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco.accounting import data_account
-from diloco.global_params import newest_checkpoint
-from diloco.runfiles import read_run
-from outer.saved import read_facts
+from diloco.checkpoints.global_params import find_newest_checkpoint
+from diloco.records.run_folder import read_run
+from diloco.report.data_account import data_account
+from outer.rounds.checkpoint import parse_facts
 from tests.swarm import Island, swarm
 
 ONE, FSDP2, SLOW = {"ranks": 1}, {"ranks": 2}, {"ranks": 1, "faults": ["slow:2x4"]}
@@ -19,7 +19,7 @@ QUORUM = ("outer.wait_for=quorum", "outer.optimizer.delayed=true", "outer.inner_
 
 
 def check_equal(islands: Sequence[Island]) -> None:
-    """Each round that these islands committed has one digest; together they have committed all there are."""
+    """Check that each round has one digest and that the islands together have committed all rounds."""
     digests = [{number: record["digest"] for number, record in island.committed().items()} for island in islands]
     for number in set().union(*digests):
         assert len({found[number] for found in digests if number in found}) == 1, f"round {number}"
@@ -57,7 +57,7 @@ def test_the_others_make_the_tokens_of_an_island_that_was_killed(tmp_path):
 
 
 def wait_for_checkpoints(folder: Path, num_islands: int) -> None:
-    """So many islands have saved."""
+    """Wait until that many islands have saved a checkpoint."""
     deadline = time.monotonic() + 240
     while len({path.parent for path in folder.glob("**/checkpoints/step-????????")}) < num_islands:
         assert time.monotonic() < deadline, "an island has not saved"
@@ -88,8 +88,8 @@ def test_islands_go_on_from_their_checkpoints(tmp_path, fragments):
 
 def furthest(folder: Path) -> tuple[str, str]:
     """Island and digest of the saved state with the most committed tokens."""
-    found = [newest_checkpoint(folder, f"island-{index}") for index in range(3)]
-    facts = {one.path.parts[-3]: read_facts(one.facts["outer"]) for one in found}
+    found = [find_newest_checkpoint(folder, f"island-{index}") for index in range(3)]
+    facts = {one.path.parts[-3]: parse_facts(one.facts["outer"]) for one in found}
     island = max(facts, key=lambda name: facts[name].position.tokens)
     return island, facts[island].digest
 

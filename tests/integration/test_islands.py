@@ -1,4 +1,4 @@
-"""Several real islands train one model: unequal meshes, a death, a joiner, an end by signal."""
+"""Several real islands train one model with unequal meshes, a death, a joiner, and an end by signal."""
 
 import signal
 import time
@@ -20,7 +20,7 @@ UNEQUAL = {"fp32-replicate2": ("fp32", REPLICATE2), "int8-pp2-tp2": ("int8", FOU
 
 @pytest.fixture(scope="module")
 def unequal(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Island]]:
-    """A run of UNEQUAL -> its three islands, which have trained three rounds and ended."""
+    """The three islands of a finished run of UNEQUAL with three rounds."""
 
     @cache
     def trained(name: str) -> list[Island]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.netns import PREFIX
+from diloco.network_emulation.namespaces import PREFIX
 from tests.swarm import TEXT, TINY
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")]

@@ -1,4 +1,4 @@
-"""An island that was killed goes on from its checkpoint as if it had never stopped, bit for bit."""
+"""An island that was killed continues from its checkpoint bit for bit as if it had never stopped."""
 
 import os
 import shutil
@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from diloco import island as life
-from diloco.assemble import Parts
-from diloco.config import Config
-from diloco.global_params import read_global_params
+from diloco.assemble import Runtime
+from diloco.checkpoints.global_params import read_global_params
+from diloco.config.schema import Config
 from diloco.train import train
+from inner.checkpoint.folder import list_published
 from tests.faults.waits import until
 from tests.swarm import Island, Work, swarm, train_and_return_params
 
@@ -27,10 +28,10 @@ LOSSY = ["outer.codec=stat2", "outer.coding.feedback=0.9"]
 
 
 def killed_after(steps: int) -> Work:
-    """Train, until the process is killed in its inner step number `steps`, before anybody hears of it."""
+    """Train until the process kills itself in inner step `steps`, before the step is recorded or sent."""
 
     def work(config: Config, index: int) -> None:
-        def live(parts: Parts) -> None:
+        def live(parts: Runtime) -> None:
             made = [0]
 
             def die(seconds: float) -> None:
@@ -50,7 +51,7 @@ def killed_after(steps: int) -> Work:
 
 
 def come_together(folder: Path, index: int, count: int) -> None:
-    """All islands are here: one that died before would have left the last round to the others."""
+    """Wait until all islands are here. If one died earlier, the others would finish the last round without it."""
     (folder / f"here-{index}").touch()
     deadline = time.monotonic() + 60
     while len(list(folder.glob("here-*"))) < count:
@@ -59,7 +60,7 @@ def come_together(folder: Path, index: int, count: int) -> None:
 
 
 def losses(island: Island) -> dict[int, float]:
-    """By inner step, as last recorded."""
+    """Last recorded loss of each inner step."""
     return {record["step"]: record["loss"] for record in island.records("step")}
 
 
@@ -101,7 +102,7 @@ def test_two_islands_killed_in_a_round_end_as_if_nothing_had_been(tmp_path: Path
 
 
 def digests(island: Island, event: str) -> list[str]:
-    """What the island's events of this kind say of the digest of its global params."""
+    """Digests of the global params in the island's events of this kind."""
     return [text.rpartition(" ")[2] for text in island.events(event)]
 
 
@@ -188,7 +189,8 @@ def test_save_now_saves_in_the_middle_of_a_round(tmp_path: Path) -> None:
         until(lambda: len(island.records("step")) > 3, "it trains", island)
         (island.folder / "save-now").touch()
         checkpoints = island.folder / "checkpoints"
-        until(lambda: list(checkpoints.glob("step-*/manifest.json")), "it has saved", island)
+        # A manifest alone may still lie in step-N.partial, which is renamed last.
+        until(lambda: list_published(checkpoints)[0], "it has saved", island)
         island.signal(signal.SIGKILL)
         assert island.wait() == [-signal.SIGKILL]
         again = made.start(0)

@@ -1,4 +1,4 @@
-"""scripts/bench/wallclock.py: what it makes of records, and the whole of it as a user runs it (needs root)."""
+"""scripts/bench/wallclock.py: its evaluation of records, and the script as a user runs it (needs root)."""
 
 import json
 import os
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco.metrics import EvalRecord
-from diloco.netns import PREFIX
-from diloco.runfiles import IslandRecords
-from scripts.bench.wallclock_runs import curve_of, seconds_to
+from diloco.network_emulation.namespaces import PREFIX
+from diloco.records.metrics import EvalRecord
+from diloco.records.run_folder import IslandRecords
+from scripts.bench.wallclock_runs import build_curve, seconds_to
 from tests.swarm import TEXT
 
 ROOT = Path(__file__).parents[2]
@@ -35,11 +35,11 @@ def test_a_loss_counts_when_the_last_machine_has_measured_it_and_an_untrained_mo
 
     fast = IslandRecords("island-0", evals=[record(0, 5.5, 99.0), record(2, 3.0, 108.0), record(4, 2.0, 116.0)])
     slow = IslandRecords("island-1", evals=[record(0, 5.5, 101.0), record(2, 3.0, 109.0), record(4, 2.0, 115.0)])
-    assert curve_of([fast, slow], 100.0) == [(9.0, 3.0), (16.0, 2.0)]
+    assert build_curve([fast, slow], 100.0) == [(9.0, 3.0), (16.0, 2.0)]
 
 
 def bench(folder: Path) -> str:
-    """What the script prints, with two rows of two rounds."""
+    """Output of the script for two rows of two rounds."""
     command = [sys.executable, "-m", "scripts.bench.wallclock", "--rows", "data-parallel,diloco", "--rounds", "2"]
     command += ["--loss", "9", "--out", str(folder), "--plot", str(folder / "plot.png"), *TINY]
     command += ["data.source=files", f"data.paths=[{folder / 'text'}]", f"island.cache_dir={folder / 'cache'}"]

@@ -1,4 +1,4 @@
-"""What the tests of codecs share: parts to encode, and each codec's documented bound."""
+"""Helpers of the codec tests: parts to encode, and each codec's documented bound."""
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ finite_values = st.lists(floats, max_size=600).map(lambda values: torch.tensor(v
 
 
 def mixed_values(size: int, seed: int) -> torch.Tensor:
-    """Values over some 30 decades, the magnitude changing along the part and from element to element."""
+    """Values over some 30 decades, whose magnitude changes along the part and between elements."""
     rng = np.random.default_rng(seed)
     exponent = np.linspace(-20, 8, size) if size else np.empty(0)
     values = rng.standard_normal(size) * 10.0 ** (exponent + rng.standard_normal(size))
@@ -41,7 +41,7 @@ def peaks_of(values: np.ndarray, block: int) -> np.ndarray:
 
 
 def int8_steps(values: np.ndarray) -> np.ndarray:
-    """Largest distance of two codes that each element may see."""
+    """The largest difference between adjacent codes, for each element."""
     return np.maximum(peaks_of(values, 256) / 127, 2.0**-120) * (1 + 2.0**-16)
 
 
@@ -50,7 +50,7 @@ def int4_steps(values: np.ndarray) -> np.ndarray:
 
 
 def error_bound(name: str, values: torch.Tensor) -> np.ndarray:
-    """The documented bound for each element, in fp64; of int8 for magnitudes up to 3.37e38."""
+    """The documented bound for each element, in fp64; for int8 valid up to magnitudes of 3.37e38."""
     x = np.abs(values.numpy().astype(np.float64))
     if name == "fp32" or not len(x):
         return np.zeros_like(x)

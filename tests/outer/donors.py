@@ -1,4 +1,4 @@
-"""Support for tests of transfers: islands that commit rounds and are donors, and joiners that fetch from them."""
+"""Support for tests of outer/transfer: islands that commit rounds and are donors, and joiners."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -7,21 +7,22 @@ from typing import Any
 
 import torch
 
-from outer.account import to_json
 from outer.codecs import build_codec
-from outer.coding import uniform
+from outer.codecs.choice import build_uniform_choice
 from outer.config import OuterOptimizerConfig
-from outer.digest import combine, seal
-from outer.donor import Donor
-from outer.membership.base import Lane, Member, Messenger
-from outer.membership.calls import StreamMessenger
+from outer.hooks import NoHooks
+from outer.membership.base import Member
 from outer.membership.tcp import dial, listen
-from outer.parts_cache import PartsCache
-from outer.phases import NoHooks
-from outer.space import Space
-from outer.state import GlobalState, Position
-from outer.transfer import Fetch, Share
-from outer.transports.base import Endpoint, Traffic
+from outer.network.endpoints import Endpoint, Lane, Messenger, Traffic
+from outer.network.rpc import StreamMessenger
+from outer.space.digest import combine_digests, state_digest
+from outer.space.layout import Space
+from outer.state.global_state import GlobalState
+from outer.state.part_state import Position
+from outer.transfer.cache import PartsCache
+from outer.transfer.donor import Donor
+from outer.transfer.download import Download
+from outer.transfer.download_plan import DownloadPlan
 from tests.outer.nets import run
 
 
@@ -68,7 +69,7 @@ def member(name: str, addresses: Sequence[str]) -> Member:
 
 
 class Heard(NoHooks):
-    """Notes the phases reached."""
+    """Records the phases that were reached."""
 
     def __init__(self) -> None:
         self.phases: list[str] = []
@@ -78,7 +79,7 @@ class Heard(NoHooks):
 
 
 class Island:
-    """A donor: each rank carries an equal run of parts."""
+    """A donor whose ranks carry equal numbers of consecutive parts."""
 
     def __init__(self, name: str, messengers: Sequence[Messenger], config: OuterOptimizerConfig) -> None:
         self.name, self.messengers = name, messengers
@@ -96,7 +97,9 @@ class Island:
 
     @property
     def digest(self) -> str:
-        return seal(combine([self.digests[i] for i in PARTS]), to_json(self.states[0].position.account))
+        return state_digest(
+            combine_digests([self.digests[i] for i in PARTS]), self.states[0].position.ledger.model_dump_json()
+        )
 
     def describe(self, digest: str | None = None, **changes: Any) -> None:
         fields = {"carriers": self.carriers, "fingerprint": SPACE.fingerprint, "included": [self.member.incarnation]}
@@ -108,7 +111,7 @@ class Island:
 
 
 class Run:
-    """Islands that commit the same rounds, when a test says so. Build it on the event loop."""
+    """Islands that commit the same rounds on a test's command. Build it on the event loop."""
 
     def __init__(self, codec: str = "bf16", config: OuterOptimizerConfig = DEFAULTS) -> None:
         self.codec, self.config = build_codec(codec), config
@@ -121,7 +124,7 @@ class Run:
         return island
 
     def commit(self) -> None:
-        """One round, at once, on every island."""
+        """Commit one round on every island at once."""
         payloads = {i: self.codec.encode(v) for i, v in values(100 + self.round).items()}
         means = {i: self.codec.decode(p, SPACE.parts[i].num_elements) for i, p in payloads.items()}
         self.round += 1
@@ -131,9 +134,11 @@ class Run:
                 state.commit(mine, Position(round=self.round, tokens=10 * self.round), payloads)
             island.describe()
 
-    def fetch(self, messenger: Messenger, *, donors: Sequence[Island] | None = None, **options: Any) -> Fetch:
-        share = Share(SPACE, PARTS, uniform(self.codec), self.config)
-        return Fetch(messenger, [i.member for i in donors or self.islands], share, **options)
+    def download(self, messenger: Messenger, *, donors: Sequence[Island] | None = None, **options: Any) -> Download:
+        plan = DownloadPlan(SPACE, PARTS, build_uniform_choice(self.codec), self.config)
+        download = Download(messenger, plan, **options)
+        download.use_donors([i.member for i in donors or self.islands])
+        return download
 
     async def close(self) -> None:
         for island in self.islands:
@@ -141,7 +146,7 @@ class Run:
 
 
 class Watched:
-    """A messenger that notes its calls, and lets a test act before each."""
+    """A messenger that records its calls, and lets a test act before each of them."""
 
     def __init__(self, inner: Messenger, act: Callable[[int], Any] = lambda number: None) -> None:
         self._inner, self._act = inner, act
@@ -165,7 +170,7 @@ class Watched:
 
 
 def with_run(test: Callable[[Run, Messenger], Awaitable[None]], **settings: Any) -> None:
-    """Run a test's coroutine with a run of no islands and a joiner's messenger."""
+    """Run a test's coroutine with an empty run and a joiner's messenger."""
 
     async def work() -> None:
         here, messenger = Run(**settings), await tcp("joiner")
@@ -178,13 +183,13 @@ def with_run(test: Callable[[Run, Messenger], Awaitable[None]], **settings: Any)
     run(work())
 
 
-async def enter_state(here: Run, fetch: Fetch) -> int:
-    """What a joiner does: fetch, catch up with the donors, and prove it. The round it is in."""
-    await fetch.run(1)
-    target = (await fetch.describe(None)).position.round
-    reached = await fetch.catch_up(target)
-    digests = fetch.digests()
-    await fetch.check(reached, combine([digests[i] for i in PARTS]))
+async def enter_state(here: Run, download: Download) -> int:
+    """Download the state as a joiner does: fetch, catch up with the donors, verify. Returns the round reached."""
+    await download.run(1)
+    target = (await download.describe(None)).position.round
+    reached = await download.catch_up(target)
+    digests = download.digests()
+    await download.describe(reached, combine_digests([digests[i] for i in PARTS]))
     return reached
 
 

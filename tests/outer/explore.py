@@ -1,4 +1,4 @@
-"""Every order of events that a few islands running outer.protocol can meet with, up to a bound on what goes wrong."""
+"""Searches every order of events among a few islands that run the round protocol, up to a bound on mishaps."""
 
 import gc
 import hashlib
@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 
-from outer.ballot import Ballot
+from outer.agreement.messages import Plan, Ready, Status, Vote
+from outer.agreement.planner import TooFew
+from outer.agreement.readiness import ReadyTable
+from outer.agreement.rules import Behind, Rules
+from outer.agreement.state_machine import RoundProtocol
+from outer.agreement.votes import VoteTable
 from outer.errors import MessageError
-from outer.protocol import Protocol
-from outer.readies import Readies
-from outer.rounds import Message, Plan, Ready, Standing, no, yes
-from outer.verdicts import Behind, Rules, Short
+from outer.network.messages import Message
 
 START = "00" * 8
 TOKENS = 10
@@ -21,11 +23,11 @@ TOKENS = 10
 
 @dataclass(frozen=True)
 class Budget:
-    """How often each thing may go wrong in one history."""
+    """Number of times that each mishap may happen in one history."""
 
     crashes: int = 0
     freezes: int = 0
-    """For ever, with all that it had yet to say; its answers have left with what it heard."""
+    """Freezes that never end: messages not sent yet are lost, replies to received ones are sent."""
     failed_reduces: int = 0
     dropped: int = 0
     duplicated: int = 0
@@ -35,7 +37,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Commit:
-    """An island has applied a plan to the state `base`."""
+    """Record that an island has applied a plan to the state `base`."""
 
     island: str
     plan: str
@@ -46,13 +48,13 @@ class Commit:
 
 @dataclass
 class World:
-    """All islands and the messages under way. Copied for each step."""
+    """All islands and the messages in flight. Every step copies it."""
 
-    nodes: dict[str, Protocol]
+    nodes: dict[str, RoundProtocol]
     flying: tuple[tuple[str, str, Message, bool], ...]
     """Sender, receiver, message, and whether it is a reply (which is not replied to)."""
     dead: frozenset[str]
-    """With those that are frozen."""
+    """Islands that have crashed or are frozen."""
     frozen: frozenset[str]
     budget: Budget
     commits: tuple[Commit, ...]
@@ -64,40 +66,42 @@ class World:
 
     @property
     def is_over(self) -> bool:
-        """Every island that lives has the last round."""
-        return all(self.nodes[name].standing.round >= self.rounds for name in self.live)
+        """Whether every live island has the last round."""
+        return all(self.nodes[name].status.round >= self.rounds for name in self.live)
 
 
 Event = tuple[str, ...]
+ENDS = {"crash": "crashes", "freeze": "freezes"}
+"""Events that end an island, with the field of the budget that each uses up."""
 
 
 def new_world(names: str, rounds: int, budget: Budget, **rules: object) -> World:
-    start = Standing(round=0, tokens=0, digest=START)
+    start = Status(round=0, tokens=0, digest=START)
     made = Rules(num_parts=1, **rules)  # pyright: ignore[reportArgumentType]
-    nodes = {name: Protocol(name, made, start) for name in names}
+    nodes = {name: RoundProtocol(name, made, start) for name in names}
     for node in nodes.values():
-        node.meet(names)
+        node.add(names)
     return World(nodes, (), frozenset(), frozenset(), budget, (), rounds)
 
 
 def events(world: World) -> list[Event]:
-    """All that may happen next. What a driver does by itself (`think`) has happened already."""
+    """All events that may happen next. The driver's own reactions (`_think`) have happened already."""
     found: list[Event] = [("deliver", str(i)) for i in range(len(world.flying))]
     for name in world.live:
         node = world.nodes[name]
-        if node.phase == "training" and node.standing.round < world.rounds:
+        if node.state == "training" and node.status.round < world.rounds:
             found.append(("prepare", name))
         if may_give(node):
             found.append(("give", name))
-        if node.phase == "reducing":
+        if node.state == "reducing":
             found.append(("reduced", name))
             if world.budget.failed_reduces or node.others & world.dead:
                 found.append(("failed", name))
         if may_be_late(world, name):
             found.append(("late", name))
         found += [("lose", name, other) for other in sorted(node.present - node.lost) if may_lose(world, name, other)]
-    for kind, budget in (("crash", world.budget.crashes), ("freeze", world.budget.freezes)):
-        if budget and len(world.live) > 1:
+    for kind, budget in ENDS.items():
+        if getattr(world.budget, budget) and len(world.live) > 1:
             found += [(kind, name) for name in world.live]
     for kind in ("dropped", "duplicated"):
         if getattr(world.budget, kind):
@@ -107,62 +111,65 @@ def events(world: World) -> list[Event]:
 
 def may_lose(world: World, name: str, other: str) -> bool:
     if other in world.frozen and any(name in mail[:2] for mail in world.flying):
-        return False  # It is missed by a call that it does not answer: that takes far longer than a message.
+        return False  # A frozen island is noticed by an unanswered call, which takes far longer than a message.
     return other in world.dead or (world.budget.false_alarms > 0 and other in world.live)
 
 
-def may_give(node: Protocol) -> bool:
-    """Whether it listens, and its inner steps may be done any time now."""
-    return node.phase == "gathering" and node.own is not None and node.own.listens
+def may_give(node: RoundProtocol) -> bool:
+    """Whether the island observes, so that its inner steps may end at any time."""
+    return node.state == "gathering" and node.own is not None and node.own.listens
 
 
 def may_be_late(world: World, name: str) -> bool:
-    """Patience is far longer than a message takes, but votes may be missing for other reasons."""
-    phase, is_quiet = world.nodes[name].phase, not any(name in mail[:2] for mail in world.flying)
-    return world.budget.impatient > 0 and (phase == "voting" or (phase == "gathering" and is_quiet))
+    """Whether a time-out may fire: far later than any message arrives, unless votes are missing for another reason."""
+    state, is_quiet = world.nodes[name].state, not any(name in mail[:2] for mail in world.flying)
+    return world.budget.impatient > 0 and (state == "voting" or (state == "gathering" and is_quiet))
 
 
 def step(world: World, event: Event) -> World:
-    """The world after an event; a stuck one's repetitions and time-outs are events like others."""
+    """The world after an event. Repetitions and time-outs are events, too."""
     world = copy(world)
     kind, *who = event
     if kind in ("deliver", "dropped", "duplicated"):
         return _mail(world, kind, int(who[0]))
     name = who[0]
-    if kind in ("crash", "freeze"):
-        world.dead |= {name}
-        world.flying = tuple(m for m in world.flying if m[1] != name)
-        if kind == "crash":
-            return _spend(world, "crashes")
-        world.frozen |= {name}
-        world.flying = tuple(m for m in world.flying if m[0] != name or m[3])
-        return _spend(world, "freezes")
+    if kind in ENDS:
+        return _end(world, kind, name)
     node = _own_copy(world, name)
     late = kind == "late"
     if kind == "prepare":
-        node.prepare(ready_of(node, listens=node.rules.has_listeners))
+        node.prepare(ready_of(node, listens=node.rules.has_observers))
     elif kind == "give":
-        node.give(ready_of(node))
+        node.contribute(ready_of(node))
     elif kind in ("reduced", "failed"):
         assert node.plan is not None
         plan = node.plan
-        node.vote(yes(plan, name, digest_of(plan.id)) if kind == "reduced" else no(plan, name, "broken"))
+        node.vote(Vote.yes(plan, name, digest_of(plan.id)) if kind == "reduced" else Vote.no(plan, name, "broken"))
         if kind == "failed" and not node.others & world.dead:
             _spend(world, "failed_reduces")
     elif kind == "lose":
-        node.lose(who[1])
+        node.mark_lost(who[1])
         if who[1] not in world.dead:
             _spend(world, "false_alarms")
     elif kind == "repeat":
-        node.repeat()
+        node.resend()
     if late:
         _spend(world, "impatient")
     _think(world, node, is_late=late)
     return world
 
 
-def ready_of(node: Protocol, *, listens: bool = False) -> Ready:
-    s, tokens = node.standing, 0 if listens else TOKENS
+def _end(world: World, kind: str, name: str) -> World:
+    world.dead |= {name}
+    world.flying = tuple(m for m in world.flying if m[1] != name)
+    if kind == "freeze":
+        world.frozen |= {name}
+        world.flying = tuple(m for m in world.flying if m[0] != name or m[3])
+    return _spend(world, ENDS[kind])
+
+
+def ready_of(node: RoundProtocol, *, listens: bool = False) -> Ready:
+    s, tokens = node.status, 0 if listens else TOKENS
     return Ready(
         island=node.me,
         incarnation="0" * 8,
@@ -183,43 +190,43 @@ def digest_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _think(world: World, node: Protocol, *, is_late: bool = False) -> None:
-    """What a driver does after every change: consider or conclude, apply, take a state, send."""
-    if node.plan and node.phase == "reducing" and node.ballot.tally(node.plan) == "abort":
-        node.vote(no(node.plan, node.me, "another island voted no"))
-    if node.phase == "gathering":
-        verdict = node.consider(is_late=is_late)
+def _think(world: World, node: RoundProtocol, *, is_late: bool = False) -> None:
+    """React like a driver after every change: plan or conclude, commit, take a state, send."""
+    if node.plan and node.state == "reducing" and node.vote_table.tally(node.plan) == "abort":
+        node.vote(Vote.no(node.plan, node.me, "another island voted no"))
+    if node.state == "gathering":
+        verdict = node.try_plan(is_late=is_late)
         if isinstance(verdict, Behind):
             _take_state(world, node, verdict)
-        assert verdict is None or isinstance(verdict, Plan | Behind | Short)
-    elif node.phase == "voting":
+        assert verdict is None or isinstance(verdict, Plan | Behind | TooFew)
+    elif node.state == "voting":
         outcome = node.conclude(is_late=is_late)
         if outcome == "commit":
             _apply(world, node)
-    elif node.phase == "training":
-        behind = node.behind(is_settled=node.standing.round >= world.rounds)
+    elif node.state == "training":
+        behind = node.behind(is_settled=node.status.round >= world.rounds)
         if behind is not None:
             _take_state(world, node, behind)
     world.flying += tuple((node.me, to, m, False) for to, m in node.outbox if to not in world.dead)
     node.outbox = []
 
 
-def _apply(world: World, node: Protocol) -> None:
-    plan, base = node.plan, node.standing
+def _apply(world: World, node: RoundProtocol) -> None:
+    plan, base = node.plan, node.status
     assert plan is not None
     world.commits += (Commit(node.me, plan.id, plan.round, base.digest, tuple(plan.names)),)
     tokens = base.tokens + sum(p.tokens for p in plan.participants)
-    node.stand(Standing(round=plan.round + 1, tokens=tokens, digest=digest_of(base.digest + plan.id)))
+    node.update_status(Status(round=plan.round + 1, tokens=tokens, digest=digest_of(base.digest + plan.id)))
 
 
-def _take_state(world: World, node: Protocol, behind: Behind) -> None:
+def _take_state(world: World, node: RoundProtocol, behind: Behind) -> None:
     donor = next((d for d in behind.donors if d in world.live), None)
     if donor is None:
         for name in behind.donors:
-            node.lose(name)
+            node.mark_lost(name)
         _think(world, node)
     else:
-        node.stand(world.nodes[donor].standing)
+        node.update_status(world.nodes[donor].status)
 
 
 def _mail(world: World, kind: str, index: int) -> World:
@@ -232,7 +239,7 @@ def _mail(world: World, kind: str, index: int) -> World:
         return world
     node = _own_copy(world, to)
     try:
-        reply = node.hear(sender, message)
+        reply = node.receive(sender, message)
     except MessageError:
         reply = None
     if reply is not None and not is_reply and sender not in world.dead:
@@ -241,10 +248,10 @@ def _mail(world: World, kind: str, index: int) -> World:
     return world
 
 
-def _own_copy(world: World, name: str) -> Protocol:
+def _own_copy(world: World, name: str) -> RoundProtocol:
     node = copy(world.nodes[name])
-    node.ballot, node.readies = copy(node.ballot), copy(node.readies)
-    for tables in (node, node.ballot, node.readies):
+    node.vote_table, node.readies = copy(node.vote_table), copy(node.readies)
+    for tables in (node, node.vote_table, node.readies):
         vars(tables).update((key, copy(value)) for key, value in vars(tables).items() if isinstance(value, dict | list))
     world.nodes = world.nodes | {name: node}
     return node
@@ -256,12 +263,12 @@ def _spend(world: World, kind: str) -> World:
 
 
 _numbers: dict[int, tuple[object, int]] = {}
-"""By id: the value, kept so that its id stays its own, and the hash of what it says."""
+"""(value, hash of its contents) by id. The value is kept so that its id is not reused."""
 
 
 def _number(value: object) -> object:
-    """Equal for messages or nodes that say the same, made once for each; anything else as it is."""
-    if not isinstance(value, Message | Protocol):
+    """A hash that is equal for messages or nodes with equal contents, computed once each; other values as they are."""
+    if not isinstance(value, Message | RoundProtocol):
         return value
     found = _numbers.get(id(value))
     if found is None:
@@ -270,31 +277,31 @@ def _number(value: object) -> object:
     return found[1]
 
 
-def _describe(node: Protocol | Ballot | Readies) -> tuple[object, ...]:
-    """All of its tables, without their order."""
+def _describe(node: RoundProtocol | VoteTable | ReadyTable) -> tuple[object, ...]:
+    """Contents of all tables, regardless of their order."""
     return tuple(
         frozenset((key, _number(v)) for key, v in value.items())
         if isinstance(value, dict)
         else _describe(value)
-        if isinstance(value, Ballot | Readies)
+        if isinstance(value, VoteTable | ReadyTable)
         else _number(tuple(value) if isinstance(value, list) else value)
         for value in vars(node).values()
     )
 
 
 def signature(world: World) -> int:
-    """Equal for worlds that cannot be told apart."""
+    """A hash that is equal for worlds that cannot be told apart."""
     nodes = tuple("dead" if name in world.dead else _number(node) for name, node in world.nodes.items())
     mail = frozenset(Counter((a, b, _number(m), r) for a, b, m, r in world.flying).items())
     return hash((nodes, mail, world.budget, world.dead, world.frozen))
 
 
 def explore(world: World, max_states: int) -> Iterator[World]:
-    """Every world that can be reached, each once, depth first; at most `max_states`."""
+    """Every reachable world once, depth first, up to `max_states` worlds."""
     _numbers.clear()
     seen: set[int] = set()
     stack = [world]
-    gc.disable()  # Nothing here is cyclic, and it would go through all worlds again and again.
+    gc.disable()  # There are no reference cycles here, and the collector would scan all worlds again and again.
     try:
         while stack and len(seen) < max_states:
             here = stack.pop()
@@ -309,7 +316,7 @@ def explore(world: World, max_states: int) -> Iterator[World]:
 
 
 def walk(world: World, seed: int, mishap: float = 0.1) -> World:
-    """One random history to its end; each step is a mishap with this probability while the budget lasts."""
+    """The end of one random history. Each step is a mishap with this probability while the budget lasts."""
     chance = random.Random(seed)
     for _ in range(600):
         found = events(world)
@@ -323,15 +330,15 @@ def walk(world: World, seed: int, mishap: float = 0.1) -> World:
 
 
 def is_mishap(world: World, event: Event) -> bool:
-    """Whether an event uses up some of the budget."""
+    """Whether an event uses up a part of the budget."""
     kind, *who = event
     if kind == "failed":
         return not world.nodes[who[0]].others & world.dead
-    return kind in ("crash", "freeze", "dropped", "duplicated", "late") or (kind == "lose" and who[1] not in world.dead)
+    return kind in (*ENDS, "dropped", "duplicated", "late") or (kind == "lose" and who[1] not in world.dead)
 
 
 def settle(world: World) -> World:
-    """Nothing goes wrong any more: everything is delivered, the dead are noticed, what was lost is said again."""
+    """Continue without mishaps: messages arrive, dead islands are noticed, lost messages are repeated."""
     world = copy(world)
     world.budget = Budget()
     for _ in range(60):
@@ -344,17 +351,17 @@ def settle(world: World) -> World:
 
 
 def _pass_time(world: World) -> World:
-    """A second: everyone says again what may have been lost, where it stands, and waits no longer."""
+    """Let a second pass: all islands repeat their messages, send their status and time out."""
     for name in world.live:
         world = step(world, ("repeat", name))
         node = world.nodes[name]
         for other in world.live:
             if other != name:
-                world.flying += ((name, other, node.standing, False),)
+                world.flying += ((name, other, node.status, False),)
     while world.flying:
         world = step(world, ("deliver", "0"))
     for name in world.live:
-        if world.nodes[name].phase in ("gathering", "voting"):
+        if world.nodes[name].state in ("gathering", "voting"):
             world = copy(world)
             node = _own_copy(world, name)
             _think(world, node, is_late=True)
@@ -362,12 +369,12 @@ def _pass_time(world: World) -> World:
 
 
 def agree(world: World) -> bool:
-    """Every live island holds the same state."""
-    return len({(s.rank, s.digest) for s in (world.nodes[n].standing for n in world.live)}) <= 1
+    """Whether all live islands hold the same state."""
+    return len({(s.rank, s.digest) for s in (world.nodes[n].status for n in world.live)}) <= 1
 
 
 def forked(world: World, *, with_dead: bool = False) -> list[Commit]:
-    """Commits of islands that live, or of all, that differ from another's on the same state."""
+    """Commits of live islands, or of all, that differ from another island's commit on the same state."""
     by_base: dict[str, Commit] = {}
     wrong = []
     for c in world.commits:

@@ -6,21 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 
+from outer.agreement.peers import Identity
 from outer.config import OuterConfig
-from outer.errors import MessageError
-from outer.gossip_loop import GossipLoop
-from outer.loop import LoopThread
-from outer.network import NetworkSettings, open_network
-from outer.phases import NO_HOOKS, Hooks
-from outer.presence import Identity
-from outer.reports import RoundReport, Settings
-from outer.sync import OuterLoop
-from outer.team import Team
-from outer.transports.base import Endpoint, Tag, Transport
+from outer.connect import Network, NetworkSettings, open_network
+from outer.errors import BehindError, MessageError
+from outer.hooks import NO_HOOKS, Hooks
+from outer.loop import OuterLoop, build_loop
+from outer.network.endpoints import Endpoint, Tag
+from outer.network.event_loop import EventLoopThread
+from outer.report import LoopSettings, RoundReport
+from outer.rounds.agreed import AgreedAverager
+from outer.space.ranks import RankGroup
+from outer.state.pseudo_gradient import Contribution
+from outer.transports.base import Transport
 from outer.transports.loopback import Hub
 
 GUARD_SECONDS = 40.0
@@ -78,7 +80,7 @@ class Island:
     name: str
     params: FakeParams
     outer: OuterLoop
-    """Or, where the config says gossip, a GossipLoop, which has the same face for what is called here."""
+    network: Network | None = None
 
     def train(self, round_number: int) -> torch.Tensor:
         """Fake inner steps: add this island's `progress` of the round; the local params afterwards."""
@@ -93,13 +95,30 @@ class Island:
 
     def commit(self, tokens: int = 100) -> RoundReport:
         """Attempts, until one commits."""
-        while not (report := self.outer.attempt(tokens)).is_committed:
+        while not (report := self.attempt(tokens)).is_committed:
             pass
         return report
 
+    def attempt(self, tokens: int) -> RoundReport:
+        """One attempt at the next round, waited for. Not committed: nothing has changed, call it again."""
+        return attempt(self.outer, tokens)
+
     def state(self) -> list[bytes]:
         """Position, global params and momentum, part by part, as a joiner would get them."""
-        return [self.outer._held.mine.pack(part.index) for part in self.outer._held.space.parts]
+        return [self.outer.replica.carried.pack(part.index) for part in self.outer.replica.space.parts]
+
+
+def attempt(outer: OuterLoop, tokens: int) -> RoundReport:
+    """One attempt at the next agreed round, which `OuterLoop` repeats in the background until one commits."""
+    assert isinstance(outer.averager, AgreedAverager)
+    snapshot = outer.pending.snapshot(outer.round, tokens)
+    try:
+        report = outer.averager.runner.attempt(Contribution(snapshot))
+    except BehindError as behind:
+        raise outer.catch_up(behind, snapshot.weight) from None
+    if report.is_committed:
+        outer.merge(snapshot)
+    return report
 
 
 def tensors(seed: int = 0, scale: int = 1) -> dict[str, torch.Tensor]:
@@ -149,7 +168,7 @@ def run_islands(
                 model(),
                 hub,
                 faults.get(name),
-                Settings(hooks=hooks.get(name, NO_HOOKS), index=index, now=clocks.get(name, time.monotonic)),
+                LoopSettings(hooks=hooks.get(name, NO_HOOKS), index=index, now=clocks.get(name, time.monotonic)),
             )
             for index, (name, script) in enumerate(scripts.items())
         }
@@ -163,9 +182,9 @@ def _live(
     model: dict[str, torch.Tensor],
     hub: Hub,
     fault: Wrap | None,
-    own: Settings,
+    own: LoopSettings,
 ) -> T:
-    loop = LoopThread()
+    loop = EventLoopThread()
     settings = NetworkSettings(run_id="run", island=name, rank=0, hub=hub, connect_seconds=GUARD_SECONDS)
     network = loop.run(open_network("loopback", settings), GUARD_SECONDS)
     try:
@@ -173,9 +192,8 @@ def _live(
             network.transport = fault(hub, network.transport)
         identity = identity_of(name)
         params = FakeParams(model)
-        build = OuterLoop if config.gossip is None else GossipLoop
-        outer = build(config, identity, params, Team(), network, loop, own)
-        return script(Island(name, params, cast(OuterLoop, outer)))
+        outer = build_loop(config, identity, params, RankGroup(), network, loop, own)
+        return script(Island(name, params, outer, network))
     finally:
         loop.run(network.close(), GUARD_SECONDS)
         loop.close()

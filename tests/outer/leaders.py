@@ -1,4 +1,4 @@
-"""Support for tests of the agreement: islands' leaders on one event loop, with a real reduce over a loopback hub."""
+"""Support for tests of outer/agreement: leaders of islands on one event loop, with a real reduce over loopback."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
@@ -6,26 +6,28 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from outer.agreement import Agreement
-from outer.attempt import Attempts
+from outer.agreement.driver import ProtocolDriver
+from outer.agreement.messages import Goodbye, Plan, Ready, Status, Vote
+from outer.agreement.peers import Peers
+from outer.agreement.rules import Rules
+from outer.agreement.state_machine import RoundProtocol
 from outer.codecs import build_codec
-from outer.coding import uniform
-from outer.deadlines import Deadlines
-from outer.digest import combine
+from outer.codecs.choice import build_uniform_choice
 from outer.errors import OuterError, PoisonError
-from outer.membership.base import Handler, Lane, Member
+from outer.membership.base import Member
 from outer.membership.loopback import LoopbackMembership, LoopbackMessenger
-from outer.payloads import Mean
-from outer.protocol import Protocol
-from outer.pulse import FROZEN_SECONDS
-from outer.reduce import Reducer
-from outer.rounds import Goodbye, Message, Plan, Ready, Standing, no, pack_carriers, yes
-from outer.space import Space
-from outer.transports.base import Endpoint
+from outer.network.deadlines import Deadlines
+from outer.network.endpoints import Endpoint, Handler, Lane
+from outer.network.event_loop import FROZEN_SECONDS
+from outer.network.messages import Message, pack_carriers
+from outer.reduce.attempt import Attempts
+from outer.reduce.payloads import Mean
+from outer.reduce.reducer import Reducer
+from outer.space.digest import combine_digests
+from outer.space.layout import Space
 from outer.transports.loopback import Hub, LoopbackTransport
-from outer.verdicts import Rules
 from tests.outer.clock import GUARD_SECONDS, stand_still
-from tests.outer.islands import Spec
+from tests.outer.donors import Spec
 
 T = TypeVar("T")
 
@@ -35,7 +37,7 @@ START = "aa" * 16
 CONFIG_HASH = "c" * 32
 
 Fault = Callable[["Leader", Plan], None]
-"""Called at some point of an attempt; raising ends it there."""
+"""A function that is called at some point of an attempt. If it raises, the attempt ends there."""
 
 
 class Gone(Exception):
@@ -43,7 +45,7 @@ class Gone(Exception):
 
 
 class FreezingMessenger:
-    """A messenger whose process can be stopped: until it goes on, it neither calls nor answers."""
+    """A messenger whose process can be frozen: while it is, it neither calls nor answers."""
 
     def __init__(self, messenger: LoopbackMessenger) -> None:
         self._messenger = messenger
@@ -72,19 +74,19 @@ class FreezingMessenger:
 
 
 class Rank:
-    """One rank of an island: it reduces its parts, and hears noes."""
+    """One rank of an island: it reduces its parts and receives no votes."""
 
     def __init__(self, hub: Hub, run_id: str, me: Endpoint, deadlines: Deadlines) -> None:
         self.messenger = FreezingMessenger(LoopbackMessenger(hub, run_id, me))
         self.transport = LoopbackTransport(hub, run_id, me, GUARD_SECONDS)
-        self.reducer = Reducer(self.transport, uniform(build_codec("fp32")), SPACE, me)
+        self.reducer = Reducer(self.transport, build_uniform_choice(build_codec("fp32")), SPACE, me)
         self.attempts = Attempts(self.transport, self.reducer, deadlines)
         if me.rank > 0:
             self.messenger.serve("vote", self.attempts.on_vote)
 
 
 class Leader:
-    """One island without a model: plan, reduce, vote. Build it on the event loop."""
+    """One island without a model that plans, reduces and votes. Build it on the event loop."""
 
     def __init__(
         self,
@@ -104,14 +106,14 @@ class Leader:
         self.ranks = [Rank(hub, run_id, Endpoint(name, rank), self.deadlines) for rank in range(num_ranks)]
         self.messenger, self.attempts = self.ranks[0].messenger, self.ranks[0].attempts
         self.membership = LoopbackMembership(hub, run_id, name)
-        start = Standing(round=0, tokens=0, digest=START)
-        self.protocol = Protocol(name, Rules(num_parts=len(SPACE.parts), **rules), start)
-        self.agreement = Agreement(self.protocol, self.messenger, self.membership, self.deadlines, config_hash)
-        self.agreement.on_no = self.attempts.note_no
+        start = Status(round=0, tokens=0, digest=START)
+        self.protocol = RoundProtocol(name, Rules(num_parts=len(SPACE.parts), **rules), start)
+        peers = Peers(name, self.messenger, self.membership, self.deadlines, config_hash)
+        self.driver = ProtocolDriver(self.protocol, peers, on_no=self.attempts.record_no_vote)
 
     async def announce(self, **changes: Any) -> None:
-        """Put this island's record where others find it."""
-        standing = self.protocol.standing
+        """Publish this island's membership record."""
+        status = self.protocol.status
         fields = {
             "island": self.name,
             "incarnation": self.incarnation,
@@ -119,28 +121,28 @@ class Leader:
             "config_hash": self.config_hash,
             "control_addresses": [rank.messenger.address for rank in self.ranks],
             "transport_addresses": [rank.transport.address for rank in self.ranks],
-            "round": standing.round,
-            "tokens": standing.tokens,
-            "digest": standing.digest,
+            "round": status.round,
+            "tokens": status.tokens,
+            "digest": status.digest,
         }
         await self.membership.announce(Member(**(fields | changes)))
 
     @property
     def round(self) -> int:
-        return self.protocol.standing.round
+        return self.protocol.status.round
 
     @property
     def digest(self) -> str:
-        return self.protocol.standing.digest
+        return self.protocol.status.digest
 
     def enter(self, round_number: int, digest: str = START, *, tokens: int | None = None) -> None:
-        """Stand where the run stands after `round_number` commits of three islands, unless told otherwise."""
+        """Hold the state after `round_number` commits of three islands, or after `tokens` tokens."""
         tokens = 3 * TOKENS * round_number if tokens is None else tokens
-        self.protocol.stand(Standing(round=round_number, tokens=tokens, digest=digest))
+        self.protocol.update_status(Status(round=round_number, tokens=tokens, digest=digest))
 
     def take_state(self, donor: "Leader") -> None:
-        """Hold what the donor holds."""
-        self.protocol.stand(donor.protocol.standing)
+        """Hold the donor's state."""
+        self.protocol.update_status(donor.protocol.status)
 
     def ready(self) -> Ready:
         num_ranks = len(self.ranks)
@@ -151,7 +153,7 @@ class Leader:
             attempt=self.protocol.next_attempt,
             tokens=TOKENS,
             weight=TOKENS,
-            base_tokens=self.protocol.standing.tokens,
+            base_tokens=self.protocol.status.tokens,
             digest=self.digest,
             carriers=pack_carriers([part.index * num_ranks // len(SPACE.parts) for part in SPACE.parts]),
             epoch=self.attempts.epoch,
@@ -160,23 +162,23 @@ class Leader:
         )
 
     async def plan(self) -> Plan:
-        return await self.agreement.plan(self.ready())
+        return await self.driver.plan(self.ready())
 
     async def attempt(self, *, in_reduce: Fault | None = None, before_vote: Fault | None = None) -> tuple[Plan, bool]:
-        """One attempt as the outer loop makes it, and whether it committed."""
+        """Make one attempt like the outer loop. Returns the plan and whether it committed."""
         plan = await self.plan()
         try:
-            await asyncio.sleep(0.01)  # The others have the plan.
+            await asyncio.sleep(0.01)  # By then the others have the plan.
             await self._meet(in_reduce, plan)
             digest = await self.reduce(plan)
             await self._meet(before_vote, plan)
-            vote = yes(plan, self.name, digest)
+            vote = Vote.yes(plan, self.name, digest)
         except OuterError as error:
-            vote = no(plan, self.name, str(error), error.peer if isinstance(error, PoisonError) else None)
-        is_committed = await self.agreement.decide(vote)
+            vote = Vote.no(plan, self.name, str(error), error.peer if isinstance(error, PoisonError) else None)
+        is_committed = await self.driver.decide(vote)
         if is_committed:
-            tokens = self.protocol.standing.tokens + TOKENS * len(plan.names)
-            await self.agreement.stand(Standing(round=plan.round + 1, tokens=tokens, digest=vote.digest or ""))
+            tokens = self.protocol.status.tokens + TOKENS * len(plan.names)
+            await self.driver.update_status(Status(round=plan.round + 1, tokens=tokens, digest=vote.digest or ""))
         else:
             await asyncio.gather(*(rank.attempts.drop() for rank in self.ranks))
         return plan, is_committed
@@ -187,10 +189,10 @@ class Leader:
         await self.messenger.is_awake.wait()
 
     async def reduce(self, plan: Plan) -> str:
-        """The digest of the mean, over all ranks."""
+        """Reduce on all ranks and return the digest of the mean."""
         found = await asyncio.gather(*(self._reduce(plan, rank) for rank in range(len(self.ranks))))
         means = {part: mean for each in found for part, mean in each.items()}
-        return combine([means[part.index].digest for part in SPACE.parts])
+        return combine_digests([means[part.index].digest for part in SPACE.parts])
 
     async def _reduce(self, plan: Plan, rank: int) -> dict[int, Mean]:
         value = float(ord(self.name[0]))
@@ -199,14 +201,14 @@ class Leader:
         return await self.ranks[rank].attempts.run(plan, values)
 
     async def attempt_until_committed(self) -> Plan:
-        """The plan that committed."""
+        """Make attempts until one commits, and return its plan."""
         while True:
             plan, is_committed = await self.attempt()
             if is_committed:
                 return plan
 
     async def tell(self, to: "Leader", message: Message) -> bytes:
-        """Say something to another island, out of turn."""
+        """Send a message to another island out of turn."""
         kind, body = type(message).__name__.lower(), message.model_dump_json().encode()
         return await self.messenger.call(to.messenger.address, kind, body, timeout_seconds=5.0)
 
@@ -214,39 +216,39 @@ class Leader:
         return Goodbye(island=self.name, incarnation=self.incarnation, round=self.round, steps=0)
 
     async def say_goodbye(self) -> None:
-        """Leave as an island does."""
-        await self.agreement.say_goodbye(self.goodbye())
+        """Leave the run like an island."""
+        await self.driver.say_goodbye(self.goodbye())
         await self.membership.leave()
 
-    def hears(self, names: str, kind: Literal["ready", "standing"] = "ready") -> Callable[[], bool]:
-        """Whether all of these have told this island that they are ready for its round, or where they stand."""
+    def hears(self, names: str, kind: Literal["ready", "status"] = "ready") -> Callable[[], bool]:
+        """A check whether all of these islands have sent a ready message, or a status, of this island's round."""
 
         def has_heard() -> bool:
-            known = self.protocol.readies.said if kind == "ready" else self.protocol.standings
+            known = self.protocol.readies.latest if kind == "ready" else self.protocol.statuses
             return all(name in known and known[name].round == self.round for name in names)
 
         return has_heard
 
 
 def fail(leader: Leader, plan: Plan) -> None:
-    """A fault: this island cannot go on with the attempt, but lives."""
+    """Fault: this island fails the attempt, but lives."""
     raise OuterError("disk full")
 
 
 def die(leader: Leader, plan: Plan) -> None:
-    """A fault: the island is gone."""
+    """Fault: the island dies."""
     leader.hub.lose(leader.name)
     raise Gone
 
 
 def freeze(leader: Leader, plan: Plan | None = None) -> None:
-    """A fault: the island stops, and all its connections stand."""
+    """Fault: the island freezes, and its connections stay open."""
     for rank in leader.ranks:
         rank.messenger.is_awake.clear()
 
 
 async def wake(leader: Leader) -> None:
-    """A frozen island goes on, and sees by the clock that it was frozen."""
+    """Wake a frozen island, which detects by the clock that it was frozen."""
     stand_still(2 * FROZEN_SECONDS)
     await asyncio.sleep(0.01)
     for rank in leader.ranks:
@@ -254,24 +256,24 @@ async def wake(leader: Leader) -> None:
 
 
 async def leaders(names: str, hub: Hub | None = None, **options: Any) -> list[Leader]:
-    """Islands that know of one another."""
+    """Islands that know each other."""
     hub = hub or Hub()
     found = [Leader(hub, name, **options) for name in names]
     for leader in found:
         await leader.announce()
     for leader in found:
-        await leader.agreement.start()
-        await leader.agreement.stand(leader.protocol.standing)
+        await leader.driver.start()
+        await leader.driver.update_status(leader.protocol.status)
     return found
 
 
 async def together(*work: Awaitable[T]) -> list[T | BaseException]:
-    """What came of each."""
+    """Results of all, or their exceptions."""
     return await asyncio.gather(*work, return_exceptions=True)
 
 
 def plans_of(results: Iterable[tuple[Plan, bool] | BaseException]) -> list[tuple[int, list[str], bool]]:
-    """(attempt, participants, committed) of each; a failure is raised."""
+    """(attempt, participants, is committed) of each result. Raises the first exception."""
     found = []
     for result in results:
         if isinstance(result, BaseException):
@@ -282,5 +284,5 @@ def plans_of(results: Iterable[tuple[Plan, bool] | BaseException]) -> list[tuple
 
 
 def split(islands: list[Leader], name: str) -> tuple[Leader, list[Leader]]:
-    """The island of this name, and the others."""
+    """The island with this name, and the others."""
     return next(i for i in islands if i.name == name), [i for i in islands if i.name != name]

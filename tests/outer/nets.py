@@ -1,4 +1,4 @@
-"""Support for tests of the network: ranks of several islands on one event loop, or one in a process of its own."""
+"""Helpers for tests of the network: ranks of several islands on one event loop, or an island in its own process."""
 
 import asyncio
 import json
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from outer.connect import Network, NetworkSettings, open_network
 from outer.membership.base import Member
 from outer.membership.rendezvous import serve_rendezvous
-from outer.network import Network, NetworkSettings, open_network
-from outer.transports.base import Endpoint, Phase, Tag
+from outer.network.endpoints import Endpoint, Leg, Tag
 from outer.transports.loopback import Hub
 
 KINDS = ["loopback", "gloo", "hivemind"]
@@ -27,36 +27,36 @@ torch.set_num_threads(1)
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a test's coroutine; a hang fails it."""
+    """Run a test's coroutine. A hang fails the test."""
     return asyncio.run(asyncio.wait_for(work, TEST_SECONDS))
 
 
 @asynccontextmanager
 async def swarm(kind: str, run_id: str = "run", connect_seconds: float = 10) -> AsyncIterator["Swarm"]:
-    """A place to open networks at, closed with all of them at the end."""
+    """Create a Swarm, and close it and all of its networks at the end."""
     rendezvous = serve_rendezvous("127.0.0.1", 0) if kind == "gloo" else None
     bootstrap = [rendezvous.address] if rendezvous else []
-    held = Swarm(kind, run_id, connect_seconds, bootstrap)
+    place = Swarm(kind, run_id, connect_seconds, bootstrap)
     try:
-        yield held
+        yield place
     finally:
-        for network in reversed(held.opened):
+        for network in reversed(place.networks):
             await network.close()
         if rendezvous:
             rendezvous.close()
 
 
 class Swarm:
-    """Opens networks that find one another."""
+    """Opens networks that find each other."""
 
     def __init__(self, kind: str, run_id: str, connect_seconds: float, bootstrap: list[str]) -> None:
         self.kind, self.run_id, self.connect_seconds, self.bootstrap = kind, run_id, connect_seconds, bootstrap
         self.hub = Hub()
-        self.opened: list[Network] = []
+        self.networks: list[Network] = []
         self._leader_addresses: dict[str, str | None] = {}
 
     async def open(self, me: Endpoint, run_id: str | None = None) -> Network:
-        """The network of one rank; an island's rank 0 comes first."""
+        """Open the network of one rank. An island's rank 0 must be opened first."""
         network = await open_network(
             self.kind,
             NetworkSettings(
@@ -70,27 +70,27 @@ class Swarm:
                 record_seconds=4,
             ),
         )
-        self.opened.append(network)
+        self.networks.append(network)
         self._leader_addresses.setdefault(me.island, network.leader_address)
         if self.kind == "hivemind" and not self.bootstrap:
             self.bootstrap.append(network.transport.address.partition("@")[2])
         return network
 
     async def connect(self, *endpoints: Endpoint, epoch: str = "1") -> list[Network]:
-        """Networks of these endpoints, connected in one group."""
+        """Open networks for these endpoints and connect them in one group."""
         networks = [await self.open(e) for e in endpoints]
         await connect(dict(zip(endpoints, networks, strict=True)), epoch)
         return networks
 
 
 async def connect(networks: Mapping[Endpoint, Network], epoch: str) -> None:
-    """Let all of them join one group."""
+    """Let all networks join one group."""
     addresses = {e: n.transport.address for e, n in networks.items()}
     await asyncio.gather(*(n.transport.connect(epoch, addresses) for n in networks.values()))
 
 
 def tag(part: int, round_number: int = 3) -> Tag:
-    return Tag(round_number, 0, Phase.REDUCE, part)
+    return Tag(round_number, 0, Leg.REDUCE, part)
 
 
 def payload(num_bytes: int, seed: int = 0) -> torch.Tensor:
@@ -111,7 +111,7 @@ def member(island: str, incarnation: str = "00000000", **changes: Any) -> Member
 
 
 class RemotePeer:
-    """Island `b` in a process of its own: it joins a group with island `a`, serves calls, then waits to be killed."""
+    """Island `b` in its own process. It joins a group with island `a`, serves calls, and then waits to be killed."""
 
     def __init__(self, kind: str, bootstrap: Sequence[str]) -> None:
         self._process = subprocess.Popen(
@@ -123,14 +123,14 @@ class RemotePeer:
         )
 
     async def hear(self) -> dict[str, Any]:
-        """The next thing it says."""
+        """Read the next message from the process."""
         assert self._process.stdout is not None
         line = await asyncio.to_thread(self._process.stdout.readline)
         assert line, f"the peer ended with {self._process.wait()}"
         return json.loads(line)
 
     def tell(self, addresses: Mapping[Endpoint, str]) -> None:
-        """Give it the addresses of the group, by endpoint."""
+        """Send the process the addresses of the group, by endpoint."""
         assert self._process.stdin is not None
         pairs = [[e.island, e.rank, a] for e, a in addresses.items()]
         self._process.stdin.write(json.dumps(pairs).encode() + b"\n")

@@ -5,14 +5,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from outer.listening import Heard
+from outer.loop import build_quorum_rounds
+from outer.rounds.quorum import CommittedRound, QuorumRounds
 from tests.outer.islands import GUARD_SECONDS, Island
 from tests.outer.streams import TOKENS
 
 
 @dataclass
 class Trainee:
-    """An island's life, with fake inner steps: what diloco/own_pace.py does."""
+    """An island's life, with fake inner steps: what diloco/island_quorum.py does."""
 
     island: Island
     step_seconds: float = 0.001
@@ -20,11 +21,15 @@ class Trainee:
     made: int = 0
     """Tokens since it gave last."""
     num_steps: int = 0
-    heard: list[Heard] = field(default_factory=list)
+    heard: list[CommittedRound] = field(default_factory=list)
+    rounds: QuorumRounds = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rounds = build_quorum_rounds(self.island.outer, None)
 
     def begin(self) -> None:
         self.island.outer.begin()
-        self.island.outer.listening.start()
+        self.rounds.start()
 
     def run(self, is_over: Callable[[], bool]) -> None:
         """Train and give until it is so; looked at after each inner step and each round."""
@@ -33,9 +38,8 @@ class Trainee:
 
     def turn(self) -> None:
         """One inner step, or what it gives when that is due."""
-        outer = self.island.outer
-        if outer.listening.is_due():
-            self.take(outer.listening.give(self.made))
+        if self.rounds.is_due():
+            self.take(self.rounds.contribute(self.made))
         else:
             self.step()
             self.land()
@@ -47,26 +51,26 @@ class Trainee:
         self.made += TOKENS[self.island.name]
 
     def land(self) -> None:
-        for heard in self.island.outer.listening.heard(self.made):
+        for heard in self.rounds.land(self.made):
             self.take(heard)
 
-    def take(self, heard: Heard) -> None:
+    def take(self, heard: CommittedRound) -> None:
         self.heard.append(heard)
         if heard.is_given:
             self.made = 0
 
     def wait_for_round(self, number: int) -> None:
         """As many rounds as that are committed here, by the others; what has not landed still waits to."""
-        listening = self.island.outer.listening
-        with listening._changed:
-            assert listening._changed.wait_for(
-                lambda: self.round + len(listening._heard) >= number or listening._has_ended, GUARD_SECONDS
+        rounds = self.rounds
+        with rounds._changed:
+            assert rounds._changed.wait_for(
+                lambda: self.round + len(rounds._committed) >= number or rounds._has_ended, GUARD_SECONDS
             )
 
     @property
     def round(self) -> int:
         """Rounds that have landed."""
-        return self.island.outer.listening.position.round
+        return self.rounds.position.round
 
     @property
     def digests(self) -> list[str]:

@@ -5,8 +5,8 @@ import json
 import sys
 from typing import Any
 
-from outer.network import NetworkSettings, open_network
-from outer.transports.base import Endpoint
+from outer.connect import NetworkSettings, open_network
+from outer.network.endpoints import Endpoint
 from tests.outer.nets import B, member
 
 

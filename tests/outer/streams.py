@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 
 from outer.config import OuterConfig, OuterOptimizerConfig
-from outer.fragments import schedule_of
-from outer.reports import Landing
+from outer.report import Landing
+from outer.space.fragments import build_schedule
 from tests.outer.islands import GUARD_SECONDS, FakeParams, Island, Spec, progress
 
 TOKENS = {"a": 100, "b": 300, "c": 57}
@@ -87,7 +87,7 @@ class OneProcess:
     """The run as it should be, by the equations: one anchor g for all islands, and every island's own params."""
 
     def __init__(self, islands: Sequence[str], config: OuterConfig, optimizer: OuterOptimizerConfig) -> None:
-        self.names, self.config, self.schedule = list(islands), config, schedule_of(config)
+        self.names, self.config, self.schedule = list(islands), config, build_schedule(config)
         self.g = {name: FakeParams({name: values}).values[0] for name, values in layered().items()}
         self.local = {island: {n: v.clone() for n, v in self.g.items()} for island in islands}
         self.weight = {island: [0] * config.fragments for island in islands}

@@ -1,4 +1,4 @@
-"""What an island answers to a doctor, and how little anybody can get out of it."""
+"""An island's answers to a doctor, and the limits on them."""
 
 import asyncio
 import socket
@@ -6,33 +6,33 @@ import time
 
 import pytest
 
-from outer.errors import MessageError, TransportError
-from outer.network import Network
-from outer.probe import (
+from outer.connect import Network
+from outer.diagnostics import (
     DIAL_BACKS_PER_MINUTE,
     MAX_ADDRESS_LENGTH,
     MAX_PROBE_BYTES,
     Budget,
     BytesRequest,
+    DiagnosticsServer,
     DialRequest,
     DialResult,
-    Greeter,
-    Greeting,
-    Probe,
-    versions,
+    ProbeReply,
+    ProbeResponder,
+    package_versions,
 )
-from outer.rounds import parse
-from outer.wire import VERSION
+from outer.errors import MessageError, TransportError
+from outer.network.frames import VERSION
+from outer.network.messages import parse
 from tests.outer.nets import KINDS, A, B, C, Swarm, run, swarm
 
 HASH = "0123456789abcdef"
 TOO_MUCH = MAX_PROBE_BYTES + 1
 
 
-async def probed(place: Swarm) -> tuple[Network, Network]:
-    """A caller, and an island in round 7 of 2001 that answers it."""
+async def open_probe_pair(place: Swarm) -> tuple[Network, Network]:
+    """Open a caller and an island that answers it, in round 7, with a clock that says 2001."""
     caller, island = await place.open(A), await place.open(B)
-    Probe(island.messenger, Greeter(HASH, lambda: 7, lambda: 1e9))
+    DiagnosticsServer(island.messenger, ProbeResponder(HASH, lambda: 7, lambda: 1e9))
     return caller, island
 
 
@@ -50,10 +50,10 @@ async def dial_back(caller: Network, island: Network, address: str) -> DialResul
 def test_an_island_says_who_it_is_and_moves_as_many_bytes_as_it_is_asked_to(kind):
     async def main() -> None:
         async with swarm(kind) as place:
-            caller, island = await probed(place)
-            told = parse(Greeting, await ask(caller, island, "probe"))
+            caller, island = await open_probe_pair(place)
+            told = parse(ProbeReply, await ask(caller, island, "probe"))
             assert (told.config_hash, told.round, told.unix_time, told.wire) == (HASH, 7, 1e9, VERSION)
-            assert told.versions == versions() and {"python", "diloco", "torch"} <= set(told.versions)
+            assert told.versions == package_versions() and {"python", "diloco", "torch"} <= set(told.versions)
             for num_bytes in (1, 100_000):
                 request = BytesRequest(num_bytes=num_bytes).model_dump_json().encode()
                 assert len(await ask(caller, island, "probe_bytes", request)) == num_bytes
@@ -66,9 +66,9 @@ def test_an_island_says_who_it_is_and_moves_as_many_bytes_as_it_is_asked_to(kind
 def test_an_island_calls_back_whom_it_can_reach_and_says_why_it_cannot(kind):
     async def main() -> None:
         async with swarm(kind) as place:
-            caller, island = await probed(place)
+            caller, island = await open_probe_pair(place)
             assert "nothing here answers 'probe'" in (await dial_back(caller, island, caller.messenger.address)).cause
-            Probe(caller.messenger, Greeter())
+            DiagnosticsServer(caller.messenger, ProbeResponder())
             assert (await dial_back(caller, island, caller.messenger.address)).cause == ""
             for nowhere in ("127.0.0.1:9", "a:b", "loopback:run/a/0", "12D3KooX:0@/ip4/127.0.0.1/tcp/9"):
                 assert (await dial_back(caller, island, nowhere)).cause
@@ -82,7 +82,7 @@ def test_what_listens_but_is_no_island_is_not_taken_for_one():
             writer.close()
 
         async with swarm("gloo") as place:
-            caller, island = await probed(place)
+            caller, island = await open_probe_pair(place)
             server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
             port = server.sockets[0].getsockname()[1]
             assert (await dial_back(caller, island, f"127.0.0.1:{port}")).cause
@@ -113,7 +113,7 @@ def test_what_listens_but_is_no_island_is_not_taken_for_one():
 def test_nonsense_is_refused_and_costs_the_asker_only(kind, body):
     async def main() -> None:
         async with swarm("loopback") as place:
-            caller, island = await probed(place)
+            caller, island = await open_probe_pair(place)
             with pytest.raises(MessageError):
                 await ask(caller, island, kind, body)
             assert await ask(caller, island, "probe")
@@ -124,7 +124,7 @@ def test_nonsense_is_refused_and_costs_the_asker_only(kind, body):
 def test_nobody_can_use_up_the_link():
     async def main() -> None:
         async with swarm("loopback") as place:
-            caller, island = await probed(place)
+            caller, island = await open_probe_pair(place)
             largest = BytesRequest(num_bytes=MAX_PROBE_BYTES).model_dump_json().encode()
             for kind, body in (("probe_bytes", largest), ("probe_sink", bytes(MAX_PROBE_BYTES))):
                 for _ in range(4):
@@ -139,7 +139,7 @@ def test_nobody_can_use_up_the_link():
 def test_nobody_can_search_a_network_through_an_island():
     async def main() -> None:
         async with swarm("gloo") as place:
-            caller, island = await probed(place)
+            caller, island = await open_probe_pair(place)
             with socket.create_server(("127.0.0.1", 0)) as listening:
                 port = listening.getsockname()[1]
             with pytest.raises(MessageError, match="in a minute"):
@@ -164,7 +164,9 @@ def test_a_budget_fills_up_again_by_and_by():
 
 
 def test_a_greeting_from_a_peer_is_bounded():
-    good = Greeting(versions=versions(), wire=1, unix_time=1e9, age_seconds=0, config_hash="", round=0).model_dump()
+    good = ProbeReply(
+        versions=package_versions(), wire=1, unix_time=1e9, age_seconds=0, config_hash="", round=0
+    ).model_dump()
     for change in (
         {"unix_time": float("nan")},
         {"unix_time": float("inf")},
@@ -173,21 +175,21 @@ def test_a_greeting_from_a_peer_is_bounded():
         {"versions": {"x" * 65: ""}},
         {"versions": {str(i): "" for i in range(17)}},
     ):
-        with pytest.raises(ValueError, match="Greeting"):
-            Greeting(**(good | change))
+        with pytest.raises(ValueError, match="ProbeReply"):
+            ProbeReply(**(good | change))
 
 
 def test_a_third_island_is_called_back_on_a_connection_of_its_own():
     async def main() -> None:
         async with swarm("gloo") as place:
-            caller, island = await probed(place)
+            caller, island = await open_probe_pair(place)
             third = await place.open(C)
             greeted = asyncio.Event()
 
             async def on_probe(source, body):
                 assert source == B
                 greeted.set()
-                return Greeter().greet(body)
+                return ProbeResponder().respond(body)
 
             third.messenger.serve("probe", on_probe)
             assert (await dial_back(caller, island, third.messenger.address)).cause == ""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outer.config import OuterConfig, OuterOptimizerConfig
-from outer.optim import OuterOptimizer
+from outer.state.optimizer import OuterOptimizer
 
 NESTEROV = OuterOptimizerConfig(lr=0.7, momentum=0.9)
 DELAYED = OuterOptimizerConfig(lr=0.7, momentum=0.9, delayed=True)

@@ -10,12 +10,13 @@ import torch
 from outer.codecs.cast import Bf16Codec
 from outer.config import OuterConfig, OuterOptimizerConfig
 from outer.errors import MessageError, OuterError
-from outer.fragments import Schedule, groups_of, with_moments
-from outer.payloads import first_negative
-from outer.phases import NoHooks
-from outer.reports import CaughtUp, RoundReport
-from outer.space import Space
-from outer.state import GlobalState, Position, advance, unpack
+from outer.hooks import NoHooks
+from outer.reduce.payloads import first_negative
+from outer.report import CaughtUp, RoundReport
+from outer.space.fragments import FragmentSchedule, add_moments, build_part_groups
+from outer.space.layout import Space
+from outer.state.global_state import GlobalState
+from outer.state.part_state import Position, advance, unpack
 from tests.outer.islands import GUARD_SECONDS, Island, Spec, fails_in, progress, run_islands, tensors
 from tests.outer.streams import Stream, layered
 
@@ -156,7 +157,7 @@ def test_a_peer_whose_second_moments_are_negative_is_named_and_nothing_of_it_is_
         island.outer.begin()
         train(island, 0)
         try:
-            report = island.outer.attempt(1)
+            report = island.attempt(1)
             return report.is_committed, report.cause
         except OuterError as error:  # b itself may find it first, where it is the reducer
             return False, str(error)
@@ -175,7 +176,7 @@ def test_an_islands_own_negative_second_moment_stops_it_by_name() -> None:
         named = dict(zip([held.name for held in island.params.slices], island.params.values, strict=True))
         named["wq@exp_avg_sq"][2, 3] = -0.5
         with pytest.raises(OuterError) as caught:
-            island.outer.attempt(1)
+            island.attempt(1)
         return str(caught.value)
 
     found = run_islands({"a": script}, config(1, moments=(1, 1)), model=model)
@@ -188,8 +189,11 @@ def test_an_islands_own_negative_second_moment_stops_it_by_name() -> None:
 def test_a_round_sends_of_its_fragment_what_its_cycle_is_for() -> None:
     made = config(1, fragments=3, moments=(1, 2))
     specs = [Spec(name, tuple(values.shape)) for name, values in layered().items()]
-    space = Space(with_moments(specs, made), 16, 1, groups_of(specs, made, splits_fine=False))
-    sent = [sorted((space.groups[g].fragment, space.groups[g].kind) for g in space.sent_in(r)) for r in range(6)]
+    space = Space(add_moments(specs, made), 16, 1, build_part_groups(specs, made, splits_fine=False))
+    sent = [
+        sorted((space.part_groups[g].fragment, space.part_groups[g].kind) for g in space.part_groups_in(r))
+        for r in range(6)
+    ]
     assert sent[:3] == [[(f, "exp_avg"), (f, "params")] for f in range(3)]
     assert sent[3:] == [[(f, "exp_avg"), (f, "exp_avg_sq"), (f, "params")] for f in range(3)]
     assert sorted(space.names) == sorted(with_zeros(layered()))
@@ -199,7 +203,7 @@ def test_a_round_sends_of_its_fragment_what_its_cycle_is_for() -> None:
 def test_the_steps_behind_a_moment_are_those_of_the_last_round_that_sent_it(
     inner_steps: int, fragments: int, period: int
 ) -> None:
-    schedule = Schedule(inner_steps, fragments)
+    schedule = FragmentSchedule(inner_steps, fragments)
     for fragment in range(fragments):
         expected = 0
         for number in range(4 * period * fragments):
@@ -232,7 +236,7 @@ def test_moments_of_a_fragment_land_behind_the_training_and_are_mixed_as_its_par
         of_fragment = [["layers.0.w", "layers.2.w"], ["layers.1.w"], ["embed", "head"]][number % 3]
         kinds = ["", "@exp_avg", "@exp_avg_sq"] if number >= 3 else ["", "@exp_avg"]
         assert names == {name + kind for name in of_fragment for kind in kinds}
-        end = Schedule(7, 3).end(number)
+        end = FragmentSchedule(7, 3).end(number)
         assert found["a"][number][2] == (dict.fromkeys(of_fragment, end) if number >= 3 else {})
         for name in names:
             # after = before / 2 + global / 2, on both
@@ -296,12 +300,12 @@ def test_an_island_that_missed_a_round_keeps_its_own_moments_with_its_progress()
     def quick(island: Island) -> str:
         rounds(4, island)
         both.wait(GUARD_SECONDS)
-        island.outer._side.deadlines.initial_seconds = 0.0
+        island.outer.pace.deadlines.initial_seconds = 0.0
         train(island, 4)
         assert island.commit().participants == ["a"]  # b is not ready: it is given up
         alone.set()
         assert taken.wait(GUARD_SECONDS)
-        island.outer._side.deadlines.initial_seconds = GUARD_SECONDS
+        island.outer.pace.deadlines.initial_seconds = GUARD_SECONDS
         train(island, 5)
         return island.commit().digest
 
@@ -312,7 +316,7 @@ def test_an_island_that_missed_a_round_keeps_its_own_moments_with_its_progress()
         before = local(island)
         assert alone.wait(GUARD_SECONDS)
         with pytest.raises(CaughtUp) as caught:
-            island.outer.attempt(100)
+            island.attempt(100)
         after = local(island)
         assert caught.value.is_kept and not torch.equal(before["params"], after["params"])
         assert all(torch.equal(before[kind], after[kind]) for kind in KINDS[1:])
@@ -328,7 +332,7 @@ def test_an_aborted_attempt_leaves_moments_alone() -> None:
         island.outer.begin()
         train(island, 0)
         before = local(island)
-        assert not island.outer.attempt(1).is_committed
+        assert not island.attempt(1).is_committed
         return all(torch.equal(before[kind], local(island)[kind]) for kind in KINDS)
 
     found = run_islands(dict.fromkeys("ab", script), config(2, moments=(1, 1)), model=model, faults={"b": fails_in(0)})

@@ -57,7 +57,7 @@ def test_a_snapshot_holds_one_fragment_and_not_the_model() -> None:
         for _ in range(3):
             stream.segment()
             stream.launch()
-            flight = island.outer._flight
+            flight = island.outer._in_flight
             assert flight is not None
             found.append(sum(values.numel() for values in flight.snapshot.pseudo_grads.values()))
             stream.land()
@@ -128,7 +128,7 @@ def test_weights_are_the_tokens_since_the_fragment_was_sent() -> None:
         for _ in range(5):
             stream.segment()
             stream.launch()
-            flight = island.outer._flight
+            flight = island.outer._in_flight
             assert flight is not None
             found.append((flight.snapshot.tokens, flight.snapshot.weight))
             stream.land()

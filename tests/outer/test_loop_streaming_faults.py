@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from outer.reports import CaughtUp
+from outer.report import CaughtUp
 from tests.outer.islands import GUARD_SECONDS, Island, dies_in, fails_in, run_islands
 from tests.outer.streams import NESTEROV, OneProcess, Stream, config, layered, streamed
 
@@ -81,12 +81,12 @@ def test_an_island_that_missed_a_fragment_goes_on_from_the_state_by_the_rule(pol
         stream = Stream(island, made)
         stream.run(4)
         both.wait(GUARD_SECONDS)
-        island.outer._side.deadlines.initial_seconds = 0.0
+        island.outer.pace.deadlines.initial_seconds = 0.0
         stream.run(5)  # b is not ready: it is given up
         assert stream.landings[-1].reports[-1].participants == ["a"]
         alone.set()
         assert taken.wait(GUARD_SECONDS)
-        island.outer._side.deadlines.initial_seconds = GUARD_SECONDS
+        island.outer.pace.deadlines.initial_seconds = GUARD_SECONDS
         stream.run(8)
         return [landing.reports[-1].digest for landing in stream.landings[5:]]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from outer.config import OuterConfig
-from outer.deadlines import Deadlines
-from outer.pace import Pace
+from outer.network.deadlines import Deadlines
+from outer.rounds.pace import Pace
 from tests.outer.islands import GUARD_SECONDS, Island, run_islands
 from tests.outer.streams import TOKENS, layered
 

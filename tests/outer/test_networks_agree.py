@@ -1,4 +1,4 @@
-"""The same islands over every network: the transport moves bytes, so the numbers must not know which one it was."""
+"""The same islands over every network. A transport only moves bytes, so the numbers must be the same."""
 
 import asyncio
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from outer.config import OuterConfig
-from outer.loop import LoopThread
+from outer.connect import NetworkSettings, open_network
+from outer.loop import build_loop
 from outer.membership.hivemind import serve_bootstrap
 from outer.membership.rendezvous import serve_rendezvous
-from outer.network import NetworkSettings, open_network
-from outer.sync import OuterLoop
-from outer.team import Team
+from outer.network.event_loop import EventLoopThread
+from outer.space.ranks import RankGroup
 from outer.transports.loopback import Hub
 from tests.outer.islands import GUARD_SECONDS, FakeParams, Island, identity_of, tensors
 
@@ -23,7 +23,7 @@ NAMES = ("a", "b", "c")
 
 @contextmanager
 def meeting_place(kind: str) -> Iterator[dict]:
-    """What the islands' NetworkSettings need in order to meet."""
+    """The NetworkSettings that islands need to find each other."""
     if kind == "loopback":
         yield {"hub": Hub()}
     elif kind == "gloo":
@@ -31,7 +31,7 @@ def meeting_place(kind: str) -> Iterator[dict]:
         yield {"bootstrap": [rendezvous.address]}
         rendezvous.close()
     else:
-        loop = LoopThread()
+        loop = EventLoopThread()
         peer = loop.run(serve_bootstrap(["/ip4/127.0.0.1/tcp/0"], None), GUARD_SECONDS)
         yield {"bootstrap": list(peer.addresses)}
         loop.run(peer.close(), GUARD_SECONDS)
@@ -39,15 +39,15 @@ def meeting_place(kind: str) -> Iterator[dict]:
 
 
 def digests_of(name: str, kind: str, codec: str, where: dict) -> list[str]:
-    """The digests after each of four rounds of one island, in a thread of its own."""
+    """Run one island for four rounds in its own thread, and return the digest after each round."""
     config = OuterConfig(rounds=4, transport=kind, codec=codec, start_islands=len(NAMES), wait_seconds=GUARD_SECONDS)
-    loop = LoopThread()
+    loop = EventLoopThread()
     settings = NetworkSettings(run_id="run", island=name, rank=0, connect_seconds=GUARD_SECONDS, **where)
     network = loop.run(open_network(kind, settings), GUARD_SECONDS)
     try:
         params = FakeParams(tensors(scale=40))
         identity = identity_of(name)
-        island = Island(name, params, OuterLoop(config, identity, params, Team(), network, loop))
+        island = Island(name, params, build_loop(config, identity, params, RankGroup(), network, loop))
         island.outer.begin()
         return [island.round(tokens=100 + ord(name)).digest for _ in range(4)]
     finally:
@@ -56,7 +56,7 @@ def digests_of(name: str, kind: str, codec: str, where: dict) -> list[str]:
 
 
 def trajectory(kind: str, codec: str) -> list[str]:
-    """The digests that all islands agree on, round by round."""
+    """Digests that all islands agree on, by round."""
     # The first optimizer imports half of torch; from several threads at once that is not safe.
     torch.optim.SGD([torch.zeros(1)])
     with meeting_place(kind) as where, ThreadPoolExecutor(len(NAMES)) as pool:
@@ -74,7 +74,7 @@ def test_loopback_gloo_and_hivemind_give_the_same_digests_in_every_round(codec: 
 
 
 def test_the_event_loop_outlives_cancelled_work() -> None:
-    loop = LoopThread()
+    loop = EventLoopThread()
     with pytest.raises(TimeoutError):
         loop.run(asyncio.sleep(GUARD_SECONDS), timeout_seconds=0.01)
     assert loop.run(asyncio.sleep(0, "alive"), timeout_seconds=GUARD_SECONDS) == "alive"

@@ -11,8 +11,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from inner.config import ParallelConfig
 from inner.mesh import Degrees
-from inner.params import LocalParams, ParamSlice, ParamSpec, local_tensor
-from inner.presets import ModelSizes
+from inner.model.sizes import ModelSizes
+from inner.param_spec import ParamSlice, ParamSpec
+from inner.params import LocalParams, local_tensor
 from inner.trainer import StepResult, Trainer
 from tests.harness import run_ranks
 from tests.inner.small import OPTIMIZER, batch, build_trainer, share, snapshot, whole_model
@@ -147,7 +148,7 @@ def live(rank: int, case: Case) -> Life:
 
 def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
     """Every gradient as a matrix put together from all ranks' slices; on rank 0."""
-    grads = {name: param.grad for part in trainer.parts for name, param in part.named_parameters()}
+    grads = {name: param.grad for stage in trainer.stages for name, param in stage.named_parameters()}
     mine = []
     for held in trainer.params.slices:
         grad = grads[held.name]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diloco.config import Config
+from diloco.config.schema import Config
 from tests.swarm import Swarm, swarm, train_and_return_params
 
 ONE = {"ranks": 1}
@@ -15,11 +15,13 @@ def train_plainly(num_islands: int):
     """Work for a forked rank: data-parallel training of `num_islands` islands' tokens, and its params."""
 
     def work(config: Config, index: int) -> dict[str, torch.Tensor]:
-        from diloco.assemble import build_trainer, load_corpus, process_group
+        from diloco.assemble import build_trainer
+        from diloco.runtime.corpus import load_corpus
+        from diloco.runtime.process_group import open_process_group
         from diloco.train import train_data_parallel
 
         run, island = config.run, config.for_island(index)
-        with process_group(island, "cpu"):
+        with open_process_group(island, "cpu"):
             corpus = load_corpus(run, island)
             trainer = build_trainer(run, island, corpus, "cpu", num_islands=num_islands)
             train_data_parallel(run, island, corpus, trainer, num_islands, None)

@@ -8,19 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from diloco import island as program
-from diloco.assemble import Parts
-from diloco.config import Config
+from diloco.assemble import Runtime
+from diloco.config.schema import Config
 from diloco.train import train
-from inner.moments import ParamsAndMoments
+from inner.optim.moments import ParamsAndMoments
 from inner.params import LocalParams
 from inner.trainer import StepResult
 from outer.config import OuterConfig, OuterOptimizerConfig
-from outer.loop import LoopThread
-from outer.network import NetworkSettings, open_network
-from outer.sync import OuterLoop
-from outer.team import Team
+from outer.connect import NetworkSettings, open_network
+from outer.loop import build_loop
+from outer.network.event_loop import EventLoopThread
+from outer.space.ranks import RankGroup
 from outer.transports.loopback import Hub
-from tests.outer.islands import GUARD_SECONDS, identity_of
+from tests.outer.islands import GUARD_SECONDS, attempt, identity_of
 from tests.swarm import swarm
 
 torch.set_num_threads(1)
@@ -104,18 +104,18 @@ def by_islands(moments: tuple[int, int]) -> Found:
 
 def life(name: str, model: nn.Module, config: OuterConfig, hub: Hub) -> list[dict[str, Tensor]]:
     """An island's rounds, as diloco/island.py makes them."""
-    loop, adam = LoopThread(), make_adam(model)
+    loop, adam = EventLoopThread(), make_adam(model)
     params = ParamsAndMoments(LocalParams(model, [model]), [adam])
     settings = NetworkSettings(run_id="run", island=name, rank=0, hub=hub, connect_seconds=GUARD_SECONDS)
     network = loop.run(open_network("loopback", settings), GUARD_SECONDS)
     found = []
     try:
-        outer = OuterLoop(config, identity_of(name), params, Team(), network, loop)
+        outer = build_loop(config, identity_of(name), params, RankGroup(), network, loop)
         outer.begin()
         for number in range(ROUNDS):
             for step in range(INNER_STEPS):
                 inner_step(model, adam, name, number * INNER_STEPS + step)
-            while not outer.attempt(100).is_committed:
+            while not attempt(outer, 100).is_committed:
                 pass
             params.set_steps(outer.moment_steps(number))
             found.append(held(model, adam))
@@ -160,7 +160,7 @@ def train_and_return_moments(config: Config, index: int) -> tuple[Held, list[set
     found: Held = {}
     counts: list[set[float]] = []
 
-    def live(parts: Parts) -> None:
+    def live(parts: Runtime) -> None:
         step = parts.trainer.step
 
         def count() -> None:

@@ -1,21 +1,21 @@
-"""From a config to the source it names."""
+"""Builds the source of documents that a config names."""
 
 from collections.abc import Callable
 
 from inner.config import DataConfig
-from inner.data.documents import Source
-from inner.data.source_files import FilesSource
-from inner.data.source_huggingface import HuggingFaceSource
-from inner.data.source_stdlib import stdlib_source
+from inner.data.sources.documents import Source
+from inner.data.sources.files import FilesSource
+from inner.data.sources.huggingface import HuggingFaceSource
+from inner.data.sources.stdlib import StdlibSource
 from inner.errors import InputError
 
 
 def build_source(config: DataConfig) -> Source:
-    """The source of `config`; reads nothing yet. InputError: settings that do not fit together."""
+    """Build the source of `config` without reading anything. Raises InputError if settings contradict each other."""
     return BUILDERS[config.source](config)
 
 
-def _huggingface(config: DataConfig) -> HuggingFaceSource:
+def _build_huggingface(config: DataConfig) -> HuggingFaceSource:
     if config.dataset is None:
         raise InputError("data.source=huggingface needs data.dataset, got none; for example allenai/c4")
     if config.max_tokens is None:
@@ -27,7 +27,7 @@ def _huggingface(config: DataConfig) -> HuggingFaceSource:
 
 
 BUILDERS: dict[str, Callable[[DataConfig], Source]] = {
-    "python-stdlib": lambda config: stdlib_source(),
+    "python-stdlib": lambda config: StdlibSource(),
     "files": lambda config: FilesSource(tuple(config.paths), config.text_field),
-    "huggingface": _huggingface,
+    "huggingface": _build_huggingface,
 }

@@ -1,4 +1,4 @@
-"""What every source of text gives: documents, each with a stable key."""
+"""The Source protocol and the documents that sources yield, each with a stable key."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -10,50 +10,54 @@ from inner.errors import InputError
 
 @dataclass(frozen=True)
 class Document:
-    """One text. The key is its relative path, or path#row, and is the same on every island."""
+    """One text. Its key is a relative path or path#row, and is the same on every island."""
 
     key: str
     text: str
     share: float | None = None
-    """How much of the source has been read with it, 0 to 1, where that is known."""
+    """Share of the source that has been read up to the end of this document, 0 to 1; None if unknown."""
 
 
 class Source(Protocol):
-    """Where documents come from. It is built from a config and touches nothing until it is asked."""
+    """Yields documents. A source is built from a config and reads nothing until one of its methods is called.
+
+    >>> from inner.data.sources.stdlib import StdlibSource
+    >>> source: Source = StdlibSource()
+    >>> next(source.documents()).key
+    '__future__.py'
+    """
 
     def fingerprint(self) -> object:
-        """What decides the text besides the config, as JSON values; never asks the network."""
+        """JSON values that, together with the config, identify the text; needs no network."""
         ...
 
     def documents(self) -> Iterator[Document]:
-        """All documents in a fixed order, at least one, none empty. InputError: there is none, or it is broken."""
+        """Yield all documents in a fixed order; none is empty. Raises InputError if there are none or one is broken."""
         ...
 
 
 def is_heldout(key: str, heldout_fraction: float) -> bool:
-    """Whether a document is held out: decided by its key alone, so the same on every machine and in every run."""
+    """Whether a document is held out. The key alone decides, so every machine and every run agree."""
     value = int.from_bytes(hashlib.sha256(key.encode("utf-8", "replace")).digest()[:8], "big")
     return value / 2**64 < heldout_fraction
 
 
 def row_text(row: Mapping[str, object], text_field: str, where: str) -> str:
-    """The text of a row, empty if it is null. InputError names the fields there are."""
+    """Text of a row, empty if it is null. Raises InputError, naming the existing fields, if the field is missing."""
     if text_field not in row:
-        raise missing_field(text_field, list(row), where)
+        raise missing_field_error(text_field, list(row), where)
     text = row[text_field]
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise InputError(
-            f"{where}: field {text_field!r} must hold text, got {type(text).__name__}; set data.text_field"
-        )
+        raise InputError(f"{where}: field {text_field!r} must be text, got {type(text).__name__}; set data.text_field")
     return text
 
 
-def missing_field(text_field: str, fields: list[str], where: str) -> InputError:
-    """The error for rows without the text field."""
-    there = ", ".join(sorted(fields)) or "none"
+def missing_field_error(text_field: str, fields: list[str], where: str) -> InputError:
+    """Build the error for rows without the text field."""
+    existing = ", ".join(sorted(fields)) or "none"
     return InputError(
-        f"{where}: no field {text_field!r} (data.text_field); the fields there are: {there}; "
+        f"{where}: no field {text_field!r} (data.text_field); the existing fields are: {existing}; "
         "set data.text_field to one of them"
     )

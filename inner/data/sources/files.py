@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from inner.data.documents import Document, missing_field, row_text
+from inner.data.sources.documents import Document, missing_field_error, row_text
 from inner.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -16,35 +16,35 @@ log = logging.getLogger(__name__)
 ROWS_PER_READ = 1024
 
 Row = tuple[str, str, float]
-"""Key and text of a document, and the share of its file that has been read with it."""
+"""Key and text of a document, and the share of its file that has been read up to the document's end."""
 
 
 @dataclass(frozen=True)
 class FilesSource:
-    """.jsonl and .parquet files give a document per row, every other UTF-8 file is one document."""
+    """Local files. A .jsonl or .parquet file holds a document per row; any other UTF-8 file is one document."""
 
     paths: tuple[str, ...]
     text_field: str
 
     def fingerprint(self) -> object:
-        """Path, size and time of change of every file."""
+        """Path, size and modification time of every file."""
         files = [path for _, path in self._files()]
         return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
     def documents(self) -> Iterator[Document]:
-        """Documents in the order of `paths`, within a folder or pattern by path."""
+        """Yield documents in the order of `paths`, and sorted by path within a folder or pattern."""
         files = self._files()
         sizes = [path.stat().st_size for _, path in files]
         found, size_read, whole_size = False, 0, max(sum(sizes), 1)
         for (key, path), size in zip(files, sizes, strict=True):
-            for row_key, text, file_share in _read(key, path, self.text_field):
+            for row_key, text, file_share in _read_rows(key, path, self.text_field):
                 if text:
                     found = True
                     yield Document(row_key, text, (size_read + file_share * size) / whole_size)
             size_read += size
         if not found:
             raise InputError(
-                f"data.paths {list(self.paths)}: no text in any of the files found, {len(files)} in all; "
+                f"data.paths {list(self.paths)}: no text in any of the {len(files)} files found; "
                 "need UTF-8 text, .jsonl or .parquet files that are not empty"
             )
 
@@ -58,27 +58,24 @@ class FilesSource:
 
 
 def find_files(entry: str) -> list[tuple[str, Path]]:
-    """(key, path) of the files that one entry of data.paths names. InputError: there are none.
+    """(key, path) of the files that match one entry of data.paths. Raises InputError if there are none.
 
-    The key is relative to what the entry fixes, so that islands which keep the same
-    folder in different places hold out the same files:
+    Keys are relative to the literal part of the entry, so islands that keep the same folder in different places hold
+    out the same files:
         data/a.txt -> a.txt      data -> sub/a.txt      data/*/a.txt -> sub/a.txt
     """
     path = Path(entry).expanduser()
     if path.is_file():
         return [(path.name, path)]
     if path.is_dir():
-        return _relative(path, sorted(path.rglob("*")), entry)
+        return _relative_to(path, sorted(path.rglob("*")), entry)
     if glob.has_magic(entry):
-        return _relative(_fixed_part(path), sorted(map(Path, glob.glob(str(path), recursive=True))), entry)
+        literal = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
+        return _relative_to(literal, sorted(map(Path, glob.glob(str(path), recursive=True))), entry)
     raise InputError(f"data.paths: {entry!r} does not exist (looked in {Path.cwd()}); correct the path")
 
 
-def _fixed_part(pattern: Path) -> Path:
-    return Path(*itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts))
-
-
-def _relative(folder: Path, paths: list[Path], entry: str) -> list[tuple[str, Path]]:
+def _relative_to(folder: Path, paths: list[Path], entry: str) -> list[tuple[str, Path]]:
     keys = ((path.relative_to(folder), path) for path in paths if path.is_file())
     files = [(key.as_posix(), path) for key, path in keys if not any(p.startswith(".") for p in key.parts)]
     if not files:
@@ -89,20 +86,20 @@ def _relative(folder: Path, paths: list[Path], entry: str) -> list[tuple[str, Pa
     return files
 
 
-def _read(key: str, path: Path, text_field: str) -> Iterator[Row]:
+def _read_rows(key: str, path: Path, text_field: str) -> Iterator[Row]:
     if path.suffix == ".jsonl":
         return _jsonl_rows(key, path, text_field)
     if path.suffix == ".parquet":
         return _parquet_rows(key, path, text_field)
-    return _text_file(key, path)
+    return _text_rows(key, path)
 
 
-def _text_file(key: str, path: Path) -> Iterator[Row]:
+def _text_rows(key: str, path: Path) -> Iterator[Row]:
     try:
         yield key, path.read_bytes().decode("utf-8"), 1.0
     except UnicodeDecodeError:
-        # A folder of text often holds a picture or two: no reason to stop.
-        log.warning("%s is not UTF-8 text: left out", path)
+        # Folders of text often contain a few images, which are no reason to stop.
+        log.warning("%s is not UTF-8 text and is skipped", path)
 
 
 def _jsonl_rows(key: str, path: Path, text_field: str) -> Iterator[Row]:
@@ -127,18 +124,18 @@ def _json_object(line: bytes, where: str) -> dict[str, object]:
 
 
 def _parquet_rows(key: str, path: Path, text_field: str) -> Iterator[Row]:
-    # pyarrow takes half a second to import: only who reads Parquet pays for it.
+    # Imported here because pyarrow takes half a second, which only readers of Parquet should pay.
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             if text_field not in file.schema_arrow.names:
-                raise missing_field(text_field, file.schema_arrow.names, str(path))
+                raise missing_field_error(text_field, file.schema_arrow.names, str(path))
             batches = file.iter_batches(ROWS_PER_READ, columns=[text_field])
             rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, row in enumerate(rows):
                 text = row_text(row, text_field, f"{path}, row {number}")
                 yield f"{key}#{number}", text, (number + 1) / file.metadata.num_rows
     except pyarrow.ArrowException as error:
-        raise InputError(f"{path}: cannot be read as Parquet ({error}); write it again or leave it out") from error
+        raise InputError(f"{path}: cannot be read as Parquet ({error}); write it again or remove it") from error

@@ -1,4 +1,4 @@
-"""Any Hugging Face dataset by name, or a local folder of one, read as a stream."""
+"""A Hugging Face dataset, by name or as a local folder, read as a stream."""
 
 import gc
 from collections.abc import Generator, Iterator, Mapping
@@ -6,10 +6,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from inner.data.documents import Document, row_text
-from inner.data.hub import one_line, require_on_hub
-from inner.data.source_files import find_files
-from inner.errors import InputError
+from inner.data.sources.documents import Document, row_text
+from inner.data.sources.files import find_files
+from inner.data.sources.hub import require_on_hub
+from inner.errors import InputError, summarise
 
 CURE = (
     "check data.dataset, data.dataset_config, data.split and the network, "
@@ -19,7 +19,7 @@ CURE = (
 
 @dataclass(frozen=True)
 class HuggingFaceSource:
-    """The rows of one split, in the stream's order."""
+    """The rows of one split of a dataset, in the order of the stream."""
 
     dataset: str
     dataset_config: str | None
@@ -27,14 +27,14 @@ class HuggingFaceSource:
     text_field: str
 
     def fingerprint(self) -> object:
-        """Path, size and time of change of the files when the dataset is a local folder."""
+        """Path, size and modification time of the files of a local dataset; None for a dataset on the hub."""
         if not self._is_local():
             return None
         stats = [(key, path.stat()) for key, path in find_files(self.dataset)]
         return [[key, stat.st_size, stat.st_mtime_ns] for key, stat in stats]
 
     def documents(self) -> Iterator[Document]:
-        """One document per row; the key holds the split and the row, not where the dataset lies."""
+        """Yield one document per row. Its key has the dataset's name, split and row, but not its location on disk."""
         name = Path(self.dataset).name if self._is_local() else self.dataset
         prefix = "/".join(filter(None, [name, self.dataset_config, self.split]))
         found = False
@@ -50,17 +50,17 @@ class HuggingFaceSource:
     def _rows(self) -> Generator[Mapping[str, object], None, None]:
         if not self._is_local():
             require_on_hub("dataset", self.dataset, CURE)
-        # datasets takes a second to import: only who reads one pays for it.
+        # Imported here because datasets takes a second, which only readers of a dataset should pay.
         import datasets
 
         try:
             yield from datasets.load_dataset(self.dataset, self.dataset_config, split=self.split, streaming=True)
         except Exception as error:
-            # Builders, file systems and HTTP libraries each raise their own kind; all mean: not to be had.
+            # Builders, file systems and HTTP libraries each raise exceptions of their own.
             where = f"dataset {self.dataset!r} (config {self.dataset_config!r}, split {self.split!r})"
-            raise InputError(f"{where} cannot be read: {one_line(error)}; {CURE}") from error
+            raise InputError(f"{where} cannot be read: {summarise(error)}; {CURE}") from error
         finally:
-            # An Arrow reader that is left in the middle keeps threads that may abort the interpreter when it exits.
+            # An abandoned Arrow reader keeps threads that may abort the interpreter at exit.
             gc.collect()
 
     def _is_local(self) -> bool:

@@ -1,7 +1,7 @@
-"""DeepSpeed Ulysses (2309.14509): each rank of cp trades its positions of all heads for all positions of its heads.
+"""DeepSpeed Ulysses (2309.14509): ranks of cp exchange all heads of their positions for all positions of some heads.
 
-Fewest bytes, and the attention of one process in between; but the heads must divide over the ranks, and a rank keeps
-the queries, keys and values of all positions (of its heads) for the backward.
+It sends the fewest bytes and uses the attention of one process. However, the ranks must divide the heads, and each
+rank keeps the queries, keys and values of all positions (of its heads) for the backward.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from inner.attention import causal_attention
+from inner.model.attention import causal_attention
 
 
 def ulysses_attention(
@@ -19,36 +19,36 @@ def ulysses_attention(
 ) -> Tensor:
     """`causal_attention` of the whole sequence at this rank's positions. Every rank of `group` must call it, in step.
 
-    Ranks hold positions in rank order; H and K are multiples of the group's size.
+    Ranks hold contiguous positions in rank order; H and K are multiples of the group's size.
     """
     num_ranks = group.size()
     B, S, H, E = q_BSHE.shape
-    # One exchange for all three: each rank's share of the heads, side by side.
+    # One exchange moves all three, with each rank's share of the heads side by side.
     shares = [x.unflatten(2, (num_ranks, -1)) for x in (q_BSHE, k_BSKE, v_BSKE)]
     heads = [share.shape[3] for share in shares]
-    taken = _exchange(torch.cat(shares, dim=3).movedim(2, 0), group)
-    q, k, v = taken.movedim(0, 1).flatten(1, 2).split(heads, dim=2)
+    received = _exchange(torch.cat(shares, dim=3).movedim(2, 0), group)
+    q, k, v = received.movedim(0, 1).flatten(1, 2).split(heads, dim=2)
     y = causal_attention(q, k, v, None if documents_BS is None else _whole_sequence(documents_BS, group))
-    taken = _exchange(y.unflatten(1, (num_ranks, S)).movedim(1, 0), group)
-    return taken.movedim(0, 2).reshape(B, S, H, E)
+    received = _exchange(y.unflatten(1, (num_ranks, S)).movedim(1, 0), group)
+    return received.movedim(0, 2).reshape(B, S, H, E)
 
 
-def _exchange(given: Tensor, group: ProcessGroup) -> Tensor:
-    """given[i] goes to rank i; result[i] came from rank i. Differentiable. Every rank must call it, in step."""
-    taken = _Exchange.apply(given, group)
-    assert isinstance(taken, Tensor)
-    return taken
+def _exchange(sent: Tensor, group: ProcessGroup) -> Tensor:
+    """Send sent[i] to rank i; result[i] is from rank i. Differentiable. Every rank must call it, in step."""
+    received = _Exchange.apply(sent, group)
+    assert isinstance(received, Tensor)
+    return received
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, given: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, sent: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        # gloo takes a strided tensor, to send or to fill, and mixes up the numbers.
-        given = given.contiguous()
-        taken = torch.empty_like(given)
-        dist.all_to_all_single(taken, given, group=group)
-        return taken
+        # gloo accepts strided tensors for sending and receiving, but mixes up their numbers.
+        sent = sent.contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -56,7 +56,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _whole_sequence(documents_BS: Tensor, group: ProcessGroup) -> Tensor:
-    """Every rank's documents, one after the other."""
+    """Document numbers of all ranks, concatenated in rank order."""
     whole = [torch.empty_like(documents_BS, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(whole, documents_BS.contiguous(), group=group)
     return torch.cat(whole, dim=1)

@@ -1,20 +1,20 @@
-"""Which layers each pipeline stage holds, which rank holds each stage, and how many micro-batches that needs. No torch.
+"""Splits layers into pipeline stages, assigns stages to ranks and checks the number of micro-batches. No torch.
 
-A rank holds `stages_per_rank` stages. With pp = 2, rank by stage:
+A rank holds `stages_per_rank` stages. With pp = 2, the ranks of the stages are:
 
-    gpipe, 1f1b              0 1          one stage a rank
-    interleaved_1f1b,        0 1 0 1      looped: the stream goes around the ranks
+    gpipe, 1f1b              0 1          one stage per rank
+    interleaved_1f1b,        0 1 0 1      looped: the stream passes around the ranks
     breadth_first,
     interleaved_zero_bubble
     zbv, dualpipev           0 1 1 0      a V: rank 0 holds both ends
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 
 from inner.config import ParallelConfig, Schedule
 from inner.errors import InputError
+from inner.model.stage import Stage
 
 TORCH_NAMES: dict[Schedule, str] = {
     "gpipe": "GPipe",
@@ -25,33 +25,18 @@ TORCH_NAMES: dict[Schedule, str] = {
     "zbv": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
-"""Our names to those of torch.distributed.pipelining."""
+"""Names of the schedules in torch.distributed.pipelining."""
 
-SINGLE: tuple[Schedule, ...] = ("gpipe", "1f1b")
-"""Schedules of one stage a rank."""
+ONE_STAGE_PER_RANK: tuple[Schedule, ...] = ("gpipe", "1f1b")
 V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
-"""Schedules of two stages a rank, laid out as a V."""
 SPLIT_BACKWARD: tuple[Schedule, ...] = ("interleaved_zero_bubble", "zbv", "dualpipev")
 """Schedules that compute the gradients of inputs and of weights at different times."""
-ROUNDS: tuple[Schedule, ...] = ("interleaved_1f1b", "interleaved_zero_bubble")
-"""Schedules that go through the micro-batches in equal rounds."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What one (virtual) pipeline stage holds of the model."""
-
-    index: int
-    layers: range
-    """Global layer numbers."""
-    is_first: bool
-    """Has the embedding."""
-    is_last: bool
-    """Has the final norm, the head and the loss."""
+EQUAL_ROUNDS: tuple[Schedule, ...] = ("interleaved_1f1b", "interleaved_zero_bubble")
+"""Schedules that process the micro-batches in equal rounds."""
 
 
 def plan_stages(parallel: ParallelConfig, num_layers: int, pp: int) -> list[Stage]:
-    """All stages in the model's order, each layer in exactly one. Raises InputError with a cure.
+    """All stages in the order of the model; each layer is in exactly one. Raises InputError with a cure.
 
     With pp = 1 the whole model is one stage, whatever the schedule.
 
@@ -67,7 +52,7 @@ def plan_stages(parallel: ParallelConfig, num_layers: int, pp: int) -> list[Stag
     if parallel.layers_per_stage is None:
         counts = _even_split(num_layers, num_stages, pp)
     else:
-        counts = _given_split(parallel.layers_per_stage, num_layers, num_stages, pp)
+        counts = _check_split(parallel.layers_per_stage, num_layers, num_stages, pp)
     ends = [sum(counts[: index + 1]) for index in range(num_stages)]
     return [
         Stage(index, range(end - count, end), is_first=index == 0, is_last=index == num_stages - 1)
@@ -83,19 +68,14 @@ def ranks_of_stages(schedule: Schedule, num_stages: int, pp: int) -> list[int]:
 
 
 def stages_at(stages: Sequence[Stage], stage_ranks: Sequence[int], pp_rank: int) -> list[Stage]:
-    """Those of a coordinate on `pp`, in the model's order."""
+    """The stages of a coordinate on `pp`, in the order of the model."""
     return [stage for stage, rank in zip(stages, stage_ranks, strict=True) if rank == pp_rank]
 
 
-def stages_of_rank(schedule: Schedule, num_stages: int, pp: int, rank: int) -> list[int]:
-    """Indices of the stages held by a coordinate on `pp`, in the model's order."""
-    return [stage for stage, owner in enumerate(ranks_of_stages(schedule, num_stages, pp)) if owner == rank]
-
-
 def check_micro_batches(parallel: ParallelConfig, pp: int, num_micro_batches: int) -> None:
-    """Raises InputError if torch's schedule cannot run a rank's micro-batches of a step.
+    """Raise InputError if torch's schedule cannot run this number of micro-batches per rank and step.
 
-    schedule                                        needs, of a rank's micro-batches of a step
+    schedule                                        micro-batches that it needs
     gpipe, breadth_first, zbv                       1 or more
     1f1b                                            at least pp
     dualpipev                                       at least 2 x pp
@@ -111,23 +91,23 @@ def check_micro_batches(parallel: ParallelConfig, pp: int, num_micro_batches: in
 
 
 def _stages_per_rank(parallel: ParallelConfig) -> int:
-    """The config's, checked against its schedule, or the schedule's own."""
+    """The configured number, checked against the schedule, or the default of the schedule."""
     got = parallel.stages_per_rank
-    if parallel.schedule in SINGLE and got not in (None, 1):
+    if parallel.schedule in ONE_STAGE_PER_RANK and got not in (None, 1):
         raise InputError(
-            f"island.parallel.stages_per_rank: {parallel.schedule} wants 1, got {got}; "
+            f"island.parallel.stages_per_rank: {parallel.schedule} needs 1, got {got}; "
             "set it to 1, or island.parallel.schedule to interleaved_1f1b, breadth_first or interleaved_zero_bubble"
         )
     if parallel.schedule in V_SHAPED and got not in (None, 2):
         raise InputError(
-            f"island.parallel.stages_per_rank: {parallel.schedule} wants 2, one on each leg of its V, got {got}; "
+            f"island.parallel.stages_per_rank: {parallel.schedule} needs 2, one on each leg of its V, got {got}; "
             "set it to 2, or island.parallel.schedule to interleaved_zero_bubble"
         )
-    return got or (1 if parallel.schedule in SINGLE else 2)
+    return got or (1 if parallel.schedule in ONE_STAGE_PER_RANK else 2)
 
 
 def _even_split(num_layers: int, num_stages: int, pp: int) -> list[int]:
-    """Layers of each stage, as even as can be when the embedding and the head count as a layer each."""
+    """Number of layers of each stage, as even as possible; the embedding and the head count as a layer each."""
     if num_layers < num_stages:
         per_rank = num_stages // pp
         raise InputError(
@@ -139,14 +119,14 @@ def _even_split(num_layers: int, num_stages: int, pp: int) -> list[int]:
     layers = [1] * num_stages
     loads = [1 + (index == 0) + (index == last) for index in range(num_stages)]
     for _ in range(num_layers - num_stages):
-        # The later of equals, as it has fewer micro-batches in flight; but the last one's head costs most.
+        # Among equals a later stage has fewer micro-batches in flight, but the last one also has the costly head.
         lightest = min(range(num_stages), key=lambda index: (loads[index], index == last, -index))
         layers[lightest] += 1
         loads[lightest] += 1
     return layers
 
 
-def _given_split(counts: tuple[int, ...], num_layers: int, num_stages: int, pp: int) -> list[int]:
+def _check_split(counts: tuple[int, ...], num_layers: int, num_stages: int, pp: int) -> list[int]:
     where = f"island.parallel.layers_per_stage: {list(counts)}"
     if len(counts) != num_stages:
         raise InputError(
@@ -164,8 +144,8 @@ def _given_split(counts: tuple[int, ...], num_layers: int, num_stages: int, pp: 
 
 
 def _can_run(schedule: Schedule, pp: int, num_micro_batches: int) -> bool:
-    """What the constructors of torch's schedules demand."""
-    if schedule in ROUNDS:
+    """Whether the constructors of torch's schedules accept this number."""
+    if schedule in EQUAL_ROUNDS:
         return num_micro_batches % max(1, num_micro_batches // pp) == 0
     return num_micro_batches >= _fewest(schedule, pp)
 
@@ -175,18 +155,17 @@ def _fewest(schedule: Schedule, pp: int) -> int:
 
 
 def _need(schedule: Schedule, pp: int) -> str:
-    if schedule in ROUNDS:
+    if schedule in EQUAL_ROUNDS:
         return f"micro-batches that split into (micro-batches // {pp}) equal rounds"
     return f"at least {_fewest(schedule, pp)} micro-batches"
 
 
 def _micro_batch_cure(schedule: Schedule, pp: int, got: int) -> str:
-    """By what to multiply the tokens or to divide the micro-batch, with the micro-batches that gives."""
+    """Factors for the tokens or the micro-batch, with the number of micro-batches that each gives."""
     below = [number for number in range(1, got) if _can_run(schedule, pp, number)]
     above = next(number for number in range(got + 1, got + 2 * pp + 1) if _can_run(schedule, pp, number))
     tokens = " or ".join(f"{Fraction(number, got)} (for {number})" for number in [*below[-1:], above])
-    # Dividing by pp makes the micro-batches a multiple of pp, which every schedule of rounds takes.
-    parts = next(parts for parts in range(2, 2 * pp + 1) if _can_run(schedule, pp, got * parts))
-    return (
-        f"multiply optimizer.tokens_per_step by {tokens}, or divide island.micro_batch by {parts} (for {got * parts})"
-    )
+    # Dividing by pp makes the micro-batches a multiple of pp, which every schedule with rounds accepts.
+    divisor = next(divisor for divisor in range(2, 2 * pp + 1) if _can_run(schedule, pp, got * divisor))
+    micro_batch = f"{divisor} (for {got * divisor})"
+    return f"multiply optimizer.tokens_per_step by {tokens}, or divide island.micro_batch by {micro_batch}"

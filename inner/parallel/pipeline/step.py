@@ -1,4 +1,4 @@
-"""Pipeline parallelism on torch's schedules: a rank's stages, run over all micro-batches of a step at once."""
+"""One training step of a pipeline: torch's schedules run a rank's stages over all micro-batches of the step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,84 +6,80 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from inner.config import Schedule
-from inner.model import Transformer
-from inner.parallel.forward import ForwardOnly, LocalStages, check_shapes
-from inner.parallel.stages import TORCH_NAMES
-from inner.windows import MicroBatch
+from inner.data.micro_batch import MicroBatch
+from inner.model.transformer import Transformer
+from inner.parallel.pipeline.evaluation import LocalStages, PipelineEvaluator, check_shapes
+from inner.parallel.pipeline.stages import ONE_STAGE_PER_RANK, TORCH_NAMES
 
 
 class Pipeline:
-    """The stages of this rank and their schedule. Every rank of the pp group must build it and make each call."""
+    """This rank's stages driven by a schedule. Every rank of the pp group must build it and make each call."""
 
-    def __init__(self, here: LocalStages, schedule: Schedule, num_micro_batches: int) -> None:
-        self._here = here
+    def __init__(self, local: LocalStages, schedule: Schedule, num_micro_batches: int) -> None:
+        self._local = local
         self._num_micro_batches = num_micro_batches
-        self._has_first = here.parts[0].stage.is_first
-        self._has_last = any(part.stage.is_last for part in here.parts)
+        self._has_first = local.stages[0].stage.is_first
+        self._has_last = any(model.stage.is_last for model in local.stages)
         self._scale = 1.0
-        self._forward_only = ForwardOnly(here)
-        stages = [_stage(part, here) for part in here.parts]
-        kind = get_schedule_class(TORCH_NAMES[schedule])
-        # torch would divide gradients by the number of micro-batches, each step again; losses are scaled here.
-        if issubclass(kind, PipelineScheduleSingle):
-            self._schedule = kind(stages[0], num_micro_batches, loss_fn=self._scaled, scale_grads=False)
-        else:
-            assert issubclass(kind, PipelineScheduleMulti)
-            self._schedule = kind([*stages], num_micro_batches, loss_fn=self._scaled, scale_grads=False)
+        self._forward_only = PipelineEvaluator(local)
+        stages = [_build_torch_stage(model, local) for model in local.stages]
+        kind: Any = get_schedule_class(TORCH_NAMES[schedule])
+        mine = stages[0] if schedule in ONE_STAGE_PER_RANK else stages
+        # Losses are scaled here: torch would divide accumulated gradients by the micro-batches again in every step.
+        self._schedule = kind(mine, num_micro_batches, loss_fn=self._scaled, scale_grads=False)
 
     def backward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
-        """Adds up gradients of `scale` times the summed loss; returns that loss (0-dim fp32), 0 where it is not known.
+        """Accumulate gradients of `scale` times the summed loss, and return that loss (0-dim fp32).
 
-        The last stage's rank knows it. Wants exactly the micro-batches it was built for, all of one shape.
+        Only the last stage's rank knows it; others return 0. Needs exactly as many micro-batches as it was built for.
         """
         assert len(micro_batches) == self._num_micro_batches, f"{len(micro_batches)}, not {self._num_micro_batches}"
-        check_shapes(micro_batches, self._here.stream)
+        check_shapes(micro_batches, self._local.stream)
         self._scale = scale
-        tokens, targets, documents = (_together(column) for column in zip(*micro_batches, strict=True))
-        # Every stage gets its own from here; only the stream travels.
+        tokens, targets, documents = (_concatenate(column) for column in zip(*micro_batches, strict=True))
+        # Each rank passes these to its own stages; only the stream travels between ranks.
         stage_inputs: dict[str, Any] = {"targets_BS": targets}
         if documents is not None:
             stage_inputs["documents_BS"] = documents
         losses: list[Tensor] = []
         self._schedule.step(
             *([tokens] if self._has_first else []),
-            # The last stage's module computes the loss from its own targets; the schedule wants some to hand on.
+            # The last stage computes the loss from targets_BS; the schedule requires a target anyway.
             target=targets if self._has_last else None,
             losses=losses if self._has_last else None,
             return_outputs=False,
             **stage_inputs,
         )
-        return sum(losses, start=torch.zeros((), device=self._here.device)).detach() / scale
+        return sum(losses, start=torch.zeros((), device=self._local.device)).detach() / scale
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """The summed loss (0-dim fp32) of any number of micro-batches, without gradients; else as backward()."""
+        """The summed loss, as from backward(), of any number of micro-batches, without gradients."""
         return self._forward_only(micro_batches)
 
     def _scaled(self, loss: Tensor, _: Tensor) -> Tensor:
         return loss * self._scale
 
 
-def _together(column: Sequence[Tensor | None]) -> Tensor | None:
-    """One tensor of all micro-batches: the schedule cuts it again."""
+def _concatenate(column: Sequence[Tensor | None]) -> Tensor | None:
+    """Concatenate all micro-batches; the schedule splits them again."""
     tensors = [tensor for tensor in column if tensor is not None]
     return torch.cat(tensors) if tensors else None
 
 
-def _stage(part: Transformer, here: LocalStages) -> PipelineStage:
-    """Shapes are said beforehand: torch would find them by running a micro-batch, which leaves gradients behind."""
-    stream, stage = here.stream, part.stage
+def _build_torch_stage(model: Transformer, local: LocalStages) -> PipelineStage:
+    """Build torch's stage with known shapes: torch would infer them from a run that leaves gradients behind."""
+    stream, stage = local.stream, model.stage
     hidden = torch.empty(stream.micro_batch, stream.stream_positions, stream.dim, dtype=stream.dtype, device="meta")
     tokens = torch.empty(stream.micro_batch, stream.positions, dtype=torch.int64, device="meta")
-    loss = torch.empty((), device="meta")
     return PipelineStage(
-        part,
+        model,
         stage.index,
-        len(here.ranks),
-        here.device,
+        len(local.ranks),
+        local.device,
         input_args=tokens if stage.is_first else hidden.clone().requires_grad_(),
-        output_args=loss.requires_grad_() if stage.is_last else hidden.requires_grad_(),
-        group=here.group,
+        output_args=(torch.empty((), device="meta") if stage.is_last else hidden).requires_grad_(),
+        group=local.group,
     )

@@ -1,19 +1,19 @@
-"""Codes of 1, 2 or 4 bits in bytes, and numbers of any few bits.
+"""Pack codes of 1, 2 or 4 bits, and numbers with a small number of bits, into bytes.
 
-Codes lie in planes: with two a byte, the first half of the part is in the low nibbles and the second half in the
-high ones. So packing is a few operations on long runs of bytes; neighbours in one byte would take strides.
+Codes are packed in planes: with two codes per byte, the first half of the part is in the low nibbles and the second
+half in the high ones. Packing is then a few operations on long runs of bytes; packing neighbours would need strides.
 """
 
 import torch
 
 
 def packed_bytes(num_codes: int, bits: int) -> int:
-    """Bytes that `num_codes` codes of `bits` bits take."""
+    """Size in bytes of `num_codes` codes of `bits` bits."""
     return -(-num_codes * bits // 8)
 
 
 def pack(codes: torch.Tensor, bits: int, out: torch.Tensor) -> None:
-    """Write 1-D uint8 codes below 2**bits to `out`, uint8 of `packed_bytes`. Spare bits are 0."""
+    """Pack 1-D uint8 codes below 2**bits into `out` (uint8, `packed_bytes` long). Unused bits are 0."""
     width = out.numel()
     out.copy_(codes[:width])
     for number in range(1, 8 // bits):
@@ -22,7 +22,7 @@ def pack(codes: torch.Tensor, bits: int, out: torch.Tensor) -> None:
 
 
 def unpack(packed: torch.Tensor, bits: int, num_codes: int) -> torch.Tensor:
-    """The codes, 1-D uint8; spare bits are ignored."""
+    """Unpack into 1-D uint8 codes. Unused bits are ignored."""
     codes = torch.empty(num_codes, dtype=torch.uint8)
     width = packed.numel()
     for number in range(8 // bits):
@@ -32,13 +32,13 @@ def unpack(packed: torch.Tensor, bits: int, num_codes: int) -> torch.Tensor:
 
 
 def pack_numbers(numbers: torch.Tensor, bits: int, out: torch.Tensor) -> None:
-    """Write 1-D int64 numbers below 2**bits to `out`, uint8 of `packed_bytes`: all lowest bits first."""
+    """Pack 1-D int64 numbers below 2**bits into `out` (uint8, `packed_bytes` long), the lowest bits of all first."""
     each_bit = torch.stack([numbers >> bit & 1 for bit in range(bits)])
     pack(each_bit.to(torch.uint8).view(-1), 1, out)
 
 
 def unpack_numbers(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """The numbers, 1-D int64."""
+    """Unpack into 1-D int64 numbers."""
     each_bit = unpack(packed, 1, bits * count).view(bits, count)
     numbers = torch.zeros(count, dtype=torch.int64)
     for bit, row in enumerate(each_bit):

@@ -1,4 +1,4 @@
-"""What every codec checks: our own values going out, a peer's bytes coming in."""
+"""Checks that all codecs share: of our own values before encoding, and of a peer's bytes before decoding."""
 
 import math
 
@@ -8,16 +8,17 @@ from outer.errors import MessageError, NonFiniteError
 
 
 def flat_fp32(values: torch.Tensor) -> torch.Tensor:
-    """`values` without its autograd history, contiguous; they must be 1-D fp32 on the CPU."""
+    """`values` detached and contiguous. Asserts that they are 1-D fp32 on the CPU."""
     ok = values.dim() == 1 and values.dtype == torch.float32 and values.device.type == "cpu"
     assert ok, f"a codec takes 1-D fp32 CPU values, got {values.dim()}-D {values.dtype} on {values.device}"
-    # An empty tensor may have stride 0 (numpy's has), which torch will not view as bytes.
+    # An empty tensor may have stride 0 (numpy's does), and torch cannot view that as bytes.
     return values.detach().contiguous() if values.numel() else torch.empty(0)
 
 
 def is_finite(values: torch.Tensor) -> bool:
     """Whether no element is inf or nan."""
-    # A finite sum proves it in the cheapest pass there is; huge finite values may overflow it, so ask again.
+    # A finite sum proves it in one cheap pass. Large finite values may overflow the sum, so an infinite one does not
+    # prove the opposite.
     if math.isfinite(values.sum().item()):
         return True
     low, high = torch.aminmax(values)
@@ -25,25 +26,25 @@ def is_finite(values: torch.Tensor) -> bool:
 
 
 def non_finite_error(values: torch.Tensor) -> NonFiniteError:
-    """The error that names the first inf or nan; `values` holds at least one."""
+    """The error for the first inf or nan in `values`, which contain at least one."""
     index = int(values.isfinite().logical_not_().nonzero()[0])
     return NonFiniteError(index, values[index].item())
 
 
-def checked_payload(payload: torch.Tensor, num_bytes: int, codec: str) -> torch.Tensor:
-    """`payload` at an address that fp32 may be read from. Raises MessageError unless it has `num_bytes`."""
+def check_payload(payload: torch.Tensor, num_bytes: int, codec: str) -> torch.Tensor:
+    """`payload`, copied if it is not aligned for fp32. Raises MessageError unless it has `num_bytes`."""
     assert payload.dtype == torch.uint8 and payload.dim() == 1, "a payload is a 1-D uint8 tensor"
     if payload.numel() != num_bytes:
         raise MessageError(f"{codec} payload of {payload.numel()} bytes, {num_bytes} expected")
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    # A transport may hand out a slice of its frame, which can begin at any byte.
+    # A transport may return a slice of its frame, which can start at any byte.
     aligned = payload.data_ptr() % 4 == 0 and payload.storage_offset() % 4 == 0 and payload.is_contiguous()
     return payload if aligned else payload.clone(memory_format=torch.contiguous_format)
 
 
-def checked_values(values: torch.Tensor, codec: str) -> torch.Tensor:
-    """`values` as decoded. Raises MessageError if one is inf or nan: no encoder of ours sends that."""
+def check_values(values: torch.Tensor, codec: str) -> torch.Tensor:
+    """Return decoded `values`. Raises MessageError if one is inf or nan, which our encoders never send."""
     if not is_finite(values):
         error = non_finite_error(values)
         raise MessageError(f"{codec} payload decodes to {error.value} at element {error.index}")

@@ -5,8 +5,8 @@ from typing import Any, cast
 
 import pytest
 
-from diloco.config import IslandConfig, RunConfig
-from diloco.run_checkpoints import opened
+from diloco.checkpoints.island_checkpoint import open_checkpoints
+from diloco.config.schema import IslandConfig, RunConfig
 from inner.errors import InputError
 from tests.harness import run_ranks
 
@@ -17,7 +17,7 @@ NOTHING = cast(Any, None)
 
 def opened_on_a_rank(rank: int, folder: Path) -> str:
     island = IslandConfig.model_validate({"ranks": 2, "checkpoint": {"mirror": URL}})
-    with pytest.raises(InputError) as error, opened(RunConfig(), island, folder, NOTHING, NOTHING):
+    with pytest.raises(InputError) as error, open_checkpoints(RunConfig(), island, folder, NOTHING, NOTHING):
         raise AssertionError("there is no such mirror")
     return str(error.value)
 

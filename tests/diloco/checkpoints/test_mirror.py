@@ -7,9 +7,9 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from diloco.mirror import Mirror
-from inner import checkpoint_folder as disk
-from inner.checkpoint_folder import Contents
+from diloco.checkpoints.mirror import Mirror
+from inner.checkpoint import folder as disk
+from inner.checkpoint.folder import Manifest
 from inner.errors import InputError
 
 _numbers = itertools.count()
@@ -24,18 +24,18 @@ def saved(folder: Path, *steps: int) -> None:
     """Checkpoints of these steps, each with a file of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     for step in steps:
-        partial = disk.start(folder, step, 10, 1)
+        partial = disk.create_partial(folder, step, 10, 1)
         (partial / "__0_0.distcp").write_text(f"state of step {step}")
-        disk.publish(partial, Contents(step, {}, {}, disk.measure(partial, ["*"])))
+        disk.publish(partial, Manifest(step, {}, {}, disk.file_specs(partial, ["*"])))
 
 
 def test_the_newest_checkpoint_is_found_on_another_disk_byte_for_byte(tmp_path: Path, url: str) -> None:
     saved(tmp_path / "one", 10, 20)
     Mirror(url, keep=2).push(tmp_path / "one")
     assert Mirror(url, keep=2).pull(tmp_path / "two") == "step-00000020"
-    (found,), problems = disk.published(tmp_path / "two")
+    (found,), problems = disk.list_published(tmp_path / "two")
     assert (found.inner_step, problems) == (20, [])
-    assert disk.find_damage(found, found.contents.files) is None
+    assert disk.find_damage(found, found.manifest.files) is None
 
 
 def test_only_as_many_as_wanted_are_kept_there(tmp_path: Path, url: str) -> None:
@@ -44,7 +44,7 @@ def test_only_as_many_as_wanted_are_kept_there(tmp_path: Path, url: str) -> None
         saved(tmp_path / "one", step)
         mirror.push(tmp_path / "one")
     saved(tmp_path / "two", 20)
-    assert [name for _, name in Mirror(url, keep=2)._found()] == ["step-00000020", "step-00000030"]
+    assert [name for _, name in Mirror(url, keep=2)._list()] == ["step-00000020", "step-00000030"]
 
 
 def test_an_island_with_a_newer_one_of_its_own_takes_none(tmp_path: Path, url: str) -> None:
@@ -86,7 +86,7 @@ def test_the_copy_takes_the_place_of_a_damaged_one(tmp_path: Path, url: str) -> 
     Mirror(url, keep=2).push(tmp_path / "one")
     (tmp_path / "one" / "step-00000020" / "__0_0.distcp").write_text("state")
     assert Mirror(url, keep=2).pull(tmp_path / "one") == "step-00000020"
-    assert disk.published(tmp_path / "one")[0][0].inner_step == 20
+    assert disk.list_published(tmp_path / "one")[0][0].inner_step == 20
 
 
 def test_a_run_that_went_back_is_found_where_it_is_now(tmp_path: Path, url: str) -> None:
@@ -98,5 +98,5 @@ def test_a_run_that_went_back_is_found_where_it_is_now(tmp_path: Path, url: str)
     saved(tmp_path / "one", 10)
     mirror.push(tmp_path / "one")
     assert Mirror(url, keep=1).pull(tmp_path / "two") == "step-00000010"
-    assert disk.published(tmp_path / "two")[0][0].contents.serial == 3
+    assert disk.list_published(tmp_path / "two")[0][0].manifest.serial == 3
     assert Mirror(url, keep=1).pull(tmp_path / "one") is None

@@ -9,14 +9,22 @@ import torch.nn.functional as F
 from typer.testing import CliRunner
 
 from diloco.assemble import check_same_run
-from diloco.cli import app
-from diloco.config import Config, ConfigError, dump_config, load_config, parse_config
-from diloco.initial import pinned
-from diloco.weights import Wanted, evaluate, heldout_text, heldout_tokens, open_weights, text_in, write_text
+from diloco.checkpoints.weights import (
+    GenerateRequest,
+    evaluate,
+    generate_texts,
+    load_heldout_text,
+    load_text,
+    open_weights,
+)
+from diloco.cli.main import app
+from diloco.config.init_weights import pin_weights_hash
+from diloco.config.schema import Config, dump_config, load_config, parse_config
+from diloco.errors import ConfigError
 from inner.errors import InputError
-from inner.generate import Sampling
 from inner.huggingface.files import weights_sha256
-from inner.presets import resolve_sizes
+from inner.model.generate import Sampling
+from inner.model.sizes import resolve_sizes
 from tests.inner.folders import BYTE_SIZES, change_config, spread_model, write_folder
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 9
@@ -34,17 +42,17 @@ def config_from(tmp_path: Path, folder: Path, *overrides: str) -> Config:
 
 
 def test_a_config_has_the_sizes_and_the_hash_of_its_first_weights(tmp_path, folder):
-    config = pinned(config_from(tmp_path, folder))
+    config = pin_weights_hash(config_from(tmp_path, folder))
     assert resolve_sizes(config.model, 260) == BYTE_SIZES
     assert config.model.init_sha256 == weights_sha256(folder)
     (tmp_path / "kept.yaml").write_text(dump_config(config))
-    assert pinned(load_config(tmp_path / "kept.yaml")) == config
+    assert pin_weights_hash(load_config(tmp_path / "kept.yaml")) == config
 
 
 def test_islands_with_other_weights_are_refused_by_the_key_that_differs(tmp_path, folder):
-    ours = pinned(config_from(tmp_path, folder)).run
+    ours = pin_weights_hash(config_from(tmp_path, folder)).run
     write_folder(tmp_path / "other", spread_model(seed=4))
-    theirs = pinned(config_from(tmp_path, folder, f"island.init_from={tmp_path / 'other'}")).run
+    theirs = pin_weights_hash(config_from(tmp_path, folder, f"island.init_from={tmp_path / 'other'}")).run
     assert theirs.model.init_from == ours.model.init_from
     with pytest.raises(ConfigError, match=r"model\.init_sha256: here '.{64}', in the run '.{64}'"):
         check_same_run(ours, dump_config(theirs))
@@ -52,18 +60,18 @@ def test_islands_with_other_weights_are_refused_by_the_key_that_differs(tmp_path
 
 def test_weights_that_are_not_those_of_the_run_are_refused(tmp_path, folder):
     with pytest.raises(ConfigError, match=rf"{weights_sha256(folder)}, the run begins with {'0' * 64}"):
-        pinned(config_from(tmp_path, folder, f"model.init_sha256={'0' * 64!r}"))
+        pin_weights_hash(config_from(tmp_path, folder, f"model.init_sha256={'0' * 64!r}"))
 
 
 def test_the_same_weights_may_lie_elsewhere_on_an_island(tmp_path, folder):
-    here = pinned(config_from(tmp_path, folder))
+    here = pin_weights_hash(config_from(tmp_path, folder))
     moved = folder.rename(tmp_path / "moved")
-    there = pinned(config_from(tmp_path, folder, f"island.init_from={moved}"))
+    there = pin_weights_hash(config_from(tmp_path, folder, f"island.init_from={moved}"))
     assert there.run.hash == here.run.hash
 
 
 def test_a_joiner_needs_no_weights(tmp_path, folder):
-    text = dump_config(pinned(config_from(tmp_path, folder)).run)
+    text = dump_config(pin_weights_hash(config_from(tmp_path, folder)).run)
     folder.rename(tmp_path / "gone")
     (tmp_path / "joiner.yaml").write_text(dump_config(parse_config(text, ["island.joins=true"])))
     assert load_config(tmp_path / "joiner.yaml").run.hash == parse_config(text).run.hash
@@ -77,8 +85,8 @@ def test_a_folder_without_weights_is_a_config_error(tmp_path):
 def test_evaluate_gives_the_cross_entropy_of_the_text(tmp_path, folder):
     (tmp_path / "text.txt").write_text(TEXT)
     weights = open_weights(folder)
-    corpus = text_in([str(tmp_path / "text.txt")], weights, None)
-    found = evaluate(weights, corpus, heldout_tokens(corpus), "cpu")
+    corpus = load_text([str(tmp_path / "text.txt")], weights, None)
+    found = evaluate(weights, corpus, None, "cpu")
     tokens = torch.tensor([*TEXT.encode(), 257])
     num = (len(tokens) - 1) // 32
     inputs, targets = tokens[: num * 32].view(num, 32), tokens[1 : num * 32 + 1]
@@ -93,22 +101,25 @@ def test_evaluate_reads_as_many_tokens_as_asked_for_and_short_texts(tmp_path, fo
     weights = open_weights(folder)
     for name, text in (("1-short.txt", "hi"), ("2-long.txt", TEXT)):
         (tmp_path / name).write_text(text)
-    short = text_in([str(tmp_path / "1-short.txt")], weights, None)
+    short = load_text([str(tmp_path / "1-short.txt")], weights, None)
     assert evaluate(weights, short, 100, "cpu").tokens == 2
-    both = text_in([str(tmp_path / "*.txt")], weights, 50)
+    both = load_text([str(tmp_path / "*.txt")], weights, 50)
     assert evaluate(weights, both, 50, "cpu").tokens == 64
 
 
 def test_an_export_has_no_held_out_text(folder):
     with pytest.raises(InputError, match="name files or folders"):
-        heldout_text(open_weights(folder))
+        load_heldout_text(open_weights(folder))
 
 
 def test_text_number_k_is_that_of_seed_plus_k(folder):
     weights = open_weights(folder)
 
     def texts(seed: int, count: int) -> list[str]:
-        return ["".join(pieces) for pieces in write_text(weights, Wanted("hi", 20, Sampling(), seed), count, "cpu")]
+        return [
+            "".join(pieces)
+            for pieces in generate_texts(weights, GenerateRequest("hi", 20, Sampling(), seed), count, "cpu")
+        ]
 
     assert texts(5, 3)[2] == texts(7, 1)[0] != texts(5, 1)[0]
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from diloco.cli import app
-from diloco.cli_arguments import with_resume
-from diloco.config import load_config
+from diloco.cli.arguments import with_resume
+from diloco.cli.main import app
+from diloco.config.schema import load_config
 
 TEXT = "island: {checkpoint: {resume: never}}\nislands: [{}, {checkpoint: {resume: never}}]\n"
 

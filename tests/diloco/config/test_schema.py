@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from diloco.check import check_fragments, check_island
-from diloco.config import ConfigError, differing_keys, dump_config, load_config, parse_config
-from inner.presets import resolve_sizes
+from diloco.config.check import check_fragments, check_island
+from diloco.config.schema import differing_keys, dump_config, load_config, parse_config
+from diloco.errors import ConfigError
+from inner.model.sizes import resolve_sizes
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
 

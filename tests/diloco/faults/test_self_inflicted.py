@@ -1,4 +1,4 @@
-"""Faults: how they are written, what an island does to itself, and how a storm is drawn."""
+"""Faults: parsing of specs, faults that an island inflicts on itself, and random storms."""
 
 import os
 import signal
@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.config import ConfigError
-from diloco.fault_spec import EXAMPLES, Fault, check_faults, parse_fault
-from diloco.faults import FOLDER, FaultRecord, begin, build_hooks, claim, read_faults, record_fault, slow_down
-from diloco.storm import TAKES_DOWN, storm
-from outer.phases import NO_HOOKS, PHASES
+from diloco.errors import ConfigError
+from diloco.faults.self_inflicted import FAULTS_FOLDER, build_hooks, claim, request_fault, slow_down
+from diloco.faults.spec import EXAMPLES, Fault, check_targets, parse_fault
+from diloco.faults.storm import TAKES_DOWN, storm
+from diloco.records.faults import FaultRecord, read_faults, record_fault
+from outer.hooks import NO_HOOKS, PHASES
 
 VALUES = torch.arange(8.0)
 PAYLOAD = torch.arange(64, dtype=torch.uint8)
@@ -21,19 +22,22 @@ PAYLOAD = torch.arange(64, dtype=torch.uint8)
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("kill:1@round=3,back=5", Fault(kind="kill", who=(1,), round=3, back=5.0)),
-        ("kill:bootstrap@round=2", Fault(kind="kill", who=("bootstrap",), round=2)),
-        ("freeze:1@round=3", Fault(kind="freeze", who=(1,), round=3, seconds=20.0)),
-        ("freeze:0@round=0,phase=vote", Fault(kind="freeze", who=(0,), round=0, phase="vote", seconds=20.0)),
-        ("cut:0-1@step=40", Fault(kind="cut", who=(0,), others=(1,), step=40, seconds=15.0)),
-        ("cut:0@round=1,seconds=2", Fault(kind="cut", who=(0,), round=1, seconds=2.0)),
-        ("cut:0+1-2+bootstrap@step=9", Fault(kind="cut", who=(0, 1), others=(2, "bootstrap"), step=9, seconds=15.0)),
-        ("slow:2x3", Fault(kind="slow", who=(2,), factor=3.0)),
-        ("slow:2x1.5@second=7.25", Fault(kind="slow", who=(2,), factor=1.5, second=7.25, seconds=10.0)),
-        ("corrupt:1@round=4", Fault(kind="corrupt", who=(1,), round=4)),
-        ("poison:1@round=5,rounds=1", Fault(kind="poison", who=(1,), round=5, rounds=1)),
+        ("kill:1@round=3,back=5", Fault(kind="kill", targets=(1,), round=3, back=5.0)),
+        ("kill:bootstrap@round=2", Fault(kind="kill", targets=("bootstrap",), round=2)),
+        ("freeze:1@round=3", Fault(kind="freeze", targets=(1,), round=3, seconds=20.0)),
+        ("freeze:0@round=0,phase=vote", Fault(kind="freeze", targets=(0,), round=0, phase="vote", seconds=20.0)),
+        ("cut:0-1@step=40", Fault(kind="cut", targets=(0,), other_side=(1,), step=40, seconds=15.0)),
+        ("cut:0@round=1,seconds=2", Fault(kind="cut", targets=(0,), round=1, seconds=2.0)),
+        (
+            "cut:0+1-2+bootstrap@step=9",
+            Fault(kind="cut", targets=(0, 1), other_side=(2, "bootstrap"), step=9, seconds=15.0),
+        ),
+        ("slow:2x3", Fault(kind="slow", targets=(2,), factor=3.0)),
+        ("slow:2x1.5@second=7.25", Fault(kind="slow", targets=(2,), factor=1.5, second=7.25, seconds=10.0)),
+        ("corrupt:1@round=4", Fault(kind="corrupt", targets=(1,), round=4)),
+        ("poison:1@round=5,rounds=1", Fault(kind="poison", targets=(1,), round=5, rounds=1)),
         ("join:@round=4", Fault(kind="join", round=4)),
-        ("leave:1@round=6", Fault(kind="leave", who=(1,), round=6)),
+        ("leave:1@round=6", Fault(kind="leave", targets=(1,), round=6)),
     ],
 )
 def test_a_fault_is_read_as_it_is_meant_and_written_so_that_it_is_read_again(text, fault):
@@ -74,10 +78,10 @@ def test_a_mistyped_fault_is_answered_with_what_was_got_what_is_allowed_and_an_e
 
 def test_an_island_that_will_not_be_there_is_refused_and_joiners_count():
     with pytest.raises(ConfigError, match="no island 2; allowed: 0 to 1"):
-        check_faults([parse_fault("kill:2@round=1")], 2, has_bootstrap=True)
-    check_faults([parse_fault("kill:2@round=9"), parse_fault("join:@round=1")], 2, has_bootstrap=True)
+        check_targets([parse_fault("kill:2@round=1")], 2, has_bootstrap=True)
+    check_targets([parse_fault("kill:2@round=9"), parse_fault("join:@round=1")], 2, has_bootstrap=True)
     with pytest.raises(ConfigError, match="no bootstrap"):
-        check_faults([parse_fault("kill:bootstrap@round=1")], 1, has_bootstrap=False)
+        check_targets([parse_fault("kill:bootstrap@round=1")], 1, has_bootstrap=False)
 
 
 def test_an_island_without_faults_has_no_hooks(tmp_path):
@@ -110,26 +114,26 @@ def test_corrupt_flips_one_bit_once_whichever_rank_sends_first(tmp_path):
 
 
 def test_what_the_launcher_begins_is_done_by_the_running_island(tmp_path):
-    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FAULTS_FOLDER).mkdir()
     hooks = build_hooks([], 0, 0, tmp_path)
     assert flipped_bits(hooks.payload(7, PAYLOAD)) == 0
-    begin(tmp_path, parse_fault("corrupt:0@second=3.5"))
+    request_fault(tmp_path, parse_fault("corrupt:0@second=3.5"))
     assert [flipped_bits(hooks.payload(7, PAYLOAD)) for _ in range(2)] == [1, 0]
 
 
 def test_a_burst_of_slowness_ends_after_its_seconds(tmp_path):
-    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FAULTS_FOLDER).mkdir()
     hooks = build_hooks(["slow:0x2"], 0, 0, tmp_path)
     burst = parse_fault("slow:0x3@step=5,seconds=60")
-    begin(tmp_path, burst)
+    request_fault(tmp_path, burst)
     assert hooks.slowness() == 6.0
-    begun = tmp_path / FOLDER / f"{burst}.begun"
+    begun = tmp_path / FAULTS_FOLDER / f"{burst}.begun"
     os.utime(begun, (begun.stat().st_atime, begun.stat().st_mtime - 61))
     assert hooks.slowness() == 2.0
 
 
 def reach_in_child(folder: Path, spec: str, rank: int, round_number: int) -> int:
-    """The exit code of a process that goes through all phases of a round."""
+    """Run all phases of a round in a child process and return its exit code."""
     pid = os.fork()
     if pid == 0:
         hooks = build_hooks([spec], 1, rank, folder)
@@ -182,7 +186,7 @@ def test_a_storm_has_its_rate_and_all_kinds():
     minutes = (faults[-1].second or 0) / 60
     assert len(faults) / minutes / 5 == pytest.approx(3.0, rel=0.1)
     assert {fault.kind for fault in faults} == {"kill", "freeze", "leave", "slow", "corrupt"}
-    assert {name for fault in faults for name in fault.who} == {0, 1, 2, 3, 4, "bootstrap"}
+    assert {name for fault in faults for name in fault.targets} == {0, 1, 2, 3, 4, "bootstrap"}
     assert all(fault.back is not None for fault in faults if fault.kind in ("kill", "leave"))
 
 

@@ -1,4 +1,4 @@
-"""Links between network namespaces: what the user writes, what they carry, and how long that takes."""
+"""Links between network namespaces: parsing of --link, counted bytes, rates and delays."""
 
 import os
 import shutil
@@ -11,28 +11,28 @@ from pathlib import Path
 
 import pytest
 
-from diloco.config import ConfigError
-from diloco.fleet import Fleet, settle
-from diloco.links import (
-    Link,
+from diloco.errors import ConfigError
+from diloco.formatting import parse_bits_per_second, parse_seconds
+from diloco.network_emulation.delay_relay import OFFLOAD_HEADER, destinations, link_layer_address
+from diloco.network_emulation.links import (
+    AccessLink,
     Links,
+    attach,
     burst_bytes,
-    carried,
-    connect,
-    opened_links,
+    count_bytes,
+    open_links,
     parse_link,
     parse_links,
     queue_bytes,
     relay_warning,
     sent_bytes,
 )
-from diloco.netns import Namespace, names
-from diloco.relay import OFFLOAD_HEADER, address_of, destinations
-from diloco.units import parse_bits_per_second, parse_seconds
+from diloco.network_emulation.namespaces import Namespace, list_namespaces
+from diloco.simulate.fleet import Fleet, assign_namespace
 
 IS_ROOT = os.geteuid() == 0 and shutil.which("ip") is not None
 needs_root = pytest.mark.skipif(not IS_ROOT, reason="network namespaces need root")
-RTT = Link(1e8, 0.2)
+RTT = AccessLink(1e8, 0.2)
 SIZE = 200_000
 SERVER = """
 import socket, sys
@@ -55,7 +55,7 @@ with socket.create_connection((sys.argv[1], 7002), 20) as connection:
 
 @contextmanager
 def serving(place: Namespace) -> Iterator[None]:
-    """One connection to the place is served: it takes all, then says done."""
+    """Serve one connection in the namespace: receive everything, then answer."""
     command = place.command(sys.executable, "-S", "-c", SERVER, place.host)
     with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
         try:
@@ -66,7 +66,7 @@ def serving(place: Namespace) -> Iterator[None]:
 
 
 def seconds_to_send(size: int, source: Namespace, target: Namespace) -> float:
-    """How long bytes take to one namespace from another, until an answer that they have come is back."""
+    """Seconds to send `size` bytes from one namespace to another and receive an answer."""
     command = source.command(sys.executable, "-S", "-c", CLIENT, target.host, str(size))
     with serving(target):
         return float(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
@@ -94,9 +94,9 @@ def test_a_mistyped_time_is_refused_with_what_is_allowed(text: str):
 
 
 def test_a_link_is_a_rate_and_if_need_be_an_island_and_a_round_trip():
-    assert parse_link("100mbit") == (None, Link(1e8))
-    assert parse_link("1gbit,rtt=50ms") == (None, Link(1e9, 0.05))
-    assert parse_link("3:20mbit,rtt=1s") == (3, Link(2e7, 1.0))
+    assert parse_link("100mbit") == (None, AccessLink(1e8))
+    assert parse_link("1gbit,rtt=50ms") == (None, AccessLink(1e9, 0.05))
+    assert parse_link("3:20mbit,rtt=1s") == (3, AccessLink(2e7, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,12 @@ def test_a_mistyped_link_is_refused_with_where_and_what_is_allowed(text: str, ca
 
 def test_an_island_has_its_own_link_or_that_of_all():
     links = parse_links(["1:20mbit", "1gbit"], num_islands=2)
-    assert [links.of(who) for who in (0, 1, 2, "bootstrap")] == [Link(1e9), Link(2e7), Link(1e9), Link(1e9)]
+    assert [links.of(target) for target in (0, 1, 2, "bootstrap")] == [
+        AccessLink(1e9),
+        AccessLink(2e7),
+        AccessLink(1e9),
+        AccessLink(1e9),
+    ]
     assert parse_links(["1:20mbit"], num_islands=2).of(0) is None
 
 
@@ -137,8 +142,8 @@ def test_the_link_of_an_island_that_is_not_there_is_refused():
 
 @pytest.mark.parametrize("rate", [64e3, 1e6, 1e8, 1e9, 1e11])
 def test_a_burst_holds_a_frame_and_a_millisecond_and_a_queue_holds_a_round_trip(rate: float):
-    assert burst_bytes(Link(rate)) >= max(1514, rate / 8 * 0.001)
-    assert queue_bytes(Link(rate, 0.3)) >= rate / 8 * 0.3
+    assert burst_bytes(AccessLink(rate)) >= max(1514, rate / 8 * 0.001)
+    assert queue_bytes(AccessLink(rate, 0.3)) >= rate / 8 * 0.3
 
 
 def test_a_frame_leaves_by_the_port_of_its_address_by_all_others_if_it_is_for_all_and_else_by_none():
@@ -147,34 +152,34 @@ def test_a_frame_leaves_by_the_port_of_its_address_by_all_others_if_it_is_for_al
     def to(address: str) -> list[int]:
         return destinations(bytes(OFFLOAD_HEADER) + bytes.fromhex(address.replace(":", "")), 1, ports)  # type: ignore[arg-type]
 
-    assert to(address_of(2)) == [2]
+    assert to(link_layer_address(2)) == [2]
     assert to("ff:ff:ff:ff:ff:ff") == [2, 3]
-    assert to(address_of(1)) == to(address_of(9)) == to("02:00:00:00:00:00") == to("") == []
+    assert to(link_layer_address(1)) == to(link_layer_address(9)) == to("02:00:00:00:00:00") == to("") == []
 
 
 @needs_root
 def test_a_link_carries_no_more_than_its_rate_and_counts_what_it_has_carried():
-    link = Link(4e6)
-    with opened_links(Links(link)) as net:
-        a, b = (connect(net, link) for _ in range(2))
+    link = AccessLink(4e6)
+    with open_links(Links(link)) as net:
+        a, b = (attach(net, link) for _ in range(2))
         assert net.relay is None, "nothing is delayed"
         assert seconds_to_send(SIZE, a, b) > 0.9 * SIZE * 8 / link.rate
-        (up, _), (_, down) = carried(net, a), carried(net, b)
+        (up, _), (_, down) = count_bytes(net, a), count_bytes(net, b)
         assert SIZE < up < 1.2 * SIZE and SIZE < down < 1.2 * SIZE
 
 
 @needs_root
 def test_a_link_that_is_not_shaped_counts_every_frame_with_its_headers():
-    with opened_links(Links()) as net:
-        a, b = (connect(net, None) for _ in range(2))
+    with open_links(Links()) as net:
+        a, b = (attach(net, None) for _ in range(2))
         seconds_to_send(SIZE, a, b)
         assert 1.03 * SIZE < sent_bytes(a) < 1.2 * SIZE
 
 
 @needs_root
 def test_a_link_with_a_round_trip_delays_both_ways_and_can_be_cut():
-    with opened_links(Links(RTT)) as net:
-        a, b, c = (connect(net, RTT) for _ in range(3))
+    with open_links(Links(RTT)) as net:
+        a, b, c = (attach(net, RTT) for _ in range(3))
         assert seconds_to_send(1, a, b) >= 0.95 * RTT.rtt
         net.cut([a], [b])
         with pytest.raises(subprocess.CalledProcessError), serving(b):
@@ -187,49 +192,49 @@ def test_a_link_with_a_round_trip_delays_both_ways_and_can_be_cut():
 
 @needs_root
 def test_an_islands_own_round_trip_counts_half():
-    links = Links(Link(1e8), {0: RTT})
-    with opened_links(links) as net:
-        a, b = (connect(net, links.of(who)) for who in range(2))
+    links = Links(AccessLink(1e8), {0: RTT})
+    with open_links(links) as net:
+        a, b = (attach(net, links.of(target)) for target in range(2))
         assert 0.95 * RTT.rtt / 2 <= seconds_to_send(1, a, b)
 
 
 @needs_root
 def test_the_relay_and_the_namespaces_go_when_the_run_fails():
-    with pytest.raises(ZeroDivisionError), opened_links(Links(RTT)) as net:
+    with pytest.raises(ZeroDivisionError), open_links(Links(RTT)) as net:
         if net.relay is None:
             pytest.skip("this kernel has netem")
-        place, pid = connect(net, RTT), net.relay.pid
-        assert is_alive(pid) and place.name in names()
+        place, pid = attach(net, RTT), net.relay.pid
+        assert is_alive(pid) and place.name in list_namespaces()
         raise ZeroDivisionError
-    assert not is_alive(pid) and place.name not in names()
+    assert not is_alive(pid) and place.name not in list_namespaces()
 
 
 @needs_root
 def test_a_relay_that_has_died_is_an_error_of_the_next_island():
-    with opened_links(Links(RTT)) as net:
+    with open_links(Links(RTT)) as net:
         if net.relay is None:
             pytest.skip("this kernel has netem")
         os.kill(net.relay.pid, signal.SIGKILL)
         with pytest.raises(ConfigError, match=r"the relay .* has failed"):
-            connect(net, RTT)
+            attach(net, RTT)
 
 
 @needs_root
 def test_more_than_the_relay_carries_is_said():
-    with opened_links(Links(RTT)) as net:
+    with open_links(Links(RTT)) as net:
         if net.relay is None:
             pytest.skip("this kernel has netem")
-        assert relay_warning(net, Links(Link(1e9, 0.05)), 2) is None
-        assert "about 2 Gbit/s in all" in (relay_warning(net, Links(Link(1e9, 0.05)), 4) or "")
+        assert relay_warning(net, Links(AccessLink(1e9, 0.05)), 2) is None
+        assert "about 2 Gbit/s in all" in (relay_warning(net, Links(AccessLink(1e9, 0.05)), 4) or "")
 
 
 @needs_root
 def test_an_island_of_a_fleet_settles_on_its_own_link(tmp_path: Path):
-    links = Links(Link(1e9), {1: Link(4e6)})
-    with opened_links(links) as net:
+    links = Links(AccessLink(1e9), {1: AccessLink(4e6)})
+    with open_links(links) as net:
         fleet = Fleet(tmp_path, [], net=net, links=links)
-        for who in (0, 1):
-            settle(fleet, who)
+        for target in (0, 1):
+            assign_namespace(fleet, target)
         slow, fast = fleet.namespaces[1], fleet.namespaces[0]
         assert seconds_to_send(SIZE, slow, fast) > 0.9 * SIZE * 8 / 4e6
         assert seconds_to_send(SIZE, fast, slow) > 0.9 * SIZE * 8 / 4e6, "the way down is as slow"

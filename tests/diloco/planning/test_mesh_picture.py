@@ -1,4 +1,4 @@
-"""`diloco mesh`: where ranks are, who talks to whom, what that takes, before anything runs."""
+"""`diloco mesh`: the ranks of a mesh, their groups, traffic and memory, before anything runs."""
 
 import re
 import subprocess
@@ -12,15 +12,16 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from diloco.check import check_island
-from diloco.config import ConfigError, load_config
-from diloco.mesh_picture import parse_bytes, pipeline, plan_of, show_mesh
-from diloco.mesh_ranks import grids, groups, groups_text
-from diloco.mesh_traffic import traffic_lines
+from diloco.config.check import check_island
+from diloco.config.schema import load_config
+from diloco.errors import ConfigError
+from diloco.planning.mesh_picture import build_step_plan, parse_bytes, pipeline, show_mesh
+from diloco.planning.mesh_ranks import grids, groups_text, rank_groups
+from diloco.planning.mesh_traffic import traffic_lines
 from inner.measure.traffic import expected_traffic
 from inner.mesh import AXES, Degrees, IslandMesh
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOUR = ROOT / "configs" / "four-dimensions.yaml"
 ALL_TWO = Degrees(2, 2, 2, 2, 2)
 THOUSAND = [
@@ -36,7 +37,7 @@ BREADTH = "islands=[{ranks: 16, mesh: {pp: 2, dp_shard: 2, cp: 2, tp: 2}, parall
 
 
 def picture(overrides: list[str], width: int = 100, memory: str | None = None) -> list[str]:
-    """The lines that the command prints into a pipe of such a width."""
+    """The lines that the command prints at a terminal width of `width`."""
     out = StringIO()
     show_mesh(FOUR, overrides, 0, memory, Console(file=out, width=width))
     return [line.rstrip() for line in out.getvalue().splitlines()]
@@ -54,7 +55,7 @@ def ranks_in(cell: str) -> list[int]:
 
 
 def ranks_drawn(lines: list[str]) -> list[int]:
-    """Ranks of the cells of a grid, without its name, its heads and the coordinates at the left."""
+    """The ranks in the cells of a grid, without its title, header and row labels."""
     ranks = []
     for line in lines:
         cells = re.sub(rf"\b({'|'.join(AXES)}) \d+", "", line)
@@ -109,9 +110,9 @@ def test_groups_are_the_lines_of_the_grid_of_ranks(sizes):
     grid = np.arange(degrees.num_ranks).reshape(sizes)
     for index, axis in enumerate(AXES):
         lines = np.moveaxis(grid, index, -1).reshape(-1, sizes[index])
-        assert groups(degrees, axis) == lines.tolist()
+        assert rank_groups(degrees, axis) == lines.tolist()
     planes = np.moveaxis(grid, (2, 3), (-2, -1)).reshape(-1, sizes[2] * sizes[3])
-    assert groups(degrees, "dp_shard", "cp") == planes.tolist()
+    assert rank_groups(degrees, "dp_shard", "cp") == planes.tolist()
 
 
 @pytest.mark.parametrize("rank", [0, 13, 31])
@@ -127,7 +128,7 @@ def test_groups_are_those_of_the_mesh_that_trains(rank):
             ("tp",): mesh.tp.get_group(),
         }
         for axes, group in theirs.items():
-            assert dist.get_process_group_ranks(group) in groups(ALL_TWO, *axes), axes
+            assert dist.get_process_group_ranks(group) in rank_groups(ALL_TWO, *axes), axes
             assert rank in dist.get_process_group_ranks(group)
     finally:
         dist.destroy_process_group()
@@ -172,7 +173,7 @@ def test_a_vocabulary_that_is_not_known_is_said_to_be_assumed():
 
 def test_the_schedule_is_drawn_with_its_bubble():
     config = load_config(FOUR)
-    name, drawn = pipeline(plan_of(config.run, config.for_island(0)), width=80)
+    name, drawn = pipeline(build_step_plan(config.run, config.for_island(0)), width=80)
     assert name == "Pipeline: 1f1b, 2 stages on 2 ranks; bubble 25 %, if backward = 2 x forward"
     assert drawn.splitlines()[:2] == [
         "rank 0 |0>1>....0<<<2>1<<<3>2<<<..3<<<|",
@@ -211,7 +212,7 @@ def test_layers_and_live_micro_batches_are_those_of_each_pipeline_rank():
 )
 def test_all_that_ranks_send_is_in_the_table(overrides):
     config = load_config(FOUR, overrides)
-    work = plan_of(config.run, config.for_island(0)).work
+    work = build_step_plan(config.run, config.for_island(0)).work
     lines = traffic_lines(work)
     expected = [row for pp_rank in range(work.degrees.pp) for row in expected_traffic(work, pp_rank)]
     most = max(sum(row.sent_bytes for row in expected_traffic(work, pp_rank)) for pp_rank in range(work.degrees.pp))
@@ -225,7 +226,7 @@ def test_all_that_ranks_send_is_in_the_table(overrides):
 
 def test_a_limit_is_compared_with_the_rank_that_needs_most():
     config = load_config(FOUR)
-    peak = max(each.peak for each in plan_of(config.run, config.for_island(0)).memory)
+    peak = max(each.peak for each in build_step_plan(config.run, config.for_island(0)).memory)
     console = Console(file=StringIO(), width=100)
     assert show_mesh(FOUR, [], 0, f"{peak}B", console)
     assert not show_mesh(FOUR, [], 0, f"{peak - 1}B", console)
@@ -276,7 +277,7 @@ def test_no_process_group_starts():
 
 def test_the_command_answers_without_torch_when_there_is_no_pipeline_and_fails_in_one_line():
     code = (
-        "import sys\nfrom diloco.cli import app\n"
+        "import sys\nfrom diloco.cli.main import app\n"
         "app(sys.argv[1:], standalone_mode=False)\nsys.exit('torch' in sys.modules)"
     )
     overrides = ["islands=[{ranks: 8, micro_batch: 2, mesh: {tp: 2}}]"]

@@ -1,4 +1,4 @@
-"""`diloco plan`: what the command prints, and how it answers mistakes."""
+"""`diloco plan`: its output, and its answers to mistakes."""
 
 from io import StringIO
 from pathlib import Path
@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from diloco.config import ConfigError
-from diloco.plan import Question, parse_count, show_plan
+from diloco.errors import ConfigError
+from diloco.planning.plan import PlanRequest, parse_count, show_plan
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
 
 def printed(overrides: list[str], width: int = 100, **asked: object) -> list[str]:
-    """The lines that the command prints into a pipe of such a width."""
+    """The lines that the command prints at a terminal width of `width`."""
     out = StringIO()
-    question = Question(**{"step_seconds": "0.1", "codec_speed": "4G"} | asked)  # pyright: ignore
+    question = PlanRequest(**{"step_seconds": "0.1", "codec_speed": "4G"} | asked)  # pyright: ignore
     show_plan(QUICKSTART, overrides, question, Console(file=out, width=width))
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
@@ -23,10 +23,11 @@ def printed(overrides: list[str], width: int = 100, **asked: object) -> list[str
 METHODS = sorted((QUICKSTART.parent / "methods").glob("*.yaml"))
 
 
+@pytest.mark.parametrize("bandwidth", ["10mbit", "1mbit"])
 @pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
-def test_every_shipped_method_can_be_planned(path: Path):
+def test_every_shipped_method_can_be_planned(path: Path, bandwidth: str):
     out = StringIO()
-    question = Question(step_seconds="0.1", codec_speed="4G", bandwidth="10mbit", rtt="50ms")
+    question = PlanRequest(step_seconds="0.1", codec_speed="4G", bandwidth=bandwidth, rtt="50ms")
     show_plan(path, [], question, Console(file=out, width=100))
     assert "bits a parameter" in out.getvalue()
 
@@ -71,7 +72,7 @@ def test_no_line_is_wider_than_the_terminal():
 
 def test_the_status_is_asked_for_with_the_utilisation():
     def status(**asked: object) -> bool:
-        question = Question(step_seconds="0.1", bandwidth="1mbit", **asked)  # pyright: ignore
+        question = PlanRequest(step_seconds="0.1", bandwidth="1mbit", **asked)  # pyright: ignore
         return show_plan(QUICKSTART, [], question, Console(file=StringIO()))
 
     assert status() and status(utilisation=0.01) and not status(utilisation=0.99)

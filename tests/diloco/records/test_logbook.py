@@ -3,8 +3,8 @@
 import multiprocessing
 import re
 
-from diloco.config import parse_config
-from diloco.logbook import MAX_CHARACTERS, Logbook
+from diloco.config.schema import parse_config
+from diloco.records.logbook import MAX_CHARACTERS, Logbook
 
 
 def entries(book):
@@ -15,7 +15,7 @@ def start(book, *overrides, restart="0", monkeypatch=None):
     config = parse_config("name: run", overrides)
     if monkeypatch is not None:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
-    book.started(config.run, config.for_island(0))
+    book.note_start(config.run, config.for_island(0))
 
 
 def test_a_first_start_says_with_what(tmp_path):
@@ -27,7 +27,7 @@ def test_a_first_start_says_with_what(tmp_path):
     assert re.match(r"# Logbook of run\n\n- \d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ \*\*island-0\*\* ", book.path.read_text())
 
 
-def test_a_restart_says_how_the_last_life_ended_and_what_is_configured_differently(tmp_path, monkeypatch):
+def test_a_restart_says_how_the_island_last_ended_and_what_is_configured_differently(tmp_path, monkeypatch):
     book = Logbook(tmp_path / "run", "island-0")
     start(book)
     book.note("failed", "rank 2: MemoryError: 8 GB")
@@ -36,16 +36,16 @@ def test_a_restart_says_how_the_last_life_ended_and_what_is_configured_different
     start(book, "optimizer.lr=0.5", "island.bootstrap=[tcp://h:1]", restart="1", monkeypatch=monkeypatch)
     again, cause, change = entries(book)[-3:]
     assert again.startswith("started again: ") and again.endswith("torchrun's restart 1")
-    assert cause == "cause: its last life ended with 'failed: rank 2: MemoryError: 8 GB'"
+    assert cause == "cause: it last ended with 'failed: rank 2: MemoryError: 8 GB'"
     assert re.fullmatch(r"config changed: optimizer\.lr: [\d.e-]+ -> 0\.5", change)
 
 
-def test_a_life_that_was_killed_ended_without_a_word(tmp_path):
+def test_an_island_that_was_killed_ended_without_an_entry(tmp_path):
     book = Logbook(tmp_path / "run", "island-0")
     start(book)
     book.note("joined", "round 7")
     start(book)
-    assert entries(book)[-1].startswith("cause: its last life ended without a word")
+    assert entries(book)[-1].startswith("cause: it last ended without an entry")
     assert "'joined: round 7'" in entries(book)[-1]
 
 

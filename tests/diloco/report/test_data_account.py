@@ -1,8 +1,8 @@
-"""What records of committed rounds say of the units of text that were read."""
+"""The data account from the records of committed rounds."""
 
-from diloco.accounting import data_account
-from diloco.metrics import RoundRecord
-from diloco.runfiles import IslandRecords
+from diloco.records.metrics import RoundRecord
+from diloco.records.run_folder import IslandRecords
+from diloco.report.data_account import data_account
 
 
 def commit(number: int, base: str, digest: str, runs: list[list[int]], trained: int) -> RoundRecord:

@@ -1,4 +1,4 @@
-"""Summary, plots and report of runs written by Metrics itself."""
+"""Summary, plots and report of runs whose records Metrics has written."""
 
 import json
 import math
@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from diloco.metrics import EvalRecord, EventRecord, Metrics, RoundRecord, StepRecord
-from diloco.report import write_report
-from diloco.runfiles import RunFacts, read_run, write_facts
-from diloco.summary import DATA_PARALLEL_FORMULA, summarise, traffic_ratio, write_summary
-from diloco.summary_table import print_summary
-from diloco.timeline import merged_steps, round_segments
+from diloco.records.metrics import EvalRecord, EventRecord, Metrics, RoundRecord, StepRecord
+from diloco.records.run_folder import RunFacts, read_run, write_facts
+from diloco.report.html import TEMPLATE, write_report
+from diloco.report.summary import DATA_PARALLEL_FORMULA, summarise, traffic_ratio, write_summary
+from diloco.report.summary_table import print_summary
+from diloco.report.timeline import merge_steps, round_segments
 from inner.errors import InputError
 
 NUM_PARAMS, INNER_STEPS, TOKENS = 1_000_000, 10, 512
@@ -26,7 +26,7 @@ START = 1_700_000_000.0
 
 
 class Island:
-    """Writes an island's records on a clock of its own."""
+    """Writes an island's records with its own clock."""
 
     def __init__(self, run_dir: Path, name: str, first_round: int = 0) -> None:
         self.name = name
@@ -41,7 +41,7 @@ class Island:
             is_skipped = self.step == skipped
             self.tokens += 0 if is_skipped else TOKENS
             loss = None if is_skipped else 2 + 3.5 * math.exp(-self.step / 20) + 0.05 * math.sin(self.step * 7.0)
-            self.metrics.step(
+            self.metrics.write(
                 StepRecord(
                     step=self.step,
                     tokens=self.tokens,
@@ -57,7 +57,7 @@ class Island:
 
     def round(self, number: int, participants: tuple[str, ...], *, attempt: int = 0, cause: str | None = None) -> None:
         self.now += WAIT_SECONDS + REDUCE_SECONDS
-        self.metrics.round(
+        self.metrics.write(
             RoundRecord(
                 round=number,
                 attempt=attempt,
@@ -77,12 +77,12 @@ class Island:
     def evaluation(self, number: int, tokens: int, gain: float = 0.0) -> None:
         self.now += 0.2
         loss = 2 + 3.5 * math.exp(-number / 2) - gain
-        self.metrics.evaluation(
+        self.metrics.write(
             EvalRecord(round=number, tokens=tokens, loss=loss, bits_per_byte=loss / math.log(2), time=self.now)
         )
 
     def event(self, name: str, text: str = "") -> None:
-        self.metrics.event(EventRecord(name=name, text=text, time=self.now))
+        self.metrics.write(EventRecord(name=name, text=text, time=self.now))
 
 
 def write_run(run_dir: Path, num_rounds: int = 8) -> Path:
@@ -118,7 +118,7 @@ def a_runs_facts(num_rounds: int) -> RunFacts:
 
 
 def write_baseline(run_dir: Path, num_rounds: int = 8) -> None:
-    """Data-parallel training a little better than the islands."""
+    """Write a baseline with a slightly lower loss than the islands."""
     baseline = Island(run_dir, "baseline")
     for number in range(num_rounds):
         baseline.inner_steps()
@@ -250,7 +250,7 @@ def test_the_report_links_only_files_that_are_there(run_dir: Path) -> None:
 
 def test_the_report_shows_the_abort_and_escapes_its_cause(run_dir: Path) -> None:
     page = write_report(run_dir).read_text()
-    assert "island &#x27;island-1&#x27; is lost: &lt;connection&gt; reset" in page
+    assert "island &#39;island-1&#39; is lost: &lt;connection&gt; reset" in page
     assert "<connection>" not in page
 
 
@@ -276,7 +276,7 @@ def test_a_run_of_skipped_steps_only_has_a_report(tmp_path: Path) -> None:
             skipped=True,
             time=9,
         )
-        island.metrics.step(record)
+        island.metrics.write(record)
     assert "No inner step with a loss has been recorded yet." in write_report(tmp_path).read_text()
 
 
@@ -292,7 +292,7 @@ def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
 
 
 def test_steps_without_a_pause_are_one_segment(run_dir: Path) -> None:
-    merged = merged_steps(read_run(run_dir).islands[0].steps)
+    merged = merge_steps(read_run(run_dir).islands[0].steps)
     assert len(merged) == 8
     assert [round(segment.seconds, 3) for segment in merged] == [INNER_STEPS * STEP_SECONDS] * 8
 
@@ -305,13 +305,24 @@ def test_a_committed_round_is_a_wait_then_a_reduce_and_an_aborted_one_is_whole(r
 
 
 def test_the_moving_average_does_not_lag() -> None:
-    from diloco.plots import moving_average
+    from diloco.report.plots import moving_average
 
     assert moving_average([1.0, 2.0, 6.0, 10.0, 11.0], 1) == [1.5, 3.0, 6.0, 9.0, 10.5]
     assert moving_average([3.0, 5.0], 0) == [3.0, 5.0]
 
 
+def test_the_template_is_in_the_wheel(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    command += ["build_py", "--build-lib", str(tmp_path)]
+    root = Path(__file__).parents[3]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "diloco" / "report" / TEMPLATE).read_text() == (root / "diloco/report" / TEMPLATE).read_text()
+
+
 def test_importing_the_report_does_not_import_matplotlib_or_torch() -> None:
-    program = "import sys, diloco.report, diloco.live; print({'torch', 'matplotlib'} & set(sys.modules))"
+    program = (
+        "import sys, diloco.report.html, diloco.simulate.dashboard; print({'torch', 'matplotlib'} & set(sys.modules))"
+    )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=True)
     assert result.stdout == b"set()\n"

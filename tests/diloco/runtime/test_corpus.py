@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from diloco.config import ConfigError, parse_config
-from diloco.prepare import data_of
-from diloco.runfiles import read_run
-from diloco.summary import summarise_records
-from diloco.summary_table import summary_rows
+from diloco.config.schema import parse_config
+from diloco.errors import ConfigError
+from diloco.records.run_folder import read_run
+from diloco.report.summary import summarise_records
+from diloco.report.summary_table import summary_rows
+from diloco.runtime.corpus import data_of
 from tests.swarm import TEXT, TINY, swarm
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def mixture(folder: Path) -> str:

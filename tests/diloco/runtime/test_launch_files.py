@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from diloco.config import dump_config, load_config
+from diloco.config.schema import dump_config, load_config
 from tests.swarm import swarm
 
-LAUNCH = Path(__file__).parents[2] / "scripts" / "launch"
+LAUNCH = Path(__file__).parents[3] / "scripts" / "launch"
 SLURM = str(LAUNCH / "slurm.sh")
 ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/QmPeer"
 
@@ -50,7 +50,7 @@ def test_an_island_of_several_nodes_over_hivemind_is_refused():
 @pytest.mark.parametrize(
     ("arguments", "env", "problem"),
     [
-        ([], {}, "this is no SLURM job"),
+        ([], {}, "this is not a SLURM job"),
         (["--dry-run"], {"DILOCO_BOOTSTRAP": ""}, "DILOCO_BOOTSTRAP is not set"),
         (["--dry-run"], {"DILOCO_RANKS": "many"}, "DILOCO_RANKS: got 'many'"),
         (["--dry-run"], {"DILOCO_PYTHON": "no/python"}, "there is no 'no/python'"),
@@ -143,6 +143,6 @@ def test_the_kubernetes_job_is_one_island_that_the_config_allows(objects, tmp_pa
     mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
     assert {island.run_dir, island.cache_dir, str(Path(island.run_key_file).parent)} <= set(mounts)
     stop = container["lifecycle"]["preStop"]["exec"]["command"][-1]
-    assert f"{island.run_dir}/{config.name}/{island.island}/stop-after-round;" in stop
+    assert f"{island.run_dir}/{config.name}/{island.label}/stop-after-round;" in stop
     port = next(port for port in container["ports"] if port["name"] == "island")
     assert island.listen_port == port["containerPort"]

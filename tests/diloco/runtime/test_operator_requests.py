@@ -5,52 +5,61 @@ import signal
 
 import pytest
 
-from diloco.wishes import SAVE, STOP, Clock, Wish, Wishes, ask, is_listening, listen
-from outer.team import Team
+from diloco.runtime.operator_requests import (
+    SAVE,
+    STOP,
+    Clock,
+    OperatorRequest,
+    OperatorRequests,
+    is_listening,
+    lock_listener,
+    make_request,
+)
+from outer.space.ranks import RankGroup
 from tests.harness import run_ranks
 from tests.swarm import swarm
 
 
-def wishes_of(folder, max_hours=None):
-    return Wishes(Team(), folder, max_hours, started_at=0.0 if max_hours else 1e12)
+def build_requests(folder, max_hours=None):
+    return OperatorRequests(RankGroup(), folder, max_hours, started_at=0.0 if max_hours else 1e12)
 
 
 def test_nothing_is_wanted_of_an_island_that_nobody_asks_for_anything(tmp_path):
-    assert wishes_of(tmp_path / "run" / "island-0").next(1) == Wish()
+    assert build_requests(tmp_path / "run" / "island-0").poll(1) == OperatorRequest()
 
 
-def test_a_wish_to_save_is_taken_up_once_and_lasts_until_it_is_fulfilled(tmp_path):
-    wishes = wishes_of(tmp_path / "run" / "island-0")
-    ask(tmp_path / "run" / "island-0", SAVE)
-    assert [wishes.next(1).save, wishes.next(1).save] == [True, True]
+def test_a_request_to_save_is_accepted_once_and_lasts_until_it_is_fulfilled(tmp_path):
+    requests = build_requests(tmp_path / "run" / "island-0")
+    make_request(tmp_path / "run" / "island-0", SAVE)
+    assert [requests.poll(1).save, requests.poll(1).save] == [True, True]
     assert not (tmp_path / "run" / "island-0" / SAVE).exists()
-    wishes.saved()
-    assert not wishes.next(1).save
+    requests.mark_saved()
+    assert not requests.poll(1).save
 
 
 @pytest.mark.parametrize(("text", "stops"), [("", [4, 5]), ("5\n", [5]), ("soon", [4, 5])])
 def test_an_island_stops_after_the_round_going_on_or_the_one_that_the_file_names(tmp_path, text, stops):
-    wishes = wishes_of(tmp_path / "run" / "island-0")
-    assert not wishes.next(3).stop
+    requests = build_requests(tmp_path / "run" / "island-0")
+    assert not requests.poll(3).stop
     (tmp_path / "run" / "island-0" / STOP).write_text(text)
-    assert [done for done in (4, 5) if wishes.next(done).stop] == stops
+    assert [done for done in (4, 5) if requests.poll(done).stop] == stops
     assert not (tmp_path / "run" / "island-0" / STOP).exists()
 
 
-def test_a_wish_to_the_run_stops_all_islands_that_run_here_after_the_same_round(tmp_path):
-    first, second = (wishes_of(tmp_path / "run" / f"island-{i}") for i in range(2))
-    ended = wishes_of(tmp_path / "run" / "island-2")
+def test_a_request_to_the_run_stops_all_islands_that_run_here_after_the_same_round(tmp_path):
+    first, second = (build_requests(tmp_path / "run" / f"island-{i}") for i in range(2))
+    ended = build_requests(tmp_path / "run" / "island-2")
     ended.close()
-    assert not second.next(7).stop
-    ask(tmp_path / "run", STOP)
-    assert not first.next(7).stop, "the other is in the next round by now, perhaps"
-    assert [first.next(8).stop, second.next(8).stop] == ["asked to stop after 8 rounds"] * 2
+    assert not second.poll(7).stop
+    make_request(tmp_path / "run", STOP)
+    assert not first.poll(7).stop, "the other is in the next round by now, perhaps"
+    assert [first.poll(8).stop, second.poll(8).stop] == ["asked to stop after 8 rounds"] * 2
     assert not (tmp_path / "run" / "island-2" / STOP).exists(), "nobody would take it up before its next start"
     assert not (tmp_path / "run" / STOP).exists()
 
 
 def test_nobody_listens_in_a_folder_whose_island_has_ended(tmp_path):
-    lock = listen(tmp_path)
+    lock = lock_listener(tmp_path)
     assert is_listening(tmp_path / "listens")
     os.close(lock)
     assert not is_listening(tmp_path / "listens")
@@ -59,15 +68,15 @@ def test_nobody_listens_in_a_folder_whose_island_has_ended(tmp_path):
 def answers_of(rank, folder):
     import torch.distributed as dist
 
-    wishes = Wishes(Team(dist.new_group(backend="gloo")), folder, None, 0.0)
+    requests = OperatorRequests(RankGroup(dist.new_group(backend="gloo")), folder, None, 0.0)
     if rank == 1:
-        ask(folder, SAVE)
+        make_request(folder, SAVE)
     dist.barrier()
-    return wishes.next(1)
+    return requests.poll(1)
 
 
 def test_every_rank_comes_to_the_same_answer(tmp_path):
-    assert run_ranks(answers_of, 2, tmp_path / "run" / "island-0") == [Wish(save=True)] * 2
+    assert run_ranks(answers_of, 2, tmp_path / "run" / "island-0") == [OperatorRequest(save=True)] * 2
 
 
 def test_there_is_time_for_another_round_as_long_as_the_longest_of_the_last_ones_fits(tmp_path):
@@ -76,27 +85,27 @@ def test_there_is_time_for_another_round_as_long_as_the_longest_of_the_last_ones
     for done, seconds in enumerate([0, 20, 50, 10]):
         now += seconds
         clock.observe(done)
-    assert not clock.is_short(130.0)  # 80 s have passed
-    assert clock.is_short(129.0)
+    assert not clock.would_exceed(130.0)  # 80 s have passed
+    assert clock.would_exceed(129.0)
 
 
 def test_time_goes_on_when_torchrun_starts_an_island_again(tmp_path, monkeypatch):
     Clock(tmp_path, 1000.0)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert Clock(tmp_path, 5000.0, lambda: 5000.0).is_short(3999.0)
+    assert Clock(tmp_path, 5000.0, lambda: 5000.0).would_exceed(3999.0)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert not Clock(tmp_path, 5000.0, lambda: 5000.0).is_short(3999.0)
+    assert not Clock(tmp_path, 5000.0, lambda: 5000.0).would_exceed(3999.0)
 
 
 def test_an_island_leaves_when_another_round_does_not_fit(tmp_path):
-    assert "max_hours=0.5" in wishes_of(tmp_path / "run" / "island-0", max_hours=0.5).next(1).stop
+    assert "max_hours=0.5" in build_requests(tmp_path / "run" / "island-0", max_hours=0.5).poll(1).stop
 
 
 def test_islands_asked_to_stop_leave_well_after_the_same_round_and_note_why(tmp_path):
     with swarm(tmp_path, "outer.rounds=100000", islands=[{"ranks": 2}, {}]) as islands:
         running = islands.start_all()
         running[0].wait_for_round(1)
-        ask(tmp_path / "test", STOP)
+        make_request(tmp_path / "test", STOP)
         for island in running:
             island.finish()
         assert len({max(island.committed()) for island in running}) == 1

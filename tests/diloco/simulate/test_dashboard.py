@@ -1,4 +1,4 @@
-"""The live view: a table on a terminal, plain lines elsewhere."""
+"""The dashboard: a table on a terminal, plain lines elsewhere."""
 
 import io
 from pathlib import Path
@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from diloco.live import COLUMNS, IslandState, LiveView, RunState, plain_line, rows
-from diloco.metrics import EvalRecord, EventRecord, Metrics, RoundRecord, StepRecord
-from diloco.units import human_bytes, human_count, human_seconds, one_line
+from diloco.formatting import human_bytes, human_count, human_seconds, one_line
+from diloco.records.metrics import EvalRecord, EventRecord, Metrics, RoundRecord, StepRecord
+from diloco.simulate.dashboard import COLUMNS, Dashboard, IslandRow, RunState, format_status_line, table_rows
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -50,14 +50,14 @@ def a_round(number: int, committed: bool = True, cause: str | None = None) -> Ro
     )
 
 
-def a_view(tmp_path: Path, *, force_terminal: bool = False) -> tuple[LiveView, io.StringIO, Clock]:
+def a_dashboard(tmp_path: Path, *, force_terminal: bool = False) -> tuple[Dashboard, io.StringIO, Clock]:
     out, clock = io.StringIO(), Clock()
     console = Console(file=out, force_terminal=force_terminal, width=100, _environ={"TERM": "xterm"})
-    return LiveView(tmp_path, ["island-0", "island-1"], 60, console=console, clock=clock), out, clock
+    return Dashboard(tmp_path, ["island-0", "island-1"], 60, console=console, clock=clock), out, clock
 
 
 def test_a_row_shows_the_last_of_everything() -> None:
-    island = IslandState("island-0")
+    island = IslandRow("island-0")
     for record in (
         a_step(1),
         a_step(2, loss=2.25),
@@ -65,8 +65,8 @@ def test_a_row_shows_the_last_of_everything() -> None:
         a_round(1, committed=False, cause="island 'island-1' is lost"),
         EvalRecord(round=0, tokens=2048, loss=2.75, bits_per_byte=3.97),
     ):
-        island.take(record)
-    (row,) = rows(RunState([island], total_steps=60))
+        island.update(record)
+    (row,) = table_rows(RunState([island], total_steps=60))
     shown = dict(zip(COLUMNS, row, strict=False))
     assert shown["step"] == "2/60"
     assert shown["loss"] == "2.2500"
@@ -78,63 +78,63 @@ def test_a_row_shows_the_last_of_everything() -> None:
 
 
 def test_an_island_that_has_written_nothing_has_a_row() -> None:
-    assert rows(RunState([IslandState("island-1")], 60)) == [
+    assert table_rows(RunState([IslandRow("island-1")], 60)) == [
         ("island-1", "0/60", "-", "-", "-", "-", "0/0", "0 B", "-", "")
     ]
 
 
 def test_a_skipped_step_keeps_the_last_loss() -> None:
-    island = IslandState("island-0")
-    island.take(a_step(1, loss=2.5))
-    island.take(a_step(2, loss=None))
+    island = IslandRow("island-0")
+    island.update(a_step(1, loss=2.5))
+    island.update(a_step(2, loss=None))
     assert (island.step, island.loss) == (2, 2.5)
 
 
 def test_text_from_a_peer_cannot_steer_the_terminal() -> None:
-    island = IslandState("island-0")
-    island.take(a_round(3, committed=False, cause="bad\x1b[2J\nround 4 committed"))
+    island = IslandRow("island-0")
+    island.update(a_round(3, committed=False, cause="bad\x1b[2J\nround 4 committed"))
     assert "\x1b" not in island.event
     assert "\n" not in island.event
 
 
 def test_plain_lines_come_once_a_round_and_have_no_escape_codes(tmp_path: Path) -> None:
     metrics = [Metrics(tmp_path / name / "metrics.jsonl") for name in ("island-0", "island-1")]
-    view, out, _ = a_view(tmp_path)
-    with view:
-        view.update()
+    dashboard, out, _ = a_dashboard(tmp_path)
+    with dashboard:
+        dashboard.update()
         assert out.getvalue() == ""
         for number in range(3):
             for island in metrics:
-                island.round(a_round(number))
-                view.update()
+                island.write(a_round(number))
+                dashboard.update()
         assert out.getvalue().count("\n") == 3
     assert "round 2 | 3 committed 0 aborted" in out.getvalue().splitlines()[-1]
     assert "\x1b" not in out.getvalue()
 
 
 def test_plain_lines_come_every_few_seconds_without_rounds(tmp_path: Path) -> None:
-    view, out, clock = a_view(tmp_path)
+    dashboard, out, clock = a_dashboard(tmp_path)
     for _ in range(40):
         clock.now += 0.25
-        view.update()
+        dashboard.update()
     assert out.getvalue().count("\n") == 2
 
 
 def test_an_event_has_its_own_plain_line(tmp_path: Path) -> None:
-    view, out, _ = a_view(tmp_path)
-    Metrics(tmp_path / "island-1" / "metrics.jsonl").event(EventRecord(name="joined", text="at round 4"))
-    view.update()
+    dashboard, out, _ = a_dashboard(tmp_path)
+    Metrics(tmp_path / "island-1" / "metrics.jsonl").write(EventRecord(name="joined", text="at round 4"))
+    dashboard.update()
     assert out.getvalue() == "island-1 joined: at round 4\n"
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
 def test_on_a_terminal_the_table_redraws_itself_and_fits(tmp_path: Path, width: int) -> None:
-    Metrics(tmp_path / "island-0" / "metrics.jsonl").step(a_step(30))
+    Metrics(tmp_path / "island-0" / "metrics.jsonl").write(a_step(30))
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, color_system=None, width=width, _environ={"TERM": "xterm"})
-    with LiveView(tmp_path, ["island-0", "island-1"], 60, console=console) as view:
-        view.update()
-        view.update()
+    with Dashboard(tmp_path, ["island-0", "island-1"], 60, console=console) as dashboard:
+        dashboard.update()
+        dashboard.update()
     assert "\x1b[" in out.getvalue()
     if width >= 80:
         assert "30/60" in out.getvalue()
@@ -142,10 +142,10 @@ def test_on_a_terminal_the_table_redraws_itself_and_fits(tmp_path: Path, width: 
 
 
 def test_the_plain_line_shows_the_newest_held_out_loss_not_the_lowest() -> None:
-    early, late = IslandState("island-0"), IslandState("island-1")
-    early.take(EvalRecord(round=1, tokens=10, loss=2.0, bits_per_byte=None))
-    late.take(EvalRecord(round=2, tokens=20, loss=2.5, bits_per_byte=None))
-    assert "held-out 2.5000" in plain_line(RunState([early, late], 60))
+    early, late = IslandRow("island-0"), IslandRow("island-1")
+    early.update(EvalRecord(round=1, tokens=10, loss=2.0, bits_per_byte=None))
+    late.update(EvalRecord(round=2, tokens=20, loss=2.5, bits_per_byte=None))
+    assert "held-out 2.5000" in format_status_line(RunState([early, late], 60))
 
 
 def test_numbers_are_read_in_decimal_units() -> None:
@@ -156,8 +156,8 @@ def test_numbers_are_read_in_decimal_units() -> None:
 
 
 def test_the_plain_line_of_many_islands_shows_the_range_of_their_losses() -> None:
-    islands = [IslandState(f"island-{number}") for number in range(32)]
-    assert "| loss - - - - - - |" in plain_line(RunState(islands, 60))
+    islands = [IslandRow(f"island-{number}") for number in range(32)]
+    assert "| loss - - - - - - |" in format_status_line(RunState(islands, 60))
     for number in range(31):
-        islands[number].take(a_step(1, loss=2.5 + number / 100))
-    assert "| loss 2.5000 to 2.8000 |" in plain_line(RunState(islands, 60))
+        islands[number].update(a_step(1, loss=2.5 + number / 100))
+    assert "| loss 2.5000 to 2.8000 |" in format_status_line(RunState(islands, 60))

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from diloco.assemble import Parts
-from diloco.config import Config, ConfigError, parse_config
-from diloco.in_process import in_one_process
-from diloco.turns import train_together
+from diloco.assemble import Runtime
+from diloco.config.schema import Config, parse_config
+from diloco.errors import ConfigError
+from diloco.simulate.in_process import configure_in_process
+from diloco.simulate.threads import train_together
 from tests.swarm import Island, Swarm, swarm
 
 ONE = {"ranks": 1}
@@ -23,8 +24,8 @@ RECOMPUTING = ["island.parallel.recompute=full", "island.compute_dtype=bfloat16"
 
 
 def together(islands: Swarm, live: Any = None) -> Island:
-    """All islands of the swarm's config in one forked process, in folders of their own."""
-    config = in_one_process(islands.config, has_trouble=False).model_copy(update={"name": "together"})
+    """Start all islands of the swarm's config in one forked process, with separate folders."""
+    config = configure_in_process(islands.config, has_disturbances=False).model_copy(update={"name": "together"})
 
     def work(config: Config, index: int) -> None:
         train_together(config, live) if live else train_together(config)
@@ -33,12 +34,12 @@ def together(islands: Swarm, live: Any = None) -> Island:
 
 
 def folder_of(process: Island, index: int) -> Island:
-    """What island `index` of the process has recorded."""
+    """The records of island `index` of the process."""
     return Island(process.folder.parent / f"island-{index}", process.ranks)
 
 
 def trajectory(island: Island) -> list[tuple[Any, ...]]:
-    """All that an island's records say of numbers: steps, committed rounds, held-out losses."""
+    """All numbers in an island's records: steps, committed rounds and held-out losses."""
     steps = [("step", r["step"], r["tokens"], r["loss"], r["grad_norm"]) for r in island.records("step")]
     rounds = [
         ("round", r["round"], r["digest"], r["participants"], r["tokens"], r["pseudo_gradient_norm"])
@@ -84,7 +85,7 @@ def test_recomputing_and_bfloat16_are_the_same_in_threads(tmp_path):
 
 @pytest.mark.slow
 def test_an_island_that_is_late_by_more_than_the_grace_is_in_every_round(tmp_path):
-    def live(parts: Parts) -> None:
+    def live(parts: Runtime) -> None:
         from diloco import island as life
 
         step, is_last = parts.trainer.step, threading.current_thread().name == "island-2"
@@ -107,7 +108,7 @@ def test_an_island_that_is_late_by_more_than_the_grace_is_in_every_round(tmp_pat
 
 
 def test_when_an_island_fails_the_process_ends_with_its_error(tmp_path):
-    def live(parts: Parts) -> None:
+    def live(parts: Runtime) -> None:
         from diloco import island as life
 
         if threading.current_thread().name == "island-1":
@@ -145,7 +146,7 @@ def test_sigterm_ends_all_islands_within_seconds(tmp_path):
 )
 def test_what_needs_a_process_of_its_own_is_refused_with_a_cure(override, cure):
     with pytest.raises(ConfigError, match="--in-process") as caught:
-        in_one_process(parse_config("islands: [{}, {}]", [override]), has_trouble=False)
+        configure_in_process(parse_config("islands: [{}, {}]", [override]), has_disturbances=False)
     assert cure in str(caught.value)
 
 

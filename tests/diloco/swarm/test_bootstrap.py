@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.bootstrap import bootstrap
-from diloco.config import ConfigError
+from diloco.errors import ConfigError
+from diloco.swarm.bootstrap import bootstrap
 
 
 @pytest.mark.parametrize(

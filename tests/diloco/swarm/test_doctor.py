@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from diloco.checkup import Check, bind_problem, subject_of
-from diloco.config import ConfigError, dump_config, parse_config
-from diloco.doctor import Line, diagnose, doctor, host_of, swarm_checks
-from outer.keys import RunKey
+from diloco.config.schema import dump_config, parse_config
+from diloco.errors import ConfigError
+from diloco.swarm.doctor import Line, check_swarm, diagnose, doctor, host_of
+from diloco.swarm.machine_checks import Check, find_bind_problem, resolve_local_island
+from outer.connect import Network, NetworkSettings, open_network
+from outer.diagnostics import DiagnosticsServer, ProbeResponder
 from outer.membership.rendezvous import serve_rendezvous
-from outer.network import Network, NetworkSettings, open_network
-from outer.probe import Greeter, Probe
-from outer.transports.base import Endpoint
+from outer.network.endpoints import Endpoint
+from outer.network.run_key import RunKey
 from tests.outer.nets import A, B, Swarm, member, run, swarm
 from tests.swarm import TINY
 from tests.swarm import swarm as islands_of
@@ -39,7 +40,7 @@ async def enter(place: Swarm, me: Endpoint, clock=time.time, **changes) -> Netwo
     network = await place.open(me)
     assert network.membership is not None
     hash_ = parse_config(run_text(place.kind)).run.hash
-    Probe(network.messenger, Greeter(hash_, lambda: 3, clock))
+    DiagnosticsServer(network.messenger, ProbeResponder(hash_, lambda: 3, clock))
     addresses = {"control_addresses": [network.messenger.address], "transport_addresses": [network.transport.address]}
     await network.membership.publish_config(run_text(place.kind))
     await network.membership.announce(member(me.island, **(addresses | {"config_hash": hash_, "round": 3} | changes)))
@@ -58,8 +59,8 @@ async def visited(address: str, *overrides: str, config_text: str | None = None)
     """All that a doctor with these settings says of the swarm at an address."""
     settings = ["island.connect_seconds=8", *overrides]
     config = parse_config(config_text, settings) if config_text is not None else None
-    subject = subject_of(config, parse_config("", settings), address)
-    return [line async for line in swarm_checks(subject, address, None)]
+    subject = resolve_local_island(config, parse_config("", settings), address)
+    return [line async for line in check_swarm(subject, address, None)]
 
 
 def troubles(lines: list[Line]) -> list[tuple[str, str]]:
@@ -82,10 +83,10 @@ def test_a_swarm_in_order_passes_and_does_not_take_the_doctor_for_an_island(kind
                 "Island a of run test",
                 "Island b of run test",
             ]
-            for name in ("reach", "round trip", "clock", "bandwidth down", "bandwidth up", "way back"):
+            for name in ("reach", "round trip", "clock", "bandwidth down", "bandwidth up", "call back"):
                 assert len(texts(lines, name)) == 2, name
             assert all(float(text.split()[0].replace(",", "")) > 0 for text in texts(lines, "bandwidth down"))
-            for network in place.opened:
+            for network in place.networks:
                 assert network.membership is not None
                 assert set(await network.membership.members()) <= {"a", "b"}
 
@@ -100,11 +101,11 @@ def test_an_island_that_cannot_be_called_back_and_one_whose_clock_is_wrong_are_f
             away = ["island.announce_host=127.0.0.9", f"island.listen_port={free_port()}"]
             lines = await visited(place.bootstrap[0], *away)
             clock = "FAILED" if kind == "hivemind" else "warning"
-            assert troubles(lines) == [(clock, "clock"), ("FAILED", "way back")]
+            assert troubles(lines) == [(clock, "clock"), ("FAILED", "call back")]
             ahead = re.match(r"([0-9.]+) s ahead", texts(lines, "clock")[0])
             assert ahead is not None and 50 < float(ahead[1]) < 70
-            assert "set island.announce_host" in texts(lines, "way back")[0]
-            assert ("relay=client" in texts(lines, "way back")[0]) == (kind == "hivemind")
+            assert "set island.announce_host" in texts(lines, "call back")[0]
+            assert ("relay=client" in texts(lines, "call back")[0]) == (kind == "hivemind")
 
     run(main())
 
@@ -142,11 +143,11 @@ def test_a_port_that_takes_no_payloads_is_found():
     run(main())
 
 
-def test_a_port_that_leads_to_another_machine_is_no_way_back():
+def test_a_port_that_leads_to_another_machine_is_no_call_back():
     async def main() -> None:
         async with entered("gloo", A) as place:
             other = await place.open(B)
-            Probe(other.messenger, Greeter())
+            DiagnosticsServer(other.messenger, ProbeResponder())
             port = other.messenger.address.rpartition(":")[2]
             # The doctor cannot have the port itself, but listens on it at another address of this machine.
             lines = await visited(
@@ -155,8 +156,8 @@ def test_a_port_that_leads_to_another_machine_is_no_way_back():
                 "island.announce_host=127.0.0.1",
                 f"island.listen_port={port}",
             )
-            assert troubles(lines) == [("FAILED", "way back")]
-            assert "leads to another machine" in texts(lines, "way back")[0]
+            assert troubles(lines) == [("FAILED", "call back")]
+            assert "leads to another machine" in texts(lines, "call back")[0]
 
     run(main())
 
@@ -166,7 +167,7 @@ def test_a_taken_port_is_said_and_the_islands_are_examined_all_the_same():
         async with entered("gloo", A) as place:
             with socket.create_server(("127.0.0.1", 0)) as taken:
                 lines = await visited(place.bootstrap[0], f"island.listen_port={taken.getsockname()[1]}")
-            assert troubles(lines) == [("FAILED", "way back")]
+            assert troubles(lines) == [("FAILED", "call back")]
             assert len(texts(lines, "round trip")) == 1
 
     run(main())
@@ -300,7 +301,7 @@ def test_a_taken_port_is_said_before_the_island_finds_out(tmp_path):
         port = taken.getsockname()[1]
         lines = local(tmp_path, f"island.listen_port={port}")
     assert ("FAILED", "island.listen_port") in troubles(lines)
-    assert bind_problem("127.0.0.1", port) == ""
+    assert find_bind_problem("127.0.0.1", port) == ""
 
 
 def test_a_key_that_others_may_read_is_warned_of(tmp_path):
@@ -333,7 +334,7 @@ def test_a_training_island_is_examined_and_the_exit_status_says_whether_all_is_w
         island.wait_for_round(0)
         assert doctor([made.address], None, None) == 0
         told = capsys.readouterr().out
-        assert "Island island-0 of run test\n  ok      reach" in told and "way back" in told
+        assert "Island island-0 of run test\n  ok      reach" in told and "call back" in told
         assert re.search(r"\n0 FAILED, 0 warnings, [0-9]+ ok\n$", told)
         assert not [record for record in caplog.records if record.name == "asyncio"], "it leaves no task behind"
     assert doctor([made.address], None, None) == 1, "the swarm is gone now"

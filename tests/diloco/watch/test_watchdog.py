@@ -1,46 +1,50 @@
-"""A rank that no longer moves: found, explained by all ranks, ended, started again."""
+"""A rank that hangs is found, explained by all ranks, ended and restarted."""
 
+import json
+import os
+import signal
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from diloco.assemble import process_group
-from diloco.config import dump_config
-from diloco.heartbeat import FIRST_SECONDS, FLOOR_SECONDS, Heartbeat
-from diloco.processes import kill, start, torchrun
-from diloco.verdict import GroupState, RankState, from_values, group_states, to_values, verdict
-from diloco.watchdog import HUNG, Post, Watchdog
+from diloco.config.schema import dump_config
+from diloco.runtime.process_group import open_process_group
+from diloco.runtime.processes import kill, start, torchrun
+from diloco.watch.activity import FIRST_SECONDS, FLOOR_SECONDS, ActivityMonitor
+from diloco.watch.hang_verdict import GroupState, RankState, from_values, group_states, verdict
+from diloco.watch.watchdog import HUNG, Watchdog, WatchedRank
 from tests.swarm import swarm
 
 
-def heartbeat_after(*durations, limit=None):
+def monitor_after(*durations, limit=None):
     now = 0.0
-    heartbeat = Heartbeat(limit, lambda: now)
+    activity = ActivityMonitor(limit, lambda: now)
     for seconds in durations:
-        heartbeat.begin("inner step")
+        activity.start("inner step")
         now += seconds
-    heartbeat.begin("inner step")
-    return heartbeat
+    activity.start("inner step")
+    return activity
 
 
 def test_first_pieces_of_work_may_take_long():
-    assert heartbeat_after(2.0, 2.0, limit=60.0).work.limit_seconds == FIRST_SECONDS
+    assert monitor_after(2.0, 2.0, limit=60.0).work.limit_seconds == FIRST_SECONDS
 
 
 def test_later_ones_may_take_as_long_as_the_last_ones_and_a_floor_or_what_is_set():
-    assert heartbeat_after(100.0, 2.0, 2.0, 2.0).work.limit_seconds == pytest.approx(FLOOR_SECONDS + 12.0)
-    assert heartbeat_after(100.0, 2.0, 2.0, 2.0, limit=60.0).work.limit_seconds == 60.0
+    assert monitor_after(100.0, 2.0, 2.0, 2.0).work.limit_seconds == pytest.approx(FLOOR_SECONDS + 12.0)
+    assert monitor_after(100.0, 2.0, 2.0, 2.0, limit=60.0).work.limit_seconds == 60.0
 
 
 def test_a_wait_for_other_islands_has_no_limit_here_and_is_no_measure():
-    heartbeat = heartbeat_after(2.0, 2.0, 2.0)
-    heartbeat.rest("a round")
-    assert heartbeat.work.limit_seconds is None
-    heartbeat.begin("inner step")
-    assert heartbeat.work.limit_seconds == pytest.approx(FLOOR_SECONDS + 12.0)
+    activity = monitor_after(2.0, 2.0, 2.0)
+    activity.start_untimed("a round")
+    assert activity.work.limit_seconds is None
+    activity.start("inner step")
+    assert activity.work.limit_seconds == pytest.approx(FLOOR_SECONDS + 12.0)
 
 
 def group(sequence, *, waits, name="0", ranks=(0, 1, 2), operation="gloo:all_reduce"):
@@ -100,31 +104,31 @@ def test_of_a_trace_the_last_collective_of_each_group_of_the_island_counts():
         }
 
     trace = [entry("0", 1), entry("elsewhere", 7), entry("0", 2, retired=False), entry("0", 0, p2p=True)]
-    assert group_states(trace, {"0": ("group 0", [0, 1, 2])}) == [group(2, waits=True)]
+    assert group_states(trace, {"0": ("group 0", (0, 1, 2))}) == [group(2, waits=True)]
 
 
 def test_a_state_travels_as_json():
     state = rank(1, group(8, waits=False))
-    assert from_values(to_values(state)) == state
+    assert from_values(json.loads(json.dumps(asdict(state)))) == state
 
 
 def one_rank_hangs(config, index):
-    """Rank 1 of three does not come to the last collective."""
+    """Rank 1 of three does not enter the last collective."""
     island = config.for_island(index)
-    folder = Path(island.run_dir) / config.name / island.island
-    heartbeat = Heartbeat(0.5)
-    with process_group(island, "cpu") as team:
+    folder = Path(island.run_dir) / config.name / island.label
+    activity = ActivityMonitor(0.5)
+    with open_process_group(island, "cpu") as ranks:
 
         def tell(text):
-            (folder / "told.txt").write_text(f"{team.rank}: {text}")
+            (folder / "told.txt").write_text(f"{ranks.rank}: {text}")
 
-        with Watchdog(heartbeat, Post(team.rank, 3, folder, tell)):
+        with Watchdog(activity, WatchedRank(ranks.rank, 3, folder, tell)):
             for _ in range(4):
-                heartbeat.begin("inner step")
+                activity.start("inner step")
                 dist.all_reduce(torch.ones(1))
             # The others have no limit of their own.
-            heartbeat.begin("inner step") if team.rank == 1 else heartbeat.rest("a round")
-            read_data_for_ever() if team.rank == 1 else dist.all_reduce(torch.ones(1))
+            activity.start("inner step") if ranks.rank == 1 else activity.start_untimed("a round")
+            read_data_for_ever() if ranks.rank == 1 else dist.all_reduce(torch.ones(1))
 
 
 def read_data_for_ever():
@@ -143,6 +147,38 @@ def test_every_rank_says_where_it_stands_one_tells_the_verdict_and_all_end(tmp_p
         assert ["read_data_for_ever" in dump for dump in dumps] == [False, True, False]
         assert all("Thread 0x" in dump and '"collective_seq_id": 4' in dump for dump in dumps)
         assert all(told.removeprefix("0: ") in dump for dump in dumps)
+
+
+def one_rank_dies_while_the_verdict_is_told(config, index):
+    """Rank 1 hangs; its death breaks the collective of rank 0, which is telling the verdict."""
+    island = config.for_island(index)
+    folder = Path(island.run_dir) / config.name / island.label
+    activity, is_broken = ActivityMonitor(0.5), threading.Event()
+    with open_process_group(island, "cpu") as ranks:
+        pids = ranks.gather(os.getpid())
+
+        def tell(text):
+            os.kill(pids[1], signal.SIGKILL)
+            assert is_broken.wait(30)
+            # Time enough for the training thread to end the process, if it may.
+            threading.Event().wait(2)
+
+        with Watchdog(activity, WatchedRank(ranks.rank, 2, folder, tell)):
+            for _ in range(5):
+                activity.start("inner step")
+                dist.all_reduce(torch.ones(1))
+            read_data_for_ever() if ranks.rank == 1 else None
+            with pytest.raises(RuntimeError):
+                dist.all_reduce(torch.ones(1))
+            is_broken.set()
+            raise RuntimeError("a collective broke")
+
+
+def test_a_rank_whose_collective_breaks_as_another_ends_has_the_status_of_the_hang(tmp_path):
+    with swarm(tmp_path, islands=[{"ranks": 2}]) as islands:
+        island = islands.start(0, one_rank_dies_while_the_verdict_is_told)
+        assert island.wait(60) == [HUNG, -signal.SIGKILL], island.log
+        assert "a collective broke" not in island.log
 
 
 @pytest.mark.slow

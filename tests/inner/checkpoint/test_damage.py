@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from inner.checkpoint import Checkpoints
+from inner.checkpoint.save_load import Checkpoints
 from inner.errors import InputError
 from tests.damage import flip, truncate
 from tests.harness import run_ranks
@@ -25,7 +25,7 @@ from tests.inner.checkpoint_crash import (
     with_checkpoints,
 )
 
-# Damage, each done to the newest of three checkpoints, and what the warning says of it.
+# Damage done to the newest of three checkpoints, with the text of the warning.
 
 
 def remove(file: Path) -> None:
@@ -131,7 +131,7 @@ def test_keeps_the_newest_whole_ones(three: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(three, tmp_path / "keep")
     truncate(folder / "step-00000002" / ".metadata")
     before, after = run_ranks(with_checkpoints, 2, folder, two_more)[0]
-    # Two are kept; the damaged one neither counts nor goes.
+    # Two are kept; the damaged one is not counted and not deleted.
     assert before == ["lock", "step-00000002", "step-00000003", "step-00000004"]
     assert after == ["lock", "step-00000002", "step-00000004", "step-00000005"]
 

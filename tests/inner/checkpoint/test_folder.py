@@ -1,4 +1,4 @@
-"""Checkpoints on disk: kills, full and read-only disks, two writers; the last good one is always there."""
+"""Checkpoints on disk survive kills, full and read-only disks, and two writers: the last good one is kept."""
 
 import os
 import re
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from inner.checkpoint import Checkpoints
-from inner.checkpoint_folder import lock
+from inner.checkpoint.folder import lock_folder
+from inner.checkpoint.save_load import Checkpoints
 from tests.harness import RankFailed, run_ranks
 from tests.inner.checkpoint_crash import (
     FILES,
@@ -33,7 +33,7 @@ from tests.inner.checkpoint_crash import (
 OLD, NEW = "step-00000001", "step-00000002"
 WHOLE = sorted([*FILES, "manifest.json"])
 
-# Point of the kill: what is left on the disk, and the step that is found.
+# By point of the kill: the files left on the disk, and the step that is found.
 LEFT_BEHIND: dict[str, tuple[dict[str, list[str]], int]] = {
     "before_the_copy": ({OLD: WHOLE}, 1),
     "while_writing": ({OLD: WHOLE, f"{NEW}.partial": ["__0_0.distcp", "__1_0.distcp"]}, 1),
@@ -52,10 +52,10 @@ def test_kill_never_loses_the_last_good_checkpoint(tmp_path: Path, point: str) -
     expected, step = LEFT_BEHIND[point]
     if point == "while_writing":
         assert (tmp_path / f"{NEW}.partial" / "__0_0.distcp").stat().st_size == KILLED_AT_BYTES < WEIGHT_BYTES
-        # Whether rank 1 had begun is chance.
+        # Whether rank 1 had begun to write is not determined.
         left[f"{NEW}.partial"] = sorted({*left[f"{NEW}.partial"], "__1_0.distcp"})
     if point == "while_deleting":
-        # Two of its files are gone, in the disk's order.
+        # Two of its files are gone; which ones depends on the file system.
         assert len(left[f"{OLD}.deleted"]) == len(WHOLE) - 2
         left[f"{OLD}.deleted"] = WHOLE
     assert left == expected
@@ -77,11 +77,11 @@ def newest_of_none(rank: int, checkpoints: Checkpoints, folder: Path) -> Any:
 
 
 def test_folder_of_another_process_is_refused(tmp_path: Path) -> None:
-    with lock(tmp_path):
+    with lock_folder(tmp_path):
         errors = run_ranks(opened_on_a_rank, 2, tmp_path)
     for error in errors:
         assert f"pid {os.getpid()} on {socket.gethostname()}" in error
-    # Let go of, though the file is still there; a kill lets go, too: see above.
+    # The lock is released although its file still exists. A kill releases it too, see above.
     assert run_ranks(with_checkpoints, 1, tmp_path, newest_of_none) == [None]
 
 
@@ -143,7 +143,7 @@ def test_full_disk_is_an_error_before_anything_is_written(disk) -> None:
 
 
 def test_disk_that_fills_up_while_saving_keeps_the_old_one(disk) -> None:
-    # Names for 9 files; one checkpoint takes 5, what holds it 2.
+    # 9 inodes are free and a checkpoint takes 5, so a second one does not fit.
     folder = disk("size=10m,nr_inodes=10")
     for error, step, _ in run_ranks(with_checkpoints, 2, folder, save_twice):
         assert error.startswith("CheckpointFailed")
@@ -179,7 +179,7 @@ def save_forbidden(rank: int, checkpoints: Checkpoints, folder: Path) -> tuple[s
     if rank == 0:
         folder.chmod(0o555)
         if os.geteuid() == 0:
-            # Root may write anywhere.
+            # Root may write to a read-only folder.
             os.seteuid(65534)
     error = error_of(lambda: save_steps(checkpoints, 2))
     os.seteuid(os.getuid())

@@ -13,20 +13,20 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from inner.checkpoint import Checkpoints
-from inner.checkpoint_state import live_tensors
+from inner.checkpoint.save_load import Checkpoints
+from inner.checkpoint.state import live_tensors
 from inner.config import ParallelConfig
 from inner.mesh import Degrees
-from inner.presets import ModelSizes
+from inner.model.sizes import ModelSizes
 from inner.trainer import Trainer
 from tests.harness import run_ranks
 from tests.inner.small import OPTIMIZER, batch, build_trainer, share
 
-# A table at both ends of the pipeline; 61 tokens and heads of 8 columns, which 3 ranks do not divide.
+# Tied tables at both ends of the pipeline. 61 tokens and heads of 8 columns do not divide over 3 ranks.
 SIZES = ModelSizes(
     dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True, tie_embeddings=True
 )
-# Muon and AdamW: both kinds of optimizer state, of different parameters.
+# Muon and AdamW have different states for different parameters.
 MUON = OPTIMIZER.model_copy(update={"name": "muon"})
 STEPS_BEFORE, STEPS_AFTER = 1, 2
 
@@ -55,7 +55,7 @@ MESHES = {
     "pp2-zbv-dp_replicate2": Mesh(Degrees(pp=2, dp_replicate=2), schedule="zbv"),
     "pp2-cp2": Mesh(Degrees(pp=2, cp=2)),
 }
-# Every mesh loads what it saved itself, and what these did: shards and replicas, matrices split twice, stages.
+# Every mesh loads its own checkpoints and those of these: shards and replicas, matrices split twice, stages.
 SLOW = ["dp_shard2", "dp_shard3", "dp_shard4", "dp_replicate2-dp_shard2", "pp2-cp2"]
 SAVED = ["dp_replicate2-dp_shard2", "dp_shard2-tp2", "pp2-zbv-dp_replicate2"]
 
@@ -67,7 +67,7 @@ def sources(loaded: str) -> list[str]:
 def digests(trainer: Trainer) -> dict[str, str]:
     """A hash of every whole parameter and optimizer state of the island, the same wherever it is held."""
     mine: dict[str, set[str]] = {}
-    for name, copies in live_tensors(trainer.parts, trainer.optimizers).items():
+    for name, copies in live_tensors(trainer.stages, trainer.optimizers).items():
         for tensor in copies:
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             mine.setdefault(name, set()).add(hashlib.sha256(whole.numpy().tobytes()).hexdigest())

@@ -27,13 +27,13 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 class Plain:
     """A training state with any optimizer: two matrices that need not be sharded."""
 
-    parts: list[nn.Module]
+    stages: list[nn.Module]
     optimizers: list[torch.optim.Optimizer]
     inner_step: int = 0
 
     def step(self) -> None:
         generator = torch.Generator().manual_seed(self.inner_step)
-        model, optimizer = self.parts[0], self.optimizers[0]
+        model, optimizer = self.stages[0], self.optimizers[0]
         model(torch.randn(3, 8, generator=generator)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -41,7 +41,7 @@ class Plain:
 
     @property
     def values(self) -> list[Tensor]:
-        return [param.detach().clone() for param in self.parts[0].parameters()]
+        return [param.detach().clone() for param in self.stages[0].parameters()]
 
 
 def plain(optimizer: str, seed: int, width: int = 8, depth: int = 2) -> Plain:
@@ -62,7 +62,7 @@ def optimizer_on_a_rank(rank: int, folder: Path, name: str, steps_before: int) -
     first, second = plain(name, seed=1), plain(name, seed=2)
     for _ in range(steps_before):
         first.step()
-    # Its states, of another history, must go even where none were saved.
+    # States of its previous history must be dropped even where none were saved.
     second.step()
     checkpoints = open_checkpoints(folder)
     checkpoints.save(first, {}, wait=True)
@@ -73,7 +73,7 @@ def optimizer_on_a_rank(rank: int, folder: Path, name: str, steps_before: int) -
     return [first.values, second.values]
 
 
-# What does not fit: which rank has another model or optimizer (or all of them, None), and the error on every rank.
+# Mismatches: the rank that has another model or optimizer (None: all ranks), and the error on every rank.
 
 MISFITS: dict[str, tuple[int | None, dict[str, Any], str]] = {
     "shape": (1, {"width": 5}, "1.weight is (5, 8) torch.float32 in the model, (8, 8) torch.float32 in the checkpoint"),

@@ -1,4 +1,4 @@
-"""Which sequences are read when, over islands, ranks and micro-batches."""
+"""Reading order of sequences over islands, ranks and micro-batches."""
 
 from collections.abc import Sequence
 
@@ -8,15 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inner.data.batches import PADDING, IslandBatches, SequenceOrder, heldout_windows
+from inner.data.batches import IslandBatches, heldout_windows
 from inner.data.corpus import Corpus, Text
+from inner.data.micro_batch import IGNORE_INDEX
+from inner.data.mixture import SequenceOrder
 from inner.errors import InputError
 
 SEQ_LEN = 4
 
 
 def corpus_of(train_windows: int, heldout_windows: int = 3) -> Corpus:
-    """Token i is i, so a window's first token divided by SEQ_LEN is its number."""
+    """A corpus in which token i is i, so a window's first token divided by SEQ_LEN is its number."""
     train = np.arange(train_windows * SEQ_LEN + 1, dtype=np.uint16)
     heldout = np.arange(heldout_windows * SEQ_LEN + 1, dtype=np.uint16)
     return Corpus((Text(train, heldout, heldout_bytes=len(heldout)),), vocab_size=1 << 16, eos_id=0)
@@ -68,7 +70,7 @@ def test_every_window_is_a_run_of_the_training_text() -> None:
         assert torch.equal(window - window[:, :1], torch.arange(SEQ_LEN + 1).expand(2, -1))
 
 
-def test_the_mesh_does_not_change_what_a_unit_has() -> None:
+def test_the_mesh_does_not_change_the_sequences_of_a_unit() -> None:
     batches = IslandBatches(corpus_of(40), SEQ_LEN, 3, 2, 12)
     assert unit_of(batches, 5, 1, 12) == unit_of(batches, 5, 3, 2) == unit_of(batches, 5, 12, 1)
 
@@ -109,7 +111,7 @@ def test_every_mesh_evaluates_the_same_heldout_windows(ranks: int, micro_batch: 
     by_rank = [list(heldout_windows(corpus, SEQ_LEN, tokens, rank, ranks, micro_batch)) for rank in range(ranks)]
     rows = [row for windows in by_rank for window in windows for row in window.tolist()]
     expected = [list(range(i * SEQ_LEN, (i + 1) * SEQ_LEN + 1)) for i in range(min(held, -(-tokens // SEQ_LEN)))]
-    assert [row for row in rows if row != [PADDING] * (SEQ_LEN + 1)] == expected
+    assert [row for row in rows if row != [IGNORE_INDEX] * (SEQ_LEN + 1)] == expected
     assert {len(windows) for windows in by_rank} == {len(by_rank[0])}
     assert all(window.shape == (micro_batch, SEQ_LEN + 1) for windows in by_rank for window in windows)
 

@@ -1,4 +1,4 @@
-"""Token files: what is held out, cached, cut off, and what several processes at once leave behind."""
+"""Corpora: held-out documents, caching, max_tokens, and several processes that prepare at once."""
 
 import json
 import multiprocessing
@@ -11,8 +11,8 @@ import pytest
 
 from inner.config import DataConfig
 from inner.data.corpus import Corpus, check_source, prepare_corpus
-from inner.data.documents import is_heldout
 from inner.data.shards import Tokens
+from inner.data.sources.documents import is_heldout
 from inner.data.tokenizer import BytesTokenizer
 from inner.errors import InputError
 
@@ -20,7 +20,7 @@ EOS = BytesTokenizer.eos_id
 
 
 def write_texts(folder: Path, count: int = 40) -> dict[str, str]:
-    """Files a00.txt ...: key -> text."""
+    """Write files a00.txt ...; returns texts by key."""
     folder.mkdir(exist_ok=True)
     texts = {f"a{i:02}.txt": f"text number {i} \u00e9\n" * 20 for i in range(count)}
     for key, text in texts.items():
@@ -40,7 +40,7 @@ def documents_of(row: Tokens) -> list[str]:
 
 
 def corpora_in(cache: Path) -> list[str]:
-    """Names of the folders there, finished or not; the locks beside them stay."""
+    """Names of the finished and unfinished folders, without the lock files beside them."""
     return [path.name for path in cache.iterdir() if not path.name.endswith(".lock")]
 
 
@@ -62,7 +62,7 @@ def test_the_held_out_share_is_near_the_fraction() -> None:
     assert 900 < held < 1100
 
 
-def test_a_key_is_held_out_on_every_machine_alike() -> None:
+def test_a_key_is_held_out_on_every_machine_or_on_none() -> None:
     assert [is_heldout(f"a{i}.py", 0.5) for i in range(8)] == [True, True, False, True, True, True, True, True]
 
 
@@ -145,7 +145,7 @@ def test_a_damaged_token_file_is_named(tmp_path: Path) -> None:
     (file,) = (tmp_path / "cache").rglob("train.bin")
     os.truncate(file, 10)
     with pytest.raises(
-        InputError, match=r"train.bin: 10 bytes, needs \d+: the file is damaged; delete .*cache/files-\w+$"
+        InputError, match=r"train.bin: 10 bytes, need \d+: the file is damaged; delete .*cache/files-\w+$"
     ):
         prepare_corpus(config, tmp_path / "cache")
 

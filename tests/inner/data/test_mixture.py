@@ -1,4 +1,4 @@
-"""Which source a position reads: shares, reproducible, random access, each source's sequences once per epoch."""
+"""Mixtures: shares of sources, reproducibility, random access, and each sequence once per epoch."""
 
 from collections import Counter
 from itertools import pairwise
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from inner.config import DataConfig
-from inner.data.batches import IslandBatches, SequenceOrder, heldout_windows
+from inner.data.batches import IslandBatches, heldout_windows
 from inner.data.corpus import Corpus, Text, prepare_corpus
-from inner.data.mixture import BLOCK, MixedOrder, Place, Shares
+from inner.data.mixture import BLOCK, MixedOrder, MixturePosition, MixtureShares, SequenceOrder
 from inner.errors import InputError
 
 SEQ_LEN = 4
@@ -25,7 +25,7 @@ def mixed_order(weights: list[float], seed: int = 3, num_sequences: int = 50) ->
 
 
 def corpus_of(weights: list[float], train_windows: list[int], heldout_windows: list[int]) -> Corpus:
-    """Token i of source s is 1000 s + i."""
+    """A corpus in which token i of source s is 1000 s + i."""
     texts = [
         Text(row(1000 * s, train), row(1000 * s, held), held * SEQ_LEN + 1, f"source-{s}", weight)
         for s, (weight, train, held) in enumerate(zip(weights, train_windows, heldout_windows, strict=True))
@@ -48,7 +48,7 @@ def test_realised_shares_are_within_one_percent_after_100k_draws(weights: list[f
 @given(weights=WEIGHTS, n=st.integers(0, 10**12), more=st.integers(0, 3000))
 @settings(deadline=None)
 def test_counts_add_up_never_fall_and_stay_near_the_weights(weights: list[float], n: int, more: int) -> None:
-    shares = Shares(weights)
+    shares = MixtureShares(weights)
     before, after = shares.counts(n), shares.counts(n + more)
     assert sum(before) == n
     assert all(old <= new for old, new in zip(before, after, strict=True))
@@ -58,7 +58,7 @@ def test_counts_add_up_never_fall_and_stay_near_the_weights(weights: list[float]
 
 @given(weights=WEIGHTS, start=st.integers(0, 10**9), seed=st.integers(0, 2**63))
 @settings(max_examples=30, deadline=None)
-def test_any_position_is_read_alike_from_anywhere(weights: list[float], start: int, seed: int) -> None:
+def test_random_access_reads_the_same_as_reading_in_order(weights: list[float], start: int, seed: int) -> None:
     positions = range(start, start + BLOCK + 100, 97)
     walked = {position: mixed_order(weights, seed)[position] for position in positions}
     jumping = mixed_order(weights, seed)
@@ -84,10 +84,10 @@ def test_each_source_is_read_once_per_epoch_in_its_own_shuffled_order() -> None:
         assert all(sorted(read[i : i + 50]) == list(range(50)) for i in range(0, len(read) // 50 * 50, 50))
 
 
-def test_a_single_source_is_read_in_its_very_order() -> None:
+def test_a_single_source_keeps_its_own_order() -> None:
     own = SequenceOrder(70, 3)
     assert [mixed_order([0.3], num_sequences=70)[p] for p in (0, 1, 99, 5000)] == [
-        Place(0, own[p]) for p in (0, 1, 99, 5000)
+        MixturePosition(0, own[p]) for p in (0, 1, 99, 5000)
     ]
 
 
@@ -142,7 +142,7 @@ def entry(name: str, **more: object) -> dict[str, object]:
         ({"mixture": [entry("a", weight=0)]}, "greater than 0"),
     ],
 )
-def test_a_mixture_that_cannot_be_meant_is_refused(data: dict[str, object], message: str) -> None:
+def test_an_invalid_mixture_is_refused(data: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         DataConfig.model_validate(data)
 

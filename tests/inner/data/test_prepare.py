@@ -1,4 +1,4 @@
-"""Preparation: text to shards and back, killed and gone on with, by several processes, without room."""
+"""Preparation: round trips through shards, resuming after kills, several processes, a full disk."""
 
 import json
 import multiprocessing
@@ -18,16 +18,16 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from inner.config import DataConfig
-from inner.data import encoding, lock
+from inner.data import lock, tokenise
 from inner.data.batches import IslandBatches
 from inner.data.corpus import prepare_corpus
-from inner.data.documents import is_heldout
-from inner.data.lock import held
-from inner.data.prepare import Options, Progress
+from inner.data.lock import hold_lock
+from inner.data.micro_batch import document_numbers
+from inner.data.prepare import PrepareOptions, PrepareProgress
 from inner.data.shards import ShardedTokens, Tokens
+from inner.data.sources.documents import is_heldout
 from inner.data.tokenizer import BytesTokenizer, build_tokenizer
 from inner.errors import InputError
-from inner.windows import document_numbers
 
 GUARD_SECONDS = 60
 SHARD_TOKENS = 1500
@@ -35,7 +35,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def write_texts(folder: Path, count: int = 60) -> dict[str, str]:
-    """Rows of a .jsonl file, of unequal length: key -> text."""
+    """Write rows of unequal length to a .jsonl file; returns texts by key."""
     folder.mkdir()
     texts = {f"a.jsonl#{i}": f"number {i} \u00e9\n" * (1 + i * 7 % 40) for i in range(count)}
     lines = [json.dumps({"text": text}) + "\n" for text in texts.values()]
@@ -49,25 +49,25 @@ def config_of(folder: Path, **changes: object) -> DataConfig:
 
 
 def files_of(cache: Path) -> dict[str, bytes]:
-    """All that a cache holds, but for locks."""
+    """Contents of all files of a cache except locks."""
     files = [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"]
     return {path.relative_to(cache).as_posix(): path.read_bytes() for path in files}
 
 
 def documents_in(tokens: Tokens) -> list[np.ndarray]:
-    """By the index, without looking for eos."""
+    """Documents of a split, cut by the index without looking for eos."""
     assert isinstance(tokens, ShardedTokens)
     return np.split(tokens[:], tokens.document_ends())[:-1]
 
 
-def options(**changes: object) -> Options:
-    return Options(**{"shard_tokens": SHARD_TOKENS, "report": lambda progress: None} | changes)  # pyright: ignore
+def options(**changes: object) -> PrepareOptions:
+    return PrepareOptions(**{"shard_tokens": SHARD_TOKENS, "report": lambda progress: None} | changes)  # pyright: ignore
 
 
 def killed(config: DataConfig, cache: Path, after: int) -> None:
-    """Prepare in a process that is killed when it has taken so many documents."""
+    """Prepare in a process that is killed after this number of documents."""
 
-    def report(progress: Progress) -> None:
+    def report(progress: PrepareProgress) -> None:
         if progress.published.num_read + progress.shard.counts.num_read == after:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -125,7 +125,7 @@ def test_shards_are_bounded_and_any_range_is_read_over_their_borders(tmp_path: P
 
 
 @pytest.mark.parametrize("after", [1, 40])
-def test_what_was_killed_goes_on_and_ends_as_if_it_had_not_been(tmp_path: Path, after: int) -> None:
+def test_a_killed_preparation_resumes_with_the_same_result(tmp_path: Path, after: int) -> None:
     write_texts(tmp_path / "data")
     config = config_of(tmp_path / "data", max_tokens=14000)
     prepare_corpus(config, tmp_path / "whole", options())
@@ -141,10 +141,10 @@ def test_what_was_killed_goes_on_and_ends_as_if_it_had_not_been(tmp_path: Path, 
 
 def test_two_processes_write_what_one_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = write_texts(tmp_path / "data", 40)
-    # Chunks of some documents each, not of all.
-    monkeypatch.setattr(encoding, "CHUNK_CHARACTERS", 500)
+    # Each chunk has some of the documents, not all.
+    monkeypatch.setattr(tokenise, "CHUNK_CHARACTERS", 500)
     name = bpe_file(tmp_path / "t.json", list(texts.values()))
-    # So few that documents are encoded for which there is no place any more.
+    # Few enough tokens that some documents are encoded after their split is full.
     config = config_of(tmp_path / "data", tokenizer=name, max_tokens=1000)
     for processes in (1, 2):
         prepare_corpus(config, tmp_path / str(processes), options(processes=processes))
@@ -152,14 +152,14 @@ def test_two_processes_write_what_one_writes(tmp_path: Path, monkeypatch: pytest
 
 
 def prepare_and_be_killed(config: DataConfig, cache: Path, pids: Connection) -> None:
-    def report(progress: Progress) -> None:
+    def report(progress: PrepareProgress) -> None:
         pids.send([child.pid for child in multiprocessing.active_children()])
         os.kill(os.getpid(), signal.SIGKILL)
 
     prepare_corpus(config, cache, options(processes=2, report=report))
 
 
-def test_processes_that_tokenise_end_with_the_one_that_was_killed(tmp_path: Path) -> None:
+def test_worker_processes_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     write_texts(tmp_path / "data", 5)
     ours, theirs = FORK.Pipe()
     args = (config_of(tmp_path / "data"), tmp_path / "cache", theirs)
@@ -172,7 +172,7 @@ def test_processes_that_tokenise_end_with_the_one_that_was_killed(tmp_path: Path
 
 
 def has_ended(pid: int) -> Callable[[], bool]:
-    """To be called later: whether the process has ended within the guard."""
+    """A function that waits for the process to end and says whether it did within the guard."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -188,7 +188,7 @@ def prepare_without_room(config: DataConfig, cache: Path, answer: Connection) ->
         answer.send(str(error))
 
 
-def test_no_room_is_one_error_and_what_is_finished_stays(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_error_and_finished_shards_stay(tmp_path: Path) -> None:
     write_texts(tmp_path / "data")
     with (tmp_path / "data" / "a.jsonl").open("a") as file:
         file.write(json.dumps({"text": "x" * 30_000}) + "\n")
@@ -200,18 +200,18 @@ def test_no_room_is_one_error_and_what_is_finished_stays(tmp_path: Path) -> None
     assert ours.poll(GUARD_SECONDS)
     message = ours.recv()
     process.join(GUARD_SECONDS)
-    assert "cannot write (File too large); finished shards stay: make room" in message
+    assert "cannot write (File too large); make room" in message and "finished shards stay" in message
     assert len(list((tmp_path / "cache").glob("*.unfinished/0*"))) > 5
     prepare_corpus(config, tmp_path / "cache", options())
     assert files_of(tmp_path / "cache") == files_of(tmp_path / "whole")
 
 
-def test_a_process_that_shows_no_life_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_holder_of_the_lock_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "STALLED_SECONDS", 0.0)
     with (
-        held(tmp_path / "lock", "the text"),
-        pytest.raises(InputError, match=r"another process is at the text and has shown no life"),
-        held(tmp_path / "lock", "the text"),
+        hold_lock(tmp_path / "lock", "the text"),
+        pytest.raises(InputError, match=r"another process is preparing the text and has shown no sign of life"),
+        hold_lock(tmp_path / "lock", "the text"),
     ):
         pass
 

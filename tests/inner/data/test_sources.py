@@ -1,4 +1,4 @@
-"""Sources on files that the tests write, and the errors of sources that cannot be had."""
+"""Sources on files written by the tests, and errors of unavailable sources."""
 
 import json
 import subprocess
@@ -12,12 +12,12 @@ import pytest
 
 from inner.config import DataConfig
 from inner.data.corpus import check_source, prepare_corpus
-from inner.data.sources import build_source
+from inner.data.sources.build import build_source
 from inner.errors import InputError
 
 
 def documents(**settings: object) -> dict[str, str]:
-    """key -> text of every document that the settings of `data` give."""
+    """Texts by key of the documents of a source with these settings."""
     source = build_source(DataConfig.model_validate(settings))
     return {document.key: document.text for document in source.documents()}
 
@@ -44,7 +44,7 @@ def test_a_folder_gives_its_text_files_by_relative_path(tmp_path: Path) -> None:
     assert documents(source="files", paths=[str(tmp_path)]) == {"b.md": "b", "sub/a.py": "a"}
 
 
-def test_a_glob_gives_what_matches_below_its_fixed_part(tmp_path: Path) -> None:
+def test_a_glob_names_matches_relative_to_its_literal_part(tmp_path: Path) -> None:
     for name in ("x/one.txt", "y/one.txt", "y/two.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -66,7 +66,7 @@ def test_parquet_gives_a_document_per_row(tmp_path: Path) -> None:
     assert found == {f"a.parquet#{i}": f"row {i}" for i in range(25)}
 
 
-def test_half_a_surrogate_pair_in_a_row_does_no_harm(tmp_path: Path) -> None:
+def test_a_lone_surrogate_in_a_row_does_no_harm(tmp_path: Path) -> None:
     rows = "".join(json.dumps({"text": f"broken \ud800 {i}"}) + "\n" for i in range(50))
     (tmp_path / "a.jsonl").write_text(rows)
     config = DataConfig(source="files", paths=[str(tmp_path)], heldout_fraction=0.3)
@@ -115,26 +115,26 @@ def test_a_folder_without_files_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_without_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"\xff\xfe\xfd")
-    assert "no text in any of the files found, 1 in all" in error_of(source="files", paths=[str(tmp_path)])
+    assert "no text in any of the 1 files found" in error_of(source="files", paths=[str(tmp_path)])
 
 
 def test_files_without_paths_say_what_to_name() -> None:
     assert "data.source=files needs data.paths, got none" in error_of(source="files")
 
 
-def test_a_missing_text_field_names_those_there_are(tmp_path: Path) -> None:
+def test_a_missing_text_field_names_the_existing_ones(tmp_path: Path) -> None:
     write_parquet(tmp_path / "p" / "a.parquet", 3, "content")
     (tmp_path / "a.jsonl").write_text('{"content": "x", "url": "y"}')
-    assert "there are: content, url;" in error_of(source="files", paths=[f"{tmp_path}/a.jsonl"])
-    assert "there are: content, score;" in error_of(source="files", paths=[f"{tmp_path}/p"])
+    assert "existing fields are: content, url;" in error_of(source="files", paths=[f"{tmp_path}/a.jsonl"])
+    assert "existing fields are: content, score;" in error_of(source="files", paths=[f"{tmp_path}/p"])
     text = error_of(source="huggingface", dataset=f"{tmp_path}/p", max_tokens=9)
-    assert "no field 'text' (data.text_field)" in text and "there are: content, score;" in text
+    assert "no field 'text' (data.text_field)" in text and "existing fields are: content, score;" in text
 
 
 def test_a_text_field_without_text_is_named(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", 3)
     text = error_of(source="files", paths=[str(tmp_path)], text_field="score")
-    assert "row 0: field 'score' must hold text, got int" in text
+    assert "row 0: field 'score' must be text, got int" in text
 
 
 @pytest.mark.parametrize(("line", "cause"), [("[1]", "got a JSON list"), ('{"text": ', "not JSON")])
@@ -156,7 +156,7 @@ def test_an_empty_split_is_an_error(tmp_path: Path) -> None:
     assert "dataset mine/train: the split holds no text" in text
 
 
-def test_an_unknown_split_names_those_there_are(tmp_path: Path) -> None:
+def test_an_unknown_split_names_the_existing_ones(tmp_path: Path) -> None:
     write_parquet(tmp_path / "mine" / "train.parquet", 3)
     text = error_of(source="huggingface", dataset=str(tmp_path / "mine"), split="test", max_tokens=9)
     assert "split 'test'" in text and "['train']" in text
@@ -168,7 +168,7 @@ def test_huggingface_needs_a_dataset_and_a_limit() -> None:
 
 
 def test_a_hub_that_cannot_be_reached_is_a_quick_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A port that nobody listens on: no name is looked up and nothing leaves the machine.
+    # Nothing listens on this port, so no name is looked up and nothing leaves the machine.
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     started_at = time.monotonic()
     text = error_of(source="huggingface", dataset="allenai/c4", max_tokens=9)

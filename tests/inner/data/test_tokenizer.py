@@ -1,4 +1,4 @@
-"""Bytes and library tokenizers, and the errors of tokenizers that cannot be had."""
+"""Byte and library tokenizers, and errors of unavailable tokenizers."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from inner.config import DataConfig
 from inner.data.corpus import check_source, prepare_corpus
-from inner.data.tokenizer import BytesTokenizer, build_tokenizer, tokenizer_fingerprint, vocab_size_of
+from inner.data.tokenizer import BytesTokenizer, build_tokenizer, tokenizer_fingerprint
 from inner.errors import InputError
 
 
@@ -38,7 +38,7 @@ def test_bytes_come_back_as_the_text(text: str) -> None:
 
 
 def test_bytes_have_260_ids() -> None:
-    assert vocab_size_of(DataConfig()) == 260
+    assert build_tokenizer(DataConfig().tokenizer).vocab_size == 260
     assert 255 < BytesTokenizer.bos_id < BytesTokenizer.eos_id < BytesTokenizer.vocab_size
 
 
@@ -71,7 +71,7 @@ def test_a_corpus_is_written_with_a_tokenizer_file(tmp_path: Path) -> None:
     )
     check_source(config)
     corpus = prepare_corpus(config, tmp_path / "cache")
-    assert corpus.vocab_size == vocab_size_of(config)
+    assert corpus.vocab_size == build_tokenizer(config.tokenizer).vocab_size
     assert np.count_nonzero(corpus.texts[0].train[:] == 0) + np.count_nonzero(corpus.texts[0].heldout[:] == 0) == 20
 
 
@@ -86,7 +86,7 @@ def test_a_changed_tokenizer_file_has_another_fingerprint(tmp_path: Path) -> Non
 def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "t.json", ["[SEP]"])
     with pytest.raises(InputError, match=r"t.json' has no end-of-text token; needs one of </s>, "):
-        vocab_size_of(DataConfig(tokenizer=f"{tmp_path}/t.json"))
+        build_tokenizer(f"{tmp_path}/t.json")
 
 
 def test_a_missing_tokenizer_file_is_named(tmp_path: Path) -> None:
@@ -96,12 +96,12 @@ def test_a_missing_tokenizer_file_is_named(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text("{}")
-    with pytest.raises(InputError, match=r"t.json' is no tokenizer.json"):
+    with pytest.raises(InputError, match=r"t.json' is not a tokenizer.json"):
         check_source(DataConfig(tokenizer=f"{tmp_path}/t.json"))
 
 
 def test_a_tokenizer_that_the_hub_cannot_give_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A port that nobody listens on: no name is looked up and nothing leaves the machine.
+    # Nothing listens on this port, so no name is looked up and nothing leaves the machine.
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(InputError, match=r"model 'some/tokenizer' cannot be reached on the Hugging Face hub: .*bytes"):
         check_source(DataConfig(tokenizer="some/tokenizer"))

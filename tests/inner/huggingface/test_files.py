@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from inner.config import ModelConfig
 from inner.errors import InputError
 from inner.huggingface.files import weights_files, weights_sha256
-from inner.huggingface.load import StoredWeights, read_whole
-from inner.huggingface.model_config import model_in, sized_as_in
+from inner.huggingface.load import open_weights, read_whole
+from inner.huggingface.model_config import fill_sizes_from_folder, read_model_config
 from inner.huggingface.save import Export, save_model
+from inner.measure.param_specs import param_specs
 from inner.mesh import Degrees
-from inner.params import ParamSpec
-from inner.presets import resolve_sizes
-from inner.whole_model import specs_of
+from inner.model.sizes import resolve_sizes
+from inner.param_spec import ParamSpec
 from tests.harness import run_ranks
 from tests.inner.folders import BYTE_SIZES, change_config, spread_model, tensors_of, write_folder
 from tests.inner.small import SIZES, build_trainer, whole_model
@@ -44,7 +44,7 @@ def rewrite(folder: Path, **tensors: torch.Tensor | None) -> None:
 
 def error_of(folder: Path) -> str:
     with pytest.raises(InputError) as caught:
-        read_whole(folder, specs_of(BYTE_SIZES))
+        read_whole(folder, param_specs(BYTE_SIZES))
     return str(caught.value)
 
 
@@ -60,7 +60,7 @@ def test_tensors_have_the_names_that_transformers_gives_them(folder):
 def test_what_is_read_and_written_again_has_the_same_bytes(tmp_path, shard_bytes):
     model = spread_model()
     first = write_folder(tmp_path / "first", model, shard_bytes=shard_bytes)
-    again = read_whole(first, specs_of(BYTE_SIZES))
+    again = read_whole(first, param_specs(BYTE_SIZES))
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors_of(model).items())
     save_model(again, Export(BYTE_SIZES, 32, "bytes", shard_bytes=shard_bytes), tmp_path / "second")
     names = sorted(path.name for path in first.iterdir())
@@ -71,7 +71,7 @@ def test_what_is_read_and_written_again_has_the_same_bytes(tmp_path, shard_bytes
 def test_bfloat16_is_the_nearest_and_survives_the_way_back(tmp_path):
     model = spread_model()
     folder = write_folder(tmp_path / "out", model, "bfloat16")
-    read = read_whole(folder, specs_of(BYTE_SIZES))
+    read = read_whole(folder, param_specs(BYTE_SIZES))
     assert all(torch.equal(read[name], tensor.bfloat16().float()) for name, tensor in tensors_of(model).items())
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
     save_model(read, Export(BYTE_SIZES, 32, "bytes", "bfloat16"), tmp_path / "again")
@@ -118,7 +118,7 @@ def test_a_slice_is_read_without_the_rest_of_its_tensor(tmp_path):
         file.seek(begin + (rows - 2) * dim * 4)  # A hole of 2 GB, which takes no room.
         file.write(struct.pack(f"<{2 * dim}f", *range(2 * dim)))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with StoredWeights(tmp_path, [ParamSpec("head.weight", (rows, dim))]) as stored:
+    with open_weights(tmp_path, [ParamSpec("head.weight", (rows, dim))]) as stored:
         last = stored.read("head.weight", (rows - 1, rows), (3, 5))
     assert last.tolist() == [[19.0, 20.0]]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18  # kB
@@ -141,7 +141,7 @@ def test_missing_strange_and_misshapen_tensors_are_named_in_one_error(folder):
 
 def test_a_table_that_follows_from_the_config_may_be_there(folder):
     rewrite(folder, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))
-    assert len(read_whole(folder, specs_of(BYTE_SIZES))) == len(specs_of(BYTE_SIZES))
+    assert len(read_whole(folder, param_specs(BYTE_SIZES))) == len(param_specs(BYTE_SIZES))
 
 
 def test_values_that_are_not_finite_are_refused_by_name(folder):
@@ -162,7 +162,7 @@ def test_weights_in_other_files_are_not_read(folder):
 
 def test_an_index_names_files_beside_it_that_are_there(folder):
     index = folder / "model.safetensors.index.json"
-    for name, words in (("../model.safetensors", "no name of a file"), ("other.safetensors", "not there")):
+    for name, words in (("../model.safetensors", "not the name of a file"), ("other.safetensors", "that are missing")):
         index.write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
         with pytest.raises(InputError, match=words):
             weights_files(folder)
@@ -190,23 +190,23 @@ def test_an_index_names_files_beside_it_that_are_there(folder):
 def test_what_this_model_does_not_compute_is_refused(folder, values: dict[str, Any], words: str):
     change_config(folder, **values)
     with pytest.raises(InputError) as caught:
-        model_in(folder)
+        read_model_config(folder)
     assert words in str(caught.value) and str(folder) in str(caught.value)
 
 
 def test_a_config_gives_every_size(folder):
-    assert resolve_sizes(model_in(folder), 260) == BYTE_SIZES
+    assert resolve_sizes(read_model_config(folder), 260) == BYTE_SIZES
     change_config(folder, rope_theta=..., rope_parameters={"rope_type": "default", "rope_theta": 77.0})
-    assert resolve_sizes(model_in(folder), 260) == replace(BYTE_SIZES, rope_theta=77.0)
+    assert resolve_sizes(read_model_config(folder), 260) == replace(BYTE_SIZES, rope_theta=77.0)
 
 
 def test_sizes_that_contradict_the_folder_are_refused(folder):
-    given = sized_as_in(ModelConfig(init_from=str(folder), num_layers=2), folder)
+    given = fill_sizes_from_folder(ModelConfig(init_from=str(folder), num_layers=2), folder)
     assert resolve_sizes(given, 260) == BYTE_SIZES and given.init_from == str(folder)
-    assert sized_as_in(given, folder) == given
+    assert fill_sizes_from_folder(given, folder) == given
     for contradiction in ({"dim": 64}, {"qk_norm": False}, {"preset": "1m"}):
         with pytest.raises(InputError, match=f"model.{next(iter(contradiction))} is"):
-            sized_as_in(ModelConfig(**contradiction), folder)
+            fill_sizes_from_folder(ModelConfig(**contradiction), folder)
 
 
 def test_an_export_replaces_another_only_when_told_and_nothing_else_ever(folder):

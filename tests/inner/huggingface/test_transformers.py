@@ -11,9 +11,10 @@ from tokenizers import AddedToken, models, pre_tokenizers
 
 from inner.data.tokenizer import BytesTokenizer, build_tokenizer
 from inner.huggingface.load import read_whole
-from inner.huggingface.model_config import model_in
-from inner.presets import resolve_sizes
-from inner.whole_model import build_model, specs_of
+from inner.huggingface.model_config import read_model_config
+from inner.measure.param_specs import param_specs
+from inner.model.single_process import build_whole_model
+from inner.model.sizes import resolve_sizes
 from tests.inner.folders import BYTE_SIZES, spread_model, write_folder
 
 pytestmark = pytest.mark.slow
@@ -64,9 +65,9 @@ def test_a_model_that_transformers_saved_gives_the_same_logits_here(transformers
     torch.manual_seed(0)
     theirs = transformers.LlamaForCausalLM(config)
     theirs.save_pretrained(tmp_path)
-    sizes = resolve_sizes(model_in(tmp_path), 0)
+    sizes = resolve_sizes(read_model_config(tmp_path), 0)
     assert (sizes.rope_theta, sizes.norm_eps, sizes.tie_embeddings) == (300.0, 1e-6, tied)
-    ours = build_model(sizes, read_whole(tmp_path, specs_of(sizes)), 32, "cpu")
+    ours = build_whole_model(sizes, read_whole(tmp_path, param_specs(sizes)), 32, "cpu")
     with torch.no_grad():
         assert (ours(tokens() % 61) - theirs(tokens() % 61).logits).abs().max() < 1e-5
 

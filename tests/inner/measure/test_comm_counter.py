@@ -14,21 +14,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from inner.config import OptimizerConfig, ParallelConfig
-from inner.measure.ledger import Ledger, island_groups
-from inner.measure.traffic import Row, expected_traffic
-from inner.measure.units import Workload
+from inner.measure.traffic import TrafficRow, expected_traffic
+from inner.measure.workload import Workload
 from inner.mesh import Degrees
-from inner.presets import ModelSizes
+from inner.model.sizes import ModelSizes
 from tests.harness import run_ranks
 from tests.inner import small
+from tests.inner.comm_counter import CommCounter, island_groups
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
-# ---- Single operations.
+# Single operations
 
 
-def _operations(rank: int) -> dict[str, list[Row]]:
-    """What each operation on 100 fp32 numbers is counted as; ranks 0 1 | 2 3 are the rows of a mesh."""
+def _operations(rank: int) -> dict[str, list[TrafficRow]]:
+    """Rows counted for each operation on 100 fp32 numbers; ranks 0 1 | 2 3 are the rows of a mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("column", "row"))
     groups = {axis: mesh[axis].get_group() for axis in ("column", "row")}
     given, peer = torch.ones(100), (rank + 2) % 4
@@ -63,16 +63,16 @@ def _operations(rank: int) -> dict[str, list[Row]]:
     }
     rows = {}
     for name, call in calls.items():
-        with Ledger(groups) as ledger:
+        with CommCounter(groups) as ledger:
             call()
         rows[name] = ledger.rows
-    with Ledger({"one": group, "two": group}) as ledger:
+    with CommCounter({"one": group, "two": group}) as ledger:
         dist.all_reduce(given.clone(), group=group)
     return rows | {"two names": ledger.rows}
 
 
 class _Deep(torch.autograd.Function):
-    """Backward within backward: past 60 of them autograd goes on in another thread, as it does for a CUDA device."""
+    """Nested backwards: beyond 60 of them autograd continues in another thread, as it does for a CUDA device."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, depth: int, group: Any, thread: int) -> torch.Tensor:
@@ -92,34 +92,34 @@ class _Deep(torch.autograd.Function):
         return grads[0], None, None, None
 
 
-def deep_on_a_rank(rank: int) -> list[Row]:
+def deep_on_a_rank(rank: int) -> list[TrafficRow]:
     group = dist.group.WORLD
     total = _Deep.apply(torch.ones(3, requires_grad=True), 70, group, threading.get_ident()).sum()
-    with Ledger({"all": group}) as ledger:
+    with CommCounter({"all": group}) as ledger:
         total.backward()
     return ledger.rows
 
 
 @pytest.fixture(scope="module")
-def operations() -> dict[str, list[Row]]:
+def operations() -> dict[str, list[TrafficRow]]:
     return run_ranks(_operations, 4)[1]
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     {
-        "all_gather": Row("row", "all_gather", 1, 400),
-        "all_gather_single": Row("row", "all_gather", 1, 400),
-        "all_reduce": Row("row", "all_reduce", 1, 400),
-        "reduce_scatter": Row("row", "reduce_scatter", 1, 200),
-        "all_to_all": Row("row", "all_to_all", 1, 200),
-        "functional all_gather": Row("row", "all_gather", 1, 400),
-        "broadcast": Row("row", "broadcast", 1, 200),
-        "send and receive": Row("other", "send", 1, 400),
-        "DTensor": Row("column", "all_reduce", 1, 256),
-        "compiled": Row("row", "all_reduce", 1, 400),
-        "few bytes": Row("row", "scalars", 1, 8),
-        "two names": Row("one+two", "all_reduce", 1, 400),
+        "all_gather": TrafficRow("row", "all_gather", 1, 400),
+        "all_gather_single": TrafficRow("row", "all_gather", 1, 400),
+        "all_reduce": TrafficRow("row", "all_reduce", 1, 400),
+        "reduce_scatter": TrafficRow("row", "reduce_scatter", 1, 200),
+        "all_to_all": TrafficRow("row", "all_to_all", 1, 200),
+        "functional all_gather": TrafficRow("row", "all_gather", 1, 400),
+        "broadcast": TrafficRow("row", "broadcast", 1, 200),
+        "send and receive": TrafficRow("other", "send", 1, 400),
+        "DTensor": TrafficRow("column", "all_reduce", 1, 256),
+        "compiled": TrafficRow("row", "all_reduce", 1, 400),
+        "few bytes": TrafficRow("row", "scalars", 1, 8),
+        "two names": TrafficRow("one+two", "all_reduce", 1, 400),
     }.items(),
 )
 def test_an_operation_is_counted_once_with_what_it_sends(operations, name, expected):
@@ -132,16 +132,16 @@ def test_what_sends_nothing_is_not_counted(operations, name):
 
 
 def test_a_collective_in_another_thread_of_autograd_is_counted():
-    # In a fresh interpreter: autograd's threads do not outlive a fork.
+    # A fresh interpreter, because autograd's threads do not survive a fork.
     code = (
-        "from tests.harness import run_ranks; from tests.inner.test_ledger import deep_on_a_rank; "
+        "from tests.harness import run_ranks; from tests.inner.measure.test_comm_counter import deep_on_a_rank; "
         "print(run_ranks(deep_on_a_rank, 2))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert done.stdout.count("Row(axis='all', op='all_reduce', calls=1, sent_bytes=400)") == 2, done.stderr
 
 
-# ---- A step against the formula.
+# A step against the formula
 
 SIZES = ModelSizes(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True)
 TIED = replace(SIZES, tie_embeddings=True)
@@ -192,14 +192,14 @@ SLOW = ["four dimensions"]
 """Each pair of its dimensions is in another case."""
 
 
-def _step(rank: int, cases: dict[str, Any]) -> dict[str, tuple[int, list[Row], list[Row]]]:
-    """By case: the rank's coordinate on pp, what was counted in its second step, and what was expected."""
+def _step(rank: int, cases: dict[str, Any]) -> dict[str, tuple[int, list[TrafficRow], list[TrafficRow]]]:
+    """By case: the rank's coordinate on pp, the rows counted in its second step, and the expected rows."""
     return {name: _traffic(*case) for name, case in cases.items()}
 
 
 def _traffic(
     degrees: Degrees, parallel: ParallelConfig, sizes: ModelSizes, dtype: str, num_micro_batches: int
-) -> tuple[int, list[Row], list[Row]]:
+) -> tuple[int, list[TrafficRow], list[TrafficRow]]:
     tokens = num_micro_batches * MICRO_BATCH * SEQ_LEN * degrees.num_data_ranks
     trainer = small.build_trainer(
         degrees,
@@ -212,7 +212,7 @@ def _traffic(
     )
     windows = list(torch.zeros(num_micro_batches, MICRO_BATCH, SEQ_LEN + 1, dtype=torch.int64))
     trainer.step(windows)
-    with Ledger(island_groups(trainer.mesh)) as ledger:
+    with CommCounter(island_groups(trainer.mesh)) as ledger:
         trainer.step(windows)
     work = Workload(
         sizes=sizes,
@@ -228,8 +228,8 @@ def _traffic(
 
 
 @pytest.fixture(scope="module")
-def traffic(request: pytest.FixtureRequest) -> dict[str, list[tuple[int, list[Row], list[Row]]]]:
-    """By case that a test asks for, of each rank."""
+def traffic(request: pytest.FixtureRequest) -> dict[str, list[tuple[int, list[TrafficRow], list[TrafficRow]]]]:
+    """Results of each rank, for the cases that the selected tests use."""
     wanted = {getattr(item, "callspec", None) and item.callspec.params.get("name") for item in request.session.items}
     results: dict[str, list[Any]] = {}
     for num_ranks in (2, 4, 8):
@@ -255,5 +255,5 @@ def test_a_step_sends_exactly_what_the_formula_says(traffic, name):
 
 
 def _is_fullest(degrees: Degrees, rank: int) -> bool:
-    """Coordinate 0 everywhere but on pp: where rows do not divide, it has the larger shard."""
+    """Whether the rank has coordinate 0 on all axes but pp, and so the larger shard where rows do not divide."""
     return not any(place for axis, place in degrees.coordinates(rank).items() if axis != "pp")

@@ -5,7 +5,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from inner.config import OptimizerConfig, ParallelConfig, Recompute
 from inner.measure.flops import flops_per_token, peak_flops, utilisation
 from inner.mesh import Degrees
-from inner.presets import PRESETS, ModelSizes
+from inner.model.sizes import PRESETS, ModelSizes
 from tests.harness import run_ranks
 from tests.inner import small
 
@@ -26,7 +26,7 @@ KINDS: tuple[Recompute, ...] = ("none", "attention", "selective", "full")
 
 
 def _count(rank: int) -> dict[tuple[str, Recompute], int]:
-    """Operations of a step, per token, as torch counts them."""
+    """Operations of a step per token, as counted by torch."""
     counted = {}
     for name, sizes in MODELS.items():
         for recompute in KINDS:
@@ -35,13 +35,13 @@ def _count(rank: int) -> dict[tuple[str, Recompute], int]:
                 sizes=sizes,
                 config=OptimizerConfig(tokens_per_step=SEQUENCES * SEQ_LEN),
                 parallel=ParallelConfig(recompute=recompute),
-                # torch has no count for the in-place product with which fp32 adds up the table's gradient.
+                # torch does not count the in-place product that accumulates the table's gradient in fp32.
                 compute_dtype="bfloat16",
                 micro_batch=SEQUENCES,
                 seq_len=SEQ_LEN,
             )
             window = small.batch(0)[:1, :2].repeat(SEQUENCES, SEQ_LEN)[:, : SEQ_LEN + 1]
-            # torch does not count the CPU's fused attention; but selective recompute keeps the results of no other.
+            # torch does not count the CPU's fused attention, the only kind whose results selective recompute keeps.
             kernel = SDPBackend.FLASH_ATTENTION if recompute == "selective" else SDPBackend.MATH
             with FlopCounterMode(display=False) as counter, sdpa_kernel(kernel):
                 trainer.step([window])
@@ -63,7 +63,7 @@ def test_a_models_operations_are_what_torch_counts(counted, model):
 @pytest.mark.parametrize("model", MODELS)
 def test_repeated_operations_are_what_torch_counts(counted, model, recompute):
     flops = flops_per_token(MODELS[model], SEQ_LEN, recompute)
-    # The kernel that torch counts keeps the scores, fused ones compute them again.
+    # The kernel that torch counts keeps the scores, whereas fused kernels recompute them.
     scores = flops.attention / 6
     assert counted[model, recompute] == pytest.approx(flops.hardware - scores, rel=0.01)
 
@@ -75,17 +75,8 @@ def test_selective_recompute_repeats_no_product(counted, model):
     assert flops.recomputed == flops_per_token(MODELS[model], SEQ_LEN).recomputed
 
 
-def test_exact_causal_attention_is_the_mean_number_of_visible_keys():
-    full = flops_per_token(PRESETS["8b"], 8192)
-    exact = flops_per_token(PRESETS["8b"], 8192, is_causal_exact=True)
-    visible = sum(position + 1 for position in range(8192)) / 8192
-    assert exact.attention / full.attention == visible / 8192
-    assert exact.matmul == full.matmul
-
-
-def test_the_documented_figures():
+def test_the_documented_figure():
     assert flops_per_token(PRESETS["8b"], 8192).total == pytest.approx(57.9e9, rel=0.001)
-    assert flops_per_token(PRESETS["8b"], 8192, is_causal_exact=True).total == pytest.approx(51.5e9, rel=0.001)
 
 
 def test_the_cpus_peak_is_measured_once():

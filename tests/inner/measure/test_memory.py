@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from inner.config import OptimizerConfig, ParallelConfig
-from inner.measure.activations import Activations, loss_memory
+from inner.measure.activations import ActivationMemory, loss_memory
 from inner.measure.advice import advice
-from inner.measure.memory import PARTS, Memory, estimate
-from inner.measure.units import Workload
+from inner.measure.memory import MEMORY_PARTS, MemoryEstimate, estimate_memory
+from inner.measure.workload import Workload
 from inner.mesh import Degrees
-from inner.presets import PRESETS, ModelSizes
+from inner.model.sizes import PRESETS, ModelSizes
 from inner.trainer import Trainer
 from tests.harness import run_ranks
 from tests.inner import small
@@ -71,7 +71,7 @@ GRID = {
         ParallelConfig(recompute=recompute),
         sizes,
         dtype,
-        # Of one micro-batch gradients are sharded as they are made, of several they add up first.
+        # With one micro-batch gradients are sharded immediately; with several they accumulate first.
         num_micro_batches=1 if sizes.tie_embeddings else 2,
     )
     for recompute, sizes, dtype, shards in product(
@@ -106,8 +106,8 @@ MESHES = {
     "four dimensions": Case(Degrees(pp=2, tp=2, dp_shard=2), ParallelConfig(), num_micro_batches=4),
 }
 CASES = GRID | MESHES
-# From day to day half of the grid is enough: of each kind two cases of one process and two over two ranks, of one kind
-# and the next all four pairs of table and dtype.
+# The default suite runs half of the grid: two cases of each kind on one process and two on two ranks; neighbouring
+# kinds together cover all four pairs of table and dtype.
 FEW = [name for number, name in enumerate(GRID) if number % 16 in (0, 1, 6, 7, 9, 10, 12, 15)]
 SLOW = [*(name for name in GRID if name not in FEW), "four dimensions"]
 
@@ -117,12 +117,12 @@ def marked(names: Iterable[str]) -> list[Any]:
 
 
 def _knows_kept(case: Case) -> bool:
-    """FSDP over several ranks also leaves a buffer behind, and a pipeline runs no forward alone."""
+    """Whether kept memory is measurable: FSDP over several ranks leaves a buffer, a pipeline has no lone forward."""
     return case.degrees.num_ranks == case.degrees.tp
 
 
 class Live(TorchDispatchMode):
-    """Bytes of all storages that live, after each operation of this thread that makes one; `start` lives already."""
+    """Bytes of all live storages, now and at the peak, over the operations of this thread; `start` is alive before."""
 
     def __init__(self, start: Iterable[Tensor]) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Live(TorchDispatchMode):
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """What a DTensor or a tensor on its way holds."""
+    """The plain tensor inside a DTensor or an asynchronous tensor."""
     while type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
         tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor.elem  # pyright: ignore
     return tensor
@@ -170,14 +170,14 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes on one rank."""
+    """Measured bytes of one rank."""
 
     pp_rank: int
     params: int
     optimizer: int
     peak: int
     kept: int | None
-    """By a forward for its backward."""
+    """Bytes that a forward keeps for its backward."""
 
 
 def _measure_all(rank: int, cases: dict[str, Case]) -> dict[str, Measured]:
@@ -188,10 +188,10 @@ def _measure(case: Case) -> Measured:
     trainer = case.build()
     windows = list(torch.zeros(case.num_micro_batches, MICRO_BATCH, SEQ_LEN + 1, dtype=torch.int64))
     trainer.step(windows)
-    params = [param for part in trainer.parts for param in part.parameters()]
+    params = [param for stage in trainer.stages for param in stage.parameters()]
     states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
     moments = [value for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim]
-    buffers = [buffer for part in trainer.parts for buffer in part.buffers()]
+    buffers = [buffer for stage in trainer.stages for buffer in stage.buffers()]
     with Live(params + moments + buffers) as live:
         trainer.step(windows)
     kept = _kept(trainer, windows[0]) if _knows_kept(case) else None
@@ -199,9 +199,9 @@ def _measure(case: Case) -> Measured:
 
 
 def _kept(trainer: Trainer, window: Tensor) -> int:
-    """Bytes that a forward leaves behind, beside the weights."""
-    micro_batch = trainer._cut(window)
-    model = trainer.parts[0]
+    """Bytes that a forward leaves behind, without the weights."""
+    micro_batch = trainer._cutter(window)
+    model = trainer.stages[0]
     sharded = list(model.parameters())
     with Live([*sharded, *model.buffers()]) as live:
         before = live.now
@@ -214,7 +214,7 @@ def _kept(trainer: Trainer, window: Tensor) -> int:
 
 @pytest.fixture(scope="module")
 def measured(request: pytest.FixtureRequest) -> dict[str, list[Measured]]:
-    """By case that a test asks for, of the fullest rank of each pipeline coordinate."""
+    """Measurements of the fullest rank of each pipeline coordinate, for the cases that the selected tests use."""
     wanted = {getattr(item, "callspec", None) and item.callspec.params.get("name") for item in request.session.items}
     results: dict[str, list[Measured]] = {}
     for num_ranks in (1, 2, 4, 8):
@@ -229,8 +229,8 @@ def measured(request: pytest.FixtureRequest) -> dict[str, list[Measured]]:
     return results
 
 
-def _estimated(name: str) -> list[Memory]:
-    return estimate(CASES[name].work, CASES[name].optimizer, "cpu")
+def _estimated(name: str) -> list[MemoryEstimate]:
+    return estimate_memory(CASES[name].work, CASES[name].optimizer, "cpu")
 
 
 @pytest.mark.parametrize("name", marked(CASES))
@@ -251,7 +251,7 @@ def test_what_a_forward_keeps_is_within_a_fiftieth(measured, name):
     assert measured[name][0].kept == pytest.approx(expected, rel=0.02)
 
 
-# ---- Without running anything.
+# Estimates alone
 
 LARGE = Workload(
     sizes=PRESETS["8b"],
@@ -265,24 +265,24 @@ LARGE = Workload(
 
 
 def test_the_peak_is_no_more_than_the_sum_of_the_parts():
-    for memory in estimate(replace(LARGE, degrees=Degrees(pp=4, dp_shard=2)), "adamw"):
-        parts = sum(getattr(memory, part) for part in PARTS)
+    for memory in estimate_memory(replace(LARGE, degrees=Degrees(pp=4, dp_shard=2)), "adamw"):
+        parts = sum(getattr(memory, part) for part in MEMORY_PARTS)
         assert memory.params + memory.optimizer < memory.peak <= parts
 
 
 def test_a_gpus_norms_keep_less_than_a_cpus():
-    assert Activations(LARGE, "cuda").block("none") < Activations(LARGE, "cpu").block("none")
+    assert ActivationMemory(LARGE, "cuda").block("none") < ActivationMemory(LARGE, "cpu").block("none")
 
 
 def test_earlier_pipeline_ranks_hold_more_micro_batches():
     sizes = replace(PRESETS["8b"], num_layers=30)
     work = replace(LARGE, sizes=sizes, degrees=Degrees(pp=4, dp_shard=2), num_micro_batches=8)
-    held = [memory.activations for memory in estimate(work, "adamw")]
+    held = [memory.activations for memory in estimate_memory(work, "adamw")]
     assert held == sorted(held, reverse=True)
 
 
 def test_advice_when_it_fits():
-    assert advice(LARGE, "adamw", 200 * 10**9) == "an inner step needs 96.7 GB of 200 GB a rank: it fits"
+    assert advice(LARGE, "adamw", 200 * 10**9) == "an inner step needs 96.7 GB of 200 GB per rank: it fits"
 
 
 def test_advice_names_the_largest_parts_and_the_cheapest_change_that_fits():
@@ -296,7 +296,7 @@ def test_what_is_advised_fits():
     limit = 60 * 10**9
     assert "recompute=full" in advice(LARGE, "adamw", limit)
     changed = replace(LARGE, parallel=ParallelConfig(recompute="full"))
-    assert max(memory.peak for memory in estimate(changed, "adamw")) <= limit
+    assert max(memory.peak for memory in estimate_memory(changed, "adamw")) <= limit
 
 
 def test_advice_when_no_single_change_is_enough():

@@ -18,7 +18,7 @@ NUM_STEPS = 5
 
 
 def _train(rank: int, folder: Path) -> dict[str, Any]:
-    """Three runs of five steps: without a profile; with one of steps 2 and 3; with one that an error cuts short."""
+    """Three runs of five steps: without a profile, with one of steps 2 and 3, and with one cut short by an error."""
     trainer = small.build_trainer(Degrees(dp_shard=2))
     window = small.share(trainer, small.batch(0))
 
@@ -49,7 +49,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def was_on(folder) -> list[dict[str, list[bool]]]:
-    """By rank and run, whether the tracer recorded at the start of each step."""
+    """Whether the tracer recorded at the start of each step, by rank and run."""
     return run_ranks(_train, 2, folder)
 
 
@@ -81,7 +81,7 @@ def test_only_the_chosen_steps_are_recorded(was_on, trace):
 
 
 def test_collectives_are_named(trace):
-    # gloo names no reduce-scatter of its own.
+    # gloo has no name of its own for a reduce-scatter.
     assert {"gloo:all_gather", "gloo:all_reduce", "c10d::_reduce_scatter_base_"} <= _names(trace)
 
 

@@ -1,11 +1,19 @@
-"""Attention of one process, and the kernels."""
+"""Attention in one process, and the attention kernels."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inner.attention import UNSEEN, Found, Mask, bias_of, causal_attention, kernel_backward, kernel_forward
+from inner.model.attention import (
+    UNSEEN,
+    AttentionOutput,
+    Mask,
+    attention_bias,
+    causal_attention,
+    kernel_backward,
+    kernel_forward,
+)
 from tests.inner.sequences import BANDS, Case, expected, inputs, with_gradients
 from tests.inner.small import relative_error
 
@@ -24,15 +32,15 @@ def test_without_documents_it_is_torch_s_own_attention_bit_for_bit():
 
 
 def kernel_round(device: str, dtype: torch.dtype, *, is_masked: bool) -> list[Tensor]:
-    """out, log-sum-exp, dq and dkv of 40 queries and 24 keys; when masked, one query sees nothing."""
+    """(out, log-sum-exp, dq, dkv) of 40 queries and 24 keys. With a mask, one query sees no key."""
     generator = torch.Generator().manual_seed(1)
     draw = torch.randn(2, 40, 4, 64, generator=generator).to(device, dtype).transpose(1, 2)
     kv = torch.randn(2, 2, 24, 2, 64, generator=generator).to(device, dtype).transpose(2, 3)
     seen = torch.rand(2, 1, 40, 24, generator=generator) < 0.5
     seen[:, :, 7] = False
-    mask = Mask(False, bias_of(seen.to(device), dtype) if is_masked else None)
+    mask = Mask(False, attention_bias(seen.to(device), dtype) if is_masked else None)
     found = kernel_forward(draw, kv, mask)
-    whole = Found(found.out_BHSE, torch.where(found.lse_BHS < UNSEEN / 2, 1.0, found.lse_BHS))
+    whole = AttentionOutput(found.out_BHSE, torch.where(found.lse_BHS < UNSEEN / 2, 1.0, found.lse_BHS))
     return [*whole, *kernel_backward(draw, draw, kv, whole, mask)]
 
 

@@ -1,4 +1,4 @@
-"""Text from a model: the cache changes nothing, seeds decide, and pieces end where characters do."""
+"""Text generation: the cache changes nothing, seeds decide the text, and pieces end with characters."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import torch
 
 from inner.data.tokenizer import BytesTokenizer
 from inner.errors import InputError
-from inner.generate import Cache, Sampling, draw, generate, last_scores, pieces_of_text
+from inner.model.generate import KeyValueCache, Sampling, draw, generate, last_logits, pieces_of_text
 from tests.inner.folders import BYTE_SIZES, spread_model
 
 GREEDY = Sampling(temperature=0)
@@ -31,9 +31,9 @@ def test_scores_with_a_cache_are_those_without(kv_heads):
     with torch.no_grad():
         whole_BSV = model(tokens_BS)
         for layer in model.blocks():
-            layer.attention.attend = Cache(20)
-        found = [last_scores(model, tokens_BS[:, :7], 0)]
-        found += [last_scores(model, tokens_BS[:, at : at + 1], at) for at in range(7, 20)]
+            layer.attention.attend = KeyValueCache(20)
+        found = [last_logits(model, tokens_BS[:, :7], 0)]
+        found += [last_logits(model, tokens_BS[:, at : at + 1], at) for at in range(7, 20)]
     assert torch.allclose(torch.stack(found, dim=1), whole_BSV[:, 6:], atol=1e-5)
 
 
@@ -69,7 +69,7 @@ def test_top_k_and_top_p_keep_the_best():
     assert draws(Sampling(top_k=2), log_probs) == {1, 3}
     assert draws(Sampling(top_p=0.4), log_probs) == {1}
     assert draws(Sampling(top_p=0.8), log_probs) == {1, 2, 3}
-    # Of the two that are left the better has two thirds.
+    # Of the two remaining tokens, the better one has probability 2/3.
     assert draws(Sampling(top_k=2, top_p=0.6), log_probs) == {1}
 
 

@@ -1,11 +1,12 @@
-"""Initial values of single parameters; that meshes agree is in test_parity."""
+"""Initial values of single parameters. test_parity tests that meshes agree."""
 
 import math
 
 import torch
 
-from inner.init import initial_values, initialise
-from inner.params import LocalParams, ParamSpec
+from inner.model.init import initial_values, initialise
+from inner.param_spec import ParamSpec
+from inner.params import LocalParams
 from tests.inner.small import build_model
 
 

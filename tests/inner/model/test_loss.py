@@ -1,4 +1,4 @@
-"""Chunked cross-entropy against torch's own, whole and over a vocabulary cut over ranks."""
+"""Chunked cross-entropy equals torch's own, also with a vocabulary split over ranks."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from inner.loss import ChunkedCrossEntropy, VocabShard
+from inner.model.loss import ChunkedCrossEntropy, VocabShard
 from tests.harness import run_ranks
 
 TOKENS, VOCAB, DIM = 50, 61, 16
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """x, weight and targets of which one in four does not count."""
+    """(x, weight, targets); one target in four is ignored."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(TOKENS, DIM, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(VOCAB, DIM, generator=generator).to(dtype).requires_grad_()
@@ -31,7 +31,7 @@ def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def found(function: Any, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """The loss, and the gradients of a third of it."""
+    """The loss, and the gradients of a third of the loss."""
     x, weight, targets = inputs(dtype)
     loss = function(x, weight, targets)
     (loss / 3).backward()
@@ -40,7 +40,7 @@ def found(function: Any, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 class Largest(TorchDispatchMode):
-    """The largest fp32 tensor that an operator made."""
+    """Records the size of the largest fp32 tensor that an operator creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def test_logits_of_one_chunk_are_the_most_that_is_held() -> None:
     with Largest() as whole:
         found(plain)
     assert whole.numel == TOKENS * VOCAB
-    # The gradient of the table, and no logits but a chunk's.
+    # The largest tensors are the weight's gradient and the logits of one chunk.
     assert chunked.numel == VOCAB * DIM
 
 
@@ -92,7 +92,7 @@ def test_large_logits_do_not_overflow() -> None:
 
 
 def test_evaluation_computes_no_gradients() -> None:
-    # The counter knows no product that is added in place, as fp32 does it.
+    # The counter does not know in-place addmm, which fp32 uses.
     x, weight, targets = inputs(torch.bfloat16)
     with torch.no_grad(), FlopCounterMode(display=False) as evaluating:
         ChunkedCrossEntropy(5)(x, weight, targets)
@@ -102,7 +102,7 @@ def test_evaluation_computes_no_gradients() -> None:
 
 
 class Collectives(TorchDispatchMode):
-    """Elements of every tensor that a collective was given."""
+    """Records the number of elements of every tensor given to a collective."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Collectives(TorchDispatchMode):
 
 
 def sharded_on_a_rank(rank: int, num_ranks: int, chunk: int) -> tuple[list[Tensor], list[int]]:
-    """This rank's rows are those that torch.chunk gives, the last one fewer."""
+    """This rank's rows as given by torch.chunk; the last rank has fewer."""
     rows = -(-VOCAB // num_ranks)
     shard = VocabShard(dist.group.WORLD, start=rank * rows)
     x, weight, targets = inputs()

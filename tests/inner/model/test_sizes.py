@@ -8,8 +8,8 @@ import torch
 
 from inner.config import ModelConfig
 from inner.errors import InputError
-from inner.model import Transformer
-from inner.presets import PRESETS, num_params, resolve_sizes
+from inner.model.sizes import PRESETS, num_params, resolve_sizes
+from inner.model.transformer import Transformer
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -79,5 +79,5 @@ def test_vocabulary_smaller_than_the_tokenizer_is_refused() -> None:
 
 
 def test_presets_and_mesh_import_no_torch() -> None:
-    code = "import sys, inner.presets, inner.mesh; sys.exit('torch' in sys.modules)"
+    code = "import sys, inner.model.sizes, inner.mesh; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""The decoder against a plain restatement of it, and properties that it must have."""
+"""The decoder equals a plain reimplementation and has the expected properties."""
 
 import math
 from dataclasses import replace
@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from inner.model import Transformer, rope_table, rotate
-from inner.presets import ModelSizes
+from inner.model.sizes import ModelSizes
+from inner.model.transformer import Transformer, rope_table, rotate
 from tests.inner.small import SIZES, build_model
 
 
@@ -17,7 +17,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def plain_attention(weights: dict[str, Tensor], x: Tensor, sizes: ModelSizes) -> Tensor:
-    """One position and one head at a time; complex numbers turn the pairs."""
+    """Reference attention: one position and one head at a time, with RoPE as complex numbers."""
     length, size = x.shape[0], sizes.head_dim
     freqs = torch.tensor([sizes.rope_theta ** (-2 * pair / size) for pair in range(size // 2)], dtype=x.dtype)
 
@@ -62,7 +62,7 @@ def test_forward_equals_a_plain_restatement(tie_embeddings: bool) -> None:
     model = build_model(replace(SIZES, tie_embeddings=tie_embeddings))
     with torch.no_grad():
         for param in model.parameters():
-            # Larger than at the start, so that attention and the gate are far from flat; norms not all ones.
+            # Larger than initial weights, so that attention and gate are far from uniform. Norms differ from one.
             param.mul_(10) if param.ndim > 1 else param.add_(torch.linspace(-0.5, 0.5, param.numel()))
         tokens = torch.randint(0, 61, (1, 9), generator=torch.Generator().manual_seed(0))
         torch.testing.assert_close(model(tokens)[0].double(), plain_forward(model, tokens[0]), rtol=1e-4, atol=1e-4)

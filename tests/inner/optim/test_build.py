@@ -1,4 +1,4 @@
-"""Learning rates against their closed forms, and how each parameter is stepped."""
+"""Learning rates equal their closed forms, and each parameter is stepped as configured."""
 
 import math
 from dataclasses import replace
@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from inner.config import OptimizerConfig, ParamGroup
 from inner.errors import InputError
-from inner.model import Transformer
-from inner.optim import build_optimizers, lr_at, set_lr
-from inner.parallel.stages import Stage
+from inner.model.stage import Stage
+from inner.model.transformer import Transformer
+from inner.optim.build import build_optimizers, lr_at, set_lr
 from tests.inner.small import SIZES, build_model
 
 
@@ -106,7 +106,7 @@ def test_a_stage_may_hold_nothing_that_a_pattern_takes() -> None:
         )
         for index in range(2)
     )
-    (of_first,), (of_last,) = (build_optimizers([part], NAMES, config) for part in (first, last))
+    (of_first,), (of_last,) = (build_optimizers([stage], NAMES, config) for stage in (first, last))
     assert {group["lr_scale"] for group in of_first.param_groups} == {1.0}
     assert {group["lr_scale"] for group in of_last.param_groups} == {1.0, 0.1}
     (of_both,) = build_optimizers([first, last], NAMES, config)
@@ -116,13 +116,13 @@ def test_a_stage_may_hold_nothing_that_a_pattern_takes() -> None:
 def test_both_copies_of_a_tied_table_are_stepped() -> None:
     sizes = replace(SIZES, tie_embeddings=True)
     names = [name for name, _ in build_model(sizes).named_parameters()]
-    parts = [
+    stages = [
         Transformer(sizes, torch.arange(32), Stage(0, range(1), True, False)),
         Transformer(sizes, torch.arange(32), Stage(1, range(1, 2), False, True)),
     ]
-    (optimizer,) = build_optimizers(parts, names, OptimizerConfig())
+    (optimizer,) = build_optimizers(stages, names, OptimizerConfig())
     stepped = [param for group in optimizer.param_groups for param in group["params"]]
-    assert [sum(param is part.get_parameter("embed.weight") for param in stepped) for part in parts] == [1, 1]
+    assert [sum(param is stage.get_parameter("embed.weight") for param in stepped) for stage in stages] == [1, 1]
 
 
 def test_the_learning_rate_is_scaled_by_group() -> None:

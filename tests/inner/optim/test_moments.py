@@ -1,4 +1,4 @@
-"""AdamW's moments on any mesh: made beforehand without a trace, read and written as params are, counted."""
+"""AdamW's moments on any mesh: creating them early changes nothing, and they are read and written like params."""
 
 from dataclasses import replace
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from inner.config import ParallelConfig
 from inner.mesh import Degrees
-from inner.moments import KINDS, ParamsAndMoments
-from inner.optim import build_optimizers
+from inner.optim.build import build_optimizers
+from inner.optim.moments import KINDS, ParamsAndMoments
 from inner.params import LocalParams
 from tests.harness import run_ranks
 from tests.inner.small import (
@@ -32,7 +32,7 @@ PLAIN, ZBV = ParallelConfig(), ParallelConfig(schedule="zbv")
 
 
 class Replica:
-    """A model in one piece and its AdamW, stepped with gradients that are the same for whoever makes the step."""
+    """A full model and its AdamW, stepped with gradients that depend on the step only."""
 
     def __init__(self) -> None:
         self.model = build_model(TIED)
@@ -40,7 +40,7 @@ class Replica:
         self.optimizers = build_optimizers([self.model], [spec.name for spec in self.params.specs], OPTIMIZER)
 
     def train(self, steps: range) -> list[Tensor]:
-        """The params after these steps."""
+        """Make these steps and return the params."""
         for step in steps:
             generator = torch.Generator().manual_seed(step)
             for param in self.model.parameters():
@@ -50,7 +50,7 @@ class Replica:
 
 
 def trained(steps: int) -> tuple[Replica, ParamsAndMoments]:
-    """After so many steps, its moments made before the first."""
+    """A model after so many steps, with moments created before the first."""
     replica = Replica()
     moments = ParamsAndMoments(replica.params, replica.optimizers)
     replica.train(range(steps))
@@ -92,7 +92,7 @@ def test_only_adamw_has_moments_to_average() -> None:
 
 
 def moments_on_a_rank(rank: int, degrees: Degrees, parallel: ParallelConfig | None) -> dict[str, Tensor]:
-    """The whole model's moments after some steps, put together from all ranks; written values come back."""
+    """The model's moments after some steps, assembled from all ranks. Written values are read back."""
     sizes = DEEP if parallel else TIED
     trainer = build_trainer(degrees, sizes, parallel=parallel, micro_batch=3 if degrees == ONE else 1)
     moments = ParamsAndMoments(trainer.params, trainer.optimizers)

@@ -1,4 +1,4 @@
-"""Muon against its equations in fp64, against torch's, and the same on every mesh."""
+"""Muon equals its equations in fp64 and torch's Muon, and is the same on every mesh."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +11,12 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 from inner.config import OptimizerConfig, ParallelConfig
 from inner.mesh import Degrees
-from inner.muon import Muon, newton_schulz
-from inner.presets import ModelSizes
+from inner.model.sizes import ModelSizes
+from inner.optim.muon import Muon, newton_schulz
 from tests.harness import run_ranks
 from tests.inner.small import OPTIMIZER, SEQUENCES, batch, build_trainer, relative_error, share, whole_model
 
-# Tall, wide, square, fewer rows than ranks; not a multiple of 2 or 4 ranks in number or size.
+# Tall, wide, square, fewer rows than ranks. Neither count nor sizes are multiples of 2 or 4 ranks.
 SHAPES = [(50, 32), (32, 50), (17, 17), (3, 40), (41, 5)]
 LR, MOMENTUM, DECAY, STEPS = 0.02, 0.9, 0.1, 4
 
@@ -27,7 +27,7 @@ def matrices(seed: int) -> list[Tensor]:
 
 
 def plain_muon() -> list[Tensor]:
-    """The equations on whole matrices, in fp64."""
+    """The equations on full matrices in fp64."""
     values, averages = [[m.double() for m in matrices(0)], [torch.zeros(s, dtype=torch.float64) for s in SHAPES]]
     for step in range(STEPS):
         for value, average, grad in zip(values, averages, matrices(1 + step), strict=True):
@@ -42,7 +42,7 @@ def plain_muon() -> list[Tensor]:
 
 
 Spread = tuple[tuple[int, ...], list[Placement]]
-"""The shape of a mesh, and how matrices lie on it."""
+"""Shape of a mesh, and the placements of matrices on it."""
 
 SPREADS: dict[int, list[Spread]] = {
     1: [((1,), [Shard(0)])],
@@ -57,7 +57,7 @@ SPREADS: dict[int, list[Spread]] = {
 
 
 def all_spreads(_: int, num_ranks: int) -> list[list[Tensor]]:
-    """Whole matrices after some steps, for each way to spread them."""
+    """Full matrices after some steps, for each way to shard them."""
     return [step_all(*spread) for spread in SPREADS[num_ranks]]
 
 
@@ -150,7 +150,7 @@ def live(_: int, num_ranks: int) -> dict[str, Life]:
 
 
 def train(degrees: Degrees) -> Life:
-    # As few micro-batches as can be: what Muon sees is their sum.
+    # As few micro-batches as possible, because Muon sees only their sum.
     micro_batch = SEQUENCES // degrees.num_data_ranks // degrees.pp
     trainer = build_trainer(degrees, SIZES, CONFIG, ParallelConfig(), micro_batch=micro_batch)
     life = Life([whole_model(trainer.params)[0]], [])
@@ -174,7 +174,7 @@ def test_training_learns(lives: dict[str, Life]) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_training_on_a_mesh_equals_one_process(lives: dict[str, Life], name: str) -> None:
     first, *expected = lives["one"].models
-    # In one step each rounded bit of a gradient counts as much as the iteration makes of it, later they average out.
+    # In the first step the iteration amplifies rounding of the gradient; over later steps this averages out.
     for after, tolerance in enumerate((5e-5, 1e-5)):
         for param, value in expected[after].items():
             if param.startswith("layers.") and not param.endswith("norm.weight"):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from inner.config import OptimizerConfig
 from inner.errors import InputError
 from inner.mesh import Degrees
-from inner.primal_averaging import OFFSET, PrimalAveraging
+from inner.optim.primal_averaging import OFFSET, PrimalAveraging
 from inner.trainer import Trainer
 from tests.harness import run_ranks
 from tests.inner.checkpoint_crash import open_checkpoints
@@ -78,7 +78,7 @@ def test_the_three_equations_hold(base: str, mu_x: float, mu_y: float) -> None:
         optimizer.step()
     offset = optimizer.state[param][OFFSET]
     assert relative_error(offset, x - z) < 1e-5
-    # It is an average, and lags behind.
+    # The average lags behind.
     assert relative_error(x, z) > 0.01
 
 
@@ -118,7 +118,7 @@ def trajectories_on_a_rank(rank: int, name: str) -> list[list[Tensor]]:
     return found
 
 
-# Muon has AdamW beside it.
+# Muon is combined with AdamW.
 @pytest.mark.parametrize("name", ["sgd", "muon"])
 def test_without_memory_it_is_the_base_optimizer_bit_for_bit(name: str) -> None:
     ((alone, averaged),) = run_ranks(trajectories_on_a_rank, 1, name)
@@ -139,8 +139,8 @@ def models_on_a_rank(rank: int, meshes: list[Degrees], name: str) -> list[tuple[
 
 def assert_offsets_lie_like_params(trainer: Trainer) -> None:
     states = {param: state for optimizer in trainer.optimizers for param, state in optimizer.state.items()}
-    for part in trainer.parts:
-        for param in part.parameters():
+    for model in trainer.stages:
+        for param in model.parameters():
             offset = states[param][OFFSET]
             assert isinstance(param, DTensor) and offset.placements == param.placements
             assert offset.dtype == torch.float32 and offset.to_local().shape == param.to_local().shape
@@ -152,7 +152,7 @@ def test_training_on_a_mesh_equals_one_process(name: str) -> None:
     ((first, expected),) = run_ranks(models_on_a_rank, 1, [Degrees()], name)[0]
     for _, got in run_ranks(models_on_a_rank, 2, meshes, name)[0]:
         for param, value in expected.items():
-            # As good as the base optimizers' own: AdamW blows up the rounding of gradients near zero.
+            # The base optimizers' own tolerance: AdamW amplifies rounding of gradients near zero.
             error = relative_error(got[param] - first[param], value - first[param])
             assert error < 2e-4, param
 
@@ -175,7 +175,7 @@ def stopped_on_a_rank(rank: int, folder: Path) -> Stopped:
         for seed, averaging in ((1, AVERAGING), (2, AVERAGING), (3, None))
     )
     train(first, 2)
-    # Its offsets, of another history, must go.
+    # Offsets of its previous history must be dropped.
     train(second, 1)
     checkpoints = open_checkpoints(folder)
     checkpoints.save(first, {}, wait=True)

@@ -1,4 +1,4 @@
-"""torch.compile for each block: the numbers of eager, one graph for all blocks, a clear word where it cannot be."""
+"""torch.compile per block: the same numbers as eager, one graph for all blocks, and clear errors."""
 
 import os
 import shutil
@@ -15,18 +15,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from inner.config import ParallelConfig, Recompute
 from inner.mesh import Degrees
+from inner.model.sizes import ModelSizes
 from inner.params import LocalParams
-from inner.presets import ModelSizes
 from tests.harness import run_ranks
 from tests.inner.small import batch, build_trainer, relative_error, share
 
-# More layers than torch.compile compiles variants of one function (8).
+# More layers than the variants of one function that torch.compile compiles (8).
 SIZES = ModelSizes(dim=32, num_layers=9, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True)
 
 
 @dataclass
 class Life:
-    """What a rank saw of one step."""
+    """Observations of a rank in one step."""
 
     loss: float | None
     gradients: list[Tensor]
@@ -37,20 +37,20 @@ class Life:
 
 def live(_: int, degrees: Degrees, parallel: ParallelConfig) -> Life:
     trainer = build_trainer(degrees, SIZES, parallel=parallel)
-    (part,) = trainer.parts
+    (model,) = trainer.stages
     gradients: list[Tensor] = []
 
     def keep_gradients(*_: Any) -> None:
-        gradients.extend(param.grad.full_tensor() for param in part.parameters())  # pyright: ignore
+        gradients.extend(param.grad.full_tensor() for param in model.parameters())  # pyright: ignore
 
     register_optimizer_step_pre_hook(keep_gradients)
     result = trainer.step(share(trainer, batch(0)))
-    names = [spec.name for spec in LocalParams(part, [part]).specs]
+    names = [spec.name for spec in LocalParams(model, [model]).specs]
     return Life(result.loss, gradients, counters["stats"]["unique_graphs"], Counter(counters["graph_break"]), names)
 
 
 def both(degrees: Degrees, recompute: Recompute = "none") -> tuple[Life, Life]:
-    """Eager without recomputation, and compiled."""
+    """One step in eager mode without recomputation, and one compiled."""
     compiled = ParallelConfig(compile=True, recompute=recompute)
     num_ranks = degrees.num_ranks
     eager = run_ranks(live, num_ranks, degrees, ParallelConfig())

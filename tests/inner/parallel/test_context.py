@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from inner.attention import Attend, causal_attention
 from inner.config import ContextMethod
 from inner.errors import InputError
-from inner.measure.ledger import Ledger
-from inner.model import rotate
-from inner.parallel.check import check_context
-from inner.parallel.context import build_attend, positions
+from inner.model.attention import Attend, causal_attention
+from inner.model.transformer import rotate
+from inner.parallel.context.build import build_attend, rank_positions
+from inner.parallel.layout_check import check_context
 from tests.harness import run_ranks
+from tests.inner.comm_counter import CommCounter
 from tests.inner.sequences import (
     BANDS,
     B,
@@ -62,14 +62,14 @@ class Seen:
 
 
 def share(given: Inputs, here: Tensor, dtype: torch.dtype) -> Inputs:
-    """A rank's positions, in the case's dtype and an awkward layout."""
+    """A rank's positions, in the dtype of the case and with a non-contiguous layout."""
     *floats, documents = given
     documents = None if documents is None else strided(documents[:, here])
     return Inputs(*(strided(x[:, here].to(dtype)) for x in floats), documents)
 
 
 class Scores(TorchDispatchMode):
-    """Counts the scores that kernels compute, over all heads and sequences."""
+    """Counts the attention scores that kernels compute, over all heads and sequences."""
 
     total = 0
 
@@ -84,7 +84,7 @@ class Scores(TorchDispatchMode):
 
 def bytes_sent(work: Callable[[], Any]) -> tuple[Any, int]:
     assert dist.group.WORLD is not None
-    with Ledger({"cp": dist.group.WORLD}) as ledger:
+    with CommCounter({"cp": dist.group.WORLD}) as ledger:
         result = work()
     return result, sum(row.sent_bytes for row in ledger.rows)
 
@@ -107,7 +107,7 @@ def attend_everywhere(rank: int, cp: int) -> Seen:
     for case in cases(cp):
         attend = build_attend(case.method, dist.group.WORLD)
         seq_len = 24 * cp
-        here = positions(case.method, seq_len, cp, rank)
+        here = rank_positions(case.method, seq_len, cp, rank)
         given = inputs(case, seq_len)
         mine = share(given, here, case.dtype)
         got = with_gradients(attend, mine)
@@ -127,7 +127,7 @@ def attend_everywhere(rank: int, cp: int) -> Seen:
 
 
 def count(seen: Seen, case: Case, attend: Attend, mine: Inputs) -> None:
-    """Bytes of the forward and of the backward, scores of the forward, what documents add to what is kept."""
+    """Bytes sent in forward and backward, scores of the forward, and kept bytes that documents add."""
     leaves = [x.detach().requires_grad_() for x in mine[:3]]
     with Scores() as scores:
         y, forward = bytes_sent(lambda: attend(leaves[0], leaves[1], leaves[2], mine.documents))
@@ -138,9 +138,9 @@ def count(seen: Seen, case: Case, attend: Attend, mine: Inputs) -> None:
 
 
 def repeats(attend: Attend, rank: int, cp: int, method: ContextMethod) -> list[bool]:
-    """Whether a second life of the forward (in the backward of a checkpoint; without autograd) changes no bit."""
+    """Whether a repeated forward (in the backward of a checkpoint, or without autograd) gives the same bits."""
     case = Case(method, H, True, torch.float32)
-    mine = share(inputs(case, 24 * cp), positions(method, 24 * cp, cp, rank), case.dtype)
+    mine = share(inputs(case, 24 * cp), rank_positions(method, 24 * cp, cp, rank), case.dtype)
     first = with_gradients(attend, mine)
     second = with_gradients(lambda *given: checkpoint(attend, *given, use_reentrant=False), mine)
     with torch.no_grad():
@@ -149,10 +149,10 @@ def repeats(attend: Attend, rank: int, cp: int, method: ContextMethod) -> list[b
 
 
 def rotated(attend: Attend, rank: int, cp: int, method: ContextMethod) -> tuple[float, float]:
-    """Errors of y when q and k are turned by their position, and by their place on the rank."""
+    """Errors of y when q and k are rotated by their position, and by their index on the rank."""
     case = Case(method, H, False, torch.float32)
     seq_len = 24 * cp
-    here = positions(method, seq_len, cp, rank)
+    here = rank_positions(method, seq_len, cp, rank)
     q, k, v, _, _ = (None if x is None else x.float() for x in inputs(case, seq_len))
     assert q is not None and k is not None and v is not None
 
@@ -169,10 +169,10 @@ def rotated(attend: Attend, rank: int, cp: int, method: ContextMethod) -> tuple[
 
 
 def long_sequence(rank: int, cp: int) -> list[float]:
-    """Errors for a length at which the kernel works in tiles, some of them without a key to see."""
+    """Errors at a length for which the kernel works in tiles, some without any visible key."""
     assert dist.group.WORLD is not None
     case = Case("ring", 1, True, torch.float32)
-    here = positions("ring", 1536, cp, rank)
+    here = rank_positions("ring", 1536, cp, rank)
     given = inputs(case, 1536)
     got = with_gradients(build_attend("ring", dist.group.WORLD), share(given, here, case.dtype))
     return [relative_error(x.double(), y[:, here]) for x, y in zip(got, expected(given), strict=True)]
@@ -199,7 +199,7 @@ def test_keys_that_no_query_of_a_tile_sees_change_nothing(life):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_rope_follows_the_positions_and_not_the_place_on_the_rank(life, method):
+def test_rope_follows_the_positions_and_not_the_index_on_the_rank(life, method):
     right, wrong = zip(*(seen.rope_errors[method] for seen in life[1]), strict=True)
     assert max(right) <= 1e-5
     assert max(wrong) > 0.1
@@ -245,14 +245,14 @@ def test_documents_are_kept_as_numbers_and_not_as_masks(life, method):
 @pytest.mark.parametrize("cp", [1, 2, 4, 8])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_position_is_on_one_rank_in_rising_order(method, cp):
-    held = [positions(method, 96, cp, rank) for rank in range(cp)]
+    held = [rank_positions(method, 96, cp, rank) for rank in range(cp)]
     assert torch.cat(held).sort().values.tolist() == list(range(96))
     assert all(len(mine) == 96 // cp and (mine.diff() > 0).all() for mine in held)
 
 
 def test_zigzag_gives_each_rank_the_same_work_and_contiguous_does_not():
     def most_over_mean(method: ContextMethod) -> float:
-        work = [int((positions(method, 256, 4, rank) + 1).sum()) for rank in range(4)]
+        work = [int((rank_positions(method, 256, 4, rank) + 1).sum()) for rank in range(4)]
         return max(work) / (sum(work) / 4)
 
     assert most_over_mean("ring") == most_over_mean("all_gather") == 1.0

@@ -1,4 +1,4 @@
-"""A model that does not fit a mesh: the error names field, value and cure, before anything is built."""
+"""A model that does not fit its mesh is refused before anything is built, with field, value and cure."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,8 +8,8 @@ import pytest
 from inner.config import ParallelConfig
 from inner.errors import InputError
 from inner.mesh import Degrees
-from inner.parallel.check import check_layout
-from inner.presets import ModelSizes
+from inner.model.sizes import ModelSizes
+from inner.parallel.layout_check import check_layout
 
 SIZES = ModelSizes(dim=96, num_layers=6, num_heads=12, num_kv_heads=6, ffn_dim=256, vocab_size=260)
 
@@ -33,7 +33,7 @@ def check(
         (Degrees(dp_shard=1024), {}),
     ],
 )
-def test_what_fits_is_let_through(degrees: Degrees, how: dict[str, Any]) -> None:
+def test_a_layout_that_fits_is_accepted(degrees: Degrees, how: dict[str, Any]) -> None:
     check(degrees, **how)
 
 
@@ -48,7 +48,7 @@ def test_what_fits_is_let_through(degrees: Degrees, how: dict[str, Any]) -> None
         (Degrees(cp=2), {"seq_len": 66}, ["data.seq_len (66)", "cp", "multiple of 2 x cp = 4", "64 or 68"]),
         (Degrees(cp=4), {"context": "ulysses"}, ["cp (4)", "num_kv_heads", "ring or all_gather"]),
         (Degrees(pp=8), {}, ["model.num_layers (6)", "island.mesh.pp (8)", "6 or less", "8 or more"]),
-        (Degrees(pp=2), {"schedule": "zbv", "stages_per_rank": 3}, ["stages_per_rank", "zbv wants 2", "got 3"]),
+        (Degrees(pp=2), {"schedule": "zbv", "stages_per_rank": 3}, ["stages_per_rank", "zbv needs 2", "got 3"]),
         (Degrees(pp=2), {"layers_per_stage": (4, 3)}, ["layers_per_stage", "adds up to 7", "6 layers"]),
         (Degrees(pp=2), {"schedule": "zbv", "compile": True}, ["parallel.compile", "zbv", "compile to false", "1f1b"]),
         (Degrees(pp=2), {"schedule": "zbv", "zero": 3}, ["parallel.zero: 3", "zbv", "zero to 2", "1f1b"]),
@@ -57,7 +57,9 @@ def test_what_fits_is_let_through(degrees: Degrees, how: dict[str, Any]) -> None
         (Degrees(pp=4), {"num_micro_batches": 2}, ["schedule: 1f1b", "at least 4", "got 2", "tokens_per_step"]),
     ],
 )
-def test_what_does_not_fit_is_named_with_a_cure(degrees: Degrees, how: dict[str, Any], texts: list[str]) -> None:
+def test_a_layout_that_does_not_fit_is_named_with_a_cure(
+    degrees: Degrees, how: dict[str, Any], texts: list[str]
+) -> None:
     with pytest.raises(InputError) as caught:
         check(degrees, **how)
     assert [text for text in texts if text not in str(caught.value)] == [], caught.value

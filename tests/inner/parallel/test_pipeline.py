@@ -1,4 +1,4 @@
-"""What a pipeline's schedule costs FSDP, and micro-batches it was not built for; parity is in tests/parity."""
+"""Traffic of FSDP under pipeline schedules, and wrong micro-batches; parity is tested in tests/parity."""
 
 from dataclasses import replace
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from inner.config import ParallelConfig
-from inner.measure.ledger import Ledger, island_groups
 from inner.mesh import Degrees
 from tests.harness import RankFailed, run_ranks
+from tests.inner.comm_counter import CommCounter, island_groups
 from tests.inner.small import OPTIMIZER, SEQ_LEN, SIZES, batch, build_trainer
 
 MICRO_BATCHES = 8
@@ -18,12 +18,12 @@ MESH = Degrees(pp=2, dp_shard=2)
 
 
 def calls_on_a_rank(rank: int, schedule: str) -> dict[str, int]:
-    """Of FSDP, by operation, in the second step with four stages a rank; the first one builds things."""
+    """Calls of FSDP by operation, with four stages per rank, in the second step; the first one sets things up."""
     parallel = ParallelConfig(schedule=schedule, stages_per_rank=4)
     trainer = build_trainer(MESH, DEEP, CONFIG, parallel, micro_batch=1)
     windows = list(batch(0)[:MICRO_BATCHES].split(1))
     trainer.step(windows)
-    with Ledger(island_groups(trainer.mesh)) as ledger:
+    with CommCounter(island_groups(trainer.mesh)) as ledger:
         trainer.step(windows)
     return {row.op: row.calls for row in ledger.rows if row.axis == "fsdp"}
 
@@ -42,7 +42,7 @@ def test_breadth_first_gathers_weights_less_than_half_as_often_as_interleaved(
 
 
 def test_gradients_cross_the_mesh_once_however_many_micro_batches(breadth_first: list[dict[str, int]]) -> None:
-    # Eight stages of one layer; the roots of the first and the last have parameters of their own, too.
+    # Eight stages have one layer each, and the roots of the first and last stage also have parameters.
     for rank, calls in enumerate(breadth_first):
         assert calls["reduce_scatter"] == 5, rank
 

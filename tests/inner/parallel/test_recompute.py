@@ -1,4 +1,4 @@
-"""Activation checkpointing: the same bits, less memory, no more work than it says."""
+"""Activation checkpointing: the same bits, less memory, and no more work than documented."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -15,9 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from inner.config import ParallelConfig, Recompute
 from inner.mesh import Degrees
-from inner.model import Transformer
+from inner.model.sizes import ModelSizes
+from inner.model.transformer import Transformer
 from inner.parallel.recompute import apply_recompute
-from inner.presets import ModelSizes
 from tests.harness import run_ranks
 from tests.inner.small import batch, build_model, build_trainer, share, snapshot
 
@@ -30,7 +30,7 @@ DOCUMENTS_BS = torch.arange(4 * SEQ_LEN).view(4, SEQ_LEN) // 24
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of all memory taken under it that is still held."""
+    """Counts the bytes that were allocated inside the context and are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def storages(tree: object) -> dict[int, torch.UntypedStorage]:
 
 
 class Calls(TorchDispatchMode):
-    """How often each operator was called."""
+    """Counts the calls of each operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,14 +68,14 @@ class Calls(TorchDispatchMode):
 
 @dataclass
 class Pass:
-    """A forward and a backward."""
+    """Measurements of a forward and a backward."""
 
     names: list[str]
     gradients: list[Tensor | None]
     bytes_between: int
-    """Alive after the forward."""
+    """Bytes alive after the forward."""
     bytes_after: int
-    """Alive after the backward, gradients not counted."""
+    """Bytes alive after the backward, without gradients."""
     flops: int
 
 
@@ -141,7 +141,9 @@ def test_a_backward_leaves_nothing_behind(passes: dict[Recompute, Pass], kind: R
 @pytest.mark.parametrize(
     ("kind", "least", "most"), [("attention", 0.03, 0.08), ("selective", 0, 0), ("full", 0.2, 1 / 3)]
 )
-def test_work_done_again(passes: dict[Recompute, Pass], kind: Recompute, least: float, most: float) -> None:
+def test_repeated_work_is_as_documented(
+    passes: dict[Recompute, Pass], kind: Recompute, least: float, most: float
+) -> None:
     assert least <= passes[kind].flops / passes["none"].flops - 1 <= most
 
 
@@ -155,7 +157,7 @@ def test_a_forward_without_gradients_keeps_nothing(kind: Recompute) -> None:
 
 
 def hidden_pass(kind: Recompute, is_split: bool) -> tuple[list[Tensor | None], Counter[str]]:
-    """Gradients of the blocks' input and weights, in one backward pass or in two as a zero-bubble pipeline has them."""
+    """Gradients of the blocks' input and weights, in one backward or split in two as in a zero-bubble pipeline."""
     model = build_model(SIZES, seq_len=SEQ_LEN)
     apply_recompute(model, kind)
     params = list(model.layers.parameters())
@@ -198,13 +200,13 @@ MESHES = {
 
 @dataclass
 class Life:
-    """What one rank saw of a few steps on a mesh."""
+    """Observations of one rank in a few steps on a mesh."""
 
     losses: list[float | None] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
     collectives: int = 0
-    """Of tensor parallelism, in the first step."""
+    """Collectives of tensor parallelism in the first step."""
 
 
 def live(_: int) -> dict[tuple[str, Recompute], Life]:

@@ -9,14 +9,13 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from inner.config import ParallelConfig
 from inner.errors import InputError
-from inner.parallel.stages import (
-    SINGLE,
+from inner.parallel.pipeline.stages import (
+    ONE_STAGE_PER_RANK,
     TORCH_NAMES,
     V_SHAPED,
     check_micro_batches,
     plan_stages,
     ranks_of_stages,
-    stages_of_rank,
 )
 
 
@@ -25,14 +24,14 @@ def counts(num_layers: int, pp: int, **parallel: object) -> list[int]:
 
 
 def loads(num_layers: int, pp: int, stages_per_rank: int) -> list[int]:
-    """Layers of each stage, embedding and head counted as one each."""
+    """Load of each stage in layers; embedding and head count as one each."""
     split = counts(num_layers, pp, schedule="breadth_first", stages_per_rank=stages_per_rank)
     return [split[0] + 1, *split[1:-1], split[-1] + 1]
 
 
 @pytest.fixture(scope="module")
 def random_splits() -> list[tuple[int, int, int]]:
-    """(layers, pp, stages per rank), as many layers as stages or more."""
+    """Random (layers, pp, stages per rank) with at least as many layers as stages."""
     draw = random.Random(5)
     splits = []
     for _ in range(1000):
@@ -108,25 +107,25 @@ def test_without_a_pipeline_the_model_is_one_stage(parallel):
             8,
             2,
             {"stages_per_rank": 2},
-            ["island.parallel.stages_per_rank", "1f1b", "wants 1, got 2", "interleaved_1f1b"],
+            ["island.parallel.stages_per_rank", "1f1b", "needs 1, got 2", "interleaved_1f1b"],
         ),
-        (8, 2, {"schedule": "gpipe", "stages_per_rank": 3}, ["gpipe", "wants 1, got 3", "breadth_first"]),
-        (8, 2, {"schedule": "zbv", "stages_per_rank": 1}, ["zbv", "wants 2", "got 1", "interleaved_zero_bubble"]),
-        (8, 2, {"schedule": "dualpipev", "stages_per_rank": 4}, ["dualpipev", "wants 2", "got 4", "set it to 2"]),
+        (8, 2, {"schedule": "gpipe", "stages_per_rank": 3}, ["gpipe", "needs 1, got 3", "breadth_first"]),
+        (8, 2, {"schedule": "zbv", "stages_per_rank": 1}, ["zbv", "needs 2", "got 1", "interleaved_zero_bubble"]),
+        (8, 2, {"schedule": "dualpipev", "stages_per_rank": 4}, ["dualpipev", "needs 2", "got 4", "set it to 2"]),
         (8, 2, {"layers_per_stage": (4, 3)}, ["layers_per_stage: [4, 3]", "up to 7", "8 layers", "even split"]),
         (8, 2, {"layers_per_stage": (4, 3, 1)}, ["[4, 3, 1]", "names 3 stages", "= 2", "name 2", "even split"]),
         (8, 2, {"layers_per_stage": (8, 0)}, ["[8, 0]", "a stage with 0 layers", "at least 1"]),
     ],
 )
-def test_a_split_that_cannot_be_says_field_value_and_cure(num_layers, pp, parallel, texts):
+def test_an_impossible_split_says_field_value_and_cure(num_layers, pp, parallel, texts):
     with pytest.raises(InputError) as caught:
         plan_stages(ParallelConfig(**parallel), num_layers, pp)
     assert [text for text in texts if text not in str(caught.value)] == []
 
 
 def torch_schedule(schedule: str, pp: int, num_micro_batches: int) -> object:
-    """torch's schedule of that name, built without ranks. Raises ValueError if torch cannot run it."""
-    held = 1 if schedule in SINGLE else 2
+    """Build torch's schedule of that name without ranks. Raises ValueError if torch cannot run it."""
+    held = 1 if schedule in ONE_STAGE_PER_RANK else 2
     stages = [
         SimpleNamespace(stage_index=index, num_stages=pp * held, group_size=pp, group_rank=0, submod=None)
         for index in range(held)
@@ -184,7 +183,7 @@ def test_without_a_pipeline_any_number_of_micro_batches_runs(schedule):
     check_micro_batches(ParallelConfig(schedule=schedule), 1, 1)
 
 
-@pytest.mark.parametrize("schedule", [name for name in TORCH_NAMES if name not in SINGLE])
+@pytest.mark.parametrize("schedule", [name for name in TORCH_NAMES if name not in ONE_STAGE_PER_RANK])
 def test_stages_lie_where_torch_expects_them(schedule):
     for pp in (2, 3, 4, 8):
         theirs = torch_schedule(schedule, pp, 2 * pp).stage_index_to_group_rank
@@ -192,11 +191,13 @@ def test_stages_lie_where_torch_expects_them(schedule):
 
 
 def test_a_rank_holds_a_column_or_both_legs_of_a_v():
-    assert stages_of_rank("1f1b", 4, 4, rank=2) == [2]
-    assert stages_of_rank("breadth_first", 12, 4, rank=1) == [1, 5, 9]
-    assert all(stages_of_rank(schedule, 8, 4, rank=1) == [1, 6] for schedule in V_SHAPED)
+    assert ranks_of_stages("1f1b", 4, 4) == [0, 1, 2, 3]
+    assert ranks_of_stages("breadth_first", 12, 4) == [0, 1, 2, 3] * 3
+    assert all(ranks_of_stages(schedule, 8, 4) == [0, 1, 2, 3, 3, 2, 1, 0] for schedule in V_SHAPED)
 
 
 def test_planning_imports_no_torch():
-    code = "import sys, inner.parallel.stages, inner.parallel.schedule; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, inner.parallel.pipeline.stages, inner.parallel.pipeline.schedule; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

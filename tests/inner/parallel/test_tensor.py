@@ -1,4 +1,4 @@
-"""What tensor and context parallelism keep for the backward, against one process; parity is in tests/parity."""
+"""Memory that tensor and context parallelism keep for the backward; parity is tested in tests/parity."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from inner.config import ParallelConfig
 from inner.mesh import Degrees
-from inner.presets import ModelSizes
+from inner.model.sizes import ModelSizes
 from tests.harness import run_ranks
 from tests.inner.small import OPTIMIZER, SEQUENCES, batch, build_trainer
 
@@ -18,7 +18,7 @@ SIZES = ModelSizes(dim=64, num_layers=2, num_heads=8, num_kv_heads=4, ffn_dim=12
 
 
 class Kept:
-    """Bytes that autograd keeps, each storage once, without those of parameters."""
+    """Bytes that autograd keeps, each storage once, without parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -39,16 +39,16 @@ class Kept:
 def kept_on_a_rank(rank: int, degrees: Degrees, parallel: ParallelConfig) -> int:
     """Bytes kept by the blocks in one forward of all sequences."""
     trainer = build_trainer(degrees, SIZES, OPTIMIZER, parallel, micro_batch=SEQUENCES)
-    kept = Kept(trainer.parts[0])
-    tokens = trainer._cut(batch(0).clamp(min=0)).tokens_BS
-    blocks = list(trainer.parts[0].blocks())
-    # What the first forward makes once is not what a step keeps.
-    trainer.parts[0](tokens, targets_BS=tokens)
-    # From the first block to the last: neither embedding nor loss.
+    kept = Kept(trainer.stages[0])
+    tokens = trainer._cutter(batch(0).clamp(min=0)).tokens_BS
+    blocks = list(trainer.stages[0].blocks())
+    # The first forward also creates things that are made only once.
+    trainer.stages[0](tokens, targets_BS=tokens)
+    # Measured over the blocks alone, without embedding and loss.
     hooks: Any = saved_tensors_hooks(kept.pack, lambda tensor: tensor)
     blocks[0].register_forward_pre_hook(lambda *_: hooks.__enter__())
     blocks[-1].register_forward_hook(lambda *_: hooks.__exit__())
-    trainer.parts[0](tokens, targets_BS=tokens)
+    trainer.stages[0](tokens, targets_BS=tokens)
     return kept.num_bytes
 
 
@@ -65,7 +65,7 @@ def test_sequence_parallel_over_two_ranks_keeps_half(of_one_process: int) -> Non
     assert 0.45 < kept(Degrees(tp=2)) / of_one_process < 0.57
 
 
-def test_tensor_parallel_without_it_keeps_the_stream_on_every_rank(of_one_process: int) -> None:
+def test_without_sequence_parallel_every_rank_keeps_the_stream(of_one_process: int) -> None:
     assert 0.6 < kept(Degrees(tp=2), sequence_parallel=False) / of_one_process < 0.85
 
 

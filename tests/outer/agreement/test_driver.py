@@ -1,13 +1,14 @@
-"""Islands agree on who takes part in a round and on what came of it."""
+"""Islands agree on the participants of a round and on its outcome."""
 
 import asyncio
 import logging
 
 import pytest
 
-from outer.agreement import PING_SECONDS, WARN_SECONDS
+from outer.agreement.driver import WARN_SECONDS
+from outer.agreement.failure_detector import PING_SECONDS
+from outer.agreement.messages import Plan, Vote
 from outer.errors import BehindError, PoisonError, QuorumError
-from outer.rounds import Plan, no, yes
 from tests.outer.clock import now, run, until
 from tests.outer.leaders import START, Fault, Leader, fail, leaders, plans_of, together
 
@@ -99,13 +100,13 @@ def test_the_more_islands_wait_the_shorter_is_the_grace() -> None:
     run(test)
 
 
-def test_told_is_called_once_the_others_can_know() -> None:
+def test_on_sent_is_called_once_the_others_can_know() -> None:
     async def test() -> None:
         a, b = await leaders("ab", start_islands=2)
         seen = []
         running = asyncio.create_task(b.attempt())
-        plan = await a.agreement.plan(a.ready(), lambda: seen.append("ready"))
-        await a.agreement.decide(no(plan, "a", "disk full"), lambda: seen.append("voted"))
+        plan = await a.driver.plan(a.ready(), lambda: seen.append("ready"))
+        await a.driver.decide(Vote.no(plan, "a", "disk full"), lambda: seen.append("voted"))
         await running
         assert seen == ["ready", "voted"]
 
@@ -181,7 +182,7 @@ def test_an_abort_in_a_lasting_group_makes_all_connect_anew() -> None:
     async def test() -> None:
         islands = await leaders("abc", start_islands=3)
         await together(*(i.attempt() for i in islands))
-        # a and b have finished their reduce when c says no: their side of the group is whole, c's is not.
+        # a and b have finished their reduce when c votes no: their connections are complete, those of c are not.
         faults: list[Fault | None] = [None, None, fail]
         aborted = await together(*(i.attempt(before_vote=f) for i, f in zip(islands, faults, strict=True)))
         assert plans_of(aborted) == [(0, ["a", "b", "c"], False)] * 3
@@ -194,7 +195,7 @@ def test_a_refused_plan_in_a_lasting_group_leaves_nobody_behind() -> None:
     async def test() -> None:
         islands = a, b, c = await leaders("abc", start_islands=3)
         await together(*(i.attempt() for i in islands))
-        # c gives its part in this round's first attempts to a plan that the others have not seen.
+        # c has used its ready messages for the first attempts in a plan that the others have not seen.
         early = asyncio.gather(a.attempt_until_committed(), b.attempt_until_committed())
         await until(c.hears("ab"))
         c.protocol.readies.used["c"] = 1, 4
@@ -212,9 +213,9 @@ def test_a_no_ends_a_running_reduce_at_once() -> None:
         a, b, c = await leaders("abc", start_islands=3)
         running = asyncio.gather(a.attempt(), b.attempt())
         plan = await c.plan()
-        # c neither connects nor leaves: the others could wait for it until their deadline, ten minutes.
+        # c neither connects nor leaves, so the others could wait for it until their deadline of ten minutes.
         started = now()
-        assert not await c.agreement.decide(no(plan, "c", "out of memory"))
+        assert not await c.driver.decide(Vote.no(plan, "c", "out of memory"))
         assert plans_of(await running) == [(0, ["a", "b", "c"], False)] * 2
         assert now() - started < PING_SECONDS
 
@@ -225,9 +226,9 @@ def test_a_no_reaches_the_ranks_that_do_not_lead() -> None:
     async def test() -> None:
         a, b = await leaders("ab", start_islands=2, num_ranks=2)
         plans = await asyncio.gather(a.plan(), b.plan())
-        # b's second rank has begun; its leader has not, and passes nothing on.
+        # b's second rank has begun, but its leader has not and passes nothing on.
         second = asyncio.create_task(b._reduce(plans[1], 1))
-        await a.agreement.decide(no(plans[0], "a", "out of memory"))
+        await a.driver.decide(Vote.no(plans[0], "a", "out of memory"))
         (error,) = await together(second)
         assert str(error) == "island 'a': out of memory"
         assert now() < 2 * PING_SECONDS
@@ -242,10 +243,10 @@ def test_a_no_of_an_island_outside_of_the_plan_changes_nothing() -> None:
 
         plans = await asyncio.gather(a.plan(), b.plan())
         for island in (a, b):
-            await q.tell(island, no(plans[0], "q", "boo"))
+            await q.tell(island, Vote.no(plans[0], "q", "boo"))
         digests = await asyncio.gather(*(i.reduce(p) for i, p in zip((a, b), plans, strict=True)))
-        votes = [yes(plans[0], name, digest) for name, digest in zip("ab", digests, strict=True)]
-        assert await together(a.agreement.decide(votes[0]), b.agreement.decide(votes[1])) == [True, True]
+        votes = [Vote.yes(plans[0], name, digest) for name, digest in zip("ab", digests, strict=True)]
+        assert await together(a.driver.decide(votes[0]), b.driver.decide(votes[1])) == [True, True]
 
     run(test)
 

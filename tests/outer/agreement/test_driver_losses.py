@@ -1,15 +1,17 @@
-"""Islands die, freeze and leave, before and in a round: the others go on, with one result."""
+"""Islands die, freeze and leave before and during a round: the others continue with one result."""
 
 import asyncio
 
 import pytest
 
-from outer.agreement import GOODBYE_SECONDS, PING_SECONDS, BehindError
-from outer.deadlines import FLOORS, MAX_FIRST_SECONDS
+from outer.agreement.driver import GOODBYE_SECONDS, BehindError
+from outer.agreement.failure_detector import PING_SECONDS
+from outer.agreement.messages import Plan, Status, Vote
 from outer.membership.loopback import LoopbackMessenger
-from outer.pulse import FROZEN_SECONDS
-from outer.rounds import Plan, Standing, parse, yes
-from outer.transports.base import Endpoint
+from outer.network.deadlines import FLOORS, MAX_FIRST_SECONDS
+from outer.network.endpoints import Endpoint
+from outer.network.event_loop import FROZEN_SECONDS
+from outer.network.messages import parse
 from tests.outer.clock import now, run, stand_still, until
 from tests.outer.leaders import Gone, die, freeze, leaders, plans_of, split, together, wake
 
@@ -58,7 +60,7 @@ def test_when_the_planner_dies_with_its_plan_the_next_by_name_plans() -> None:
 
         async def plan_and_die() -> None:
             await a.plan()
-            a.hub.lose("a")  # Its offers have not left yet.
+            a.hub.lose("a")  # Its messages have not left yet.
 
         dying = asyncio.create_task(plan_and_die())
         results = await asyncio.gather(b.attempt(), c.attempt())
@@ -75,7 +77,7 @@ def test_survivors_agree_when_the_lost_island_had_voted_to_one_of_them_only() ->
 
         async def vote_to_a_and_die() -> None:
             plan = await c.plan()
-            await c.tell(a, yes(plan, "c", await c.reduce(plan)))
+            await c.tell(a, Vote.yes(plan, "c", await c.reduce(plan)))
             c.hub.lose("c")
 
         dying = asyncio.create_task(vote_to_a_and_die())
@@ -113,9 +115,9 @@ def test_an_island_that_has_moved_is_found_by_its_record() -> None:
 
         async def hear(source: Endpoint, body: bytes) -> bytes:
             heard.set()
-            return b.protocol.standing.model_dump_json().encode()
+            return b.protocol.status.model_dump_json().encode()
 
-        moved.serve("standing", hear)
+        moved.serve("status", hear)
         await b.announce(control_addresses=[moved.address])
         await b.messenger.close()
         await heard.wait()
@@ -128,7 +130,7 @@ def test_an_island_that_has_moved_is_found_by_its_record() -> None:
 # -- islands freeze --------------------------------------------------------------------------------------------
 
 FOUND_SECONDS = PING_SECONDS + max(FLOORS["call"], MAX_FIRST_SECONDS["call"])
-"""A ping is sent, and not answered within the limit of a call."""
+"""Time until a ping is sent and has not been answered within the limit of a call."""
 
 
 def test_a_silent_island_is_lost_within_the_limit_of_a_call_and_the_others_go_on() -> None:
@@ -179,14 +181,14 @@ def test_an_island_that_stood_still_does_not_commit_on_votes_that_came_meanwhile
         a, b = await leaders("ab", start_islands=2)
         plans = await asyncio.gather(a.plan(), b.plan())
         digests = await asyncio.gather(*(i.reduce(p) for i, p in zip((a, b), plans, strict=True)))
-        # b gives a up and aborts; its yes, from before that, is what a reads when it goes on.
-        b.protocol.vote(yes(plans[1], "b", digests[1]))
-        b.protocol.lose("a")
+        # b gives a up and aborts. When a wakes, it reads the yes that b had sent before.
+        b.protocol.vote(Vote.yes(plans[1], "b", digests[1]))
+        b.protocol.mark_lost("a")
         assert b.protocol.conclude(is_late=False) == "abort"
         stand_still(2 * FROZEN_SECONDS)
         await asyncio.sleep(0.01)
-        await b.tell(a, yes(plans[1], "b", digests[1]))
-        assert not await a.agreement.decide(yes(plans[0], "a", digests[0]))
+        await b.tell(a, Vote.yes(plans[1], "b", digests[1]))
+        assert not await a.driver.decide(Vote.yes(plans[0], "a", digests[0]))
 
     run(test)
 
@@ -196,16 +198,16 @@ def test_an_island_that_stood_still_before_its_vote_left_does_not_commit_on_the_
         a, b = await leaders("ab", start_islands=2)
         plans = await asyncio.gather(a.plan(), b.plan())
         digests = await asyncio.gather(*(i.reduce(p) for i, p in zip((a, b), plans, strict=True)))
-        b.protocol.vote(yes(plans[1], "b", digests[1]))
-        await b.tell(a, yes(plans[1], "b", digests[1]))
+        b.protocol.vote(Vote.yes(plans[1], "b", digests[1]))
+        await b.tell(a, Vote.yes(plans[1], "b", digests[1]))
 
         def freeze_before_the_vote_leaves() -> None:
-            b.protocol.lose("a")
+            b.protocol.mark_lost("a")
             assert b.protocol.conclude(is_late=False) == "abort"
             stand_still(2 * FROZEN_SECONDS)
 
-        vote = yes(plans[0], "a", digests[0])
-        assert not await a.agreement.decide(vote, freeze_before_the_vote_leaves)
+        vote = Vote.yes(plans[0], "a", digests[0])
+        assert not await a.driver.decide(vote, freeze_before_the_vote_leaves)
 
     run(test)
 
@@ -216,7 +218,7 @@ def test_an_island_that_wakes_while_it_gathers_does_not_take_the_others_for_lost
         assert plans_of(await together(a.attempt(), b.attempt())) == [(0, ["a", "b"], True)] * 2
         freeze(b)
         early = asyncio.create_task(a.attempt())
-        await asyncio.sleep(0.3)  # It has told b, and waits for the reply.
+        await asyncio.sleep(0.3)  # It has sent its message to b and waits for the reply.
         stand_still(2 * FROZEN_SECONDS)
         await asyncio.sleep(0.1)
         assert a.protocol.lost == frozenset() and not early.done()
@@ -247,8 +249,8 @@ def test_an_island_that_has_said_goodbye_asks_nobody_to_wait_for_it() -> None:
     async def test() -> None:
         a, b = await leaders("ab")
         await b.say_goodbye()
-        # The answer to a ping that has crossed the goodbye.
-        assert not parse(Standing, await a.tell(b, a.protocol.standing)).is_coming
+        # This is the reply to a ping that crosses the goodbye.
+        assert not parse(Status, await a.tell(b, a.protocol.status)).is_coming
 
     run(test)
 
@@ -256,7 +258,7 @@ def test_an_island_that_has_said_goodbye_asks_nobody_to_wait_for_it() -> None:
 def test_an_island_that_has_said_goodbye_is_out_although_its_record_stands() -> None:
     async def test() -> None:
         a, b = await leaders("ab")
-        await b.agreement.say_goodbye(b.goodbye())
+        await b.driver.say_goodbye(b.goodbye())
         await asyncio.sleep(3 * PING_SECONDS)
         assert "b" in await a.membership.members()
         assert a.protocol.present == frozenset()
@@ -270,8 +272,8 @@ def test_a_goodbye_in_an_attempt_lets_it_end_first() -> None:
         plans = await asyncio.gather(a.plan(), b.plan())
         digests = await asyncio.gather(*(i.reduce(p) for i, p in zip((a, b), plans, strict=True)))
         leaving = asyncio.create_task(b.say_goodbye())
-        votes = [yes(plans[0], name, digest) for name, digest in zip("ab", digests, strict=True)]
-        assert await together(a.agreement.decide(votes[0]), b.agreement.decide(votes[1])) == [True, True]
+        votes = [Vote.yes(plans[0], name, digest) for name, digest in zip("ab", digests, strict=True)]
+        assert await together(a.driver.decide(votes[0]), b.driver.decide(votes[1])) == [True, True]
         await leaving
         assert a.protocol.present == frozenset()
 

@@ -1,13 +1,13 @@
-"""Islands know of one another: who is who, who is behind, whose state survives, whom to wait for."""
+"""Islands know each other: their names, which are behind, whose state survives, and which to wait for."""
 
 import asyncio
 import logging
 
 import pytest
 
-from outer.agreement import PING_SECONDS
+from outer.agreement.failure_detector import PING_SECONDS
+from outer.agreement.messages import Plan, Status, Vote
 from outer.errors import BehindError, InputError, MessageError
-from outer.rounds import Plan, Standing, no
 from outer.transports.loopback import Hub
 from tests.outer.clock import now, run, until
 from tests.outer.leaders import START, Leader, die, freeze, leaders, plans_of, split, together
@@ -57,7 +57,7 @@ def test_an_island_ahead_that_is_gone_holds_nobody_up(is_lost: bool) -> None:
     async def test() -> None:
         a, b, c = await leaders("abc")
         c.enter(1)
-        await until(lambda: a.hears("c", "standing")() or "c" in a.protocol.standings)
+        await until(lambda: a.hears("c", "status")() or "c" in a.protocol.statuses)
         if is_lost:
             c.hub.lose("c")
         else:
@@ -74,12 +74,12 @@ def test_an_island_that_is_behind_takes_part_in_no_plan() -> None:
         c.enter(1)
         with pytest.raises(BehindError):
             await a.attempt()
-        # b has not heard of c, and counts a in.
+        # b knows nothing of c and counts a in.
         plan = Plan(round=0, attempt=0, planner="b", participants=[a.ready(), b.ready()])
         b.protocol.prepare(b.ready())
         await b.tell(a, plan)
-        await until(lambda: (plan.id, "a") in b.protocol.ballot.votes)
-        assert b.protocol.ballot.votes[plan.id, "a"].digest is None
+        await until(lambda: (plan.id, "a") in b.protocol.vote_table.votes)
+        assert b.protocol.vote_table.votes[plan.id, "a"].digest is None
 
     run(test)
 
@@ -90,9 +90,9 @@ def test_an_island_that_is_behind_takes_part_in_no_plan() -> None:
 def test_inner_steps_go_on_while_nobody_waits_or_waiting_is_worth_it() -> None:
     async def test() -> None:
         a, b = await leaders("ab", wait_seconds=60.0)
-        assert await a.agreement.interruption(1e6, entered_late=True) == ""
+        assert await a.driver.interruption(1e6, entered_late=True) == ""
         await b.tell(a, b.ready())
-        assert await a.agreement.interruption(59.0, entered_late=False) == ""
+        assert await a.driver.interruption(59.0, entered_late=False) == ""
 
     run(test)
 
@@ -102,7 +102,7 @@ def test_inner_steps_end_when_others_wait_in_vain(seconds_left: float, entered_l
     async def test() -> None:
         a, b = await leaders("ab", wait_seconds=60.0)
         await b.tell(a, b.ready())
-        assert await a.agreement.interruption(seconds_left, entered_late=entered_late) == "waited for"
+        assert await a.driver.interruption(seconds_left, entered_late=entered_late) == "waited for"
 
     run(test)
 
@@ -113,9 +113,9 @@ def test_the_more_islands_wait_the_sooner_inner_steps_end() -> None:
         for _ in range(3):
             a.deadlines.observe("round", 60.0)
         await b.tell(a, b.ready())
-        assert await a.agreement.interruption(45.0, entered_late=False) == ""
+        assert await a.driver.interruption(45.0, entered_late=False) == ""
         await c.tell(a, c.ready())
-        assert await a.agreement.interruption(45.0, entered_late=False) == "waited for"
+        assert await a.driver.interruption(45.0, entered_late=False) == "waited for"
 
     run(test)
 
@@ -126,7 +126,7 @@ def test_inner_steps_do_not_end_for_islands_that_are_lost() -> None:
         await b.tell(a, b.ready())
         a.hub.lose("b")
         await until(lambda: not a.protocol.live)
-        assert await a.agreement.interruption(1e6, entered_late=True) == ""
+        assert await a.driver.interruption(1e6, entered_late=True) == ""
 
     run(test)
 
@@ -134,9 +134,9 @@ def test_inner_steps_do_not_end_for_islands_that_are_lost() -> None:
 def test_inner_steps_end_when_another_history_survives() -> None:
     async def test() -> None:
         a, b = await leaders("ab")
-        await b.agreement.stand(Standing(round=1, tokens=200, digest=OTHER))
-        await until(lambda: a.protocol.live.get("b") == b.protocol.standing)
-        assert await a.agreement.interruption(1.0, entered_late=False) == "behind"
+        await b.driver.update_status(Status(round=1, tokens=200, digest=OTHER))
+        await until(lambda: a.protocol.live.get("b") == b.protocol.status)
+        assert await a.driver.interruption(1.0, entered_late=False) == "behind"
 
     run(test)
 
@@ -146,10 +146,10 @@ def test_at_the_end_an_island_stays_until_the_others_have_the_last_round() -> No
         a, b = await leaders("ab")
         await until(lambda: "b" in a.protocol.live)
         a.enter(1)
-        staying = asyncio.create_task(a.agreement.linger(60.0))
+        staying = asyncio.create_task(a.driver.linger(60.0))
         await asyncio.sleep(20)
         assert not staying.done()
-        await b.agreement.stand(a.protocol.standing)
+        await b.driver.update_status(a.protocol.status)
         assert await staying is False
         assert now() < 25
 
@@ -161,7 +161,7 @@ def test_at_the_end_nobody_is_waited_for_longer_than_asked() -> None:
         a, _ = await leaders("ab")
         await until(lambda: "b" in a.protocol.live)
         a.enter(1)
-        assert await a.agreement.linger(10.0) is False
+        assert await a.driver.linger(10.0) is False
         assert 10 <= now() < 15
 
     run(test)
@@ -174,7 +174,7 @@ def test_at_the_end_islands_that_are_gone_are_not_waited_for() -> None:
         a.enter(1)
         a.hub.lose("b")
         await c.say_goodbye()
-        assert await a.agreement.linger(60.0) is False
+        assert await a.driver.linger(60.0) is False
         assert now() < 5
 
     run(test)
@@ -183,9 +183,9 @@ def test_at_the_end_islands_that_are_gone_are_not_waited_for() -> None:
 def test_at_the_end_an_island_behind_is_told_so() -> None:
     async def test() -> None:
         a, b = await leaders("ab")
-        await b.agreement.stand(Standing(round=1, tokens=200, digest=OTHER))
-        await until(lambda: a.protocol.live.get("b") == b.protocol.standing)
-        assert await a.agreement.linger(60.0) is True
+        await b.driver.update_status(Status(round=1, tokens=200, digest=OTHER))
+        await until(lambda: a.protocol.live.get("b") == b.protocol.status)
+        assert await a.driver.linger(60.0) is True
 
     run(test)
 
@@ -194,7 +194,7 @@ def test_at_the_end_an_island_behind_is_told_so() -> None:
 
 
 async def donors_of(island: Leader) -> list[str]:
-    return [member.island for member in await island.agreement.find_donors()]
+    return [member.island for member in await island.driver.find_donors()]
 
 
 def test_the_donors_of_an_island_that_nobody_has_spoken_to_are_in_the_records() -> None:
@@ -213,7 +213,7 @@ def test_an_island_that_has_committed_no_less_than_the_others_has_no_donors() ->
     async def test() -> None:
         a, b = await leaders("ab")
         a.enter(1)
-        await until(lambda: b.agreement.protocol.standings.get("a") == a.protocol.standing)
+        await until(lambda: b.driver.protocol.statuses.get("a") == a.protocol.status)
         assert await donors_of(a) == []
         assert await donors_of(b) == ["a"]
 
@@ -223,10 +223,10 @@ def test_an_island_that_has_committed_no_less_than_the_others_has_no_donors() ->
 def test_donors_that_have_spoken_count_more_than_records() -> None:
     async def test() -> None:
         a, b, c = await leaders("abc")
-        # The record of c is from before it lost its state.
+        # The record of c is older than the loss of its state.
         await c.announce(round=5, tokens=500)
-        await b.agreement.stand(Standing(round=1, tokens=200, digest=OTHER))
-        await until(lambda: a.protocol.live.get("b") == b.protocol.standing)
+        await b.driver.update_status(Status(round=1, tokens=200, digest=OTHER))
+        await until(lambda: a.protocol.live.get("b") == b.protocol.status)
         assert await donors_of(a) == ["b"]
 
     run(test)
@@ -315,7 +315,7 @@ def test_nobody_votes_for_another_island() -> None:
         a, b, c = await leaders("abc", start_islands=3)
         plans = await asyncio.gather(a.plan(), b.plan(), c.plan())
         with pytest.raises(MessageError, match="'c' speaks for 'b'"):
-            await c.tell(a, no(plans[0], "b", "boo"))
-        assert a.protocol.ballot.tally(plans[0]) == "open"
+            await c.tell(a, Vote.no(plans[0], "b", "boo"))
+        assert a.protocol.vote_table.tally(plans[0]) == "open"
 
     run(test)

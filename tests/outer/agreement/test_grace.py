@@ -1,15 +1,15 @@
-"""Islands that share a machine wait for one another however long a turn is in coming."""
+"""Islands that share a machine wait for each other, however long it takes until their turn."""
 
 import asyncio
 import threading
 
-from outer.loop import LoopThread
+from outer.network.event_loop import EventLoopThread
 from tests.outer.clock import run
 from tests.outer.leaders import leaders
 
 
 def test_no_deadline_passes_on_a_slow_clock():
-    loop, changed = LoopThread(slowness=1e5), asyncio.Event()
+    loop, changed = EventLoopThread(slowness=1e5), asyncio.Event()
 
     async def wait() -> bool:
         async with asyncio.timeout(0.01):
@@ -20,7 +20,7 @@ def test_no_deadline_passes_on_a_slow_clock():
 
     try:
         waiting = loop.start(wait())
-        threading.Event().wait(0.1)  # Ten times the deadline.
+        threading.Event().wait(0.1)  # This is ten times the deadline.
         assert not waiting.done()
         loop.run(change())
         assert waiting.result(10)
@@ -29,7 +29,7 @@ def test_no_deadline_passes_on_a_slow_clock():
 
 
 def test_a_slow_clock_still_goes():
-    loop = LoopThread(slowness=10.0)
+    loop = EventLoopThread(slowness=10.0)
     try:
         loop.run(asyncio.sleep(0.005))
     finally:
@@ -43,7 +43,7 @@ def test_inner_steps_go_on_while_too_few_wait_for_a_round_without_this_island():
             a.deadlines.observe("round", 1.0)
         for waiting, interruption in ((b, ""), (c, ""), (d, "waited for")):
             await waiting.tell(a, waiting.ready())
-            assert await a.agreement.interruption(1e6, entered_late=False) == interruption
+            assert await a.driver.interruption(1e6, entered_late=False) == interruption
 
     run(test)
 
@@ -52,6 +52,6 @@ def test_inner_steps_end_for_any_who_would_go_on_below_quorum():
     async def test() -> None:
         a, b = await leaders("ab", quorum=2, below_quorum="continue")
         await b.tell(a, b.ready())
-        assert await a.agreement.interruption(1e6, entered_late=False) == "waited for"
+        assert await a.driver.interruption(1e6, entered_late=False) == "waited for"
 
     run(test)

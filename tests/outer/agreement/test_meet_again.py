@@ -1,4 +1,4 @@
-"""A bootstrap peer that ended and was started again leads newcomers to the islands that went on without it."""
+"""A restarted bootstrap peer leads newcomers to the islands that continued without it."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from outer.connect import NetworkSettings, find_runs, open_network
 from outer.membership.hivemind import HivemindMembership, serve_bootstrap
-from outer.network import NetworkSettings, open_network, visit
 from tests.outer.nets import member, run
 
 
@@ -24,10 +24,10 @@ def test_a_restarted_bootstrap_peer_leads_to_the_islands_again(tmp_path: Path):
             await membership.announce(member("a"))
             await membership.publish_config("{}")
             await bootstrap.close()
-            await until(lambda: not table.peer_id_to_uid)  # the DHT gives up a peer that does not answer
+            await wait_for(lambda: not table.peer_id_to_uid)  # the DHT gives up a peer that does not answer
             bootstrap = await serve_bootstrap([address.partition("/p2p/")[0]], tmp_path / "key")
-            await until(lambda: bool(table.peer_id_to_uid))
-            while "run" not in await visit(address, 5):  # noqa: ASYNC110 - another process has to come
+            await wait_for(lambda: bool(table.peer_id_to_uid))
+            while "run" not in await find_runs(address, 5):  # noqa: ASYNC110 - another process has to come
                 await asyncio.sleep(0.1)
         finally:
             await bootstrap.close()
@@ -36,6 +36,6 @@ def test_a_restarted_bootstrap_peer_leads_to_the_islands_again(tmp_path: Path):
     run(work())
 
 
-async def until(is_so: Callable[[], bool]) -> None:
+async def wait_for(is_so: Callable[[], bool]) -> None:
     while not is_so():  # noqa: ASYNC110 - nobody tells
         await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What follows from what islands tell one another, and what is refused."""
+"""Messages between islands: votes, objections to plans, and the rejection of malformed ones."""
 
 import json
 from collections.abc import Callable
@@ -7,30 +7,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outer.account import Account, Terms, reopen
-from outer.ballot import Ballot
-from outer.donor import Description, PartRequest, StateRequest
-from outer.errors import MessageError
-from outer.rounds import (
-    Answer,
+from outer.agreement.messages import (
     Goodbye,
-    Heard,
-    Message,
+    OutcomeQuery,
+    OutcomeReply,
     Plan,
-    Question,
     Ready,
-    Standing,
+    Status,
     Vote,
-    check_carriers,
-    no,
-    pack_carriers,
-    parse,
-    unpack_carriers,
-    yes,
+    VoteReceipt,
 )
-from outer.state import Position
-from outer.transports.base import Endpoint
-from outer.verdicts import Rules, majority, objection
+from outer.agreement.rules import Rules, find_objection, majority
+from outer.agreement.votes import VoteTable
+from outer.errors import MessageError
+from outer.leases.ledger import Ledger, Terms, reopen
+from outer.network.endpoints import Endpoint
+from outer.network.messages import Message, check_carriers, pack_carriers, parse, unpack_carriers
+from outer.state.part_state import Position
+from outer.transfer.donor import Description, PartRequest, StateRequest
 
 DIGESTS = {"x": "aa" * 16, "y": "bb" * 16, "z": "cc" * 16}
 NUM_PARTS = 5
@@ -38,7 +32,7 @@ RULES = Rules(num_parts=NUM_PARTS)
 
 
 def ready(island: str, digest: str = "x", round_number: int = 3, **changes: object) -> Ready:
-    """An island of two ranks."""
+    """Ready message of an island with two ranks."""
     fields = {
         "island": island,
         "incarnation": "0123456789abcdef",
@@ -60,14 +54,14 @@ def plan_of(*names: str, attempt: int = 0) -> Plan:
 
 
 def vote(plan: Plan, island: str, digest: str | None = "x") -> Vote:
-    return no(plan, island, "broken") if digest is None else yes(plan, island, DIGESTS[digest])
+    return Vote.no(plan, island, "broken") if digest is None else Vote.yes(plan, island, DIGESTS[digest])
 
 
 def tally(plan: Plan, votes: list[Vote]) -> str:
-    ballot = Ballot()
+    vote_table = VoteTable()
     for cast in votes:
-        ballot.keep(cast)
-    return ballot.tally(plan)
+        vote_table.add(cast)
+    return vote_table.tally(plan)
 
 
 TALLIES = {
@@ -117,15 +111,15 @@ def test_plans_that_differ_in_anything_have_ids_of_their_own() -> None:
 
 
 def test_a_sound_plan_passes() -> None:
-    assert objection(plan_of("a", "b", attempt=1), ready("b"), RULES) is None
+    assert find_objection(plan_of("a", "b", attempt=1), ready("b"), RULES) is None
 
 
 def test_a_plan_with_the_ready_of_an_attempt_before_passes_if_its_word_is_not_given() -> None:
     plan, own = plan_of("a", "b"), ready("b", attempt=2)
-    assert objection(plan, own, RULES, first_attempt=0) is None
-    assert objection(plan, own, RULES, first_attempt=1) == "'b' is not in the plan as it is now"
+    assert find_objection(plan, own, RULES, first_attempt=0) is None
+    assert find_objection(plan, own, RULES, first_attempt=1) == "'b' is not in the plan as it is now"
     later = changed(plan, participants=[ready("a"), ready("b", attempt=3)])
-    assert objection(later, own, RULES) == "'b' is not in the plan as it is now"
+    assert find_objection(later, own, RULES) == "'b' is not in the plan as it is now"
 
 
 def changed(plan: Plan, **changes: object) -> Plan:
@@ -152,7 +146,7 @@ BAD_PLANS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
 @pytest.mark.parametrize("kind", BAD_PLANS)
 def test_a_plan_that_cannot_be_ours_is_refused(kind: str) -> None:
     change, text = BAD_PLANS[kind]
-    assert text in (objection(change(plan_of("a", "b", attempt=1)), ready("b"), RULES) or "")
+    assert text in (find_objection(change(plan_of("a", "b", attempt=1)), ready("b"), RULES) or "")
 
 
 @given(carriers=st.lists(st.integers(0, 3), max_size=60))
@@ -185,24 +179,24 @@ def test_an_island_must_give_two_addresses_a_rank() -> None:
         ready("a", control_addresses=["c"]).check(NUM_PARTS)
 
 
-ACCOUNT = reopen(Account(frontier=9, returned=(range(2, 8, 3),)), 2, Terms(inner_steps=2))
+ACCOUNT = reopen(Ledger(frontier=9, returned=(range(2, 8, 3),)), 2, Terms(inner_steps=2))
 MESSAGES: list[Message] = [
     ACCOUNT,
     ready("a"),
     plan_of("a", "b"),
     vote(plan_of("a", "b"), "a"),
     vote(plan_of("a", "b"), "a", None),
-    Standing(round=2, tokens=7, digest=DIGESTS["x"]),
-    Question(plan="0" * 32, round=1),
-    Answer(plan="0" * 32, outcome="open"),
-    Heard(plan="0" * 32, outcome="abort"),
+    Status(round=2, tokens=7, digest=DIGESTS["x"]),
+    OutcomeQuery(plan="0" * 32, round=1),
+    OutcomeReply(plan="0" * 32, outcome="open"),
+    VoteReceipt(plan="0" * 32, outcome="abort"),
     Goodbye(island="a", incarnation="0" * 8, round=2, steps=3),
     StateRequest(round=None),
     Position(round=7, tokens=1 << 40),
-    Position(round=7, tokens=1 << 40, account=ACCOUNT),
+    Position(round=7, tokens=1 << 40, ledger=ACCOUNT),
     PartRequest(part=3),
     Description(
-        digest="ab" * 16, position=Position(round=1, tokens=2), fingerprint="cd" * 16, carriers=[[0, 3], [1, 2]]
+        digest="ab" * 16, position=Position(round=1, tokens=2), fingerprint="cd" * 16, carriers=[(0, 3), (1, 2)]
     ),
 ]
 KINDS = list(dict.fromkeys(type(message) for message in MESSAGES))
@@ -214,7 +208,7 @@ def test_a_message_arrives_as_it_was_sent(message: Message) -> None:
 
 
 def parses_or_is_refused(kind: type[Message], body: bytes) -> None:
-    """Nothing but MessageError may come out of a peer's bytes."""
+    """Parsing a peer's bytes may raise nothing but MessageError."""
     try:
         assert isinstance(parse(kind, body), kind)
     except MessageError as error:

@@ -1,16 +1,16 @@
-"""Rounds that wait for a quorum, as the protocol sees them: who listens takes part, gives nothing, holds up nobody."""
+"""Observers in the protocol: they take part in a round, contribute nothing and delay nobody."""
 
 import pytest
 
-from outer.deadlines import Deadlines
+from outer.agreement.grace import GraceTimer
+from outer.agreement.messages import Plan, Status
+from outer.agreement.rules import OBSERVER_FIELDS, Behind, Rules
+from outer.agreement.state_machine import RoundProtocol
 from outer.errors import MessageError
-from outer.patience import Patience
-from outer.protocol import Protocol
-from outer.rounds import Plan, Standing
-from outer.verdicts import NOTHING_TO_GIVE, Behind, Rules
+from outer.network.deadlines import Deadlines
 from tests.outer.explore import START, Budget, World, agree, events, explore, forked, new_world, ready_of, walk
 
-LISTENERS = {"has_listeners": True, "quorum": 1}
+LISTENERS = {"has_observers": True, "quorum": 1}
 WHOLE = {"2 islands, nothing wrong": ("ab", Budget())}
 BOUNDED = {
     "2 islands, everything once": ("ab", Budget(crashes=1, failed_reduces=1, dropped=1, duplicated=1, impatient=1)),
@@ -22,8 +22,8 @@ LOSSES = Budget(crashes=2, failed_reduces=2, duplicated=2, dropped=4)
 
 
 def gave_nothing(world: World) -> bool:
-    """Whether a round was committed that nobody gave anything to."""
-    return any(world.nodes[name].standing.tokens == 0 < world.nodes[name].standing.round for name in world.live)
+    """Whether a round without a contributor was committed."""
+    return any(world.nodes[name].status.tokens == 0 < world.nodes[name].status.round for name in world.live)
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_in_larger_cases_with_listeners_no_order_that_was_tried_makes_two_result
 def test_whatever_crashes_or_is_lost_the_living_go_on_with_one_history(
     budget: Budget, quorum: int, num_seeds: int
 ) -> None:
-    rules = {"has_listeners": True, "quorum": quorum, "below_quorum": "continue"}
+    rules = {"has_observers": True, "quorum": quorum, "below_quorum": "continue"}
     for seed in range(num_seeds):
         world = walk(new_world("abc", 3, budget, **rules), seed)
         assert not forked(world), f"seed {seed}"
@@ -64,123 +64,123 @@ def test_whatever_crashes_or_is_lost_the_living_go_on_with_one_history(
 # -- single steps -------------------------------------------------------------------------------------------------
 
 
-def node(name: str, others: str, **rules: object) -> Protocol:
-    made = Protocol(name, Rules(**(LISTENERS | rules)), Standing(round=0, tokens=0, digest=START))  # pyright: ignore[reportArgumentType]
-    made.meet(others)
+def node(name: str, others: str, **rules: object) -> RoundProtocol:
+    made = RoundProtocol(name, Rules(**(LISTENERS | rules)), Status(round=0, tokens=0, digest=START))  # pyright: ignore[reportArgumentType]
+    made.add(others)
     return made
 
 
-def gathering(name: str, giving: str = "", listening: str = "", **rules: object) -> Protocol:
-    """An island that has heard who listens and who gives; its own role is among them."""
-    made = node(name, "".join(set(giving + listening) - {name}), **rules)
-    made.prepare(ready_of(made, listens=name in listening))
-    for other in set(giving + listening) - {name}:
-        made.hear(other, ready_of(node(other, ""), listens=other in listening))
+def gathering(name: str, giving: str = "", observing: str = "", **rules: object) -> RoundProtocol:
+    """An island that gathers and knows the observers and contributors, itself among them."""
+    made = node(name, "".join(set(giving + observing) - {name}), **rules)
+    made.prepare(ready_of(made, listens=name in observing))
+    for other in set(giving + observing) - {name}:
+        made.receive(other, ready_of(node(other, ""), listens=other in observing))
     return made
 
 
 def test_a_round_of_a_quorum_is_planned_with_those_that_listen_whoever_is_the_planner() -> None:
-    plan = gathering("a", giving="c", listening="ab").consider(is_late=False)
+    plan = gathering("a", giving="c", observing="ab").try_plan(is_late=False)
     assert isinstance(plan, Plan)
     assert plan.names == ["a", "b", "c"]
-    assert [ready.island for ready in plan.givers] == ["c"]
+    assert [ready.island for ready in plan.contributors] == ["c"]
 
 
 def test_while_nobody_gives_anything_there_is_no_plan_however_late_it_is() -> None:
-    assert gathering("a", listening="abc").consider(is_late=True) is None
+    assert gathering("a", observing="abc").try_plan(is_late=True) is None
 
 
 def test_fewer_that_give_than_the_quorum_wait_for_those_that_listen() -> None:
-    assert gathering("a", giving="a", listening="bc", quorum=2).consider(is_late=True) is None
-    assert isinstance(gathering("a", giving="ab", listening="c", quorum=2).consider(is_late=False), Plan)
+    assert gathering("a", giving="a", observing="bc", quorum=2).try_plan(is_late=True) is None
+    assert isinstance(gathering("a", giving="ab", observing="c", quorum=2).try_plan(is_late=False), Plan)
 
 
 def test_those_that_listen_are_given_time_until_all_have_something() -> None:
-    assert gathering("a", giving="ab", listening="c").consider(is_late=False, is_patient=True) is None
-    assert isinstance(gathering("a", giving="abc").consider(is_late=False, is_patient=True), Plan)
+    assert gathering("a", giving="ab", observing="c").try_plan(is_late=False, is_patient=True) is None
+    assert isinstance(gathering("a", giving="abc").try_plan(is_late=False, is_patient=True), Plan)
 
 
 def test_who_gives_waits_for_who_listens_as_long_as_some_of_its_own_inner_steps_take() -> None:
-    a = gathering("a", listening="abc", grace_steps=5.0)
-    patience = Patience(a, Deadlines(600.0))
-    patience.look(100.0, woke_at=0.0)
+    a = gathering("a", observing="abc", grace_steps=5.0)
+    patience = GraceTimer(a, Deadlines(600.0))
+    patience.update(100.0, woke_at=0.0)
     assert (patience.waited, patience.seconds_left) == (0.0, 0.0), "nobody gives anything yet"
-    a.hear("b", ready_of(node("b", "")).model_copy(update={"step_seconds": 2.0}))
-    a.hear("c", ready_of(node("c", "")).model_copy(update={"step_seconds": 9.0}))
-    patience.look(200.0, woke_at=0.0)
+    a.receive("b", ready_of(node("b", "")).model_copy(update={"step_seconds": 2.0}))
+    a.receive("c", ready_of(node("c", "")).model_copy(update={"step_seconds": 9.0}))
+    patience.update(200.0, woke_at=0.0)
     assert patience.seconds_left == 10.0
-    patience.look(204.0, woke_at=0.0)
+    patience.update(204.0, woke_at=0.0)
     assert (patience.waited, patience.seconds_left) == (4.0, 6.0)
-    patience.look(211.0, woke_at=0.0)
+    patience.update(211.0, woke_at=0.0)
     assert patience.seconds_left == 0.0
-    patience.look(211.0, woke_at=210.0)
+    patience.update(211.0, woke_at=210.0)
     assert patience.seconds_left == 9.0, "while it stood still it could not hear of others"
 
 
 def test_who_neither_listens_nor_gives_is_waited_for_until_the_grace_is_over() -> None:
-    a = gathering("a", giving="a", listening="b")
-    a.hear("c", Standing(round=0, tokens=0, digest=START))
-    assert a.consider(is_late=False) is None
-    plan = a.consider(is_late=True)
+    a = gathering("a", giving="a", observing="b")
+    a.receive("c", Status(round=0, tokens=0, digest=START))
+    assert a.try_plan(is_late=False) is None
+    plan = a.try_plan(is_late=True)
     assert isinstance(plan, Plan)
     assert plan.names == ["a", "b"]
 
 
 def test_a_plan_that_was_fixed_while_an_island_listened_holds_when_it_has_something_to_give() -> None:
-    a, b = gathering("a", giving="a", listening="b"), gathering("b", giving="a", listening="b")
-    plan = a.consider(is_late=False)
+    a, b = gathering("a", giving="a", observing="b"), gathering("b", giving="a", observing="b")
+    plan = a.try_plan(is_late=False)
     assert isinstance(plan, Plan)
-    b.give(ready_of(b))
-    b.hear("a", plan)
+    b.contribute(ready_of(b))
+    b.receive("a", plan)
     assert b.plan == plan
-    assert [ready.island for ready in plan.givers] == ["a"]
+    assert [ready.island for ready in plan.contributors] == ["a"]
 
 
 def test_to_give_is_said_at_once_and_nothing_when_the_plan_is_fixed() -> None:
-    a, b = gathering("a", giving="a", listening="b"), gathering("b", giving="a", listening="b")
-    b.give(ready_of(b))
+    a, b = gathering("a", giving="a", observing="b"), gathering("b", giving="a", observing="b")
+    b.contribute(ready_of(b))
     assert ("a", ready_of(b)) in b.outbox
-    plan = a.consider(is_late=False)
-    late = gathering("b", giving="a", listening="b")
-    late.hear("a", plan)  # pyright: ignore[reportArgumentType]
+    plan = a.try_plan(is_late=False)
+    late = gathering("b", giving="a", observing="b")
+    late.receive("a", plan)  # pyright: ignore[reportArgumentType]
     late.outbox.clear()
-    late.give(ready_of(late))
+    late.contribute(ready_of(late))
     assert late.plan == plan
     assert not late.outbox
 
 
 def test_who_has_something_to_give_is_not_made_a_listener_by_an_earlier_word_that_comes_late() -> None:
     a = gathering("a", giving="ab")
-    a.hear("b", ready_of(node("b", ""), listens=True))
-    plan = a.consider(is_late=False)
+    a.receive("b", ready_of(node("b", ""), listens=True))
+    plan = a.try_plan(is_late=False)
     assert isinstance(plan, Plan)
-    assert len(plan.givers) == 2
+    assert len(plan.contributors) == 2
 
 
 def test_a_plan_that_nobody_gives_anything_to_is_refused() -> None:
-    b = gathering("b", listening="ab")
+    b = gathering("b", observing="ab")
     nothing = [ready_of(node(name, ""), listens=True) for name in "ab"]
-    b.hear("a", Plan(round=0, attempt=0, planner="a", participants=nothing))
+    b.receive("a", Plan(round=0, attempt=0, planner="a", participants=nothing))
     assert b.plan is None
 
 
 def test_in_a_run_that_waits_for_all_nobody_listens() -> None:
-    a = gathering("a", giving="ab", has_listeners=False)
+    a = gathering("a", giving="ab", has_observers=False)
     with pytest.raises(MessageError, match="'b' listens"):
-        a.hear("b", ready_of(node("b", ""), listens=True))
-    b = gathering("b", giving="ab", has_listeners=False)
-    asleep = ready_of(b).model_copy(update=NOTHING_TO_GIVE)
-    b.hear("a", Plan(round=0, attempt=0, planner="a", participants=[ready_of(node("a", "")), asleep]))
+        a.receive("b", ready_of(node("b", ""), listens=True))
+    b = gathering("b", giving="ab", has_observers=False)
+    asleep = ready_of(b).model_copy(update=OBSERVER_FIELDS)
+    b.receive("a", Plan(round=0, attempt=0, planner="a", participants=[ready_of(node("a", "")), asleep]))
     assert b.plan is None
 
 
 def test_who_listens_claims_no_tokens() -> None:
     a = gathering("a", giving="ab")
     with pytest.raises(MessageError, match="'b' listens, and claims 10 tokens"):
-        a.hear("b", ready_of(node("b", "")).model_copy(update={"listens": True}))
+        a.receive("b", ready_of(node("b", "")).model_copy(update={"listens": True}))
 
 
 def test_who_listens_finds_out_that_it_is_behind() -> None:
-    a = gathering("a", listening="ab")
-    a.hear("b", Standing(round=1, tokens=50, digest="bb" * 8))
-    assert isinstance(a.consider(is_late=False), Behind)
+    a = gathering("a", observing="ab")
+    a.receive("b", Status(round=1, tokens=50, digest="bb" * 8))
+    assert isinstance(a.try_plan(is_late=False), Behind)

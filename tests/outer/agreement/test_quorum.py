@@ -1,4 +1,4 @@
-"""Rounds that wait for a quorum (`outer.wait_for`), on whole islands: nobody waits for who still trains."""
+"""Rounds that wait for a quorum (`outer.wait_for`), on whole islands: nobody waits for an island that trains."""
 
 import threading
 from contextlib import suppress
@@ -8,8 +8,8 @@ import torch
 
 from outer.config import CodingConfig, OuterConfig, OuterOptimizerConfig
 from outer.errors import OuterError, TransportError
-from outer.phases import NoHooks, Phase
-from outer.reports import CaughtUp
+from outer.hooks import NoHooks, Phase
+from outer.report import CaughtUp
 from outer.transports.loopback import Hub
 from tests.outer.islands import GUARD_SECONDS, Island, run_islands
 from tests.outer.paces import Trainee
@@ -24,7 +24,7 @@ def config(num_islands: int, **changes: object) -> OuterConfig:
 
 
 def until(trainee: Trainee, number: int) -> None:
-    """So many rounds have landed."""
+    """Train until this number of rounds has landed."""
     trainee.run(lambda: trainee.round >= number)
 
 
@@ -188,7 +188,7 @@ def test_a_joiner_between_two_pushes_of_delayed_momentum_goes_on_as_the_others()
         assert may_join.wait(GUARD_SECONDS)
         trainee = Trainee(island)
         trainee.begin()
-        assert island.outer._held.mine._optimizer.pushes(0) == 1
+        assert island.outer.replica.carried._optimizer.pushes(0) == 1
         has_joined.set()
         trainee.wait_for_round(6)
         trainee.land()
@@ -220,11 +220,11 @@ def test_an_island_that_gives_to_every_third_round_gives_another_fragment_each_t
             trainee.land()
         # Two steps again, and the turn of the same fragment.
         assert trainee.round == 3
-        assert not island.outer.listening.is_due()
+        assert not trainee.rounds.is_due()
         trainee.wait_for_round(4)
         trainee.step()
         trainee.land()
-        assert island.outer.listening.is_due()
+        assert trainee.rounds.is_due()
         trainee.turn()
         return [heard.fragment for heard in trainee.heard if heard.is_given]
 
@@ -235,7 +235,7 @@ def test_an_island_that_gives_to_every_third_round_gives_another_fragment_each_t
 
 
 class DiesAt(NoHooks):
-    """The island is gone at a phase of a round."""
+    """Hooks by which the island dies at a phase of a round."""
 
     def __init__(self, hub: Hub, island: str, phase: Phase, round_number: int) -> None:
         self.has_died = threading.Event()
@@ -250,11 +250,11 @@ class DiesAt(NoHooks):
 
 @pytest.mark.parametrize("phase", ["sending", "vote", pytest.param("reducing", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "victim,givers",
+    "victim,contributors",
     [("b", "ab"), ("c", "ab"), ("a", "ab"), ("a", "b")],
     ids=["who gives", "who listens", "the planner, who gives", "the planner, who listens"],
 )
-def test_when_an_island_dies_in_a_round_the_living_commit_it(victim: str, givers: str, phase: Phase) -> None:
+def test_when_an_island_dies_in_a_round_the_living_commit_it(victim: str, contributors: str, phase: Phase) -> None:
     hub = Hub()
     fault = DiesAt(hub, victim, phase, 2)
     made = config(3, rounds=100)
@@ -262,9 +262,9 @@ def test_when_an_island_dies_in_a_round_the_living_commit_it(victim: str, givers
     def script(island: Island) -> list[str]:
         trainee = Trainee(island)
         trainee.begin()
-        if island.name not in givers and island.name == victim:
+        if island.name not in contributors and island.name == victim:
             assert fault.has_died.wait(GUARD_SECONDS)
-        elif island.name not in givers:
+        elif island.name not in contributors:
             trainee.step()
             trainee.wait_for_round(4)
             trainee.land()
@@ -318,8 +318,8 @@ def test_who_missed_a_round_that_it_listened_to_takes_the_state_and_listens_agai
         # It announces itself only now, as one whose record the others could not see.
         trainee = Trainee(island)
         assert alone.wait(GUARD_SECONDS)
-        island.outer._leader.announce()
-        island.outer.listening.start()
+        island.outer.averager.runner.leader.announce()
+        trainee.rounds.start()
         with pytest.raises(CaughtUp):
             trainee.run(lambda: False)
         assert trainee.round == 2
@@ -353,14 +353,14 @@ def test_a_checkpoint_between_pushes_is_gone_on_from() -> None:
     def saves(island: Island) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
         trainee = Trainee(island)
         trainee.begin()
-        while not island.outer.listening.is_due():
+        while not trainee.rounds.is_due():
             trainee.turn()
-        heard = island.outer.listening.give(trainee.made, holds=True)
+        heard = trainee.rounds.contribute(trainee.made, holds=True)
         assert heard.is_given
-        tensors, facts = island.outer.saved()
+        tensors, facts = island.outer.save()
         saved = {name: values.clone() for name, values in tensors.items()}, facts
         trainee.made = 0
-        island.outer.listening.go_on()
+        trainee.rounds.go_on()
         until(trainee, 2)
         return saved
 
@@ -372,11 +372,11 @@ def test_a_checkpoint_between_pushes_is_gone_on_from() -> None:
 
     def goes_on(island: Island) -> tuple[int, str]:
         tensors, facts = saved
-        found = island.outer.room(tensors)
+        found = island.outer.allocate(tensors)
         for name, room in found.items():
             room.copy_(tensors[name])
         island.outer.restore(found, facts)
-        return island.outer._held.mine._optimizer.pushes(0), island.outer.digest
+        return island.outer.replica.carried._optimizer.pushes(0), island.outer.digest
 
     saved = run_islands({"a": saves, "b": listens}, made, model=layered)["a"]
     assert run_islands({"a": goes_on}, made, model=layered)["a"] == (1, saved[1]["digest"])

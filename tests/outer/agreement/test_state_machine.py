@@ -5,10 +5,11 @@ from functools import cache
 
 import pytest
 
+from outer.agreement.messages import Goodbye, OutcomeQuery, Plan, Status, Vote
+from outer.agreement.planner import TooFew
+from outer.agreement.rules import Behind, Rules, majority
+from outer.agreement.state_machine import RoundProtocol
 from outer.errors import MessageError
-from outer.protocol import Protocol
-from outer.rounds import Goodbye, Plan, Question, Standing, Vote, no, yes
-from outer.verdicts import Behind, Rules, Short, majority
 from tests.outer.explore import (
     START,
     Budget,
@@ -29,7 +30,7 @@ WHOLE = {
     "2 islands, 2 rounds, nothing wrong": ("ab", 2, Budget()),
     "2 islands, a crash": ("ab", 1, Budget(crashes=1)),
 }
-"""Every world that can be reached."""
+"""Cases whose reachable worlds are all searched."""
 WHOLE_CASES = [pytest.param(case, marks=[pytest.mark.slow] if "2 rounds" in case else []) for case in WHOLE]
 BOUNDED = {
     "2 islands, everything once": ("ab", 1, ONCE),
@@ -39,21 +40,21 @@ BOUNDED = {
 }
 CRASHES = Budget(crashes=2, failed_reduces=2, duplicated=2, impatient=3)
 LOSSES = Budget(crashes=2, failed_reduces=2, duplicated=2, dropped=4)
-"""A message lost for longer than the grace is a partition: not here."""
+"""Without `impatient`: a message that is lost for longer than the grace would be a partition."""
 ALARMS = Budget(crashes=1, dropped=2, impatient=2, false_alarms=4)
 SEEDS = [60, pytest.param(1500, marks=pytest.mark.slow)]
 
 
 @dataclass
 class Findings:
-    """What was seen in the worlds of a case."""
+    """Findings in the worlds of a case."""
 
     num_worlds: int = 0
     num_ends: int = 0
     wrong: list[World] = field(default_factory=list)
-    """In which two islands have committed different plans on one state, or a plan that was voted down."""
+    """Worlds where two islands committed different plans on one state, or one committed a plan with a no vote."""
     unfinished: list[World] = field(default_factory=list)
-    """In which nothing more happens, and the islands have not all committed all rounds alike."""
+    """Worlds where nothing more happens although not all islands have committed the same rounds."""
 
 
 @cache
@@ -70,8 +71,8 @@ def findings(names: str, rounds: int, budget: Budget, bound: int) -> Findings:
 
 
 def breaks_a_vote(world: World) -> bool:
-    """Whether an island has committed a plan that a participant has voted down."""
-    cast = [(c, node.ballot.votes.get((c.plan, node.me))) for c in world.commits for node in world.nodes.values()]
+    """Whether an island has committed a plan on which a participant voted no."""
+    cast = [(c, node.vote_table.votes.get((c.plan, node.me))) for c in world.commits for node in world.nodes.values()]
     return any(vote is not None and vote.digest != digest_of(commit.plan) for commit, vote in cast)
 
 
@@ -135,7 +136,7 @@ def test_after_false_alarms_one_history_survives(names, num_seeds):
 
 
 def test_false_alarms_do_make_two_histories():
-    """Else the test before this one would show nothing."""
+    """The search finds forks when there are some; otherwise the test above would prove nothing."""
     worlds = (walk(new_world("abcd", 3, Budget(false_alarms=6, impatient=2)), seed, mishap=0.5) for seed in range(250))
     assert any(forked(world) for world in worlds)
 
@@ -143,61 +144,61 @@ def test_false_alarms_do_make_two_histories():
 # -- single steps -------------------------------------------------------------------------------------------------
 
 
-def node(name: str, others: str, **rules: object) -> Protocol:
-    made = Protocol(name, Rules(**rules), Standing(round=0, tokens=0, digest=START))  # pyright: ignore[reportArgumentType]
-    made.meet(others)
+def node(name: str, others: str, **rules: object) -> RoundProtocol:
+    made = RoundProtocol(name, Rules(**rules), Status(round=0, tokens=0, digest=START))  # pyright: ignore[reportArgumentType]
+    made.add(others)
     return made
 
 
-def gathering(name: str, others: str, ready: str = "", **rules: object) -> Protocol:
-    """An island that is ready, has heard where the others stand and that those in `ready` are ready, too."""
+def gathering(name: str, others: str, ready: str = "", **rules: object) -> RoundProtocol:
+    """A ready island that knows the status of the others, and that those in `ready` are ready, too."""
     made = node(name, others, **rules)
     made.prepare(ready_of(made))
     for other in others:
-        made.hear(other, ready_of(node(other, "")) if other in ready else made.standing)
+        made.receive(other, ready_of(node(other, "")) if other in ready else made.status)
     return made
 
 
 def test_the_first_by_name_plans_when_all_are_ready():
-    plan = gathering("a", "bc", ready="bc").consider(is_late=False)
+    plan = gathering("a", "bc", ready="bc").try_plan(is_late=False)
     assert isinstance(plan, Plan)
     assert plan.names == ["a", "b", "c"]
-    assert gathering("b", "ac", ready="ac").consider(is_late=False) is None
+    assert gathering("b", "ac", ready="ac").try_plan(is_late=False) is None
 
 
 def test_who_is_not_ready_is_waited_for_until_the_grace_is_over():
     a = gathering("a", "bc", ready="b")
-    assert a.consider(is_late=False) is None
-    plan = a.consider(is_late=True)
+    assert a.try_plan(is_late=False) is None
+    plan = a.try_plan(is_late=True)
     assert isinstance(plan, Plan)
     assert plan.names == ["a", "b"]
 
 
 def test_who_is_taking_a_state_is_not_waited_for():
     a = gathering("a", "bc", ready="b")
-    a.hear("c", Standing(round=0, tokens=0, digest=START, is_coming=False))
-    assert isinstance(a.consider(is_late=False), Plan)
+    a.receive("c", Status(round=0, tokens=0, digest=START, is_coming=False))
+    assert isinstance(a.try_plan(is_late=False), Plan)
 
 
 def test_who_has_said_goodbye_is_not_waited_for():
     a = gathering("a", "bc", ready="b")
-    a.hear("c", Goodbye(island="c", incarnation="0" * 8, round=0, steps=3))
-    assert isinstance(a.consider(is_late=False), Plan)
+    a.receive("c", Goodbye(island="c", incarnation="0" * 8, round=0, steps=3))
+    assert isinstance(a.try_plan(is_late=False), Plan)
 
 
 @pytest.mark.parametrize("policy,is_planned", [("wait", False), ("stop", False), ("continue", True)])
 def test_below_the_quorum_only_the_policy_continue_plans(policy, is_planned):
     a = gathering("a", "b", quorum=2, below_quorum=policy)
-    a.hear("b", Standing(round=0, tokens=0, digest=START))
-    a.lose("b")
-    assert isinstance(a.consider(is_late=True), Plan) == is_planned
+    a.receive("b", Status(round=0, tokens=0, digest=START))
+    a.mark_lost("b")
+    assert isinstance(a.try_plan(is_late=True), Plan) == is_planned
 
 
 def test_the_history_with_more_tokens_survives_whatever_its_round():
     a = gathering("a", "bc")
-    a.hear("b", Standing(round=2, tokens=50, digest="bb" * 8))
-    a.hear("c", Standing(round=1, tokens=90, digest="cc" * 8))
-    behind = a.consider(is_late=False)
+    a.receive("b", Status(round=2, tokens=50, digest="bb" * 8))
+    a.receive("c", Status(round=1, tokens=90, digest="cc" * 8))
+    behind = a.try_plan(is_late=False)
     assert behind is not None
     assert behind.donors == ("c",)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -205,40 +206,40 @@ def test_the_history_with_more_tokens_survives_whatever_its_round():
 def test_among_equal_histories_the_one_held_by_more_survives():
     a = gathering("a", "bc")
     for other in "bc":
-        a.hear(other, Standing(round=0, tokens=0, digest="bb" * 8))
-    behind = a.consider(is_late=True)
+        a.receive(other, Status(round=0, tokens=0, digest="bb" * 8))
+    behind = a.try_plan(is_late=True)
     assert behind.donors == ("b", "c")  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 
 
 def test_the_majority_is_not_settled_before_all_who_live_are_ready():
     a = gathering("a", "bc")
     others = {name: ready_of(node(name, "")).model_copy(update={"digest": "bb" * 8}) for name in "bc"}
-    a.hear("b", others["b"])
-    assert a.consider(is_late=False) is None
-    a.hear("c", others["c"])
-    assert isinstance(a.consider(is_late=False), Behind)
+    a.receive("b", others["b"])
+    assert a.try_plan(is_late=False) is None
+    a.receive("c", others["c"])
+    assert isinstance(a.try_plan(is_late=False), Behind)
 
 
 def test_an_island_that_is_behind_refuses_plans():
     a, b = gathering("a", "b", ready="b"), gathering("b", "a", ready="a")
-    plan = b.consider(is_late=True) or a.consider(is_late=True)
+    plan = b.try_plan(is_late=True) or a.try_plan(is_late=True)
     assert isinstance(plan, Plan)
-    b.hear("c", Standing(round=1, tokens=50, digest="cc" * 8))
-    assert isinstance(b.consider(is_late=False), Behind)
-    b.hear("a", plan)
+    b.receive("c", Status(round=1, tokens=50, digest="cc" * 8))
+    assert isinstance(b.try_plan(is_late=False), Behind)
+    b.receive("a", plan)
     assert b.plan is None
-    assert b.ballot.votes[plan.id, "b"].digest is None
+    assert b.vote_table.votes[plan.id, "b"].digest is None
 
 
 def test_start_islands_are_waited_for_before_the_first_round_only():
     a = gathering("a", "b", ready="b", start_islands=3)
-    short = a.consider(is_late=True)
-    assert isinstance(short, Short)
-    assert (short.present, short.needed, short.is_start) == (2, 3, True)
+    too_few = a.try_plan(is_late=True)
+    assert isinstance(too_few, TooFew)
+    assert (too_few.present, too_few.needed, too_few.is_start) == (2, 3, True)
     later = gathering("a", "", start_islands=3)
-    later.stand(Standing(round=1, tokens=10, digest=START))
+    later.update_status(Status(round=1, tokens=10, digest=START))
     later.prepare(ready_of(later))
-    assert isinstance(later.consider(is_late=False), Plan)
+    assert isinstance(later.try_plan(is_late=False), Plan)
 
 
 def test_among_as_many_the_lower_digest_survives():
@@ -248,30 +249,30 @@ def test_among_as_many_the_lower_digest_survives():
 
 def test_whoever_was_asked_does_not_commit_on_votes_alone():
     a = gathering("a", "b", ready="b")
-    plan = a.consider(is_late=False)
+    plan = a.try_plan(is_late=False)
     assert isinstance(plan, Plan)
-    a.vote(yes(plan, "a", "11" * 8))
-    a.hear("b", Question(plan=plan.id, round=0))
-    a.hear("b", Vote(plan=plan.id, round=0, island="b", digest="11" * 8))
+    a.vote(Vote.yes(plan, "a", "11" * 8))
+    a.receive("b", OutcomeQuery(plan=plan.id, round=0))
+    a.receive("b", Vote(plan=plan.id, round=0, island="b", digest="11" * 8))
     assert a.conclude(is_late=False) == "open"
 
 
 def test_whoever_took_a_participant_for_lost_does_not_commit_on_votes_alone():
     a = gathering("a", "b", ready="b")
-    plan = a.consider(is_late=False)
+    plan = a.try_plan(is_late=False)
     assert isinstance(plan, Plan)
-    a.vote(yes(plan, "a", "11" * 8))
-    a.lose("b")
-    a.hear("b", Vote(plan=plan.id, round=0, island="b", digest="11" * 8))
+    a.vote(Vote.yes(plan, "a", "11" * 8))
+    a.mark_lost("b")
+    a.receive("b", Vote(plan=plan.id, round=0, island="b", digest="11" * 8))
     assert a.conclude(is_late=False) == "open"
 
 
 def test_a_plan_that_was_asked_about_before_it_came_is_refused():
     a, b = gathering("a", "b", ready="b"), gathering("b", "a", ready="a")
-    plan = a.consider(is_late=False)
+    plan = a.try_plan(is_late=False)
     assert isinstance(plan, Plan)
-    b.hear("a", Question(plan=plan.id, round=0))
-    b.hear("a", plan)
+    b.receive("a", OutcomeQuery(plan=plan.id, round=0))
+    b.receive("a", plan)
     assert b.plan is None
     assert (to_a := b.outbox[-1])[0] == "a"
     assert isinstance(to_a[1], Vote)
@@ -280,48 +281,48 @@ def test_a_plan_that_was_asked_about_before_it_came_is_refused():
 
 def test_votes_for_another_plan_of_the_same_attempt_do_not_count():
     a = gathering("a", "b", ready="b")
-    plan = a.consider(is_late=False)
+    plan = a.try_plan(is_late=False)
     assert isinstance(plan, Plan)
-    a.vote(yes(plan, "a", "11" * 8))
-    a.hear("b", Vote(plan="f" * 32, round=0, island="b", digest="11" * 8))
+    a.vote(Vote.yes(plan, "a", "11" * 8))
+    a.receive("b", Vote(plan="f" * 32, round=0, island="b", digest="11" * 8))
     assert a.conclude(is_late=False) == "open"
 
 
 def test_nobody_speaks_for_another_island():
     a = gathering("a", "b")
     with pytest.raises(MessageError, match="'b' speaks for 'c'"):
-        a.hear("b", ready_of(node("c", "")))
+        a.receive("b", ready_of(node("c", "")))
 
 
 def test_claims_of_more_tokens_than_a_round_has_are_refused():
     a = gathering("a", "b", max_tokens=5)
     with pytest.raises(MessageError, match="'b' claims 10 tokens, a round has at most 5"):
-        a.hear("b", ready_of(node("b", "")))
+        a.receive("b", ready_of(node("b", "")))
 
 
 def test_claims_of_a_round_beyond_the_run_are_refused():
     a = gathering("a", "b", max_round=4)
     with pytest.raises(MessageError, match="'b' claims round 5"):
-        a.hear("b", Standing(round=5, tokens=99, digest="bb" * 8))
+        a.receive("b", Status(round=5, tokens=99, digest="bb" * 8))
 
 
 def test_a_flood_of_votes_does_not_fill_memory():
     a = gathering("a", "b")
     with pytest.raises(MessageError, match="too many plans"):
         for number in range(10_000):
-            a.hear("b", Vote(plan=f"{number:032x}", round=0, island="b"))
+            a.receive("b", Vote(plan=f"{number:032x}", round=0, island="b"))
 
 
 def test_an_island_whose_payload_could_not_be_used_is_left_out_of_the_next_attempt():
     a = gathering("a", "bc", ready="bc")
-    plan = a.consider(is_late=False)
+    plan = a.try_plan(is_late=False)
     assert isinstance(plan, Plan)
-    a.vote(no(plan, "a", "c sent nan", accused="c"))
+    a.vote(Vote.no(plan, "a", "c sent nan", accused="c"))
     assert a.conclude(is_late=False) == "abort"
     a.prepare(ready_of(a))
     for other in "bc":
-        a.hear(other, ready_of(node(other, "")).model_copy(update={"attempt": 1}))
-    plan = a.consider(is_late=False)
+        a.receive(other, ready_of(node(other, "")).model_copy(update={"attempt": 1}))
+    plan = a.try_plan(is_late=False)
     assert isinstance(plan, Plan)
     assert plan.names == ["a", "b"]
 
@@ -329,7 +330,7 @@ def test_an_island_whose_payload_could_not_be_used_is_left_out_of_the_next_attem
 def test_an_island_that_accuses_two_is_left_out_itself():
     a = gathering("a", "bc", ready="bc")
     for accused in "ab":
-        a.hear("c", Vote(plan=digest_of(accused) * 2, round=0, island="c", accused=accused))
-    plan = a.consider(is_late=False)
+        a.receive("c", Vote(plan=digest_of(accused) * 2, round=0, island="c", accused=accused))
+    plan = a.try_plan(is_late=False)
     assert isinstance(plan, Plan)
     assert plan.names == ["a", "b"]

@@ -1,4 +1,4 @@
-"""How far a decoded element may be from the encoded one, for the codecs that promise it of every element."""
+"""Bounds on the error of each decoded element, for the codecs that guarantee one."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""fp32, bf16 and fp16: what they refuse, and how they round."""
+"""fp32, bf16 and fp16: rounding, and the values they reject."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What every codec promises: size, refusals, nothing shared, zeros, equal bytes for equal values."""
+"""The guarantees of every codec: size, rejections, no shared memory, exact zeros, equal bytes for equal values."""
 
 import math
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from outer.codecs import build_codec
-from outer.digest import part_digest
 from outer.errors import InputError, MessageError, NonFiniteError
+from outer.space.digest import part_digest
 from tests.outer.codec_values import DENSE, FP32_MAX, NAMES, SIZES, mixed_values, round_trip
 
 torch.set_num_threads(1)

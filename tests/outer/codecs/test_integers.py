@@ -1,4 +1,4 @@
-"""int8, int4 and e3m0: codes, scales, and what they refuse."""
+"""int8, int4 and e3m0: codes, scales, and the payloads they reject."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""lowrank: what a rank keeps, what it costs, and that decoding is exact."""
+"""lowrank: the precision and size of a rank, and exact decoding."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Equal bytes and values whatever vector units a machine has, and whether it flushes denormals."""
+"""Payloads and values are equal on machines with any vector units, with or without flushed denormals."""
 
 import os
 import subprocess

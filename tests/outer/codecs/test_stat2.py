@@ -16,7 +16,7 @@ BLOCK = 512
 
 
 def assert_sums_are_kept(values: torch.Tensor) -> None:
-    """Each block's sum, but for the documented rounding of table entries and of the values to the grid."""
+    """Each block's sum, up to the documented rounding of table entries and of the values to the grid."""
     decoded = round_trip("stat2", values).double()
     for block, out in zip(values.double().split(BLOCK), decoded.split(BLOCK), strict=True):
         grid = max(block.abs().max().item() / 32767, 2.0**-116)

@@ -1,4 +1,4 @@
-"""topk: which elements are sent, how close they are, and what is refused."""
+"""topk: the elements it sends, their precision, and the payloads it rejects."""
 
 import math
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from outer.codecs import build_codec
 from outer.codecs.base import Codec
-from outer.codecs.packing import pack_numbers
+from outer.codecs.packing.bits import pack_numbers
 from outer.config import CodingConfig
 from outer.errors import MessageError
 from tests.outer.codec_values import FP32_MAX, finite_values, mixed_values, normal_values
@@ -26,7 +26,7 @@ def round_trip(codec: Codec, values: torch.Tensor) -> torch.Tensor:
 
 
 def largest(values: torch.Tensor, top_k: int, chunk_elements: int) -> torch.Tensor:
-    """`values`, 0 but for the largest magnitudes of each chunk; of equal ones the first."""
+    """`values` with all but the largest magnitudes of each chunk set to 0; of equal ones the first stays."""
     kept = torch.zeros_like(values)
     for start in range(0, len(values), chunk_elements):
         chunk = values[start : start + chunk_elements].tolist()
@@ -105,7 +105,7 @@ def test_eight_bits_are_within_half_a_step() -> None:
 
 
 def with_index(payload: torch.Tensor, position: int, index: int) -> torch.Tensor:
-    """A payload of `topk(4, 16, 32)` for 40 elements (12 picked) with another index: bit b at position + 12 b."""
+    """A payload of `topk(4, 16, 32)` for 40 elements (12 selected) with another index: bit b at position + 12 b."""
     bits = torch.from_numpy(payload[48:].numpy().copy())
     planes = [(bits >> shift & 1) for shift in range(8)]
     flat = torch.cat(planes)[:48].view(4, 12)

@@ -9,7 +9,8 @@ import torch
 
 from outer.config import GossipConfig, OuterConfig
 from outer.errors import InputError
-from outer.own_reading import OwnReading
+from outer.leases.ledger import Ledger
+from outer.leases.static_cursor import StaticCursor
 from tests.outer.islands import GUARD_SECONDS, Island, run_islands
 
 torch.set_num_threads(1)
@@ -22,36 +23,37 @@ def config(num_islands: int, **changes: object) -> OuterConfig:
     return OuterConfig(gossip=GossipConfig(), transport="loopback", **{**fields, **changes})
 
 
-def all_of(reading: OwnReading) -> list[int]:
+def all_of(reading: StaticCursor) -> list[int]:
     return [reading.next_unit() for _ in range(reading.num_left)]
 
 
 def test_islands_of_the_start_read_a_step_of_the_data_parallel_run_together() -> None:
-    read = [all_of(OwnReading(config(3), index, joins=False)) for index in range(3)]
+    read = [all_of(StaticCursor(config(3), index, joins=False)) for index in range(3)]
     assert read[1] == [1, 4, 7, 10, 13, 16, 19, 22]
     assert sorted(chain.from_iterable(read)) == list(range(3 * ROUNDS * STEPS))
 
 
 def test_islands_that_come_late_read_what_nobody_else_does() -> None:
     everybody = [(index, False) for index in range(6)] + [(index, True) for index in range(3)]
-    read = [unit for index, joins in everybody for unit in all_of(OwnReading(config(3), index, joins=joins))]
+    read = [unit for index, joins in everybody for unit in all_of(StaticCursor(config(3), index, joins=joins))]
     assert len(set(read)) == len(read) == 9 * ROUNDS * STEPS
 
 
 def test_what_is_read_follows_from_the_step() -> None:
-    reading = OwnReading(config(3), 1, joins=False)
-    reading.begin(5)
-    assert reading.read == () and reading.num_left == 3
-    reading.take_up(1)
-    assert reading.next_unit() == 6 * 3 + 1
-    assert reading.read == (range(16, 22, 3),)
+    cursor = StaticCursor(config(3), 1, joins=False)
+    cursor.begin(2, Ledger())
+    done = 2 * STEPS
+    assert cursor.read == () and cursor.num_left == ROUNDS * STEPS - done
+    cursor.resume(1)
+    assert cursor.next_unit() == (done + 1) * 3 + 1
+    assert cursor.read == (range(done * 3 + 1, (done + 2) * 3 + 1, 3),)
 
 
 def make_rounds(island: Island, count: int) -> list[int]:
     """The units read."""
     read = []
     for _ in range(count):
-        read += [island.outer.reading.next_unit() for _ in range(STEPS)]
+        read += [island.outer.cursor.next_unit() for _ in range(STEPS)]
         island.train(island.outer.position.round)
         island.outer.launch(100)
         report = island.outer.land().reports[0]
@@ -75,8 +77,8 @@ def first_half(island: Island) -> tuple[Any, Any, Any, list[int]]:
     """Two rounds, and one inner step of the third."""
     island.outer.begin()
     read = make_rounds(island, 2)
-    read.append(island.outer.reading.next_unit())
-    tensors, facts = island.outer.saved()
+    read.append(island.outer.cursor.next_unit())
+    tensors, facts = island.outer.save()
     saved = {name: values.clone() for name, values in tensors.items()}
     island.outer.finish()
     return saved, facts, [values.clone() for values in island.params.values], read
@@ -86,7 +88,7 @@ def restored(island: Island, half: tuple[Any, Any, Any, list[int]]) -> None:
     tensors, facts, values, _ = half
     for mine, saved in zip(island.params.values, values, strict=True):
         mine.copy_(saved)
-    room = island.outer.room(tensors)
+    room = island.outer.allocate(tensors)
     assert room.keys() == tensors.keys()
     for name, space in room.items():
         space.copy_(tensors[name])
@@ -101,7 +103,7 @@ def test_islands_that_stop_in_a_round_end_as_if_they_had_not() -> None:
     def second_half(island: Island) -> tuple[Any, list[int]]:
         restored(island, halves[island.name])
         assert island.outer.begin().round == 2
-        read = [island.outer.reading.next_unit()]
+        read = [island.outer.cursor.next_unit()]
         island.train(2)
         island.outer.launch(100)
         island.outer.land()
@@ -133,7 +135,7 @@ def test_who_goes_on_from_a_checkpoint_takes_the_params_of_those_that_are_ahead(
             restored(island, half)
             assert at_three.wait(GUARD_SECONDS)
             assert island.outer.begin().round == 3
-            assert island.outer.reading.read == () and island.outer.reading.num_left == STEPS
+            assert island.outer.cursor.read == () and island.outer.cursor.num_left == STEPS
             return island.params.flat()
         finally:
             done.set()

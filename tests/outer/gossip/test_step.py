@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from outer.config import GossipConfig, OuterConfig
-from outer.desk import Desk, Offer, Place, Word
 from outer.errors import MessageError
-from outer.gossip import Share, groups_of_round, optimizer_of, outer_gradient
-from outer.gossip_loop import GossipLoop
+from outer.gossip.averager import GossipAverager
+from outer.gossip.server import GossipServer, MeetReply, PublishedShare, TellReply
+from outer.gossip.shares import ShareCoding
+from outer.gossip.step import Share, build_optimizer_config, groups_of_round, outer_gradient
 from outer.membership.loopback import LoopbackMessenger
-from outer.optim import OuterOptimizer
-from outer.reports import CaughtUp, RoundReport
-from outer.rounds import parse
-from outer.shares import ShareCoding
-from outer.space import Space
-from outer.transports.base import Endpoint
+from outer.network.endpoints import Endpoint, Messenger
+from outer.network.messages import parse
+from outer.report import CaughtUp, RoundReport
+from outer.space.layout import Space
+from outer.state.optimizer import OuterOptimizer
 from outer.transports.loopback import Hub
 from tests.outer.islands import GUARD_SECONDS, Island, Spec, as_matrix, progress, run_islands, tensors
 
@@ -58,7 +58,7 @@ def step_together(params: list[torch.Tensor], momenta: list, grads: list[torch.T
 
 
 def optimizers(params: list[torch.Tensor], c: GossipConfig) -> list[OuterOptimizer]:
-    return [OuterOptimizer({0: values}, optimizer_of(c)) for values in params]
+    return [OuterOptimizer({0: values}, build_optimizer_config(c)) for values in params]
 
 
 @pytest.mark.parametrize("num_islands", [4, 16, pytest.param(64, marks=pytest.mark.slow)])
@@ -113,14 +113,19 @@ def config(num_islands: int, group: int = 2, **changes: object) -> OuterConfig:
     return OuterConfig(gossip=GossipConfig(group=group), **{**fields, **changes})
 
 
-def loop_of(island: Island) -> GossipLoop:
-    assert isinstance(island.outer, GossipLoop)
-    return island.outer
+def averager_of(island: Island) -> GossipAverager:
+    assert isinstance(island.outer.averager, GossipAverager)
+    return island.outer.averager
+
+
+def messenger_of(island: Island) -> Messenger:
+    assert island.network is not None
+    return island.network.messenger
 
 
 def break_off(island: Island) -> None:
     """Its connections end, as if its machine had died."""
-    messenger = loop_of(island)._network.messenger
+    messenger = messenger_of(island)
     assert isinstance(messenger, LoopbackMessenger)
     messenger._hub.lose(island.name)
 
@@ -213,9 +218,9 @@ def test_a_partner_that_dies_with_its_share_half_given_is_left_out() -> None:
         """Goes when its share is asked for in round 1."""
 
         def __init__(self, island: Island) -> None:
-            desk = loop_of(island)._desk
-            self._island, self._take = island, desk._on_take
-            loop_of(island)._network.messenger.serve("take", self)
+            server = averager_of(island).exchange._server
+            self._island, self._take = island, server._on_take
+            messenger_of(island).serve("take", self)
 
         async def __call__(self, source, body: bytes) -> bytes:
             if self._island.outer.position.round == 1 and b'"part":3' in body:
@@ -271,7 +276,7 @@ def test_an_island_rounds_behind_goes_on_from_one_that_is_ahead() -> None:
     def fast(island: Island) -> None:
         island.outer.begin()
         # As if it had waited its grace for the other in vain.
-        loop_of(island)._deadlines.initial_seconds = 0.0
+        averager_of(island).pace.deadlines.initial_seconds = 0.0
         for _ in range(3):
             one_round(island)
         ahead.set()
@@ -317,10 +322,10 @@ def test_a_share_of_another_size_or_not_finite_is_refused() -> None:
 
 def test_a_stranger_gets_nothing_and_changes_nothing() -> None:
     async def ask() -> None:
-        desk = Desk(LoopbackMessenger(Hub(), "run", Endpoint("a", 0)), [0, 0])
-        await desk.open(Offer(3, frozenset({"b"}), {0: torch.ones(4, dtype=torch.uint8)}))
+        server = GossipServer(LoopbackMessenger(Hub(), "run", Endpoint("a", 0)), [0, 0])
+        await server.publish(PublishedShare(3, frozenset({"b"}), {0: torch.ones(4, dtype=torch.uint8)}))
         partner, stranger = Endpoint("b", 0), Endpoint("c", 0)
-        assert await desk._on_take(partner, b'{"round":3,"part":0}') == bytes([1, 1, 1, 1])
+        assert await server._on_take(partner, b'{"round":3,"part":0}') == bytes([1, 1, 1, 1])
         for source, body in [
             (stranger, b'{"round":3,"part":0}'),
             (partner, b'{"round":3,"part":1}'),
@@ -329,12 +334,12 @@ def test_a_stranger_gets_nothing_and_changes_nothing() -> None:
             (partner, b"\x80\x04."),
         ]:
             with pytest.raises(MessageError):
-                await desk._on_take(source, body)
-        assert parse(Place, await desk._on_meet(stranger, b'{"round":3}')).status == "apart"
-        assert parse(Place, await desk._on_meet(partner, b'{"round":2}')).status == "past"
-        assert parse(Word, await desk._on_tell(stranger, b'{"round":3,"has_all":true}')).status == "no"
-        assert parse(Word, await desk._on_tell(partner, b'{"round":2,"has_all":true}')).status == "no"
-        assert desk.theirs == {}
+                await server._on_take(source, body)
+        assert parse(MeetReply, await server._on_meet(stranger, b'{"round":3}')).status == "apart"
+        assert parse(MeetReply, await server._on_meet(partner, b'{"round":2}')).status == "past"
+        assert parse(TellReply, await server._on_tell(stranger, b'{"round":3,"has_all":true}')).status == "no"
+        assert parse(TellReply, await server._on_tell(partner, b'{"round":2,"has_all":true}')).status == "no"
+        assert server.theirs == {}
 
     asyncio.run(ask())
 
@@ -344,7 +349,7 @@ def test_a_partner_with_another_round_or_none_of_the_parts_is_left_out() -> None
 
     class Answers:
         def __init__(self, island: Island, kind: str, reply: bytes) -> None:
-            loop_of(island)._network.messenger.serve(kind, self)
+            messenger_of(island).serve(kind, self)
             self._reply = reply
 
         async def __call__(self, source: Endpoint, body: bytes) -> bytes:
@@ -354,7 +359,7 @@ def test_a_partner_with_another_round_or_none_of_the_parts_is_left_out() -> None
         Answers(island, kind, reply)
         return rounds(1, island)
 
-    carriers = Place(status="here", round=0, carriers=[[0, 1]]).model_dump_json().encode()
+    carriers = MeetReply(status="here", round=0, carriers=[[0, 1]]).model_dump_json().encode()
     for kind, reply in [("take", b"x" * 40), ("meet", carriers), ("meet", b"{}")]:
         found = run_islands({"a": partial(rounds, 1), "b": partial(bad, kind, reply)}, config(2))
         assert found["a"][0].participants == ["a"] and found["b"][0].participants == ["b"], (kind, reply)

@@ -1,4 +1,4 @@
-"""What whole islands read: each unit once in committed rounds, over deaths, joiners and re-based progress."""
+"""Whole islands read each unit once in committed rounds, over deaths, joiners and re-based progress."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -8,14 +8,14 @@ from itertools import chain
 import pytest
 import torch
 
-import outer.account
-from outer.account import Account
+import outer.leases.ledger
 from outer.config import OuterConfig
 from outer.errors import OuterError
-from outer.reading import Reading
-from outer.reports import CaughtUp
-from outer.runs import Runs
-from tests.outer.islands import GUARD_SECONDS, Island, dies_in, run_islands
+from outer.leases.cursor import LeaseCursor
+from outer.leases.ledger import Ledger
+from outer.leases.ranges import Ranges
+from outer.report import CaughtUp
+from tests.outer.islands import GUARD_SECONDS, Island, attempt, dies_in, run_islands
 
 torch.set_num_threads(1)
 
@@ -29,23 +29,23 @@ def config(num_islands: int, **changes: object) -> OuterConfig:
 
 @dataclass
 class Life:
-    """What an island has read, round by round as it committed, and the account that it ended with."""
+    """Units that an island has read, by committed round, and the ledger that it ended with."""
 
     trained: list[list[int]] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
-    account: Account = field(default_factory=Account)
+    ledger: Ledger = field(default_factory=Ledger)
 
 
 def live(island: Island, reached: Callable[[int], None] = lambda number: None) -> Life:
-    """An island's life; one that dies ends with an attempt that does not commit."""
+    """Train and commit until the end. The life of an island that dies ends with an attempt that does not commit."""
     outer, life, read = island.outer, Life(), list[int]()
     outer.begin()
     while outer.position.round < ROUNDS:
         reached(outer.position.round)
-        read += [outer.reading.next_unit() for _ in range(STEPS)]
+        read += [outer.cursor.next_unit() for _ in range(STEPS)]
         island.train(outer.position.round)
         try:
-            report = outer.attempt(100)
+            report = attempt(outer, 100)
         except CaughtUp as caught:
             life.dropped += [] if caught.is_kept else read
             read = read if caught.is_kept else []
@@ -57,30 +57,30 @@ def live(island: Island, reached: Callable[[int], None] = lambda number: None) -
         elif (island.name, report.round) == ("b", DEATH):
             return life
     outer.finish()
-    life.account = outer.position.account
+    life.ledger = outer.position.ledger
     return life
 
 
-def units_of(runs: Runs) -> list[int]:
+def units_of(runs: Ranges) -> list[int]:
     return list(chain.from_iterable(runs))
 
 
-def assert_each_unit_once(lives: Mapping[str, Life], account: Account) -> None:
-    """Trained, leased or returned."""
+def assert_each_unit_once(lives: Mapping[str, Life], ledger: Ledger) -> None:
+    """All units that are trained, leased or returned."""
     trained = list(chain.from_iterable(units for life in lives.values() for units in life.trained))
-    leased = (units_of(lease.runs) for lease in account.leases.values())
-    still_open = [*units_of(account.returned), *chain.from_iterable(leased)]
-    assert sorted(trained + still_open) == list(range(account.frontier))
-    assert account.trained == len(trained)
+    leased = (units_of(lease.runs) for lease in ledger.leases.values())
+    still_open = [*units_of(ledger.returned), *chain.from_iterable(leased)]
+    assert sorted(trained + still_open) == list(range(ledger.frontier))
+    assert ledger.trained == len(trained)
 
 
 @pytest.mark.parametrize("num_places", [16, 1], ids=["apart", "two joiners at one place"])
 def test_over_a_death_and_two_joiners_every_unit_is_trained_once(monkeypatch, num_places: int) -> None:
-    monkeypatch.setattr(outer.account, "NUM_SPARES", num_places)
+    monkeypatch.setattr(outer.leases.ledger, "NUM_SPARES", num_places)
     may_join, gather = threading.Event(), threading.Barrier(3)
 
     def meet(island: Island) -> Life:
-        """Rounds are fast: in rounds 2 and 3 the run waits until both joiners have its state."""
+        """Wait in rounds 2 and 3 until both joiners have the state, because rounds are fast."""
         wanted = {2, 3}
 
         def reached(number: int) -> None:
@@ -94,24 +94,24 @@ def test_over_a_death_and_two_joiners_every_unit_is_trained_once(monkeypatch, nu
 
     scripts = {"a": meet, "b": live, "c": meet, "d": meet}
     lives = run_islands(scripts, config(2), faults={"b": dies_in(DEATH)})
-    assert lives["a"].account == lives["c"].account == lives["d"].account
+    assert lives["a"].ledger == lives["c"].ledger == lives["d"].ledger
     assert len(lives["b"].trained) == DEATH and lives["c"].trained and lives["d"].trained
     assert bool(lives["d"].dropped) is (num_places == 1), "who was refused begins anew"
-    assert_each_unit_once(lives, lives["a"].account)
+    assert_each_unit_once(lives, lives["a"].ledger)
 
 
 def test_islands_that_all_live_read_the_units_of_a_data_parallel_run_in_its_order() -> None:
     lives = run_islands(dict.fromkeys("abc", live), config(3))
     for index, name in enumerate("abc"):
         assert list(chain.from_iterable(lives[name].trained)) == list(range(index, 3 * STEPS * ROUNDS, 3))
-    assert lives["a"].account.trained == 3 * STEPS * ROUNDS and lives["a"].account.returned == ()
+    assert lives["a"].ledger.trained == 3 * STEPS * ROUNDS and lives["a"].ledger.returned == ()
 
 
 def test_two_islands_with_one_index_are_told_so() -> None:
     def script(island: Island) -> str:
-        island.outer.unsent.reading = Reading(island.name, 0, "0" * 8, island.outer._held.terms)
+        island.outer.pending.cursor = LeaseCursor(island.name, 0, "0" * 8, island.outer.replica.terms)
         island.outer.begin()
-        island.outer.reading.next_unit()
+        island.outer.cursor.next_unit()
         island.outer.launch(100)
         if island.name == "b":
             with pytest.raises(OuterError) as caught:

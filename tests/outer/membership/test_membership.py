@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from hivemind.utils.timed_storage import get_dht_time
 
+from outer.connect import find_runs
 from outer.errors import InputError
-from outer.membership.base import Membership, endpoints_of
+from outer.membership.base import Membership
 from outer.membership.records import MAX_CONFIG_BYTES
-from outer.network import visit
-from outer.transports.base import Endpoint
+from outer.network.endpoints import Endpoint
 from tests.outer.nets import KINDS, A, B, RemotePeer, Swarm, member, run, swarm
 
 all_kinds = pytest.mark.parametrize("kind", KINDS)
@@ -18,8 +18,8 @@ ANOTHER = "11111111"
 
 
 @asynccontextmanager
-async def two(kind: str) -> AsyncIterator[tuple[Swarm, Membership, Membership]]:
-    """The memberships of islands a and b."""
+async def open_two(kind: str) -> AsyncIterator[tuple[Swarm, Membership, Membership]]:
+    """Open the memberships of islands a and b."""
     async with swarm(kind) as place:
         a, b = (await place.open(A)).membership, (await place.open(B)).membership
         assert a is not None
@@ -27,8 +27,8 @@ async def two(kind: str) -> AsyncIterator[tuple[Swarm, Membership, Membership]]:
         yield place, a, b
 
 
-async def until(read: Callable[[], Awaitable[Any]], expected: Any, seconds: float = 5) -> None:
-    """Return when `read` gives what is expected; records take a moment to travel."""
+async def wait_for(read: Callable[[], Awaitable[Any]], expected: Any, seconds: float = 5) -> None:
+    """Wait until `read` returns the expected value, because records take a moment to arrive."""
     async with asyncio.timeout(seconds):
         while await read() != expected:  # noqa: ASYNC110 - records set no event
             await asyncio.sleep(0.05)
@@ -37,12 +37,12 @@ async def until(read: Callable[[], Awaitable[Any]], expected: Any, seconds: floa
 @all_kinds
 def test_islands_see_each_others_records(kind):
     async def main() -> None:
-        async with two(kind) as (_, a, b):
+        async with open_two(kind) as (_, a, b):
             ours, theirs = member("a"), member("b", ANOTHER, round=5)
             await a.announce(ours)
             await b.announce(theirs)
             for membership in (a, b):
-                await until(membership.members, {"a": ours, "b": theirs})
+                await wait_for(membership.members, {"a": ours, "b": theirs})
 
     run(main())
 
@@ -50,10 +50,10 @@ def test_islands_see_each_others_records(kind):
 @all_kinds
 def test_a_record_can_be_changed(kind):
     async def main() -> None:
-        async with two(kind) as (_, a, b):
+        async with open_two(kind) as (_, a, b):
             await a.announce(member("a"))
             await a.announce(member("a", round=9))
-            await until(b.members, {"a": member("a", round=9)})
+            await wait_for(b.members, {"a": member("a", round=9)})
 
     run(main())
 
@@ -61,14 +61,14 @@ def test_a_record_can_be_changed(kind):
 @all_kinds
 def test_an_island_that_leaves_is_gone_at_once_and_may_come_back(kind):
     async def main() -> None:
-        async with two(kind) as (_, a, b):
+        async with open_two(kind) as (_, a, b):
             await a.announce(member("a"))
-            await until(b.members, {"a": member("a")})
+            await wait_for(b.members, {"a": member("a")})
             await a.leave()
             await a.leave()
-            await until(b.members, {}, seconds=2)
+            await wait_for(b.members, {}, seconds=2)
             await a.announce(member("a", ANOTHER))
-            await until(b.members, {"a": member("a", ANOTHER)})
+            await wait_for(b.members, {"a": member("a", ANOTHER)})
 
     run(main())
 
@@ -76,7 +76,7 @@ def test_an_island_that_leaves_is_gone_at_once_and_may_come_back(kind):
 @all_kinds
 def test_a_second_island_of_the_same_name_is_refused(kind):
     async def main() -> None:
-        async with two(kind) as (_, a, b):
+        async with open_two(kind) as (_, a, b):
             await a.announce(member("a"))
             with pytest.raises(InputError, match=r"'a' is in the run already .* choose another name"):
                 await b.announce(member("a", ANOTHER))
@@ -87,11 +87,11 @@ def test_a_second_island_of_the_same_name_is_refused(kind):
 @all_kinds
 def test_a_restarted_island_takes_its_own_place_at_once(kind):
     async def main() -> None:
-        async with two(kind) as (_, a, b):
+        async with open_two(kind) as (_, a, b):
             await a.announce(member("a", identity="0123456789"))
             restarted = member("a", ANOTHER, identity="0123456789", round=4)
             await b.announce(restarted)
-            await until(a.members, {"a": member("a", identity="0123456789")})
+            await wait_for(a.members, {"a": member("a", identity="0123456789")})
             assert await b.members() == {"a": restarted}
 
     run(main())
@@ -100,23 +100,23 @@ def test_a_restarted_island_takes_its_own_place_at_once(kind):
 @all_kinds
 def test_a_record_changes_in_the_background_until_its_island_leaves(kind):
     async def main() -> None:
-        async with two(kind) as (_, a, b):
+        async with open_two(kind) as (_, a, b):
             await a.announce(member("a"))
             a.update(member("a", round=2))
             assert await a.members() == {"a": member("a", round=2)}
-            await until(b.members, {"a": member("a", round=2)})
+            await wait_for(b.members, {"a": member("a", round=2)})
             await a.leave()
             a.update(member("a", round=3))
             assert await a.members() == {}
             await b.announce(member("b"))
-            await until(a.members, {"b": member("b")})
+            await wait_for(a.members, {"b": member("b")})
 
     run(main())
 
 
 def test_a_lost_island_knows_what_it_knew_and_is_back_when_healed():
     async def main() -> None:
-        async with two("loopback") as (place, a, b):
+        async with open_two("loopback") as (place, a, b):
             both = {"a": member("a"), "b": member("b")}
             await a.announce(both["a"])
             await b.announce(both["b"])
@@ -135,7 +135,7 @@ def test_a_lost_island_knows_what_it_knew_and_is_back_when_healed():
 @all_kinds
 def test_the_first_config_wins(kind):
     async def main() -> None:
-        async with two(kind) as (_, a, b):
+        async with open_two(kind) as (_, a, b):
             assert await a.read_config() is None
             await a.publish_config("model: {}\n")
             await b.publish_config("model: {layers: 3}\n")
@@ -148,7 +148,7 @@ def test_the_first_config_wins(kind):
 @all_kinds
 def test_a_config_that_is_too_long_is_refused(kind):
     async def main() -> None:
-        async with two(kind) as (_, a, _b):
+        async with open_two(kind) as (_, a, _b):
             with pytest.raises(InputError, match=f"at most {MAX_CONFIG_BYTES}"):
                 await a.publish_config("x" * (MAX_CONFIG_BYTES + 1))
 
@@ -177,7 +177,7 @@ MALFORMED = [b"", b"{}", b"\xff", member("other").model_dump_json().encode()]
 
 def test_a_malformed_record_is_left_out_of_a_dht():
     async def main() -> None:
-        async with two("hivemind") as (_, a, b):
+        async with open_two("hivemind") as (_, a, b):
             await a.announce(member("a"))
             for later, raw in enumerate([*MALFORMED, "text", 7]):
                 await b._dht.store("run/members", raw, get_dht_time() + 30 + later, subkey="b")
@@ -195,10 +195,10 @@ def test_a_killed_island_vanishes_and_its_name_is_free_again(kind):
             peer = RemotePeer(kind, place.bootstrap)
             try:
                 await peer.hear()
-                await until(a.members, {"b": member("b")})
+                await wait_for(a.members, {"b": member("b")})
             finally:
                 peer.kill()
-            await until(a.members, {}, seconds=20)
+            await wait_for(a.members, {}, seconds=20)
             await a.announce(member("b", ANOTHER))
             assert await a.members() == {"b": member("b", ANOTHER)}
 
@@ -208,12 +208,12 @@ def test_a_killed_island_vanishes_and_its_name_is_free_again(kind):
 @pytest.mark.parametrize("kind", ["gloo", "hivemind"])
 def test_a_visitor_finds_runs_configs_and_islands_by_an_address_alone(kind):
     async def main() -> None:
-        async with two(kind) as (place, a, b):
-            assert await visit(place.bootstrap[0], connect_seconds=5) == {}
+        async with open_two(kind) as (place, a, b):
+            assert await find_runs(place.bootstrap[0], connect_seconds=5) == {}
             await a.announce(member("a"))
             await b.announce(member("b"))
             await a.publish_config("seed: 1\n")
-            runs = await visit(place.bootstrap[0], connect_seconds=5)
+            runs = await find_runs(place.bootstrap[0], connect_seconds=5)
             assert list(runs) == ["run"]
             assert runs["run"].config_text == "seed: 1\n"
             assert runs["run"].islands == ("a", "b")
@@ -231,7 +231,7 @@ def test_a_swarm_goes_on_without_the_one_that_began_it():
             await a.membership.announce(member("a"))
             await first.close()
             await b.membership.announce(member("b"))
-            await until(a.membership.members, {"a": member("a"), "b": member("b")}, seconds=10)
+            await wait_for(a.membership.members, {"a": member("a"), "b": member("b")}, seconds=10)
             assert await b.membership.read_config() == "text"
 
     run(main())
@@ -239,8 +239,4 @@ def test_a_swarm_goes_on_without_the_one_that_began_it():
 
 def test_a_visit_to_a_wrong_address_says_what_is_right():
     with pytest.raises(InputError, match=r"'somewhere'; allowed: /ip4/.* or tcp://"):
-        run(visit("somewhere", 1))
-
-
-def test_endpoints_of_a_member_are_its_ranks_in_order():
-    assert endpoints_of(member("a", transport_addresses=["x", "y"])) == {Endpoint("a", 0): "x", Endpoint("a", 1): "y"}
+        run(find_runs("somewhere", 1))

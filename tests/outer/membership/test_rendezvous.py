@@ -10,18 +10,19 @@ from typing import Any
 
 import pytest
 
+from outer.connect import find_runs
 from outer.errors import InputError, MessageError, PeerLost
 from outer.membership import rendezvous as limits
 from outer.membership.base import Member
-from outer.membership.calls import StreamMessenger
-from outer.membership.link import Link
-from outer.membership.records import Announcement, Publication, Records, RunInfo, parse_message
+from outer.membership.records import Announcement, Publication, Records, RunInfo
 from outer.membership.rendezvous import MAX_RUNS, RecordServer, Rendezvous, serve_rendezvous
+from outer.membership.rendezvous_link import RendezvousLink
 from outer.membership.tcp import RENDEZVOUS, TcpMembership, dial, listen, open_membership
-from outer.network import visit
-from outer.transports.base import Endpoint, Traffic
+from outer.network.endpoints import Endpoint, Traffic
+from outer.network.messages import parse
+from outer.network.rpc import StreamMessenger
+from tests.outer.membership.test_membership import wait_for
 from tests.outer.nets import ROOT, A, B, C, Swarm, member, run
-from tests.outer.test_membership import until
 
 IDENTITY = "abcdef0123456789"
 
@@ -51,7 +52,7 @@ class Bootstrap:
 
 @contextmanager
 def rendezvous(count: int) -> Iterator[list[Rendezvous]]:
-    """Several of them, in this process."""
+    """Start several rendezvous in this process."""
     served = [serve_rendezvous("127.0.0.1", 0) for _ in range(count)]
     try:
         yield served
@@ -61,8 +62,8 @@ def rendezvous(count: int) -> Iterator[list[Rendezvous]]:
 
 
 @asynccontextmanager
-async def opened(*members: tuple[str, list[str]], run_id: str = "run") -> AsyncIterator[list[TcpMembership]]:
-    """Memberships of these islands at these addresses."""
+async def open_memberships(*members: tuple[str, list[str]], run_id: str = "run") -> AsyncIterator[list[TcpMembership]]:
+    """Open memberships of these islands at these addresses."""
     found: list[TcpMembership] = []
     try:
         for island, addresses in members:
@@ -74,26 +75,28 @@ async def opened(*members: tuple[str, list[str]], run_id: str = "run") -> AsyncI
 
 
 @asynccontextmanager
-async def opened_at_one(*islands: str) -> AsyncIterator[tuple[list[Rendezvous], list[TcpMembership]]]:
-    """Memberships at one rendezvous, which `restart` may replace in its list."""
-    held = [serve_rendezvous("127.0.0.1", 0)]
+async def open_at_one(*islands: str) -> AsyncIterator[tuple[list[Rendezvous], list[TcpMembership]]]:
+    """Open memberships at one rendezvous, which `restart` may replace in the list."""
+    servers = [serve_rendezvous("127.0.0.1", 0)]
     try:
-        async with opened(*((island, [held[0].address]) for island in islands)) as memberships:
-            yield held, memberships
+        async with open_memberships(*((island, [servers[0].address]) for island in islands)) as memberships:
+            yield servers, memberships
     finally:
-        held[0].close()
+        servers[0].close()
 
 
-async def restart(held: list[Rendezvous], log: pytest.LogCaptureFixture) -> None:
-    """Another rendezvous at the same address, once the first was missed; returns when that is known."""
+async def restart(servers: list[Rendezvous], log: pytest.LogCaptureFixture) -> None:
+    """Replace the rendezvous by another at the same address, once its loss is noticed. Waits until that is noticed."""
 
     async def is_said(words: str) -> bool:
-        return any(words in record.message for record in log.records if record.name == "outer.membership.link")
+        return any(
+            words in record.message for record in log.records if record.name == "outer.membership.rendezvous_link"
+        )
 
-    held[0].close()
-    await until(lambda: is_said("is lost"), True)
-    held[0] = serve_rendezvous("127.0.0.1", int(held[0].address.rpartition(":")[2]))
-    await until(lambda: is_said("is back"), True)
+    servers[0].close()
+    await wait_for(lambda: is_said("is lost"), True)
+    servers[0] = serve_rendezvous("127.0.0.1", int(servers[0].address.rpartition(":")[2]))
+    await wait_for(lambda: is_said("is back"), True)
 
 
 def test_a_run_goes_on_while_its_rendezvous_is_dead_and_fills_the_next():
@@ -108,8 +111,8 @@ def test_a_run_goes_on_while_its_rendezvous_is_dead_and_fills_the_next():
             both = {"a": member("a"), "b": member("b")}
             await a.membership.announce(both["a"])
             await b.membership.announce(both["b"])
-            await until(a.membership.members, both)
-            await until(b.membership.members, both)
+            await wait_for(a.membership.members, both)
+            await wait_for(b.membership.members, both)
             server.kill()
             addresses = {A: a.transport.address, B: b.transport.address}
             await asyncio.gather(*(n.transport.connect("1", addresses) for n in (a, b)))
@@ -117,13 +120,13 @@ def test_a_run_goes_on_while_its_rendezvous_is_dead_and_fills_the_next():
             a.membership.update(both["a"])
             assert await b.membership.members() == {"a": member("a"), "b": member("b")}
             server = await asyncio.to_thread(Bootstrap, server.port)
-            await until(b.membership.members, both, seconds=15)
+            await wait_for(b.membership.members, both, seconds=15)
             c = await place.open(C)
             assert c.membership is not None
-            await until(c.membership.members, both)
-            await until(c.membership.read_config, "seed: 1\n")
+            await wait_for(c.membership.members, both)
+            await wait_for(c.membership.read_config, "seed: 1\n")
         finally:
-            for network in reversed(place.opened):
+            for network in reversed(place.networks):
                 await network.close()
             server.kill()
 
@@ -134,7 +137,7 @@ def test_the_loss_of_a_rendezvous_is_said_once_and_so_is_its_return(caplog):
     caplog.set_level(logging.INFO, logger="outer.membership")
 
     async def main() -> None:
-        async with opened_at_one("a") as (server, (a,)):
+        async with open_at_one("a") as (server, (a,)):
             await a.announce(member("a"))
             await restart(server, caplog)
             assert await a.members() == {"a": member("a")}
@@ -148,11 +151,11 @@ def test_a_rendezvous_that_comes_back_empty_is_told_config_and_records(caplog):
     caplog.set_level(logging.INFO, logger="outer.membership")
 
     async def main() -> None:
-        async with opened_at_one("a") as (server, (a,)):
+        async with open_at_one("a") as (server, (a,)):
             await a.announce(member("a"))
             await a.publish_config("text")
             await restart(server, caplog)
-            await until(lambda: visit(server[0].address, 5), {"run": RunInfo("text", ("a",))})
+            await wait_for(lambda: find_runs(server[0].address, 5), {"run": RunInfo("text", ("a",))})
 
     run(main())
 
@@ -161,19 +164,19 @@ def test_a_rendezvous_that_comes_back_empty_is_not_believed_at_once(caplog):
     caplog.set_level(logging.INFO, logger="outer.membership")
 
     async def main() -> None:
-        async with opened_at_one("a", "b") as (server, (a, b)):
+        async with open_at_one("a", "b") as (server, (a, b)):
             await b.announce(member("b"))
-            await until(a.members, {"b": member("b")})
+            await wait_for(a.members, {"b": member("b")})
             await b.close()
             await restart(server, caplog)
             assert await a.members() == {"b": member("b")}
-            await until(a.members, {})
+            await wait_for(a.members, {})
 
     run(main())
 
 
 def test_another_process_at_the_same_address_is_noticed_without_a_loss():
-    link = Link("tcp://127.0.0.1:1", grace_seconds=60)
+    link = RendezvousLink("tcp://127.0.0.1:1", grace_seconds=60)
     link.on_answer(Records(server="1", digest="aa", records={"b": member("b").model_dump_json()}, has_config=True))
     link.on_answer(Records(server="1", digest="bb", records={"c": member("c").model_dump_json()}, has_config=True))
     assert link.known() == {"c": member("c")}
@@ -187,10 +190,10 @@ def test_one_of_several_rendezvous_is_enough():
         with rendezvous(2) as (first, second):
             first.close()
             both = [first.address, second.address]
-            async with opened(("a", both), ("b", [second.address])) as (a, b):
+            async with open_memberships(("a", both), ("b", [second.address])) as (a, b):
                 await a.announce(member("a"))
                 await a.publish_config("text")
-                await until(b.members, {"a": member("a")})
+                await wait_for(b.members, {"a": member("a")})
                 assert await b.read_config() == "text"
 
     run(main())
@@ -200,14 +203,14 @@ def test_records_of_all_rendezvous_count():
     async def main() -> None:
         with rendezvous(2) as (first, second):
             places = ("a", [first.address]), ("b", [second.address]), ("c", [first.address, second.address])
-            async with opened(*places) as (a, b, c):
+            async with open_memberships(*places) as (a, b, c):
                 await a.announce(member("a"))
                 await b.announce(member("b"))
-                await until(c.members, {"a": member("a"), "b": member("b")})
+                await wait_for(c.members, {"a": member("a"), "b": member("b")})
                 first.close()
-                await until(c.members, {"b": member("b")})
+                await wait_for(c.members, {"b": member("b")})
                 second.close()
-                await until(lambda: known_up(c), False)
+                await wait_for(lambda: known_up(c), False)
                 assert await c.members() == {"a": member("a"), "b": member("b")}
 
     async def known_up(membership: TcpMembership) -> bool:
@@ -228,15 +231,15 @@ def test_a_restarted_island_takes_its_place_at_once_and_its_old_process_does_not
     async def main() -> None:
         with rendezvous(1) as (server,):
             at = [server.address]
-            async with opened(("a", at), ("a", at), ("b", at)) as (old, new, other):
+            async with open_memberships(("a", at), ("a", at), ("b", at)) as (old, new, other):
                 first = member("a", "11111111", identity=IDENTITY)
                 second = member("a", "22222222", identity=IDENTITY, round=3)
                 await old.announce(first)
-                await until(other.members, {"a": first})
+                await wait_for(other.members, {"a": first})
                 await new.announce(second)
-                await until(other.members, {"a": second})
+                await wait_for(other.members, {"a": second})
                 old.update(member("a", "11111111", identity=IDENTITY, round=9))
-                await until(refused, True)
+                await wait_for(refused, True)
                 await old.leave()
                 assert await other.members() == {"a": second}
 
@@ -246,12 +249,12 @@ def test_a_restarted_island_takes_its_place_at_once_and_its_old_process_does_not
 def test_an_island_that_falls_silent_expires():
     async def main() -> None:
         with rendezvous(1) as (server,):
-            async with opened(("a", [server.address]), ("b", [server.address])) as (a, b):
+            async with open_memberships(("a", [server.address]), ("b", [server.address])) as (a, b):
                 await a.announce(member("a"))
                 await b.announce(member("b"))
-                await until(b.members, {"a": member("a"), "b": member("b")})
+                await wait_for(b.members, {"a": member("a"), "b": member("b")})
                 await a.close()
-                await until(b.members, {"b": member("b")})
+                await wait_for(b.members, {"b": member("b")})
                 await b.announce(member("a", "33333333"))
 
     run(main())
@@ -265,7 +268,7 @@ def announcement(name: str, run_id: str = "run", seconds: float = 60, **changes:
     return Announcement(run=run_id, member=member(name, **changes), life_seconds=seconds).model_dump_json().encode()
 
 
-def changed(**fields: Any) -> bytes:
+def make_record(**fields: Any) -> bytes:
     return json.dumps(json.loads(announcement("a")) | fields).encode()
 
 
@@ -273,13 +276,13 @@ MALFORMED = [
     ("announce", b""),
     ("announce", b"\xff\xfe"),
     ("announce", b"[" * 100_000),
-    ("announce", changed(run="../etc")),
-    ("announce", changed(run="x" * 65)),
-    ("announce", changed(life_seconds=1e9)),
-    ("announce", changed(life_seconds=0)),
-    ("announce", changed(life_seconds="NaN")),
-    ("announce", changed(extra=1)),
-    ("beat", changed(member={"island": "a"})),
+    ("announce", make_record(run="../etc")),
+    ("announce", make_record(run="x" * 65)),
+    ("announce", make_record(life_seconds=1e9)),
+    ("announce", make_record(life_seconds=0)),
+    ("announce", make_record(life_seconds="NaN")),
+    ("announce", make_record(extra=1)),
+    ("beat", make_record(member={"island": "a"})),
     ("members", b'{"run": 1}'),
     ("members", b'{"run": "run", "seen": "not hex"}'),
     ("publish", json.dumps({"run": "run", "text": "x" * (1 << 16) + "x"}).encode()),
@@ -332,7 +335,7 @@ def test_a_run_takes_so_many_bytes_and_no_more(monkeypatch):
     async def main() -> None:
         server = RecordServer()
         await ask(server, "announce", announcement("a", control_addresses=["x" * 2000]))
-        with pytest.raises(MessageError, match="4096 in all"):
+        with pytest.raises(MessageError, match="4096 per run"):
             await ask(server, "announce", announcement("b", control_addresses=["x" * 2000]))
         await ask(server, "announce", announcement("a", control_addresses=["x" * 3000]))
 
@@ -372,7 +375,7 @@ def test_records_of_a_hostile_rendezvous_are_checked():
         messenger = StreamMessenger(RENDEZVOUS, Endpoint("x", 0), dial, Traffic())
         messenger.serve("members", members)
         server = await listen(messenger, "127.0.0.1", 0)
-        async with opened(("z", [f"tcp://{server.address}"])) as (z,):
+        async with open_memberships(("z", [f"tcp://{server.address}"])) as (z,):
             assert await z.members() == {"a": good}
         await server.close()
 
@@ -387,7 +390,7 @@ def test_a_rendezvous_that_answers_nonsense_is_as_good_as_none():
         messenger = StreamMessenger(RENDEZVOUS, Endpoint("x", 0), dial, Traffic())
         messenger.serve("members", members)
         server = await listen(messenger, "127.0.0.1", 0)
-        with pytest.raises(InputError, match="a malformed Records"):
+        with pytest.raises(InputError, match="not a Records"):
             await open_membership([f"tcp://{server.address}"], "run", A, 1, connect_seconds=0.5)
         await server.close()
 
@@ -396,5 +399,5 @@ def test_a_rendezvous_that_answers_nonsense_is_as_good_as_none():
 
 def test_an_announcement_is_the_same_after_the_wire():
     whole = Announcement(run="run", member=member("a", round=3), life_seconds=5.0)
-    assert parse_message(Announcement, whole.model_dump_json().encode()) == whole
+    assert parse(Announcement, whole.model_dump_json().encode()) == whole
     assert isinstance(whole.member, Member)

@@ -1,4 +1,4 @@
-"""What each merge rule promises, and what a poisoned participant can do to it."""
+"""The guarantees of each merge rule, and the effect of a poisoned participant."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -15,8 +15,8 @@ from outer.merges.base import Merge, weights_of
 from outer.merges.contributors import contributors
 from outer.merges.geometric_median import geometric_median
 from outer.merges.mean import weighted_mean
-from outer.merges.order import CHUNK, comparators, coordinate_median
 from outer.merges.radial import radial
+from outer.merges.sort_rows import CHUNK, comparators, coordinate_median
 from outer.merges.trimmed_mean import num_trimmed, trimmed_mean
 
 torch.set_num_threads(1)
@@ -31,7 +31,7 @@ def rule_of(name: str, trim: float = 0.125) -> Merge:
 
 
 def parts_of(num_parts: int, size: int = 1000, seed: int = 0) -> list[torch.Tensor]:
-    """Pseudo-gradients of honest islands: something in common, more of their own."""
+    """Pseudo-gradients of honest islands: a common component, and a larger one of their own."""
     rng = np.random.default_rng([seed, num_parts])
     common = rng.standard_normal(size)
     parts = [0.5 * common + rng.standard_normal(size) for _ in range(num_parts)]
@@ -43,7 +43,7 @@ def equal_weights(parts: Sequence[torch.Tensor]) -> list[float]:
 
 
 def near(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> bool:
-    """Whether they differ by no more than `tolerance` of the expected one's norm."""
+    """Whether the difference is at most `tolerance` times the norm of `expected`."""
     return float((found - expected).norm()) <= tolerance * float(expected.norm())
 
 
@@ -237,7 +237,7 @@ def test_the_coordinate_median_is_numpys(num_parts: int) -> None:
 
 
 def spread(parts: Sequence[torch.Tensor], weights: Sequence[float], at: torch.Tensor) -> float:
-    """What the geometric median minimises."""
+    """The objective that the geometric median minimises."""
     return sum(
         weight * float((part.double() - at.double()).norm()) for part, weight in zip(parts, weights, strict=True)
     )

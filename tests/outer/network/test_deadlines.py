@@ -1,8 +1,8 @@
-"""Deadlines follow what was measured."""
+"""Deadlines follow the measured waits."""
 
 import pytest
 
-from outer.deadlines import DEFAULT_FLOOR_SECONDS, FLOORS, MAX_FIRST_SECONDS, SPREAD, Deadlines
+from outer.network.deadlines import DEFAULT_FLOOR_SECONDS, FLOORS, MAX_FIRST_SECONDS, SPREAD, Deadlines
 
 
 def test_more_islands_are_waited_for_longer():
@@ -13,7 +13,7 @@ def test_more_islands_are_waited_for_longer():
     assert deadlines.grace(num_waiting=3, num_absent=1) == 20.0
 
 
-def measured(*seconds: float, kind: str = "reduce", history: int = 32) -> Deadlines:
+def make_deadlines(*seconds: float, kind: str = "reduce", history: int = 32) -> Deadlines:
     deadlines = Deadlines(600.0, history)
     for value in seconds:
         deadlines.observe(kind, value)
@@ -21,9 +21,9 @@ def measured(*seconds: float, kind: str = "reduce", history: int = 32) -> Deadli
 
 
 def test_the_first_limit_is_the_users_until_three_waits_are_measured() -> None:
-    assert measured().limit("reduce") == 600.0
-    assert measured(1.0, 1.0).limit("reduce") == 600.0
-    assert measured(1.0, 1.0, 1.0).limit("reduce") < 600.0
+    assert make_deadlines().limit("reduce") == 600.0
+    assert make_deadlines(1.0, 1.0).limit("reduce") == 600.0
+    assert make_deadlines(1.0, 1.0, 1.0).limit("reduce") < 600.0
 
 
 def test_a_call_has_a_first_limit_of_its_own_unless_the_users_is_shorter() -> None:
@@ -33,45 +33,45 @@ def test_a_call_has_a_first_limit_of_its_own_unless_the_users_is_shorter() -> No
 
 @pytest.mark.parametrize("kind,floor", [*FLOORS.items(), ("other", DEFAULT_FLOOR_SECONDS)])
 def test_steady_waits_give_their_median_and_the_floor_of_their_kind(kind: str, floor: float) -> None:
-    assert measured(2.0, 2.0, 2.0, 2.5, kind=kind).limit(kind) == 2.0 + floor
+    assert make_deadlines(2.0, 2.0, 2.0, 2.5, kind=kind).limit(kind) == 2.0 + floor
 
 
 def test_scattered_waits_give_their_median_and_a_multiple_of_their_deviation() -> None:
     # Median 30; distances from it 20, 10, 0, 10, 20: their median 10.
-    assert measured(10.0, 20.0, 30.0, 40.0, 50.0).limit("reduce") == 30.0 + SPREAD * 10.0
+    assert make_deadlines(10.0, 20.0, 30.0, 40.0, 50.0).limit("reduce") == 30.0 + SPREAD * 10.0
 
 
 def test_one_outlier_among_many_hardly_moves_the_limit() -> None:
-    steady, outlier = measured(*[5.0] * 9), measured(*[5.0] * 8, 500.0)
+    steady, outlier = make_deadlines(*[5.0] * 9), make_deadlines(*[5.0] * 8, 500.0)
     assert outlier.limit("reduce") == steady.limit("reduce")
 
 
 def test_only_the_last_waits_count() -> None:
-    deadlines = measured(100.0, 100.0, 100.0, 1.0, 1.0, 1.0, history=3)
+    deadlines = make_deadlines(100.0, 100.0, 100.0, 1.0, 1.0, 1.0, history=3)
     assert deadlines.typical("reduce") == 1.0
     assert deadlines.limit("reduce") == 1.0 + FLOORS["reduce"]
 
 
 def test_kinds_of_wait_are_measured_apart() -> None:
-    deadlines = measured(1.0, 1.0, 1.0)
+    deadlines = make_deadlines(1.0, 1.0, 1.0)
     assert deadlines.limit("other") == 600.0
     assert deadlines.typical("other") is None
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-9, 3600.0])
 def test_a_limit_is_never_below_what_was_measured(value: float) -> None:
-    assert measured(value, value, value).limit("reduce") > value
+    assert make_deadlines(value, value, value).limit("reduce") > value
 
 
 def test_the_grace_is_the_users_until_rounds_are_measured() -> None:
-    assert measured().grace(3) == 600.0
-    assert measured(50.0, 50.0, kind="round").grace(3) == 600.0
+    assert make_deadlines().grace(3) == 600.0
+    assert make_deadlines(50.0, 50.0, kind="round").grace(3) == 600.0
 
 
 def test_the_grace_is_a_round_shared_by_those_who_wait() -> None:
-    deadlines = measured(60.0, 60.0, 60.0, kind="round")
+    deadlines = make_deadlines(60.0, 60.0, 60.0, kind="round")
     assert [deadlines.grace(n) for n in (0, 1, 2, 4)] == [60.0, 60.0, 30.0, 15.0]
 
 
 def test_short_rounds_do_not_make_the_grace_shorter_than_its_floor() -> None:
-    assert measured(0.5, 0.5, 0.5, kind="round").grace(4) == FLOORS["grace"]
+    assert make_deadlines(0.5, 0.5, 0.5, kind="round").grace(4) == FLOORS["grace"]

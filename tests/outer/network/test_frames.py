@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outer.errors import MessageError
-from outer.transports.base import Endpoint, Phase, Tag, Traffic
-from outer.wire import HEADER_BYTES, FrameStream, Header, Kind, hash_of, pack_header, parse_header, view_of
+from outer.network.endpoints import Endpoint, Leg, Tag, Traffic
+from outer.network.frames import HEADER_BYTES, FrameStream, Header, Kind, hash_names, pack_header, parse_header, view_of
+from outer.network.handshake import read_hello, say_hello
 
-RUN = hash_of("run", "bulk")
-HEADER = Header(Kind.PAYLOAD, 2, Tag(7, 1, Phase.GATHER, 5), 9, 1000)
+RUN = hash_names("run", "bulk")
+HEADER = Header(Kind.PAYLOAD, 2, Tag(7, 1, Leg.GATHER, 5), 9, 1000)
 
 headers = st.builds(
     Header,
@@ -21,7 +22,7 @@ headers = st.builds(
         Tag,
         st.integers(0, 2**32 - 1),
         st.integers(0, 2**32 - 1),
-        st.sampled_from(Phase),
+        st.sampled_from(Leg),
         st.integers(0, 2**32 - 1),
     ),
     st.integers(0, 2**64 - 1),
@@ -50,7 +51,7 @@ def test_a_changed_byte_is_refused_or_still_a_header(header, index, change):
 
 def test_a_frame_of_another_run_is_refused():
     with pytest.raises(MessageError, match="another run"):
-        parse_header(pack_header(HEADER, hash_of("other", "bulk")), RUN, 2000)
+        parse_header(pack_header(HEADER, hash_names("other", "bulk")), RUN, 2000)
 
 
 def test_a_frame_over_the_limit_is_refused_before_it_is_read():
@@ -65,7 +66,7 @@ def test_a_stream_of_random_bytes_ends_in_a_message_or_connection_error(raw):
         reader.feed_data(raw)
         reader.feed_eof()
         with pytest.raises((MessageError, ConnectionError)):
-            await stream.read_hello(Endpoint("b", 0))
+            await read_hello(stream, Endpoint("b", 0))
         with pytest.raises((MessageError, ConnectionError)):
             while True:
                 await stream.read(1 << 20)
@@ -94,13 +95,13 @@ def test_a_frame_arrives_as_it_was_sent_and_both_sides_count_it(num_bytes):
 
         async def accept(reader, writer):
             stream = FrameStream(reader, writer, RUN, received)
-            arrived.set_result((await stream.read_hello(Endpoint("b", 0)), await stream.read(num_bytes)))
+            arrived.set_result((await read_hello(stream, Endpoint("b", 0)), await stream.read(num_bytes)))
             stream.close()
 
         server = await asyncio.start_server(accept, "127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         stream = FrameStream(reader, writer, RUN, sent)
-        await stream.say_hello(Endpoint("a", 3), "epoch")
+        await say_hello(stream, Endpoint("a", 3), "epoch")
         header = Header(Kind.PAYLOAD, 3, HEADER.tag, num_bytes=num_bytes)
         await stream.write(header, view_of(payload))
         hello, (got, body) = await asyncio.wait_for(arrived, 10)
@@ -120,7 +121,7 @@ def test_a_payload_of_another_dtype_is_refused():
 
 
 async def _stream() -> tuple[FrameStream, asyncio.StreamReader, asyncio.Server]:
-    """A stream whose reader is fed by hand."""
+    """A stream whose reader the test feeds."""
     server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
     _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
     reader = asyncio.StreamReader()

@@ -3,9 +3,10 @@ import asyncio
 import pytest
 
 from outer.errors import DeadlineError, InputError, MessageError, PeerLost
-from outer.membership import calls
-from outer.transports.base import Endpoint, Traffic
-from outer.wire import HEADER_BYTES, FrameStream, Header, Kind, hash_of, pack_header
+from outer.network import rpc as calls
+from outer.network.endpoints import Endpoint, Traffic
+from outer.network.frames import HEADER_BYTES, FrameStream, Header, Kind, hash_names, pack_header
+from outer.network.handshake import say_hello
 from tests.outer.nets import KINDS, A, B, run, swarm
 
 all_kinds = pytest.mark.parametrize("kind", KINDS)
@@ -223,8 +224,8 @@ def test_a_malformed_call_ends_its_connection(message):
             a = await place.open(A)
             host, _, port = a.messenger.address.partition(":")
             reader, writer = await asyncio.open_connection(host, int(port))
-            stream = FrameStream(reader, writer, hash_of("run", "control"), Traffic())
-            await stream.say_hello(B)
+            stream = FrameStream(reader, writer, hash_names("run", "control"), Traffic())
+            await say_hello(stream, B)
             await stream.write(Header(Kind.CALL, num_bytes=len(message)), message)
             assert await _read_to_end(reader) == b""
             stream.close()
@@ -232,7 +233,7 @@ def test_a_malformed_call_ends_its_connection(message):
     run(main())
 
 
-HELLO = pack_header(Header(Kind.HELLO, 0, num_bytes=3), hash_of("run", "control")) + b"b\n1"
+HELLO = pack_header(Header(Kind.HELLO, 0, num_bytes=3), hash_names("run", "control")) + b"b\n1"
 
 
 @pytest.mark.parametrize(
@@ -241,13 +242,13 @@ HELLO = pack_header(Header(Kind.HELLO, 0, num_bytes=3), hash_of("run", "control"
         (bytes(HEADER_BYTES), "127.0.0.1", "header", "not a frame of version 1"),
         (b"DLCO\x02" + HELLO[5:], "127.0.0.1", "header", "begins with 444c434f02"),
         (HELLO[:6] + bytes(8) + HELLO[14:], "127.0.0.1", "run", "another run"),
-        (HELLO[:-3] + b"../", "127.0.0.1", "header", "'../', which is no island's name"),
+        (HELLO[:-3] + b"../", "127.0.0.1", "header", "'../', which is not an island's name"),
         (HELLO[:-11] + (600).to_bytes(8) + bytes(600), "127.0.0.1", "size", "600 bytes, at most 512"),
         (HELLO + b"DLCO", "b/0 at 127.0.0.1", "truncated", "within a header"),
         (HELLO[:-1], "127.0.0.1", "truncated", "within a frame"),
         (HELLO + HELLO, "b/0 at 127.0.0.1", "header", "HELLO, CALL expected"),
         (
-            HELLO + pack_header(Header(Kind.CALL, num_bytes=1 << 40), hash_of("run", "control")),
+            HELLO + pack_header(Header(Kind.CALL, num_bytes=1 << 40), hash_names("run", "control")),
             "b/0 at 127.0.0.1",
             "size",
             "1099511627776 bytes, at most",
@@ -263,7 +264,7 @@ def test_what_is_refused_is_counted_with_peer_and_reason(raw, peer, kind, text):
             writer.write(raw)
             writer.write_eof()
             await _read_to_end(reader)
-            ((its_peer, its_kind, its_text, count),) = a.refusals.drain()
+            ((its_peer, its_kind, its_text, count),) = a.rejections.drain()
             assert (its_peer, its_kind, count) == (peer, kind, 1)
             assert text in its_text
             writer.close()
@@ -284,7 +285,7 @@ def test_calls_that_are_refused_are_counted_with_the_caller(kind):
             for name in ("refuse", "what"):
                 with pytest.raises(MessageError):
                     await a.messenger.call(b.messenger.address, name, b"", timeout_seconds=10)
-            assert b.refusals.drain() == [
+            assert b.rejections.drain() == [
                 ("a/0", "call", "refuse: round 7 is over", 1),
                 ("a/0", "unknown", "nothing here answers 'what'", 1),
             ]
@@ -309,7 +310,7 @@ def test_connections_beyond_the_limit_are_counted(monkeypatch):
             monkeypatch.setattr(calls, "MAX_INCOMING", 0)
             with pytest.raises(PeerLost):
                 await a.messenger.call(b.messenger.address, "echo", b"", timeout_seconds=5)
-            assert b.refusals.counts() == {"streams": 1}
+            assert [(kind, count) for _, kind, _, count in b.rejections.drain()] == [("streams", 1)]
 
     run(main())
 

@@ -6,13 +6,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from outer.connect import Network, NetworkSettings, find_runs, open_network
 from outer.errors import InputError, MessageError, PeerLost
-from outer.keys import MAC_BYTES, Handshake, RunKey, open_sealed, read_run_key, seal
 from outer.membership.rendezvous import serve_rendezvous
-from outer.network import Network, NetworkSettings, open_network, visit
-from outer.refusals import MAX_ENTRIES, OTHERS, Refusals
-from outer.transports.base import Endpoint
-from outer.wire import HEADER_BYTES, Kind
+from outer.network.endpoints import Endpoint
+from outer.network.frames import HEADER_BYTES, Kind
+from outer.network.handshake import Handshake
+from outer.network.rejections import MAX_ENTRIES, OTHERS, Rejections
+from outer.network.run_key import MAC_BYTES, RunKey, read_run_key, seal, unseal
 from tests.outer.nets import A, B, Swarm, connect, member, payload, run, swarm, tag
 
 KEY, OTHER = RunKey(b"k" * 32), RunKey(b"o" * 32)
@@ -20,8 +21,8 @@ real_kinds = pytest.mark.parametrize("kind", ["gloo", "hivemind"])
 strangers = pytest.mark.parametrize(("ours", "theirs"), [(KEY, OTHER), (KEY, None), (None, KEY)])
 
 
-async def opened(place: Swarm, me: Endpoint, **changes) -> Network:
-    """A network of the swarm with other settings, closed with it; with gloo at a rendezvous that holds its key."""
+async def open_network_with(place: Swarm, me: Endpoint, **changes) -> Network:
+    """Open a network of the swarm with other settings. With gloo its rendezvous holds its key."""
     rendezvous = serve_rendezvous("127.0.0.1", 0, changes.get("run_key")) if place.kind == "gloo" else None
     bootstrap = [rendezvous.address] if rendezvous else place.bootstrap
     try:
@@ -29,18 +30,18 @@ async def opened(place: Swarm, me: Endpoint, **changes) -> Network:
             place.kind, NetworkSettings("run", me.island, me.rank, bootstrap, connect_seconds=5, **changes)
         )
     finally:
-        if rendezvous:  # what these tests need of it is that it lets a network begin
+        if rendezvous:  # these tests need the rendezvous only to open the network
             await asyncio.to_thread(rendezvous.close)
-    place.opened.append(network)
+    place.networks.append(network)
     if place.kind == "hivemind" and not place.bootstrap:
         place.bootstrap.append(network.transport.address.partition("@")[2])
     return network
 
 
-async def counted(network: Network, seconds: float = 5) -> None:
-    """Return when the network has refused something: the refused side may hear of it first."""
+async def wait_for_rejection(network: Network, seconds: float = 5) -> None:
+    """Wait until the network has counted a rejection, because the rejected side may notice it earlier."""
     async with asyncio.timeout(seconds):
-        while not network.refusals.total:
+        while not network.rejections.total:
             await asyncio.wait({asyncio.create_task(asyncio.Event().wait())}, timeout=0.01)
 
 
@@ -72,7 +73,7 @@ def test_a_key_file_that_everybody_can_read_is_spoken_of(tmp_path, caplog):
         path.chmod(mode)
         with caplog.at_level(logging.WARNING):
             read_run_key(path)
-        assert len([r for r in caplog.records if r.name == "outer.keys"]) == expected
+        assert len([r for r in caplog.records if r.name == "outer.network.run_key"]) == expected
 
 
 def test_the_secret_is_in_no_text_of_the_key():
@@ -81,8 +82,8 @@ def test_the_secret_is_in_no_text_of_the_key():
 
 def test_a_sealed_record_opens_with_its_key_and_purpose_alone():
     sealed = seal(KEY, "members/a", b"body")
-    assert open_sealed(KEY, "members/a", sealed) == b"body"
-    assert open_sealed(None, "members/a", seal(None, "members/a", b"body")) == b"body"
+    assert unseal(KEY, "members/a", sealed) == b"body"
+    assert unseal(None, "members/a", seal(None, "members/a", b"body")) == b"body"
     sealed.decode()
     for key, purpose, raw in [
         (OTHER, "members/a", sealed),
@@ -93,7 +94,7 @@ def test_a_sealed_record_opens_with_its_key_and_purpose_alone():
         (KEY, "members/a", sealed[:40]),
     ]:
         with pytest.raises(MessageError, match="seal"):
-            open_sealed(key, purpose, raw)
+            unseal(key, purpose, raw)
 
 
 def test_a_proof_is_of_one_side_of_one_connection():
@@ -115,7 +116,7 @@ def test_a_proof_is_of_one_side_of_one_connection():
 def test_islands_with_the_same_key_call_and_exchange_payloads(kind):
     async def main() -> None:
         async with swarm(kind) as place:
-            a, b = await opened(place, A, run_key=KEY), await opened(place, B, run_key=KEY)
+            a, b = await open_network_with(place, A, run_key=KEY), await open_network_with(place, B, run_key=KEY)
             b.messenger.serve("echo", echo)
             assert await a.messenger.call(b.messenger.address, "echo", b"x" * 999, timeout_seconds=10) == b"x" * 999
             await connect({A: a, B: b}, "1")
@@ -124,7 +125,7 @@ def test_islands_with_the_same_key_call_and_exchange_payloads(kind):
                 _, got = await asyncio.gather(sending, b.transport.recv(A, tag(part), num_bytes))
                 assert got.tolist()[:9] == payload(num_bytes).tolist()[:9]
                 assert got.equal(payload(num_bytes))
-            assert a.refusals.total == b.refusals.total == 0
+            assert a.rejections.total == b.rejections.total == 0
 
     run(main())
 
@@ -134,12 +135,12 @@ def test_islands_with_the_same_key_call_and_exchange_payloads(kind):
 def test_a_call_between_unequal_keys_is_refused_on_both_sides_by_name(kind, ours, theirs):
     async def main() -> None:
         async with swarm(kind) as place:
-            a, b = await opened(place, A, run_key=ours), await opened(place, B, run_key=theirs)
+            a, b = await open_network_with(place, A, run_key=ours), await open_network_with(place, B, run_key=theirs)
             b.messenger.serve("echo", echo)
             with pytest.raises(PeerLost, match=r"run.key"):
                 await a.messenger.call(b.messenger.address, "echo", b"", timeout_seconds=10)
-            await counted(b)
-            ((peer, reason, text, count),) = b.refusals.drain()
+            await wait_for_rejection(b)
+            ((peer, reason, text, count),) = b.rejections.drain()
             where = a.messenger.address.partition(":")[0]
             assert (peer, reason, count) == (f"a/0 at {where}", "key", 1)
             assert "run key" in text
@@ -151,14 +152,14 @@ def test_a_call_between_unequal_keys_is_refused_on_both_sides_by_name(kind, ours
 def test_payloads_between_unequal_keys_are_refused_on_both_sides_by_name(ours, theirs):
     async def main() -> None:
         async with swarm("hivemind") as place:
-            a, b = await opened(place, A, run_key=ours), await opened(place, B, run_key=theirs)
+            a, b = await open_network_with(place, A, run_key=ours), await open_network_with(place, B, run_key=theirs)
             addresses = {A: a.transport.address, B: b.transport.address}
             joining = [n.transport.connect("1", addresses) for n in (a, b)]
             errors = await asyncio.gather(*joining, return_exceptions=True)
             assert [type(e) for e in errors] == [PeerLost, PeerLost]
             assert all("run key" in str(e) for e in errors)
-            await counted(b)
-            assert {(peer[:8], kind) for peer, kind, *_ in b.refusals.drain()} == {("a/0 at 1", "key")}
+            await wait_for_rejection(b)
+            assert {(peer[:8], kind) for peer, kind, *_ in b.rejections.drain()} == {("a/0 at 1", "key")}
 
     run(main())
 
@@ -167,7 +168,7 @@ def test_payloads_between_unequal_keys_are_refused_on_both_sides_by_name(ours, t
 def test_records_and_config_of_another_key_stay_hidden(ours, theirs):
     async def main() -> None:
         async with swarm("hivemind") as place:
-            a, b = await opened(place, A, run_key=ours), await opened(place, B, run_key=theirs)
+            a, b = await open_network_with(place, A, run_key=ours), await open_network_with(place, B, run_key=theirs)
             assert a.membership is not None
             assert b.membership is not None
             await a.membership.announce(member("a"))
@@ -177,21 +178,21 @@ def test_records_and_config_of_another_key_stay_hidden(ours, theirs):
             for asking in (b.membership.read_config(), b.membership.publish_config("model: {}")):
                 with pytest.raises(InputError, match=r"island\.run_key_file: .*run 'run'.* sealed"):
                     await asking
-            (runs,) = [await visit(place.bootstrap[0], 10, ours)]
+            (runs,) = [await find_runs(place.bootstrap[0], 10, ours)]
             assert (runs["run"].config_text, runs["run"].islands) == ("model: {}", ("a",))
             with pytest.raises(InputError, match=r"island\.run_key_file"):
-                await visit(place.bootstrap[0], 10, theirs)
+                await find_runs(place.bootstrap[0], 10, theirs)
 
     run(main())
 
 
 def test_a_frame_sent_twice_is_refused():
     async def main() -> None:
-        async with spied_call() as (b, proxy, called):
+        async with call_through_proxy() as (b, proxy, called):
             frame = proxy.taken[-1]
             proxy.inject(frame)
-            await counted(b)
-            assert [(peer, kind) for peer, kind, *_ in b.refusals.drain()] == [("a/0 at 127.0.0.1", "forged")]
+            await wait_for_rejection(b)
+            assert [(peer, kind) for peer, kind, *_ in b.rejections.drain()] == [("a/0 at 127.0.0.1", "forged")]
             assert called == [b"first"]
 
     run(main())
@@ -199,11 +200,11 @@ def test_a_frame_sent_twice_is_refused():
 
 def test_a_recorded_connection_is_refused_when_it_is_played_again():
     async def main() -> None:
-        async with spied_call() as (b, proxy, called):
+        async with call_through_proxy() as (b, proxy, called):
             _, writer = await asyncio.open_connection(*proxy.target)
             writer.write(b"".join(proxy.taken))
-            await counted(b)
-            assert [(peer, kind) for peer, kind, *_ in b.refusals.drain()] == [("a/0 at 127.0.0.1", "key")]
+            await wait_for_rejection(b)
+            assert [(peer, kind) for peer, kind, *_ in b.rejections.drain()] == [("a/0 at 127.0.0.1", "key")]
             assert called == [b"first"]
             writer.close()
 
@@ -213,12 +214,12 @@ def test_a_recorded_connection_is_refused_when_it_is_played_again():
 @pytest.mark.parametrize("index", [-1, -17, 20, HEADER_BYTES + 2])
 def test_an_altered_frame_is_refused(index):
     async def main() -> None:
-        async with spied_call() as (b, proxy, called):
+        async with call_through_proxy() as (b, proxy, called):
             proxy.change = lambda frame: frame[:index] + bytes([frame[index] ^ 1]) + frame[index:][1:]
             with pytest.raises(PeerLost):
                 await proxy.call(b"second")
-            await counted(b)
-            assert [(peer, kind) for peer, kind, *_ in b.refusals.drain()] == [("a/0 at 127.0.0.1", "forged")]
+            await wait_for_rejection(b)
+            assert [(peer, kind) for peer, kind, *_ in b.rejections.drain()] == [("a/0 at 127.0.0.1", "forged")]
             assert called == [b"first"]
 
     run(main())
@@ -226,7 +227,7 @@ def test_an_altered_frame_is_refused(index):
 
 def test_a_frame_left_out_is_noticed_at_the_next():
     async def main() -> None:
-        async with spied_call() as (b, proxy, called):
+        async with call_through_proxy() as (b, proxy, called):
             swallowed = asyncio.Event()
             proxy.change = lambda frame: swallowed.set() or b""
             second = asyncio.create_task(proxy.call(b"second"))
@@ -235,14 +236,14 @@ def test_a_frame_left_out_is_noticed_at_the_next():
             for call in (proxy.call(b"third"), second):
                 with pytest.raises(PeerLost):
                     await call
-            assert b.refusals.counts() == {"forged": 1}
+            assert [(kind, count) for _, kind, _, count in b.rejections.drain()] == [("forged", 1)]
             assert called == [b"first"]
 
     run(main())
 
 
 class Proxy:
-    """Between the caller a and b: every write of a is one frame here, or more, and may be changed or repeated."""
+    """A proxy between the caller a and b. Each write of a holds one or more frames and may be changed or repeated."""
 
     def __init__(self, caller: Network, target: tuple[str, int]) -> None:
         self.target, self._caller = target, caller
@@ -287,8 +288,8 @@ class Proxy:
 
 
 @asynccontextmanager
-async def spied_call() -> AsyncIterator[tuple[Network, Proxy, list[bytes]]]:
-    """b, a proxy through which a has called it once, and the bodies of all calls that b has answered."""
+async def call_through_proxy() -> AsyncIterator[tuple[Network, Proxy, list[bytes]]]:
+    """Yields b, a proxy through which a has called it once, and the bodies of all calls that b has answered."""
     called: list[bytes] = []
 
     async def note(source: Endpoint, body: bytes) -> bytes:
@@ -296,7 +297,7 @@ async def spied_call() -> AsyncIterator[tuple[Network, Proxy, list[bytes]]]:
         return body
 
     async with swarm("gloo") as place:
-        a, b = await opened(place, A, run_key=KEY), await opened(place, B, run_key=KEY)
+        a, b = await open_network_with(place, A, run_key=KEY), await open_network_with(place, B, run_key=KEY)
         b.messenger.serve("echo", note)
         host, _, port = b.messenger.address.partition(":")
         proxy = Proxy(a, (host, int(port)))
@@ -309,25 +310,24 @@ async def spied_call() -> AsyncIterator[tuple[Network, Proxy, list[bytes]]]:
 
 
 def test_refusals_are_counted_by_kind_and_drained_once():
-    refusals = Refusals()
+    rejections = Rejections()
     for peer, kind in [("a", "key"), ("a", "key"), ("b", "key"), ("b", "size")]:
-        refusals.add(peer, kind, f"{peer} {kind}")
-    assert refusals.counts() == {"key": 3, "size": 1}
-    assert refusals.total == 4
-    assert refusals.drain() == [("a", "key", "a key", 2), ("b", "key", "b key", 1), ("b", "size", "b size", 1)]
-    refusals.add("b", "size", "again")
-    assert refusals.drain() == [("b", "size", "again", 1)]
-    assert refusals.drain() == []
+        rejections.add(peer, kind, f"{peer} {kind}")
+    assert rejections.total == 4
+    assert rejections.drain() == [("a", "key", "a key", 2), ("b", "key", "b key", 1), ("b", "size", "b size", 1)]
+    rejections.add("b", "size", "again")
+    assert rejections.drain() == [("b", "size", "again", 1)]
+    assert rejections.drain() == []
 
 
 def test_a_peer_of_many_names_fills_neither_memory_nor_log(caplog):
-    refusals = Refusals()
+    rejections = Rejections()
     with caplog.at_level(logging.WARNING):
         for name in range(10 * MAX_ENTRIES):
-            refusals.add(f"{name}\n" + "x" * 10_000, "key", "y" * 10_000)
-    new = refusals.drain()
-    logged = [r.getMessage() for r in caplog.records if r.name == "outer.refusals"]
-    assert refusals.total == 10 * MAX_ENTRIES
+            rejections.add(f"{name}\n" + "x" * 10_000, "key", "y" * 10_000)
+    new = rejections.drain()
+    logged = [r.getMessage() for r in caplog.records if r.name == "outer.network.rejections"]
+    assert rejections.total == 10 * MAX_ENTRIES
     assert len(new) == MAX_ENTRIES + 1
     assert (new[-1][0], new[-1][3]) == (OTHERS, 9 * MAX_ENTRIES)
     assert len(logged) < MAX_ENTRIES + 6
@@ -336,9 +336,9 @@ def test_a_peer_of_many_names_fills_neither_memory_nor_log(caplog):
 
 
 def test_refusals_may_be_drained_by_another_thread_meanwhile():
-    refusals, taken = Refusals(), []
-    adding = threading.Thread(target=lambda: [refusals.add("a", "key", "") for _ in range(2000)])
+    rejections, taken = Rejections(), []
+    adding = threading.Thread(target=lambda: [rejections.add("a", "key", "") for _ in range(2000)])
     adding.start()
     while adding.is_alive():
-        taken += refusals.drain()
-    assert sum(count for *_, count in taken + refusals.drain()) == 2000
+        taken += rejections.drain()
+    assert sum(count for *_, count in taken + rejections.drain()) == 2000

@@ -1,4 +1,4 @@
-"""One attempt's reduce ends at its deadline, at a participant's no, or with the mean."""
+"""The reduce of one attempt ends at its deadline, at a participant's no vote, or with the mean."""
 
 import asyncio
 import gc
@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from outer.attempt import MAX_PLANS, Attempts
+from outer.agreement.messages import Plan, Vote
 from outer.errors import DeadlineError, MessageError, PeerLost, TransportError
-from outer.rounds import Plan, Vote, no, yes
-from outer.transports.base import Endpoint
+from outer.network.endpoints import Endpoint
+from outer.reduce.attempt import MAX_PLANS, Attempts
 from outer.transports.loopback import Hub
 from tests.outer.clock import now, run
 from tests.outer.leaders import Leader, together
@@ -95,10 +95,10 @@ def test_a_no_ends_the_attempt(is_early: bool) -> None:
         a, b = islands("ab")
         plan = plan_of(a, b)
         if is_early:
-            a.attempts.note_no(plan.id, "b", "disk full")
+            a.attempts.record_no_vote(plan.id, "b", "disk full")
         running = asyncio.create_task(a.reduce(plan))
         await asyncio.sleep(1)
-        a.attempts.note_no(plan.id, "b", "disk full")
+        a.attempts.record_no_vote(plan.id, "b", "disk full")
         with pytest.raises(TransportError, match="island 'b': disk full"):
             await running
         assert now() == 1
@@ -110,20 +110,20 @@ def test_a_no_to_another_plan_or_of_an_outsider_does_not() -> None:
     async def test() -> None:
         a, b = islands("ab")
         plan = plan_of(a, b)
-        a.attempts.note_no(plan_of(a, b, attempt=1).id, "b", "disk full")
-        a.attempts.note_no(plan.id, "q", "boo")
+        a.attempts.record_no_vote(plan_of(a, b, attempt=1).id, "b", "disk full")
+        a.attempts.record_no_vote(plan.id, "q", "boo")
         left, right = await together(a.reduce(plan), b.reduce(plan))
         assert left == right
 
     run(test)
 
 
-def test_noes_to_endless_plans_are_not_remembered() -> None:
+def test_no_votes_on_endless_plans_are_not_remembered() -> None:
     async def test() -> None:
         (a,) = islands("a")
         for number in range(10 * MAX_PLANS):
-            a.attempts.note_no(f"{number:032x}", "b", "boo")
-        assert len(a.attempts._noes) == MAX_PLANS
+            a.attempts.record_no_vote(f"{number:032x}", "b", "boo")
+        assert len(a.attempts._no_votes) == MAX_PLANS
 
     run(test)
 
@@ -146,18 +146,18 @@ def test_only_an_islands_own_no_is_taken_from_another_island() -> None:
         async def say(vote: Vote) -> bytes:
             return await a.attempts.on_vote(Endpoint("b", 0), vote.model_dump_json().encode())
 
-        for vote in (yes(plan, "b", "11" * 8), no(plan, "a", "boo")):
+        for vote in (Vote.yes(plan, "b", "11" * 8), Vote.no(plan, "a", "boo")):
             with pytest.raises(MessageError, match="only an island's own no"):
                 await say(vote)
-        assert a.attempts.no_to(plan) is None
-        await say(no(plan, "b", "disk full"))
-        assert a.attempts.no_to(plan) == "island 'b': disk full"
+        assert a.attempts.find_no_vote(plan) is None
+        await say(Vote.no(plan, "b", "disk full"))
+        assert a.attempts.find_no_vote(plan) == "island 'b': disk full"
 
     run(test)
 
 
 class BreaksOnCancel:
-    """A transport whose connection breaks in the moment in which the attempt is given up."""
+    """A transport whose connection breaks at the moment the attempt is abandoned."""
 
     def __init__(self) -> None:
         self.is_waiting = asyncio.Event()
@@ -182,7 +182,7 @@ def test_an_abort_leaves_no_error_that_nobody_has_looked_at() -> None:
         attempts = Attempts(transport, a.ranks[0].reducer, a.deadlines)  # pyright: ignore[reportArgumentType]
         running = asyncio.create_task(attempts.run(plan, {}))
         await transport.is_waiting.wait()
-        attempts.note_no(plan.id, "b", "disk full")
+        attempts.record_no_vote(plan.id, "b", "disk full")
         (error,) = await together(running)
         assert isinstance(error, TransportError)
         assert "island 'b': disk full" in str(error)

@@ -1,4 +1,4 @@
-"""Error feedback, fine tensors, gathered payloads: what coding loses comes with a later round, and only by commits."""
+"""Error feedback, fine tensors, gathered payloads: coding errors are sent in later rounds, after commits only."""
 
 import threading
 from functools import partial
@@ -7,12 +7,10 @@ import pytest
 import torch
 
 from outer.codecs import build_codec
-from outer.coding import coding_of
+from outer.codecs.choice import build_codec_choice, build_space
 from outer.config import CodingConfig, MergeConfig, OuterConfig, OuterOptimizerConfig
-from outer.feedback import Feedback
-from outer.fragments import groups_of
-from outer.space import Space
-from outer.wire import HEADER_BYTES
+from outer.network.frames import HEADER_BYTES
+from outer.reduce.error_feedback import ErrorFeedback
 from tests.outer.islands import GUARD_SECONDS, Island, Spec, fails_in, run_islands
 from tests.outer.streams import layered
 
@@ -21,7 +19,7 @@ torch.set_num_threads(1)
 AVERAGE = OuterOptimizerConfig(lr=1.0, momentum=0.0)
 COARSE = ["int4", "e3m0", "stat2", "topk", "lowrank"]
 MODEL = partial(layered, scale=200)
-"""Some tensors are fine, some are not."""
+"""A model with some fine tensors."""
 ALL = CodingConfig(top_k=256, chunk_elements=256, value_bits=32)
 
 
@@ -37,8 +35,8 @@ def digests(num_rounds: int, island: Island) -> list[str]:
 
 
 def residuals(island: Island) -> list[dict[int, torch.Tensor]]:
-    """Of the island's pseudo-gradients and of its means."""
-    return [dict(feedback.residuals) for feedback in island.outer._averaging.reducer.feedbacks]
+    """The residuals of the island's pseudo-gradients, and of its means."""
+    return [dict(feedback.residuals) for feedback in island.outer.averager.memory.feedbacks]
 
 
 def equal(left: list[dict[int, torch.Tensor]], right: list[dict[int, torch.Tensor]]) -> bool:
@@ -49,14 +47,12 @@ def equal(left: list[dict[int, torch.Tensor]], right: list[dict[int, torch.Tenso
 
 @pytest.mark.parametrize("decay", [0.0, 0.9, 1.0])
 def test_the_residual_is_the_decayed_sum_of_what_was_not_sent(decay: float) -> None:
-    codec, feedback = build_codec("topk", CodingConfig(top_k=8, chunk_elements=64)), Feedback(decay)
+    codec, feedback = build_codec("topk", CodingConfig(top_k=8, chunk_elements=64)), ErrorFeedback(decay)
     generator = torch.Generator().manual_seed(1)
     expected = torch.zeros(256, dtype=torch.float64)
     for _ in range(12):
         values = torch.randn(256, generator=generator)
-        wanted = feedback.add(0, values)
-        sent = codec.decode(codec.encode(wanted), 256)
-        feedback.note(0, wanted, sent)
+        sent = codec.decode(feedback.encode(0, values, codec), 256)
         feedback.commit()
         expected = decay * expected + values - sent
     torch.testing.assert_close(feedback.residuals[0].double(), expected, rtol=0, atol=1e-5)
@@ -88,7 +84,7 @@ def test_an_aborted_attempt_leaves_the_residuals_as_they_were(codec: str) -> Non
         found = digests(1, island)
         before = residuals(island)
         island.train(1)
-        assert not island.outer.attempt(100).is_committed
+        assert not island.attempt(100).is_committed
         is_same = equal(before, residuals(island))
         found.append(island.commit().digest)
         assert not equal(before, residuals(island)), "a commit moves them"
@@ -125,31 +121,33 @@ def test_a_joiner_has_no_residual_and_commits_equal_digests() -> None:
 
 def test_fine_tensors_have_parts_of_their_own_at_eight_bits() -> None:
     made = config("stat2")
-    coding = coding_of(made)
+    codecs = build_codec_choice(made)
     specs = [Spec(name, tuple(values.shape)) for name, values in MODEL().items()] + [Spec("norm", (9000,))]
-    space = Space(specs, made.part_elements, coding.block_elements, groups_of(specs, made, splits_fine=True))
+    space = build_space(specs, made)
     for part in space.parts:
         names = {space.name_at(index) for index in range(part.start, part.stop)}
         is_fine = {len(space.shapes[n]) < 2 or space.shapes[n][0] * space.shapes[n][1] < 4096 for n in names}
         assert is_fine == {part.is_fine}
-        assert coding.of(part).name == ("int8" if part.is_fine else "stat2")
+        assert codecs.codec_for(part).name == ("int8" if part.is_fine else "stat2")
     assert {part.is_fine for part in space.parts} == {False, True}
 
 
 @pytest.mark.parametrize("codec", ["fp32", *COARSE])
 def test_bytes_of_a_round_are_the_codecs_and_its_headers(codec: str) -> None:
+    made = config(codec, 3)
+
     def script(island: Island) -> tuple[int, int, int]:
         island.outer.begin()
-        space, coding = island.outer._held.space, island.outer._side.coding
-        gathered = [p for p in space.parts if coding.gathers(p)]
-        reduced = [p for p in space.parts if not coding.gathers(p)]
+        space, codecs = island.outer.replica.space, build_codec_choice(made)
+        gathered = [p for p in space.parts if codecs.gathers(p)]
+        reduced = [p for p in space.parts if not codecs.gathers(p)]
         # Of 3 islands, 2 send a reduced part once and its reducer sends the mean twice; a gathered one goes to all.
-        sent = sum(4 * coding.of(p).num_bytes(p.num_elements) + 4 * HEADER_BYTES for p in reduced)
-        sent += sum(6 * coding.of(p).num_bytes(p.num_elements) + 6 * HEADER_BYTES for p in gathered)
+        sent = sum(4 * codecs.codec_for(p).num_bytes(p.num_elements) + 4 * HEADER_BYTES for p in reduced)
+        sent += sum(6 * codecs.codec_for(p).num_bytes(p.num_elements) + 6 * HEADER_BYTES for p in gathered)
         report = island.round()
         return report.bytes_sent, report.bytes_received, sent
 
-    found = run_islands(dict.fromkeys("abc", script), config(codec, 3), model=MODEL)
+    found = run_islands(dict.fromkeys("abc", script), made, model=MODEL)
     assert sum(sent for sent, _, _ in found.values()) == found["a"][2] == sum(got for _, got, _ in found.values())
 
 

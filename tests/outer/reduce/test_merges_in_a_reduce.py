@@ -1,4 +1,4 @@
-"""The reduce with merge rules and gates, and what peers may not put into a mean."""
+"""The reduce with merge rules and filters, and payloads that must not enter a mean."""
 
 import asyncio
 import math
@@ -9,18 +9,18 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
+from outer.agreement.messages import Plan, Ready
 from outer.codecs import build_codec
-from outer.coding import uniform
+from outer.codecs.choice import build_uniform_choice
 from outer.config import MergeConfig
 from outer.errors import PoisonError
+from outer.hooks import NoHooks
 from outer.merges import build_merge
 from outer.merges.base import weights_of
-from outer.payloads import Mean
-from outer.phases import NoHooks
-from outer.reduce import Reducer
-from outer.rounds import Plan, Ready
-from outer.space import Space
-from outer.transports.base import Endpoint
+from outer.network.endpoints import Endpoint
+from outer.reduce.payloads import Mean
+from outer.reduce.reducer import Reducer
+from outer.space.layout import Space
 from outer.transports.loopback import Hub, LoopbackTransport
 from tests.outer.islands import Spec
 
@@ -34,7 +34,7 @@ Means = dict[int, Mean]
 
 
 class Payloads(NoHooks):
-    """Sends `payload` in the place of each of the right size; there is one such size in a test."""
+    """Sends `payload` in place of every payload of its size; each test has one such size."""
 
     def __init__(self, payload: bytes) -> None:
         self._payload = payload
@@ -45,7 +45,7 @@ class Payloads(NoHooks):
 
 
 class Scaled(NoHooks):
-    """Gives the others its pseudo-gradient times `factor`."""
+    """Sends its pseudo-gradient times `factor`."""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
@@ -55,7 +55,7 @@ class Scaled(NoHooks):
 
 
 class Islands:
-    """One rank each, on one event loop, that reduce one round after another."""
+    """Islands of one rank on one event loop, which reduce one round after another."""
 
     def __init__(
         self,
@@ -68,15 +68,16 @@ class Islands:
         hub, hooks = Hub(), hooks or {}
         self.names, self.space = names, space
         self.transports = {n: LoopbackTransport(hub, "run", Endpoint(n, 0), GUARD_SECONDS) for n in names}
+        codecs = build_uniform_choice(build_codec(codec))
         self.reducers = {
-            n: Reducer(t, uniform(build_codec(codec)), space, Endpoint(n, 0), hooks.get(n, NoHooks()), config)
+            n: Reducer(t, codecs, space, Endpoint(n, 0), hooks.get(n, NoHooks()), config)
             for n, t in self.transports.items()
         }
 
     async def reduce(
         self, pseudo_grads: Mapping[str, Mapping[int, torch.Tensor]], round_number: int = 0, tokens: Sequence[int] = ()
     ) -> dict[str, Means]:
-        """What each island gets. Raises the first error of any."""
+        """The means that each island gets. Raises the first error of any island."""
         shares = tokens or [1] * len(self.names)
         ready = [self._ready(n, round_number, count) for n, count in zip(self.names, shares, strict=True)]
         plan = Plan(round=round_number, attempt=0, planner=self.names[0], participants=ready)
@@ -106,7 +107,7 @@ class Islands:
 
 
 def grads(islands: Islands, seed: int = 0) -> dict[str, dict[int, torch.Tensor]]:
-    """Of each island, by part: something in common and something of its own."""
+    """Pseudo-gradients of each island, by part: a common component and one of its own."""
     generator = torch.Generator().manual_seed(seed)
     common = {part.index: torch.randn(part.num_elements, generator=generator) for part in islands.space.parts}
     return {
@@ -116,7 +117,7 @@ def grads(islands: Islands, seed: int = 0) -> dict[str, dict[int, torch.Tensor]]
 
 
 def means_of(results: Mapping[str, Means]) -> Means:
-    """What all islands hold."""
+    """The means, which are equal on all islands."""
     found = list(results.values())
     for other in found[1:]:
         assert all(torch.equal(other[i].values, found[0][i].values) for i in found[0])
@@ -174,7 +175,7 @@ def test_an_island_that_missed_a_commit_starts_afresh() -> None:
     asyncio.run(reduce())
 
 
-def test_a_part_that_fails_a_gate_is_left_out_and_counted() -> None:
+def test_a_part_that_fails_a_filter_is_left_out_and_counted() -> None:
     async def reduce() -> None:
         islands = Islands("abcd", MergeConfig(max_norm_ratio=5.0), hooks={"c": Scaled(-10.0)})
         given = grads(islands)
@@ -182,7 +183,7 @@ def test_a_part_that_fails_a_gate_is_left_out_and_counted() -> None:
         for part in range(NUM_PARTS):
             honest = [given[name][part] for name in "abd"]
             assert torch.equal(means[part].values, build_merge(MergeConfig())(honest, weights_of([1, 2, 4]), None))
-        counts = [islands.reducers[name].gated for name in "abcd"]
+        counts = [islands.reducers[name].filtered for name in "abcd"]
         assert all(set(count) <= {"c"} for count in counts)
         assert sum(count.get("c", 0) for count in counts) == NUM_PARTS
 
@@ -194,9 +195,9 @@ def test_what_was_left_out_is_counted_for_one_attempt() -> None:
         islands = Islands("abc", MergeConfig(max_norm_ratio=5.0))
         given = grads(islands)
         await islands.reduce(given | {"c": {i: values * 100 for i, values in given["c"].items()}}, 0)
-        assert any(reducer.gated for reducer in islands.reducers.values())
+        assert any(reducer.filtered for reducer in islands.reducers.values())
         await islands.reduce(given, 1)
-        assert not any(reducer.gated for reducer in islands.reducers.values())
+        assert not any(reducer.filtered for reducer in islands.reducers.values())
 
     asyncio.run(reduce())
 
@@ -205,7 +206,7 @@ def test_what_was_left_out_is_counted_for_one_attempt() -> None:
 
 ELEMENTS = 160
 WHOLE = Space(SPECS, ELEMENTS, block_elements=ELEMENTS)
-"""One part, which `a` reduces."""
+"""A model of one part, which `a` reduces."""
 
 
 def fp32(value: float) -> bytes:
@@ -245,7 +246,7 @@ BAD = {
 def poison_of(
     codec: str, hooks: Mapping[str, NoHooks], element: float = 1.0, tokens: Sequence[int] = ()
 ) -> PoisonError:
-    """What three islands' reduce fails with; the others' last element is `element`."""
+    """The error of a reduce of three islands in which the others' last element is `element`."""
 
     async def reduce() -> None:
         islands = Islands("abc", MergeConfig(), codec, hooks, WHOLE)

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from outer.config import MergeConfig, OuterConfig, OuterOptimizerConfig
-from outer.phases import Hooks, NoHooks
+from outer.hooks import Hooks, NoHooks
 from tests.outer.islands import GUARD_SECONDS, Island, run_islands
 
 torch.set_num_threads(1)
@@ -24,7 +24,7 @@ UNTRAINED = torch.tensor(float(CLASSES)).log().item()
 
 
 class Poison(NoHooks):
-    """What `diloco simulate --fault poison` does to an island."""
+    """The hooks that `diloco simulate --fault poison` gives to an island."""
 
     def pseudo_grad(self, round_number: int, values: torch.Tensor) -> torch.Tensor:
         return values * -10.0
@@ -35,7 +35,7 @@ def model() -> dict[str, torch.Tensor]:
 
 
 def draw(seed: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features, and classes of which the true weights give the probabilities."""
+    """Features, and classes drawn with the probabilities that the true weights give."""
     truth = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0)) * 0.5
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(size, FEATURES, generator=generator)

@@ -1,4 +1,4 @@
-"""The all-to-all reduce: every element exactly once, bit-equal everywhere, whatever order messages come in."""
+"""The all-to-all reduce: every element enters once, and results are bit-equal for any order of messages."""
 
 import asyncio
 import random
@@ -12,17 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outer.agreement.messages import Plan, Ready
 from outer.codecs import build_codec
 from outer.codecs.base import Codec
-from outer.coding import uniform
+from outer.codecs.choice import build_uniform_choice
 from outer.errors import OuterError
-from outer.payloads import Mean
-from outer.reduce import PARTS_IN_FLIGHT, Reducer
-from outer.rounds import Plan, Ready, pack_carriers
-from outer.space import Space
-from outer.transports.base import Endpoint
+from outer.network.endpoints import Endpoint
+from outer.network.frames import HEADER_BYTES
+from outer.network.messages import pack_carriers
+from outer.reduce.payloads import Mean
+from outer.reduce.reducer import PARTS_IN_FLIGHT, Reducer
+from outer.space.layout import Space
 from outer.transports.loopback import Hub, LoopbackTransport
-from outer.wire import HEADER_BYTES
 from tests.outer.islands import Spec
 
 torch.set_num_threads(1)
@@ -32,7 +33,7 @@ GUARD_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Case:
-    """One reduce: the model, who takes part with how many carriers and tokens, and the order of messages."""
+    """One reduce: the model, the participants with their carriers and tokens, and the order of messages."""
 
     space: Space
     codec: Codec
@@ -95,7 +96,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 class Shuffler:
-    """Delivers each message some turns of the event loop later, in random order."""
+    """Delivers messages in random order, each some turns of the event loop later."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -123,7 +124,7 @@ async def reduce_on_all(case: Case) -> Outcome:
     plan = case.plan()
     async with asyncio.timeout(GUARD_SECONDS):
         await asyncio.gather(*(t.connect("0", plan.addresses) for t in transports.values()))
-        reducers = [Reducer(t, uniform(case.codec), case.space, e) for e, t in transports.items()]
+        reducers = [Reducer(t, build_uniform_choice(case.codec), case.space, e) for e, t in transports.items()]
         work = (r.run(plan, case.carried(e)) for r, e in zip(reducers, transports, strict=True))
         means = await asyncio.gather(*work)
     sent = {name: sum(t.traffic.bytes_sent for e, t in transports.items() if e.island == name) for name in case.names}
@@ -136,7 +137,7 @@ def run(work: Coroutine[Any, Any, Outcome]) -> Outcome:
 
 
 def reference(case: Case, part: int) -> torch.Tensor:
-    """What is to come out, in one loop."""
+    """The expected mean, computed in one loop."""
     total, codec = sum(case.tokens.values()), case.codec
     result = torch.zeros(case.space.parts[part].num_elements)
     for name in case.names:
@@ -147,14 +148,14 @@ def reference(case: Case, part: int) -> torch.Tensor:
 
 
 def exact_mean(case: Case, part: int) -> torch.Tensor:
-    """In fp64, without any codec."""
+    """The mean in fp64, without a codec."""
     tokens = torch.tensor([case.tokens[name] for name in case.names], dtype=torch.float64)
     weights = tokens / tokens.sum() if tokens.sum() else torch.full_like(tokens, 1 / len(tokens))
     return sum(w * case.pseudo_grad(name, part).double() for w, name in zip(weights, case.names, strict=True))
 
 
 def bytes_of(case: Case, island: str) -> int:
-    """A reducer sends the mean to all others, everybody else sends its part to the reducer."""
+    """Expected bytes: a reducer sends the mean to all others, which send their part to the reducer."""
     total = 0
     for part in case.space.parts:
         is_reducer = case.names[part.index % len(case.names)] == island
@@ -237,7 +238,7 @@ def test_a_non_finite_pseudo_gradient_is_refused_by_its_parameters_name() -> Non
     async def reduce_alone() -> None:
         case = Case(space, build_codec("fp32"), {"a": [0] * len(space.parts)}, {"a": 1}, 0)
         transport = LoopbackTransport(Hub(), "run", Endpoint("a", 0), GUARD_SECONDS)
-        await Reducer(transport, uniform(case.codec), space, Endpoint("a", 0)).run(case.plan(), values)
+        await Reducer(transport, build_uniform_choice(case.codec), space, Endpoint("a", 0)).run(case.plan(), values)
 
     with pytest.raises(OuterError, match=r"'layers.0.wq' holds nan"):
         asyncio.run(reduce_alone())

@@ -8,17 +8,17 @@ import torch
 import torch.distributed as dist
 
 from outer.config import OuterConfig
+from outer.connect import NetworkSettings, open_network
 from outer.errors import OuterError
-from outer.loop import LoopThread
+from outer.loop import build_loop
 from outer.membership.rendezvous import serve_rendezvous
-from outer.network import NetworkSettings, open_network
-from outer.sync import OuterLoop
-from outer.team import Team
+from outer.network.event_loop import EventLoopThread
+from outer.space.ranks import RankGroup
 from outer.transports.loopback import Hub
 from tests.harness import run_ranks
 from tests.outer.islands import GUARD_SECONDS, FakeParams, Held, Island, Wrap, fails_in, identity_of, tensors
 from tests.outer.streams import Stream, layered
-from tests.outer.test_sync import TOKENS, assert_equal, reference
+from tests.outer.test_loop import TOKENS, assert_equal, reference
 
 CONFIG = OuterConfig(transport="gloo", start_islands=2, wait_seconds=GUARD_SECONDS)
 # Island a is process 0 and holds everything; b is the others, which share wq and hold one half of the rest each.
@@ -50,8 +50,8 @@ def on_island(
 ) -> object:
     """Run `script` as one rank of island a or b; the last rank has the faulty transport."""
     groups = [dist.new_group([1, 2]) for _ in range(2)]
-    name, rank, team = ("a", 0, Team()) if process == 0 else ("b", process - 1, Team(*groups))
-    loop = LoopThread()
+    name, rank, ranks = ("a", 0, RankGroup()) if process == 0 else ("b", process - 1, RankGroup(*groups))
+    loop = EventLoopThread()
     settings = NetworkSettings(run_id="run", island=name, rank=rank, bootstrap=[address])
     network = loop.run(open_network("gloo", settings), GUARD_SECONDS)
     if process == 2 and fault is not None:
@@ -60,7 +60,7 @@ def on_island(
         model, layouts = (tensors(), LAYOUTS) if config.fragments == 1 else (layered(), LAYERED)
         params = FakeParams(model, layouts[process])
         identity = identity_of(name)
-        island = Island(name, params, OuterLoop(config, identity, params, team, network, loop))
+        island = Island(name, params, build_loop(config, identity, params, ranks, network, loop))
         island.outer.begin()
         return script(island, rank)
     finally:
@@ -139,7 +139,7 @@ def test_an_attempt_that_fails_on_one_rank_is_aborted_by_all_and_the_next_commit
         train_whole(island, 0)
         island.commit()
         train_whole(island, 1)
-        aborted = island.outer.attempt(100)
+        aborted = island.attempt(100)
         later = [island.commit(), island.commit()]
         return [r.is_committed for r in (aborted, *later)], [r.attempt for r in (aborted, *later)], later[1].digest
 
@@ -156,7 +156,7 @@ def test_a_fault_of_one_rank_ends_all_ranks_of_its_island_with_its_cause() -> No
         if rank == 1:
             island.params.values[0][0, 0] = torch.nan
         try:
-            island.outer.attempt(100)
+            island.attempt(100)
         except OuterError as error:
             island.outer.leave()
             return str(error)

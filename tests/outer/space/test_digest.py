@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from outer.digest import DIGEST_BYTES, combine, part_digest
+from outer.space.digest import DIGEST_BYTES, combine_digests, part_digest
 
 torch.set_num_threads(1)
 
@@ -48,16 +48,16 @@ def test_empty_scalar_and_trained_tensors_have_digests(values: torch.Tensor) -> 
 
 def test_the_combined_digest_depends_on_the_order_of_parts() -> None:
     digests = [part_digest(torch.full((5,), float(part))) for part in range(3)]
-    assert combine(digests) == combine(list(digests))
-    assert combine(digests) != combine(digests[::-1])
-    assert combine(digests) != combine(digests[:2])
+    assert combine_digests(digests) == combine_digests(list(digests))
+    assert combine_digests(digests) != combine_digests(digests[::-1])
+    assert combine_digests(digests) != combine_digests(digests[:2])
 
 
 def test_the_combined_digest_is_32_hex_characters() -> None:
-    assert len(combine([])) == len(combine([bytes(16)])) == 32
-    assert int(combine([bytes(16)]), 16) >= 0
+    assert len(combine_digests([])) == len(combine_digests([bytes(16)])) == 32
+    assert int(combine_digests([bytes(16)]), 16) >= 0
 
 
 def test_a_digest_of_another_length_is_refused() -> None:
     with pytest.raises(AssertionError, match="16 bytes"):
-        combine([bytes(16), bytes(15)])
+        combine_digests([bytes(16), bytes(15)])

@@ -1,4 +1,4 @@
-"""The canonical space: every element in exactly one part, whatever the mesh holds of it."""
+"""The canonical space: every element is in exactly one part, whatever the mesh."""
 
 from dataclasses import dataclass
 from math import prod
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outer.space import Space, part_length, rectangles
+from outer.space.layout import Space, part_length, rectangles
 
 SHAPES = st.lists(st.integers(0, 6), min_size=0, max_size=3).map(tuple)
 
@@ -30,7 +30,7 @@ def specs_of(shapes: list[tuple[int, ...]]) -> list[Spec]:
 
 
 def matrix_of(space: Space, name: str) -> torch.Tensor:
-    """The parameter as a matrix whose values are its places in the flat vector."""
+    """The parameter as a matrix whose values are its indices in the flat vector."""
     shape = space.shapes[name]
     values = torch.arange(prod(shape)) + space.offsets[name]
     return values.view(prod(shape[:1]), prod(shape[1:]))

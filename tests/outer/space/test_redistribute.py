@@ -1,4 +1,4 @@
-"""Between slices, as a mesh holds them, and parts, as the outer loop wants them."""
+"""Redistribution between the slices of a mesh and the parts of the outer loop."""
 
 import random
 from math import prod
@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from outer.errors import InputError
-from outer.exchange import Exchange, assign_carriers, check_coverage, holders_of
-from outer.space import Space
-from outer.team import Team
+from outer.space.layout import Space
+from outer.space.ranks import RankGroup
+from outer.space.redistribute import Redistribution, assign_carriers, check_coverage, find_holders
 from tests.harness import run_ranks
 from tests.outer.islands import FakeParams, Held, Spec, as_matrix
 
@@ -25,7 +25,7 @@ def model(seed: int) -> dict[str, torch.Tensor]:
 
 
 def tiles(rng: random.Random, name: str, rows: tuple[int, int], cols: tuple[int, int], cuts: int) -> list[Held]:
-    """Random rectangles, not always a grid, that make up rows x cols exactly once."""
+    """Random rectangles, not always a grid, that cover rows x cols exactly once."""
     axis = rng.choice([rows, cols])
     if cuts == 0 or axis[1] - axis[0] < 2:
         return [Held(name, rows, cols)]
@@ -37,7 +37,7 @@ def tiles(rng: random.Random, name: str, rows: tuple[int, int], cols: tuple[int,
 
 
 def random_layout(seed: int, num_ranks: int) -> Layout:
-    """What each rank holds: every tile on one rank or several; sometimes the last rank has nothing."""
+    """Slices of each rank: every tile is on one rank or several, and sometimes the last rank has none."""
     rng = random.Random(seed)
     holding = num_ranks - 1 if num_ranks > 1 and seed % 4 == 0 else num_ranks
     layout: Layout = [[] for _ in range(num_ranks)]
@@ -55,26 +55,26 @@ def grid(num_rows: int, num_cols: int, name: str = "w", cut: tuple[int, int] = (
 
 
 def check_round_trip(rank: int, num_ranks: int, seed: int) -> list[int]:
-    """Gather, change on the carriers, scatter; the parts this rank carries."""
+    """Gather, change the values on the carriers, and scatter. Returns the parts this rank carries."""
     space = Space([Spec(n, s) for n, s in SHAPES.items()], 1 + seed % 40, 1 + seed % 3)
     before, after = model(seed), model(seed + 1)
     flat_before, flat_after = (torch.cat([t.flatten() for t in m.values()]) for m in (before, after))
     layout = random_layout(seed, num_ranks)
     params = FakeParams(before, layout[rank])
-    exchange = Exchange(space, params, Team(None if num_ranks == 1 else torch.distributed.group.WORLD))
+    redistribution = Redistribution(space, params, RankGroup(None if num_ranks == 1 else torch.distributed.group.WORLD))
 
-    parts = exchange.gather()
-    assert list(parts) == exchange.carried
+    parts = redistribution.gather()
+    assert list(parts) == redistribution.own_parts
     for index, values in parts.items():
         part = space.parts[index]
         assert torch.equal(values, flat_before[part.start : part.stop]), f"seed {seed}: part {index}"
         values.copy_(flat_after[part.start : part.stop])
 
-    exchange.scatter(parts)
+    redistribution.scatter(parts)
     for held, values in zip(params.slices, params.values, strict=True):
         expected = as_matrix(after[held.name])[slice(*held.rows), slice(*held.cols)]
         assert torch.equal(values, expected), f"seed {seed}: {held}"
-    return exchange.carried
+    return redistribution.own_parts
 
 
 def check_seeds(rank: int, num_ranks: int, seeds: range) -> list[list[int]]:
@@ -91,7 +91,7 @@ def test_gather_and_scatter_bring_random_slices_to_parts_and_back(num_ranks: int
 
 
 def holders(*slices_by_rank: list[Held]) -> dict:
-    return holders_of([[(s.name, s.rows, s.cols) for s in slices] for slices in slices_by_rank])
+    return find_holders([[(s.name, s.rows, s.cols) for s in slices] for slices in slices_by_rank])
 
 
 def test_a_part_is_carried_by_the_rank_that_holds_most_of_it() -> None:

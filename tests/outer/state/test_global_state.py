@@ -9,8 +9,9 @@ from outer.codecs import build_codec
 from outer.codecs.base import Codec
 from outer.config import OuterOptimizerConfig
 from outer.errors import MessageError
-from outer.space import Space
-from outer.state import GlobalState, Position, advance, unpack, unpack_mean
+from outer.space.layout import Space
+from outer.state.global_state import GlobalState
+from outer.state.part_state import Position, advance, unpack, unpack_mean
 
 torch.set_num_threads(1)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outer.config import OuterOptimizerConfig
-from outer.optim import OuterOptimizer
+from outer.state.optimizer import OuterOptimizer
 
 torch.set_num_threads(1)
 

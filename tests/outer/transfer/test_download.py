@@ -1,22 +1,23 @@
-"""A joiner takes its state from donors that go on committing rounds, over real sockets."""
+"""A joiner downloads its state from donors that continue to commit rounds, over real sockets."""
 
 import time
 
 import pytest
 import torch
 
-import outer.deadlines
-import outer.donor
-import outer.transfer
+import outer.network.deadlines
+import outer.transfer.donor
+import outer.transfer.download
 from outer.codecs import build_codec
-from outer.coding import uniform
+from outer.codecs.choice import build_uniform_choice
 from outer.config import OuterOptimizerConfig
-from outer.donor import Donor
-from outer.membership.base import Messenger
-from outer.space import Space
-from outer.state import GlobalState, Position
-from outer.transfer import Fetch, Share
-from outer.transports.base import Endpoint, Traffic
+from outer.network.endpoints import Endpoint, Messenger, Traffic
+from outer.space.layout import Space
+from outer.state.global_state import GlobalState
+from outer.state.part_state import Position
+from outer.transfer.donor import Donor
+from outer.transfer.download import Download
+from outer.transfer.download_plan import DownloadPlan
 from tests.outer.donors import DEFAULTS, NUM_PARTS, SPACE, Heard, Run, Spec, Watched, enter_state, member, tcp, with_run
 from tests.outer.nets import run, swarm
 
@@ -29,16 +30,16 @@ def test_a_state_fetched_while_rounds_go_on_is_that_of_an_island_that_was_there(
             await here.enter(name)
         here.commit()
         watched = Watched(messenger, lambda number: here.commit() if number % 8 == 0 and here.round < 6 else None)
-        fetch = here.fetch(watched)
-        await fetch.run(1)
-        assert len({state.round for state in fetch.parts.values()}) > 1
-        await enter_state(here, fetch)
+        download = here.download(watched)
+        await download.run(1)
+        assert len({state.round for state in download.parts.values()}) > 1
+        await enter_state(here, download)
         while here.round < 6:
             here.commit()
-        assert await fetch.catch_up(6) == 6
-        assert fetch.digests() == here.islands[0].digests
+        assert await download.catch_up(6) == 6
+        assert download.digests() == here.islands[0].digests
         joiner = await here.enter("joiner")
-        joiner.states[0].replace(fetch.parts, here.islands[0].states[0].position)
+        joiner.states[0].replace(download.parts, here.islands[0].states[0].position)
         here.commit()
         assert joiner.digest == here.islands[0].digest == here.islands[1].digest
 
@@ -50,12 +51,12 @@ def test_parts_are_brought_up_by_means_not_taken_twice() -> None:
         await here.enter("a")
         here.commit()
         watched = Watched(messenger)
-        fetch = here.fetch(watched)
-        await fetch.run(1)
+        download = here.download(watched)
+        await download.run(1)
         here.commit()
-        assert await fetch.catch_up(2) == 2
+        assert await download.catch_up(2) == 2
         assert (watched.num("part"), watched.num("mean")) == (NUM_PARTS, NUM_PARTS)
-        assert fetch.bytes_received == pytest.approx((8 + 2) * SPACE.num_elements, rel=0.02)
+        assert download.fetcher.bytes_received == pytest.approx((8 + 2) * SPACE.num_elements, rel=0.02)
 
     with_run(test)
 
@@ -65,14 +66,14 @@ def test_a_part_whose_means_are_no_longer_kept_is_taken_anew(num_rounds: int) ->
     async def test(here: Run, messenger: Messenger) -> None:
         island = await here.enter("a")
         here.commit()
-        fetch = here.fetch(messenger)
-        await fetch.run(1)
+        download = here.download(messenger)
+        await download.run(1)
         for _ in range(num_rounds):
             here.commit()
-        island.states[0].replace({}, island.states[0].position)  # as on an island that has just come
+        island.states[0].replace({}, island.states[0].position)  # as on an island that has just joined
         island.describe()
-        assert await enter_state(here, fetch) == 1 + num_rounds
-        assert fetch.digests() == island.digests
+        assert await enter_state(here, download) == 1 + num_rounds
+        assert download.digests() == island.digests
 
     with_run(test)
 
@@ -82,8 +83,8 @@ def test_what_was_taken_anew_may_be_of_a_later_round_than_asked_for() -> None:
         await here.enter("a")
         for _ in range(3):
             here.commit()
-        fetch = here.fetch(messenger)
-        assert await fetch.catch_up(2) == 3
+        download = here.download(messenger)
+        assert await download.catch_up(2) == 3
 
     with_run(test)
 
@@ -93,8 +94,8 @@ def test_each_rank_of_a_donor_gives_what_it_carries() -> None:
         island = await here.enter("a", num_ranks=3)
         here.commit()
         watched = Watched(messenger)
-        fetch = here.fetch(watched)
-        await enter_state(here, fetch)
+        download = here.download(watched)
+        await enter_state(here, download)
         given = [address for address, kind, _ in watched.calls if kind == "part"]
         assert [given.count(m.address) for m in island.messengers] == [island.carriers.count(r) for r in range(3)]
 
@@ -106,7 +107,7 @@ def test_parts_go_over_the_bulk_lane_and_nothing_else_does() -> None:
         await here.enter("a")
         here.commit()
         watched = Watched(messenger)
-        await enter_state(here, here.fetch(watched))
+        await enter_state(here, here.download(watched))
         assert {(kind, lane) for _, kind, lane in watched.calls} == {
             ("state", "control"), ("part", "bulk"), ("taken", "control")
         }  # fmt: skip
@@ -125,7 +126,7 @@ def test_a_transfer_works_over_libp2p() -> None:
 
             await here.enter("a", open_one=open_one)
             here.commit()
-            assert await enter_state(here, here.fetch(opened[1].messenger)) == 1
+            assert await enter_state(here, here.download(opened[1].messenger)) == 1
 
     run(test())
 
@@ -134,7 +135,7 @@ def test_both_sides_tell_when_the_first_part_moves() -> None:
     async def test(here: Run, messenger: Messenger) -> None:
         island, hooks = await here.enter("a"), Heard()
         here.commit()
-        await here.fetch(messenger, hooks=hooks).run(1)
+        await here.download(messenger, hooks=hooks).run(1)
         assert hooks.phases == ["fetch"] and island.heard.phases == ["donate"]
 
     with_run(test)
@@ -146,12 +147,12 @@ def test_the_last_rounds_are_described_with_their_digests() -> None:
         for _ in range(18):
             here.commit()
             digests[here.round] = island.digest
-        fetch = here.fetch(messenger)
+        download = here.download(messenger)
         for number in range(3, 19):
-            described = await fetch.describe(number)
+            described = await download.describe(number)
             assert described.digest == digests[number] and described.position.tokens == 10 * number
         assert described.included == [island.member.incarnation]
-        assert sorted(island.donors[0]._described) == list(range(3, 19))
+        assert sorted(island.donors[0]._descriptions) == list(range(3, 19))
 
     with_run(test)
 
@@ -163,7 +164,7 @@ def test_rounds_of_a_history_that_was_left_are_not_described() -> None:
         here.commit()
         island.states[0].replace({}, Position(round=3, tokens=99))
         island.describe()
-        assert sorted(island.donors[0]._described) == [3]
+        assert sorted(island.donors[0]._descriptions) == [3]
 
     with_run(test)
 
@@ -183,16 +184,17 @@ def test_of_25m_parameters_hardly_a_byte_more_than_the_state_is_received(num_don
             Donor(state, messenger).describe("d" * 32, [0] * len(space.parts), space.fingerprint)
             donors.append(messenger)
         joiner = await tcp("joiner", traffic=traffic)
-        share = Share(space, [p.index for p in space.parts], uniform(build_codec("bf16")), DEFAULTS)
-        fetch = Fetch(joiner, [member(f"donor-{i}", [m.address]) for i, m in enumerate(donors)], share)
+        plan = DownloadPlan(space, [p.index for p in space.parts], build_uniform_choice(build_codec("bf16")), DEFAULTS)
+        download = Download(joiner, plan)
+        download.use_donors([member(f"donor-{i}", [m.address]) for i, m in enumerate(donors)])
         started = time.monotonic()
-        await fetch.run(1)
+        await download.run(1)
         seconds, useful = time.monotonic() - started, 8 * space.num_elements
         print(
             f"\n{num_donors} donors: {useful / 1e6:.0f} MB in {seconds:.2f} s, {useful / seconds / 1e6:.0f} MB/s; "
             f"useful {useful / traffic.bytes_received:.5f} of {traffic.bytes_received} bytes received; "
-            f"{num_donors * outer.transfer.WORKERS_PER_DONOR} parts of {8 * space.parts[0].num_elements} bytes asked "
-            "for at a time"
+            f"{num_donors * outer.transfer.download.WORKERS_PER_DONOR} parts of {8 * space.parts[0].num_elements} "
+            "bytes asked for at a time"
         )
         assert useful / traffic.bytes_received > 0.999
         for messenger in (joiner, *donors):

@@ -7,20 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from outer.donor import PartRequest
 from outer.errors import MessageError, TransportError
-from outer.membership.base import Messenger
-from outer.state import Position
-from outer.transports.base import Endpoint
+from outer.network.endpoints import Endpoint, Messenger
+from outer.state.part_state import Position
+from outer.transfer.donor import PartRequest
 from tests.outer.donors import NUM_PARTS, Island, Run, Watched, cache_in, enter_state, files, values, with_run
 
 
 def packed(index: int, *, num_rounds: int = 1, tokens: int = 10, spoil: float | None = None, cut: int = 0) -> bytes:
-    """A reply with a part, as a donor would send it but for what is asked."""
+    """A reply with a part as a donor would send it, apart from the requested faults."""
     body = values(0)[index].clone()
     if spoil is not None:
         body[-1] = spoil
-    header = Position(round=num_rounds, tokens=tokens).model_dump_json(exclude={"account"}).encode()
+    header = Position(round=num_rounds, tokens=tokens).model_dump_json(exclude={"ledger"}).encode()
     raw = b"part\n" + header + b"\n" + body.numpy().tobytes() + bytes(4 * body.numel())
     return raw[: len(raw) - cut]
 
@@ -57,7 +56,7 @@ def test_a_donor_that_sends_nonsense_is_named(kind: str) -> None:
         await enter_liar(here, lie)
         here.commit()
         with pytest.raises(TransportError, match=f"liar: .*{text}"):
-            await here.fetch(messenger).run(1)
+            await here.download(messenger).run(1)
 
     with_run(test)
 
@@ -68,9 +67,9 @@ def test_an_honest_donor_makes_good_for_one_that_lies(kind: str) -> None:
         await enter_liar(here, LIES[kind][0])
         island = await here.enter("honest")
         here.commit()
-        fetch = here.fetch(messenger)
-        await enter_state(here, fetch)
-        assert fetch.digests() == island.digests
+        download = here.download(messenger)
+        await enter_state(here, download)
+        assert download.digests() == island.digests
 
     with_run(test)
 
@@ -79,8 +78,8 @@ def test_a_mean_that_is_malformed_is_refused() -> None:
     async def test(here: Run, messenger: Messenger) -> None:
         island = await here.enter("a")
         here.commit()
-        fetch = here.fetch(messenger)
-        await fetch.run(1)
+        download = here.download(messenger)
+        await download.run(1)
         here.commit()
 
         async def answer(source: Endpoint, body: bytes) -> bytes:
@@ -88,7 +87,7 @@ def test_a_mean_that_is_malformed_is_refused() -> None:
 
         island.messengers[0].serve("mean", answer)
         with pytest.raises(TransportError, match="a: bf16 payload of 7 bytes"):
-            await fetch.catch_up(2)
+            await download.catch_up(2)
 
     with_run(test)
 
@@ -97,11 +96,11 @@ def test_bytes_that_are_sound_but_wrong_fail_the_digest_and_are_forgotten(tmp_pa
     async def test(here: Run, messenger: Messenger) -> None:
         await enter_liar(here, packed)
         here.commit()
-        fetch = here.fetch(messenger, cache=cache_in(tmp_path / "parts"))
+        download = here.download(messenger, cache=cache_in(tmp_path / "parts"))
         with pytest.raises(MessageError, match="not that of round 1: liar says"):
-            await enter_state(here, fetch)
-        fetch.forget()
-        assert not fetch.parts and not files(tmp_path)
+            await enter_state(here, download)
+        download.discard()
+        assert not download.parts and not files(tmp_path)
 
     with_run(test)
 
@@ -111,7 +110,7 @@ def test_a_fresh_island_is_no_donor() -> None:
         island = await here.enter("a")
         island.describe()
         with pytest.raises(TransportError, match=r"a: .*cannot be a donor"):
-            await here.fetch(messenger).run(0)
+            await here.download(messenger).run(0)
         body = PartRequest(part=0).model_dump_json().encode()
         with pytest.raises(MessageError, match="cannot be a donor"):
             await messenger.call(island.messengers[0].address, "part", body, timeout_seconds=5)
@@ -126,7 +125,7 @@ def test_a_donor_that_does_not_cover_the_model_is_refused(carriers: list[int]) -
         here.commit()
         island.describe(carriers=carriers)
         with pytest.raises(TransportError, match="describes its state wrongly"):
-            await here.fetch(messenger).run(1)
+            await here.download(messenger).run(1)
 
     with_run(test)
 
@@ -136,7 +135,7 @@ def test_a_donor_that_has_not_come_to_the_round_is_waited_for() -> None:
         island = await here.enter("a")
         here.commit()
         watched = Watched(messenger, lambda number: here.commit() if number == 10 else None)
-        assert await here.fetch(watched).run(2) == 2
+        assert await here.download(watched).run(2) == 2
         assert island.states[0].position.round == 2
 
     with_run(test)
@@ -175,12 +174,12 @@ def test_new_donors_may_be_of_another_history() -> None:
     async def test(here: Run, messenger: Messenger) -> None:
         island = await here.enter("a")
         here.commit()
-        fetch = here.fetch(messenger)
-        await fetch.run(1)
+        download = here.download(messenger)
+        await download.run(1)
         island.states[0].position = Position(round=1, tokens=99)
         island.describe()
-        fetch.forget()
-        fetch.use([island.member])
-        await enter_state(here, fetch)
+        download.discard()
+        download.use_donors([island.member])
+        await enter_state(here, download)
 
     with_run(test)

@@ -4,13 +4,12 @@ import asyncio
 
 import pytest
 
-import outer.deadlines
-import outer.donor
-import outer.transfer
-from outer.donor import Gate, PartRequest
+import outer.network.deadlines
+import outer.transfer.donor
+import outer.transfer.download
 from outer.errors import TransportError
-from outer.membership.base import Messenger
-from outer.transports.base import Endpoint
+from outer.network.endpoints import Endpoint, Messenger
+from outer.transfer.donor import AdmissionGate, PartRequest
 from tests.outer.donors import NUM_PARTS, Run, Watched, enter_state, tcp, with_run
 from tests.outer.nets import run
 
@@ -26,7 +25,7 @@ def test_a_donor_that_dies_in_the_middle_does_not_matter() -> None:
                 tasks.append(asyncio.create_task(first.close()))
 
         watched = Watched(messenger, act)
-        await enter_state(here, here.fetch(watched))
+        await enter_state(here, here.download(watched))
         asked = [address for address, kind, _ in watched.calls if kind == "part"]
         assert {first.messengers[0].address, second.messengers[0].address} == set(asked)
 
@@ -40,7 +39,7 @@ def test_when_all_donors_are_gone_each_is_named_with_its_cause() -> None:
         second.describe(fingerprint="f" * 32)
         await first.close()
         with pytest.raises(TransportError, match=r"a: .* lost.*b: it trains another model"):
-            await here.fetch(messenger).run(1)
+            await here.download(messenger).run(1)
 
     with_run(test)
 
@@ -54,13 +53,13 @@ def test_parts_that_came_are_kept_when_the_donors_are_changed() -> None:
         watched = Watched(
             messenger, lambda n: closing.append(asyncio.create_task(first.close())) if n == half else None
         )
-        fetch = here.fetch(watched, donors=[first])
+        download = here.download(watched, donors=[first])
         with pytest.raises(TransportError, match="a: "):
-            await fetch.run(1)
-        num_held = len(fetch.parts)
+            await download.run(1)
+        num_held = len(download.parts)
         assert 0 < num_held < NUM_PARTS
-        fetch.use([second.member])
-        await enter_state(here, fetch)
+        download.use_donors([second.member])
+        await enter_state(here, download)
         assert [a for a, k, _ in watched.calls if k == "part"].count(second.messengers[0].address) == (
             NUM_PARTS - num_held
         )
@@ -69,7 +68,7 @@ def test_parts_that_came_are_kept_when_the_donors_are_changed() -> None:
 
 
 def test_a_donor_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outer.deadlines, "DEFAULT_FLOOR_SECONDS", 0.1)
+    monkeypatch.setattr(outer.network.deadlines, "DEFAULT_FLOOR_SECONDS", 0.1)
 
     async def test(here: Run, messenger: Messenger) -> None:
         stalled = await here.enter("a")
@@ -81,16 +80,16 @@ def test_a_donor_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
             return b""
 
         stalled.messengers[0].serve("part", stall)
-        fetch = here.fetch(messenger)
-        await enter_state(here, fetch)
-        assert "did not come within" in fetch._sources[0].cause
+        download = here.download(messenger)
+        await enter_state(here, download)
+        assert "did not come within" in download._donors[0].cause
 
     with_run(test)
 
 
 def test_three_joiners_at_once_all_get_in_though_the_donor_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outer.donor, "GATE_SECONDS", 0.0)
-    monkeypatch.setattr(outer.transfer, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(outer.transfer.donor, "GATE_SECONDS", 0.0)
+    monkeypatch.setattr(outer.transfer.download, "PAUSE_SECONDS", 0.01)
 
     async def test(here: Run, messenger: Messenger) -> None:
         island = await here.enter("a")
@@ -103,8 +102,8 @@ def test_three_joiners_at_once_all_get_in_though_the_donor_is_busy(monkeypatch: 
 
         joiners = [Watched(await tcp(name), act) for name in "xyz"]
         try:
-            fetches = [here.fetch(joiner) for joiner in joiners]
-            rounds = await asyncio.gather(*(enter_state(here, fetch) for fetch in fetches))
+            downloads = [here.download(joiner) for joiner in joiners]
+            rounds = await asyncio.gather(*(enter_state(here, download) for download in downloads))
             assert min(rounds) >= 1
             assert sum(j.num("part") for j in joiners) > 3 * NUM_PARTS, "nobody was told to come again"
         finally:
@@ -115,20 +114,20 @@ def test_three_joiners_at_once_all_get_in_though_the_donor_is_busy(monkeypatch: 
 
 
 def test_a_worker_with_nothing_left_to_take_does_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outer.donor, "GATE_SECONDS", 1000.0)
+    monkeypatch.setattr(outer.transfer.donor, "GATE_SECONDS", 1000.0)
 
     async def test(here: Run, messenger: Messenger) -> None:
         island = await here.enter("a")
         here.commit()
         island.donors[0].is_busy = True
-        assert await enter_state(here, here.fetch(messenger)) == 1
+        assert await enter_state(here, here.download(messenger)) == 1
 
     with_run(test)
 
 
 @pytest.mark.parametrize(("is_busy", "num_served"), [(False, 4), (True, 1)])
 def test_a_donor_serves_few_parts_at_a_time(is_busy: bool, num_served: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outer.donor, "GATE_SECONDS", 0.02)
+    monkeypatch.setattr(outer.transfer.donor, "GATE_SECONDS", 0.02)
 
     async def test(here: Run, messenger: Messenger) -> None:
         island = await here.enter("a")
@@ -150,7 +149,7 @@ def test_a_donor_serves_few_parts_at_a_time(is_busy: bool, num_served: int, monk
 
 def test_a_free_place_goes_to_the_island_that_has_the_fewest() -> None:
     async def test() -> None:
-        gate, greedy, modest = Gate(lambda: 4), Endpoint("greedy", 0), Endpoint("modest", 0)
+        gate, greedy, modest = AdmissionGate(lambda: 4), Endpoint("greedy", 0), Endpoint("modest", 0)
         assert all([await gate.enter((greedy, worker)) for worker in range(4)])
         order: list[str] = []
 
@@ -170,10 +169,10 @@ def test_a_free_place_goes_to_the_island_that_has_the_fewest() -> None:
 
 
 def test_the_place_of_a_joiner_that_died_is_given_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outer.donor, "TAKE_SECONDS", 0.0)
+    monkeypatch.setattr(outer.transfer.donor, "PART_SECONDS", 0.0)
 
     async def test() -> None:
-        gate = Gate(lambda: 1)
+        gate = AdmissionGate(lambda: 1)
         assert await gate.enter((Endpoint("dead", 0), 0)) and await gate.enter((Endpoint("other", 0), 0))
 
     run(test())

@@ -1,4 +1,4 @@
-"""A joiner keeps the parts that came on disk, and another life of it takes only the rest."""
+"""A joiner keeps downloaded parts on disk, and fetches only the rest after a restart."""
 
 import asyncio
 import logging
@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from outer.codecs import build_codec
-from outer.coding import uniform
-from outer.membership.base import Messenger
-from outer.transfer import Fetch, Share
-from outer.transports.base import Endpoint
+from outer.codecs.choice import build_uniform_choice
+from outer.network.endpoints import Endpoint, Messenger
+from outer.transfer.donor import PartRequest
+from outer.transfer.download import Download
+from outer.transfer.download_plan import DownloadPlan
 from tests.outer.donors import (
     DEFAULTS,
     NUM_PARTS,
@@ -33,7 +34,7 @@ def test_a_killed_joiner_takes_only_the_rest(tmp_path: Path) -> None:
     folder = tmp_path / "parts"
     reading, writing = os.pipe()
     child = os.fork()
-    if child == 0:  # a joiner that is told the donor's address, and killed by its donor
+    if child == 0:  # a joiner that gets the donor's address, and is killed by its donor
         try:
             address = os.read(reading, 100).decode()
             asyncio.run(_join_until_killed(address, folder))
@@ -43,14 +44,14 @@ def test_a_killed_joiner_takes_only_the_rest(tmp_path: Path) -> None:
     async def test(here: Run, messenger: Messenger) -> None:
         island = await here.enter("a")
         here.commit()
-        asked, serve, is_dead = [], island.donors[0]._on_part, asyncio.Event()
+        asked, donor, is_dead = [], island.donors[0], asyncio.Event()
 
         async def serve_and_kill(source: Endpoint, body: bytes) -> bytes:
             asked.append(source)
             if len(asked) == NUM_PARTS // 2:
                 kill(child)
                 is_dead.set()
-            return await serve(source, body)
+            return await donor._on_request(PartRequest, donor._read_part, source, body)
 
         island.messengers[0].serve("part", serve_and_kill)
         os.write(writing, island.messengers[0].address.encode())
@@ -58,9 +59,9 @@ def test_a_killed_joiner_takes_only_the_rest(tmp_path: Path) -> None:
         num_kept = len(files(folder, "part-??????"))
         assert num_kept > 0
         watched = Watched(messenger)
-        fetch = here.fetch(watched, cache=cache_in(folder))
-        await enter_state(here, fetch)
-        assert watched.num("part") == NUM_PARTS - num_kept and fetch.digests() == island.digests
+        download = here.download(watched, cache=cache_in(folder))
+        await enter_state(here, download)
+        assert watched.num("part") == NUM_PARTS - num_kept and download.digests() == island.digests
 
     try:
         with_run(test)
@@ -75,15 +76,17 @@ def kill(process: int) -> None:
 
 
 async def _join_until_killed(address: str, folder: Path) -> None:
-    share = Share(SPACE, PARTS, uniform(build_codec("bf16")), DEFAULTS)
-    await Fetch(await tcp("joiner"), [member("a", [address])], share, cache_in(folder)).run(1)
+    plan = DownloadPlan(SPACE, PARTS, build_uniform_choice(build_codec("bf16")), DEFAULTS)
+    download = Download(await tcp("joiner"), plan, cache_in(folder))
+    download.use_donors([member("a", [address])])
+    await download.run(1)
 
 
 async def fill(here: Run, messenger: Messenger, folder: Path) -> None:
-    """An island that has committed, and a joiner's cache of its whole state."""
+    """Commit on an island, and download its whole state to a joiner's cache."""
     await here.enter("a")
     here.commit()
-    await here.fetch(messenger, cache=cache_in(folder)).run(1)
+    await here.download(messenger, cache=cache_in(folder)).run(1)
     assert len(files(folder)) == NUM_PARTS
 
 
@@ -109,7 +112,7 @@ def test_a_damaged_part_on_disk_is_taken_anew(tmp_path: Path, how: str) -> None:
         await fill(here, messenger, tmp_path)
         damage(tmp_path / "part-000003", how)
         watched = Watched(messenger)
-        await enter_state(here, here.fetch(watched, cache=cache_in(tmp_path)))
+        await enter_state(here, here.download(watched, cache=cache_in(tmp_path)))
         assert watched.num("part") == 1
 
     with_run(test)
@@ -130,7 +133,7 @@ def test_parts_on_disk_that_are_too_old_are_brought_up_by_means(tmp_path: Path) 
         await fill(here, messenger, tmp_path)
         here.commit()
         watched = Watched(messenger)
-        assert await here.fetch(watched, cache=cache_in(tmp_path)).run(2) == 2
+        assert await here.download(watched, cache=cache_in(tmp_path)).run(2) == 2
         assert (watched.num("part"), watched.num("mean")) == (0, NUM_PARTS)
 
     with_run(test)
@@ -141,12 +144,12 @@ def test_parts_on_disk_beyond_the_donors_round_are_not_used(tmp_path: Path) -> N
         await here.enter("a")
         for _ in range(3):
             here.commit()
-        await here.fetch(messenger, cache=cache_in(tmp_path)).run(1)
+        await here.download(messenger, cache=cache_in(tmp_path)).run(1)
         again = Run()
         island = await again.enter("b")
         again.commit()
-        fetch = again.fetch(messenger, cache=cache_in(tmp_path))
-        assert await enter_state(again, fetch) == 1 and fetch.digests() == island.digests
+        download = again.download(messenger, cache=cache_in(tmp_path))
+        assert await enter_state(again, download) == 1 and download.digests() == island.digests
         await again.close()
 
     with_run(test)
@@ -171,7 +174,7 @@ def test_a_joiner_without_room_on_disk_goes_on_with_one_warning(
         await here.enter("a")
         here.commit()
         with caplog.at_level(logging.WARNING):
-            await enter_state(here, here.fetch(messenger, cache=cache_in(blocked / "parts")))
-        assert [r.name for r in caplog.records] == ["outer.parts_cache"]
+            await enter_state(here, here.download(messenger, cache=cache_in(blocked / "parts")))
+        assert [r.name for r in caplog.records] == ["outer.transfer.cache"]
 
     with_run(test)

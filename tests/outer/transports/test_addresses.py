@@ -1,9 +1,9 @@
-"""Addresses that are malformed, unreachable or not safe to listen on, from peers and from users."""
+"""Addresses of peers and of users that are malformed, unreachable or not safe to listen on."""
 
 import pytest
 
+from outer.connect import NetworkSettings, open_network
 from outer.errors import InputError, PeerLost
-from outer.network import NetworkSettings, open_network
 from outer.transports.hivemind_addresses import parse_address
 from tests.outer.nets import A, B, connect, run, swarm
 

@@ -1,4 +1,4 @@
-"""Endpoints that leave, die or never come are named by every transport, and the rest connect again."""
+"""Every transport names the endpoints that leave, die or never come, and the others connect again."""
 
 import asyncio
 import os

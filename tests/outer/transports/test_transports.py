@@ -1,4 +1,4 @@
-"""What every transport promises of the payloads that it carries, and what keeps them: mailboxes, tags, stores."""
+"""Guarantees of every transport for its payloads, and its building blocks: mailboxes, tags and stores."""
 
 import asyncio
 import threading
@@ -6,14 +6,14 @@ import threading
 import pytest
 import torch
 
+from outer.connect import NetworkSettings, open_network
 from outer.errors import MessageError, PeerLost
-from outer.network import NetworkSettings, open_network
-from outer.transports.base import Endpoint, Phase, Tag
+from outer.network.endpoints import Endpoint, Leg, Tag
+from outer.network.frames import HEADER_BYTES
 from outer.transports.gloo import PREAMBLE_BYTES, gloo_tag
 from outer.transports.gloo_groups import KEPT_GROUPS
 from outer.transports.loopback import Hub
 from outer.transports.mailbox import Mailbox
-from outer.wire import HEADER_BYTES
 from tests.outer.nets import KINDS, A, B, C, connect, payload, run, swarm, tag
 
 all_kinds = pytest.mark.parametrize("kind", KINDS)
@@ -231,7 +231,7 @@ def test_what_arrived_before_a_loss_is_still_delivered():
 
 
 def test_gloo_tags_tell_neighbouring_rounds_phases_and_parts_apart():
-    tags = {gloo_tag(Tag(r, 0, phase, part), 100) for r in range(3) for phase in Phase for part in range(1000)}
+    tags = {gloo_tag(Tag(r, 0, phase, part), 100) for r in range(3) for phase in Leg for part in range(1000)}
     assert len(tags) == 3 * 2 * 1000
     assert max(tags) < 2**31
 

@@ -1,4 +1,4 @@
-"""Payloads and peers that are not what they say are refused; relays reach an island that cannot be dialled."""
+"""Forged payloads and peers are rejected, and relays reach an island that cannot be dialled."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,11 +6,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from outer.connect import Network, NetworkSettings, open_network
 from outer.errors import DeadlineError, InputError, MessageError, PeerLost, TransportError
-from outer.keys import RunKey, Trust
 from outer.membership.hivemind import open_messenger
-from outer.network import Network, NetworkSettings, open_network
-from outer.transports.base import Endpoint, Tag, Traffic, Transport
+from outer.network.endpoints import Endpoint, Tag, Traffic
+from outer.network.run_key import PeerAuth, RunKey
+from outer.transports.base import Transport
 from outer.transports.hivemind_daemon import DaemonSettings, start_daemon
 from outer.transports.sealed import SealedTransport
 from tests.outer.nets import A, B, C, payload, run, swarm, tag
@@ -35,7 +36,7 @@ def test_a_stream_that_claims_another_island_is_dropped():
 
 
 class Tampered:
-    """A transport whose sender gives every payload to `change` first."""
+    """A transport that applies `change` to every payload before it is sent."""
 
     def __init__(self, inner: Transport, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.traffic, self.address = inner.traffic, inner.address
@@ -65,8 +66,8 @@ def test_a_sealed_payload_that_is_not_the_senders_is_refused_by_name(key, run_id
     async def main() -> None:
         async with swarm("loopback") as place:
             a, b = await place.connect(A, B)
-            sending = SealedTransport(Tampered(a.transport, change), Trust(key), run_id, sender)
-            receiving = SealedTransport(b.transport, Trust(KEY), "run", B)
+            sending = SealedTransport(Tampered(a.transport, change), PeerAuth(key), run_id, sender)
+            receiving = SealedTransport(b.transport, PeerAuth(KEY), "run", B)
             await sending.send(B, tag(0), payload(num_bytes))
             with pytest.raises(MessageError, match="payload of a/0 that was altered"):
                 await receiving.recv(A, tag(0), num_bytes)
@@ -78,7 +79,7 @@ def test_a_sealed_payload_of_another_group_or_tag_is_refused():
     async def main() -> None:
         async with swarm("loopback") as place:
             a, b = await place.open(A), await place.open(B)
-            sealed = {e: SealedTransport(n.transport, Trust(KEY), "run", e) for e, n in ((A, a), (B, b))}
+            sealed = {e: SealedTransport(n.transport, PeerAuth(KEY), "run", e) for e, n in ((A, a), (B, b))}
             taken: list[torch.Tensor] = []
             sealed[A]._inner = Tampered(a.transport, lambda p: taken.append(p) or p)
             for epoch, again in (("1", tag(1)), ("2", tag(0))):
@@ -99,7 +100,7 @@ def test_peers_that_are_not_allowed_are_closed_before_they_are_heard():
             a, b = await place.open(A), await place.open(B)
             settings = NetworkSettings("run", "c", 0, place.bootstrap, allow=[_peer_id(a)], connect_seconds=5)
             c = await open_network("hivemind", settings)
-            place.opened.append(c)
+            place.networks.append(c)
             for network in (a, b, c):
                 network.messenger.serve("echo", _echo)
             assert await a.messenger.call(c.messenger.address, "echo", b"ab", timeout_seconds=10) == b"ab"
@@ -110,15 +111,15 @@ def test_peers_that_are_not_allowed_are_closed_before_they_are_heard():
             addresses = {B: b.transport.address, C: c.transport.address}
             with pytest.raises(TransportError):
                 await b.transport.connect("1", addresses)
-            assert {(peer, kind) for peer, kind, *_ in c.refusals.drain()} == {(_peer_id(b), "peer")}
-            assert c.refusals.total >= 3
+            assert {(peer, kind) for peer, kind, *_ in c.rejections.drain()} == {(_peer_id(b), "peer")}
+            assert c.rejections.total >= 3
 
     run(main())
 
 
 @pytest.mark.parametrize("peer_id", ["", "a", "/p2p/x", "12D3KooWBwgvuKTmfupyVkL18t78A1kTvu9HtfSfwbs1iUCnSVy"])
 def test_a_malformed_peer_id_in_the_allow_list_is_the_users_mistake(peer_id):
-    with pytest.raises(InputError, match=r"island\.allow: .* is no libp2p peer id"):
+    with pytest.raises(InputError, match=r"island\.allow: .* is not a libp2p peer id"):
         run(open_network("hivemind", NetworkSettings("run", "a", 0, allow=[peer_id])))
 
 
@@ -141,14 +142,14 @@ def test_an_island_that_cannot_be_dialled_answers_calls_through_a_relay():
             for rank in range(4):
                 settings = NetworkSettings("run", f"relay-{rank}", 0, place.bootstrap[:1], relay="server")
                 relay = await open_network("hivemind", settings)
-                place.opened.append(relay)
+                place.networks.append(relay)
                 place.bootstrap.append(relay.transport.address.partition("@")[2])
             client = DaemonSettings(
                 ["/ip4/127.0.0.1/tcp/0"], ["/ip4/127.0.0.1/tcp/1"], place.bootstrap, relay="client", connect_seconds=10
             )
             daemon = await start_daemon(client)
             try:
-                messenger = await open_messenger(daemon, "run", B, Traffic(), Trust())
+                messenger = await open_messenger(daemon, "run", B, Traffic())
                 messenger.serve("echo", _echo)
                 assert "/p2p-circuit" in messenger.address
                 a = await place.open(A)
@@ -163,7 +164,7 @@ def test_an_island_that_cannot_be_dialled_answers_calls_through_a_relay():
 
 
 async def _call_until_answered(caller: Network, address: str) -> bytes:
-    """The reply to a call, tried again while the relays do not know the callee yet."""
+    """Call again until the relays know the callee, and return its reply."""
     async with asyncio.timeout(20):
         while True:
             try:

@@ -1,0 +1,35 @@
+"""faults.jsonl: the faults injected into a run, and their times."""
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+LOG = "faults.jsonl"
+"""A file in the run's folder with one FaultRecord per line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultRecord:
+    """An injected fault and the islands that it hit, or the end of such a fault if `is_end`."""
+
+    spec: str
+    kind: str
+    islands: tuple[str, ...]
+    text: str
+    is_end: bool = False
+    time: float = field(default_factory=time.time)
+
+
+def record_fault(run_dir: Path, record: FaultRecord) -> None:
+    """Append the record to the run's faults.jsonl."""
+    with (run_dir / LOG).open("a") as file:
+        file.write(json.dumps(asdict(record)) + "\n")
+
+
+def read_faults(run_dir: Path) -> list[FaultRecord]:
+    """The faults injected into the run so far, in order. An incomplete last line is ignored."""
+    path = run_dir / LOG
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    values = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [FaultRecord(**value | {"islands": tuple(value["islands"])}) for value in values]

@@ -1,0 +1,62 @@
+"""Files that are replaced whole or not at all, and locks that last no longer than the process that holds them."""
+
+import fcntl
+import os
+from pathlib import Path
+from typing import IO
+
+
+def write_atomically(path: Path, data: str | bytes) -> None:
+    """Replace `path` by one rename: a reader sees the old file or the new one, also after a kill. Text is UTF-8.
+
+    Raises OSError, which names the path. The data is not synced: a power failure may still lose it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_bytes(data.encode() if isinstance(data, str) else data)
+        os.replace(beside, path)
+    except OSError as error:
+        # An error raised by write() names no file.
+        error.filename = error.filename or str(path)
+        raise
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_synced(path: Path, data: bytes | bytearray) -> None:
+    """Write a file and return once its data is on the disk. A kill may leave a partial file."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def try_lock(file: int | IO, *, shared: bool = False) -> bool:
+    """Take the advisory lock (flock) of an open file; False if another open file holds it in a conflicting mode.
+
+    The lock lasts until the file is closed here and in every forked child, hence at most as long as these processes.
+    """
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def wait_for_lock(file: int | IO) -> None:
+    """Take the exclusive lock of `try_lock`, waiting as long as another open file holds it."""
+    fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def try_process_lock(file: int | IO) -> bool:
+    """Take the lock (lockf) of a file open for writing; False if another process holds it.
+
+    It ends with this process: unlike `try_lock`, forked children that outlive a killed parent do not keep it. Raises
+    OSError where the file system has no locks.
+    """
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True

@@ -1,0 +1,38 @@
+"""How islands agree on a round: who takes part, whether the result is applied, and which islands live.
+
+state_machine.py    the round protocol of one island, without sockets and clocks: start here
+messages.py         what islands send each other
+planner.py          who plans a round and who takes part in it
+votes.py, readiness.py, rules.py    the tables and checks behind it
+driver.py           runs the protocol over the network, with deadlines
+failure_detector.py, grace.py, peers.py    which islands live, how long they are waited for, how they are called
+
+Two islands deliver their outboxes to each other. Island "a" plans the round, because it is the first by name:
+
+>>> from outer.agreement.messages import Ready, Status, Vote
+>>> from outer.agreement.rules import Rules
+>>> from outer.agreement.state_machine import RoundProtocol
+>>> start = Status(round=0, tokens=0, digest="00" * 8)
+>>> islands = {name: RoundProtocol(name, Rules(), start) for name in "ab"}
+>>> def deliver():
+...     while any(island.outbox for island in islands.values()):
+...         for sender, island in islands.items():
+...             messages, island.outbox = island.outbox, []
+...             for receiver, message in messages:
+...                 if (reply := islands[receiver].receive(sender, message)) is not None:
+...                     island.receive(receiver, reply)
+>>> for name, island in islands.items():
+...     island.add(islands)
+...     island.prepare(Ready(
+...         island=name, incarnation="0" * 8, round=0, attempt=0, digest=start.digest, base_tokens=0, tokens=100,
+...         weight=100, carriers=[(0, 1)], transport_addresses=["host:1"], control_addresses=["host:2"],
+...     ))
+>>> deliver()
+>>> plan = islands["a"].try_plan(is_late=False)
+>>> deliver()
+>>> for name, island in islands.items():
+...     island.vote(Vote.yes(plan, name, digest="ab" * 8))
+>>> deliver()
+>>> [island.conclude(is_late=False) for island in islands.values()]
+['commit', 'commit']
+"""

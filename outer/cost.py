@@ -1,0 +1,206 @@
+"""What a round costs: its bytes, the host memory of the outer loop, and the speed of its work on this machine.
+
+Bytes are counted on the parts themselves, so they are those of a real run. Nothing is launched.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from math import lcm, prod
+
+import torch
+
+from outer.codecs import build_codec
+from outer.codecs.base import Codec
+from outer.codecs.choice import CodecChoice, build_codec_choice, build_space
+from outer.config import OuterConfig
+from outer.merges.mean import WeightedSum
+from outer.space.digest import part_digest
+from outer.space.layout import Part, TensorSpec
+from outer.state.global_state import LOG_BYTES_PER_PARAM
+from outer.state.optimizer import OuterOptimizer
+
+FP32_BYTES = 4
+MEASURE_SECONDS = 0.02
+"""Time spent measuring each kind of work."""
+MAX_ELEMENTS = 1 << 18
+COPIED_ELEMENTS = 1 << 22
+"""Elements copied when copies are measured; like a model they do not fit into the processor's cache."""
+MESSAGE_SECONDS = 0.0004
+"""Host time of a payload. Measured once, on a virtual machine over gloo, because it takes several processes."""
+
+
+@dataclass(frozen=True)
+class RoundBytes:
+    """Payload bytes of one round, which sends one fragment."""
+
+    num_elements: int
+    num_parts: int
+    sent_bytes: float
+    """Sent by an island, on average."""
+    most_bytes: int
+    """Sent by the island that sends most."""
+    last_bytes: int
+    """Sent by a reducer after everything else has arrived: the mean of its last part, to every other island."""
+    mean_bytes: int
+    """Size of all means, which is what is digested."""
+
+
+def round_bytes(outer: OuterConfig, specs: tuple[TensorSpec, ...], num_islands: int) -> Sequence[RoundBytes]:
+    """Bytes of each round of one cycle, or of as many cycles as the moments need to repeat.
+
+    Raises InputError when the model has too few layers for the configured fragments.
+    """
+    # Bytes do not depend on when a round is sent, so configs that differ only in timing share a cache entry.
+    untimed = outer.model_copy(update={"inner_steps": outer.fragments, "delay": 0, "eager": False, "rounds": 1})
+    return _round_bytes(untimed.model_dump_json(), specs, num_islands)
+
+
+@lru_cache(maxsize=64)
+def _round_bytes(outer_json: str, specs: tuple[TensorSpec, ...], num_islands: int) -> Sequence[RoundBytes]:
+    outer = OuterConfig.model_validate_json(outer_json)
+    codecs, space = build_codec_choice(outer), build_space(specs, outer)
+    if outer.gossip is not None:
+        params, peers = build_codec(outer.gossip.params), min(outer.gossip.group, num_islands) - 1
+        return [_gossip_bytes(space.parts, codecs, params, peers)]
+    rounds = lcm(*(outer.moments or (1,))) * outer.fragments
+    sent = ([i for group in space.part_groups_in(number) for i in space.parts_in[group]] for number in range(rounds))
+    return [_reduce_bytes([space.parts[i] for i in indices], codecs, num_islands) for indices in sent]
+
+
+def _gossip_bytes(parts: Sequence[Part], codecs: CodecChoice, params: Codec, peers: int) -> RoundBytes:
+    """Each of `peers` islands gets the pseudo-gradient and the params of every part."""
+    payloads = sum(codecs.codec_for(p).num_bytes(p.num_elements) + params.num_bytes(p.num_elements) for p in parts)
+    return RoundBytes(sum(p.num_elements for p in parts), len(parts), peers * payloads, peers * payloads, 0, payloads)
+
+
+def _reduce_bytes(parts: Sequence[Part], codecs: CodecChoice, num_islands: int) -> RoundBytes:
+    """A part's payloads go to its reducer, which sends its mean to all; gathered payloads go from all to all."""
+    peers = num_islands - 1
+    by_all = last_bytes = mean_bytes = 0
+    as_reducer = [0] * num_islands
+    for part in parts:
+        payload = codecs.codec_for(part).num_bytes(part.num_elements)
+        mean = codecs.mean_codec_for(part).num_bytes(part.num_elements)
+        mean_bytes += mean
+        if codecs.gathers(part):
+            by_all += peers * payload
+        else:
+            by_all += payload
+            as_reducer[part.index % num_islands] += peers * mean - payload
+            last_bytes = peers * mean
+    sent = [by_all + own for own in as_reducer]
+    num_elements = sum(part.num_elements for part in parts)
+    return RoundBytes(num_elements, len(parts), sum(sent) / num_islands, max(sent), last_bytes, mean_bytes)
+
+
+def memory_bytes(
+    outer: OuterConfig, specs: tuple[TensorSpec, ...], num_islands: int, num_ranks: int
+) -> dict[str, float]:
+    """Host memory of the outer loop on one rank, by purpose; ranks carry equal shares of the parts.
+
+    Raises InputError as `round_bytes` does.
+    """
+    rounds = round_bytes(outer, specs, num_islands)
+    num_params = sum(prod(spec.shape) for spec in specs) / num_ranks
+    num_moments = 2 * num_params if outer.moments else 0
+    largest = max(each.num_elements for each in rounds) / num_ranks
+    memory = {"global params": FP32_BYTES * num_params}
+    if num_moments:
+        memory["averaged moments"] = FP32_BYTES * num_moments
+    if (outer.gossip or outer.optimizer).momentum > 0:
+        memory["outer momentum"] = FP32_BYTES * num_params
+    if outer.coding.feedback is not None:
+        memory["residuals of coding"] = FP32_BYTES * num_params * (1 + 1 / num_islands)
+    if outer.merge.needs_last_mean:
+        memory["last mean"] = FP32_BYTES * num_params
+    memory["a round's snapshot and mean"] = 2 * FP32_BYTES * largest
+    if outer.gossip is not None:
+        # The island's own share as encoded, and both tensors of every member's share as decoded.
+        group_size = min(outer.gossip.group, num_islands)
+        memory["shares of a group"] = 2 * FP32_BYTES * group_size * num_params + rounds[0].mean_bytes / num_ranks
+    memory["means for joiners, at most"] = LOG_BYTES_PER_PARAM * (num_params + num_moments)
+    return memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostSpeed:
+    """Seconds per element (digest: per byte) that one core takes for the outer loop's own work."""
+
+    encode: float
+    decode: float
+    merge: float
+    """Adding one participant's values to a sum."""
+    snapshot: float
+    """Copying local params, and subtracting them from the global params."""
+    step: float
+    """The outer step, and the digest of the new state."""
+    write: float
+    """Copying global params into local params."""
+    digest: float
+    message: float = 0.0
+    """Seconds per payload sent or received, spent in threads and system calls while no link is busy."""
+
+
+def measure_host_speed(outer: OuterConfig) -> HostSpeed:
+    """Speed of the run's codec and optimizer on an idle core of this machine. Takes 0.25 s; results are cached."""
+    used = {"codec": outer.codec, "coding": outer.coding, "optimizer": outer.optimizer}
+    part_elements = min(outer.part_elements, MAX_ELEMENTS)
+    return _measure_cached(OuterConfig(part_elements=part_elements, **used).model_dump_json())
+
+
+@cache
+def _measure_cached(outer_json: str) -> HostSpeed:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _measure(OuterConfig.model_validate_json(outer_json))
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _measure(outer: OuterConfig) -> HostSpeed:
+    num_elements = outer.part_elements
+    codec = build_codec_choice(outer).codec
+    values = torch.randn(num_elements, generator=torch.Generator().manual_seed(0)) * 1e-3
+    payload = codec.encode(values).clone()
+    total, optimizer = WeightedSum(num_elements), OuterOptimizer({0: values.clone()}, outer.optimizer)
+    # Allocated beforehand: an island reuses its memory after the first round, a new process waits for the system's.
+    local, gathered, difference = (torch.zeros(COPIED_ELEMENTS) for _ in range(3))
+    wide = torch.empty(num_elements, dtype=torch.float64)
+
+    def snapshot() -> None:
+        torch.sub(local, gathered.copy_(local), out=difference)
+        for part in difference.split(num_elements):
+            wide[: part.numel()].copy_(part).square_().sum().item()
+
+    def step() -> None:
+        optimizer.step({0: values})
+        part_digest(torch.cat([values, values]))
+
+    def write() -> None:
+        local.copy_(gathered.copy_(difference))
+
+    return HostSpeed(
+        encode=_seconds(lambda: codec.encode(values)) / num_elements,
+        decode=_seconds(lambda: codec.decode(payload, num_elements)) / num_elements,
+        merge=_seconds(lambda: total.add(values, 0.5)) / num_elements,
+        snapshot=_seconds(snapshot) / COPIED_ELEMENTS,
+        step=_seconds(step) / num_elements,
+        write=_seconds(write) / COPIED_ELEMENTS,
+        digest=_seconds(lambda: part_digest(values)) / values.nbytes,
+        message=MESSAGE_SECONDS,
+    )
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    """Thread time of one call: the best of several, so that other work on the machine does not count."""
+    action()
+    durations: list[float] = []
+    until = time.thread_time() + MEASURE_SECONDS
+    while not durations or time.thread_time() < until:
+        started_at = time.thread_time()
+        action()
+        durations.append(time.thread_time() - started_at)
+    return min(durations)

@@ -1,0 +1,125 @@
+"""The event loop of a rank: its thread, its clock, a signal for its tasks, and a check whether it stood still."""
+
+import asyncio
+import logging
+import selectors
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+MAX_SELECT_SECONDS = 3600.0  # the operating system rejects waits of more than some weeks
+BEAT_SECONDS = 0.25
+FROZEN_SECONDS = 2.0
+"""A gap of this length is a freeze. It is shorter than the least time after which others call an island lost."""
+
+
+class EventLoopThread:
+    """Runs an event loop in a thread of its own, so that peers are answered while the training threads compute."""
+
+    def __init__(self, slowness: float = 1.0) -> None:
+        self._slowness = slowness
+        self._loop = asyncio.new_event_loop() if slowness == 1.0 else SlowLoop(slowness)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="outer-loop", daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
+        """Run `work` on the loop and block until its result is there. Raises TimeoutError."""
+        future = self.start(work)
+        try:
+            return future.result(None if timeout_seconds is None else timeout_seconds * self._slowness)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def try_to(self, work: Coroutine[Any, Any, object], timeout_seconds: float) -> bool:
+        """Run `work`, which nothing depends on (a goodbye), and return whether it finished in time."""
+        try:
+            self.run(work, timeout_seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Cancel all running tasks and end the thread."""
+        self.start(_cancel_others()).result(5 * self._slowness)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+class SlowLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock, and so every wait on it, runs `slowness` times slower.
+
+    `diloco simulate --in-process` uses it because its islands take turns and each gets a share of the time.
+    """
+
+    def __init__(self, slowness: float) -> None:
+        super().__init__(SlowSelector(slowness))
+        self._slowness = slowness
+
+    def time(self) -> float:
+        return super().time() / self._slowness
+
+
+class SlowSelector(selectors.DefaultSelector):
+    def __init__(self, slowness: float) -> None:
+        super().__init__()
+        self._slowness = slowness
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        return super().select(None if timeout is None else min(timeout * self._slowness, MAX_SELECT_SECONDS))
+
+
+class ChangeSignal:
+    """Wakes the tasks of one event loop that wait for a condition, each time that its state may have changed."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_until(self, condition: Callable[[], bool], timeout_seconds: float | None = None) -> bool:
+        """Wait until `condition` is true, and return whether it became so in time. Raises what `condition` raises."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                while not condition():
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+class FreezeDetector:
+    """Detects that this process stood still: it was stopped, swapped out, or ran on a laptop that was closed.
+
+    Call `was_frozen` on the event loop at least every BEAT_SECONDS, and before anything that must not follow a freeze.
+    """
+
+    def __init__(self) -> None:
+        self._asked_at: float | None = None  # Built before the loop runs.
+
+    def was_frozen(self) -> bool:
+        """Whether the process has stood still since the last call."""
+        now = asyncio.get_running_loop().time()
+        seconds = 0.0 if self._asked_at is None else now - self._asked_at
+        self._asked_at = now
+        if seconds > FROZEN_SECONDS:
+            log.warning("this process stood still for %.1f s", seconds)
+        return seconds > FROZEN_SECONDS
+
+
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks, timeout=3) if tasks else None

@@ -1,0 +1,71 @@
+"""Base class of messages between islands, the types of their common fields, and a call that sends and parses them."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from outer.errors import MessageError
+from outer.network.endpoints import ISLAND_NAME, RUN_NAME, Messenger
+
+MAX_RANKS = 4096
+MAX_ROUND = 1 << 30
+MAX_TOKENS = 1 << 62
+
+IslandName = Annotated[str, Field(pattern=f"^{ISLAND_NAME}$")]
+RunName = Annotated[str, Field(pattern=f"^{RUN_NAME}$")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
+"""A hash in hexadecimal digits."""
+
+
+class Message(BaseModel):
+    """Base of everything that comes from a peer. Types are checked strictly and unknown fields are rejected."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    def encode(self) -> bytes:
+        """The message as JSON, the inverse of `parse`."""
+        return self.model_dump_json().encode()
+
+
+M = TypeVar("M", bound=Message)
+
+
+def parse(model: type[M], body: str | bytes) -> M:
+    """Parse a message from a peer. Raises MessageError, which names the first field that is wrong."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])[:200]
+        raise MessageError(f"not a {model.__name__}: {where}: {first['msg'][:200]}") from None
+
+
+async def call_message(
+    messenger: Messenger, address: str, kind: str, message: Message | None, reply: type[M], *, timeout_seconds: float
+) -> M:
+    """Send `message` (None: an empty body) and parse the reply. Raises as `Messenger.call` and `parse` do."""
+    body = b"" if message is None else message.encode()
+    return parse(reply, await messenger.call(address, kind, body, timeout_seconds=timeout_seconds))
+
+
+def check_carriers(packed: Sequence[tuple[int, int]], num_parts: int, num_ranks: int) -> None:
+    """Raise MessageError unless `packed` gives each of the parts a carrier among the ranks."""
+    counts = [count for _, count in packed]
+    if sum(counts) != num_parts or min(counts, default=1) < 1 or not all(0 <= r < num_ranks for r, _ in packed):
+        raise MessageError(f"the carriers given do not cover {num_parts} parts with {num_ranks} ranks")
+
+
+def pack_carriers(carriers: Sequence[int]) -> list[tuple[int, int]]:
+    """Run-length code the carrier rank of each part.
+
+    >>> pack_carriers([0, 0, 0, 1, 1])
+    [(0, 3), (1, 2)]
+    """
+    return [(rank, len(list(run))) for rank, run in groupby(carriers)]
+
+
+def unpack_carriers(packed: Sequence[tuple[int, int]]) -> list[int]:
+    """The carrier rank of each part, the inverse of `pack_carriers`."""
+    return [rank for rank, count in packed for _ in range(count)]

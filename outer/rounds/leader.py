@@ -1,0 +1,178 @@
+"""The leader of an island: it speaks with other islands for all ranks of its own.
+
+Other islands see its membership record, its status, its readiness for a round, its votes, and the state it can give.
+Only rank 0 has a leader. Calls start work on the event loop and wait for it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from outer.agreement.driver import Interruption, ProtocolDriver
+from outer.agreement.messages import Goodbye, Plan, Ready, Status, Vote
+from outer.agreement.peers import Identity
+from outer.leases.ranges import count
+from outer.membership.base import Member, Membership
+from outer.network.event_loop import EventLoopThread
+from outer.network.messages import pack_carriers
+from outer.network.retry import retry_blocking
+from outer.state.pseudo_gradient import Snapshot
+from outer.state.replica import Replica
+from outer.transfer.donor import Donor
+
+LEAVE_SECONDS = 3.0
+POLL_SECONDS = 0.2
+
+
+@dataclass
+class Leader:
+    """Speaks for the island that holds `replica`."""
+
+    identity: Identity
+    addresses: Sequence[tuple[str, str]]
+    """(transport address, control address) of each rank of the island."""
+    replica: Replica
+    driver: ProtocolDriver
+    membership: Membership
+    event_loop: EventLoopThread
+    donor: Donor
+
+    def resume(self) -> None:
+        """The replica holds the state of a checkpoint. Call it before `announce`."""
+        self.event_loop.run(self._resume())
+
+    def announce(self) -> None:
+        """Enter the membership and start to speak with the others. Raises InputError when the name is taken."""
+        self.event_loop.run(self.membership.announce(self._build_member(0.0)))
+        self.event_loop.run(self.driver.start())
+
+    def update_status(self, *, is_coming: bool, step_seconds: float) -> None:
+        """Tell the others which state this island holds now, and whether it is on its way to the next round."""
+        status = build_status(self.replica, is_coming=is_coming)
+        self.event_loop.run(self._update_status(self._build_member(step_seconds), status))
+
+    def serve_state(self, included: Sequence[str]) -> None:
+        """Be a donor of the current state. `included`: incarnations whose progress its last commit contains."""
+        replica = self.replica
+        self.donor.describe(replica.digest, replica.redistribution.carriers, replica.space.fingerprint, included)
+
+    def build_ready(self, snapshot: Snapshot | None, first_unit: int, epoch: str, step_seconds: float) -> Ready:
+        """The message that this island could take part in a plan now, with this snapshot or (None) as an observer.
+
+        `first_unit` is where the lease of an observer begins; a contributor's follows from the snapshot.
+        """
+        status, units = build_status(self.replica, is_coming=True), () if snapshot is None else snapshot.units
+        if snapshot is not None:
+            first_unit = units[0][0] if units else 0
+        return Ready(
+            island=self.identity.island,
+            incarnation=self.identity.incarnation,
+            round=status.round,
+            attempt=self.driver.protocol.next_attempt,
+            tokens=0 if snapshot is None else snapshot.tokens,
+            weight=0 if snapshot is None else snapshot.weight,
+            listens=snapshot is None,
+            base_tokens=status.tokens,
+            digest=status.digest,
+            first=first_unit,
+            units=count(units),
+            step_seconds=step_seconds,
+            carriers=pack_carriers(self.replica.redistribution.carriers),
+            epoch=epoch,
+            transport_addresses=[transport for transport, _ in self.addresses],
+            control_addresses=[control for _, control in self.addresses],
+        )
+
+    def plan(self, build_ready: Callable[[], Ready], on_sent: Callable[[int], None]) -> Plan:
+        """Agree on the next plan. `on_sent` is called with the round when the ready message is on its way.
+
+        Raises BehindError, or QuorumError when too few islands come. See `ProtocolDriver.plan`.
+        """
+        return self.event_loop.run(self._plan(build_ready, on_sent))
+
+    def contribute(self, build_ready: Callable[[], Ready]) -> None:
+        """Tell the others that this island, so far an observer of the coming round, has a contribution."""
+        self.event_loop.run(self._contribute(build_ready))
+
+    def decide(self, vote: Vote, on_sent: Callable[[], None]) -> bool:
+        """Whether the plan commits, by the votes of all. `on_sent` is called when this island's vote is on its way."""
+        return self.event_loop.run(self.driver.decide(vote, on_sent))
+
+    def interruption(self, seconds_left: float, *, entered_late: bool) -> Interruption:
+        """See `ProtocolDriver.interruption`."""
+        return self.event_loop.run(self.driver.interruption(seconds_left, entered_late=entered_late))
+
+    def find_donors(self) -> list[Member]:
+        """Records of the islands that hold the history which survives, if it is not this island's."""
+        return self.event_loop.run(self.driver.find_donors())
+
+    def wait_for_donors(self, seconds: float, num_expected: int) -> bool:
+        """Whether there are donors, waited for up to `seconds` or until so many islands, with this one, are known."""
+        return wait_for_donors(self.find_donors, seconds, lambda: self._num_islands >= num_expected)
+
+    def linger(self, seconds: float) -> bool:
+        """Wait until every live island has reached this round. Returns True if another history survives."""
+        return self.event_loop.run(self.driver.linger(seconds))
+
+    def leave(self, steps: int) -> None:
+        """Say goodbye, `steps` inner steps into the round; islands that miss it find out without it."""
+        me, incarnation = self.identity.island, self.identity.incarnation
+        goodbye = Goodbye(island=me, incarnation=incarnation, round=self.replica.position.round, steps=steps)
+        self.event_loop.try_to(self.driver.say_goodbye(goodbye), LEAVE_SECONDS)
+        self.event_loop.try_to(self.membership.leave(), LEAVE_SECONDS)
+
+    @property
+    def _num_islands(self) -> int:
+        # Membership records outlive the islands that wrote them, so only islands that have spoken count.
+        return 1 + len(self.driver.protocol.live)
+
+    async def _resume(self) -> None:
+        # It is coming: faster islands that go on from their checkpoints, too, wait for it.
+        self.driver.protocol.update_status(build_status(self.replica, is_coming=True))
+
+    async def _update_status(self, member: Member, status: Status) -> None:
+        # On the event loop, which owns membership and driver.
+        self.membership.update(member)
+        await self.driver.update_status(status)
+
+    async def _plan(self, build_ready: Callable[[], Ready], on_sent: Callable[[int], None]) -> Plan:
+        # The message is built on the event loop, like that of `_contribute`, so that no contribution is missed.
+        ready = build_ready()
+        return await self.driver.plan(ready, lambda: on_sent(ready.round))
+
+    async def _contribute(self, build_ready: Callable[[], Ready]) -> None:
+        await self.driver.contribute(build_ready())
+
+    def _build_member(self, step_seconds: float) -> Member:
+        status = build_status(self.replica, is_coming=True)
+        return Member(
+            island=self.identity.island,
+            incarnation=self.identity.incarnation,
+            identity=self.identity.identity,
+            config_hash=self.identity.config_hash,
+            control_addresses=[control for _, control in self.addresses],
+            transport_addresses=[transport for transport, _ in self.addresses],
+            round=status.round,
+            tokens=status.tokens,
+            digest=status.digest,
+            step_seconds=step_seconds,
+        )
+
+
+def build_status(replica: Replica, *, is_coming: bool) -> Status:
+    """The status of an island that holds this replica."""
+    position = replica.position
+    return Status(round=position.round, tokens=position.tokens, digest=replica.digest, is_coming=is_coming)
+
+
+def wait_for_donors(
+    find_donors: Callable[[], Sequence[Member]], seconds: float, is_hopeless: Callable[[], bool] = lambda: False
+) -> bool:
+    """Whether a donor is found within `seconds`. Stops waiting as soon as it is hopeless."""
+    found: list[Member] = []
+
+    def is_decided() -> bool:
+        found[:] = find_donors()
+        return bool(found) or is_hopeless()
+
+    retry_blocking(is_decided, seconds=seconds, pause_seconds=POLL_SECONDS)
+    return bool(found)

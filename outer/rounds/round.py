@@ -1,0 +1,169 @@
+"""One round on one rank, from a snapshot of its pseudo-gradient to the commit of the global params.
+
+    plan -> reduce -> vote -> commit: outer step on the global params
+     ^________________|  abort: nothing has changed, next attempt
+
+Local params are not touched, so a round may run in a background thread while they are trained. It talks to the island's
+other ranks through the background rank group.
+"""
+
+import time
+from dataclasses import dataclass
+from functools import partial
+
+from outer.agreement.messages import Plan, Ready, Vote
+from outer.errors import BehindError, OuterError
+from outer.hooks import Hooks
+from outer.leases.cursor import LeaseCursor
+from outer.leases.ledger import settle
+from outer.merges.base import weights_of
+from outer.network.messages import parse
+from outer.report import RoundReport
+from outer.rounds.island_reduce import IslandReduce, ReduceResult
+from outer.rounds.leader import Leader
+from outer.rounds.pace import Pace
+from outer.rounds.traffic_meter import TrafficMeter
+from outer.space.ranks import RankGroup
+from outer.state.part_state import Position
+from outer.state.pseudo_gradient import Contribution, Snapshot
+from outer.state.replica import Replica
+
+
+@dataclass
+class RoundRunner:
+    """Every rank of the island builds it and makes the same calls."""
+
+    island: str
+    replica: Replica
+    cursor: LeaseCursor
+    pace: Pace
+    reduce: IslandReduce
+    leader: Leader | None
+    """On rank 0 only."""
+    hooks: Hooks
+    traffic: TrafficMeter
+    share: float
+    """This island's weight in the last mean; before the first, an equal share."""
+
+    def attempt(self, contribution: Contribution) -> RoundReport:
+        """One attempt at the next round. If it does not commit, nothing has changed on any island: call it again.
+
+        Raises BehindError when others have committed without this island; OuterError when its own pseudo-gradient
+        cannot be used, or too few islands come.
+        """
+        started = time.monotonic()
+        plan = self._plan(contribution)
+        planned = time.monotonic()
+        snapshot = self._find_contribution(plan, contribution)
+        result = self.reduce.run(plan, {} if snapshot is None else snapshot.pseudo_grads)
+        reduced = time.monotonic()
+        is_committed = self._ranks.on_leader(lambda: self._decide(plan, result))
+        if is_committed:
+            self.pace.deadlines.observe("reduce", reduced - planned)
+            self._commit(plan, result, observes=snapshot is None)
+        else:
+            self.reduce.drop()
+        if result.at_fault == self.island:
+            raise OuterError(result.cause)
+        sent, received = self.traffic.count()
+        return RoundReport(
+            round=plan.round,
+            attempt=plan.attempt,
+            participants=plan.names,
+            is_committed=is_committed,
+            digest=self.replica.digest,
+            base=plan.participants[0].digest,
+            units=() if snapshot is None else snapshot.units,
+            bytes_sent=sent,
+            bytes_received=received,
+            reduce_seconds=reduced - planned,
+            wait_seconds=planned - started,
+            pseudo_grad_norm=0.0 if snapshot is None else snapshot.norm,
+            listeners=[p.island for p in plan.participants if p.listens],
+            gated=dict(self.reduce.attempts.reducer.filtered),
+            cause="" if is_committed else result.cause or "a vote is missing or differs",
+        )
+
+    def contribute(self, contribution: Contribution) -> None:
+        """The contribution to the round in flight has been filled: tell the others. Only the leader speaks."""
+        if self.leader is not None:
+            self.leader.contribute(lambda: self._build_ready(contribution))
+
+    def update_status(self, *, is_coming: bool, included: list[str] | None = None) -> None:
+        """Tell the others this island's status; with `included` also that it can give a new state."""
+        if self.leader is not None:
+            if included is not None:
+                self.leader.serve_state(included)
+            self.leader.update_status(is_coming=is_coming, step_seconds=self.pace.step_seconds)
+
+    # -- step by step ----------------------------------------------------------------------------------------
+
+    def _plan(self, contribution: Contribution) -> Plan:
+        """The plan, on every rank."""
+        self.hooks.reached("plan", self.replica.position.round)
+        body, donors, cause = self._ranks.on_leader(lambda: self._plan_on_leader(contribution))
+        if body is not None:
+            return parse(Plan, body)
+        raise OuterError(cause) if donors is None else BehindError(donors, cause)
+
+    def _plan_on_leader(self, contribution: Contribution) -> tuple[bytes | None, tuple[str, ...] | None, str]:
+        """(plan, None, ""), or (None, donors, why) when behind, or (None, None, why) when there is no plan."""
+        on_sent = partial(self.hooks.reached, "planning")
+        try:
+            plan = self._leader.plan(lambda: self._build_ready(contribution), on_sent)
+            return plan.encode(), None, ""
+        except BehindError as behind:
+            return None, behind.donors, behind.cause
+        except OuterError as error:
+            return None, None, str(error)
+
+    def _build_ready(self, contribution: Contribution) -> Ready:
+        position = self.replica.position
+        snapshot, first_unit = contribution.find(position.round), self.cursor.first_unit(position.ledger)
+        return self._leader.build_ready(snapshot, first_unit, self.reduce.attempts.epoch, self.pace.step_seconds)
+
+    def _find_contribution(self, plan: Plan, contribution: Contribution) -> Snapshot | None:
+        """This rank's snapshot if the plan counts the island as a contributor, whatever was filled in since."""
+        if self.island not in [p.island for p in plan.contributors]:
+            return None
+        return contribution.wait(plan.round, self.pace.deadlines.limit("reduce"))
+
+    def _decide(self, plan: Plan, result: ReduceResult) -> bool:
+        """Whether the attempt commits. Leader only."""
+        self.hooks.reached("vote", plan.round)
+        on_sent = partial(self.hooks.reached, "decide", plan.round)
+        if result.digest is not None:
+            vote = Vote.yes(plan, self.island, result.digest)
+        else:
+            accused = result.at_fault if result.at_fault != self.island else None
+            vote = Vote.no(plan, self.island, result.cause, accused)
+        return self._leader.decide(vote, on_sent)
+
+    def _commit(self, plan: Plan, result: ReduceResult, *, observes: bool) -> None:
+        """Make the round permanent on this rank: the only place that changes anything, in this order.
+
+        replica.commit   outer step on the carried global params, new position and digest
+        reducer.commit   what later rounds remember: error feedback, norms of the filters, last means
+        share, pace      this island's weight; step times of all participants
+        update_status    tell the others, and serve the new state
+        """
+        self.hooks.reached("apply", plan.round)
+        before = self.replica.position
+        tokens = before.tokens + sum(p.tokens for p in plan.participants)
+        ledger = settle(before.ledger, plan.participants, self.replica.terms)
+        position = Position(round=plan.round + 1, tokens=tokens, ledger=ledger)
+        self.replica.commit(result.means, position, len(plan.contributors), observes=observes)
+        self.reduce.attempts.reducer.commit(plan.round, result.means)
+        shares = weights_of([p.weight for p in plan.participants])
+        self.share = shares[plan.names.index(self.island)]
+        self.pace.observe_commit(plan)
+        self.update_status(is_coming=True, included=[p.incarnation for p in plan.contributors])
+
+    @property
+    def _ranks(self) -> RankGroup:
+        return self.replica.ranks.background
+
+    @property
+    def _leader(self) -> Leader:
+        assert self.leader is not None, "only the leader speaks for the island"
+        return self.leader

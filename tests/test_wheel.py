@@ -1,0 +1,50 @@
+"""What is installed: one name beside other people's packages, and everything that the program needs inside it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what a wheel of this checkout would install."""
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "setup.py", "-q", "build", "-b", str(folder / "build"), "--build-lib", str(folder / "lib")]
+    subprocess.run(build, cwd=ROOT, timeout=120, check=True, capture_output=True)
+    return folder / "lib"
+
+
+def run_program(program: str, *folders: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, cwd=folders[0], env=environment, timeout=60, capture_output=True, text=True)
+
+
+def test_a_wheel_installs_one_name(installed: Path) -> None:
+    assert [path.name for path in installed.iterdir()] == ["diloco"]
+
+
+def test_every_module_and_the_report_template_are_in_the_wheel(installed: Path) -> None:
+    homes = {"diloco": installed, "inner": installed / "diloco/_bundled", "outer": installed / "diloco/_bundled"}
+    wanted = [path for name in homes for suffix in ("py", "jinja") for path in (ROOT / name).rglob(f"*.{suffix}")]
+    relative = [path.relative_to(ROOT) for path in wanted]
+    assert [path for path in relative if not (homes[path.parts[0]] / path).is_file()] == []
+
+
+def test_the_installed_program_uses_its_own_packages(installed: Path) -> None:
+    done = run_program("import diloco.cli.main, inner.config, outer.config; print(inner.__file__)", installed)
+    assert done.stdout.strip() == str(installed / "diloco/_bundled/inner/__init__.py"), done.stderr
+
+
+def test_a_package_inner_of_another_project_is_left_alone_or_named(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner/__init__.py").write_text("")
+    first = run_program("import diloco, inner; print(inner.__file__)", tmp_path, installed)
+    assert first.stdout.strip() == str(installed / "diloco/_bundled/inner/__init__.py"), first.stderr
+    late = run_program("import inner, diloco", tmp_path, installed)
+    assert late.returncode == 1 and f"{tmp_path}/inner/__init__.py; import diloco first" in late.stderr
