@@ -22,7 +22,8 @@ FLOORS = {
     """,
     "outer": """
         config errors hooks
-        codecs.packing merges network space
+        codecs.packing identity merges space
+        network
         codecs diagnostics leases transports
         membership report
         agreement connect

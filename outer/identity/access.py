@@ -1,0 +1,86 @@
+"""Who may take part: `island.allow`, and the files in which an operator bans islands while the run goes on."""
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+BANNED_FILE = "banned"
+"""In the island's folder or in the run's folder: an island's name, key or libp2p peer id on each line, # for notes."""
+REREAD_SECONDS = 1.0
+MAX_FILE_BYTES = 1 << 20
+
+
+@dataclass
+class Access:
+    """Decides who may take part, by name, key and peer id. Its methods may be called on any thread."""
+
+    allow: Collection[str] = frozenset()
+    """Islands' public keys and libp2p peer ids. Empty allows all."""
+    files: Sequence[Path] = ()
+    """Files of banned islands. They are read again within REREAD_SECONDS of a change, and need not exist."""
+    _banned: frozenset[str] = frozenset()
+    _seen: list[tuple[int, int]] = field(default_factory=list)
+    _looked_at: float = float("-inf")
+
+    def refusal(self, island: str, key: str, peer_id: str = "") -> str:
+        """Why this island must not take part, or "" if it may."""
+        banned = self.banned()
+        if hit := next((word for word in (island, key, peer_id) if word and word in banned), ""):
+            return f"{island} is banned here: the file {BANNED_FILE!r} of this island names {hit}"
+        if self.allow and key not in self.allow and peer_id not in self.allow:
+            return f"{island} is not in island.allow: its key is {key}"
+        return ""
+
+    def may_connect(self, peer_id: str) -> bool:
+        """Whether a libp2p peer may open a stream at all. Its island's key is known only after the handshake."""
+        if peer_id in self.banned():
+            return False
+        return not self.allow or peer_id in self.allow or any(_is_key(word) for word in self.allow)
+
+    def banned(self) -> frozenset[str]:
+        """Names, keys and peer ids in the files, as of the last look at them."""
+        if self.files and time.monotonic() - self._looked_at >= REREAD_SECONDS:
+            self._looked_at = time.monotonic()
+            seen = [_stamp(path) for path in self.files]
+            if seen != self._seen:
+                self._reread(seen)
+        return self._banned
+
+    def _reread(self, seen: list[tuple[int, int]]) -> None:
+        found: set[str] = set()
+        for path, (_, size) in zip(self.files, seen, strict=True):
+            if size > MAX_FILE_BYTES:
+                log.warning("%s is not read: it has %d bytes, at most %d are allowed", path, size, MAX_FILE_BYTES)
+            found |= _read_words(path) if 0 <= size <= MAX_FILE_BYTES else set()
+        for word in sorted(found - self._banned):
+            log.warning("%s is banned: this island refuses it from now on", word)
+        for word in sorted(self._banned - found):
+            log.warning("%s is no longer banned", word)
+        self._banned, self._seen = frozenset(found), seen
+
+
+def _is_key(word: str) -> bool:
+    return len(word) == 64
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """Time of the last change and size of a file, which differ after a change; the size is -1 if there is no file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, -1
+    return status.st_mtime_ns, status.st_size
+
+
+def _read_words(path: Path) -> set[str]:
+    """The first word of each line, without notes. A file that cannot be read bans nobody, and is logged."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError as error:
+        log.warning("the file of banned islands cannot be read: %s", error)
+        return set()
+    return {words[0] for line in lines if (words := line.partition("#")[0].split())}

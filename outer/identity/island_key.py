@@ -1,0 +1,114 @@
+"""An island's key pair (Ed25519). What is said in the island's name is proved with it.
+
+Each signature covers its purpose, so that what was signed for one purpose proves nothing for another. A purpose begins
+with the run's name wherever a statement must not be repeated in another run.
+"""
+
+import hashlib
+import logging
+import os
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+
+from outer.errors import InputError
+
+log = logging.getLogger(__name__)
+
+KEY_FILE = "island.key"
+"""Name of the key's file in the island's folder."""
+PUBLIC_KEY = "[0-9a-f]{64}"
+SECRET_BYTES, SIGNATURE_BYTES = 32, 64
+_PRIME = 2**255 - 19
+
+
+class IslandKey:
+    """The secret half of an island's key. `public` is the other half, in hexadecimal digits: the island's identity."""
+
+    def __init__(self, secret: bytes) -> None:
+        """`secret`: 32 random bytes."""
+        self._private = Ed25519PrivateKey.from_private_bytes(secret)
+        self.secret = secret
+        """For the island's own ranks only."""
+        self.public = self._private.public_key().public_bytes_raw().hex()
+
+    @classmethod
+    def generate(cls) -> "IslandKey":
+        return cls(os.urandom(SECRET_BYTES))
+
+    def sign(self, purpose: str, body: bytes) -> bytes:
+        """The signature of `body` for this purpose, of SIGNATURE_BYTES. Equal arguments give equal signatures."""
+        return self._private.sign(_signed_bytes(purpose, body))
+
+    def pair_secret(self, public: str) -> bytes:
+        """32 bytes that only this island and the holder of the key `public` can compute. Raises ValueError.
+
+        It is a Diffie-Hellman exchange of the two island keys on Curve25519, so it needs no message.
+        """
+        clamped = hashlib.sha512(self.secret).digest()[:32]  # RFC 8032: the secret scalar of an Ed25519 key
+        private = X25519PrivateKey.from_private_bytes(clamped)
+        return private.exchange(X25519PublicKey.from_public_bytes(_to_x25519(bytes.fromhex(public))))
+
+
+def verify(public: str, purpose: str, body: bytes, signature: bytes) -> bool:
+    """Whether the holder of the key `public` (64 hexadecimal digits) signed `body` for this purpose. Never raises."""
+    try:
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public))
+        key.verify(signature, _signed_bytes(purpose, body))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def load_island_key(path: Path) -> IslandKey:
+    """Read the island's key, or make it if there is no file. Only this user may read the file. Raises InputError."""
+    try:
+        if not path.exists():
+            _create(path)
+        if path.stat().st_mode & 0o077:
+            log.warning("other users of this machine can read the island's key; run `chmod 600 %s`", path)
+        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+    except OSError as error:
+        raise InputError(f"the island's key {str(path)!r} cannot be used: {error.strerror}; check its folder") from None
+    except (ValueError, TypeError):
+        key = None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise InputError(
+            f"the island's key {str(path)!r} is no Ed25519 key in PEM form; restore it from a copy, or remove it and "
+            "choose another island.name, because the old name belongs to the old key"
+        )
+    return IslandKey(key.private_bytes_raw())
+
+
+def _create(path: Path) -> None:
+    """Create the file at once, whole and readable by this user only; another process may create it first."""
+    private = Ed25519PrivateKey.generate()
+    text = private.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(os.open(beside, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(beside, path)
+    except FileExistsError:
+        pass
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _signed_bytes(purpose: str, body: bytes) -> bytes:
+    name = purpose.encode()
+    return b"diloco island key 1\0" + len(name).to_bytes(4) + name + body
+
+
+def _to_x25519(ed25519: bytes) -> bytes:
+    """The same point of the curve in X25519's form: u = (1 + y) / (1 - y). Raises ValueError for the point 1."""
+    y = int.from_bytes(ed25519, "little") & ((1 << 255) - 1)
+    return ((1 + y) * pow(1 - y, -1, _PRIME) % _PRIME).to_bytes(32, "little")

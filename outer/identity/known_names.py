@@ -1,0 +1,125 @@
+"""Which key each island's name belongs to: the first key that used the name in the run.
+
+The file `names.json` in the island's folder keeps it over restarts. Only the leader has the file; the island's other
+ranks learn the names of a plan's participants from it.
+"""
+
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from outer.errors import InputError
+from outer.identity.island_key import PUBLIC_KEY
+
+log = logging.getLogger(__name__)
+
+NAMES_FILE = "names.json"
+MAX_NAMES = 4096
+"""Beyond it the name that was unused for the longest time is forgotten."""
+SAVE_SECONDS = 1.0
+"""Least time between two writes of the file."""
+GUEST = "guest-"
+_GUEST_DIGITS = 24
+
+
+@dataclass
+class _Owner:
+    key: str
+    time: int = 0
+    """Time in its newest record, in milliseconds since 1970."""
+
+
+class KnownNames:
+    """Names and their owners' keys, the one used last at the end. Its methods may be called on any thread."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Raises InputError when the file cannot be read."""
+        self._path, self._lock = path, threading.Lock()
+        self._owners = _load(path) if path is not None and path.exists() else {}
+        self._is_saved, self._saved_at = True, 0.0
+
+    def claim(self, island: str, key: str) -> str:
+        """Note that the holder of `key` uses the name. Returns why it must not, or "" if the name is its own."""
+        if island.startswith(GUEST):
+            return "" if island == guest_name(key) else f"{island} is the name of a guest with another key"
+        with self._lock:
+            owner = self._owners.pop(island, None)
+            self._owners[island] = owner or _Owner(key)
+            if owner is None:
+                self._is_saved = False
+            while len(self._owners) > MAX_NAMES:
+                del self._owners[next(iter(self._owners))]
+            self._save_if_due()
+        if owner is not None and owner.key != key:
+            return f"the name {island!r} belongs to the key {owner.key[:16]}... in this run, and this is {key[:16]}..."
+        return ""
+
+    def key_of(self, island: str) -> str | None:
+        """The key that the name belongs to; None if it is not known."""
+        owner = self._owners.get(island)
+        return owner.key if owner else None
+
+    def is_newest(self, island: str, time_ms: int) -> bool:
+        """Whether no newer record of the island has been seen; remembers the time. Call `claim` first."""
+        with self._lock:
+            owner = self._owners.get(island)
+            if owner is None or time_ms < owner.time:
+                return False
+            owner.time = time_ms
+            return True
+
+    def newest(self, island: str) -> int:
+        """The time in the newest record of the island that was seen, in milliseconds; 0 if none was."""
+        owner = self._owners.get(island)
+        return owner.time if owner else 0
+
+    def adopt(self, keys: Mapping[str, str]) -> None:
+        """Take what the island's leader knows, which counts more than what this rank has seen itself."""
+        with self._lock:
+            for island, key in keys.items():
+                if self.key_of(island) != key:
+                    self._owners[island] = _Owner(key)
+
+    def save(self) -> None:
+        """Write the file now, if there is one. A failure is logged."""
+        with self._lock:
+            self._save()
+
+    def _save_if_due(self) -> None:
+        if not self._is_saved and time.monotonic() - self._saved_at >= SAVE_SECONDS:
+            self._save()
+
+    def _save(self) -> None:
+        if self._path is None:
+            return
+        beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            beside.write_text(json.dumps({name: asdict(owner) for name, owner in self._owners.items()}, indent=0))
+            os.replace(beside, self._path)
+        except OSError as error:
+            log.warning("the names of the run's islands cannot be saved: %s", error)
+        self._is_saved, self._saved_at = True, time.monotonic()
+
+
+def guest_name(key: str) -> str:
+    """The name of one who is no island of the run, as a doctor. It follows from the key, so nobody else can use it."""
+    return f"{GUEST}{key[:_GUEST_DIGITS]}"
+
+
+def _load(path: Path) -> dict[str, _Owner]:
+    try:
+        owners = {str(name): _Owner(str(o["key"]), int(o["time"])) for name, o in json.loads(path.read_text()).items()}
+        if all(re.fullmatch(PUBLIC_KEY, owner.key) for owner in owners.values()):
+            return owners
+        raise ValueError("a key that is not 64 hexadecimal digits")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{path}: it does not hold the names and keys of the run's islands ({error}); remove it, and the names are "
+            "learned anew"
+        ) from None
