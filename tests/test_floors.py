@@ -27,6 +27,7 @@ FLOORS = {
         codecs diagnostics leases transports
         membership report
         agreement connect
+        agreement.running
         reduce
         state
         transfer

@@ -3,9 +3,9 @@
 state_machine.py    the round protocol of one island, without sockets and clocks: start here
 messages.py         what islands send each other
 planner.py          who plans a round and who takes part in it
-votes.py, readiness.py, rules.py    the tables and checks behind it
-driver.py           runs the protocol over the network, with deadlines
-failure_detector.py, grace.py, peers.py    which islands live, how long they are waited for, how they are called
+knowledge.py, votes.py, readiness.py, rules.py    the tables and checks behind it
+peers.py            the other islands as this island's leader reaches them
+running/            runs the protocol over the network: driver, failure detector, grace, doubts
 
 Two islands deliver their outboxes to each other. Island "a" plans the round, because it is the first by name:
 

@@ -7,7 +7,8 @@ In every attempt at a round an island passes through these states (docs/protocol
     reducing    a plan is fixed and the participants compute the mean of their pseudo-gradients
     voting      the participants exchange votes; the attempt commits on every participant or changes nothing
 
-The driver (driver.py) passes peers' messages to `receive`, reports time-outs as `is_late`, and sends the `outbox`.
+The driver (running/driver.py) passes peers' messages to `receive`, reports time-outs as `is_late`, and sends the
+`outbox`. knowledge.py holds what the island knows of the others.
 tests/outer/explore.py searches every order of messages, losses, crashes, freezes and time-outs of a few islands.
 
 A committed round is the same on every island, because an island commits a plan only in two cases: all participants have
@@ -25,6 +26,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import (
     Goodbye,
     Outcome,
@@ -38,7 +40,7 @@ from outer.agreement.messages import (
 )
 from outer.agreement.planner import Gathering, TooFew
 from outer.agreement.readiness import ReadyTable
-from outer.agreement.rules import Behind, Rules, check_ready, find_behind, find_objection
+from outer.agreement.rules import Behind, check_ready, find_objection
 from outer.agreement.votes import VoteTable
 from outer.errors import MessageError
 from outer.network.messages import Message
@@ -48,24 +50,13 @@ MAX_ISLANDS = 1024
 
 
 @dataclass
-class RoundProtocol:
+class RoundProtocol(Knowledge):
     """State and tables of one island. All values in the tables are immutable: copying the tables copies the state."""
 
-    me: str
-    rules: Rules
-    status: Status
     state: State = "training"
     own: Ready | None = None
     """This island's ready message while it takes part in an attempt."""
     plan: Plan | None = None
-    present: frozenset[str] = frozenset()
-    """The other islands in the run, whether they live or not."""
-    lost: frozenset[str] = frozenset()
-    """Islands that did not answer the last call."""
-    reported: frozenset[str] = frozenset()
-    """Islands whose status arrived after the current gathering began."""
-    statuses: dict[str, Status] = field(default_factory=dict)
-    """Last known status by island."""
     readies: ReadyTable = field(default_factory=ReadyTable)
     vote_table: VoteTable = field(default_factory=VoteTable)
     is_querying: bool = False
@@ -105,7 +96,7 @@ class RoundProtocol:
         assert self.own is not None, "an island considers plans when it is ready"
         if self.plan is not None:
             return self.plan
-        live = self.present - self.lost
+        live = self.awaited
         accused = self.vote_table.excluded(self.status.round) if live else frozenset[str]()
         gathering = Gathering(self.own, self.status, self.rules, live, self.reported, self.live, self.readies, accused)
         decision = gathering.decide(is_late=is_late, is_patient=is_patient)
@@ -151,20 +142,7 @@ class RoundProtocol:
         """The other participants of the plan."""
         return frozenset(self.plan.names) - {self.me} if self.plan else frozenset()
 
-    def behind(self, *, is_settled: bool) -> Behind | None:
-        """The surviving history, or None if it is this island's. `is_settled`: all islands that count have reported."""
-        return find_behind(self.me, self.status, self.live, is_settled=is_settled)
-
-    @property
-    def live(self) -> dict[str, Status]:
-        """Last known status of the other islands that are not lost, by island."""
-        return {name: s for name, s in self.statuses.items() if name in self.present - self.lost}
-
     # -- islands come, go and fail ------------------------------------------------------------------------------
-    def add(self, islands: Iterable[str]) -> None:
-        """Record islands that are in the run."""
-        self.present |= frozenset(islands) - {self.me}
-
     def remove(self, island: str) -> None:
         """Record that an island has left the run. Unlike a lost one it cannot have given this island up."""
         self.present -= {island}

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from outer.agreement.driver import Interruption, ProtocolDriver
 from outer.agreement.messages import Ready
 from outer.agreement.peers import Identity, Peers
 from outer.agreement.rules import build_rules
+from outer.agreement.running.driver import Interruption, ProtocolDriver
 from outer.agreement.state_machine import RoundProtocol
 from outer.codecs.choice import build_codec_choice
 from outer.config import OuterConfig

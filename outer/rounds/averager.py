@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from outer.agreement.driver import Interruption
+from outer.agreement.running.driver import Interruption
 from outer.hooks import Hooks
 from outer.report import RoundReport
 from outer.rounds.checkpoint import RoundMemory

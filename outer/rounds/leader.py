@@ -7,9 +7,9 @@ Only rank 0 has a leader. Calls start work on the event loop and wait for it.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from outer.agreement.driver import Interruption, ProtocolDriver
 from outer.agreement.messages import Goodbye, Plan, Ready, Status, Vote
 from outer.agreement.peers import Identity
+from outer.agreement.running.driver import Interruption, ProtocolDriver
 from outer.leases.ranges import count
 from outer.membership.base import Member, Membership
 from outer.network.event_loop import EventLoopThread
@@ -104,6 +104,14 @@ class Leader:
     def find_donors(self) -> list[Member]:
         """Records of the islands that hold the history which survives, if it is not this island's."""
         return self.event_loop.run(self.driver.find_donors())
+
+    def disbelieve(self, donors: Sequence[Member]) -> None:
+        """Their state could not be taken: ignore for a while that they claim to be ahead. See `RoundProtocol`."""
+        self.event_loop.run(self.driver.disbelieve(donors))
+
+    def believe(self, donors: Sequence[Member]) -> None:
+        """Their state has been taken: forget earlier failures."""
+        self.event_loop.run(self.driver.believe(donors))
 
     def wait_for_donors(self, seconds: float, num_expected: int) -> bool:
         """Whether there are donors, waited for up to `seconds` or until so many islands, with this one, are known."""

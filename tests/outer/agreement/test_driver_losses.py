@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from outer.agreement.driver import GOODBYE_SECONDS, BehindError
-from outer.agreement.failure_detector import PING_SECONDS
 from outer.agreement.messages import Plan, Status, Vote
+from outer.agreement.running.driver import GOODBYE_SECONDS, BehindError
+from outer.agreement.running.failure_detector import PING_SECONDS
 from outer.membership.loopback import LoopbackMessenger
 from outer.network.deadlines import FLOORS, MAX_FIRST_SECONDS
 from outer.network.endpoints import Endpoint

@@ -5,8 +5,9 @@ import logging
 
 import pytest
 
-from outer.agreement.failure_detector import PING_SECONDS
 from outer.agreement.messages import Plan, Status, Vote
+from outer.agreement.running.doubts import FIRST_SECONDS
+from outer.agreement.running.failure_detector import PING_SECONDS
 from outer.errors import BehindError, InputError, MessageError
 from outer.transports.loopback import Hub
 from tests.outer.clock import now, run, until
@@ -80,6 +81,24 @@ def test_an_island_that_is_behind_takes_part_in_no_plan() -> None:
         await b.tell(a, plan)
         await until(lambda: (plan.id, "a") in b.protocol.vote_table.votes)
         assert b.protocol.vote_table.votes[plan.id, "a"].digest is None
+
+    run(test)
+
+
+def test_a_claim_that_nobody_can_make_good_holds_up_no_round_and_is_believed_again_later() -> None:
+    async def test() -> None:
+        a, b, c = await leaders("abc")
+        c.enter(7, OTHER, tokens=1 << 60)
+        for island in (a, b):
+            with pytest.raises(BehindError):
+                await island.attempt()
+            await island.driver.disbelieve(await island.driver.find_donors())
+            assert await island.driver.find_donors() == []
+        started = now()
+        assert plans_of(await together(a.attempt(), b.attempt())) == [(0, ["a", "b"], True)] * 2
+        assert now() - started < PING_SECONDS
+        await asyncio.sleep(FIRST_SECONDS)
+        assert [donor.island for donor in await a.driver.find_donors()] == ["c"]
 
     run(test)
 

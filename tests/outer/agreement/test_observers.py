@@ -2,9 +2,9 @@
 
 import pytest
 
-from outer.agreement.grace import GraceTimer
 from outer.agreement.messages import Plan, Status
 from outer.agreement.rules import OBSERVER_FIELDS, Behind, Rules
+from outer.agreement.running.grace import GraceTimer
 from outer.agreement.state_machine import RoundProtocol
 from outer.errors import MessageError
 from outer.network.deadlines import Deadlines

@@ -2,17 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Literal
 
-from outer.agreement.failure_detector import PING_SECONDS, FailureDetector
-from outer.agreement.grace import GraceTimer, find_contributors
 from outer.agreement.messages import Goodbye, OutcomeQuery, OutcomeReply, Plan, Ready, Status, Vote, VoteReceipt
 from outer.agreement.peers import Peers, kind_of
 from outer.agreement.planner import TooFew
 from outer.agreement.rules import Behind
+from outer.agreement.running.doubts import Doubts
+from outer.agreement.running.failure_detector import PING_SECONDS, FailureDetector
+from outer.agreement.running.grace import GraceTimer, find_contributors
 from outer.agreement.state_machine import RoundProtocol
 from outer.errors import BehindError, DeadlineError, MessageError, PeerLost, QuorumError
 from outer.membership.base import Member
@@ -39,6 +40,7 @@ class ProtocolDriver:
         self._calls: dict[tuple[str, type[Message]], asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._has_left = False
+        self._doubts = Doubts(protocol)
         self._detector = FailureDetector(protocol, peers, self._send_outbox, self._end_reduce_with, self._changed.set)
         for model in (Ready, Status, Plan, Vote, OutcomeQuery, Goodbye):
             peers.messenger.serve(kind_of(model), partial(self._on_message, model))
@@ -152,9 +154,25 @@ class ProtocolDriver:
         if behind := self.protocol.behind(is_settled=True):
             return [self._peers.members[name] for name in behind.donors if name in self._peers.members]
         # No island has sent its status yet, so the records must do.
-        ahead = [m for m in self._peers.members.values() if (m.tokens, m.round) > self.protocol.status.rank]
+        believed = [m for m in self._peers.members.values() if m.island not in self.protocol.doubted]
+        ahead = [m for m in believed if (m.tokens, m.round) > self.protocol.status.rank]
         best = max(((m.tokens, m.round) for m in ahead), default=None)
         return [m for m in ahead if (m.tokens, m.round) == best]
+
+    async def disbelieve(self, donors: Sequence[Member]) -> None:
+        """The state that these records or the islands' statuses claim could not be taken: ignore it for a while.
+
+        Until then the islands are neither donors nor waited for, unless they claim no more than this island holds.
+        """
+        for donor in donors:
+            claimed = Status(round=donor.round, tokens=donor.tokens, digest=donor.digest or "0" * 16)
+            self._doubts.add(donor.island, self.protocol.statuses.get(donor.island, claimed))
+        self._changed.set()
+
+    async def believe(self, donors: Sequence[Member]) -> None:
+        """The state that these islands claim has been taken: what failed before is forgotten."""
+        for donor in donors:
+            self._doubts.clear(donor.island)
 
     def _warn(self, text: str) -> None:
         log.warning("round %d: BELOW QUORUM: %s", self.protocol.status.round, text)

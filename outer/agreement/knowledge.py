@@ -1,0 +1,61 @@
+"""What one island knows of the run: who is in it, which islands live, and which states they claim to hold."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from outer.agreement.messages import Status
+from outer.agreement.rules import Behind, Rules, find_behind
+
+
+@dataclass
+class Knowledge:
+    """Tables of one island about the others. All values in them are immutable: copying the tables copies the state."""
+
+    me: str
+    rules: Rules
+    status: Status
+    present: frozenset[str] = frozenset()
+    """The other islands in the run, whether they live or not."""
+    lost: frozenset[str] = frozenset()
+    """Islands that did not answer the last call."""
+    reported: frozenset[str] = frozenset()
+    """Islands whose status arrived after the current gathering began."""
+    statuses: dict[str, Status] = field(default_factory=dict)
+    """Last known status by island."""
+    doubted: dict[str, Status] = field(default_factory=dict)
+    """Claims to be ahead that could not be made good, by island; see `disbelieve`."""
+
+    def add(self, islands: Iterable[str]) -> None:
+        """Record islands that are in the run."""
+        self.present |= frozenset(islands) - {self.me}
+
+    @property
+    def live(self) -> dict[str, Status]:
+        """Last known status of the other islands that are not lost and whose claims are believed, by island."""
+        islands = self.present - self.lost
+        return {name: s for name, s in self.statuses.items() if name in islands and not self._is_doubted(name, s)}
+
+    @property
+    def awaited(self) -> frozenset[str]:
+        """The other islands that may take part in a round: they are not lost, and their claims are believed."""
+        return self.present - self.lost - (self.statuses.keys() - self.live.keys())
+
+    def behind(self, *, is_settled: bool) -> Behind | None:
+        """The surviving history, or None if it is this island's. `is_settled`: all islands that count have reported."""
+        return find_behind(self.me, self.status, self.live, is_settled=is_settled)
+
+    def disbelieve(self, island: str, claim: Status) -> None:
+        """Ignore what the island claims to hold until `believe`, unless it claims no more than this island holds.
+
+        Call it when the state of `claim` could not be taken: the island is neither followed nor waited for.
+        """
+        self.doubted[island] = claim
+
+    def believe(self, island: str) -> None:
+        """Take the island's claims seriously again."""
+        self.doubted.pop(island, None)
+
+    def _is_doubted(self, island: str, status: Status) -> bool:
+        claim = self.doubted.get(island)
+        is_same = claim is not None and (status.rank, status.digest) == (claim.rank, claim.digest)
+        return claim is not None and (status.rank > self.status.rank or (is_same and status.rank == self.status.rank))

@@ -1,0 +1,47 @@
+"""Claims of other islands that could not be made good, and how long they are not believed.
+
+An island may claim to be ahead although nobody can fetch its state: it lies, or its link is broken. Such a claim must
+neither hold up the islands that are well nor make them download for ever.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+from outer.agreement.messages import Status
+from outer.agreement.state_machine import RoundProtocol
+
+log = logging.getLogger(__name__)
+
+FIRST_SECONDS = 4.0
+"""How long an island is not believed after the first failure. The time doubles with every further one."""
+MAX_SECONDS = 256.0
+
+
+@dataclass
+class Doubts:
+    """Keeps `RoundProtocol.doubted` up to date. All methods run on one event loop."""
+
+    protocol: RoundProtocol
+    _failures: dict[str, int] = field(default_factory=dict)
+    _ends: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
+
+    def add(self, island: str, claim: Status) -> None:
+        """Do not believe this island's claim to be ahead for a while, because its state could not be taken."""
+        failures = self._failures[island] = self._failures.get(island, 0) + 1
+        seconds = min(FIRST_SECONDS * 2.0 ** min(failures - 1, 30), MAX_SECONDS)
+        self._cancel(island)
+        self.protocol.disbelieve(island, claim)
+        self._ends[island] = asyncio.get_running_loop().call_later(seconds, self.protocol.believe, island)
+        claimed = f"round {claim.round} with {claim.tokens} tokens"
+        log.warning("%s claims %s, which nobody can give: it is not believed for %g s", island, claimed, seconds)
+
+    def clear(self, island: str) -> None:
+        """The island's claim was made good: believe it again, and forget its failures."""
+        self._failures.pop(island, None)
+        self._cancel(island)
+        self.protocol.believe(island)
+
+    def _cancel(self, island: str) -> None:
+        if end := self._ends.pop(island, None):
+            end.cancel()
