@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from diloco.checkpoints.island_checkpoint import IslandCheckpoints, open_checkpoints
-from diloco.config.schema import IslandConfig, RunConfig, differing_keys, dump_config, parse_config
+from diloco.config.from_swarm import parse_swarm_config, swarm_text
+from diloco.config.schema import IslandConfig, RunConfig, differing_keys
 from diloco.errors import ConfigError
 from diloco.faults.self_inflicted import build_hooks, slow_down
 from diloco.records.logbook import Logbook
@@ -246,7 +247,7 @@ def connect(
     if network.membership is not None:
         theirs = event_loop.run(network.membership.read_config())
         check_same_run(config, theirs)
-        event_loop.run(network.membership.publish_config(dump_config(config)))
+        event_loop.run(network.membership.publish_config(swarm_text(config)))
     return network
 
 
@@ -254,7 +255,7 @@ def check_same_run(ours: RunConfig, theirs: str | None) -> None:
     """Raise ConfigError, naming the keys, if the swarm's config of this run differs from ours. None: it has none."""
     if theirs is None:
         return
-    run = parse_config(theirs, where="the swarm's config").run
+    run = parse_swarm_config(theirs)
     if run.hash != ours.hash:
         differences = "\n".join(f"  {line}" for line in differing_keys(ours, run))
         raise ConfigError(

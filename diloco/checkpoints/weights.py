@@ -70,8 +70,9 @@ def open_weights(path: Path, island: str | None = None) -> Weights:
     run, tensors = read_global_params(path, island)
     config = find_run_folder(path) / RUN_CONFIG
     own = parse_config(config.read_text(), where=str(config)).for_island(0) if config.is_file() else None
-    sizes = resolve_sizes(run.model, build_tokenizer(run.data.tokenizer).vocab_size)
-    return Weights(sizes, tensors, run.data.seq_len, run.data.tokenizer, run, own)
+    tokenizer = (own.tokenizer if own is not None else None) or run.data.tokenizer
+    sizes = resolve_sizes(run.model, build_tokenizer(tokenizer).vocab_size)
+    return Weights(sizes, tensors, run.data.seq_len, tokenizer, run, own)
 
 
 def _open_export(folder: Path) -> Weights:

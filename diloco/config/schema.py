@@ -3,7 +3,7 @@
 One YAML file holds two kinds of config:
 
     RunConfig     the same on every island: model, data, optimizer, outer. Its hash is part of the run's
-                  identity, and a joining island gets its text from the swarm.
+                  identity, and a joining island gets its text from the swarm (from_swarm.py).
     IslandConfig  local to an island: mesh, micro-batch, device, addresses, folders. `island` holds the values
                   that all islands of the file share, `islands` the changes of each one.
 
@@ -131,7 +131,11 @@ class IslandConfig(Section):
     run_dir: str = "runs"
     cache_dir: str = "~/.cache/diloco"
     data_paths: tuple[str, ...] | None = None
-    """Replaces data.paths on this island."""
+    """Replaces data.paths on this island, or data.dataset by the one folder where this island has the dataset."""
+    mixture_paths: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """The same for the sources of data.mixture, by their names."""
+    tokenizer: str | None = None
+    """Replaces data.tokenizer on this island: the path where it has the same tokenizer.json."""
     init_from: str | None = None
     """Replaces model.init_from on this island: the folder where it has the same weights."""
     connect_seconds: float = Field(default=30.0, gt=0)

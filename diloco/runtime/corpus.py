@@ -1,23 +1,47 @@
 """The text that an island reads: its config and the tokenised corpus. Importing this does not import torch."""
 
 from pathlib import Path
+from typing import Any
 
 from diloco.config.schema import IslandConfig, RunConfig
 from diloco.errors import ConfigError
-from inner.config import DataConfig
+from inner.config import DataConfig, MixtureEntry, SourceConfig
 from inner.data.corpus import Corpus, prepare_corpus
 
 
 def data_of(run: RunConfig, island: IslandConfig) -> DataConfig:
-    """The run's data config, with the paths that this island sets for itself. Raises ConfigError."""
-    if island.data_paths is None:
-        return run.data
-    if run.data.mixture:
+    """The run's data config, with the places that this island sets for itself. Raises ConfigError."""
+    data = run.data
+    unknown = set(island.mixture_paths) - {entry.name for entry in data.mixture}
+    if unknown:
+        names = ", ".join(entry.name for entry in data.mixture) or "no data.mixture"
+        raise ConfigError(f"island.mixture_paths: got {sorted(unknown)}; the run has {names}")
+    if island.data_paths is not None and data.mixture:
         raise ConfigError(
-            "island.data_paths replaces data.paths, and the run has a data.mixture instead; keep its files in the same "
-            "places on all islands, or name them relative to the folder that the island is started in"
+            "island.data_paths replaces data.paths, and the run has a data.mixture instead; set "
+            "island.mixture_paths={NAME: [PATH]}"
         )
-    return run.data.model_copy(update={"paths": list(island.data_paths)})
+    change: dict[str, Any] = {} if island.tokenizer is None else {"tokenizer": island.tokenizer}
+    if island.data_paths is not None:
+        change |= _at_places(data, island.data_paths, "island.data_paths")
+    if island.mixture_paths:
+        change["mixture"] = tuple(_moved(entry, island.mixture_paths.get(entry.name)) for entry in data.mixture)
+    return data.model_copy(update=change)
+
+
+def _moved(entry: MixtureEntry, places: tuple[str, ...] | None) -> MixtureEntry:
+    if places is None:
+        return entry
+    return entry.model_copy(update=_at_places(entry, places, f"island.mixture_paths.{entry.name}"))
+
+
+def _at_places(source: SourceConfig, places: tuple[str, ...], key: str) -> dict[str, Any]:
+    """The changes to a source that is read from these places. Raises ConfigError."""
+    if source.source != "huggingface":
+        return {"paths": list(places)}
+    if len(places) != 1 or not Path(places[0]).is_dir():
+        raise ConfigError(f"{key}: got {list(places)}; a dataset of Hugging Face lies in one folder: name that")
+    return {"dataset": places[0]}
 
 
 def load_corpus(config: RunConfig, island: IslandConfig) -> Corpus:

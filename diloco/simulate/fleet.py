@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from diloco.config.from_swarm import own_the_places
 from diloco.config.schema import Config, IslandConfig
 from diloco.errors import ConfigError
 from diloco.faults.self_inflicted import FAULTS_FOLDER
@@ -82,6 +83,7 @@ def start_island(config: Config, index: int, address: str | None, faults: Sequen
 def start_joiner(config: Config, index: int, address: str, faults: Sequence[Fault], fleet: Fleet) -> Child:
     """Start an island like the config's last one with the command `diloco join`, or restart one that joined before."""
     island = config.for_island(len(config.islands) - 1).model_copy(update={"index": index, "name": None})
+    island = own_the_places(config.run, island)  # the operator of this machine has written the run's config
     folder = fleet.run_dir / island.label
     if (folder / "config.yaml").exists():
         command = torchrun(island.ranks, ["train", str(folder / "config.yaml")])

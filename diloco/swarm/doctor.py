@@ -17,6 +17,7 @@ from typing import Any
 
 import typer
 
+from diloco.config.from_swarm import parse_swarm_config
 from diloco.config.init_weights import pin_weights_hash
 from diloco.config.schema import RunConfig, differing_keys, load_config, parse_config
 from diloco.errors import ConfigError
@@ -157,7 +158,7 @@ async def check_address(address: str) -> Check:
 async def check_swarm_run(local: LocalIsland, address: str, name: str, info: RunInfo) -> AsyncIterator[Line]:
     """Check a run's config and its live islands."""
     try:
-        run = parse_config(info.config_text, where="its config").run
+        run = parse_swarm_config(info.config_text)
     except ConfigError as error:
         yield Check("FAILED", "config", f"{error}; does the swarm run another version of diloco?")
         return

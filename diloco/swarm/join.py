@@ -6,6 +6,7 @@ from pathlib import Path
 import typer
 
 from diloco.config.check import check_island
+from diloco.config.from_swarm import check_places, describe_data, parse_swarm_config
 from diloco.config.schema import Config, dump_config, parse_config
 from diloco.errors import ConfigError
 from diloco.runtime.processes import torchrun
@@ -29,19 +30,24 @@ def join(address: str, overrides: list[str], ranks: int, run_name: str | None) -
     island_dir = run_dir / config.island.label
     island_dir.mkdir(parents=True, exist_ok=True)
     write_atomically(island_dir / "config.yaml", dump_config(config))
-    typer.echo(f"joining run {config.name!r} as {config.island.label!r}: {island_dir}")
+    typer.echo(f"joining run {config.name!r} as {config.island.label!r}: {island_dir}; {describe_data(config.run)}")
     command = torchrun(config.island.ranks, ["train", str(island_dir / "config.yaml")], MAX_RESTARTS)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.execv(command[0], command)
 
 
 def build_joiner_config(text: str, taken: set[str], address: str, overrides: list[str]) -> Config:
-    """The run's config with the part of this island. Its default name is the first free island-<k>."""
+    """The run's config with the part of this island. Its default name is the first free island-<k>.
+
+    Raises ConfigError if the text sets anything of an island or names files that this island would read.
+    """
+    run = parse_swarm_config(text)
     index = next(k for k in range(len(taken) + 1) if f"island-{k}" not in taken)
     own = [f"island.bootstrap=[{address}]", f"island.index={index}", "island.joins=true", *overrides]
-    config = parse_config(text, own, where="the swarm's config")
+    config = parse_config(dump_config(run), own, where="this island's config")
     if config.island.label in taken:
         raise ConfigError(f"island.name: {config.island.label!r} is in the run already; names there: {sorted(taken)}")
+    check_places(config.run, config.island)
     return config
 
 

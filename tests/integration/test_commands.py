@@ -113,6 +113,7 @@ def join_and_compare(tmp_path: Path, address: str) -> None:
         first = islands.start(0)
         first.wait_for_round(1)
         folders = [f"island.run_dir={tmp_path / 'joined'}", f"island.cache_dir={tmp_path / 'cache'}"]
+        folders += [f"island.data_paths=[{tmp_path / 'swarm' / 'text'}]"]
         with subprocess.Popen([*DILOCO, "join", address, "--ranks", "2", *folders], cwd=ROOT) as joiner:
             wait_until(lambda: len(committed(folder)) >= 3, "three commits of the joiner")
             joiner.terminate()

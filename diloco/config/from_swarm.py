@@ -1,0 +1,167 @@
+"""Which keys of a config a swarm may set on an island that joins it, and how its text is read. Imports no torch.
+
+The swarm's text was written by a stranger. It sets the run's part of a config and never the island's. Of the run's part
+it sets values; a key that names a file or folder is set by the island's operator, or the island does not join.
+"""
+
+import re
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import ValidationError
+
+from diloco.config.errors import explain_errors
+from diloco.config.schema import IslandConfig, RunConfig, dump_config
+from diloco.errors import ConfigError
+from inner.config import DataConfig
+
+Origin = Literal["swarm", "island", "hub"]
+"""swarm: the value is taken. island: it names places on a machine; those of the swarm are kept for the run's hash and
+never opened. hub: the name of something on the Hugging Face hub is taken, the name of a file or folder is not."""
+
+ISLAND_SECTIONS = ("island", "islands")
+"""All of their keys are the island's own. A swarm's text that has one of them is refused."""
+NOT_FROM_SWARM: dict[str, Origin] = {
+    "model.init_from": "island",
+    "data.paths": "island",
+    "data.dataset": "hub",
+    "data.tokenizer": "hub",
+    "data.mixture.paths": "island",
+    "data.mixture.dataset": "hub",
+}
+FROM_SWARM = {
+    "": "name seed",
+    "model": "init_sha256 preset dim num_layers num_heads num_kv_heads ffn_dim vocab_size rope_theta norm_eps qk_norm "
+    "tie_embeddings",
+    "data": "source dataset_config split text_field max_tokens seq_len document_mask heldout_fraction",
+    "data.mixture": "source dataset_config split text_field max_tokens name weight",
+    "optimizer": "name lr betas eps muon_momentum weight_decay clip_norm schedule warmup_steps decay_steps "
+    "min_lr_ratio tokens_per_step max_skipped_steps",
+    "optimizer.groups": "pattern lr_scale weight_decay optimizer",
+    "optimizer.averaging": "x y",
+    "outer": "rounds inner_steps fragments fragment_pattern delay mix eager moments local_steps round_seconds codec "
+    "transport part_elements quorum wait_for below_quorum missed_progress start_islands wait_seconds",
+    "outer.optimizer": "lr momentum nesterov delayed",
+    "outer.merge": "rule trim max_norm_ratio max_norm_zscore min_cosine",
+    "outer.gossip": "group momentum lr pull params",
+    "outer.coding": "feedback rounding top_k chunk_elements value_bits rank",
+    "evaluate": "every_rounds tokens",
+}
+"""The other keys of the run's part, by section. A test checks that each key of the schema is in one of the tables."""
+_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
+
+
+def origin_of(key: str) -> Origin:
+    """Where the value of a dotted key of the schema comes from on an island that joins. Raises KeyError if unknown."""
+    section, _, name = key.rpartition(".")
+    if key.split(".")[0] in ISLAND_SECTIONS:
+        return "island"
+    if key in NOT_FROM_SWARM:
+        return NOT_FROM_SWARM[key]
+    if name in FROM_SWARM.get(section, "").split():
+        return "swarm"
+    raise KeyError(f"{key} is a new key: say in diloco/config/from_swarm.py whether a swarm may set it")
+
+
+def swarm_text(run: RunConfig) -> str:
+    """The text that an island publishes for joiners: the run's part alone, also if `run` is a whole Config."""
+    return dump_config(RunConfig(**{key: getattr(run, key) for key in RunConfig.model_fields}))
+
+
+def parse_swarm_config(text: str) -> RunConfig:
+    """Parse the config text that a swarm has sent. Raises ConfigError, also if it sets anything of an island."""
+    values = _load_plain_yaml(text)
+    if not isinstance(values, dict):
+        raise ConfigError(f"the swarm's config: got a {type(values).__name__}, sections with keys expected")
+    if found := [name for name in ISLAND_SECTIONS if name in values]:
+        raise ConfigError(
+            f"the swarm's config sets {' and '.join(found)}, which only the operator of an island sets (addresses, "
+            "folders, mirrors, keys). No island publishes them: whoever wrote this text is not to be trusted"
+        )
+    try:
+        return RunConfig(**values)
+    except ValidationError as error:
+        lines = explain_errors(error, RunConfig, "")
+        raise ConfigError("\n  ".join(["the swarm's config:", *map(_printable, lines)])) from None
+
+
+def check_places(run: RunConfig, island: IslandConfig) -> None:
+    """Raise ConfigError if the joining island would open a file that the swarm names, with the key to set instead."""
+    for name, source in named_sources(run.data):
+        own, cure = island.data_paths, "island.data_paths=[PATH]"
+        if name is not None:
+            own, cure = island.mixture_paths.get(name), f"island.mixture_paths={{{name}: [PATH]}}"
+        if own is None and (places := _places_of(source)):
+            key = "data.paths" if source.source == "files" else "data.dataset"
+            raise _place_error(key, ", ".join(places), cure)
+    tokenizer = run.data.tokenizer
+    if island.tokenizer is None and tokenizer != "bytes" and _names_a_file(tokenizer):
+        raise _place_error("data.tokenizer", tokenizer, "island.tokenizer=PATH")
+
+
+def named_sources(data: DataConfig) -> list[tuple[str | None, DataConfig]]:
+    """The sources of a run with their names in the mixture; a single source has none."""
+    names = [entry.name for entry in data.mixture] or [None]
+    return list(zip(names, data.sources, strict=True))
+
+
+def own_the_places(run: RunConfig, island: IslandConfig) -> IslandConfig:
+    """The island with the run's places as its own, for a launcher whose operator wrote the run's config."""
+    needed = {name: paths for name, s in named_sources(run.data) if (paths := _places_of(s))}
+    change = {
+        "data_paths": island.data_paths or needed.get(None),
+        "mixture_paths": {name: paths for name, paths in needed.items() if name is not None} | island.mixture_paths,
+        "tokenizer": island.tokenizer or (run.data.tokenizer if _names_a_file(run.data.tokenizer) else None),
+    }
+    return island.model_copy(update=change)
+
+
+def describe_data(run: RunConfig) -> str:
+    """What the run reads, in one line for the operator of a joining island."""
+    sources = ", ".join(s.dataset or s.source if s.source == "huggingface" else s.source for s in run.data.sources)
+    return _printable(f"it reads {sources} with the tokenizer {run.data.tokenizer}")
+
+
+def _places_of(source: DataConfig) -> tuple[str, ...]:
+    """The places on a machine that a source is read from; empty if it needs none."""
+    if source.source == "files":
+        return tuple(source.paths)
+    if source.source == "huggingface" and source.dataset is not None and _names_a_file(source.dataset):
+        return (source.dataset,)
+    return ()
+
+
+def _names_a_file(name: str) -> bool:
+    """Whether a name may be that of a file or folder here. A name on the hub is NAME or OWNER/NAME."""
+    is_hub_name = not name.endswith((".json", ".py")) and _HUB_NAME.fullmatch(name) is not None and ".." not in name
+    return not is_hub_name or Path(name).exists()
+
+
+def _place_error(key: str, value: str, cure: str) -> ConfigError:
+    return ConfigError(
+        f"{key}: the run reads {_printable(value)!r}. A swarm does not say which files of this machine are read: give "
+        f"the place where this island has the same text or tokenizer, {cure}"
+    )
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Reads YAML without anchors, with which a short text can stand for gigabytes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent) or getattr(self.peek_event(), "anchor", None) is not None:
+            raise yaml.YAMLError("anchors are not allowed")
+        return super().compose_node(parent, index)
+
+
+def _load_plain_yaml(text: str) -> object:
+    try:
+        return yaml.load(text, _PlainLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a number that Python does not take
+        cause = _printable(" ".join(str(error).split()))[:300]
+        raise ConfigError(f"the swarm's config is not valid YAML: {type(error).__name__}: {cause}") from None
+
+
+def _printable(text: str) -> str:
+    """The text without control characters, because it is shown in a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text[:1000])
