@@ -121,7 +121,10 @@ def bootstrap(
         Path | None, typer.Option(help="With tcp: file with the run key, for runs whose islands use one.")
     ] = None,
 ) -> None:
-    """Serve the address where islands find each other, and print it. Trains nothing."""
+    """Serve the address where islands find each other, and print it. Trains nothing.
+
+    Serves until SIGTERM or Ctrl-C, also after the shell or terminal that started it has ended.
+    """
     from diloco.swarm.bootstrap import bootstrap as run
 
     run(host, port, rendezvous, identity, run_key_file)

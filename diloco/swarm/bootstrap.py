@@ -8,7 +8,6 @@ from pathlib import Path
 import typer
 
 from diloco.errors import ConfigError
-from diloco.watch.signals import end_with_parent
 from outer.errors import OuterError
 
 PREFIX = "address: "
@@ -17,9 +16,10 @@ START_SECONDS, CLOSE_SECONDS = 60.0, 5.0
 
 
 def bootstrap(host: str, port: int, rendezvous: str, identity: Path | None, run_key_file: Path | None = None) -> None:
-    """Serve until SIGTERM or SIGINT. Prints one line per address."""
+    """Serve until SIGTERM or SIGINT, whatever becomes of the shell that started it. Prints one line per address."""
     _check(host, rendezvous, identity, run_key_file)
-    end_with_parent()
+    # The end of a terminal is no request to stop. A bootstrap of `simulate` ends with it all the same (processes.py).
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from diloco.simulate.fleet import port_of
 from diloco.swarm.bootstrap import PREFIX
+from diloco.watch.signals import end_with_parent
 
 KINDS = {"gloo": "tcp", "hivemind": "dht"}
 """Kind of rendezvous, by transport."""
@@ -39,7 +40,9 @@ class Bootstrap:
 
     def _start(self) -> str:
         env = os.environ | {"PYTHONUNBUFFERED": "1"}
-        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True, env=env)
+        self._process = subprocess.Popen(
+            self._command, stdout=subprocess.PIPE, text=True, env=env, preexec_fn=end_with_parent
+        )
         assert self._process.stdout is not None
         return next(line for line in self._process.stdout if line.startswith(PREFIX)).removeprefix(PREFIX).strip()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -62,6 +63,32 @@ def committed(folder: Path) -> dict[int, dict]:
     path = folder / "metrics.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return {r["round"]: r for r in records if r["kind"] == "round" and r["committed"]}
+
+
+@pytest.mark.parametrize("rendezvous", ["tcp", "dht"])
+def test_a_bootstrap_outlives_the_shell_that_started_it_until_it_is_told_to_stop(tmp_path, rendezvous):
+    log = tmp_path / "log.txt"
+    command = shlex.join([*DILOCO, "bootstrap", "--rendezvous", rendezvous])
+    # The shell ends once the process serves.
+    script = f"{command} > {log} 2>&1 & echo $!; until grep -q address: {log}; do sleep 0.1; done"
+    shell = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    pid = int(shell.stdout)
+
+    def is_running() -> bool:
+        path = Path(f"/proc/{pid}/stat")
+        return path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z"
+
+    try:
+        time.sleep(1.0)
+        assert is_running(), "it has ended with its shell"
+        os.kill(pid, signal.SIGHUP)  # As at the end of a terminal.
+        time.sleep(0.5)
+        assert is_running(), "it has ended with its terminal"
+        os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: not is_running(), "the end that was asked for", 30)
+    finally:
+        if is_running():
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_simulate_trains_islands_and_a_baseline_and_writes_the_report(config, tmp_path):
