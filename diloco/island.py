@@ -28,8 +28,8 @@ def run(runtime: Runtime) -> None:
     """Train until the run's last round is committed. Raises TrainingStopped or OuterError when it cannot go on."""
     outer, rounds = runtime.outer, runtime.config.outer.num_rounds
     runtime.activity.start_untimed("entering the run")
-    loop = IslandLoop(runtime)
     resumed = resume(runtime)
+    loop = IslandLoop(runtime, has_saved=resumed is not None)
     outer.begin()
     record_entry(runtime, outer.position)
     if resumed is not None and (resumed.round, resumed.digest) == (outer.position.round, outer.digest):
@@ -62,8 +62,10 @@ def run(runtime: Runtime) -> None:
 class IslandLoop:
     """The island's progress since the last round that it launched, and the progress in the round in flight."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, *, has_saved: bool) -> None:
         self.runtime = runtime
+        self.has_saved = has_saved
+        """Whether the island has a checkpoint. Without one it saves after its next commit, due or not."""
         self.made = self.sent = NO_PROGRESS
         self.begun_at = 0
         """Number of the round's inner steps that were made before this process started."""
@@ -118,13 +120,14 @@ class IslandLoop:
         if rest == 0 and (is_last or cycle % runtime.config.evaluate.every_rounds == 0):
             evaluate(runtime)
         every = runtime.island.checkpoint.every_rounds
-        if rest == 0 and every is not None and (is_last or cycle % every == 0):
+        if every is not None and (not self.has_saved or (rest == 0 and (is_last or cycle % every == 0))):
             self.save()
 
     def save(self) -> None:
         """Save a checkpoint. No round may be in flight. Training goes on if it fails."""
         outer = self.runtime.outer
         steps = max(self.runtime.trainer.inner_step - outer.schedule.begin(outer.round), 0)
+        self.has_saved = True
         save(self.runtime, ResumePoint(steps, self.made))
 
     def go_on(self, caught: CaughtUp) -> None:

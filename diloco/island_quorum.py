@@ -28,7 +28,7 @@ def run(runtime: Runtime) -> None:
     outer.begin()
     record_entry(runtime, outer.position)
     rounds = build_quorum_rounds(outer, runtime.config.total_tokens)
-    loop = QuorumIslandLoop(runtime, rounds)
+    loop = QuorumIslandLoop(runtime, rounds, has_saved=resumed is not None)
     if resumed is not None and (resumed.round, resumed.digest) == (outer.position.round, outer.digest):
         loop.resume(resumed.point.made)
     else:
@@ -60,8 +60,10 @@ def count_inner_steps(config: RunConfig, tokens: int) -> int:
 class QuorumIslandLoop:
     """The island's progress since it last contributed, and the run's position then."""
 
-    def __init__(self, runtime: Runtime, rounds: QuorumRounds) -> None:
+    def __init__(self, runtime: Runtime, rounds: QuorumRounds, *, has_saved: bool) -> None:
         self.runtime, self.rounds = runtime, rounds
+        self.has_saved = has_saved
+        """Whether the island has a checkpoint. Without one it saves after its next contribution, due or not."""
         self.made = NO_PROGRESS
         self.cycle = self.saved_cycle = self._inner_step // runtime.config.outer.inner_steps
         """Cycles of the last round that has landed, and of the last checkpoint that was due."""
@@ -109,7 +111,7 @@ class QuorumIslandLoop:
     def save(self) -> None:
         """Save a checkpoint, while no round is being prepared. Training goes on if it fails."""
         assert self.rounds.is_quiet, "what a round in flight will commit is not known yet"
-        self.saved_cycle = self.cycle
+        self.saved_cycle, self.has_saved = self.cycle, True
         self.runtime.trainer.inner_step = self._inner_step + self.made.steps
         save(self.runtime, ResumePoint(self.made.steps, self.made))
 
@@ -125,7 +127,7 @@ class QuorumIslandLoop:
         runtime, every = self.runtime, self.runtime.island.checkpoint.every_rounds
         request = runtime.requests.poll(num_rounds)
         self.stop = request.stop
-        is_due = every is not None and self.cycle // every > self.saved_cycle // every
+        is_due = every is not None and (not self.has_saved or self.cycle // every > self.saved_cycle // every)
         if (request.save or request.stop or is_due) and not self.rounds.is_over:
             self.save()
         if not request.stop:

@@ -86,7 +86,8 @@ class CheckpointConfig(Section):
     """When and where an island saves the state that it needs to continue after a stop."""
 
     every_rounds: int | None = Field(default=10, ge=1)
-    """Averagings of every parameter between checkpoints; the end of the run is saved, too. null saves none."""
+    """Averagings of every parameter between checkpoints. null saves none. Besides, an island without a checkpoint saves
+    after its first commit, and every island at the end of the run."""
     keep: int = Field(default=2, ge=1)
     """Number of checkpoints to keep; older ones are deleted."""
     folder: str | None = None

@@ -17,7 +17,7 @@ from diloco.checkpoints.global_params import read_global_params
 from diloco.config.schema import Config
 from diloco.train import train
 from inner.checkpoint.folder import list_published
-from tests.faults.waits import until
+from tests.faults.waits import last_round, until
 from tests.swarm import Island, Work, swarm, train_and_return_params
 
 EACH_ROUND = ["island.checkpoint.every_rounds=1", "outer.rounds=6", "outer.inner_steps=4"]
@@ -180,6 +180,40 @@ def test_an_island_whose_disk_is_lost_goes_on_from_the_copy(tmp_path: Path) -> N
         island = made.start(0)
         island.finish()
         assert island.events("resumed") and digests(island, "joined") == [digest[:12]]
+
+
+def num_published(folder: Path) -> int:
+    """Number of whole checkpoints in a folder that may not exist yet."""
+    return len(list_published(folder)[0]) if folder.exists() else 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param([], id="plain"),
+        pytest.param(STREAMED, id="streamed", marks=pytest.mark.slow),
+        pytest.param(["outer.wait_for=quorum"], id="quorum", marks=pytest.mark.slow),
+    ],
+)
+def test_all_islands_killed_after_the_first_commit_do_not_begin_anew(tmp_path: Path, settings: list[str]) -> None:
+    settings = ["outer.rounds=100000", "island.checkpoint.every_rounds=1000", *settings]
+    with swarm(tmp_path, *settings, islands=[{}, {}]) as made:
+        for island in made.start_all():
+            until(lambda saved=island.folder / "checkpoints": num_published(saved), "a checkpoint", island)
+        made.end()
+        before = {island.folder: last_round(island) for island in made.started}
+        for island in made.start_all():
+            until(lambda again=island: last_round(again) > before[again.folder], "it goes on", island)
+            assert int(island.events("resumed")[0].rpartition("round ")[2]) >= 1
+
+
+def test_the_early_checkpoint_leaves_the_later_ones_where_they_were(tmp_path: Path) -> None:
+    settings = ["outer.rounds=5", "outer.inner_steps=2", "island.checkpoint.every_rounds=2"]
+    with swarm(tmp_path, *settings, "island.checkpoint.keep=10", islands=[{}]) as made:
+        island = made.start(0)
+        island.finish()
+        saved = [found.inner_step for found in list_published(island.folder / "checkpoints")[0]]
+        assert sorted(saved) == [2, 4, 8, 10], "after the first commit, every second round and at the end"
 
 
 def test_save_now_saves_in_the_middle_of_a_round(tmp_path: Path) -> None:
