@@ -21,6 +21,9 @@ import torch.distributed as dist
 # A fork hangs if its parent has run OpenMP on several threads.
 torch.set_num_threads(1)
 
+THREAD_SECONDS = 10.0
+"""How long threads of an earlier test may take to end before ranks are forked."""
+
 
 class RankFailed(AssertionError):
     """A rank raised an exception, died or did not finish. The message holds its traceback."""
@@ -28,11 +31,7 @@ class RankFailed(AssertionError):
 
 def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 60) -> list[Any]:
     """Run fn(rank, *args) in a process per rank and return the results in rank order. Raises RankFailed."""
-    # A fork inherits the locks of other threads but not the threads, and some libraries restart theirs in it. Our own
-    # threads hold no locks and do not restart.
-    names = {thread.name for thread in threading.enumerate()} - {"MainThread", "outer-loop"}
-    unexpected = {name for name in names if not name.endswith(" rounds")}
-    assert not unexpected, f"ranks are forked while other threads run: {unexpected}"
+    _wait_for_threads()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def run(rank: int) -> Any:
@@ -62,6 +61,23 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_second
                 os.waitpid(pid, 0)
             for pipe in [held, *pipes]:
                 os.close(pipe)
+
+
+def _wait_for_threads() -> None:
+    """Wait until no foreign thread runs. Those of a closed event loop's executor end only after its last call.
+
+    A fork inherits the locks of other threads but not the threads, and some libraries restart theirs in it. Our own
+    threads hold no locks and do not restart.
+    """
+    deadline = time.monotonic() + THREAD_SECONDS
+    while (foreign := _find_foreign_threads()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not foreign, f"ranks are forked while other threads run: {foreign}"
+
+
+def _find_foreign_threads() -> set[str]:
+    names = {thread.name for thread in threading.enumerate()} - {"MainThread", "outer-loop"}
+    return {name for name in names if not name.endswith(" rounds")}
 
 
 def begin_fork() -> None:
