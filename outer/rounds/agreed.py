@@ -1,6 +1,7 @@
 """Averaging by agreed rounds: all participants of a plan commit the same mean, or none commits."""
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,7 +31,7 @@ from outer.rounds.traffic_meter import TrafficMeter
 from outer.state.pseudo_gradient import Contribution
 from outer.state.replica import Replica
 from outer.transfer.cache import PartsCache
-from outer.transfer.catch_up import CatchUp
+from outer.transfer.catch_up import CatchUp, CaughtUpState
 from outer.transfer.donor import Donor
 from outer.transfer.download import Download
 from outer.transfer.download_plan import DownloadPlan
@@ -40,9 +41,10 @@ log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 100
 """Aborted attempts at one round before the island gives up."""
 RESUME_SECONDS = 60.0
-"""How long an island that goes on from a checkpoint waits for the others to do so; then it goes on alone."""
+"""How long an island that goes on from a checkpoint waits for all others to do so; then it goes on without them."""
 DONOR_WAIT_SECONDS = 10.0
 """How long an island that must not begin a run waits for one that can give a state."""
+NOBODY_TO_JOIN = "this island joins a run, and no island that has committed a round can be found in it"
 FINISH_SECONDS = 60.0
 """How long an island that has the last round stays for live islands that do not have it yet."""
 
@@ -85,14 +87,8 @@ class AgreedAverager:
         runner = self.runner
         if runner.leader is not None:
             runner.leader.announce()
-        is_resumed = runner.replica.position.round > 0
-        is_behind = runner.replica.ranks.on_leader(lambda: self._wait_for_donors(is_resumed=is_resumed))
-        if not is_behind and self._joins:
-            raise OuterError("this island joins a run, and no island that has committed a round can be found in it")
-        has_taken = is_behind and self._try_to_take(may_fail=is_resumed)
-        # A state from a checkpoint is as good as one just committed: others may take it.
-        included = [] if is_resumed and not has_taken else None
-        runner.update_status(is_coming=True, included=included)
+        has_taken = self._meet_again() if runner.replica.position.round > 0 else self._begin()
+        runner.update_status(is_coming=True)
         return has_taken
 
     def run(self, contribution: Contribution) -> list[RoundReport]:
@@ -109,14 +105,8 @@ class AgreedAverager:
         return reports
 
     def take_state(self) -> TakenState:
-        """Others do not wait for this island while it takes their state."""
-        self.runner.update_status(is_coming=False)
-        taken = self._catch_up.run()
-        self._has_entered_late = True
-        self.runner.pace.interrupt()
-        included = taken.description.included
-        self.runner.update_status(is_coming=False, included=included)
-        return TakenState(taken.base_digest, contains_own=self._incarnation in included)
+        taken = self._take_state()
+        return TakenState(taken.base_digest, contains_own=self._incarnation in taken.description.included)
 
     def announce(self) -> None:
         self.runner.update_status(is_coming=True)
@@ -132,22 +122,47 @@ class AgreedAverager:
         if self.runner.leader is not None:
             self.runner.leader.leave(steps)
 
-    def _wait_for_donors(self, *, is_resumed: bool) -> bool:
-        """Whether others hold a state that survives. Leader only."""
-        seconds = DONOR_WAIT_SECONDS if self._joins else RESUME_SECONDS * is_resumed
-        # Only islands that resume can all be there without any being ahead.
-        return self._leader.wait_for_donors(seconds, self._start_islands if is_resumed else 1 << 62)
+    def _begin(self) -> bool:
+        """Enter without a checkpoint. Returns whether this island has taken the state of others."""
+        seconds = DONOR_WAIT_SECONDS if self._joins else 0.0
+        if self.runner.replica.ranks.on_leader(lambda: self._leader.wait_for_donors(seconds, 1 << 62)):
+            self._take_state()
+            return True
+        if self._joins:
+            raise OuterError(NOBODY_TO_JOIN)
+        return False
 
-    def _try_to_take(self, *, may_fail: bool) -> bool:
-        try:
-            self.take_state()
-        except TransportError as error:
-            if not may_fail:
-                raise
-            # Membership records outlive islands: those that were ahead may have died with their last rounds.
-            log.warning("going on from the checkpoint: %s", error)
-            return False
-        return True
+    def _meet_again(self) -> bool:
+        """Enter from a checkpoint: wait for the others and take the state that survives. Returns whether one was taken.
+
+        All islands may be going on from checkpoints, and the one with the newest state may come last. An island that
+        trained before would begin a history that is thrown away, so it waits for all, unless it is given a state that
+        was committed since the others started: the run goes on already.
+        """
+        deadline, has_taken, is_going_on = time.monotonic() + RESUME_SECONDS, False, False
+        while not is_going_on and self.runner.replica.ranks.on_leader(partial(self._is_behind, deadline)):
+            try:
+                is_going_on, has_taken = bool(self._take_state().description.included), True
+            except TransportError as error:
+                log.warning("going on from the checkpoint: %s", error)
+            self.announce()
+        if self._joins and self.runner.replica.ranks.on_leader(lambda: self._leader.is_alone):
+            raise OuterError(NOBODY_TO_JOIN)
+        return has_taken
+
+    def _is_behind(self, deadline: float) -> bool:
+        """Whether an island with a better state comes until the deadline, or until all are there. Leader only."""
+        seconds = deadline - time.monotonic()
+        return seconds > 0 and self._leader.wait_for_donors(seconds, self._start_islands)
+
+    def _take_state(self) -> CaughtUpState:
+        """Take the state of others, who do not wait for this island meanwhile. Raises TransportError."""
+        self.runner.update_status(is_coming=False)
+        taken = self._catch_up.run()
+        self._has_entered_late = True
+        self.runner.pace.interrupt()
+        self.runner.update_status(is_coming=False, included=taken.description.included)
+        return taken
 
     @property
     def _leader(self) -> Leader:

@@ -38,6 +38,8 @@ class Leader:
 
     def resume(self) -> None:
         """The replica holds the state of a checkpoint. Call it before `announce`."""
+        # Whoever hears that this state is newer than its own may ask for it at once.
+        self.serve_state(included=[])
         self.event_loop.run(self._resume())
 
     def announce(self) -> None:
@@ -114,8 +116,19 @@ class Leader:
         self.event_loop.run(self.driver.believe(donors))
 
     def wait_for_donors(self, seconds: float, num_expected: int) -> bool:
-        """Whether there are donors, waited for up to `seconds` or until so many islands, with this one, are known."""
-        return wait_for_donors(self.find_donors, seconds, lambda: self._num_islands >= num_expected)
+        """Whether there are donors, waited for up to `seconds`.
+
+        The wait ends early when so many islands, with this one, are known, and none of them is about to take the state
+        of this island or another.
+        """
+        return wait_for_donors(
+            self.find_donors, seconds, lambda: self._num_islands >= num_expected and not self._has_stragglers
+        )
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other island has spoken to this one, or all that have are lost."""
+        return self._num_islands == 1
 
     def linger(self, seconds: float) -> bool:
         """Wait until every live island has reached this round. Returns True if another history survives."""
@@ -132,6 +145,15 @@ class Leader:
     def _num_islands(self) -> int:
         # Membership records outlive the islands that wrote them, so only islands that have spoken count.
         return 1 + len(self.driver.protocol.live)
+
+    @property
+    def _has_stragglers(self) -> bool:
+        """Whether an island that has a state is behind this one, or about to take a state.
+
+        Islands without a state are no stragglers: it may take long to get one.
+        """
+        mine, others = self.driver.protocol.status, self.driver.protocol.live.values()
+        return any(s.round > 0 and (s.rank < mine.rank or not s.is_coming) for s in others)
 
     async def _resume(self) -> None:
         # It is coming: faster islands that go on from their checkpoints, too, wait for it.

@@ -55,8 +55,7 @@ class CatchUp:
                 self.replica.replace(download.parts, result.position)
                 names = ", ".join(donor.island for donor in donors)
                 log.info("took the state of round %d from %s", result.position.round, names)
-                find_digest = partial(self._find_digest, download, before)
-                base = self.replica.ranks.on_leader(find_digest) if 0 < before == result.position.round - 1 else None
+                base = self._find_base(download, before) if 0 < before == result.position.round - 1 else None
                 download.discard()
                 return CaughtUpState(result, base)
             log.warning("taking the state of other islands failed: %s", result)
@@ -105,9 +104,6 @@ class CatchUp:
         except TransportError as error:
             return str(error), 0
 
-    def _find_digest(self, download: Download, round_number: int) -> str | None:
-        """Digest of a round as the donors describe it, or None if they do not remember it."""
-        try:
-            return self.event_loop.run(download.describe(round_number)).digest
-        except TransportError:
-            return None
+    def _find_base(self, download: Download, round_number: int) -> str | None:
+        """Digest of the round that this island held before, as the donors remember it. None if they do not."""
+        return self.replica.ranks.on_leader(lambda: self.event_loop.run(download.find_digest(round_number)))

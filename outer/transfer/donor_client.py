@@ -117,16 +117,21 @@ class DonorClient:
 
 
 async def find_description(
-    donors: Sequence[DonorClient], round_number: int | None, digest: str | None = None
+    donors: Sequence[DonorClient],
+    round_number: int | None,
+    digest: str | None = None,
+    *,
+    wait_seconds: float = DESCRIBE_SECONDS,
 ) -> Description:
     """The first description of a round that a donor sends, of a state with the `digest` (of all ranks' parts) if given.
 
-    Raises TransportError if no donor describes the round, and MessageError if all descriptions have another digest.
+    Donors that do not describe the round are asked again for `wait_seconds`, because a donor's leader describes a round
+    a moment after its ranks have reached it. Raises TransportError if no donor describes the round, and MessageError if
+    all descriptions have another digest.
     """
     causes: list[str] = []
-    # A donor's leader describes a round a moment after its ranks have reached it.
     attempt = partial(_find_first_description, donors, round_number, digest, causes)
-    description = await retry(attempt, seconds=DESCRIBE_SECONDS, pause_seconds=RETRY_SECONDS)
+    description = await retry(attempt, seconds=wait_seconds, pause_seconds=RETRY_SECONDS)
     if description is None:
         raise TransportError(f"no island describes round {round_number}: {'; '.join(causes)}")
     return description

@@ -70,6 +70,13 @@ class Download:
         """See `find_description`. After a MessageError about the digest call `discard` on every rank."""
         return await find_description(self._donors, round_number, digest)
 
+    async def find_digest(self, round_number: int) -> str | None:
+        """Digest of an earlier round, or None if no donor remembers it, as after its start from a checkpoint."""
+        try:
+            return (await find_description(self._donors, round_number, wait_seconds=0.0)).digest
+        except TransportError:
+            return None
+
     def digests(self) -> dict[int, bytes]:
         """Digest of each part that has arrived, like `GlobalState.digests`."""
         return {i: state.digest for i, state in self.parts.items()}

@@ -153,9 +153,12 @@ class ProtocolDriver:
         await self._detector.find_members()
         if behind := self.protocol.behind(is_settled=True):
             return [self._peers.members[name] for name in behind.donors if name in self._peers.members]
+        if self.protocol.status.round > 0:
+            return []  # It has a state of its own, and records outlive their islands.
         # No island has sent its status yet, so the records must do.
-        believed = [m for m in self._peers.members.values() if m.island not in self.protocol.doubted]
-        ahead = [m for m in believed if (m.tokens, m.round) > self.protocol.status.rank]
+        unusable = self.protocol.doubted.keys() | self.protocol.lost
+        ahead = [m for m in self._peers.members.values() if (m.tokens, m.round) > self.protocol.status.rank]
+        ahead = [m for m in ahead if m.island not in unusable]
         best = max(((m.tokens, m.round) for m in ahead), default=None)
         return [m for m in ahead if (m.tokens, m.round) == best]
 

@@ -228,6 +228,32 @@ def test_the_donors_of_an_island_that_nobody_has_spoken_to_are_in_the_records() 
     run(test)
 
 
+def test_an_island_with_a_state_of_its_own_takes_none_from_a_record_whose_island_has_not_spoken() -> None:
+    async def test() -> None:
+        hub = Hub()
+        dead, again = Leader(hub, "a"), Leader(hub, "b")
+        dead.enter(2)
+        await dead.announce()
+        again.enter(1)
+        assert await donors_of(again) == []
+
+    run(test)
+
+
+def test_a_record_of_a_lost_island_makes_no_donor() -> None:
+    async def test() -> None:
+        a, b = await leaders("ab")
+        a.enter(1)
+        await a.announce()
+        await until(lambda: "a" in b.protocol.present)
+        a.hub.lose("a")
+        await until(lambda: "a" in b.protocol.lost)
+        b.protocol.statuses.clear()
+        assert await donors_of(b) == []
+
+    run(test)
+
+
 def test_an_island_that_has_committed_no_less_than_the_others_has_no_donors() -> None:
     async def test() -> None:
         a, b = await leaders("ab")
