@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
@@ -18,22 +18,31 @@ SIZES = ModelSizes(dim=64, num_layers=2, num_heads=8, num_kv_heads=4, ffn_dim=12
 
 
 class Kept:
-    """Bytes that autograd keeps, each storage once, without parameters."""
+    """Bytes that autograd keeps, each storage once, without parameters.
+
+    A storage is told by its identity and not by its address: FSDP frees the memory of gathered parameters, whose
+    address may then be that of an activation.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._seen: dict[int, Tensor] = {}
+        self._seen: dict[int, UntypedStorage] = {}
 
     def pack(self, tensor: Tensor) -> Tensor:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        self._seen.setdefault(local.untyped_storage().data_ptr(), local)
+        storage = storage_of(tensor)
+        self._seen.setdefault(storage._cdata, storage)
         return tensor
 
     @property
     def num_bytes(self) -> int:
-        params = [param.to_local() if isinstance(param, DTensor) else param for param in self._model.parameters()]
-        own = {param.untyped_storage().data_ptr() for param in params}
-        return sum(t.untyped_storage().nbytes() for pointer, t in self._seen.items() if pointer not in own)
+        own = {storage_of(param)._cdata for param in self._model.parameters()}
+        return sum(storage.nbytes() for identity, storage in self._seen.items() if identity not in own)
+
+
+def storage_of(tensor: Tensor) -> UntypedStorage:
+    """Storage of the tensor, or of the part that this rank holds. While it is referred to, its `_cdata` is its own."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()
 
 
 def kept_on_a_rank(rank: int, degrees: Degrees, parallel: ParallelConfig) -> int:
