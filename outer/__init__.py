@@ -8,7 +8,7 @@ What a program uses of it; everything else may change without notice (tests/test
     agreement.peers, space.ranks            who this island is, and its ranks
     network.deadlines, network.endpoints, network.event_loop, network.messages, network.retry, network.run_key
     membership.base, membership.hivemind, membership.records, membership.rendezvous     records of islands, bootstraps
-    transports.gloo_groups, transports.loopback        the address form of gloo; the hub of islands in one process
+    transports.gloo.groups, transports.loopback        the address form of gloo; the hub of islands in one process
     rounds.quorum                           rounds that wait for a quorum only
     codecs.choice, leases.ledger, rounds.checkpoint, space.fragments, state.part_state  types and formats that it shows
 """

@@ -9,7 +9,7 @@ from typing import Literal
 from outer.errors import InputError
 from outer.membership.base import Membership
 from outer.membership.records import RunInfo
-from outer.network.endpoints import Endpoint, Messenger
+from outer.network.endpoints import Endpoint, Messenger, Traffic
 from outer.network.rejections import Rejections
 from outer.network.run_key import PeerAuth, RunKey
 from outer.transports.base import Transport
@@ -45,6 +45,9 @@ class NetworkSettings:
     """With hivemind, the peer ids that may connect. Empty allows all."""
     relay: Literal["off", "client", "server"] = "off"
     """With hivemind: client is reached through relays, server relays for others."""
+
+    gloo_in_public: bool = False
+    """With gloo, listen on an address of the open internet although gloo asks nobody who he is."""
 
     @property
     def me(self) -> Endpoint:
@@ -122,7 +125,8 @@ async def _open_loopback(settings: NetworkSettings, auth: PeerAuth) -> Network:
 async def _open_gloo(settings: NetworkSettings, auth: PeerAuth) -> Network:
     from outer.membership.tcp import dial, listen, open_membership, parse_rendezvous_address
     from outer.network.rpc import StreamMessenger
-    from outer.transports.gloo import GlooTransport
+    from outer.transports.gloo.door import check_is_private, check_listen_host
+    from outer.transports.gloo.transport import GlooTransport
     from outer.transports.sealed import SealedTransport
 
     if not settings.bootstrap:
@@ -133,9 +137,13 @@ async def _open_gloo(settings: NetworkSettings, auth: PeerAuth) -> Network:
     for address in settings.bootstrap:
         parse_rendezvous_address(address)
     host = settings.listen_host
-    transport = GlooTransport(settings.run_id, settings.me, host, settings.announce_host, settings.connect_seconds)
+    check_listen_host(host)
+    for name in ("listen_host", "announce_host") if not settings.gloo_in_public else ():
+        if (own := getattr(settings, name)) is not None:
+            await check_is_private(f"island.{name}", own)
     port = settings.listen_port + settings.rank if settings.listen_port else 0
-    messenger = StreamMessenger(settings.run_id, settings.me, dial, transport.traffic, auth)
+    traffic = Traffic()
+    messenger = StreamMessenger(settings.run_id, settings.me, dial, traffic, auth)
     try:
         await listen(messenger, host, port, settings.announce_host)
     except OSError as error:
@@ -143,6 +151,7 @@ async def _open_gloo(settings: NetworkSettings, auth: PeerAuth) -> Network:
             f"island.listen_host, island.listen_port: cannot listen on {host}:{port}: {error.strerror}; "
             "choose an address of this machine and a free port (0: any)"
         ) from None
+    transport = GlooTransport(settings.me, messenger, traffic, host, settings.connect_seconds)
     if auth.key is not None:
         transport = SealedTransport(transport, auth, settings.run_id, settings.me)
     if settings.rank > 0:

@@ -24,7 +24,7 @@ FLOORS = {
         config errors hooks
         codecs.packing identity merges space
         network
-        codecs diagnostics leases transports
+        codecs diagnostics leases transports transports.gloo
         membership report
         agreement connect
         agreement.running

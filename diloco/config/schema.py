@@ -125,6 +125,8 @@ class IslandConfig(Section):
     """hivemind only: peer ids that may connect; empty allows all."""
     relay: Literal["off", "client", "server"] = "off"
     """hivemind behind a NAT: a `client` is reached through relays and hole punching, a `server` relays for others."""
+    gloo_in_public: bool = False
+    """gloo only: listen on an address of the open internet, where whoever reaches gloo's ports can end the island."""
     faults: tuple[str, ...] = ()
     """Faults that this island injects into itself, in the syntax of `diloco simulate --fault`; for tests."""
     joins: bool = False

@@ -201,7 +201,7 @@ async def download_bytes(remote: RemoteIsland, num_bytes: int) -> None:
 
 async def check_payload_ports(member: Member) -> Check:
     """Check that each rank accepts connections on the port where gloo's groups are built."""
-    from outer.transports.gloo_groups import parse_address
+    from outer.transports.gloo.groups import parse_address
 
     addresses = member.transport_addresses[:MAX_RANKS]
     for rank, address in enumerate(addresses):

@@ -10,8 +10,7 @@ from outer.connect import NetworkSettings, open_network
 from outer.errors import MessageError, PeerLost
 from outer.network.endpoints import Endpoint, Leg, Tag
 from outer.network.frames import HEADER_BYTES
-from outer.transports.gloo import PREAMBLE_BYTES, gloo_tag
-from outer.transports.gloo_groups import KEPT_GROUPS
+from outer.transports.gloo.transport import PREAMBLE_BYTES, gloo_tag
 from outer.transports.loopback import Hub
 from outer.transports.mailbox import Mailbox
 from tests.outer.nets import KINDS, A, B, C, connect, payload, run, swarm, tag
@@ -234,17 +233,3 @@ def test_gloo_tags_tell_neighbouring_rounds_phases_and_parts_apart():
     tags = {gloo_tag(Tag(r, 0, phase, part), 100) for r in range(3) for phase in Leg for part in range(1000)}
     assert len(tags) == 3 * 2 * 1000
     assert max(tags) < 2**31
-
-
-def test_a_gloo_store_forgets_old_groups():
-    async def main() -> None:
-        async with swarm("gloo") as place:
-            a, b = await place.connect(A, B)
-            for epoch in range(2, 7):
-                await connect({A: a, B: b}, str(epoch))
-            keys = a.transport._store.keys()
-            assert {key.split("/")[2] for key in keys} == {"5", "6"}
-            assert len({key.split("/")[2] for key in keys}) == KEPT_GROUPS
-            assert b.transport._store.keys() == []
-
-    run(main())

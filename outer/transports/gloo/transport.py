@@ -11,10 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from outer.errors import InputError, PeerLost, first_line
-from outer.network.endpoints import Endpoint, Tag, Traffic
+from outer.errors import PeerLost, first_line
+from outer.network.endpoints import Endpoint, Messenger, Tag, Traffic
 from outer.network.frames import check_payload
-from outer.transports.gloo_groups import GroupSpec, GroupStore, build_group, in_thread, new_thread, parse_address
+from outer.transports.gloo.addresses import AddressExchange
+from outer.transports.gloo.door import allow_many_files, check_listen_host
+from outer.transports.gloo.groups import GroupSpec, build_group, in_thread, new_thread, parse_address
 
 MAX_WAIT = timedelta(days=1)
 """Limit for one gloo call. The real deadline is the caller's, which then disconnects."""
@@ -28,14 +30,13 @@ class GlooTransport:
     """A Transport (outer.transports.base) over gloo. The first error ends an epoch's process group for good."""
 
     def __init__(
-        self, run_id: str, me: Endpoint, listen_host: str, announce_host: str | None, connect_seconds: float
+        self, me: Endpoint, messenger: Messenger, traffic: Traffic, listen_host: str, connect_seconds: float
     ) -> None:
         check_listen_host(listen_host)
-        self.traffic = Traffic()
-        self._run_id, self._me = run_id, me
-        self._listen_host, self._connect_seconds = listen_host, connect_seconds
-        self._store = GroupStore(listen_host)
-        self.address = f"gloo:{me}@{announce_host or listen_host}:{self._store.address[1]}"
+        allow_many_files()
+        self.traffic, self.address = traffic, f"gloo:{me}@{messenger.address}"
+        self._me, self._listen_host, self._connect_seconds = me, listen_host, connect_seconds
+        self._exchange = AddressExchange(messenger)
         self._group: Any = None  # a ProcessGroupGloo; its stubs lack send and recv
         self._ranks: dict[Endpoint, int] = {}
         self._sending: dict[Endpoint, asyncio.Semaphore] = {}
@@ -44,13 +45,9 @@ class GlooTransport:
     async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
         await self.disconnect()
         endpoints = sorted(addresses)
-        stores = {endpoint: parse_address(endpoint, addresses[endpoint]) for endpoint in endpoints}
-        stores[self._me] = self._store.address  # the announced address may not be reachable from this machine
-        prefix = f"{self._run_id}/groups/{epoch}"
-        if endpoints[0] == self._me:
-            await in_thread(lambda: self._store.begin(prefix))
-        spec = GroupSpec(prefix, self._me, stores, self._listen_host, self._connect_seconds)
-        self._group = await build_group(spec)
+        places = {endpoint: parse_address(endpoint, addresses[endpoint]) for endpoint in endpoints}
+        spec = GroupSpec(epoch, self._me, places, self._listen_host, self._connect_seconds)
+        self._group = await build_group(spec, self._exchange)
         self._ranks = {endpoint: rank for rank, endpoint in enumerate(endpoints)}
         self._sending = {endpoint: asyncio.Semaphore(SENDS_IN_FLIGHT) for endpoint in endpoints}
 
@@ -79,7 +76,6 @@ class GlooTransport:
     async def close(self) -> None:
         await self.disconnect()
         self._waiters.close()
-        self._store.close()
 
     def _locate(self, other: Endpoint) -> tuple[Any, int]:
         if self._group is None or other not in self._ranks:
@@ -90,7 +86,7 @@ class GlooTransport:
         try:
             work = start()
             await in_thread(lambda: work.wait(MAX_WAIT), self._waiters.start)
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - gloo raises RuntimeError, ValueError, MemoryError and IndexError
             raise PeerLost(other.island, first_line(error)) from None
 
 
@@ -102,15 +98,6 @@ def gloo_tag(tag: Tag, num_bytes: int) -> int:
     """
     turn = (tag.round + tag.attempt) % 4
     return turn << 29 | tag.leg << 28 | (tag.part % (1 << 20)) << 8 | num_bytes % 251
-
-
-def check_listen_host(host: str) -> None:
-    """Raise InputError for a wildcard address, because gloo sends the address to the other endpoints unchanged."""
-    if host in ("", "0.0.0.0", "::"):
-        raise InputError(
-            f"island.listen_host: got {host!r}; gloo needs the one address of this machine that the other islands "
-            "reach, e.g. 10.0.0.5. Its traffic is not encrypted: keep it inside a private network"
-        )
 
 
 class _Waiters:
@@ -155,5 +142,5 @@ def _break_pairs(group: Any, ranks: list[int]) -> None:
     gloo has no other way to cancel: a wait that times out closes its pair, which fails all waits on the pair.
     """
     for rank in ranks:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(Exception):
             group.recv([torch.empty(1, dtype=torch.uint8)], rank, (1 << 31) - 1).wait(timedelta(milliseconds=1))

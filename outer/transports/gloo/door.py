@@ -1,0 +1,102 @@
+"""Where gloo may be used, and how its port is closed to strangers once nobody has to come any more.
+
+gloo accepts every connection to the port of a group for as long as the group lives, asks nobody who he is, and ends the
+process when it can accept no more. So the kernel is told to drop what arrives there as soon as all pairs are connected.
+While a group is being built the port is open.
+"""
+
+import asyncio
+import ctypes
+import ipaddress
+import os
+import resource
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+
+from outer.errors import InputError
+
+SO_ATTACH_FILTER = 26
+"""Linux: attach a classic BPF program to a socket. Python's socket module does not name it."""
+DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
+"""The program `return 0`: keep nothing of a packet that arrives at the socket."""
+NUM_FILES = 1 << 16
+
+
+def close_door(own: bytes) -> int:
+    """Drop what arrives at the listening socket whose address is within `own`; returns the number of sockets closed.
+
+    `own` is what gloo says of itself. Connections that are there go on. On systems other than Linux nothing happens.
+    """
+    num_closed = 0
+    for listener in _listeners():
+        with listener:
+            if _socket_address(listener) in own:
+                program = ctypes.create_string_buffer(DROP_ALL)
+                packed = struct.pack("HP", 1, ctypes.addressof(program))
+                listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, packed)
+                num_closed += 1
+    return num_closed
+
+
+def allow_many_files() -> None:
+    """Raise this process's limit of open files, because gloo ends the process when a stranger has used it up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = NUM_FILES if hard == resource.RLIM_INFINITY else min(NUM_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def check_listen_host(host: str) -> None:
+    """Raise InputError for a wildcard address, because gloo sends the address to the other endpoints unchanged."""
+    if host in ("", "0.0.0.0", "::"):
+        raise InputError(
+            f"island.listen_host: got {host!r}; gloo needs the one address of this machine that the other islands "
+            "reach, e.g. 10.0.0.5. Its traffic is not encrypted: keep it inside a private network"
+        )
+
+
+async def check_is_private(key: str, host: str) -> None:
+    """Raise InputError if `host`, the value of the setting `key`, is an address of the open internet."""
+    public = [address for address in await _addresses_of(host) if ipaddress.ip_address(address).is_global]
+    if public:
+        raise InputError(
+            f"{key}: got {host!r}, an address of the open internet ({public[0]}), and outer.transport is gloo. gloo "
+            "encrypts nothing, and whoever reaches its ports can end the island: use hivemind or a VPN. If only the "
+            "islands of the run reach this address, set island.gloo_in_public=true"
+        )
+
+
+async def _addresses_of(host: str) -> list[str]:
+    """The IP addresses of a host; none if its name is not known here."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return [str(address[0]).partition("%")[0] for *_, address in found]
+
+
+def _listeners() -> Iterator[socket.socket]:
+    """Duplicates of this process's listening sockets."""
+    if not os.path.isdir("/proc/self/fd"):
+        return
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            found = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # closed meanwhile
+            continue
+        is_ip = found.family in (socket.AF_INET, socket.AF_INET6)
+        if is_ip and found.type == socket.SOCK_STREAM and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            yield found
+        else:
+            found.close()
+
+
+def _socket_address(listener: socket.socket) -> bytes:
+    """Port and address of a socket as they lie in a struct sockaddr."""
+    host, port = listener.getsockname()[:2]
+    flow_info = bytes(4) if listener.family == socket.AF_INET6 else b""
+    return struct.pack("!H", port) + flow_info + socket.inet_pton(listener.family, host.partition("%")[0])
