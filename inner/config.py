@@ -21,7 +21,7 @@ class ModelConfig(Section):
     """SHA-256 of its *.safetensors, concatenated in the order of their names. None: filled in when the run starts."""
     preset: str | None = None
     dim: int | None = Field(default=None, ge=8)
-    num_layers: int | None = Field(default=None, ge=1)
+    num_layers: int | None = Field(default=None, ge=1, le=10000)
     num_heads: int | None = Field(default=None, ge=1)
     num_kv_heads: int | None = Field(default=None, ge=1)
     ffn_dim: int | None = Field(default=None, ge=8)

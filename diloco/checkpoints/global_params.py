@@ -1,55 +1,88 @@
 """Read the global params of a run, unsharded, from the checkpoints of its islands, in one process."""
 
-import warnings
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
+from pydantic import ValidationError
 
+from diloco.checkpoints.facts import parse_island_facts
+from diloco.checkpoints.signing import RunKeySigner
 from diloco.config.schema import RunConfig
 from diloco.records.run_folder import natural_key
 from inner.checkpoint import folder as disk
 from inner.checkpoint.folder import SavedCheckpoint
+from inner.checkpoint.index import Index, read_index
+from inner.checkpoint.manifest import Signer
+from inner.checkpoint.tensor_reader import CheckpointFailed, read_tensors
 from inner.errors import InputError
 from inner.param_spec import ParamSpec
 from outer.codecs.choice import build_space
+from outer.errors import InputError as OuterInputError
 from outer.rounds.checkpoint import PARAMS, parse_facts
 
 FOLDER = "checkpoints"
+NO_KEY = RunKeySigner()
 
 
-def read_global_params(run_dir: Path, island: str | None = None) -> tuple[RunConfig, dict[str, torch.Tensor]]:
+def read_global_params(
+    run_dir: Path, island: str | None = None, signer: Signer = NO_KEY
+) -> tuple[RunConfig, dict[str, torch.Tensor]]:
     """The run's config and its global params, fp32 by full name, from the checkpoint with the latest round.
 
     `run_dir` may be the folder of a run, of an island, or of one checkpoint. Raises InputError if there is no
-    checkpoint or all are damaged.
+    checkpoint, or all are damaged or refused by `signer`.
     """
-    checkpoint = find_newest_checkpoint(run_dir, island)
+    checkpoint = find_newest_checkpoint(run_dir, island, signer)
+    facts, index = parse_island_facts(checkpoint), read_index(checkpoint)
     try:
-        run = RunConfig(**checkpoint.facts["run"])
-        specs = [ParamSpec(name, tuple(shape)) for name, shape in checkpoint.facts["params"]]
-    except (KeyError, TypeError, ValueError) as error:
+        run = RunConfig(**facts.run)
+    except (TypeError, ValidationError) as error:
         raise InputError(f"{checkpoint.path}: not a checkpoint of an island of this version: {error!r}") from None
-    space = build_space(specs, run.outer)
-    flat = torch.empty(space.num_elements)
-    parts = {f"{PARAMS}{p.index}": flat[p.start : p.stop] for p in space.parts if not p.is_moment}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load(parts, storage_reader=dcp.FileSystemReader(checkpoint.path), no_dist=True)
-    starts = space.offsets
+    specs = [ParamSpec(name, tuple(shape)) for name, shape in facts.params]
+    flat, parts = _allocate(specs, run, index, checkpoint.path)
+    try:
+        read_tensors(parts, checkpoint.path, index, None)
+    except CheckpointFailed as error:
+        raise InputError(str(error)) from error
+    starts = build_space(specs, run.outer).offsets
     return run, {s.name: flat[starts[s.name] : starts[s.name] + prod(s.shape)].view(s.shape).clone() for s in specs}
 
 
-def find_newest_checkpoint(path: Path, island: str | None = None) -> SavedCheckpoint:
+def _allocate(
+    specs: Sequence[ParamSpec], run: RunConfig, index: Index, path: Path
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A flat vector for all parameters, and its parts by their names in the checkpoint. Raises InputError.
+
+    Nothing is allocated for parameters that the files do not hold, whatever the facts say.
+    """
+    saved = sum(prod(tensor.size) for name, tensor in index.tensors.items() if name.startswith(PARAMS))
+    if (needed := sum(prod(spec.shape) for spec in specs)) > saved:
+        raise InputError(f"{path}: its parameters have {needed} elements, its files hold {saved} of them")
+    space = build_space(specs, run.outer)
+    flat = torch.zeros(space.num_elements)
+    parts = {f"{PARAMS}{p.index}": flat[p.start : p.stop] for p in space.parts if not p.is_moment}
+    for name, part in parts.items():
+        if name not in index.tensors or index.tensors[name].size != part.shape:
+            raise InputError(f"{path}: it has no tensor {name} of {part.numel()} elements; use another checkpoint")
+    return flat, parts
+
+
+def find_newest_checkpoint(path: Path, island: str | None = None, signer: Signer = NO_KEY) -> SavedCheckpoint:
     """The checkpoint at `path`, or the complete one with the latest round below it. Raises InputError."""
-    checkpoints: list[SavedCheckpoint] = []
+    by_round: list[tuple[int, SavedCheckpoint]] = []
     problems: list[str] = []
     for folder in find_checkpoint_folders(path, island):
-        whole, damaged = disk.list_published(folder)
-        checkpoints += [each for each in whole if folder != path.parent or each.path == path]
+        whole, damaged = disk.list_published(folder, signer)
         problems += damaged
-    for checkpoint in sorted(checkpoints, key=lambda c: parse_facts(c.facts.get("outer")).position.round, reverse=True):
+        for checkpoint in whole:
+            if folder != path.parent or checkpoint.path == path:
+                try:
+                    by_round.append((parse_facts(parse_island_facts(checkpoint).outer).position.round, checkpoint))
+                except (InputError, OuterInputError) as error:
+                    problems.append(f"{checkpoint.path}: {error}")
+    for _, checkpoint in sorted(by_round, key=lambda pair: pair[0], reverse=True):
         problem = disk.find_damage(checkpoint, checkpoint.manifest.files)
         if problem is None:
             return checkpoint

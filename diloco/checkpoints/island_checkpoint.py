@@ -9,17 +9,21 @@ generators, so their state is not saved.
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import torch
 
+from diloco.checkpoints.facts import IslandFacts, parse_island_facts
 from diloco.checkpoints.mirror import Mirror
+from diloco.checkpoints.signing import island_signer
 from diloco.config.schema import IslandConfig, RunConfig, differing_keys
-from diloco.runtime.progress import Progress, ResumedState, ResumePoint
-from inner.checkpoint.save_load import CheckpointFailed, Checkpoints
+from diloco.runtime.progress import ResumedState, ResumePoint
+from inner.checkpoint.manifest import Signer
+from inner.checkpoint.save_load import Checkpoints
+from inner.checkpoint.tensor_reader import CheckpointFailed
 from inner.errors import InputError
 from inner.trainer import Trainer
 from outer.loop import OuterLoop
@@ -30,12 +34,22 @@ CLOSE_SECONDS = 600.0
 """Longest wait at the end for a checkpoint that is still being written."""
 
 
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """Where an island keeps its checkpoints."""
+
+    path: Path
+    keep: int
+    """Number of checkpoints to keep."""
+    signer: Signer
+
+
 class IslandCheckpoints:
     """One rank's side of its island's checkpoints. All ranks call every method together, at the same step."""
 
-    def __init__(self, folder: Path, keep: int, run: RunConfig, trainer: Trainer, outer: OuterLoop) -> None:
-        self._files = Checkpoints(folder, keep)
-        self._folder, self._keep = folder, keep
+    def __init__(self, where: CheckpointFolder, run: RunConfig, trainer: Trainer, outer: OuterLoop) -> None:
+        self._files = Checkpoints(where.path, where.keep, signer=where.signer)
+        self._where = where
         self._mirror: Mirror | None = None
         """Set on the leader, if the config asks for a mirror."""
         self._run, self._trainer, self._outer = run, trainer, outer
@@ -47,8 +61,8 @@ class IslandCheckpoints:
         """
 
         def begin() -> None:
-            mirror = Mirror(url, self._keep)
-            if may_pull and (name := mirror.pull(self._folder)):
+            mirror = Mirror(url, self._where.keep, self._where.signer)
+            if may_pull and (name := mirror.pull(self._where.path)):
                 log.warning("%s was copied from %s: this island's folder had none as new", name, url)
             self._mirror = mirror
 
@@ -63,8 +77,7 @@ class IslandCheckpoints:
         run = self._run.model_dump(mode="json")
         params = [(spec.name, list(spec.shape)) for spec in self._trainer.params.specs]
         try:
-            facts = {"outer": facts, "place": asdict(point), "tokens": tokens, "run": run, "params": params}
-            self._files.save(self._trainer, facts, tensors)
+            self._files.save(self._trainer, asdict(IslandFacts(facts, point, tokens, run, params)), tensors)
         except (InputError, CheckpointFailed, TimeoutError) as error:
             return str(error)
         self._files.when_written(self._copy)
@@ -75,27 +88,27 @@ class IslandCheckpoints:
         found = self._files.newest()
         if found is None:
             return None
-        tensors: dict[str, torch.Tensor] = {}
+        facts, tensors = parse_island_facts(found), dict[str, torch.Tensor]()
 
         def allocate(names: Collection[str]) -> Mapping[str, torch.Tensor]:
             tensors.update(self._outer.allocate(names))
             return tensors
 
-        facts = self._files.load(self._trainer, found, allocate)
-        self._outer.restore(tensors, facts["outer"])
+        self._files.load(self._trainer, found, allocate)
+        self._outer.restore(tensors, facts.outer)
         return ResumedState(
             inner_step=found.inner_step,
             round=self._outer.position.round,
             digest=self._outer.digest,
-            point=ResumePoint(facts["place"]["steps"], Progress(**facts["place"]["made"])),
-            tokens=facts["tokens"],
-            changed=changed_keys(self._run, facts["run"]),
+            point=facts.place,
+            tokens=facts.tokens,
+            changed=changed_keys(self._run, facts.run),
         )
 
     def _copy(self) -> None:
         """Start to mirror the checkpoint just written. A slow copy delays the next copy, but no save."""
         if self._mirror is not None:
-            Thread(target=push, args=(self._mirror, self._folder), name="mirror", daemon=True).start()
+            Thread(target=push, args=(self._mirror, self._where.path), name="mirror", daemon=True).start()
 
     def wait(self) -> None:
         """Wait until the checkpoint in progress is written and mirrored. Failures are logged."""
@@ -104,7 +117,7 @@ class IslandCheckpoints:
         except (CheckpointFailed, TimeoutError) as error:
             log.error("the last checkpoint was not saved: %s", error)
         if self._mirror is not None:
-            push(self._mirror, self._folder)
+            push(self._mirror, self._where.path)
 
     def close(self) -> None:
         """Wait as in `wait`, and release the folder."""
@@ -122,7 +135,8 @@ def open_checkpoints(
         yield None
         return
     where = Path(settings.folder).expanduser() / run.name / island.label if settings.folder else folder / "checkpoints"
-    checkpoints = IslandCheckpoints(where, settings.keep, run, trainer, outer)
+    kept = CheckpointFolder(where, settings.keep, island_signer(island))
+    checkpoints = IslandCheckpoints(kept, run, trainer, outer)
     try:
         if settings.mirror is not None:
             url = f"{settings.mirror.rstrip('/')}/{run.name}/{island.label}"

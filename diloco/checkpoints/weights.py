@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diloco.checkpoints.signing import SignatureOptions
 from diloco.config.schema import IslandConfig, RunConfig, parse_config
 from diloco.runtime.corpus import load_corpus
 from diloco.runtime.step_records import bits_per_byte
@@ -27,6 +28,7 @@ from inner.model.sizes import ModelSizes, resolve_sizes
 
 RUN_CONFIG = "config.yaml"
 MICRO_BATCH_TOKENS = 4096
+UNSET = SignatureOptions()
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Evaluation:
     tokens: int
 
 
-def open_weights(path: Path, island: str | None = None) -> Weights:
+def open_weights(path: Path, island: str | None = None, signatures: SignatureOptions = UNSET) -> Weights:
     """Load the weights of an exported folder, or the global params of a run from its folder or from one checkpoint.
 
     `island` names the island whose checkpoint to read; None takes the one with the latest round. Raises InputError.
@@ -67,11 +69,13 @@ def open_weights(path: Path, island: str | None = None) -> Weights:
     # Imported here because only the checkpoints of a run need torch.distributed.checkpoint.
     from diloco.checkpoints.global_params import find_run_folder, read_global_params
 
-    run, tensors = read_global_params(path, island)
     config = find_run_folder(path) / RUN_CONFIG
     own = parse_config(config.read_text(), where=str(config)).for_island(0) if config.is_file() else None
+    run, tensors = read_global_params(path, island, signatures.build_signer(own))
     tokenizer = (own.tokenizer if own is not None else None) or run.data.tokenizer
     sizes = resolve_sizes(run.model, build_tokenizer(tokenizer).vocab_size)
+    if {spec.name: spec.shape for spec in param_specs(sizes)} != {k: tuple(v.shape) for k, v in tensors.items()}:
+        raise InputError(f"{path}: the parameters in its checkpoint are not those of the model in its config")
     return Weights(sizes, tensors, run.data.seq_len, tokenizer, run, own)
 
 

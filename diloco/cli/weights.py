@@ -12,6 +12,14 @@ Island = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Island whose checkpoint to read (default: the one with the latest round)."),
 ]
+RunKeyFile = Annotated[
+    Path | None,
+    typer.Option(help="The run key that the checkpoint is signed with (default: as in the run's config.yaml)."),
+]
+AcceptUnsigned = Annotated[
+    bool,
+    typer.Option("--accept-unsigned", help="Read the checkpoint even if it is not signed with the run key."),
+]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device to compute on.")]
 
 
@@ -22,6 +30,8 @@ def export(
         Literal["float32", "bfloat16"], typer.Option(help="Data type of the written weights.")
     ] = "float32",
     island: Island = None,
+    run_key_file: RunKeyFile = None,
+    accept_unsigned: AcceptUnsigned = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing export.")] = False,
 ) -> None:
     """Export a run's global params as a Hugging Face model: safetensors, config.json, tokenizer.
@@ -29,12 +39,13 @@ def export(
     transformers loads it as a Llama (as a Qwen3 with model.qk_norm), without any code of this
     project. A run with model.init_from=OUT starts from it.
     """
+    from diloco.checkpoints.signing import SignatureOptions
     from diloco.checkpoints.weights import open_weights
     from inner.huggingface.files import weights_files, weights_sha256
     from inner.huggingface.save import Export, check_target, save_model
 
     check_target(out.absolute(), overwrite=overwrite)
-    weights = open_weights(source, island)
+    weights = open_weights(source, island, SignatureOptions(run_key_file, accept_unsigned))
     model = Export(weights.sizes, weights.seq_len, weights.tokenizer, dtype)
     save_model(weights.tensors, model, out, overwrite=overwrite)
     num_params = sum(tensor.numel() for tensor in weights.tensors.values())
@@ -56,15 +67,18 @@ def evaluate(
         typer.Option(min=1, help="Approximate upper limit (default: all of DATA, or the run's evaluate.tokens)."),
     ] = None,
     island: Island = None,
+    run_key_file: RunKeyFile = None,
+    accept_unsigned: AcceptUnsigned = False,
     device: Device = "auto",
 ) -> None:
     """Print the loss of a run's global params or of an exported model, in nats per token and bits per byte."""
     from diloco.checkpoints import weights as library
+    from diloco.checkpoints.signing import SignatureOptions
     from diloco.config.schema import IslandConfig
     from diloco.runtime.process_group import pick_device
 
     torch_device = pick_device(IslandConfig(device=device))
-    weights = library.open_weights(source, island)
+    weights = library.open_weights(source, island, SignatureOptions(run_key_file, accept_unsigned))
     if data:
         corpus = library.load_text(data, weights, tokens)
     else:
@@ -91,17 +105,20 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="Sampling seed: the same seed generates the same text.")] = 0,
     count: Annotated[int, typer.Option(min=1, help="Number of texts, with the seeds seed, seed + 1, ...")] = 1,
     island: Island = None,
+    run_key_file: RunKeyFile = None,
+    accept_unsigned: AcceptUnsigned = False,
     device: Device = "auto",
 ) -> None:
     """Generate text with a run's global params or an exported model, and print it token by token."""
     from diloco.checkpoints import weights as library
+    from diloco.checkpoints.signing import SignatureOptions
     from diloco.config.schema import IslandConfig
     from diloco.runtime.process_group import pick_device
     from inner.model.generate import Sampling
 
     request = library.GenerateRequest(prompt, max_tokens, Sampling(temperature, top_k, top_p), seed)
     torch_device = pick_device(IslandConfig(device=device))
-    weights = library.open_weights(source, island)
+    weights = library.open_weights(source, island, SignatureOptions(run_key_file, accept_unsigned))
     if max_tokens > weights.seq_len:
         text = f"note: the model was trained on sequences of {weights.seq_len} tokens; longer text gets worse"
         typer.echo(text, err=True)

@@ -97,6 +97,9 @@ class CheckpointConfig(Section):
     island resumes from the copy if its own folder has no checkpoint as new."""
     resume: Literal["auto", "never"] = "auto"
     """auto: resume from the newest complete checkpoint in the folder, if there is one."""
+    accept_unsigned: bool = False
+    """Resume also from a checkpoint that is not signed with island.run_key_file, for example from before there was a
+    key. Whoever could write it decides what the island goes on with."""
 
 
 class IslandConfig(Section):

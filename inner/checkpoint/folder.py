@@ -6,12 +6,10 @@
     step-00000080.deleted/   being deleted
     lock                     locked by the process that may save here; names that process
 
-The manifest holds each file's size and hash, so a truncated or corrupted file is found before it is loaded. This
-protects against accidents, not against attackers: anyone who can write to the folder can also write a manifest.
+manifest.py says what the manifest holds. Every file that it names is checked against it before it is used.
 """
 
 import hashlib
-import json
 import logging
 import os
 import re
@@ -19,15 +17,23 @@ import shutil
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from inner.checkpoint.manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    FileSpec,
+    Manifest,
+    Signer,
+    Unsigned,
+    parse_manifest,
+    write_manifest,
+)
 from inner.errors import InputError
 from inner.files import try_process_lock, write_synced
 
-FORMAT = 1
-MANIFEST = "manifest.json"
 LOCK = "lock"
 PARTIAL = ".partial"
 DELETED = ".deleted"
@@ -36,29 +42,9 @@ LEFTOVER_NAME = re.compile(PUBLISHED_NAME.pattern + r"\.(partial|deleted)")
 # Per tensor: an allowance for headers, indexes and unfilled disk blocks.
 OVERHEAD_BYTES = 8192
 
+UNSIGNED = Unsigned()
+
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class FileSpec:
-    """Expected size and hash of a file."""
-
-    size_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """Contents of manifest.json."""
-
-    inner_step: int
-    facts: dict[str, Any]
-    """JSON values that the caller of save() gets back on loading."""
-    optimizers: dict[str, str]
-    """Class of the optimizer that steps each parameter, by parameter name."""
-    files: dict[str, FileSpec] = field(default_factory=dict)
-    serial: int = 0
-    """Counts the saves into the folder. The step would not do: a run may resume from an older checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +113,7 @@ def create_partial(folder: Path, inner_step: int, num_bytes: int, num_tensors: i
         return path
 
 
-def publish(partial: Path, manifest: Manifest) -> None:
+def publish(partial: Path, manifest: Manifest, signer: Signer = UNSIGNED) -> None:
     """Turn the partial folder into a checkpoint by one rename. Its files must be on the disk already."""
     found = {file.name: file.stat().st_size for file in partial.iterdir()}
     written = {name: spec.size_bytes for name, spec in manifest.files.items()}
@@ -137,19 +123,21 @@ def publish(partial: Path, manifest: Manifest) -> None:
             "system that all of the island's ranks share"
         )
     folder = partial.parent
-    serial = 1 + max((checkpoint.manifest.serial for checkpoint in list_published(folder)[0]), default=0)
-    values = {"format": FORMAT, **asdict(replace(manifest, serial=serial))}
-    text = json.dumps(values, indent=1, sort_keys=True, allow_nan=False)
-    # The first line is the hash of the lines that follow.
-    write_synced(partial / MANIFEST, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode())
+    serial = 1 + max((checkpoint.manifest.serial for checkpoint in list_published(folder, signer)[0]), default=0)
+    finish(partial, write_manifest(replace(manifest, serial=serial), signer), partial.name.removesuffix(PARTIAL))
+
+
+def finish(partial: Path, manifest: bytes, name: str) -> None:
+    """Write the manifest into a partial folder, whose other files are on the disk, and give the folder its name."""
+    write_synced(partial / MANIFEST, manifest)
     _sync_folder(partial)
-    partial.rename(partial.with_name(partial.name.removesuffix(PARTIAL)))
-    _sync_folder(folder)
+    partial.rename(partial.with_name(name))
+    _sync_folder(partial.parent)
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Delete all checkpoints but the `keep` newest. Damaged ones are not counted and not deleted."""
-    for checkpoint in list_published(folder)[0][keep:]:
+def prune(folder: Path, keep: int, signer: Signer = UNSIGNED) -> None:
+    """Delete all checkpoints but the `keep` newest. Damaged and refused ones are not counted and not deleted."""
+    for checkpoint in list_published(folder, signer)[0][keep:]:
         # Renamed first, so that a kill during the deletion leaves nothing that looks like a damaged checkpoint.
         doomed = checkpoint.path.with_name(checkpoint.path.name + DELETED)
         try:
@@ -159,15 +147,15 @@ def prune(folder: Path, keep: int) -> None:
             log.warning("%s: cannot be deleted (%s); the disk may fill up", checkpoint.path, error)
 
 
-def list_published(folder: Path) -> tuple[list[SavedCheckpoint], list[str]]:
-    """Checkpoints whose manifest and file sizes are right, newest first, and one message per damaged one."""
+def list_published(folder: Path, signer: Signer = UNSIGNED) -> tuple[list[SavedCheckpoint], list[str]]:
+    """Checkpoints whose manifest and file sizes are right, newest first, and one message per damaged or refused one."""
     intact, problems = [], []
     with _input_errors(folder):
         paths = sorted(folder.iterdir())
     for path in paths:
         if PUBLISHED_NAME.fullmatch(path.name):
             try:
-                intact.append(SavedCheckpoint(path, _read_and_check(path)))
+                intact.append(SavedCheckpoint(path, _read_and_check(path, signer)))
             except InputError as problem:
                 problems.append(str(problem))
     return sorted(intact, key=lambda checkpoint: checkpoint.manifest.serial, reverse=True), problems
@@ -203,23 +191,18 @@ def _file_spec(file: Path) -> FileSpec:
         return FileSpec(file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())
 
 
-def read_manifest(raw: bytes, path: str) -> Manifest:
-    """Parse the manifest of the checkpoint at `path`. Raises InputError if it is damaged or of another format."""
-    digest, _, text = raw.partition(b"\n")
-    if hashlib.sha256(text).hexdigest().encode() != digest:
-        raise InputError(f"{path}/{MANIFEST}: damaged: its bytes are not those that were written")
-    values = json.loads(text)
-    if (got := values.pop("format")) != FORMAT:
-        raise InputError(f"{path}: written in format {got}, this version reads format {FORMAT}; use the one it is from")
-    return Manifest(**values | {"files": {name: FileSpec(**spec) for name, spec in values["files"].items()}})
-
-
-def _read_and_check(path: Path) -> Manifest:
-    """Read a checkpoint's manifest and check its file sizes. Raises InputError with the first problem."""
+def read_file(path: Path, most_bytes: int) -> bytes:
+    """Read a file, or its first bytes if it has more than `most_bytes`. Raises InputError if it cannot be read."""
     try:
-        manifest = read_manifest((path / MANIFEST).read_bytes(), str(path))
+        with path.open("rb") as file:
+            return file.read(most_bytes)
     except OSError as error:
-        raise InputError(f"{path / MANIFEST}: cannot be read: {error.strerror}") from None
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _read_and_check(path: Path, signer: Signer) -> Manifest:
+    """Read a checkpoint's manifest and check its file sizes. Raises InputError with the first problem."""
+    manifest = parse_manifest(read_file(path / MANIFEST, MAX_MANIFEST_BYTES + 1), str(path), signer)
     for name, spec in manifest.files.items():
         size = (path / name).stat().st_size if (path / name).is_file() else None
         if size != spec.size_bytes:

@@ -1,7 +1,7 @@
 """Checkpoints of an island's training state: saved in the background, published atomically, loadable on any mesh.
 
 torch.distributed.checkpoint writes the tensors, each rank its own shards, under names that do not depend on the mesh.
-Its index is a pickle, so load only checkpoints from your own disk. Everything else is JSON.
+Others may have written a checkpoint: no pickle in it is run (index.py, tensor_reader.py), and manifests may be signed.
 """
 
 import json
@@ -23,17 +23,16 @@ from torch.optim import Optimizer
 from inner.checkpoint import folder as disk
 from inner.checkpoint import state
 from inner.checkpoint.collective_errors import run_on_all_ranks, run_on_first_rank
-from inner.checkpoint.folder import Manifest, SavedCheckpoint
+from inner.checkpoint.folder import UNSIGNED, SavedCheckpoint
+from inner.checkpoint.index import read_index
+from inner.checkpoint.manifest import INDEX, Manifest, Signer
+from inner.checkpoint.tensor_reader import CheckpointFailed, describe, read_tensors
 from inner.errors import InputError
 
 log = logging.getLogger(__name__)
 
 Tensors = Mapping[str, Tensor]
 AllocateExtra = Callable[[Collection[str]], Tensors]
-
-
-class CheckpointFailed(RuntimeError):
-    """A checkpoint could not be written or read. Older checkpoints are unchanged."""
 
 
 class TrainingState(Protocol):
@@ -54,14 +53,16 @@ class Checkpoints:
     Every method is collective: all ranks call the methods in the same order, and a call returns or raises on all.
     """
 
-    def __init__(self, folder: Path, keep: int, timeout_seconds: float = 1800.0) -> None:
+    def __init__(self, folder: Path, keep: int, timeout_seconds: float = 1800.0, *, signer: Signer = UNSIGNED) -> None:
         """Lock `folder` until close(), and keep the newest `keep` checkpoints. Raises InputError if it cannot.
 
-        No rank waits longer than `timeout_seconds` for other ranks or for an earlier save.
+        No rank waits longer than `timeout_seconds` for other ranks or for an earlier save. `signer` signs the manifests
+        and decides which checkpoints are read.
         """
         assert keep >= 1, f"keep {keep} would delete what was just saved"
         self._folder = folder
         self._keep = keep
+        self._signer = signer
         self._timeout_seconds = timeout_seconds
         # A group of its own, because the writing thread communicates while the training thread uses the other groups.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
@@ -154,22 +155,16 @@ class Checkpoints:
 
         `checkpoint` comes from newest() or at(), which checked its files. `allocate_extra` gets the names of all saved
         tensors and returns tensors for those of save()'s `extra` that this rank loads. Raises InputError, with nothing
-        changed, if the checkpoint is of another model or optimizer.
+        changed, if the checkpoint is of another model or optimizer, or its index is refused; also for a refused tensor.
         """
         self.wait(self._timeout_seconds)
-        saved: dict[str, Any] = dcp.FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
-        self._check_fit(trainer, checkpoint, saved)
-        state.make_states(trainer.stages, trainer.optimizers, saved)
+        # Read by one rank, so that all have the same.
+        index = run_on_first_rank(self._group, lambda: read_index(checkpoint))
+        self._check_fit(trainer, checkpoint, index.tensors)
+        state.make_states(trainer.stages, trainer.optimizers, index.tensors)
         live = state.live_tensors(trainer.stages, trainer.optimizers)
-        try:
-            dcp.load(
-                {name: copies[0] for name, copies in live.items()} | dict(allocate_extra(saved.keys())),
-                storage_reader=dcp.FileSystemReader(checkpoint.path),
-                planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
-                process_group=self._group,
-            )
-        except CheckpointException as error:
-            raise CheckpointFailed(f"{checkpoint.path}: was not loaded: {_describe(error)}") from error
+        tensors = {name: copies[0] for name, copies in live.items()} | dict(allocate_extra(index.tensors.keys()))
+        read_tensors(tensors, checkpoint.path, index, self._group)
         for first, *others in live.values():
             for other in others:
                 other.copy_(first)
@@ -194,7 +189,7 @@ class Checkpoints:
 
     def _write(self, copies: dict[str, Tensor], partial: Path, manifest: Manifest) -> None:
         """Write and publish a save, in the background and on all ranks. Raises CheckpointFailed."""
-        mine = [f"__{dist.get_rank(self._group)}_*.distcp"] + [".metadata"] * self._is_first
+        mine = [f"__{dist.get_rank(self._group)}_*.distcp"] + [INDEX] * self._is_first
         try:
             dcp.save(
                 copies,
@@ -203,18 +198,18 @@ class Checkpoints:
                 process_group=self._group,
             )
             files = _merge(run_on_all_ranks(self._group, lambda: disk.file_specs(partial, mine)))
-            run_on_first_rank(self._group, lambda: disk.publish(partial, replace(manifest, files=files)))
-            run_on_first_rank(self._group, lambda: disk.prune(self._folder, self._keep))
+            run_on_first_rank(self._group, lambda: disk.publish(partial, replace(manifest, files=files), self._signer))
+            run_on_first_rank(self._group, lambda: disk.prune(self._folder, self._keep, self._signer))
         # CheckpointException is not an Exception. Every error is kept for wait(), which raises it to the caller.
         except (CheckpointException, Exception) as error:
             raise CheckpointFailed(
-                f"{self._folder}: step {manifest.inner_step} was not saved: {_describe(error)}; "
+                f"{self._folder}: step {manifest.inner_step} was not saved: {describe(error)}; "
                 f"{disk.free_space(self._folder)}; earlier checkpoints are as they were"
             ) from error
 
     def _list_published(self) -> tuple[list[SavedCheckpoint], list[str]]:
         self.wait(self._timeout_seconds)
-        return run_on_first_rank(self._group, lambda: disk.list_published(self._folder))
+        return run_on_first_rank(self._group, lambda: disk.list_published(self._folder, self._signer))
 
     def _find_damage(self, checkpoint: SavedCheckpoint) -> str | None:
         """Message about a damaged file of the checkpoint, or None. Each file is hashed by one rank."""
@@ -255,14 +250,6 @@ def _in_background(work: Callable[[], None]) -> Future[None]:
 
     Thread(target=run, name="checkpoint", daemon=True).start()
     return future
-
-
-def _describe(error: BaseException) -> str:
-    """One line with the error and the rank that raised it."""
-    if isinstance(error, CheckpointException):
-        rank, (first, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {first!r}"
-    return " ".join([repr(error), *getattr(error, "__notes__", [])])
 
 
 def _merge(dicts: Sequence[dict]) -> dict:

@@ -54,11 +54,7 @@ def make_states(stages: Stages, optimizers: Optimizers, saved: Saved) -> None:
     An optimizer creates its states in its first step, but a step would change parameters (weight decay) and may be
     collective (Muon). They are therefore created here as the optimizer would: shaped like the parameter, or 0-d.
     """
-    keys: dict[str, list[str]] = defaultdict(list)
-    for full in saved:
-        if full.startswith(OPTIMIZER):
-            name, key = full.removeprefix(OPTIMIZER).rsplit("/", 1)
-            keys[name].append(key)
+    keys = _saved_keys(saved)
     for name, param, optimizer, group in _stepped(stages, optimizers):
         # Existing states stay the same objects, because others may hold references to them.
         states = optimizer.state.pop(param, {})
@@ -81,6 +77,11 @@ def find_mismatch(stages: Stages, optimizers: Optimizers, saved: Saved, saved_ki
                 f"{name} is {tuple(param.shape)} {param.dtype} in the model, {tuple(stored.size)} "
                 f"{stored.properties.dtype} in the checkpoint"
             )
+    keys = _saved_keys(saved)
+    for name, param, _, _ in _stepped(stages, optimizers):
+        for key in keys[name]:
+            if (size := saved[f"{OPTIMIZER}{name}/{key}"].size) not in (param.shape, ()):
+                return f"{name} is {tuple(param.shape)}, its {key} in the checkpoint {tuple(size)}"
     for name, optimizer in optimizer_names(stages, optimizers).items():
         if saved_kinds.get(name) != optimizer:
             return f"{name} is stepped by {optimizer} here, by {saved_kinds.get(name, 'none')} in the checkpoint"
@@ -90,6 +91,16 @@ def find_mismatch(stages: Stages, optimizers: Optimizers, saved: Saved, saved_ki
 def saved_params(saved: Saved) -> set[str]:
     """Names of all parameters of the saved model."""
     return {name.removeprefix(PARAMS) for name in saved if name.startswith(PARAMS)}
+
+
+def _saved_keys(saved: Saved) -> dict[str, list[str]]:
+    """The saved optimizer states of each parameter."""
+    keys: dict[str, list[str]] = defaultdict(list)
+    for full in saved:
+        if full.startswith(OPTIMIZER):
+            name, _, key = full.removeprefix(OPTIMIZER).rpartition("/")
+            keys[name].append(key)
+    return keys
 
 
 def named_params(stages: Stages) -> Iterator[tuple[str, nn.Parameter]]:
@@ -113,6 +124,5 @@ def _allocate(param: nn.Parameter, group: Mapping[str, Any], saved: TensorStorag
     dtype = saved.properties.dtype
     if saved.size == param.shape:
         return torch.zeros_like(param, dtype=dtype)
-    assert len(saved.size) == 0, f"a state of shape {tuple(saved.size)} for a parameter of {tuple(param.shape)}"
     on_device = group.get("fused") or group.get("capturable")
     return torch.zeros((), dtype=dtype, device=param.device if on_device else "cpu")

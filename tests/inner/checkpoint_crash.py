@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from inner.checkpoint.save_load import CheckpointFailed, Checkpoints
+from inner.checkpoint.save_load import Checkpoints
+from inner.checkpoint.tensor_reader import CheckpointFailed
 from inner.errors import InputError
 
 TIMEOUT_SECONDS = 30.0

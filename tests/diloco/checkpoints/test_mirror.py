@@ -9,7 +9,7 @@ import pytest
 
 from diloco.checkpoints.mirror import Mirror
 from inner.checkpoint import folder as disk
-from inner.checkpoint.folder import Manifest
+from inner.checkpoint.manifest import MANIFEST, Manifest
 from inner.errors import InputError
 
 _numbers = itertools.count()
@@ -44,7 +44,7 @@ def test_only_as_many_as_wanted_are_kept_there(tmp_path: Path, url: str) -> None
         saved(tmp_path / "one", step)
         mirror.push(tmp_path / "one")
     saved(tmp_path / "two", 20)
-    assert [name for _, name in Mirror(url, keep=2)._list()] == ["step-00000020", "step-00000030"]
+    assert [copy.name for copy in Mirror(url, keep=2)._list()[0]] == ["step-00000020", "step-00000030"]
 
 
 def test_an_island_with_a_newer_one_of_its_own_takes_none(tmp_path: Path, url: str) -> None:
@@ -61,7 +61,7 @@ def test_what_was_copied_by_halves_is_not_taken(tmp_path: Path, url: str) -> Non
     saved(tmp_path / "one", 20)
     mirror.push(tmp_path / "one")
     files, root = fsspec.url_to_fs(url)
-    files.rm_file(f"{root}/step-00000020/{disk.MANIFEST}")
+    files.rm_file(f"{root}/step-00000020/{MANIFEST}")
     assert Mirror(url, keep=2).pull(tmp_path / "two") == "step-00000010"
 
 
@@ -76,7 +76,7 @@ def test_half_a_manifest_makes_no_copy_whole(tmp_path: Path, url: str) -> None:
         saved(tmp_path / "one", step)
         mirror.push(tmp_path / "one")
     files, root = fsspec.url_to_fs(url)
-    manifest = f"{root}/step-00000020/{disk.MANIFEST}"
+    manifest = f"{root}/step-00000020/{MANIFEST}"
     files.pipe_file(manifest, files.cat_file(manifest)[:100])
     assert Mirror(url, keep=2).pull(tmp_path / "two") == "step-00000010"
 

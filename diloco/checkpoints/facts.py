@@ -1,0 +1,41 @@
+"""The facts in the manifest of an island's checkpoint. Others may have written them, so they are parsed and checked."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from diloco.runtime.progress import ResumePoint
+from inner.checkpoint.folder import SavedCheckpoint
+from inner.errors import InputError
+
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+
+
+@dataclass(frozen=True)
+class IslandFacts:
+    """What an island saves beside its tensors."""
+
+    outer: dict[str, Any]
+    """The facts of the outer loop; `outer.rounds.checkpoint.parse_facts` parses them."""
+    place: ResumePoint
+    tokens: Count
+    run: dict[str, Any]
+    """The run's config. A newer version may not load it."""
+    params: list[tuple[str, list[Count]]] = field(default_factory=list)
+    """Name and shape of every parameter, in the canonical order."""
+
+
+_FACTS = TypeAdapter(IslandFacts)
+
+
+def parse_island_facts(checkpoint: SavedCheckpoint) -> IslandFacts:
+    """Parse the facts of a checkpoint. Raises InputError if an island of this version did not write them."""
+    try:
+        return _FACTS.validate_python(checkpoint.facts)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise InputError(
+            f"{checkpoint.path}: not a checkpoint of an island of this version: {where}: {problem['msg']}"
+        ) from None

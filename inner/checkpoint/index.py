@@ -1,0 +1,197 @@
+"""The index of a checkpoint: shape and dtype of every tensor, and where in which file each chunk of it lies.
+
+torch.distributed.checkpoint pickles its index into the file `.metadata`. Others may have written that file, so it is
+parsed without running it, and every value is checked against the files that the manifest names before any memory is
+allocated for a tensor.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+
+from inner.checkpoint.folder import SavedCheckpoint, read_file
+from inner.checkpoint.manifest import INDEX, Manifest
+from inner.checkpoint.pickle_parser import Call, Name, Pairs, PickleError, parse_pickle
+from inner.errors import InputError
+
+DTYPES = {
+    f"torch.{name}": getattr(torch, name)
+    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+}
+METADATA, FILESYSTEM = "torch.distributed.checkpoint.metadata.", "torch.distributed.checkpoint.filesystem."
+KNOWN = {
+    *DTYPES,
+    "torch.Size",
+    "torch.serialization._get_layout",
+    f"{FILESYSTEM}_StorageInfo",
+    *(
+        METADATA + name
+        for name in (
+            "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties",
+            "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    # The folder that the checkpoint was written to, which nothing here uses.
+    "pathlib.PosixPath", "pathlib._local.PosixPath",
+}  # fmt: skip
+"""All classes and functions that an index names."""
+MAX_DIMS, MAX_SIZE = 8, 1 << 48
+# An index takes fewer bytes than the headers of the chunks that it lists, so longer ones are not honest.
+MAX_EXTRA_BYTES = 1 << 16
+BYTES_PER_CHUNK = 8
+"""A chunk takes more bytes of an index than this."""
+
+Shape = tuple[int, ...]
+ChunkKey = tuple[str, Shape]
+"""Name of a tensor, and the offsets of a chunk in it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a chunk lies."""
+
+    file: str
+    offset: int
+    length: int
+    """Number of bytes."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a checkpoint holds."""
+
+    tensors: dict[str, TensorStorageMetadata]
+    places: dict[ChunkKey, Place]
+
+
+def read_index(checkpoint: SavedCheckpoint) -> Index:
+    """Read and check the index of a checkpoint. Raises InputError."""
+    path, files = checkpoint.path / INDEX, checkpoint.manifest.files
+    spec = files.get(INDEX)
+    if spec is None:
+        raise InputError(f"{checkpoint.path}: its manifest names no {INDEX}; restore the checkpoint, or use another")
+    if spec.size_bytes > MAX_EXTRA_BYTES + sum(other.size_bytes for name, other in files.items() if name != INDEX):
+        raise InputError(
+            f"{path}: {spec.size_bytes} bytes, more than the tensors that it lists; use another checkpoint"
+        )
+    raw = read_file(path, spec.size_bytes)
+    # Hashed here again: these bytes are parsed, and the file may have changed since it was checked.
+    if hashlib.sha256(raw).hexdigest() != spec.sha256:
+        raise InputError(f"{path}: damaged: its bytes are not those that were written")
+    try:
+        return parse_index(raw, checkpoint.manifest)
+    except PickleError as error:
+        raise InputError(
+            f"{path}: refused: {error}. It is not an index that this program or torch.distributed.checkpoint has "
+            "written for tensors, and nothing in it was run; use a checkpoint from a source that you trust"
+        ) from None
+
+
+def parse_index(raw: bytes, manifest: Manifest) -> Index:
+    """Parse the content of `.metadata`. Raises PickleError if it is anything but tensors in the manifest's files."""
+    metadata = _attributes(parse_pickle(raw, KNOWN), METADATA + "Metadata")
+    places = dict(_places(_pairs(metadata.get("storage_data")), manifest))
+    tensors: dict[str, TensorStorageMetadata] = {}
+    chunks_left = len(raw) // BYTES_PER_CHUNK
+    for name, value in _pairs(metadata.get("state_dict_metadata")):
+        tensors[_text(name)] = _tensor(name, value, places, chunks_left)
+        chunks_left -= len(tensors[name].chunks)
+    return Index(tensors, places)
+
+
+def _tensor(name: str, value: Any, places: Mapping[ChunkKey, Place], most_chunks: int) -> TensorStorageMetadata:
+    fields = _attributes(value, METADATA + "TensorStorageMetadata")
+    dtype, shape, chunks = _dtype(fields.get("properties")), _size(fields.get("size")), fields.get("chunks")
+    if not isinstance(chunks, list) or len(chunks) > most_chunks:
+        raise PickleError(f"{name!r} has no list of chunks, or one that is too long")
+    found = [_chunk(each, shape) for each in chunks]
+    # Without the first test, one chunk that is listed many times could stand for a tensor of any size.
+    filled = [chunk for chunk in found if prod(chunk.sizes)]
+    if len({chunk.offsets for chunk in filled}) != len(filled) or sum(prod(c.sizes) for c in filled) != prod(shape):
+        raise PickleError(f"the chunks of {name!r} do not make up its shape {tuple(shape)}")
+    for chunk in found:
+        place = places.get((name, tuple(chunk.offsets)))
+        if place is None or place.length < prod(chunk.sizes) * dtype.itemsize:
+            raise PickleError(f"a chunk of {name!r} has fewer bytes than its shape {tuple(chunk.sizes)} needs")
+    return TensorStorageMetadata(TensorProperties(dtype), shape, found)
+
+
+def _chunk(value: Any, shape: Shape) -> ChunkStorageMetadata:
+    fields = _attributes(value, METADATA + "ChunkStorageMetadata")
+    offsets, sizes = _size(fields.get("offsets")), _size(fields.get("sizes"))
+    fits = all(offset + size <= whole for offset, size, whole in zip(offsets, sizes, shape, strict=False))
+    if not len(offsets) == len(sizes) == len(shape) or not fits:
+        raise PickleError(f"a chunk of {tuple(sizes)} at {tuple(offsets)} lies outside its tensor {tuple(shape)}")
+    return ChunkStorageMetadata(offsets, sizes)
+
+
+def _places(pairs: Iterable[tuple[Any, Any]], manifest: Manifest) -> Iterator[tuple[ChunkKey, Place]]:
+    """Where each chunk lies. Together the chunks of a file have no more bytes than the file."""
+    left = {name: spec.size_bytes for name, spec in manifest.files.items() if name != INDEX}
+    for key, value in pairs:
+        chunk, info = _attributes(key, METADATA + "MetadataIndex"), _attributes(value, FILESYSTEM + "_StorageInfo")
+        file, offset, length = _text(info.get("relative_path")), _count(info.get("offset")), _count(info.get("length"))
+        if file not in left:
+            raise PickleError(f"it names the file {file!r}, which is not in the manifest")
+        if info.get("transform_descriptors"):
+            raise PickleError(f"{file!r} is transformed; only plain files are read")
+        left[file] -= length
+        if left[file] < 0 or offset + length > manifest.files[file].size_bytes:
+            raise PickleError(f"it places more bytes in {file!r} than the file has")
+        yield (_text(chunk.get("fqn")), tuple(_size(chunk.get("offset")))), Place(file, offset, length)
+
+
+def _attributes(value: Any, kind: str) -> dict[str, Any]:
+    """The attributes of an object of the class `kind`."""
+    if not isinstance(value, Call) or value.function != kind or value.args != ():
+        raise PickleError(f"it holds {_describe(value)} where {kind} must stand")
+    return {_text(name): attribute for name, attribute in _pairs(value.state)}
+
+
+def _dtype(properties: Any) -> torch.dtype:
+    kind = METADATA + "TensorProperties"
+    if not isinstance(properties, Call) or properties.function != kind or not isinstance(properties.state, tuple):
+        raise PickleError(f"it holds {_describe(properties)} where {kind} must stand")
+    dtype = properties.state[0] if properties.state else None
+    if not isinstance(dtype, Name) or dtype.text not in DTYPES:
+        raise PickleError(f"it holds {_describe(dtype)} where a dtype must stand")
+    return DTYPES[dtype.text]
+
+
+def _size(value: Any) -> torch.Size:
+    numbers = value.args[0] if isinstance(value, Call) and value.function == "torch.Size" and value.args else None
+    if not isinstance(numbers, tuple) or len(numbers) > MAX_DIMS:
+        raise PickleError(f"it holds {_describe(value)} where torch.Size must stand")
+    return torch.Size([_count(number) for number in numbers])
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_SIZE:
+        raise PickleError(f"it holds {_describe(value)} where a size must stand")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise PickleError(f"it holds {_describe(value)} where a name must stand")
+    return value
+
+
+def _pairs(value: Any) -> list[tuple[Any, Any]]:
+    if not isinstance(value, Pairs):
+        raise PickleError(f"it holds {_describe(value)} where a dict must stand")
+    return value.items
+
+
+def _describe(value: Any) -> str:
+    """What a value of a pickle is, in few words."""
+    if isinstance(value, Call):
+        return f"a call of {value.function[:100]}"
+    if isinstance(value, Name):
+        return f"the name {value.text[:100]}"
+    return f"{value!r:.100}" if isinstance(value, int | str | None) else f"a {type(value).__name__}"

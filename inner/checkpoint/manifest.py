@@ -1,0 +1,113 @@
+"""The manifest of a checkpoint: size and hash of each file, and what is saved beside the tensors, as JSON.
+
+A truncated or corrupted file is found by its hash before it is loaded. That protects against accidents. Against
+others who can write to the folder a `Signer` protects: it signs the manifest, and with it every file.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Protocol
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from inner.errors import InputError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+INDEX = ".metadata"
+FILE_NAME = re.compile(r"\.metadata|__\d{1,9}_\d{1,9}\.distcp")
+"""The names of all files of a checkpoint but the manifest."""
+MAX_MANIFEST_BYTES = 1 << 26
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+
+
+@dataclass(frozen=True)
+class FileSpec:
+    """Expected size and hash of a file."""
+
+    size_bytes: Count
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Contents of manifest.json."""
+
+    inner_step: Count
+    facts: dict[str, Any]
+    """JSON values that the caller of save() gets back on loading."""
+    optimizers: dict[str, str]
+    """Class of the optimizer that steps each parameter, by parameter name."""
+    files: dict[str, FileSpec] = field(default_factory=dict)
+    serial: Count = 0
+    """Counts the saves into the folder. The step would not do: a run may resume from an older checkpoint."""
+
+
+class Signer(Protocol):
+    """Signs manifests, and decides which ones are read.
+
+    >>> Unsigned().check(Unsigned().sign(b"manifest"), "here")
+    b'manifest'
+    """
+
+    def sign(self, manifest: bytes) -> bytes:
+        """The manifest with a signature, if this signer has a key."""
+        ...
+
+    def check(self, raw: bytes, where: str) -> bytes:
+        """The manifest without its signature. Raises InputError, naming `where`, if it is not to be read."""
+        ...
+
+
+class Unsigned:
+    """Signs nothing and checks nothing."""
+
+    def sign(self, manifest: bytes) -> bytes:
+        """The manifest as it is."""
+        return manifest
+
+    def check(self, raw: bytes, where: str) -> bytes:
+        """The manifest as it is."""
+        return raw
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What every format has."""
+
+    format: int
+
+
+_HEADER, _MANIFEST = TypeAdapter(_Header), TypeAdapter(Manifest)
+
+
+def write_manifest(manifest: Manifest, signer: Signer) -> bytes:
+    """The bytes of a manifest file. The hash of the JSON is in the line before it, a signature before that."""
+    values = {"format": FORMAT, **asdict(manifest)}
+    text = json.dumps(values, indent=1, sort_keys=True, allow_nan=False).encode()
+    return signer.sign(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+
+
+def parse_manifest(raw: bytes, path: str, signer: Signer) -> Manifest:
+    """Parse the manifest of the checkpoint at `path`. Raises InputError if it is damaged, refused or malformed."""
+    if len(raw) > MAX_MANIFEST_BYTES:
+        raise InputError(f"{path}/{MANIFEST}: more than {MAX_MANIFEST_BYTES} bytes; a manifest is shorter")
+    digest, _, text = signer.check(raw, f"{path}/{MANIFEST}").partition(b"\n")
+    if hashlib.sha256(text).hexdigest().encode() != digest:
+        raise InputError(f"{path}/{MANIFEST}: damaged: its bytes are not those that were written")
+    try:
+        if (got := _HEADER.validate_json(text).format) != FORMAT:
+            raise InputError(
+                f"{path}: written in format {got}, this version reads format {FORMAT}; use the one it is from"
+            )
+        manifest = _MANIFEST.validate_json(text, strict=True)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise InputError(f"{path}/{MANIFEST}: not a manifest: {where}: {problem['msg']}; use another copy") from None
+    for name in manifest.files:
+        if not FILE_NAME.fullmatch(name):
+            raise InputError(f"{path}/{MANIFEST}: refused: {name!r} is not the name of a file of a checkpoint")
+    return manifest

@@ -1,0 +1,167 @@
+"""Reads the tensors of a checkpoint into memory that the caller has allocated, each rank its own shards.
+
+torch.distributed.checkpoint plans which rank reads what. Its own reader runs the pickles that it finds; this one takes
+the checked index, and reads each chunk with `torch.load(weights_only=True)`, which builds tensors and calls nothing
+else. Before that it is checked that the chunk is stored uncompressed, so it can ask for no more memory than its bytes.
+"""
+
+import io
+import warnings
+import zipfile
+from os import PathLike
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from inner.checkpoint.index import Index
+from inner.errors import InputError
+
+
+class CheckpointFailed(RuntimeError):
+    """A checkpoint could not be written or read. Older checkpoints are unchanged."""
+
+
+def read_tensors(tensors: dict[str, Tensor], path: Path, index: Index, group: dist.ProcessGroup | None) -> None:
+    """Fill `tensors` from the checkpoint at `path`. Every rank of the group must call it; None is a single process.
+
+    Raises InputError if the files hold something else than the index says, CheckpointFailed if they cannot be read.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load(
+                cast(dict[str, Any], tensors),
+                storage_reader=TensorReader(path, index),
+                planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
+                process_group=group,
+                no_dist=group is None,
+            )
+    except CheckpointException as error:
+        _, (first, _) = next(iter(error.failures.items()))
+        if isinstance(first, InputError):
+            raise first from error
+        raise CheckpointFailed(f"{path}: was not loaded: {describe(error)}") from error
+
+
+def describe(error: BaseException) -> str:
+    """One line with the error and the rank that raised it."""
+    if isinstance(error, CheckpointException):
+        rank, (first, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {first!r}"
+    return " ".join([repr(error), *getattr(error, "__notes__", [])])
+
+
+class TensorReader(StorageReader):
+    """What torch.distributed.checkpoint reads a checkpoint through."""
+
+    def __init__(self, path: Path, index: Index) -> None:
+        self._path, self._index = path, index
+
+    def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
+        """There is nothing to reset."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The shapes in the index."""
+        return Metadata(dict(self._index.tensors))
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """There is nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read all that the plan asks of this rank. Raises InputError if a chunk is not what the index says."""
+        for item in plan.items:
+            assert item.type is LoadItemType.TENSOR, "the index holds tensors only"
+            name, offsets = item.storage_index.fqn, item.storage_index.offset
+            chunk = self._read_chunk(name, tuple(offsets or ()))
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                chunk = chunk.narrow(dim, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(chunk)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_chunk(self, name: str, offsets: tuple[int, ...]) -> Tensor:
+        saved, place = self._index.tensors[name], self._index.places[name, offsets]
+        path = self._path / place.file
+        # Of several chunks at one place at most one is not empty, and only that one is read.
+        shape = next(chunk.sizes for chunk in saved.chunks if chunk.offsets == offsets and 0 not in chunk.sizes)
+        try:
+            with path.open("rb", buffering=0) as file:
+                chunk = load_chunk(FileSlice(file, place.offset, place.length))
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+        except Exception as error:  # noqa: BLE001 - torch and zipfile raise many types for what is no saved tensor
+            # The text of torch's error recommends to run the code in the file.
+            cause = str(error) if type(error) is ValueError else type(error).__name__
+            raise InputError(
+                f"{path}: refused: the bytes of {name} are not a saved tensor ({cause}), and nothing in them was run; "
+                "use a checkpoint from a source that you trust"
+            ) from None
+        if chunk.shape != shape or chunk.dtype != saved.properties.dtype or chunk.layout != torch.strided:
+            raise InputError(f"{path}: refused: {name} has another shape or dtype than the index says")
+        return chunk
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
+        """Any folder may hold a checkpoint."""
+        return True
+
+
+class FileSlice(io.RawIOBase):
+    """Reads some bytes of an unbuffered file as if they were all of it."""
+
+    def __init__(self, file: io.FileIO, offset: int, length: int) -> None:
+        self._file, self._offset, self._length = file, offset, length
+        self.seek(0)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self._length}[whence]
+        return self._file.seek(self._offset + max(base + offset, 0)) - self._offset
+
+    def tell(self) -> int:
+        return self._file.tell() - self._offset
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")
+        return self._file.readinto(view[: max(self._length - self.tell(), 0)])
+
+
+def load_chunk(file: FileSlice) -> Tensor:
+    """Load the tensor that torch.save wrote. Raises ValueError, or an error of torch or zipfile, if it is none.
+
+    It allocates no more than the file has: what it reads is stored, not compressed.
+    """
+    with zipfile.ZipFile(cast(IO[bytes], file)) as archive:
+        members = archive.infolist()
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        raise ValueError("it is compressed")
+    file.seek(0)
+    tensor = torch.load(cast(IO[bytes], file), map_location="cpu", weights_only=True)
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"it is a {type(tensor).__name__}")
+    return tensor.detach()
