@@ -6,10 +6,11 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFile
 
 from diloco.checkpoints.mirror import Mirror
 from inner.checkpoint import folder as disk
-from inner.checkpoint.manifest import MANIFEST, Manifest
+from inner.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, FileSpec, Manifest, Unsigned, write_manifest
 from inner.errors import InputError
 
 _numbers = itertools.count()
@@ -100,3 +101,66 @@ def test_a_run_that_went_back_is_found_where_it_is_now(tmp_path: Path, url: str)
     assert Mirror(url, keep=1).pull(tmp_path / "two") == "step-00000010"
     assert disk.list_published(tmp_path / "two")[0][0].manifest.serial == 3
     assert Mirror(url, keep=1).pull(tmp_path / "one") is None
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> tuple[str, fsspec.AbstractFileSystem, str]:
+    """A mirror with one checkpoint, as its URL, its file system and the path of the checkpoint there."""
+    url = f"memory://mirror-{next(_numbers)}/run"
+    saved(tmp_path / "one", 10)
+    Mirror(url, keep=1).push(tmp_path / "one")
+    files, root = fsspec.url_to_fs(url)
+    return url, files, f"{root}/step-00000010"
+
+
+def everything(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def test_a_name_at_the_mirror_that_leads_elsewhere_is_not_followed(tmp_path: Path, hostile) -> None:
+    url, files, copy = hostile
+    # A store of objects, such as S3, takes any text as a name.
+    name = f"{copy}/../../../evil"
+    files.store[name] = MemoryFile(files, name, b"evil")
+    target = tmp_path / "a" / "b"
+    target.mkdir(parents=True)
+    assert Mirror(url, keep=1).pull(target) == "step-00000010"
+    assert not {name for name in everything(tmp_path) if "evil" in name}
+
+
+@pytest.mark.parametrize(
+    "name", ["../../evil", "/tmp/evil", "a/__0_0.distcp", "lock", "manifest.json", "__0_0.distcp/.."]
+)
+def test_a_manifest_that_names_a_file_elsewhere_is_refused(tmp_path: Path, hostile, name: str) -> None:
+    url, files, copy = hostile
+    raw = write_manifest(Manifest(10, {}, {}, {name: FileSpec(16, "0" * 64)}, serial=9), Unsigned())
+    files.pipe_file(f"{copy}/{MANIFEST}", raw)
+    with pytest.raises(InputError, match=r"refused: .* is not the name of a file of a checkpoint"):
+        Mirror(url, keep=1).pull(tmp_path / "two")
+    assert not (tmp_path / "two").exists()
+
+
+@pytest.mark.parametrize("content", [b"state of step 11", b"state of step 10 and more"])
+def test_a_copy_with_other_bytes_gets_no_name(tmp_path: Path, hostile, content: bytes) -> None:
+    url, files, copy = hostile
+    files.pipe_file(f"{copy}/__0_0.distcp", content)
+    with pytest.raises(InputError, match="damaged"):
+        Mirror(url, keep=1).pull(tmp_path / "two")
+    assert everything(tmp_path / "two") == set()
+
+
+def test_a_manifest_without_end_is_not_fetched(tmp_path: Path, hostile) -> None:
+    url, files, copy = hostile
+    files.pipe_file(f"{copy}/{MANIFEST}", bytes(MAX_MANIFEST_BYTES + 10))
+    with pytest.raises(InputError, match="a manifest is shorter"):
+        Mirror(url, keep=1).pull(tmp_path / "two")
+
+
+def test_an_older_copy_is_taken_when_the_newest_is_damaged(tmp_path: Path, url: str) -> None:
+    mirror = Mirror(url, keep=2)
+    for step in (10, 20):
+        saved(tmp_path / "one", step)
+        mirror.push(tmp_path / "one")
+    files, root = fsspec.url_to_fs(url)
+    files.pipe_file(f"{root}/step-00000020/__0_0.distcp", b"state of step 21")
+    assert Mirror(url, keep=2).pull(tmp_path / "two") == "step-00000010"
