@@ -17,10 +17,11 @@ from diloco.errors import ConfigError
 from inner.checkpoint.folder import list_published
 from inner.checkpoint.manifest import MANIFEST
 from inner.errors import InputError
+from outer.membership.rendezvous import serve_rendezvous
 from outer.network.run_key import SEAL_MAGIC, read_run_key
 from tests.inner.folders import spread_model, write_folder
 from tests.inner.hostile_checkpoint import CODE, REFUSALS, Runs, poison, write_fitting_manifest
-from tests.swarm import Swarm, swarm
+from tests.swarm import Island, Swarm, swarm
 
 SETTINGS = ["island.checkpoint.every_rounds=1", "island.checkpoint.keep=1", "outer.rounds=2"]
 COMMANDS = {
@@ -147,24 +148,31 @@ def test_a_command_checks_the_signature(run: Path, tmp_path: Path, key_file: Pat
     assert all(path.read_bytes().startswith(SEAL_MAGIC) for path in manifest)
 
 
+@pytest.fixture
+def address(key_file: Path) -> Iterator[str]:
+    """A rendezvous for islands with the key."""
+    rendezvous = serve_rendezvous("127.0.0.1", 0, read_run_key(key_file))
+    yield rendezvous.address
+    rendezvous.close()
+
+
 @pytest.mark.slow
-def test_an_island_with_a_key_signs_and_resumes_from_nothing_else(tmp_path: Path, key_file: Path) -> None:
-    settings = [*SETTINGS, f"island.run_key_file={key_file}"]
-    with swarm(tmp_path, *settings, islands=[{}]) as made:
-        made.start(0).finish()
-        again = made.start(0)
-        again.finish()
-        assert len(again.events("resumed")) == 1, "its own signature is accepted"
+def test_an_island_with_a_key_signs_and_resumes_from_nothing_else(tmp_path: Path, key_file: Path, address: str) -> None:
+    def start(*settings: str) -> Island:
+        own = [*SETTINGS, f"island.run_key_file={key_file}", *settings]
+        with swarm(tmp_path, *own, islands=[{}], address=address) as made:
+            island = made.start(0)
+            assert island.wait() in ([0], [1])
+            return island
+
+    start()
+    assert len(start().events("resumed")) == 1, "its own signature is accepted"
     (manifest,) = tmp_path.glob(f"test/island-0/checkpoints/step-*/{MANIFEST}")
     assert manifest.read_bytes().startswith(SEAL_MAGIC)
     # The commands find the key in the run's config.
     assert CliRunner().invoke(app, COMMANDS["export"](tmp_path / "test")).exit_code == 0
     write_fitting_manifest(manifest.parent)
-    with swarm(tmp_path, *settings, "outer.rounds=3", islands=[{}]) as made:
-        refused = made.start(0)
-        assert refused.wait() == [1]
-        assert "island.checkpoint.accept_unsigned=true" in refused.log
-    with swarm(tmp_path, *settings, "outer.rounds=3", "island.checkpoint.accept_unsigned=true", islands=[{}]) as made:
-        accepted = made.start(0)
-        accepted.finish()
-        assert len(accepted.events("resumed")) == 2
+    refused = start()
+    assert refused.wait() == [1] and len(refused.events("resumed")) == 1
+    assert "island.checkpoint.accept_unsigned=true" in refused.log
+    assert len(start("island.checkpoint.accept_unsigned=true").events("resumed")) == 2
