@@ -29,14 +29,14 @@ class Bootstrap:
 
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
-        self._process.wait(20)
+        self._process.wait(60)
 
     def restart(self) -> None:
         assert self._start() == self.address, "it came back at another address"
 
     def end(self) -> None:
         self._process.terminate()
-        self._process.wait(20)
+        self._process.wait(60)
 
     def _start(self) -> str:
         env = os.environ | {"PYTHONUNBUFFERED": "1"}

@@ -1,7 +1,6 @@
 """Runs of one small island by the user's commands, with a checkpoint after every round, and disks that fail."""
 
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from typing import NoReturn
 
 from diloco.cli.main import main
 from tests.harness import begin_fork
-from tests.swarm import TEXT, TINY, Rank
+from tests.swarm import TEXT, TINY, Rank, read_records
 
 Before = Callable[[], None]
 ROOT = Path(__file__).parents[2]
@@ -112,9 +111,7 @@ def wait_for_end(process: Rank) -> FinishedProcess:
 
 def records(folder: Path) -> list[dict]:
     """Complete records of the island in `folder`, over all restarts."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}") and line.startswith("{")]
+    return read_records(folder / "metrics.jsonl")
 
 
 def digests(folder: Path) -> dict[int, set[str]]:

@@ -103,14 +103,15 @@ async def speak(address: str, run: str, name: str, auth: PeerAuth) -> None:
 
 @transports
 def test_a_payload_of_nan_is_refused_and_its_sender_left_out_of_the_next_attempt(tmp_path, place, transport):
-    islands = [{"faults": ["nan:1@round=3"]}] * 3
+    # Before three rounds have been measured nobody goes on without an island that is slow.
+    islands = [{"faults": ["nan:1@round=2"]}] * 3
     settings = ["outer.rounds=5000", f"outer.transport={transport}", f"name={tmp_path.name}"]
     with swarm(tmp_path, *settings, islands=islands, address=place(transport)) as made:
         first, liar, third = made.start_all()
         for island in made.started:
             reached(island, 8)
         for honest in (first, third):
-            attempts = [record for record in honest.records("round") if record["round"] == 3]
+            attempts = [record for record in honest.records("round") if record["round"] == 2]
             aborted, committed = attempts[0], attempts[-1]
             assert not aborted["committed"] and aborted["participants"] == ["island-0", "island-1", "island-2"]
             assert committed["committed"] and committed["participants"] == ["island-0", "island-2"]

@@ -4,9 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tests.swarm import Island
-
-GUARD_SECONDS = 150.0
+from tests.swarm import GUARD_SECONDS, Island
 
 
 def until(is_so: Callable[[], object], what: str, *islands: Island) -> None:

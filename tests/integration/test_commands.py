@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.swarm import TEXT, TINY, swarm
+from tests.swarm import TEXT, TINY, read_records, swarm
 
 DILOCO = [sys.executable, "-m", "diloco"]
 ROOT = Path(__file__).parents[2]
@@ -60,8 +60,7 @@ def wait_until(condition, what: str, timeout_seconds: float = 200) -> None:
 
 
 def committed(folder: Path) -> dict[int, dict]:
-    path = folder / "metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    records = read_records(folder / "metrics.jsonl")
     return {r["round"]: r for r in records if r["kind"] == "round" and r["committed"]}
 
 
@@ -75,8 +74,11 @@ def test_a_bootstrap_outlives_the_shell_that_started_it_until_it_is_told_to_stop
     pid = int(shell.stdout)
 
     def is_running() -> bool:
-        path = Path(f"/proc/{pid}/stat")
-        return path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z"
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] != "Z"
 
     try:
         time.sleep(1.0)
@@ -85,7 +87,7 @@ def test_a_bootstrap_outlives_the_shell_that_started_it_until_it_is_told_to_stop
         time.sleep(0.5)
         assert is_running(), "it has ended with its terminal"
         os.kill(pid, signal.SIGTERM)
-        wait_until(lambda: not is_running(), "the end that was asked for", 30)
+        wait_until(lambda: not is_running(), "the end that was asked for")
     finally:
         if is_running():
             os.kill(pid, signal.SIGKILL)
@@ -95,7 +97,7 @@ def test_simulate_trains_islands_and_a_baseline_and_writes_the_report(config, tm
     # One process an island; the baseline is one island of two.
     done = run("simulate", str(config), "--islands", "2", "--ranks", "1", "--baseline", *own(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    wait_until(lambda: not descendants_of(str(tmp_path)), "the end of every process", 15)
+    wait_until(lambda: not descendants_of(str(tmp_path)), "the end of every process")
     folder = tmp_path / "runs" / "test"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["rounds_committed"] == 3 and summary["rounds_aborted"] == 0 and summary["digests_equal"]
@@ -113,8 +115,8 @@ def test_ctrl_c_ends_a_simulation_and_leaves_nothing_behind(config, tmp_path):
         folder = tmp_path / "runs" / "test"
         wait_until(lambda: committed(folder / "island-1"), "a first commit")
         process.send_signal(signal.SIGINT)
-        assert process.wait(40) == 130
-    wait_until(lambda: not descendants_of(str(tmp_path)), "the end of every process", 15)
+        assert process.wait(120) == 130
+    wait_until(lambda: not descendants_of(str(tmp_path)), "the end of every process")
     for island in ("island-0", "island-1"):
         lines = (folder / island / "metrics.jsonl").read_text().splitlines()
         assert json.loads(lines[-1])["kind"], "every line is whole"

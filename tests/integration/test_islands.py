@@ -1,18 +1,21 @@
 """Several real islands train one model with unequal meshes, a death, a joiner, and an end by signal."""
 
 import signal
-import time
 from collections.abc import Callable
 from functools import cache
 
 import pytest
 
+from diloco.runtime.operator_requests import STOP, make_request
+from tests.faults.waits import assert_one_history, more_rounds, until
 from tests.swarm import Island, swarm
 
 ONE, FSDP2 = {"ranks": 1}, {"ranks": 2}
 # Two stages on each of two ranks, both cut over two: rank-paired exchange would miss most of it.
 FOUR = {"ranks": 4, "mesh": {"pp": 2, "tp": 2}, "parallel": {"schedule": "interleaved_1f1b"}, "micro_batch": 2}
 REPLICATE2 = {"ranks": 2, "mesh": {"dp_replicate": 2}}
+END_SECONDS = 60.0
+"""A process ends about 5 s after SIGTERM at most. This limit is for a busy machine."""
 
 
 UNEQUAL = {"fp32-replicate2": ("fp32", REPLICATE2), "int8-pp2-tp2": ("int8", FOUR)}
@@ -50,25 +53,26 @@ def test_islands_of_unequal_meshes_start_from_the_same_digest_and_loss(unequal):
 
 
 def test_survivors_go_on_without_an_island_that_was_killed(tmp_path):
-    with swarm(tmp_path, "outer.rounds=5", islands=[ONE, ONE, FSDP2]) as islands:
+    with swarm(tmp_path, "outer.rounds=100000", islands=[ONE, ONE, FSDP2]) as islands:
         first, second, victim = islands.start_all()
         victim.wait_for_round(1)
         victim.signal(signal.SIGKILL)
+        more_rounds(first, 3, ["island-0", "island-1"])
+        make_request(tmp_path / "test", STOP)
         first.finish()
         second.finish()
-        assert first.committed()[4]["participants"] == ["island-0", "island-1"]
-        digests = [[r["digest"] for r in island.committed().values()] for island in (first, second)]
-        assert digests[0] == digests[1] and len(digests[0]) == 5
+        assert_one_history(first, second)
 
 
 def test_an_island_left_alone_goes_on_and_says_so(tmp_path):
-    with swarm(tmp_path, "outer.rounds=4", islands=[ONE, ONE]) as islands:
+    with swarm(tmp_path, "outer.rounds=100000", islands=[ONE, ONE]) as islands:
         first, victim = islands.start_all()
         victim.wait_for_round(0)
         victim.signal(signal.SIGKILL)
+        more_rounds(first, 3, ["island-0"])
+        make_request(tmp_path / "test", STOP)
         first.finish()
-        assert first.committed()[3]["participants"] == ["island-0"]
-        assert any(event["name"] == "alone" for event in first.records("event"))
+        assert first.events("alone")
 
 
 @pytest.mark.slow
@@ -90,14 +94,10 @@ def test_sigterm_ends_an_island_within_seconds_and_others_hear_goodbye(tmp_path)
     with swarm(tmp_path, "outer.rounds=2000", islands=[ONE, FSDP2]) as islands:
         first, leaver = islands.start_all()
         leaver.wait_for_round(0)
-        asked = time.monotonic()
         leaver.signal(signal.SIGTERM)
-        assert all(code != 0 for code in leaver.wait(20))
-        assert time.monotonic() - asked < 15
+        assert all(code != 0 for code in leaver.wait(END_SECONDS))
         assert leaver.records("event")[-1]["name"] == "left"
-        last = max(first.committed())
-        first.wait_for_round(last + 3)
-        assert first.committed()[max(first.committed())]["participants"] == ["island-0"]
+        more_rounds(first, 3, ["island-0"])
 
 
 def test_a_second_island_of_the_same_name_is_refused(tmp_path):
@@ -106,19 +106,16 @@ def test_a_second_island_of_the_same_name_is_refused(tmp_path):
         first.wait_for_round(0)
         config = islands.config.model_copy(update={"islands": ({"ranks": 1, "run_dir": str(tmp_path / "other")},)})
         second = islands.start(0, config=config)
-        assert second.wait(60) != [0]
+        assert second.wait() != [0]
         assert "an island 'island-0' is in the run already" in second.log
 
 
 def test_an_island_with_another_config_is_told_which_keys_differ(tmp_path):
     with swarm(tmp_path, "outer.rounds=2000", islands=[ONE, ONE]) as islands:
         first = islands.start(0)
-        deadline = time.monotonic() + 30
-        while not first.records("event"):
-            assert time.monotonic() < deadline, first.log
-            time.sleep(0.02)
+        until(lambda: first.records("event"), "the first island's entry", first)
         other = islands.config.outer.model_copy(update={"codec": "int8"})
         second = islands.start(1, config=islands.config.model_copy(update={"outer": other, "seed": 7}))
-        assert second.wait(60) != [0]
+        assert second.wait() != [0]
         assert "outer.codec: here 'int8', in the run 'fp32'" in second.log
         assert "seed: here 7, in the run 0" in second.log

@@ -49,7 +49,9 @@ def trajectory(island: Island) -> list[tuple[Any, ...]]:
 
 
 def assert_same_as_real(folder, settings: list[str], num_islands: int) -> None:
-    with swarm(folder, *settings, islands=[ONE] * num_islands) as islands:
+    # On a busy machine an island may be late for a round. All are needed, so that the others wait for it.
+    needed = [] if "outer.gossip={}" in settings else [f"outer.quorum={num_islands}"]
+    with swarm(folder, *settings, *needed, islands=[ONE] * num_islands) as islands:
         real = islands.start_all()
         for island in real:
             island.finish(200)
@@ -117,7 +119,7 @@ def test_when_an_island_fails_the_process_ends_with_its_error(tmp_path):
 
     with swarm(tmp_path, islands=[ONE] * 2) as islands:
         process = together(islands, live)
-        assert process.wait(30) == [1]
+        assert process.wait() == [1]
         assert "island-1 ERROR this island has failed: no more" in process.log
 
 
@@ -126,7 +128,7 @@ def test_sigterm_ends_all_islands_within_seconds(tmp_path):
         process = together(islands)
         folder_of(process, 1).wait_for_round(1)
         process.signal(signal.SIGTERM)
-        assert process.wait(20) == [128 + signal.SIGTERM]
+        assert process.wait(60) == [128 + signal.SIGTERM]
         for index in range(2):
             assert folder_of(process, index).events("left") == ["stopped by a signal"]
 
@@ -153,7 +155,7 @@ def test_what_needs_a_process_of_its_own_is_refused_with_a_cure(override, cure):
 def test_a_fault_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "config.yaml").write_text("islands: [{}, {}]")
     command = ["simulate", str(tmp_path / "config.yaml"), "--in-process", "--fault", "kill:1@round=3"]
-    done = subprocess.run([sys.executable, "-m", "diloco", *command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "diloco", *command], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "--fault, --storm, --netns and --link" in done.stderr
     assert "Traceback" not in done.stderr
 
