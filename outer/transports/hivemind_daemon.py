@@ -219,8 +219,8 @@ def remove_stale_sockets() -> None:
     for path in Path("/tmp").glob("hivemind-p2p*.sock"):  # the path is fixed in hivemind
         with suppress(OSError):
             status = path.stat()
-            # A client binds its socket shortly before it listens on it.
-            is_old = path.name.startswith("hivemind-p2pd-") or time.time() - status.st_mtime > STALE_SECONDS
+            # Daemons and clients that start now have bound their sockets, and listen on them only a moment later.
+            is_old = time.time() - status.st_mtime > STALE_SECONDS
             if status.st_uid == os.getuid() and is_old and not _answers(path):
                 path.unlink()
 

@@ -27,7 +27,7 @@ async def open_network_with(place: Swarm, me: Endpoint, **changes) -> Network:
     bootstrap = [rendezvous.address] if rendezvous else place.bootstrap
     try:
         network = await open_network(
-            place.kind, NetworkSettings("run", me.island, me.rank, bootstrap, connect_seconds=5, **changes)
+            place.kind, NetworkSettings("run", me.island, me.rank, bootstrap, connect_seconds=20, **changes)
         )
     finally:
         if rendezvous:  # these tests need the rendezvous only to open the network
