@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.faults.forked import train_at_pace
 from tests.faults.waits import GUARD_SECONDS, all_records, assert_one_history, more_rounds, reached, until
-from tests.swarm import Island, Swarm, swarm
+from tests.swarm import Island, Swarm, Work, swarm
 
 STEPS = 4
 JOINER = 2
@@ -18,17 +19,21 @@ WARMUP = ("optimizer.warmup_steps=4000", "optimizer.schedule=cosine")
 both = pytest.mark.parametrize("transport", ["gloo", "hivemind"])
 
 
+STEP_SECONDS = 0.05
+"""Duration of an inner step, which does not depend on the machine's load unless that is very high."""
+PACE = train_at_pace(STEP_SECONDS)
+
+
 @contextmanager
-def running(folder: Path, transport: str, address: str, *faults: str, slowness: int = 5) -> Iterator[Swarm]:
-    """Two islands that have committed some rounds. All inner steps are slowed down by the factor `slowness`."""
-    slow = [f"slow:{i}x{slowness}" for i in range(3)]
-    islands: list[dict[str, Any]] = [{"faults": [*slow, *(f for f in faults if f":{i}@" in f)]} for i in range(3)]
+def running(folder: Path, transport: str, address: str, *faults: str, pace: Work) -> Iterator[Swarm]:
+    """Two islands that have committed some rounds. They train at this pace."""
+    islands: list[dict[str, Any]] = [{"faults": [f for f in faults if f":{i}@" in f]} for i in range(3)]
     islands[JOINER]["joins"] = True
     settings = [f"outer.inner_steps={STEPS}", "outer.rounds=5000", f"outer.transport={transport}", *WARMUP]
     settings += ["outer.start_islands=2", f"name={folder.name}"]
     with swarm(folder, *settings, islands=islands, address=address) as made:
-        made.start(0)
-        made.start(1)
+        made.start(0, pace)
+        made.start(1, pace)
         for island in made.started:
             reached(island, 3)
         yield made
@@ -47,8 +52,8 @@ def enters(joiner: Island) -> tuple[int, int, int]:
 @pytest.mark.slow
 @both
 def test_a_joiner_trains_on_the_runs_state_only_and_from_where_the_run_stands(tmp_path, place, transport):
-    with running(tmp_path, transport, place(transport)) as made:
-        joiner = made.start(JOINER)
+    with running(tmp_path, transport, place(transport), pace=PACE) as made:
+        joiner = made.start(JOINER, PACE)
         taken, last, first = enters(joiner)
         assert taken >= 3 and first <= last + 1, "it takes part in the first round boundary after its state"
         records = all_records(joiner, ("event", "step"))
@@ -65,8 +70,8 @@ def test_a_joiner_trains_on_the_runs_state_only_and_from_where_the_run_stands(tm
 @pytest.mark.slow
 @both
 def test_others_go_on_while_a_joiner_takes_the_state(tmp_path, place, transport):
-    with running(tmp_path, transport, place(transport), f"freeze:{JOINER}@round=0,phase=fetch") as made:
-        joiner = made.start(JOINER)
+    with running(tmp_path, transport, place(transport), f"freeze:{JOINER}@round=0,phase=fetch", pace=PACE) as made:
+        joiner = made.start(JOINER, PACE)
         until(lambda: joiner.is_stopped, "the joiner stops in the middle of its download", joiner)
         more_rounds(made.started[0], 5, ["island-0", "island-1"])
         assert not joiner.records("step")
@@ -77,10 +82,10 @@ def test_others_go_on_while_a_joiner_takes_the_state(tmp_path, place, transport)
 
 @pytest.mark.parametrize("transport", ["gloo", pytest.param("hivemind", marks=pytest.mark.slow)])
 def test_a_joiner_killed_in_its_download_resumes_and_gets_in(tmp_path, place, transport):
-    with running(tmp_path, transport, place(transport), f"kill:{JOINER}@round=0,phase=fetch") as made:
-        assert made.start(JOINER).wait(GUARD_SECONDS) == [-signal.SIGKILL]
+    with running(tmp_path, transport, place(transport), f"kill:{JOINER}@round=0,phase=fetch", pace=PACE) as made:
+        assert made.start(JOINER, PACE).wait(GUARD_SECONDS) == [-signal.SIGKILL]
         parts = list((tmp_path / tmp_path.name / "island-2" / "incoming").rglob("part-??????"))
-        again = made.start(JOINER)
+        again = made.start(JOINER, PACE)
         enters(again)
         whole = [line for line in again.log.splitlines() if "parts of the state are on disk" in line]
         # The first line is that of the killed life; a joiner that falls behind once more adds others, without a part.
@@ -92,10 +97,10 @@ def test_a_joiner_killed_in_its_download_resumes_and_gets_in(tmp_path, place, tr
 @both
 def test_a_donor_killed_while_it_gives_does_not_matter(tmp_path, place, transport):
     # Rounds are long, so that the records of both donors are known before the next one: it takes from both then.
-    slowness = 5 if transport == "gloo" else 40
+    pace = train_at_pace(STEP_SECONDS if transport == "gloo" else 8 * STEP_SECONDS)
     fault = "kill:1@round=3,phase=donate"
-    with running(tmp_path, transport, place(transport), fault, slowness=slowness) as made:
-        joiner = made.start(JOINER)
+    with running(tmp_path, transport, place(transport), fault, pace=pace) as made:
+        joiner = made.start(JOINER, pace)
         assert made.started[1].wait(GUARD_SECONDS) == [-signal.SIGKILL]
         enters(joiner)
         more_rounds(made.started[0], 2, ["island-0", "island-2"])
