@@ -28,7 +28,6 @@ from diloco.runtime.step_records import MfuMeter, build_mfu_meter
 from diloco.watch.activity import ActivityMonitor
 from inner.data.batches import IslandBatches
 from inner.data.corpus import Corpus
-from inner.files import write_atomically
 from inner.measure.profile import Profiler
 from inner.mesh import IslandMesh, resolve_degrees
 from inner.model.sizes import resolve_sizes
@@ -38,6 +37,9 @@ from outer.agreement.peers import Identity
 from outer.connect import Network, NetworkSettings, open_network
 from outer.diagnostics import DiagnosticsServer, ProbeResponder
 from outer.hooks import Hooks
+from outer.identity.access import BANNED_FILE
+from outer.identity.island_key import KEY_FILE, IslandKey, load_island_key
+from outer.identity.known_names import NAMES_FILE
 from outer.loop import OuterLoop, build_loop
 from outer.network.event_loop import EventLoopThread
 from outer.network.run_key import load_run_key
@@ -140,10 +142,12 @@ def open_runtime(
         hub, event_loop = (Hub(), EventLoopThread()) if shared is None else (shared.hub, shared.event_loop)
         if shared is None:
             stack.callback(event_loop.close)
-        network = connect(config, island, ranks, event_loop, folder, hub)
+        # The island's ranks trust each other, and all of them speak in its name.
+        key = IslandKey(ranks.on_leader(lambda: load_island_key(folder / KEY_FILE).secret))
+        network = connect(config, island, ranks, event_loop, folder, hub, key)
         stack.callback(close_network, network, event_loop)
         stack.callback(requests.close)
-        identity = build_identity(config, island, ranks, folder)
+        identity = build_identity(config, island, ranks, key)
         hooks = build_hooks(island.faults, island.index, ranks.rank, folder)
         settings = build_loop_settings(config, island, folder, hooks)
         moments = None if config.outer.moments is None else ParamsAndMoments(trainer.params, trainer.optimizers)
@@ -188,12 +192,12 @@ def open_records(config: RunConfig, island: IslandConfig, folder: Path) -> Itera
         os.close(lock)
 
 
-def build_identity(config: RunConfig, island: IslandConfig, ranks: RankGroup, folder: Path) -> Identity:
+def build_identity(config: RunConfig, island: IslandConfig, ranks: RankGroup, key: IslandKey) -> Identity:
     """Who this island is in the run, as a new incarnation. Every rank of the island calls it together."""
     return Identity(
         island=island.label,
         incarnation=ranks.broadcast(secrets.token_hex(8)),
-        identity=ranks.on_leader(lambda: load_identity(folder)),
+        identity=key.public,
         config_hash=config.hash,
     )
 
@@ -222,7 +226,13 @@ def close_network(network: Network, event_loop: EventLoopThread) -> None:
 
 
 def connect(
-    config: RunConfig, island: IslandConfig, ranks: RankGroup, event_loop: EventLoopThread, folder: Path, hub: Hub
+    config: RunConfig,
+    island: IslandConfig,
+    ranks: RankGroup,
+    event_loop: EventLoopThread,
+    folder: Path,
+    hub: Hub,
+    key: IslandKey,
 ) -> Network:
     """Open the rank's connections to other islands. The leader checks that they run the same config."""
     # Settings of the same name are the island's own.
@@ -236,6 +246,9 @@ def connect(
                 island=island.label,
                 rank=ranks.rank,
                 run_key=load_run_key(island.run_key_file),
+                island_key=key,
+                names_path=folder / NAMES_FILE if ranks.is_leader else None,
+                ban_files=[folder / BANNED_FILE, folder.parent / BANNED_FILE],
                 identity_path=folder / "identity.key",
                 hub=hub,
                 leader_address=leader_address,
@@ -262,14 +275,6 @@ def check_same_run(ours: RunConfig, theirs: str | None) -> None:
             f"the swarm's run {ours.name!r} has another config than this island:\n{differences}\n"
             "use the run's own (`diloco join ADDRESS` fetches it), or give this run another name"
         )
-
-
-def load_identity(folder: Path) -> str:
-    """The identity of an island in this folder, which all its incarnations share. Created at the first call."""
-    path = folder / "identity"
-    if not path.exists():
-        write_atomically(path, secrets.token_hex(16))
-    return path.read_text()
 
 
 def open_metrics(config: RunConfig, island: IslandConfig, folder: Path) -> Metrics:

@@ -6,6 +6,7 @@ What a program uses of it; everything else may change without notice (tests/test
     loop                                    build_loop and OuterLoop: begin, launch, land, finish; read this first
     connect, diagnostics                    the network of one rank; what `diloco doctor` asks of it
     agreement.peers, space.ranks            who this island is, and its ranks
+    identity.access, identity.island_key, identity.known_names      an island's key, owners of names, bans
     network.deadlines, network.endpoints, network.event_loop, network.messages, network.retry, network.run_key
     membership.base, membership.hivemind, membership.records, membership.rendezvous     records of islands, bootstraps
     transports.gloo.groups, transports.loopback        the address form of gloo; the hub of islands in one process

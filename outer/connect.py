@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from outer.errors import InputError
+from outer.identity.access import Access
+from outer.identity.island_key import IslandKey
+from outer.identity.known_names import KnownNames
 from outer.membership.base import Membership
 from outer.membership.records import RunInfo
 from outer.network.endpoints import Endpoint, Messenger, Traffic
@@ -29,7 +32,14 @@ class NetworkSettings:
     listen_port: int = 0
     announce_host: str | None = None
     """Host at which others reach this machine, if it is not listen_host."""
+    island_key: IslandKey | None = None
+    """The island's key. Without one, the network makes a key that nobody knows afterwards."""
+    names_path: Path | None = None
+    """File that keeps the owners of the run's names. On rank 0 only."""
+    ban_files: Sequence[Path] = ()
+    """Files of banned islands (outer/identity/access.py)."""
     identity_path: Path | None = None
+    """With hivemind, file of the libp2p daemon's own key."""
     hub: Hub | None = None
     """With loopback, the network that the islands of this process share."""
     leader_address: str | None = None
@@ -42,7 +52,7 @@ class NetworkSettings:
     run_key: RunKey | None = None
     """Key that authenticates every message. Without one, anybody who knows the address may take part."""
     allow: Sequence[str] = ()
-    """With hivemind, the peer ids that may connect. Empty allows all."""
+    """Public keys of the islands that may take part; with hivemind also libp2p peer ids. Empty allows all."""
     relay: Literal["off", "client", "server"] = "off"
     """With hivemind: client is reached through relays, server relays for others."""
 
@@ -61,6 +71,7 @@ class Network:
     transport: Transport
     messenger: Messenger
     rejections: Rejections
+    names: KnownNames
     membership: Membership | None = None  # on rank 0 only
     leader_address: str | None = None
     """Address that the other ranks of this island need to open their networks."""
@@ -76,18 +87,36 @@ class Network:
             steps.push_async_callback(self.messenger.close)
             if self.membership is not None:
                 steps.push_async_callback(self.membership.leave)
+            self.names.save()
 
 
 async def open_network(kind: str, settings: NetworkSettings) -> Network:
     """Open this rank's network on the running event loop. Rank 0 opens first. Raises InputError on failure."""
     if kind not in OPENERS:
         raise InputError(f"outer.transport: got {kind!r}; allowed: {', '.join(OPENERS)}")
-    if kind != "hivemind" and (settings.allow or settings.relay != "off"):
+    auth, names = _build_auth(settings)
+    if kind != "hivemind" and settings.relay != "off":
         raise InputError(
-            "island.allow, island.relay: these settings are for libp2p peers, "
-            f"and outer.transport is {kind!r}; use hivemind, or leave them out"
+            f"island.relay: it is for libp2p peers, and outer.transport is {kind!r}; use hivemind, or leave it out"
         )
-    return await OPENERS[kind](settings, PeerAuth(settings.run_key, Rejections(), frozenset(settings.allow)))
+    if kind != "hivemind" and auth.access.peer_ids:
+        raise InputError(
+            f"island.allow: {auth.access.peer_ids[0]!r} is not an island's key (64 hexadecimal digits, as `diloco key` "
+            f"prints it), and libp2p peer ids are for outer.transport hivemind; it is {kind!r}"
+        )
+    return await OPENERS[kind](settings, auth, names)
+
+
+def _build_auth(settings: NetworkSettings) -> tuple[PeerAuth, KnownNames]:
+    """How this rank authenticates its peers, and the owners of names. Raises InputError."""
+    key, names = settings.island_key or IslandKey.generate(), KnownNames(settings.names_path)
+    if problem := names.claim(settings.island, key.public):
+        raise InputError(
+            f"island.name: {problem}, as {settings.names_path or 'the run'} says; restore the island's old key, or "
+            "choose another name"
+        )
+    access = Access(frozenset(settings.allow), settings.ban_files)
+    return PeerAuth(settings.run_key, Rejections(), key, names, access=access), names
 
 
 async def find_runs(address: str, connect_seconds: float, run_key: RunKey | None = None) -> dict[str, RunInfo]:
@@ -106,7 +135,7 @@ async def find_runs(address: str, connect_seconds: float, run_key: RunKey | None
     )
 
 
-async def _open_loopback(settings: NetworkSettings, auth: PeerAuth) -> Network:
+async def _open_loopback(settings: NetworkSettings, auth: PeerAuth, names: KnownNames) -> Network:
     from outer.membership.loopback import LoopbackMembership, LoopbackMessenger
     from outer.transports.loopback import LoopbackTransport
 
@@ -119,10 +148,10 @@ async def _open_loopback(settings: NetworkSettings, auth: PeerAuth) -> Network:
     transport = LoopbackTransport(hub, settings.run_id, settings.me, settings.connect_seconds)
     messenger = LoopbackMessenger(hub, settings.run_id, settings.me, transport.traffic)
     membership = LoopbackMembership(hub, settings.run_id, settings.island) if settings.rank == 0 else None
-    return Network(transport, messenger, auth.rejections, membership)
+    return Network(transport, messenger, auth.rejections, names, membership)
 
 
-async def _open_gloo(settings: NetworkSettings, auth: PeerAuth) -> Network:
+async def _open_gloo(settings: NetworkSettings, auth: PeerAuth, names: KnownNames) -> Network:
     from outer.membership.tcp import dial, listen, open_membership, parse_rendezvous_address
     from outer.network.rpc import StreamMessenger
     from outer.transports.gloo.door import check_is_private, check_listen_host
@@ -155,15 +184,15 @@ async def _open_gloo(settings: NetworkSettings, auth: PeerAuth) -> Network:
     if auth.key is not None:
         transport = SealedTransport(transport, auth, settings.run_id, settings.me)
     if settings.rank > 0:
-        return Network(transport, messenger, auth.rejections)
+        return Network(transport, messenger, auth.rejections, names)
     record_seconds = settings.record_seconds / 3
     membership = await open_membership(
         settings.bootstrap, settings.run_id, settings.me, record_seconds, settings.connect_seconds, auth
     )
-    return Network(transport, messenger, auth.rejections, membership, _closers=[membership.close])
+    return Network(transport, messenger, auth.rejections, names, membership, _closers=[membership.close])
 
 
-async def _open_hivemind(settings: NetworkSettings, auth: PeerAuth) -> Network:
+async def _open_hivemind(settings: NetworkSettings, auth: PeerAuth, names: KnownNames) -> Network:
     from outer.membership.dht import open_dht
     from outer.membership.hivemind import HivemindMembership, open_messenger
     from outer.transports.hivemind import HivemindTransport
@@ -180,14 +209,14 @@ async def _open_hivemind(settings: NetworkSettings, auth: PeerAuth) -> Network:
         await transport.open()
         messenger = await open_messenger(daemon, settings.run_id, settings.me, transport.traffic)
         if settings.rank > 0:
-            return Network(transport, messenger, auth.rejections, _closers=[daemon.close])
+            return Network(transport, messenger, auth.rejections, names, _closers=[daemon.close])
         dht = await open_dht(daemon, settings.bootstrap, settings.connect_seconds)
         membership = HivemindMembership(dht, daemon, settings.run_id, settings.record_seconds, settings.bootstrap)
     except BaseException:
         await daemon.close()
         raise
     closers = (membership.close, daemon.close)
-    return Network(transport, messenger, auth.rejections, membership, daemon.leader_address, closers)
+    return Network(transport, messenger, auth.rejections, names, membership, daemon.leader_address, closers)
 
 
 def _maddrs(settings: NetworkSettings) -> tuple[list[str], list[str] | None]:

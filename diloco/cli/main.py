@@ -8,6 +8,7 @@ import typer
 
 from diloco.cli import arguments as args
 from diloco.cli.exit import end, error_text
+from diloco.cli.key import key
 from diloco.cli.prepare import prepare
 from diloco.cli.weights import evaluate, export, generate
 
@@ -272,7 +273,7 @@ def report(
     typer.echo(f"report: {write_report(run_dir)}")
 
 
-for command in (prepare, export, evaluate, generate):
+for command in (key, prepare, export, evaluate, generate):
     app.command()(command)
 
 

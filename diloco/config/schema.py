@@ -125,7 +125,8 @@ class IslandConfig(Section):
     run_key_file: str | None = None
     """A file with the run key, the same on every island. Peers without the key cannot join or send messages."""
     allow: tuple[str, ...] = ()
-    """hivemind only: peer ids that may connect; empty allows all."""
+    """Public keys of the islands that may take part (`diloco key` prints them), with hivemind also libp2p peer ids.
+    Empty allows all."""
     relay: Literal["off", "client", "server"] = "off"
     """hivemind behind a NAT: a `client` is reached through relays and hole punching, a `server` relays for others."""
     gloo_in_public: bool = False

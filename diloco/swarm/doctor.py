@@ -5,7 +5,6 @@ It connects to the swarm as an island here would, but announces no record, so th
 
 import asyncio
 import re
-import secrets
 import shutil
 import sys
 import textwrap
@@ -34,6 +33,8 @@ from diloco.swarm.machine_checks import (
 )
 from outer.connect import Network, NetworkSettings, find_runs, open_network
 from outer.errors import InputError, OuterError
+from outer.identity.island_key import KEY_FILE, IslandKey, load_island_key
+from outer.identity.known_names import guest_name
 from outer.membership.base import Member
 from outer.membership.records import RunInfo
 
@@ -216,10 +217,14 @@ def open_run_network(
     local: LocalIsland, address: str, run: RunConfig, info: RunInfo
 ) -> AbstractAsyncContextManager[Network]:
     """Open a network that can call the run's islands. It announces no record and no island calls it."""
-    island, identity = local.island, local.folder / run.name / local.island.label / "identity.key"
-    # Islands with an allow list know this machine by its island's key, which only one process may use at a time.
-    may_use = bool(island.allow) and identity.exists() and island.label not in info.islands
-    return open_probe_network(local, run, bootstrap=[address], identity_path=identity if may_use else None)
+    island, folder = local.island, local.folder / run.name / local.island.label
+    own = {}
+    # Islands with an allow list know this machine by its island's keys. One of libp2p has one user at a time.
+    if island.allow and (folder / KEY_FILE).exists():
+        own["island_key"] = load_island_key(folder / KEY_FILE)
+    if island.allow and (folder / "identity.key").exists() and island.label not in info.islands:
+        own["identity_path"] = folder / "identity.key"
+    return open_probe_network(local, run, bootstrap=[address], **own)
 
 
 def open_listener(local: LocalIsland, address: str, run: RunConfig) -> AbstractAsyncContextManager[Network]:
@@ -234,9 +239,10 @@ def open_listener(local: LocalIsland, address: str, run: RunConfig) -> AbstractA
 @asynccontextmanager
 async def open_probe_network(local: LocalIsland, run: RunConfig, **own: Any) -> AsyncIterator[Network]:
     """Open a network and close it on exit. `own` are the NetworkSettings that the doctor's networks do not share."""
-    island, key = f"doctor-{secrets.token_hex(4)}", load_usable_key(local.island)
-    shared = {"connect_seconds": local.connect_seconds, "run_key": key, "allow": local.island.allow}
-    network = await open_network(run.outer.transport, NetworkSettings(run.name, island, 0, **shared, **own))
+    key, run_key = own.pop("island_key", None) or IslandKey.generate(), load_usable_key(local.island)
+    shared = {"connect_seconds": local.connect_seconds, "run_key": run_key, "allow": local.island.allow}
+    guest = NetworkSettings(run.name, guest_name(key.public), 0, island_key=key, **shared, **own)
+    network = await open_network(run.outer.transport, guest)
     try:
         yield network
     finally:

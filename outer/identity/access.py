@@ -1,10 +1,13 @@
 """Who may take part: `island.allow`, and the files in which an operator bans islands while the run goes on."""
 
 import logging
+import re
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from outer.identity.island_key import PUBLIC_KEY
 
 log = logging.getLogger(__name__)
 
@@ -26,20 +29,26 @@ class Access:
     _seen: list[tuple[int, int]] = field(default_factory=list)
     _looked_at: float = float("-inf")
 
-    def refusal(self, island: str, key: str, peer_id: str = "") -> str:
-        """Why this island must not take part, or "" if it may."""
+    def ban(self, island: str, key: str, peer_id: str = "") -> str:
+        """The ban of this island in words, or "" if it is not banned."""
         banned = self.banned()
-        if hit := next((word for word in (island, key, peer_id) if word and word in banned), ""):
-            return f"{island} is banned here: the file {BANNED_FILE!r} of this island names {hit}"
-        if self.allow and key not in self.allow and peer_id not in self.allow:
-            return f"{island} is not in island.allow: its key is {key}"
-        return ""
+        hit = next((word for word in (island, key, peer_id) if word and word in banned), "")
+        return hit and f"{island} is banned here: the file {BANNED_FILE!r} of this island names {hit}"
+
+    def is_allowed(self, key: str, peer_id: str = "") -> bool:
+        """Whether `allow` permits the island with this key, which speaks from this libp2p peer."""
+        return not self.allow or key in self.allow or peer_id in self.allow
+
+    @property
+    def peer_ids(self) -> list[str]:
+        """What in `allow` is not an island's key."""
+        return [word for word in self.allow if not _is_key(word)]
 
     def may_connect(self, peer_id: str) -> bool:
         """Whether a libp2p peer may open a stream at all. Its island's key is known only after the handshake."""
         if peer_id in self.banned():
             return False
-        return not self.allow or peer_id in self.allow or any(_is_key(word) for word in self.allow)
+        return not self.allow or peer_id in self.allow or len(self.peer_ids) < len(self.allow)
 
     def banned(self) -> frozenset[str]:
         """Names, keys and peer ids in the files, as of the last look at them."""
@@ -64,7 +73,7 @@ class Access:
 
 
 def _is_key(word: str) -> bool:
-    return len(word) == 64
+    return re.fullmatch(PUBLIC_KEY, word) is not None
 
 
 def _stamp(path: Path) -> tuple[int, int]:

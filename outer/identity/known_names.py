@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -65,13 +65,20 @@ class KnownNames:
         owner = self._owners.get(island)
         return owner.key if owner else None
 
-    def is_newest(self, island: str, time_ms: int) -> bool:
-        """Whether no newer record of the island has been seen; remembers the time. Call `claim` first."""
+    def keys_of(self, islands: Collection[str]) -> dict[str, str]:
+        """The keys that these names belong to, by island, as far as they are known."""
+        return {island: owner.key for island in islands if (owner := self._owners.get(island))}
+
+    def is_newest(self, island: str, time_ms: int, slack_ms: int = 0) -> bool:
+        """Whether no record that is newer by more than the slack has been seen. Call `claim` first.
+
+        Remembers the highest time.
+        """
         with self._lock:
             owner = self._owners.get(island)
-            if owner is None or time_ms < owner.time:
+            if owner is None or time_ms < owner.time - slack_ms:
                 return False
-            owner.time = time_ms
+            owner.time = max(owner.time, time_ms)
             return True
 
     def newest(self, island: str) -> int:

@@ -4,6 +4,7 @@ from typing import Protocol
 
 from pydantic import Field
 
+from outer.identity.island_key import PUBLIC_KEY
 from outer.network.messages import MAX_RANKS, MAX_ROUND, MAX_TOKENS, IslandName, Message
 
 
@@ -12,8 +13,8 @@ class Member(Message):
 
     island: IslandName
     incarnation: str = Field(min_length=8, max_length=32, pattern=r"^[0-9a-f]+$")
-    identity: str = Field(min_length=8, max_length=64, pattern=r"^[0-9a-f]+$")
-    """The same for all incarnations of an island, so that a restarted island can take its own place at once."""
+    identity: str = Field(pattern=f"^{PUBLIC_KEY}$")
+    """The island's public key, the same for all its incarnations. Its records are signed with the other half."""
     config_hash: str = Field(min_length=16, max_length=64, pattern=r"^[0-9a-f]+$")
     control_addresses: list[str] = Field(min_length=1, max_length=MAX_RANKS)
     """Messenger.address of each rank, in rank order."""
@@ -37,7 +38,7 @@ class Membership(Protocol):
     >>> import asyncio
     >>> from outer.membership.loopback import LoopbackMembership
     >>> from outer.transports.loopback import Hub
-    >>> fields = {"incarnation": "0" * 8, "identity": "1" * 8, "config_hash": "2" * 16, "round": 0}
+    >>> fields = {"incarnation": "0" * 8, "identity": "1" * 64, "config_hash": "2" * 16, "round": 0}
     >>> fields |= {"control_addresses": ["-"], "transport_addresses": ["-"]}
     >>> async def example() -> list[str]:
     ...     hub = Hub()

@@ -8,6 +8,7 @@ from hivemind.dht import DHTNode
 from hivemind.p2p import P2PDaemonError, PeerID
 
 from outer.errors import InputError, first_line
+from outer.membership.owned_records import OwnedRecords
 from outer.network.retry import retry
 from outer.transports.hivemind_addresses import PeerAddress, parse_address, unreachable_message
 from outer.transports.hivemind_daemon import Daemon
@@ -19,7 +20,8 @@ RETRY_SECONDS = 0.2
 async def open_dht(daemon: Daemon, bootstrap: Sequence[str], connect_seconds: float = RPC_SECONDS) -> DHTNode:
     """Open a DHT node and connect it to a peer at `bootstrap`. Raises InputError if none answers in time."""
     try:
-        dht = await DHTNode.create(p2p=daemon.p2p, wait_timeout=RPC_SECONDS, strict=False)
+        owned = OwnedRecords(daemon.auth.island)
+        dht = await DHTNode.create(p2p=daemon.p2p, wait_timeout=RPC_SECONDS, strict=False, record_validator=owned)
     except (P2PDaemonError, RuntimeError) as error:
         raise InputError(f"the DHT cannot be opened: {first_line(error)}") from None
     addresses = bootstrap_addresses(bootstrap).values()

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,21 +11,14 @@ from hivemind.dht import DHTNode
 from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
-from outer.errors import InputError, MessageError, PeerLost
+from outer.errors import InputError, PeerLost
 from outer.membership.base import Member
 from outer.membership.dht import RPC_SECONDS, bootstrap_addresses, close_dht, meet, open_dht
-from outer.membership.records import (
-    MAX_CONFIG_BYTES,
-    MAX_RECORD_BYTES,
-    RUNS_KEY,
-    RunInfo,
-    check_config_text,
-    check_identity,
-    parse_records,
-)
+from outer.membership.dht_records import find_members, find_records, list_runs, read_config, store_config, store_record
+from outer.membership.records import RunInfo, check_config_text, name_taken_error
 from outer.network.endpoints import Endpoint, Traffic
 from outer.network.rpc import StreamMessenger
-from outer.network.run_key import SEAL_BYTES, RunKey, seal, unseal
+from outer.network.run_key import PeerAuth, RunKey
 from outer.transports.hivemind_addresses import parse_address
 from outer.transports.hivemind_daemon import Daemon, DaemonSettings, start_daemon, stream_name
 
@@ -49,6 +42,7 @@ async def open_messenger(daemon: Daemon, run_id: str, me: Endpoint, traffic: Tra
         await messenger.accept(reader, writer, peer_id)
 
     messenger = StreamMessenger(run_id, me, dial, traffic, daemon.auth)
+    messenger.own_peer_id = daemon.peer_id
     messenger.address = str(daemon.address)
     await daemon.serve(stream_name(run_id, "control", me.rank), accept)
     return messenger
@@ -64,7 +58,7 @@ class HivemindMembership:
     def __init__(
         self, dht: DHTNode, daemon: Daemon, run_id: str, record_seconds: float, bootstrap: Sequence[str]
     ) -> None:
-        self._dht, self._daemon, self._run_id, self._key = dht, daemon, run_id, daemon.auth.key
+        self._dht, self._daemon, self._run_id, self._auth = dht, daemon, run_id, daemon.auth
         self._record_seconds = record_seconds
         self._peers = bootstrap_addresses(bootstrap)
         """Addresses of bootstrap peers, by multiaddress, and of islands, by name."""
@@ -78,10 +72,16 @@ class HivemindMembership:
         self._wake = asyncio.Event()
 
     async def announce(self, member: Member) -> None:
-        check_identity(member, (await find_members(self._dht, self._run_id, self._key)).get(member.island))
+        assert member.identity == self._auth.island.public, "a record is signed with the key that it names"
+        # An island that has had records in this run owns its name, whoever claims it now.
+        is_new = self._auth.names is None or self._auth.names.newest(member.island) == 0
+        if is_new and (others := await self._find_others(member)):
+            raise name_taken_error(member.island, min(others))
         await self._store_record(member.island, member.encode())
-        # Two islands that announce at the same time both pass the first check, and the DHT keeps one of their records.
-        check_identity(member, (await find_members(self._dht, self._run_id, self._key)).get(member.island))
+        # Two new islands that announce at the same time both pass the first check; the lower key goes on.
+        if is_new and (others := await self._find_others(member)) and min(others) < member.identity:
+            await self._store_record(member.island, b"")
+            raise name_taken_error(member.island, min(others))
         self._own = member
         self._keep_refreshing()
 
@@ -93,7 +93,7 @@ class HivemindMembership:
 
     async def members(self) -> dict[str, Member]:
         if self._search is None or self._search.done():
-            self._search = asyncio.create_task(find_members(self._dht, self._run_id, self._key))
+            self._search = asyncio.create_task(find_members(self._dht, self._run_id, self._auth))
         await asyncio.wait({self._search}, timeout=ANSWER_SECONDS)
         if self._search.done():
             self._known = self._search.result()
@@ -111,7 +111,7 @@ class HivemindMembership:
         self._keep_refreshing()
 
     async def read_config(self) -> str | None:
-        return await read_config(self._dht, self._run_id, self._key)
+        return await read_config(self._dht, self._run_id, self._auth.key, self._auth.island.public)
 
     async def leave(self) -> None:
         own, self._own = self._own, None
@@ -150,44 +150,23 @@ class HivemindMembership:
             except Exception:  # the refresh must survive any single failure
                 log.warning("the DHT did not accept this island's record; trying again", exc_info=True)
 
-    async def _store_record(self, island: str, value: bytes) -> None:
+    async def _find_others(self, member: Member) -> set[str]:
+        """Keys of other islands that claim this island's name."""
+        records = await find_records(self._dht, self._run_id, self._auth.key)
+        claims = [record for record in records if record.member.island == member.island]
+        # An earlier process of this island may have announced a moment ago, on a clock that was ahead.
+        own = [record.expires_at for record in claims if record.member.identity == member.identity]
+        self._expires_at = max([self._expires_at, *own])
+        return {record.member.identity for record in claims} - {member.identity}
+
+    async def _store_record(self, island: str, body: bytes) -> None:
         # The DHT replaces a record only by one that expires later.
         self._expires_at = max(get_dht_time() + self._record_seconds, self._expires_at + 0.01)
-        sealed = seal(self._key, _member_purpose(self._run_id, island), value)
-        await self._dht.store(_members_key(self._run_id), sealed, self._expires_at, subkey=island)
+        await store_record(self._dht, self._run_id, self._auth, island, body, self._expires_at)
 
     async def _store_config(self) -> None:
         if self._config is not None:
-            expires_at = get_dht_time() + CONFIG_SECONDS
-            sealed = seal(self._key, _config_key(self._run_id), self._config.encode())
-            await self._dht.store(_config_key(self._run_id), sealed, expires_at)
-            await self._dht.store(RUNS_KEY, b"", expires_at, subkey=self._run_id)
-
-
-async def find_members(dht: DHTNode, run_id: str, key: RunKey | None) -> dict[str, Member]:
-    """The records of a run, by island. Malformed records and those that the key does not open are left out."""
-    records: dict[str, bytes] = {}
-    for island, raw in (await _get_dictionary(dht, _members_key(run_id))).items():
-        if isinstance(raw, bytes) and len(raw) <= MAX_RECORD_BYTES:
-            with suppress(MessageError):
-                records[island] = unseal(key, _member_purpose(run_id, island), raw)
-    return parse_records(records)
-
-
-async def read_config(dht: DHTNode, run_id: str, key: RunKey | None) -> str | None:
-    """The text of a run's config, or None if there is none. Raises InputError when the key does not open it."""
-    found = await dht.get(_config_key(run_id), latest=True)
-    if found is None or not isinstance(found.value, bytes) or len(found.value) > MAX_CONFIG_BYTES + SEAL_BYTES:
-        return None
-    try:
-        return unseal(key, _config_key(run_id), found.value).decode()
-    except UnicodeDecodeError:
-        return None
-    except MessageError as error:
-        raise InputError(
-            f"island.run_key_file: the swarm has a config of run {run_id!r}, but {error}; every island of a run "
-            "holds the same key, and a run without a key is another run: give it another name"
-        ) from None
+            await store_config(self._dht, self._run_id, self._auth, self._config, get_dht_time() + CONFIG_SECONDS)
 
 
 async def find_runs_in_swarm(address: str, connect_seconds: float, key: RunKey | None) -> dict[str, RunInfo]:
@@ -198,11 +177,11 @@ async def find_runs_in_swarm(address: str, connect_seconds: float, key: RunKey |
         dht = await open_dht(daemon, [address], connect_seconds)
         runs: dict[str, RunInfo] = {}
         refused: list[InputError] = []
-        for run_id in sorted(await _get_dictionary(dht, RUNS_KEY)):
+        for run_id in await list_runs(dht):
             try:
                 text = await read_config(dht, run_id, key)
                 if text is not None:
-                    runs[run_id] = RunInfo(text, tuple(await find_members(dht, run_id, key)))
+                    runs[run_id] = RunInfo(text, tuple(await find_members(dht, run_id, PeerAuth(key))))
             except InputError as error:
                 refused.append(error)
         await close_dht(dht)
@@ -230,23 +209,3 @@ class BootstrapPeer:
 async def serve_bootstrap(host_maddrs: Sequence[str], identity_path: Path | None) -> BootstrapPeer:
     daemon = await start_daemon(DaemonSettings(host_maddrs, identity_path=identity_path))
     return BootstrapPeer(daemon.maddrs, daemon, await open_dht(daemon, []))
-
-
-async def _get_dictionary(dht: DHTNode, key: str) -> Mapping[str, object]:
-    """The values under a key, by subkey. Empty if there are none or the value is not a dictionary."""
-    found = await dht.get(key, latest=True)
-    if found is None or not isinstance(found.value, dict):
-        return {}
-    return {subkey: entry.value for subkey, entry in found.value.items() if isinstance(subkey, str)}
-
-
-def _members_key(run_id: str) -> str:
-    return f"{run_id}/members"
-
-
-def _member_purpose(run_id: str, island: str) -> str:
-    return f"{_members_key(run_id)}/{island}"
-
-
-def _config_key(run_id: str) -> str:
-    return f"{run_id}/config"

@@ -7,8 +7,11 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from outer.errors import InputError
+from outer.identity.island_key import PUBLIC_KEY, IslandKey, verify
 from outer.membership.base import Member
 from outer.network.messages import IslandName, Message, RunName
+from outer.network.rejections import RefusedError
+from outer.network.run_key import PeerAuth
 
 MAX_CONFIG_BYTES = 1 << 16
 MAX_RECORD_BYTES = 1 << 20
@@ -16,17 +19,40 @@ RUNS_KEY = "diloco/runs"
 """DHT key that lists the runs of a swarm, for joiners that know only an address."""
 MAX_LIFE_SECONDS = 60.0
 """Longest time that a rendezvous keeps a record without hearing from its island."""
+SLACK_MS = int(1000 * MAX_LIFE_SECONDS)
+"""A record may be older than the newest by this much, because several places do not show the same at one time."""
 
 OptionalDigest = Annotated[str, Field(max_length=64, pattern=r"^[0-9a-f]*$")]
 """A hash in hexadecimal digits, or empty."""
+
+
+Time = Annotated[int, Field(ge=0, lt=1 << 53)]
+"""Milliseconds since 1970 on the clock of an island. Of its statements the one with the highest time counts."""
+Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+
+
+class SignedRecord(Message):
+    """An island's record, signed with its key, so that nobody else can have written it."""
+
+    text: str = Field(max_length=MAX_RECORD_BYTES)
+    """The Member as JSON."""
+    time: Time
+    signature: Signature
 
 
 class Announcement(Message):
     """Body of `announce` and `beat`: an island's record and the time for which to keep it."""
 
     run: RunName
-    member: Member
+    record: SignedRecord
     life_seconds: float = Field(gt=0, le=MAX_LIFE_SECONDS)
+
+
+class Kept(Message):
+    """Reply to `announce` and `beat`."""
+
+    newest: Time
+    """Time of the island's newest statement here. If it is not the announcement's, the announcement is too old."""
 
 
 class Withdrawal(Message):
@@ -35,6 +61,9 @@ class Withdrawal(Message):
     run: RunName
     island: IslandName
     incarnation: str = Field(max_length=32)
+    key: str = Field(pattern=f"^{PUBLIC_KEY}$")
+    time: Time
+    signature: Signature
 
 
 class Publication(Message):
@@ -58,8 +87,8 @@ class Records(Message):
     server: OptionalDigest
     """Random id of the serving process."""
     digest: OptionalDigest
-    records: dict[IslandName, str] | None
-    """Members as JSON, by island, or None if the caller knows them already."""
+    records: dict[IslandName, SignedRecord] | None
+    """By island, or None if the caller knows them already."""
     has_config: bool
 
 
@@ -110,10 +139,75 @@ def parse_records(records: Mapping[str, str | bytes]) -> dict[str, Member]:
 def check_identity(member: Member, other: Member | None) -> None:
     """Raise InputError if `other`, a live record under the same name, is not an incarnation of the same island."""
     if other is not None and other.identity != member.identity:
-        raise InputError(
-            f"island.name: an island {member.island!r} is in the run already (identity {other.identity[:12]}); "
-            "choose another name, or stop that one first"
-        )
+        raise name_taken_error(member.island, other.identity)
+
+
+def name_taken_error(island: str, owner: str) -> InputError:
+    return InputError(
+        f"island.name: an island {island!r} is in the run already, and the name belongs to its key {owner[:16]}...; "
+        "choose another name, or start this island in the folder that holds that key"
+    )
+
+
+def sign_record(key: IslandKey, run: str, member: Member, time_ms: int) -> SignedRecord:
+    """The record of an island of the run, signed. `key` must be the one that `member.identity` names."""
+    text = member.model_dump_json()
+    signature = key.sign(f"{run}/record", f"{time_ms}\n{text}".encode())
+    return SignedRecord(text=text, time=time_ms, signature=signature.hex())
+
+
+def open_record(run: str, record: SignedRecord) -> Member:
+    """The island that a record describes. Raises RefusedError unless its own key has signed it for this run."""
+    try:
+        member = Member.model_validate_json(record.text)
+    except ValidationError:
+        raise RefusedError("record", "a record that is malformed") from None
+    body = f"{record.time}\n{record.text}".encode()
+    if not verify(member.identity, f"{run}/record", body, bytes.fromhex(record.signature)):
+        raise RefusedError("record", f"a record of {member.island} that its key {member.identity[:16]}... did not sign")
+    return member
+
+
+def open_records(run: str, records: Mapping[str, SignedRecord], auth: PeerAuth) -> dict[str, Member]:
+    """The islands whose records count, by name. The others are left out and counted."""
+    found: dict[str, Member] = {}
+    for island in sorted(records):
+        try:
+            member = open_record(run, records[island])
+            if member.island != island:
+                raise RefusedError("record", f"a record of {member.island} under the name {island}")
+            check_record(member, records[island].time, auth)
+            found[island] = member
+        except RefusedError as error:
+            auth.rejections.add_error(f"the record of {island}", error)
+    return found
+
+
+def check_record(member: Member, time_ms: int, auth: PeerAuth) -> None:
+    """Raise RefusedError if an island's authentic record must not be used: another's name, banned, or too old."""
+    # With libp2p the address begins with the peer id, which libp2p proves when the island is called there.
+    auth.check(member.island, member.identity, member.control_addresses[0].partition(":")[0])
+    if auth.names is not None and not auth.names.is_newest(member.island, time_ms, SLACK_MS):
+        raise RefusedError("old", f"a record of {member.island} that is older than one seen before")
+
+
+def sign_withdrawal(key: IslandKey, run: str, member: Member, time_ms: int) -> Withdrawal:
+    body = f"{time_ms}\n{member.island}\n{member.incarnation}".encode()
+    return Withdrawal(
+        run=run,
+        island=member.island,
+        incarnation=member.incarnation,
+        key=key.public,
+        time=time_ms,
+        signature=key.sign(f"{run}/withdrawal", body).hex(),
+    )
+
+
+def check_withdrawal(withdrawal: Withdrawal) -> None:
+    """Raise RefusedError unless the holder of its key has signed it."""
+    body = f"{withdrawal.time}\n{withdrawal.island}\n{withdrawal.incarnation}".encode()
+    if not verify(withdrawal.key, f"{withdrawal.run}/withdrawal", body, bytes.fromhex(withdrawal.signature)):
+        raise RefusedError("record", f"a withdrawal of {withdrawal.island} that the key in it did not sign")
 
 
 def check_config_text(text: str) -> None:

@@ -9,25 +9,31 @@ import time
 from dataclasses import dataclass, field
 
 from outer.errors import InputError, MessageError
+from outer.identity.known_names import KnownNames
 from outer.membership.base import Member
 from outer.membership.records import (
     MAX_CONFIG_BYTES,
     MAX_RECORD_BYTES,
     Announcement,
     ConfigText,
+    Kept,
     KnownRun,
     KnownRuns,
     Publication,
     Records,
     RunQuery,
+    SignedRecord,
     Withdrawal,
     check_config_text,
-    check_identity,
+    check_withdrawal,
+    name_taken_error,
+    open_record,
 )
 from outer.membership.tcp import RENDEZVOUS, SCHEME, dial, listen
 from outer.network.endpoints import Endpoint, Handler, Traffic
 from outer.network.event_loop import ChangeSignal, EventLoopThread
 from outer.network.messages import parse
+from outer.network.rejections import RefusedError
 from outer.network.rpc import StreamMessenger
 from outer.network.run_key import PeerAuth, RunKey
 
@@ -35,6 +41,8 @@ MAX_RUNS = 32
 MAX_RECORDS, MAX_RUN_BYTES = 1024, 8 << 20
 """Limits for the records of one run together."""
 MAX_CALL_BYTES = MAX_RECORD_BYTES + MAX_CONFIG_BYTES
+NAMES_SECONDS = 60.0
+"""A rendezvous forgets whom the names of a run belong to when the run has had no island for so long."""
 HOLD_SECONDS = 1.0
 """A caller that knows all records gets its reply at the next change, or after this time."""
 
@@ -42,7 +50,7 @@ HOLD_SECONDS = 1.0
 @dataclass
 class _Record:
     member: Member
-    text: str
+    signed: SignedRecord
     expires_at: float
 
 
@@ -50,16 +58,29 @@ class _Record:
 class _RunRecords:
     config: str | None = None
     records: dict[str, _Record] = field(default_factory=dict)  # by island
+    names: KnownNames = field(default_factory=KnownNames)
+    """The owners of names, and the times of their newest statements."""
     used_at: float = 0.0
+    lived_at: float = 0.0
 
     @property
     def digest(self) -> str:
-        texts = sorted(record.text for record in self.records.values())
+        texts = sorted(record.signed.text for record in self.records.values())
         return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:32]
 
     def drop_dead(self) -> None:
         now = time.monotonic()
         self.records = {island: record for island, record in self.records.items() if record.expires_at > now}
+        if self.records:
+            self.lived_at = now
+        elif now - self.lived_at > NAMES_SECONDS:
+            self.names = KnownNames()
+
+    def check_owner(self, island: str, key: str, time_ms: int) -> bool:
+        """Whether a statement of an island is newer than all before. Raises RefusedError if the name is another's."""
+        if self.names.claim(island, key):
+            raise RefusedError("name", str(name_taken_error(island, self.names.key_of(island) or "")))
+        return time_ms > self.names.newest(island) and self.names.is_newest(island, time_ms)
 
 
 class RecordServer:
@@ -80,27 +101,25 @@ class RecordServer:
         }
 
     async def _announce(self, source: Endpoint, body: bytes) -> bytes:
-        self._keep(parse(Announcement, body))
-        return b""
+        return self._keep(parse(Announcement, body))
 
     async def _beat(self, source: Endpoint, body: bytes) -> bytes:
         """Keep the record alive, unless it comes from an old process of an island that was restarted."""
         announcement = parse(Announcement, body)
-        member = announcement.member
+        member = open_record(announcement.run, announcement.record)
         record = self._find_run(announcement.run).records.get(member.island)
-        if record is not None and record.member.incarnation != member.incarnation:
-            check_identity(member, record.member)
+        is_same_island = record is not None and record.member.identity == member.identity
+        if record is not None and is_same_island and record.member.incarnation != member.incarnation:
             raise MessageError(f"the island {member.island!r} was started anew; this is not its newest process")
-        self._keep(announcement)
-        return b""
+        return self._keep(announcement)
 
     async def _members(self, source: Endpoint, body: bytes) -> bytes:
         """Reply with the run's records. A caller that knows them all waits for a change."""
         query = parse(RunQuery, body)
         await self._changed.wait_until(lambda: self._find_run(query.run).digest != query.seen, HOLD_SECONDS)
         run = self._find_run(query.run)
-        texts = {island: record.text for island, record in run.records.items()}
-        records = None if run.digest == query.seen else texts
+        signed = {island: record.signed for island, record in run.records.items()}
+        records = None if run.digest == query.seen else signed
         has_config = run.config is not None
         return Records(server=self._id, digest=run.digest, records=records, has_config=has_config).encode()
 
@@ -117,10 +136,12 @@ class RecordServer:
 
     async def _leave(self, source: Endpoint, body: bytes) -> bytes:
         withdrawal = parse(Withdrawal, body)
-        records = self._find_run(withdrawal.run).records
-        record = records.get(withdrawal.island)
-        if record is not None and record.member.incarnation == withdrawal.incarnation:
-            del records[withdrawal.island]
+        check_withdrawal(withdrawal)
+        run = self._find_run(withdrawal.run)
+        is_new = run.check_owner(withdrawal.island, withdrawal.key, withdrawal.time)
+        record = run.records.get(withdrawal.island)
+        if is_new and record is not None and record.member.incarnation == withdrawal.incarnation:
+            del run.records[withdrawal.island]
             self._changed.notify()
         return b""
 
@@ -129,22 +150,30 @@ class RecordServer:
         known = {n: KnownRun(text=r.config, islands=sorted(r.records)) for n, r in runs.items() if r.config is not None}
         return KnownRuns(runs=known).encode()
 
-    def _keep(self, announcement: Announcement) -> None:
-        """Store the record. Raises InputError if another island has the name, MessageError if there is no room."""
-        member, run = announcement.member, self._find_or_create_run(announcement.run)
-        known = run.records.get(member.island)
-        check_identity(member, known.member if known is not None else None)
-        text = member.model_dump_json()
-        others = [record for island, record in run.records.items() if island != member.island]
-        num_bytes = sum(len(record.text) for record in others) + len(text)
-        if len(text) > MAX_RECORD_BYTES or len(others) >= MAX_RECORDS or num_bytes > MAX_RUN_BYTES:
+    def _keep(self, announcement: Announcement) -> bytes:
+        """Store the record, unless it is older than another, and build the reply.
+
+        Raises MessageError if its island has not signed it, if the name is another's, or if there is no room.
+        """
+        signed = announcement.record
+        member, run = open_record(announcement.run, signed), self._find_or_create_run(announcement.run)
+        self._check_room(run, member.island, len(signed.text))
+        if run.check_owner(member.island, member.identity, signed.time):
+            known = run.records.get(member.island)
+            run.records[member.island] = _Record(member, signed, time.monotonic() + announcement.life_seconds)
+            if known is None or known.signed.text != signed.text:
+                self._changed.notify()
+        return Kept(newest=run.names.newest(member.island)).encode()
+
+    def _check_room(self, run: _RunRecords, island: str, length: int) -> None:
+        """Raise MessageError if a record of this length does not fit into the run's share of memory."""
+        others = [record for name, record in run.records.items() if name != island]
+        num_bytes = sum(len(record.signed.text) for record in others) + length
+        if length > MAX_RECORD_BYTES or len(others) >= MAX_RECORDS or num_bytes > MAX_RUN_BYTES:
             raise MessageError(
-                f"a record of {len(text)} bytes, {num_bytes} with the {len(others)} others of the run; a rendezvous "
+                f"a record of {length} bytes, {num_bytes} with the {len(others)} others of the run; a rendezvous "
                 f"takes {MAX_RECORD_BYTES} bytes per record and {MAX_RUN_BYTES} per run, of {MAX_RECORDS} islands"
             )
-        run.records[member.island] = _Record(member, text, time.monotonic() + announcement.life_seconds)
-        if known is None or known.text != text:
-            self._changed.notify()
 
     def _find_run(self, name: str) -> _RunRecords:
         """The run with its live records. An unknown run is returned empty and is not stored."""
@@ -185,7 +214,7 @@ def serve_rendezvous(host: str, port: int, run_key: RunKey | None = None) -> Ren
     """Start a rendezvous (port 0: any free one). With a key it answers only holders of the key. Raises InputError."""
     loop = EventLoopThread()
     try:
-        return Rendezvous(loop, loop.run(_open(host, port, PeerAuth(run_key)), timeout_seconds=10))
+        return Rendezvous(loop, loop.run(_open(host, port, PeerAuth(run_key, names=None)), timeout_seconds=10))
     except BaseException:
         loop.close()
         raise

@@ -3,10 +3,11 @@
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 
 from outer.errors import TransportError, first_line
 from outer.membership.base import Member
-from outer.membership.records import Records, parse_records
+from outer.membership.records import Records
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +43,11 @@ class RendezvousLink:
         self._previous.pop(island, None)
         self._members.pop(island, None)
 
-    def on_answer(self, records: Records) -> None:
-        """Note an answer. It may be the first one after a loss, and may come from another process than before."""
+    def on_answer(self, records: Records, members: Mapping[str, Member] | None) -> None:
+        """Note an answer and the members in its records, or None if they have not changed.
+
+        It may be the first answer after a loss, and may come from another process than before.
+        """
         was_lost = self.has_answered and not self.is_up
         if was_lost:
             log.info("the rendezvous %s is back", self.address)
@@ -51,8 +55,8 @@ class RendezvousLink:
             self._previous, self._trusted_from = self.known(), time.monotonic() + self._grace_seconds
             self.wake.set()
         self.has_answered, self.is_up, self._server = True, True, records.server
-        if records.records is not None:
-            self._members, self.digest = parse_records(records.records), records.digest
+        if members is not None:
+            self._members, self.digest = dict(members), records.digest
 
     def on_lost(self, error: TransportError) -> None:
         self.cause = first_line(error)

@@ -5,19 +5,24 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from outer.errors import InputError, MessageError, PeerLost, TransportError, first_line
+from outer.identity.access import Access
 from outer.membership.base import Member
 from outer.membership.records import (
     Announcement,
     ConfigText,
+    Kept,
     KnownRuns,
     Publication,
     Records,
     RunInfo,
     RunQuery,
-    Withdrawal,
     check_config_text,
+    open_records,
+    sign_record,
+    sign_withdrawal,
 )
 from outer.membership.rendezvous_link import SCHEME, RendezvousLink
 from outer.network.endpoints import Endpoint, Traffic
@@ -66,8 +71,10 @@ async def open_membership(
     auth: PeerAuth | None = None,
 ) -> "TcpMembership":
     """Open a membership at all of these rendezvous. Raises InputError unless at least one of them answers."""
-    messenger = StreamMessenger(RENDEZVOUS, me, dial, Traffic(), auth)
-    membership = TcpMembership(messenger, addresses, run_id, record_seconds)
+    auth = auth or PeerAuth()
+    # A rendezvous is no island: it has no name to keep, and the records in it are signed by the islands.
+    messenger = StreamMessenger(RENDEZVOUS, me, dial, Traffic(), replace(auth, names=None, access=Access()))
+    membership = TcpMembership(messenger, addresses, run_id, record_seconds, auth)
     try:
         await membership.connect(connect_seconds)
     except BaseException:
@@ -84,9 +91,16 @@ class TcpMembership:
     """
 
     def __init__(
-        self, messenger: StreamMessenger, addresses: Sequence[str], run_id: str, record_seconds: float
+        self,
+        messenger: StreamMessenger,
+        addresses: Sequence[str],
+        run_id: str,
+        record_seconds: float,
+        auth: PeerAuth,
     ) -> None:
-        self._messenger, self._run_id, self._record_seconds = messenger, run_id, record_seconds
+        self._messenger, self._run_id, self._record_seconds, self._auth = messenger, run_id, record_seconds, auth
+        self._newest = 0
+        """Time of this island's newest record, in milliseconds."""
         self._links = [RendezvousLink(address, record_seconds) for address in dict.fromkeys(addresses)]
         self._own: Member | None = None
         self._config: str | None = None
@@ -102,7 +116,10 @@ class TcpMembership:
         await self._asked.wait_until(lambda: all(link.was_asked for link in links), OTHERS_SECONDS)
 
     async def announce(self, member: Member) -> None:
-        await self._call_all("announce", self._announcement(member))
+        assert member.identity == self._auth.island.public, "a record is signed with the key that it names"
+        self._newest = max(self._newest, self._auth.names.newest(member.island) if self._auth.names else 0)
+        if not await self._announce_everywhere(member):  # this machine's clock was set back
+            await self._announce_everywhere(member)
         self._own = member
         if not self._beating:
             self._beating = [asyncio.create_task(self._beat(link)) for link in self._links]
@@ -118,6 +135,8 @@ class TcpMembership:
         found: dict[str, Member] = {}
         for link in [link for link in self._links if link.is_up] or self._links:
             for island, member in link.known().items():
+                if self._auth.access.ban(island, member.identity):
+                    continue
                 found[island] = max(found.get(island, member), member, key=lambda m: (m.round, m.tokens))
         own = {self._own.island: self._own} if self._own else {}
         return dict(sorted((found | own).items()))
@@ -142,7 +161,7 @@ class TcpMembership:
         for link in self._links:
             link.forget(own.island)
             link.is_announced = False
-        withdrawal = Withdrawal(run=self._run_id, island=own.island, incarnation=own.incarnation)
+        withdrawal = sign_withdrawal(self._auth.island, self._run_id, own, self._next_time())
         with suppress(InputError):
             await self._call_all("leave", withdrawal, LEAVE_SECONDS)
 
@@ -163,7 +182,8 @@ class TcpMembership:
 
     async def _ask(self, link: RendezvousLink) -> None:
         records = parse(Records, await self._call(link, "members", RunQuery(run=self._run_id, seen=link.digest)))
-        link.on_answer(records)
+        members = None if records.records is None else open_records(self._run_id, records.records, self._auth)
+        link.on_answer(records, members)
         if self._config is not None and not records.has_config:
             # A rendezvous that refuses the config also refuses the record, which `_beat` logs.
             with suppress(MessageError):
@@ -176,7 +196,8 @@ class TcpMembership:
             link.wake.clear()
             try:
                 kind = "beat" if link.is_announced else "announce"
-                await self._call(link, kind, self._announcement(self._own))
+                kept = parse(Kept, await self._call(link, kind, self._announcement(self._own)))
+                self._newest = max(self._newest, kept.newest)
                 link.is_announced, refusal = True, ""
             except MessageError as error:
                 if str(error) != refusal:
@@ -204,14 +225,27 @@ class TcpMembership:
                 raise reply
         return [reply for reply in replies if isinstance(reply, bytes)]
 
+    async def _announce_everywhere(self, member: Member) -> bool:
+        """Announce this island. Returns False if a rendezvous knows a newer record; the next one is above its time."""
+        announcement = self._announcement(member)
+        newest = [parse(Kept, reply).newest for reply in await self._call_all("announce", announcement)]
+        self._newest = max(self._newest, *newest)
+        return max(newest, default=0) <= announcement.record.time
+
     def _announcement(self, member: Member) -> Announcement:
-        return Announcement(run=self._run_id, member=member, life_seconds=self._record_seconds)
+        record = sign_record(self._auth.island, self._run_id, member, self._next_time())
+        return Announcement(run=self._run_id, record=record, life_seconds=self._record_seconds)
+
+    def _next_time(self) -> int:
+        """The time of a new statement, in milliseconds: higher than that of all before, whatever the clock does."""
+        self._newest = max(int(time.time() * 1000), self._newest + 1)
+        return self._newest
 
 
 async def find_runs_at_rendezvous(address: str, connect_seconds: float, key: RunKey | None) -> dict[str, RunInfo]:
     """The runs at a rendezvous, by id. Raises InputError when the rendezvous cannot be reached."""
     parse_rendezvous_address(address)
-    messenger = StreamMessenger(RENDEZVOUS, Endpoint("visitor", 0), dial, Traffic(), PeerAuth(key))
+    messenger = StreamMessenger(RENDEZVOUS, Endpoint("visitor", 0), dial, Traffic(), PeerAuth(key, names=None))
     target, deadline, cause = address.removeprefix(SCHEME), time.monotonic() + connect_seconds, "no answer"
 
     async def ask() -> bytes | None:

@@ -3,7 +3,8 @@
     magic 4 | version 1 | kind 1 | run 8 | rank 2 | round 4 | attempt 4 | leg 1 | part 4 | request 8 | length 8
 
 `run` is a hash of the run's id and the stream's purpose, so that two runs never mix. A stream begins with the hello
-and handshake of outer/network/handshake.py. In a run with a key 16 bytes of MAC then follow each payload.
+and handshake of outer/network/handshake.py. In a run with a key, and on plain TCP, 16 bytes of MAC then follow each
+payload.
 """
 
 import asyncio
@@ -20,28 +21,30 @@ import torch
 from outer.errors import MessageError
 from outer.network.endpoints import Leg, Tag, Traffic
 from outer.network.rejections import RefusedError, Rejections, printable
-from outer.network.run_key import MAC_BYTES, FrameMacs, RunKey
+from outer.network.run_key import MAC_BYTES, FrameMacs
 
 MAGIC = b"DLCO"
-VERSION = 1
+VERSION = 2
 _HEADER = struct.Struct("!4sBB8sHIIBIQQ")
 HEADER_BYTES = _HEADER.size
 PIECE_BYTES = 1 << 18
 """Bytes written or read at once: enough to be cheap, few enough to share the event loop."""
-MAX_HELLO_BYTES = 512
+MAX_HELLO_BYTES = 1024
 """Limit for every frame of a handshake, and for a refusal."""
 REFUSE_SECONDS = 1.0
 NO_TAG = Tag(0, 0, Leg.REDUCE, 0)
+TOLD = frozenset({"run", "version", "key", "name", "peer", "banned"})
+"""Kinds of refusals whose text is sent to the other side."""
 
 
 class Kind(IntEnum):
-    HELLO = 0  # the dialer's island, its group and, with a key, a nonce: lines of UTF-8; the rank is in the header
+    HELLO = 0  # the dialer's name, group and keys; the rank is in the header
     PAYLOAD = 1
     CALL = 2
     REPLY = 3
     REFUSAL = 4  # the text of an error, as UTF-8; with request 0 the whole stream is refused
-    CHALLENGE = 5  # a nonce, a proof, the acceptor's island
-    PROOF = 6
+    CHALLENGE = 5  # the acceptor's name, keys and proof
+    PROOF = 6  # the dialer's
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,11 @@ def parse_header(raw: bytes, run: bytes, max_bytes: int) -> Header:
     if len(raw) != HEADER_BYTES:
         raise RefusedError("header", f"a frame's header of {len(raw)} bytes, {HEADER_BYTES} expected")
     magic, version, kind, its_run, rank, round_number, attempt, leg, part, request, length = _HEADER.unpack(raw)
-    if magic != MAGIC or version != VERSION:
-        raise RefusedError("header", f"not a frame of version {VERSION}: it begins with {raw[:5].hex()}")
+    if magic != MAGIC:
+        raise RefusedError("header", f"not a frame of diloco: it begins with {raw[:5].hex()}")
+    if version != VERSION:
+        cure = "install the same release of diloco on all islands"
+        raise RefusedError("version", f"a frame of version {version}, and this island speaks version {VERSION}: {cure}")
     if its_run != run:
         raise RefusedError("run", "a frame of another run")
     if length > max_bytes:
@@ -83,6 +89,14 @@ def parse_header(raw: bytes, run: bytes, max_bytes: int) -> Header:
         raise RefusedError("header", f"a frame with an unknown code: {error}") from None
 
 
+@dataclass(frozen=True)
+class PeerIds:
+    """The libp2p peers at the two ends of a stream, as libp2p has proved them and encrypted between them."""
+
+    own: str
+    other: str
+
+
 class CutOffError(ConnectionResetError):
     """The other side ended the connection in the middle of a frame."""
 
@@ -91,12 +105,14 @@ class FrameStream:
     """Reads and writes frames on one connection. One task reads; any number may write. An error leaves only `close`."""
 
     def __init__(
-        self, reader: StreamReader, writer: StreamWriter, run: bytes, traffic: Traffic, key: RunKey | None = None
+        self, reader: StreamReader, writer: StreamWriter, run: bytes, traffic: Traffic, peer_ids: PeerIds | None = None
     ) -> None:
         name = writer.get_extra_info("peername")
         self.peer = str(name[0]) if isinstance(name, tuple) else "this machine"
         """Name of the other side in errors, without its port. The owner may set it, and the hello adds the island."""
-        self.run, self.key = run, key
+        self.run, self.peer_ids = run, peer_ids
+        self.peer_key = ""
+        """The other side's island key, once the handshake has proved it."""
         self._reader, self._writer, self._traffic = reader, writer, traffic
         self._sent_macs: FrameMacs | None = None
         self._received_macs: FrameMacs | None = None
@@ -148,9 +164,9 @@ class FrameStream:
         return header, payload
 
     async def refuse(self, error: MessageError, rejections: Rejections) -> None:
-        """Count a refused stream. Tell an island of another run or key the reason, and a stranger nothing."""
+        """Count a refused stream. Tell an island the reason if it may do something about it, and a stranger nothing."""
         rejections.add_error(self.peer, error)
-        if not isinstance(error, RefusedError) or error.kind not in ("run", "key"):
+        if not isinstance(error, RefusedError) or error.kind not in TOLD:
             return
         with suppress(OSError):  # a timeout or an ended connection, too
             async with asyncio.timeout(REFUSE_SECONDS):

@@ -1,121 +1,225 @@
-"""The hello that begins a stream and, in a run with a key, the handshake that proves that both sides hold the key.
+"""The handshake that begins a stream. Both sides prove their island's key and, in a run with a key, the run key.
 
-    dialer   -> HELLO      its name, the group, a nonce
-    acceptor -> CHALLENGE  its name, a nonce, its proof over both names and nonces
+    dialer   -> HELLO      its name, the group, its island key, one half of a key exchange
+    acceptor -> CHALLENGE  its name, its island key, its half of the exchange, its proof
     dialer   -> PROOF      its own proof
 
-The group is the epoch of participants that all frames of the stream belong to. After the proofs each direction has a
-key of its own, and every frame carries a MAC over its number, header and payload.
+The group is the epoch of participants that all frames of the stream belong to. A proof is a signature over all that
+either side has said, and over the libp2p peers at both ends. With a run key, a MAC under a key that follows from the
+run key and the exchange is added. After the proofs each direction has a key of its own, which nobody else can compute,
+not even another holder of the run key. With it every frame carries a MAC, except on libp2p without a run key: libp2p
+authenticates its streams already.
 """
 
+import hashlib
 import hmac
-import re
-import secrets
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from outer.network.endpoints import ISLAND_NAME, Endpoint
-from outer.network.frames import MAX_HELLO_BYTES, FrameStream, Header, Kind, refusal_error, text_of, view_of
-from outer.network.rejections import RefusedError, printable
-from outer.network.run_key import NONCE_BYTES, PROOF_BYTES, FrameMacs, RunKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from pydantic import Field
+
+from outer.errors import MessageError
+from outer.identity.island_key import PUBLIC_KEY, verify
+from outer.network.endpoints import Endpoint
+from outer.network.frames import MAX_HELLO_BYTES, VERSION, FrameStream, Header, Kind, PeerIds, refusal_error, view_of
+from outer.network.messages import IslandName, M, Message, parse
+from outer.network.rejections import RefusedError
+from outer.network.run_key import FrameMacs, PeerAuth, RunKey
 
 KEY_CURE = "compare the files of island.run_key_file"
+LACKS_KEY = "has no run key, and this run needs one: set island.run_key_file"
+HAS_KEY = "holds a run key, and this island has none: set island.run_key_file"
 
 HandshakeSide = Literal["dialer", "acceptor"]
+PublicKey = Annotated[str, Field(pattern=f"^{PUBLIC_KEY}$")]
 
 
-async def say_hello(stream: FrameStream, me: Endpoint, group: str = "", to: Endpoint | None = None) -> None:
-    """Send the first frame as the dialer `me`, and with a key run the handshake.
+class Hello(Message):
+    """The dialer's first words, and those of the acceptor without the group."""
 
-    Raises MessageError if the acceptor does not hold the key or is not `to`, ConnectionRefusedError if it refuses.
+    island: IslandName
+    group: str = Field(default="", max_length=96)
+    key: PublicKey
+    """The island's public key."""
+    share: PublicKey
+    """A half of the key exchange (X25519), made for this stream."""
+    has_run_key: bool
+
+
+class Proof(Message):
+    """What proves that the side that sends it holds the keys."""
+
+    signature: str = Field(pattern=r"^[0-9a-f]{128}$")
+    mac: str = Field(pattern=r"^([0-9a-f]{64})?$")
+    """Under the run key, or empty if there is none."""
+
+
+class Challenge(Message):
+    hello: Hello
+    proof: Proof
+
+
+async def say_hello(
+    stream: FrameStream, me: Endpoint, auth: PeerAuth, group: str = "", to: Endpoint | None = None
+) -> Endpoint:
+    """Run the handshake as the dialer `me`, and return the acceptor.
+
+    Raises MessageError if the acceptor does not prove its keys, is not `to`, or may not take part, and
+    ConnectionRefusedError if it refuses.
     """
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    text = "\n".join([me.island, group, *([nonce.hex()] if stream.key else [])]).encode()
-    await stream.write(Header(Kind.HELLO, me.rank), text)
-    if stream.key is not None:
-        handshake = await _meet_acceptor(stream, stream.key, me, group, nonce)
-        if to not in (None, handshake.acceptor):
-            raise RefusedError("name", f"{handshake.acceptor} answers where {to} was expected")
-        stream.use_macs(sent=handshake.frame_macs("dialer"), received=handshake.frame_macs("acceptor"))
+    exchange = X25519PrivateKey.generate()
+    hello = _build_hello(me, auth, exchange, group)
+    await stream.write(Header(Kind.HELLO, me.rank), hello.encode())
+    header, payload = await stream.read(MAX_HELLO_BYTES)
+    if header.kind is Kind.REFUSAL:
+        raise refusal_error(payload)
+    if header.kind is not Kind.CHALLENGE:
+        raise RefusedError("key", f"it answers a hello with {header.kind.name}")
+    challenge = _parse(Challenge, bytes(view_of(payload)))
+    acceptor = _identify(stream, challenge.hello, header.rank)
+    _check_has_run_key(acceptor, challenge.hello, auth)
+    handshake = Handshake(auth.key, stream.run, me, acceptor, hello, challenge.hello, stream.peer_ids)
+    keys = handshake.derive(exchange, challenge.hello.share)
+    # The proof is sent in any case, because a side that holds another key must find out, too.
+    await stream.write(Header(Kind.PROOF, me.rank), keys.prove("dialer", auth).encode())
+    keys.check("acceptor", challenge.proof)
+    if to not in (None, acceptor):
+        raise RefusedError("name", f"{acceptor} answers where {to} was expected")
+    _finish(stream, auth, acceptor, keys, "dialer")
+    return acceptor
 
 
-async def read_hello(stream: FrameStream, me: Endpoint) -> tuple[Endpoint, str]:
-    """Read the first frame as the acceptor `me`, and return the dialer and its group.
+async def read_hello(stream: FrameStream, me: Endpoint, auth: PeerAuth) -> tuple[Endpoint, str]:
+    """Run the handshake as the acceptor `me`, and return the dialer and its group.
 
-    Without a key the name is only claimed. Raises MessageError if the first frame is not a hello or the proof fails.
+    Raises MessageError if the first frame is not a hello, or the dialer does not prove its keys or may not take part.
     """
     header, payload = await stream.read(MAX_HELLO_BYTES)
     if header.kind is not Kind.HELLO:
         raise RefusedError("header", f"a stream that begins with {header.kind.name}, HELLO expected")
-    island, group, nonce = [*text_of(payload).split("\n", 2), "", ""][:3]
-    source = _identify(stream, island, header.rank)
-    if stream.key is not None:
-        await _meet_dialer(stream, stream.key, me, source, group, nonce)
-    elif nonce:
-        raise RefusedError("key", "it holds a run key, and this island has none: set island.run_key_file")
-    return source, group
+    theirs = _parse(Hello, bytes(view_of(payload)))
+    dialer = _identify(stream, theirs, header.rank)
+    _check_has_run_key(dialer, theirs, auth)
+    exchange = X25519PrivateKey.generate()
+    ours = _build_hello(me, auth, exchange)
+    handshake = Handshake(auth.key, stream.run, dialer, me, theirs, ours, stream.peer_ids and _swap(stream.peer_ids))
+    keys = handshake.derive(exchange, theirs.share)
+    challenge = Challenge(hello=ours, proof=keys.prove("acceptor", auth))
+    await stream.write(Header(Kind.CHALLENGE, me.rank), challenge.encode())
+    header, payload = await stream.read(MAX_HELLO_BYTES)
+    if header.kind is not Kind.PROOF:
+        raise RefusedError("key", f"{dialer} answers a challenge with {header.kind.name}")
+    keys.check("dialer", _parse(Proof, bytes(view_of(payload))))
+    _finish(stream, auth, dialer, keys, "acceptor")
+    return dialer, theirs.group
 
 
 @dataclass(frozen=True)
 class Handshake:
-    """Proofs and frame keys of one connection. Both ends derive the same from the run key, the names and the nonces."""
+    """What both sides of one stream know of it after two frames."""
 
-    key: RunKey
+    run_key: RunKey | None
     run: bytes
     dialer: Endpoint
     acceptor: Endpoint
-    group: str
-    nonces: bytes
-    """The dialer's nonce, then the acceptor's."""
+    dialer_hello: Hello
+    acceptor_hello: Hello
+    peer_ids: PeerIds | None
+    """The dialer's libp2p peer as `own`."""
 
-    def proof(self, side: HandshakeSide) -> bytes:
-        return self._derive(f"proof of the {side}")
+    def derive(self, exchange: X25519PrivateKey, share: str) -> "HandshakeKeys":
+        """Finish the key exchange with the other side's share. Raises MessageError if the share is not a point."""
+        try:
+            secret = exchange.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(share)))
+        except ValueError:
+            raise RefusedError("key", "a key exchange with a weak share") from None
+        run_key = self.run_key.derive("handshake", self.run) if self.run_key is not None else b""
+        return HandshakeKeys(self, hashlib.blake2b(secret, key=run_key, person=b"diloco exchange").digest())
 
-    def is_proved(self, side: HandshakeSide, proof: bytes) -> bool:
-        return hmac.compare_digest(proof, self.proof(side))
+    @property
+    def transcript(self) -> bytes:
+        """All that is proved, in one form only."""
+        peers = (self.peer_ids.own, self.peer_ids.other) if self.peer_ids is not None else ()
+        about = [str(VERSION), self.run.hex(), str(self.dialer), str(self.acceptor), *peers]
+        return b"\n".join([" ".join(about).encode(), self.dialer_hello.encode(), self.acceptor_hello.encode()])
+
+    def key_of(self, side: HandshakeSide) -> str:
+        return (self.dialer_hello if side == "dialer" else self.acceptor_hello).key
+
+    def name_of(self, side: HandshakeSide) -> Endpoint:
+        return self.dialer if side == "dialer" else self.acceptor
+
+
+class HandshakeKeys:
+    """Proofs and frame keys of one stream. Only its two ends can compute them."""
+
+    def __init__(self, handshake: Handshake, secret: bytes) -> None:
+        self.handshake, self._secret = handshake, secret
+        self._transcript = handshake.transcript
+
+    def prove(self, side: HandshakeSide, auth: PeerAuth) -> Proof:
+        """This side's proof. Its island key is in `auth`."""
+        signature = auth.island.sign(f"handshake of the {side}", self._transcript)
+        return Proof(signature=signature.hex(), mac=self._mac(side))
+
+    def check(self, side: HandshakeSide, proof: Proof) -> None:
+        """Raise MessageError unless the proof is that of the other side."""
+        name, key = self.handshake.name_of(side), self.handshake.key_of(side)
+        if not hmac.compare_digest(proof.mac, self._mac(side)):
+            raise RefusedError("key", f"{name} does not hold the run key that this island holds: {KEY_CURE}")
+        if not verify(key, f"handshake of the {side}", self._transcript, bytes.fromhex(proof.signature)):
+            raise RefusedError("key", f"{name} does not hold the island key {key[:16]}... that it shows")
 
     def frame_macs(self, side: HandshakeSide) -> FrameMacs:
+        """For the frames that this side sends."""
         return FrameMacs(self._derive(f"frames of the {side}"))
 
+    def _mac(self, side: HandshakeSide) -> str:
+        return self._derive(f"proof of the {side}").hex() if self.handshake.run_key is not None else ""
+
     def _derive(self, purpose: str) -> bytes:
-        names = f"{self.dialer}\n{self.acceptor}\n{self.group}".encode()
-        return self.key.derive(purpose, self.run, names, self.nonces)
+        data = purpose.encode() + b"\n" + self._transcript
+        return hashlib.blake2b(data, key=self._secret, digest_size=32).digest()
 
 
-async def _meet_acceptor(stream: FrameStream, key: RunKey, me: Endpoint, group: str, nonce: bytes) -> Handshake:
-    header, payload = await stream.read(MAX_HELLO_BYTES)
-    if header.kind is Kind.REFUSAL:
-        raise refusal_error(payload)
-    raw = bytes(view_of(payload))
-    if header.kind is not Kind.CHALLENGE or len(raw) <= NONCE_BYTES + PROOF_BYTES:
-        raise RefusedError("key", f"it answers a hello with {header.kind.name} of {len(raw)} bytes")
-    its_nonce, proof = raw[:NONCE_BYTES], raw[NONCE_BYTES : NONCE_BYTES + PROOF_BYTES]
-    acceptor = _identify(stream, raw[NONCE_BYTES + PROOF_BYTES :].decode(errors="replace"), header.rank)
-    handshake = Handshake(key, stream.run, me, acceptor, group, nonce + its_nonce)
-    # The proof is sent in any case, because a side that holds another key must find out, too.
-    await stream.write(Header(Kind.PROOF, me.rank), handshake.proof("dialer"))
-    if not handshake.is_proved("acceptor", proof):
-        raise RefusedError("key", f"{acceptor} does not hold the run key that this island holds: {KEY_CURE}")
-    return handshake
+def _build_hello(me: Endpoint, auth: PeerAuth, exchange: X25519PrivateKey, group: str = "") -> Hello:
+    share, has_run_key = exchange.public_key().public_bytes_raw().hex(), auth.key is not None
+    return Hello(island=me.island, group=group, key=auth.island.public, share=share, has_run_key=has_run_key)
 
 
-async def _meet_dialer(stream: FrameStream, key: RunKey, me: Endpoint, peer: Endpoint, group: str, nonce: str) -> None:
-    if not re.fullmatch(f"[0-9a-f]{{{2 * NONCE_BYTES}}}", nonce):
-        raise RefusedError("key", f"{peer} has no run key, and this run needs one: set island.run_key_file")
-    own_nonce = secrets.token_bytes(NONCE_BYTES)
-    handshake = Handshake(key, stream.run, peer, me, group, bytes.fromhex(nonce) + own_nonce)
-    challenge = own_nonce + handshake.proof("acceptor") + me.island.encode()
-    await stream.write(Header(Kind.CHALLENGE, me.rank), challenge)
-    header, payload = await stream.read(MAX_HELLO_BYTES)
-    if header.kind is not Kind.PROOF or not handshake.is_proved("dialer", bytes(view_of(payload))):
-        raise RefusedError("key", f"{peer} does not hold the run key that this island holds: {KEY_CURE}")
-    stream.use_macs(sent=handshake.frame_macs("acceptor"), received=handshake.frame_macs("dialer"))
+def _parse(model: type[M], body: bytes) -> M:
+    try:
+        return parse(model, body)
+    except MessageError as error:
+        raise RefusedError("header", str(error)) from None
 
 
-def _identify(stream: FrameStream, island: str, rank: int) -> Endpoint:
-    """Check the name that the other side gives itself, and use it in the stream's errors."""
-    if not re.fullmatch(ISLAND_NAME, island):
-        raise RefusedError("header", f"a hello from {printable(island, 64)!r}, which is not an island's name")
-    endpoint = Endpoint(island, rank)
+def _identify(stream: FrameStream, hello: Hello, rank: int) -> Endpoint:
+    """The endpoint that the other side says it is, also for the stream's errors."""
+    endpoint = Endpoint(hello.island, rank)
     stream.peer = f"{endpoint} at {stream.peer}"
     return endpoint
+
+
+def _check_has_run_key(peer: Endpoint, hello: Hello, auth: PeerAuth) -> None:
+    if hello.has_run_key != (auth.key is not None):
+        raise RefusedError("key", f"{peer} {HAS_KEY if hello.has_run_key else LACKS_KEY}")
+
+
+def _swap(peer_ids: PeerIds) -> PeerIds:
+    return PeerIds(peer_ids.other, peer_ids.own)
+
+
+def _finish(stream: FrameStream, auth: PeerAuth, peer: Endpoint, keys: HandshakeKeys, side: HandshakeSide) -> None:
+    """Protect the frames that follow, and check whether the peer, whose keys are proved, may take part."""
+    other: HandshakeSide = "acceptor" if side == "dialer" else "dialer"
+    if auth.key is not None or stream.peer_ids is None:
+        stream.use_macs(sent=keys.frame_macs(side), received=keys.frame_macs(other))
+    stream.peer_key = keys.handshake.key_of(other)
+    check_access(stream, auth, peer)
+
+
+def check_access(stream: FrameStream, auth: PeerAuth, peer: Endpoint) -> None:
+    """Raise RefusedError unless the other side of the stream may still take part under its name."""
+    auth.check(peer.island, stream.peer_key, stream.peer_ids.other if stream.peer_ids else "")

@@ -7,8 +7,18 @@ from collections.abc import Awaitable, Callable
 
 from outer.errors import DeadlineError, InputError, MessageError, PeerLost, TransportError
 from outer.network.endpoints import Endpoint, Handler, Lane, Traffic
-from outer.network.frames import CutOffError, FrameStream, Header, Kind, hash_names, refusal_error, text_of, view_of
-from outer.network.handshake import read_hello, say_hello
+from outer.network.frames import (
+    CutOffError,
+    FrameStream,
+    Header,
+    Kind,
+    PeerIds,
+    hash_names,
+    refusal_error,
+    text_of,
+    view_of,
+)
+from outer.network.handshake import check_access, read_hello, say_hello
 from outer.network.rejections import RefusedError, Rejections
 from outer.network.run_key import PeerAuth
 
@@ -34,6 +44,8 @@ class StreamMessenger:
         self.server: asyncio.Server | None = None
         """The server that accepts this messenger's connections, if it listens on TCP."""
         self.auth = auth or PeerAuth()
+        self.own_peer_id = ""
+        """This side's libp2p peer id, set by the code that opens libp2p streams. Addresses then begin with peer ids."""
         self.max_body_bytes = MAX_BODY_BYTES
         """Limit for a call that arrives. A longer one ends its connection before it is read."""
         self._run, self._me, self._dial, self._traffic = hash_names(run_id, "control"), me, dial, traffic
@@ -71,7 +83,7 @@ class StreamMessenger:
         self._incoming.add(stream)
         try:
             async with asyncio.timeout(HELLO_SECONDS):
-                source, _ = await read_hello(stream, self._me)
+                source, _ = await read_hello(stream, self._me, self.auth)
             await self._answer_all(source, stream)
         except MessageError as error:
             await stream.refuse(error, self.auth.rejections)
@@ -115,8 +127,8 @@ class StreamMessenger:
         try:
             async with asyncio.timeout(DIAL_SECONDS):
                 stream = self._stream(*await self._dial(address), address)
-                await say_hello(stream, self._me)
-                return _Outgoing(address, stream, self.auth.rejections)
+                callee = await say_hello(stream, self._me, self.auth)
+                return _Outgoing(address, callee, stream, self.auth)
         except (MessageError, ConnectionError, TimeoutError) as error:
             if stream is not None:
                 stream.close()
@@ -125,7 +137,8 @@ class StreamMessenger:
             raise PeerLost(address, str(error) or f"no connection within {DIAL_SECONDS:g} s") from None
 
     def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> FrameStream:
-        stream = FrameStream(reader, writer, self._run, self._traffic, self.auth.key)
+        peer_ids = PeerIds(self.own_peer_id, peer.partition(":")[0]) if self.own_peer_id else None
+        stream = FrameStream(reader, writer, self._run, self._traffic, peer_ids)
         stream.peer = peer or stream.peer
         return stream
 
@@ -134,6 +147,7 @@ class StreamMessenger:
         while True:
             await gate.acquire()
             header, payload = await stream.read(self.max_body_bytes)
+            check_access(stream, self.auth, source)  # it may have been banned meanwhile
             if header.kind is not Kind.CALL:
                 raise RefusedError("header", f"{source} sent {header.kind.name}, CALL expected")
             kind, body = unpack_call(bytes(view_of(payload)))
@@ -162,7 +176,8 @@ async def answer(
         reply = await handler(source, body)
     except (TransportError, InputError) as error:
         if isinstance(error, MessageError):
-            rejections.add(str(source), "call", f"{kind}: {error}")
+            reason = error.kind if isinstance(error, RefusedError) else "call"
+            rejections.add(str(source), reason, f"{kind}: {error}")
         return Kind.REFUSAL, str(error).encode()
     except Exception:  # the caller must get an answer even if the handler is broken
         log.exception("the handler of %r failed", kind)
@@ -175,8 +190,8 @@ async def answer(
 class _Outgoing:
     """A connection to a callee, with the calls that await a reply."""
 
-    def __init__(self, address: str, stream: FrameStream, rejections: Rejections) -> None:
-        self._address, self._stream, self._rejections = address, stream, rejections
+    def __init__(self, address: str, callee: Endpoint, stream: FrameStream, auth: PeerAuth) -> None:
+        self._address, self._callee, self._stream, self._auth = address, callee, stream, auth
         self._requests = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self.cause: str | None = None  # why it broke
@@ -185,6 +200,7 @@ class _Outgoing:
     async def call(self, kind: str, body: bytes) -> bytes:
         if self.cause is not None:
             raise PeerLost(self._address, self.cause)
+        self._check_access()
         request = next(self._requests)
         future = self._waiting[request] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may be gone
@@ -210,6 +226,15 @@ class _Outgoing:
             if not future.done():
                 future.set_exception(PeerLost(self._address, self.cause))
 
+    def _check_access(self) -> None:
+        """Raise PeerLost, and close the connection, if the callee has been banned since it was opened."""
+        try:
+            check_access(self._stream, self._auth, self._callee)
+        except RefusedError as error:
+            self._auth.rejections.add_error(self._stream.peer, error)
+            self.close(str(error))
+            raise PeerLost(self._address, str(error)) from None
+
     async def _read_replies(self) -> None:
         try:
             while True:
@@ -224,7 +249,7 @@ class _Outgoing:
                 else:
                     future.set_exception(MessageError(text_of(payload)[:2000]))
         except MessageError as error:
-            self._rejections.add_error(self._stream.peer, error)
+            self._auth.rejections.add_error(self._stream.peer, error)
             self.close(str(error))
         except ConnectionError as error:
             self.close(str(error))

@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from outer.errors import InputError, MessageError
-from outer.network.rejections import Rejections
+from outer.identity.access import Access
+from outer.identity.island_key import IslandKey
+from outer.identity.known_names import KnownNames
+from outer.network.rejections import RefusedError, Rejections
 
 log = logging.getLogger(__name__)
 
 MIN_KEY_BYTES = 16
-NONCE_BYTES = 16
 MAC_BYTES = 16
 PROOF_BYTES = 32
+NAME_CURE = "an island that has lost its key takes another island.name"
 SEAL_MAGIC = b"DLCO-sealed-1 "
 """No record or config begins with these bytes. A seal is one line of text, so that sealed text remains text."""
 SEAL_BYTES = len(SEAL_MAGIC) + 2 * PROOF_BYTES + 1
@@ -56,8 +59,28 @@ class PeerAuth:
 
     key: RunKey | None = None
     rejections: Rejections = field(default_factory=Rejections)
-    allow: frozenset[str] = frozenset()
-    """libp2p peer ids that may connect, with transport hivemind. Empty allows all."""
+    island: IslandKey = field(default_factory=IslandKey.generate)
+    """This island's own key. Without one given, a key for this process only."""
+    names: KnownNames | None = field(default_factory=KnownNames)
+    """The owners of names; None does not check names, as at a rendezvous, which serves many runs."""
+    learns_names: bool = True
+    """Whether a name that is not known belongs to the key that uses it now. A payload stream learns no names: those of
+    a plan's participants are known from the calls before it."""
+    access: Access = field(default_factory=Access)
+
+    def check(self, island: str, key: str, peer_id: str = "") -> None:
+        """Raise RefusedError unless the holder of `key` may take part and use the name. `key` has been proved.
+
+        The error's kind is "banned", "peer" (not in island.allow) or "name".
+        """
+        if text := self.access.ban(island, key, peer_id):
+            raise RefusedError("banned", text)
+        if not self.access.is_allowed(key, peer_id):
+            raise RefusedError("peer", f"{island} is not in island.allow: its key is {key}")
+        if self.names is None or (not self.learns_names and self.names.key_of(island) is None):
+            return
+        if text := self.names.claim(island, key):
+            raise RefusedError("name", f"{text}; {NAME_CURE}")
 
 
 def load_run_key(path: str | None) -> RunKey | None:

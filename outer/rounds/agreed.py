@@ -203,6 +203,7 @@ def build_agreed_averager(
         pace=pace,
         reduce=IslandReduce(identity.island, replica, attempts, event_loop, network.rejections, donor),
         leader=leader,
+        names=network.names,
         hooks=hooks,
         traffic=TrafficMeter(ranks.background, network.transport.traffic),
         share=1 / config.start_islands,

@@ -14,6 +14,7 @@ from functools import partial
 from outer.agreement.messages import Plan, Ready, Vote
 from outer.errors import BehindError, OuterError
 from outer.hooks import Hooks
+from outer.identity.known_names import KnownNames
 from outer.leases.cursor import LeaseCursor
 from outer.leases.ledger import settle
 from outer.merges.base import weights_of
@@ -40,6 +41,7 @@ class RoundRunner:
     reduce: IslandReduce
     leader: Leader | None
     """On rank 0 only."""
+    names: KnownNames
     hooks: Hooks
     traffic: TrafficMeter
     share: float
@@ -103,7 +105,10 @@ class RoundRunner:
         self.hooks.reached("plan", self.replica.position.round)
         body, donors, cause = self._ranks.on_leader(lambda: self._plan_on_leader(contribution))
         if body is not None:
-            return parse(Plan, body)
+            plan = parse(Plan, body)
+            # The leader has met the participants' leaders, so it knows whom their names belong to.
+            self.names.adopt(self._ranks.on_leader(lambda: self.names.keys_of(plan.names)))
+            return plan
         raise OuterError(cause) if donors is None else BehindError(donors, cause)
 
     def _plan_on_leader(self, contribution: Contribution) -> tuple[bytes | None, tuple[str, ...] | None, str]:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -15,12 +16,14 @@ from outer.network.frames import (
     FrameStream,
     Header,
     Kind,
+    PeerIds,
     hash_names,
     refusal_error,
     view_of,
 )
-from outer.network.handshake import read_hello, say_hello
-from outer.network.rejections import RefusedError, Rejections
+from outer.network.handshake import check_access, read_hello, say_hello
+from outer.network.rejections import RefusedError
+from outer.network.run_key import PeerAuth
 from outer.transports.hivemind_addresses import PeerAddress, parse_address
 from outer.transports.hivemind_daemon import Daemon, stream_name
 from outer.transports.mailbox import Mailbox
@@ -42,7 +45,8 @@ class HivemindTransport:
 
     def __init__(self, daemon: Daemon, run_id: str, me: Endpoint, connect_seconds: float) -> None:
         self.traffic, self.address = Traffic(), str(daemon.address)
-        self._daemon, self._me, self._connect_seconds, self._auth = daemon, me, connect_seconds, daemon.auth
+        self._daemon, self._me, self._connect_seconds = daemon, me, connect_seconds
+        self._auth = replace(daemon.auth, learns_names=False)
         self._run_id, self._run = run_id, hash_names(run_id, "bulk")
         self._group: _Group | None = None
         self._num_parked = 0
@@ -58,7 +62,7 @@ class HivemindTransport:
         others = {e: parse_address(a) for e, a in addresses.items() if e.island != self._me.island}
         # All endpoints see the same addresses, so they compute the same number of streams.
         num_streams = max(MAX_STREAMS // len(addresses), 1)
-        group = self._group = _Group(epoch, others, num_streams, self._auth.rejections)
+        group = self._group = _Group(epoch, others, num_streams, self._auth)
         self._changed.notify()
         try:
             async with asyncio.timeout(self._connect_seconds), asyncio.TaskGroup() as tasks:
@@ -110,7 +114,7 @@ class HivemindTransport:
             raise PeerLost(other.island, error.cause) from None
         stream = self._stream(reader, writer, address.peer_id)
         try:
-            await say_hello(stream, self._me, group.epoch, to=other)
+            await say_hello(stream, self._me, self._auth, group.epoch, to=other)
         except (MessageError, ConnectionError) as error:
             stream.close()
             if isinstance(error, MessageError):
@@ -141,19 +145,20 @@ class HivemindTransport:
     async def _match(self, peer_id: str, stream: FrameStream) -> "tuple[_Group, Endpoint]":
         """Wait for the group of an incoming stream, whose dialer may join before this endpoint, and return it."""
         async with asyncio.timeout(self._connect_seconds):
-            source, epoch = await read_hello(stream, self._me)
+            source, epoch = await read_hello(stream, self._me, self._auth)
             await self._changed.wait_until(lambda: self._is_closed or self._joined(epoch) is not None)
         group = self._joined(epoch)
         if group is None:
             raise ConnectionResetError("closed before its group was joined")
         group.check_source(source, peer_id)
+        check_access(stream, self._auth, source)  # its name may have become known since the handshake
         return group, source
 
     def _joined(self, epoch: str) -> "_Group | None":
         return self._group if self._group is not None and self._group.epoch == epoch else None
 
     def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer_id: str) -> FrameStream:
-        stream = FrameStream(reader, writer, self._run, self.traffic, self._auth.key)
+        stream = FrameStream(reader, writer, self._run, self.traffic, PeerIds(self._daemon.peer_id, peer_id))
         stream.peer = peer_id
         return stream
 
@@ -161,10 +166,8 @@ class HivemindTransport:
 class _Group:
     """The streams of one epoch: `num_streams` in each direction for each other endpoint."""
 
-    def __init__(
-        self, epoch: str, addresses: Mapping[Endpoint, PeerAddress], num_streams: int, rejections: Rejections
-    ) -> None:
-        self.epoch, self._rejections = epoch, rejections
+    def __init__(self, epoch: str, addresses: Mapping[Endpoint, PeerAddress], num_streams: int, auth: PeerAuth) -> None:
+        self.epoch, self._auth, self._rejections = epoch, auth, auth.rejections
         self.mailbox = Mailbox(addresses)
         self.outgoing: dict[Endpoint, list[FrameStream]] = {e: [] for e in addresses}
         self._addresses, self._num_streams = addresses, num_streams
@@ -212,6 +215,7 @@ class _Group:
             while not self._is_closed:
                 await self.mailbox.wait_for_space(source)
                 header, payload = await stream.read(MAX_PAYLOAD_BYTES)
+                check_access(stream, self._auth, source)  # it may have been banned meanwhile
                 if header.kind is not Kind.PAYLOAD:
                     raise RefusedError("header", f"{source} sent {header.kind.name}, PAYLOAD expected")
                 self.mailbox.put(source, header.tag, payload)

@@ -39,7 +39,7 @@ START_SECONDS = 5.0
 RETRY_SECONDS = 1.0
 STALE_SECONDS = 10.0
 """Age after which a client's socket that does not answer is removed."""
-NOT_ALLOWED = "its peer id is not in island.allow"
+NOT_ALLOWED = "its peer id is not in island.allow, or banned"
 
 RelayMode = Literal["off", "client", "server"]
 StreamHandler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -82,7 +82,7 @@ class Daemon:
 
         async def handle(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             peer_id = info.peer_id.to_base58()
-            if self._is_allowed(peer_id):
+            if self.auth.access.may_connect(peer_id):
                 await accept(peer_id, reader, writer)
             else:
                 self.auth.rejections.add(peer_id, "peer", NOT_ALLOWED)
@@ -92,7 +92,7 @@ class Daemon:
 
     async def open_stream(self, address: PeerAddress, name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Open a stream to the peer's handler `name`. The caller bounds the time. Raises PeerLost."""
-        if not self._is_allowed(address.peer_id):
+        if not self.auth.access.may_connect(address.peer_id):
             self.auth.rejections.add(address.peer_id, "peer", NOT_ALLOWED)
             raise PeerLost(address.peer_id, NOT_ALLOWED)
         peer_id = PeerID.from_base58(address.peer_id)
@@ -120,9 +120,6 @@ class Daemon:
         except TimeoutError:
             if self.p2p._child is not None:
                 self.p2p._child.kill()
-
-    def _is_allowed(self, peer_id: str) -> bool:
-        return not self.auth.allow or peer_id in self.auth.allow
 
 
 async def attach_daemon(leader_address: str, rank: int, auth: PeerAuth) -> Daemon:
@@ -190,13 +187,13 @@ def check_settings(settings: DaemonSettings) -> None:
     """Raise InputError for malformed addresses and peer ids, and for a relay client that knows no relay."""
     check_multiaddresses("listen_host and listen_port", settings.host_maddrs)
     check_bootstrap(settings.bootstrap)
-    for peer_id in settings.auth.allow:
+    for peer_id in settings.auth.access.peer_ids:
         try:
             parse_address(f"{peer_id}:0@")
         except PeerLost:
             raise InputError(
-                f"island.allow: {peer_id!r} is not a libp2p peer id; the id follows /p2p/ in an island's address, "
-                "12D3Koo... or Qm..."
+                f"island.allow: {peer_id!r} is neither an island's key (64 hexadecimal digits, as `diloco key` prints "
+                "it) nor a libp2p peer id; the id follows /p2p/ in an island's address, 12D3Koo... or Qm..."
             ) from None
     if settings.relay == "client" and not settings.bootstrap:
         raise InputError(

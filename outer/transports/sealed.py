@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from outer.errors import PeerLost
 from outer.network.endpoints import Endpoint, Tag
 from outer.network.frames import check_payload, view_of
 from outer.network.rejections import RefusedError
@@ -18,39 +19,60 @@ THREAD_BYTES = 1 << 20
 
 
 class SealedTransport:
-    """A Transport that appends a MAC to every payload, over the run, the group, both endpoints, tag and payload."""
+    """A Transport that appends a MAC to every payload, over the run, the group, both endpoints, tag and payload.
+
+    Its key follows from the run key and from the island keys of both ends, so no other member can compute it.
+    """
 
     def __init__(self, inner: Transport, auth: PeerAuth, run_id: str, me: Endpoint) -> None:
-        assert auth.key is not None, "sealing needs a key"
+        assert auth.key is not None and auth.names is not None, "sealing needs a run key, and the owners of names"
         self.traffic, self.address = inner.traffic, inner.address
         self.disconnect, self.close = inner.disconnect, inner.close
         self._inner, self._rejections, self._me = inner, auth.rejections, me
-        self._key = auth.key.derive("payloads", run_id.encode())
+        self._island, self._names = auth.island, auth.names
+        self._run_key = auth.key.derive("payloads", run_id.encode())
+        self._keys: dict[str, bytes] = {}
+        """The key shared with each island, by its public key."""
         self._epoch = ""
 
     async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
-        self._epoch = epoch
+        self._epoch, self._keys = epoch, {}
         await self._inner.connect(epoch, addresses)
 
     async def send(self, to: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
-        mac = await self._mac(self._me, to, tag, check_payload(payload))
+        mac = await self._mac(to, (self._me, to), tag, check_payload(payload))
         await self._inner.send(to, tag, torch.cat([payload, torch.frombuffer(bytearray(mac), dtype=torch.uint8)]))
 
     async def recv(self, source: Endpoint, tag: Tag, num_bytes: int) -> torch.Tensor:
         sealed = await self._inner.recv(source, tag, num_bytes + MAC_BYTES)
         payload, its_mac = sealed[:num_bytes], bytes(view_of(sealed[num_bytes:]))
-        if not hmac.compare_digest(its_mac, await self._mac(source, self._me, tag, payload)):
-            text = f"a payload of {source} that was altered, or not sent by a holder of the key"
+        if not hmac.compare_digest(its_mac, await self._mac(source, (source, self._me), tag, payload)):
+            text = f"a payload of {source} that was altered, or not sent by it"
             error = RefusedError("forged", text)
             self._rejections.add_error(str(source), error)
             raise error
         return payload
 
-    async def _mac(self, source: Endpoint, to: Endpoint, tag: Tag, payload: torch.Tensor) -> bytes:
-        about = f"{self._epoch}\n{source}\n{to}\n{tag.round} {tag.attempt} {tag.leg:d} {tag.part}\n".encode()
-        mac = hashlib.blake2b(about, key=self._key, digest_size=MAC_BYTES)
+    async def _mac(self, other: Endpoint, ends: tuple[Endpoint, Endpoint], tag: Tag, payload: torch.Tensor) -> bytes:
+        """The MAC of a payload from `ends[0]` to `ends[1]`. `other` is the end that is not this one."""
+        position = f"{tag.round} {tag.attempt} {tag.leg:d} {tag.part}"
+        about = f"{self._epoch}\n{ends[0]}\n{ends[1]}\n{position}\n".encode()
+        mac = hashlib.blake2b(about, key=self._key_with(other), digest_size=MAC_BYTES)
         if payload.numel() > THREAD_BYTES:
             await asyncio.to_thread(mac.update, view_of(payload))
         else:
             mac.update(view_of(payload))
         return mac.digest()
+
+    def _key_with(self, other: Endpoint) -> bytes:
+        """The key shared with an island. Raises PeerLost if the owner of its name is not known, or has a weak key."""
+        public = self._names.key_of(other.island)
+        if public is None:
+            raise PeerLost(other.island, f"the key that the name {other.island!r} belongs to is not known here")
+        if public not in self._keys:
+            try:
+                secret = self._island.pair_secret(public)
+            except ValueError:
+                raise PeerLost(other.island, "its island key is weak") from None
+            self._keys[public] = hashlib.blake2b(secret, key=self._run_key, digest_size=32).digest()
+        return self._keys[public]

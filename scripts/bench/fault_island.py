@@ -22,6 +22,7 @@ from outer.network.event_loop import EventLoopThread
 from outer.report import CaughtUp, LoopSettings
 from outer.space.ranks import RankGroup
 from tests.outer.islands import FakeParams, identity_of
+from tests.outer.nets import key_of
 
 ROWS = 1000
 TOKENS = 1000
@@ -56,7 +57,9 @@ def main() -> None:
     network = loop.run(
         open_network(
             seat.kind,
-            NetworkSettings("bench", name, 0, [seat.bootstrap], listen_host=seat.host, connect_seconds=60),
+            NetworkSettings(
+                "bench", name, 0, [seat.bootstrap], listen_host=seat.host, island_key=key_of(name), connect_seconds=60
+            ),
         )
     )
     config = OuterConfig(rounds=100_000, inner_steps=seat.inner_steps, codec="int8", start_islands=seat.num_starting)

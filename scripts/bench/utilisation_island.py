@@ -24,6 +24,7 @@ from outer.loop import OuterLoop, build_loop
 from outer.network.event_loop import EventLoopThread
 from outer.space.ranks import RankGroup
 from tests.outer.islands import FakeParams, identity_of
+from tests.outer.nets import key_of
 
 TOKENS = 1000
 """Number of trained tokens that each round reports."""
@@ -146,7 +147,13 @@ def run_task(seat: TimedIslandSpec, number: int, task: Task) -> None:
     """Run one task with its own network and params."""
     config, name, loop = task.config, f"island-{seat.index}", EventLoopThread()
     where = NetworkSettings(
-        f"bench-{number}", name, 0, [seat.bootstrap], listen_host=seat.host, connect_seconds=CONNECT_SECONDS
+        f"bench-{number}",
+        name,
+        0,
+        [seat.bootstrap],
+        listen_host=seat.host,
+        island_key=key_of(name),
+        connect_seconds=CONNECT_SECONDS,
     )
     network = loop.run(open_network(config.transport, where))
     params = FakeParams({name: torch.zeros(shape) for name, shape in task.shapes.items()})

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from diloco.assemble import hold_folder, load_identity
+from diloco.assemble import hold_folder
 from diloco.errors import ConfigError
 
 
@@ -12,9 +12,3 @@ def test_two_processes_cannot_be_the_same_island(tmp_path):
         hold_folder(tmp_path / "island-0")
     os.close(held)
     os.close(hold_folder(tmp_path / "island-0"))
-
-
-def test_a_restarted_island_keeps_its_identity(tmp_path):
-    first = load_identity(tmp_path)
-    assert first == load_identity(tmp_path)
-    assert first != load_identity(tmp_path / "another")

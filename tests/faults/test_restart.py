@@ -10,6 +10,7 @@ import pytest
 
 from diloco.config.schema import dump_config
 from diloco.runtime.processes import find_processes, kill, start, torchrun
+from outer.identity.island_key import KEY_FILE, load_island_key
 from tests.faults.bootstraps import Bootstrap, bootstrap
 from tests.faults.waits import assert_one_history, more_rounds, reached, until
 from tests.swarm import Island, Swarm, swarm
@@ -42,13 +43,13 @@ def test_torchrun_starts_an_island_again_whose_rank_died_and_it_is_the_same_isla
             victim = Island(tmp_path / tmp_path.name / "island-1", [])
             reached(first, 3)
             reached(victim, 3)
-            identity = (victim.folder / "identity").read_text()
+            identity = load_island_key(victim.folder / KEY_FILE).public
             (rank,) = (pid for pid in find_processes([child]) if rank_of(pid) == 1)
             os.kill(rank, signal.SIGKILL)
             more_rounds(first, 3, ["island-0"])
             until(lambda: len(victim.events("joined")) >= 2, "its second life begins", first)
             more_rounds(first, 3, BOTH)
-            assert (victim.folder / "identity").read_text() == identity
+            assert load_island_key(victim.folder / KEY_FILE).public == identity
             assert child.exit_code is None, child.log_tail()
             assert "already" not in log.read_text(), "its own name was not refused to it"
             assert_one_history(first, victim)

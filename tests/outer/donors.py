@@ -15,6 +15,7 @@ from outer.membership.base import Member
 from outer.membership.tcp import dial, listen
 from outer.network.endpoints import Endpoint, Lane, Messenger, Traffic
 from outer.network.rpc import StreamMessenger
+from outer.network.run_key import PeerAuth
 from outer.space.digest import combine_digests, state_digest
 from outer.space.layout import Space
 from outer.state.global_state import GlobalState
@@ -23,7 +24,7 @@ from outer.transfer.cache import PartsCache
 from outer.transfer.donor import Donor
 from outer.transfer.download import Download
 from outer.transfer.download_plan import DownloadPlan
-from tests.outer.nets import run
+from tests.outer.nets import key_of, run
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,9 @@ def values(seed: int) -> dict[int, torch.Tensor]:
 
 
 async def tcp(name: str, rank: int = 0, traffic: Traffic | None = None) -> Messenger:
-    return await listen(StreamMessenger("run", Endpoint(name, rank), dial, traffic or Traffic()), "127.0.0.1", 0)
+    auth = PeerAuth(island=key_of(name))
+    messenger = StreamMessenger("run", Endpoint(name, rank), dial, traffic or Traffic(), auth)
+    return await listen(messenger, "127.0.0.1", 0)
 
 
 def member(name: str, addresses: Sequence[str]) -> Member:
@@ -60,7 +63,7 @@ def member(name: str, addresses: Sequence[str]) -> Member:
     return Member(
         island=name,
         incarnation=number,
-        identity=number,
+        identity=key_of(name).public,
         config_hash="c" * 32,
         control_addresses=list(addresses),
         transport_addresses=list(addresses),

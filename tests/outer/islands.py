@@ -24,6 +24,7 @@ from outer.space.ranks import RankGroup
 from outer.state.pseudo_gradient import Contribution
 from outer.transports.base import Transport
 from outer.transports.loopback import Hub
+from tests.outer.nets import key_of
 
 GUARD_SECONDS = 40.0
 
@@ -135,9 +136,9 @@ def progress(island: str, round_number: int, name: str, like: torch.Tensor) -> t
 
 
 def identity_of(name: str) -> Identity:
-    """Of a test's island: its name in hex is its incarnation and its identity."""
+    """Of a test's island: its name in hex is its incarnation."""
     number = name.encode().hex().zfill(8)
-    return Identity(island=name, incarnation=number, identity=number, config_hash="c" * 32)
+    return Identity(island=name, incarnation=number, identity=key_of(name).public, config_hash="c" * 32)
 
 
 Wrap = Callable[[Hub, Transport], Transport]

@@ -28,6 +28,7 @@ from outer.space.layout import Space
 from outer.transports.loopback import Hub, LoopbackTransport
 from tests.outer.clock import GUARD_SECONDS, stand_still
 from tests.outer.donors import Spec
+from tests.outer.nets import key_of
 
 T = TypeVar("T")
 
@@ -117,7 +118,7 @@ class Leader:
         fields = {
             "island": self.name,
             "incarnation": self.incarnation,
-            "identity": self.name.encode().hex().zfill(8),
+            "identity": key_of(self.name).public,
             "config_hash": self.config_hash,
             "control_addresses": [rank.messenger.address for rank in self.ranks],
             "transport_addresses": [rank.transport.address for rank in self.ranks],

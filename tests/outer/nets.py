@@ -1,6 +1,7 @@
 """Helpers for tests of the network: ranks of several islands on one event loop, or an island in its own process."""
 
 import asyncio
+import hashlib
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from outer.connect import Network, NetworkSettings, open_network
+from outer.identity.island_key import IslandKey
 from outer.membership.base import Member
 from outer.membership.rendezvous import serve_rendezvous
 from outer.network.endpoints import Endpoint, Leg, Tag
@@ -55,8 +57,9 @@ class Swarm:
         self.networks: list[Network] = []
         self._leader_addresses: dict[str, str | None] = {}
 
-    async def open(self, me: Endpoint, run_id: str | None = None) -> Network:
-        """Open the network of one rank. An island's rank 0 must be opened first."""
+    async def open(self, me: Endpoint, run_id: str | None = None, **changes: Any) -> Network:
+        """Open the network of one rank, with other settings if given. An island's rank 0 must be opened first."""
+        own = {"island_key": key_of(me.island), "connect_seconds": self.connect_seconds} | changes
         network = await open_network(
             self.kind,
             NetworkSettings(
@@ -66,8 +69,8 @@ class Swarm:
                 bootstrap=self.bootstrap,
                 hub=self.hub,
                 leader_address=self._leader_addresses.get(me.island),
-                connect_seconds=self.connect_seconds,
                 record_seconds=4,
+                **own,
             ),
         )
         self.networks.append(network)
@@ -97,11 +100,16 @@ def payload(num_bytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
+def key_of(island: str) -> IslandKey:
+    """The key of a test's island, which follows from its name."""
+    return IslandKey(hashlib.sha256(island.encode()).digest())
+
+
 def member(island: str, incarnation: str = "00000000", **changes: Any) -> Member:
     fields = {
         "island": island,
         "incarnation": incarnation,
-        "identity": incarnation,
+        "identity": key_of(island).public,
         "config_hash": "0123456789abcdef",
         "control_addresses": ["control"],
         "transport_addresses": ["transport"],

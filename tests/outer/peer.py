@@ -7,12 +7,15 @@ from typing import Any
 
 from outer.connect import NetworkSettings, open_network
 from outer.network.endpoints import Endpoint
-from tests.outer.nets import B, member
+from tests.outer.nets import B, key_of, member
 
 
 async def main(kind: str, bootstrap: list[str]) -> None:
     network = await open_network(
-        kind, NetworkSettings("run", B.island, B.rank, bootstrap, connect_seconds=20, record_seconds=4)
+        kind,
+        NetworkSettings(
+            "run", B.island, B.rank, bootstrap, island_key=key_of(B.island), connect_seconds=20, record_seconds=4
+        ),
     )
     waiting = asyncio.Event()
 

@@ -21,13 +21,13 @@ from outer.membership import records
 from outer.membership.records import parse_record
 from outer.network.endpoints import Endpoint, Leg, Tag, Traffic
 from outer.network.frames import FrameStream, Header, Kind, hash_names, pack_header, parse_header
-from outer.network.handshake import read_hello, say_hello
+from outer.network.handshake import Challenge, Hello, Proof, read_hello, say_hello
 from outer.network.messages import Message, parse
 from outer.network.rpc import unpack_call
-from outer.network.run_key import RunKey, seal, unseal
+from outer.network.run_key import PeerAuth, RunKey, seal, unseal
 from outer.state.part_state import unpack
 from outer.transports.hivemind_addresses import parse_address
-from tests.outer.nets import member
+from tests.outer.nets import key_of, member
 
 for module in pkgutil.walk_packages(outer.__path__, "outer."):
     importlib.import_module(module.name)
@@ -85,9 +85,17 @@ def random_or_damaged(valid: bytes) -> st.SearchStrategy[bytes]:
 
 
 HEADER = pack_header(Header(Kind.PAYLOAD, 2, Tag(7, 1, Leg.GATHER, 5), 9, 1000), RUN)
-HELLO = pack_header(Header(Kind.HELLO, 0, num_bytes=36), RUN) + b"b\n1\n" + b"0" * 32
-PROOF = pack_header(Header(Kind.PROOF, 0, num_bytes=32), RUN) + bytes(32)
-CHALLENGE = pack_header(Header(Kind.CHALLENGE, 0, num_bytes=49), RUN) + bytes(48) + b"b"
+
+
+def frame(kind: Kind, message: Message) -> bytes:
+    body = message.encode()
+    return pack_header(Header(kind, 0, num_bytes=len(body)), RUN) + body
+
+
+ITS_HELLO = Hello(island="b", group="1", key=key_of("b").public, share="2" * 64, has_run_key=True)
+ITS_PROOF = Proof(signature="0" * 128, mac="0" * 64)
+HELLO, PROOF = frame(Kind.HELLO, ITS_HELLO), frame(Kind.PROOF, ITS_PROOF)
+CHALLENGE = frame(Kind.CHALLENGE, Challenge(hello=ITS_HELLO, proof=ITS_PROOF))
 MEMBER = member("a").model_dump_json().encode()
 ADDRESS = f"{PEER_ID}:0@/ip4/127.0.0.1/tcp/1/p2p/{PEER_ID};/ip4/1.2.3.4/tcp/9/p2p/{PEER_ID}/p2p-circuit/p2p/{PEER_ID}"
 
@@ -188,17 +196,17 @@ def test_a_parts_state_is_unpacked_or_refused(raw, num_elements):
 @seldom
 @given(random_or_damaged(HELLO + PROOF), st.sampled_from([KEY, None]))
 def test_a_dialer_is_met_or_refused(raw, key):
-    feed(raw, key, lambda stream: read_hello(stream, A))
+    feed(raw, lambda stream: read_hello(stream, A, PeerAuth(key)))
 
 
 @seldom
 @given(random_or_damaged(CHALLENGE))
 def test_an_acceptor_is_met_or_refused(raw):
-    feed(raw, KEY, lambda stream: say_hello(stream, A))
+    feed(raw, lambda stream: say_hello(stream, A, PeerAuth(KEY)))
 
 
-def feed(raw: bytes, key: RunKey | None, meet: Callable[[FrameStream], Awaitable[Any]]) -> None:
-    """Let one side of a handshake hear `raw` and then the end; without the key nobody gets through."""
+def feed(raw: bytes, meet: Callable[[FrameStream], Awaitable[Any]]) -> None:
+    """Let one side of a handshake hear `raw` and then the end; nobody gets through without a fresh proof."""
 
     async def main() -> None:
         server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
@@ -207,8 +215,8 @@ def feed(raw: bytes, key: RunKey | None, meet: Callable[[FrameStream], Awaitable
         reader.feed_data(raw)
         reader.feed_eof()
         with suppress(MessageError, ConnectionError):
-            await meet(FrameStream(reader, writer, RUN, Traffic(), key))
-            assert key is None
+            await meet(FrameStream(reader, writer, RUN, Traffic()))
+            raise AssertionError("it got through")
         writer.close()
         server.close()
 

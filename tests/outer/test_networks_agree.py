@@ -17,6 +17,7 @@ from outer.network.event_loop import EventLoopThread
 from outer.space.ranks import RankGroup
 from outer.transports.loopback import Hub
 from tests.outer.islands import GUARD_SECONDS, FakeParams, Island, identity_of, tensors
+from tests.outer.nets import key_of
 
 NAMES = ("a", "b", "c")
 
@@ -42,7 +43,9 @@ def digests_of(name: str, kind: str, codec: str, where: dict) -> list[str]:
     """Run one island for four rounds in its own thread, and return the digest after each round."""
     config = OuterConfig(rounds=4, transport=kind, codec=codec, start_islands=len(NAMES), wait_seconds=GUARD_SECONDS)
     loop = EventLoopThread()
-    settings = NetworkSettings(run_id="run", island=name, rank=0, connect_seconds=GUARD_SECONDS, **where)
+    settings = NetworkSettings(
+        run_id="run", island=name, rank=0, island_key=key_of(name), connect_seconds=GUARD_SECONDS, **where
+    )
     network = loop.run(open_network(kind, settings), GUARD_SECONDS)
     try:
         params = FakeParams(tensors(scale=40))

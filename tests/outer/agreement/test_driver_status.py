@@ -306,7 +306,7 @@ def test_a_second_island_of_the_same_name_is_refused() -> None:
     async def test() -> None:
         (a,) = await leaders("a")
         with pytest.raises(InputError, match="'a'"):
-            await Leader(a.hub, "a").announce(identity="f" * 8)
+            await Leader(a.hub, "a").announce(identity="f" * 64)
 
     run(test)
 

@@ -1,6 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from outer.errors import InputError
 from outer.membership.base import Membership
 from outer.membership.records import MAX_CONFIG_BYTES
 from outer.network.endpoints import Endpoint
-from tests.outer.nets import KINDS, A, B, RemotePeer, Swarm, member, run, swarm
+from tests.outer.nets import KINDS, A, B, RemotePeer, Swarm, key_of, member, run, swarm
 
 all_kinds = pytest.mark.parametrize("kind", KINDS)
 ANOTHER = "11111111"
@@ -76,10 +76,12 @@ def test_an_island_that_leaves_is_gone_at_once_and_may_come_back(kind):
 @all_kinds
 def test_a_second_island_of_the_same_name_is_refused(kind):
     async def main() -> None:
-        async with open_two(kind) as (_, a, b):
+        async with swarm(kind) as place:
+            a, twin = (await place.open(A)).membership, (await place.open(A, island_key=key_of("twin"))).membership
+            assert a and twin
             await a.announce(member("a"))
-            with pytest.raises(InputError, match=r"'a' is in the run already .* choose another name"):
-                await b.announce(member("a", ANOTHER))
+            with pytest.raises(InputError, match=r"'a' is in the run already.* choose another name"):
+                await twin.announce(member("a", ANOTHER, identity=key_of("twin").public))
 
     run(main())
 
@@ -87,12 +89,14 @@ def test_a_second_island_of_the_same_name_is_refused(kind):
 @all_kinds
 def test_a_restarted_island_takes_its_own_place_at_once(kind):
     async def main() -> None:
-        async with open_two(kind) as (_, a, b):
-            await a.announce(member("a", identity="0123456789"))
-            restarted = member("a", ANOTHER, identity="0123456789", round=4)
-            await b.announce(restarted)
-            await wait_for(a.members, {"a": member("a", identity="0123456789")})
-            assert await b.members() == {"a": restarted}
+        async with open_two(kind) as (place, a, b):
+            again = (await place.open(A)).membership
+            assert again is not None
+            await a.announce(member("a"))
+            restarted = member("a", ANOTHER, round=4)
+            await again.announce(restarted)
+            await wait_for(b.members, {"a": restarted})
+            assert await a.members() == {"a": member("a")}
 
     run(main())
 
@@ -180,27 +184,36 @@ def test_a_malformed_record_is_left_out_of_a_dht():
         async with open_two("hivemind") as (_, a, b):
             await a.announce(member("a"))
             for later, raw in enumerate([*MALFORMED, "text", 7]):
-                await b._dht.store("run/members", raw, get_dht_time() + 30 + later, subkey="b")
+                subkey = f"b@{key_of('b').public}"
+                assert await b._dht.store("run/members", raw, get_dht_time() + 30 + later, subkey=subkey)
                 assert await a.members() == {"a": member("a")}
 
     run(main())
 
 
 @pytest.mark.parametrize("kind", ["gloo", "hivemind"])
-def test_a_killed_island_vanishes_and_its_name_is_free_again(kind):
+def test_a_killed_island_vanishes_and_its_name_remains_its_own(kind):
     async def main() -> None:
         async with swarm(kind) as place:
             a = (await place.open(A)).membership
             assert a is not None
+            await a.announce(member("a"))
             peer = RemotePeer(kind, place.bootstrap)
             try:
                 await peer.hear()
-                await wait_for(a.members, {"b": member("b")})
+                await wait_for(a.members, {"a": member("a"), "b": member("b")})
             finally:
                 peer.kill()
-            await wait_for(a.members, {}, seconds=20)
-            await a.announce(member("b", ANOTHER))
-            assert await a.members() == {"b": member("b", ANOTHER)}
+            await wait_for(a.members, {"a": member("a")}, seconds=20)
+            other = await place.open(B, island_key=key_of("other"))
+            assert other.membership is not None
+            with suppress(InputError):
+                await other.membership.announce(member("b", ANOTHER, identity=key_of("other").public))
+            again = await place.open(B)
+            assert again.membership is not None
+            assert again.names.is_newest("b", 1), "its folder remembers that it has been in the run"
+            await again.membership.announce(member("b", ANOTHER))
+            await wait_for(a.members, {"a": member("a"), "b": member("b", ANOTHER)}, seconds=20)
 
     run(main())
 

@@ -13,18 +13,16 @@ import pytest
 from outer.connect import find_runs
 from outer.errors import InputError, MessageError, PeerLost
 from outer.membership import rendezvous as limits
-from outer.membership.base import Member
-from outer.membership.records import Announcement, Publication, Records, RunInfo
+from outer.membership.records import Announcement, Publication, Records, RunInfo, open_record, sign_record
 from outer.membership.rendezvous import MAX_RUNS, RecordServer, Rendezvous, serve_rendezvous
 from outer.membership.rendezvous_link import RendezvousLink
 from outer.membership.tcp import RENDEZVOUS, TcpMembership, dial, listen, open_membership
 from outer.network.endpoints import Endpoint, Traffic
 from outer.network.messages import parse
 from outer.network.rpc import StreamMessenger
+from outer.network.run_key import PeerAuth
 from tests.outer.membership.test_membership import wait_for
-from tests.outer.nets import ROOT, A, B, C, Swarm, member, run
-
-IDENTITY = "abcdef0123456789"
+from tests.outer.nets import ROOT, A, B, C, Swarm, key_of, member, run
 
 
 class Bootstrap:
@@ -67,7 +65,8 @@ async def open_memberships(*members: tuple[str, list[str]], run_id: str = "run")
     found: list[TcpMembership] = []
     try:
         for island, addresses in members:
-            found.append(await open_membership(addresses, run_id, Endpoint(island, 0), 1.5, 10))
+            auth = PeerAuth(island=key_of(island))
+            found.append(await open_membership(addresses, run_id, Endpoint(island, 0), 1.5, 10, auth))
         yield found
     finally:
         for membership in found:
@@ -177,10 +176,10 @@ def test_a_rendezvous_that_comes_back_empty_is_not_believed_at_once(caplog):
 
 def test_another_process_at_the_same_address_is_noticed_without_a_loss():
     link = RendezvousLink("tcp://127.0.0.1:1", grace_seconds=60)
-    link.on_answer(Records(server="1", digest="aa", records={"b": member("b").model_dump_json()}, has_config=True))
-    link.on_answer(Records(server="1", digest="bb", records={"c": member("c").model_dump_json()}, has_config=True))
+    link.on_answer(Records(server="1", digest="aa", records={}, has_config=True), {"b": member("b")})
+    link.on_answer(Records(server="1", digest="bb", records={}, has_config=True), {"c": member("c")})
     assert link.known() == {"c": member("c")}
-    link.on_answer(Records(server="2", digest="cc", records={}, has_config=False))
+    link.on_answer(Records(server="2", digest="cc", records={}, has_config=False), {})
     assert link.known() == {"c": member("c")}
     assert link.wake.is_set()
 
@@ -232,13 +231,13 @@ def test_a_restarted_island_takes_its_place_at_once_and_its_old_process_does_not
         with rendezvous(1) as (server,):
             at = [server.address]
             async with open_memberships(("a", at), ("a", at), ("b", at)) as (old, new, other):
-                first = member("a", "11111111", identity=IDENTITY)
-                second = member("a", "22222222", identity=IDENTITY, round=3)
+                first = member("a", "11111111")
+                second = member("a", "22222222", round=3)
                 await old.announce(first)
                 await wait_for(other.members, {"a": first})
                 await new.announce(second)
                 await wait_for(other.members, {"a": second})
-                old.update(member("a", "11111111", identity=IDENTITY, round=9))
+                old.update(member("a", "11111111", round=9))
                 await wait_for(refused, True)
                 await old.leave()
                 assert await other.members() == {"a": second}
@@ -255,7 +254,6 @@ def test_an_island_that_falls_silent_expires():
                 await wait_for(b.members, {"a": member("a"), "b": member("b")})
                 await a.close()
                 await wait_for(b.members, {"b": member("b")})
-                await b.announce(member("a", "33333333"))
 
     run(main())
 
@@ -264,8 +262,11 @@ async def ask(server: RecordServer, kind: str, body: bytes) -> bytes:
     return await server.handlers[kind](Endpoint("x", 0), body)
 
 
-def announcement(name: str, run_id: str = "run", seconds: float = 60, **changes: Any) -> bytes:
-    return Announcement(run=run_id, member=member(name, **changes), life_seconds=seconds).model_dump_json().encode()
+def announcement(name: str, run_id: str = "run", time_ms: int = 1, **changes: Any) -> bytes:
+    """An island's announcement, signed with the key that it claims or, with `signed_by`, with that of another."""
+    signed_by = changes.pop("signed_by", name)
+    record = sign_record(key_of(signed_by), run_id, member(name, **changes), time_ms)
+    return Announcement(run=run_id, record=record, life_seconds=60).encode()
 
 
 def make_record(**fields: Any) -> bytes:
@@ -282,7 +283,8 @@ MALFORMED = [
     ("announce", make_record(life_seconds=0)),
     ("announce", make_record(life_seconds="NaN")),
     ("announce", make_record(extra=1)),
-    ("beat", make_record(member={"island": "a"})),
+    ("beat", make_record(record={"text": "{}", "time": 1, "signature": "0" * 128})),
+    ("beat", announcement("a", signed_by="b")),
     ("members", b'{"run": 1}'),
     ("members", b'{"run": "run", "seen": "not hex"}'),
     ("publish", json.dumps({"run": "run", "text": "x" * (1 << 16) + "x"}).encode()),
@@ -323,7 +325,7 @@ def test_a_run_takes_so_many_records_and_no_more():
             await ask(server, "announce", announcement(f"island-{number}"))
         with pytest.raises(MessageError, match="takes"):
             await ask(server, "announce", announcement("one-more"))
-        await ask(server, "beat", announcement("island-3", round=5))
+        await ask(server, "beat", announcement("island-3", time_ms=2, round=5))
         await ask(server, "announce", announcement("one-more", run_id="another"))
 
     run(main())
@@ -337,7 +339,7 @@ def test_a_run_takes_so_many_bytes_and_no_more(monkeypatch):
         await ask(server, "announce", announcement("a", control_addresses=["x" * 2000]))
         with pytest.raises(MessageError, match="4096 per run"):
             await ask(server, "announce", announcement("b", control_addresses=["x" * 2000]))
-        await ask(server, "announce", announcement("a", control_addresses=["x" * 3000]))
+        await ask(server, "announce", announcement("a", time_ms=2, control_addresses=["x" * 3000]))
 
     run(main())
 
@@ -361,11 +363,12 @@ def test_a_rendezvous_serves_so_many_live_runs_and_forgets_the_dead_first():
 def test_records_of_a_hostile_rendezvous_are_checked():
     good = member("a")
     records = {
-        "a": good.model_dump_json(),
-        "b": good.model_dump_json(),
-        "c": "{}",
-        "d": member("d").model_dump_json() * 2,
-        "e": "\x00",
+        "a": sign_record(key_of("a"), "run", good, 1).model_dump(),
+        "b": sign_record(key_of("a"), "run", good, 1).model_dump(),
+        "c": {"text": "{}", "time": 1, "signature": "0" * 128},
+        "d": sign_record(key_of("d"), "another", member("d"), 1).model_dump(),
+        "e": sign_record(key_of("a"), "run", member("e"), 1).model_dump(),
+        "f": sign_record(key_of("f"), "run", member("f"), 1).model_dump() | {"time": 2},
     }
 
     async def members(source: Endpoint, body: bytes) -> bytes:
@@ -398,6 +401,6 @@ def test_a_rendezvous_that_answers_nonsense_is_as_good_as_none():
 
 
 def test_an_announcement_is_the_same_after_the_wire():
-    whole = Announcement(run="run", member=member("a", round=3), life_seconds=5.0)
+    whole = Announcement(run="run", record=sign_record(key_of("a"), "run", member("a"), 5), life_seconds=5.0)
     assert parse(Announcement, whole.model_dump_json().encode()) == whole
-    assert isinstance(whole.member, Member)
+    assert open_record("run", whole.record) == member("a")

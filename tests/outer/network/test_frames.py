@@ -8,8 +8,19 @@ from hypothesis import strategies as st
 
 from outer.errors import MessageError
 from outer.network.endpoints import Endpoint, Leg, Tag, Traffic
-from outer.network.frames import HEADER_BYTES, FrameStream, Header, Kind, hash_names, pack_header, parse_header, view_of
+from outer.network.frames import (
+    HEADER_BYTES,
+    MAX_HELLO_BYTES,
+    FrameStream,
+    Header,
+    Kind,
+    hash_names,
+    pack_header,
+    parse_header,
+    view_of,
+)
 from outer.network.handshake import read_hello, say_hello
+from outer.network.run_key import PeerAuth
 
 RUN = hash_names("run", "bulk")
 HEADER = Header(Kind.PAYLOAD, 2, Tag(7, 1, Leg.GATHER, 5), 9, 1000)
@@ -66,7 +77,7 @@ def test_a_stream_of_random_bytes_ends_in_a_message_or_connection_error(raw):
         reader.feed_data(raw)
         reader.feed_eof()
         with pytest.raises((MessageError, ConnectionError)):
-            await read_hello(stream, Endpoint("b", 0))
+            await read_hello(stream, Endpoint("b", 0), PeerAuth())
         with pytest.raises((MessageError, ConnectionError)):
             while True:
                 await stream.read(1 << 20)
@@ -95,20 +106,21 @@ def test_a_frame_arrives_as_it_was_sent_and_both_sides_count_it(num_bytes):
 
         async def accept(reader, writer):
             stream = FrameStream(reader, writer, RUN, received)
-            arrived.set_result((await read_hello(stream, Endpoint("b", 0)), await stream.read(num_bytes)))
+            arrived.set_result((await read_hello(stream, Endpoint("b", 0), PeerAuth()), await stream.read(num_bytes)))
             stream.close()
 
         server = await asyncio.start_server(accept, "127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         stream = FrameStream(reader, writer, RUN, sent)
-        await say_hello(stream, Endpoint("a", 3), "epoch")
+        await say_hello(stream, Endpoint("a", 3), PeerAuth(), "epoch")
         header = Header(Kind.PAYLOAD, 3, HEADER.tag, num_bytes=num_bytes)
         await stream.write(header, view_of(payload))
         hello, (got, body) = await asyncio.wait_for(arrived, 10)
         assert hello == (Endpoint("a", 3), "epoch")
         assert got == header
         assert torch.equal(body, payload)
-        assert sent.bytes_sent == received.bytes_received == 2 * HEADER_BYTES + len("a\nepoch") + num_bytes
+        assert sent.bytes_sent == received.bytes_received
+        assert 0 < sent.bytes_sent - num_bytes - 3 * HEADER_BYTES < 2 * MAX_HELLO_BYTES
         stream.close()
         server.close()
 

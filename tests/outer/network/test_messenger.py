@@ -6,8 +6,9 @@ from outer.errors import DeadlineError, InputError, MessageError, PeerLost
 from outer.network import rpc as calls
 from outer.network.endpoints import Endpoint, Traffic
 from outer.network.frames import HEADER_BYTES, FrameStream, Header, Kind, hash_names, pack_header
-from outer.network.handshake import say_hello
-from tests.outer.nets import KINDS, A, B, run, swarm
+from outer.network.handshake import Hello, say_hello
+from outer.network.run_key import PeerAuth
+from tests.outer.nets import KINDS, A, B, key_of, run, swarm
 
 all_kinds = pytest.mark.parametrize("kind", KINDS)
 B1 = Endpoint("b", 1)
@@ -203,7 +204,7 @@ def test_calls_of_another_run_are_not_answered(kind):
     run(main())
 
 
-@pytest.mark.parametrize("raw", [b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(100), b"DLCO" + bytes(100)])
+@pytest.mark.parametrize("raw", [b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(100), b"DLCX" + bytes(100)])
 def test_a_stranger_that_talks_nonsense_is_dropped(raw):
     async def main() -> None:
         async with swarm("gloo") as place:
@@ -225,7 +226,7 @@ def test_a_malformed_call_ends_its_connection(message):
             host, _, port = a.messenger.address.partition(":")
             reader, writer = await asyncio.open_connection(host, int(port))
             stream = FrameStream(reader, writer, hash_names("run", "control"), Traffic())
-            await say_hello(stream, B)
+            await say_hello(stream, B, PeerAuth())
             await stream.write(Header(Kind.CALL, num_bytes=len(message)), message)
             assert await _read_to_end(reader) == b""
             stream.close()
@@ -233,26 +234,25 @@ def test_a_malformed_call_ends_its_connection(message):
     run(main())
 
 
-HELLO = pack_header(Header(Kind.HELLO, 0, num_bytes=3), hash_names("run", "control")) + b"b\n1"
+RUN = hash_names("run", "control")
+WORDS = Hello(island="b", key=key_of("b").public, share="2" * 64, has_run_key=False).encode()
+HELLO = pack_header(Header(Kind.HELLO, 0, num_bytes=len(WORDS)), RUN) + WORDS
 
 
 @pytest.mark.parametrize(
     ("raw", "peer", "kind", "text"),
     [
-        (bytes(HEADER_BYTES), "127.0.0.1", "header", "not a frame of version 1"),
-        (b"DLCO\x02" + HELLO[5:], "127.0.0.1", "header", "begins with 444c434f02"),
+        (bytes(HEADER_BYTES), "127.0.0.1", "header", "not a frame of diloco: it begins with 0000"),
+        (b"DLCO\x01" + HELLO[5:], "127.0.0.1", "version", "a frame of version 1, and this island speaks version 2"),
         (HELLO[:6] + bytes(8) + HELLO[14:], "127.0.0.1", "run", "another run"),
-        (HELLO[:-3] + b"../", "127.0.0.1", "header", "'../', which is not an island's name"),
-        (HELLO[:-11] + (600).to_bytes(8) + bytes(600), "127.0.0.1", "size", "600 bytes, at most 512"),
+        (HELLO.replace(b'"b"', b'"/"'), "127.0.0.1", "header", "not a Hello: island"),
+        (pack_header(Header(Kind.HELLO, 0, num_bytes=2000), RUN) + bytes(2000), "127.0.0.1", "size", "2000 bytes, at"),
+        (pack_header(Header(Kind.CALL, 0), RUN), "127.0.0.1", "header", "begins with CALL, HELLO expected"),
+        (HELLO, "b/0 at 127.0.0.1", "none", ""),
         (HELLO + b"DLCO", "b/0 at 127.0.0.1", "truncated", "within a header"),
         (HELLO[:-1], "127.0.0.1", "truncated", "within a frame"),
-        (HELLO + HELLO, "b/0 at 127.0.0.1", "header", "HELLO, CALL expected"),
-        (
-            HELLO + pack_header(Header(Kind.CALL, num_bytes=1 << 40), hash_names("run", "control")),
-            "b/0 at 127.0.0.1",
-            "size",
-            "1099511627776 bytes, at most",
-        ),
+        (HELLO + HELLO, "b/0 at 127.0.0.1", "key", "answers a challenge with HELLO"),
+        (HELLO.replace(b"2" * 64, b"0" * 64), "b/0 at 127.0.0.1", "key", "weak share"),
     ],
 )
 def test_what_is_refused_is_counted_with_peer_and_reason(raw, peer, kind, text):
@@ -264,8 +264,35 @@ def test_what_is_refused_is_counted_with_peer_and_reason(raw, peer, kind, text):
             writer.write(raw)
             writer.write_eof()
             await _read_to_end(reader)
+            expected = [] if kind == "none" else [(peer, kind, 1)]
+            found = a.rejections.drain()
+            assert [(its_peer, its_kind, count) for its_peer, its_kind, _, count in found] == expected
+            assert all(text in its_text for _, _, its_text, _ in found)
+            writer.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind", "text"),
+    [
+        (b"DLCO", "truncated", "within a header"),
+        (pack_header(Header(Kind.CALL, num_bytes=1 << 40), RUN), "size", "1099511627776 bytes, at most"),
+        (pack_header(Header(Kind.CALL, num_bytes=2), RUN) + b"\x01a" + bytes(16), "forged", "altered"),
+    ],
+)
+def test_what_is_refused_after_the_handshake_is_counted_with_peer_and_reason(raw, kind, text):
+    async def main() -> None:
+        async with swarm("gloo") as place:
+            a = await place.open(A)
+            host, _, port = a.messenger.address.partition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            await say_hello(FrameStream(reader, writer, RUN, Traffic()), B, PeerAuth())
+            writer.write(raw)
+            writer.write_eof()
+            await _read_to_end(reader)
             ((its_peer, its_kind, its_text, count),) = a.rejections.drain()
-            assert (its_peer, its_kind, count) == (peer, kind, 1)
+            assert (its_peer, its_kind, count) == ("b/0 at 127.0.0.1", kind, 1)
             assert text in its_text
             writer.close()
 

@@ -11,10 +11,9 @@ from outer.errors import InputError, MessageError, PeerLost
 from outer.membership.rendezvous import serve_rendezvous
 from outer.network.endpoints import Endpoint
 from outer.network.frames import HEADER_BYTES, Kind
-from outer.network.handshake import Handshake
 from outer.network.rejections import MAX_ENTRIES, OTHERS, Rejections
 from outer.network.run_key import MAC_BYTES, RunKey, read_run_key, seal, unseal
-from tests.outer.nets import A, B, Swarm, connect, member, payload, run, swarm, tag
+from tests.outer.nets import A, B, Swarm, connect, key_of, member, payload, run, swarm, tag
 
 KEY, OTHER = RunKey(b"k" * 32), RunKey(b"o" * 32)
 real_kinds = pytest.mark.parametrize("kind", ["gloo", "hivemind"])
@@ -25,10 +24,9 @@ async def open_network_with(place: Swarm, me: Endpoint, **changes) -> Network:
     """Open a network of the swarm with other settings. With gloo its rendezvous holds its key."""
     rendezvous = serve_rendezvous("127.0.0.1", 0, changes.get("run_key")) if place.kind == "gloo" else None
     bootstrap = [rendezvous.address] if rendezvous else place.bootstrap
+    own = {"island_key": key_of(me.island), "connect_seconds": 20} | changes
     try:
-        network = await open_network(
-            place.kind, NetworkSettings("run", me.island, me.rank, bootstrap, connect_seconds=20, **changes)
-        )
+        network = await open_network(place.kind, NetworkSettings("run", me.island, me.rank, bootstrap, **own))
     finally:
         if rendezvous:  # these tests need the rendezvous only to open the network
             await asyncio.to_thread(rendezvous.close)
@@ -95,21 +93,6 @@ def test_a_sealed_record_opens_with_its_key_and_purpose_alone():
     ]:
         with pytest.raises(MessageError, match="seal"):
             unseal(key, purpose, raw)
-
-
-def test_a_proof_is_of_one_side_of_one_connection():
-    about = (b"run", A, B, "group", bytes(32))
-    others = [
-        (OTHER, *about),
-        (KEY, b"another", *about[1:]),
-        (KEY, b"run", B, A, *about[3:]),
-        (KEY, *about[:3], "another", bytes(32)),
-        (KEY, *about[:4], bytes(31) + b"1"),
-    ]
-    handshake = Handshake(KEY, *about)
-    assert handshake.is_proved("dialer", Handshake(KEY, *about).proof("dialer"))
-    assert not handshake.is_proved("dialer", handshake.proof("acceptor"))
-    assert not any(handshake.is_proved("dialer", Handshake(*other).proof("dialer")) for other in others)
 
 
 @real_kinds

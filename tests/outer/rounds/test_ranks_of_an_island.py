@@ -17,6 +17,7 @@ from outer.space.ranks import RankGroup
 from outer.transports.loopback import Hub
 from tests.harness import run_ranks
 from tests.outer.islands import GUARD_SECONDS, FakeParams, Held, Island, Wrap, fails_in, identity_of, tensors
+from tests.outer.nets import key_of
 from tests.outer.streams import Stream, layered
 from tests.outer.test_loop import TOKENS, assert_equal, reference
 
@@ -52,7 +53,7 @@ def on_island(
     groups = [dist.new_group([1, 2]) for _ in range(2)]
     name, rank, ranks = ("a", 0, RankGroup()) if process == 0 else ("b", process - 1, RankGroup(*groups))
     loop = EventLoopThread()
-    settings = NetworkSettings(run_id="run", island=name, rank=rank, bootstrap=[address])
+    settings = NetworkSettings(run_id="run", island=name, rank=rank, island_key=key_of(name), bootstrap=[address])
     network = loop.run(open_network("gloo", settings), GUARD_SECONDS)
     if process == 2 and fault is not None:
         network.transport = fault(Hub(), network.transport)

@@ -8,13 +8,14 @@ import torch
 
 from outer.connect import Network, NetworkSettings, open_network
 from outer.errors import DeadlineError, InputError, MessageError, PeerLost, TransportError
+from outer.identity.known_names import KnownNames
 from outer.membership.hivemind import open_messenger
 from outer.network.endpoints import Endpoint, Tag, Traffic
 from outer.network.run_key import PeerAuth, RunKey
 from outer.transports.base import Transport
 from outer.transports.hivemind_daemon import DaemonSettings, start_daemon
 from outer.transports.sealed import SealedTransport
-from tests.outer.nets import A, B, C, payload, run, swarm, tag
+from tests.outer.nets import A, B, C, key_of, payload, run, swarm, tag
 
 
 def test_a_stream_that_claims_another_island_is_dropped():
@@ -50,24 +51,34 @@ class Tampered:
 KEY = RunKey(b"k" * 32)
 
 
+def auth_of(island: str, key: RunKey = KEY) -> PeerAuth:
+    """What an island of the run knows: its own key, and whom the names a, b and c belong to."""
+    names = KnownNames()
+    names.adopt({name: key_of(name).public for name in "abc"})
+    return PeerAuth(key, island=key_of(island), names=names)
+
+
 @pytest.mark.parametrize(
-    ("key", "run_id", "sender", "change"),
+    ("key", "run_id", "sender", "island", "change"),
     [
-        (RunKey(b"o" * 32), "run", A, lambda p: p),
-        (KEY, "another", A, lambda p: p),
-        (KEY, "run", C, lambda p: p),
-        (KEY, "run", A, lambda p: torch.cat([p[:-1], p[-1:] ^ 1])),
-        (KEY, "run", A, lambda p: torch.cat([p[:1] ^ 1, p[1:]])),
-        (KEY, "run", A, torch.zeros_like),
+        (RunKey(b"o" * 32), "run", A, "", lambda p: p),
+        (KEY, "another", A, "", lambda p: p),
+        (KEY, "run", C, "", lambda p: p),
+        (KEY, "run", A, "c", lambda p: p),  # another member of the run
+        (KEY, "run", A, "", lambda p: torch.cat([p[:-1], p[-1:] ^ 1])),
+        (KEY, "run", A, "", lambda p: torch.cat([p[:1] ^ 1, p[1:]])),
+        (KEY, "run", A, "", torch.zeros_like),
     ],
 )
 @pytest.mark.parametrize("num_bytes", [1, 2 << 20])
-def test_a_sealed_payload_that_is_not_the_senders_is_refused_by_name(key, run_id, sender, change, num_bytes):
+def test_a_sealed_payload_that_is_not_the_senders_is_refused_by_name(key, run_id, sender, island, change, num_bytes):
     async def main() -> None:
         async with swarm("loopback") as place:
             a, b = await place.connect(A, B)
-            sending = SealedTransport(Tampered(a.transport, change), PeerAuth(key), run_id, sender)
-            receiving = SealedTransport(b.transport, PeerAuth(KEY), "run", B)
+            sending = SealedTransport(
+                Tampered(a.transport, change), auth_of(island or sender.island, key), run_id, sender
+            )
+            receiving = SealedTransport(b.transport, auth_of("b"), "run", B)
             await sending.send(B, tag(0), payload(num_bytes))
             with pytest.raises(MessageError, match="payload of a/0 that was altered"):
                 await receiving.recv(A, tag(0), num_bytes)
@@ -79,7 +90,7 @@ def test_a_sealed_payload_of_another_group_or_tag_is_refused():
     async def main() -> None:
         async with swarm("loopback") as place:
             a, b = await place.open(A), await place.open(B)
-            sealed = {e: SealedTransport(n.transport, PeerAuth(KEY), "run", e) for e, n in ((A, a), (B, b))}
+            sealed = {e: SealedTransport(n.transport, auth_of(e.island), "run", e) for e, n in ((A, a), (B, b))}
             taken: list[torch.Tensor] = []
             sealed[A]._inner = Tampered(a.transport, lambda p: taken.append(p) or p)
             for epoch, again in (("1", tag(1)), ("2", tag(0))):
@@ -98,9 +109,7 @@ def test_peers_that_are_not_allowed_are_closed_before_they_are_heard():
     async def main() -> None:
         async with swarm("hivemind", connect_seconds=5) as place:
             a, b = await place.open(A), await place.open(B)
-            settings = NetworkSettings("run", "c", 0, place.bootstrap, allow=[_peer_id(a)], connect_seconds=5)
-            c = await open_network("hivemind", settings)
-            place.networks.append(c)
+            c = await place.open(C, allow=[_peer_id(a)])
             for network in (a, b, c):
                 network.messenger.serve("echo", _echo)
             assert await a.messenger.call(c.messenger.address, "echo", b"ab", timeout_seconds=10) == b"ab"
@@ -119,13 +128,19 @@ def test_peers_that_are_not_allowed_are_closed_before_they_are_heard():
 
 @pytest.mark.parametrize("peer_id", ["", "a", "/p2p/x", "12D3KooWBwgvuKTmfupyVkL18t78A1kTvu9HtfSfwbs1iUCnSVy"])
 def test_a_malformed_peer_id_in_the_allow_list_is_the_users_mistake(peer_id):
-    with pytest.raises(InputError, match=r"island\.allow: .* is not a libp2p peer id"):
+    with pytest.raises(InputError, match=r"island\.allow: .* nor a libp2p peer id"):
         run(open_network("hivemind", NetworkSettings("run", "a", 0, allow=[peer_id])))
 
 
-@pytest.mark.parametrize("changes", [{"allow": ["x"]}, {"relay": "client"}])
-def test_what_only_libp2p_can_do_is_refused_elsewhere(changes):
-    with pytest.raises(InputError, match=r"island\.allow, island\.relay: .*use hivemind"):
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"allow": ["x"]}, r"island\.allow: 'x' is not an island's key"),
+        ({"relay": "client"}, r"island\.relay: .*use hive"),
+    ],
+)
+def test_what_only_libp2p_can_do_is_refused_elsewhere(changes, text):
+    with pytest.raises(InputError, match=text):
         run(open_network("gloo", NetworkSettings("run", "a", 0, ["tcp://127.0.0.1:1"], **changes)))
 
 

@@ -1,0 +1,64 @@
+"""Signatures of the values in hivemind's DHT. Every DHT node of a run, and every bootstrap peer, checks them.
+
+A value belongs to the island key in its subkey, `<name>@<public key>`, and is followed by that key's signature over
+where it lies, what it says and when it expires. So nobody can replace, prolong or remove another's value, and as the
+DHT keeps the value that expires last, no old one comes back. Values without an owner are not stored at all.
+"""
+
+import re
+import struct
+
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.utils.serializer import MSGPackSerializer
+from hivemind.utils.timed_storage import get_dht_time
+
+from outer.identity.island_key import PUBLIC_KEY, SIGNATURE_BYTES, IslandKey, verify
+from outer.network.endpoints import ISLAND_NAME
+
+MAX_AHEAD_SECONDS = 300.0
+"""A value may expire at most this long from now, so that nothing stays for good."""
+PURPOSE = "value in the DHT"
+_SUBKEY = re.compile(f"({ISLAND_NAME})@({PUBLIC_KEY})")
+
+
+class OwnedRecords(RecordValidatorBase):
+    """Signs this node's own values, and refuses those of others that their owners have not signed."""
+
+    def __init__(self, key: IslandKey) -> None:
+        self._key = key
+
+    def validate(self, record: DHTRecord) -> bool:
+        found = _parse_bytes(record.subkey)
+        if found is None or record.expiration_time > get_dht_time() + MAX_AHEAD_SECONDS:
+            return False
+        value, signature = record.value[:-SIGNATURE_BYTES], record.value[-SIGNATURE_BYTES:]
+        return verify(found[1], PURPOSE, _signed_bytes(record, value), signature)
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        return record.value + self._key.sign(PURPOSE, _signed_bytes(record, record.value))
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        return record.value[:-SIGNATURE_BYTES]
+
+
+def make_subkey(name: str, key: IslandKey) -> str:
+    """The subkey of this island's own value under a name."""
+    return f"{name}@{key.public}"
+
+
+def parse_subkey(subkey: object) -> tuple[str, str] | None:
+    """Name and owner's public key in a subkey, or None if it is no such subkey."""
+    found = _SUBKEY.fullmatch(subkey) if isinstance(subkey, str) else None
+    return (found[1], found[2]) if found else None
+
+
+def _parse_bytes(subkey: bytes) -> tuple[str, str] | None:
+    try:
+        return parse_subkey(MSGPackSerializer.loads(subkey))
+    except Exception:  # noqa: BLE001 - bytes from a peer; the parser raises errors of many types
+        return None
+
+
+def _signed_bytes(record: DHTRecord, value: bytes) -> bytes:
+    lengths = struct.pack("!QQd", len(record.key), len(record.subkey), record.expiration_time)
+    return lengths + record.key + record.subkey + value
