@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -30,6 +31,8 @@ class Peers:
         """Control addresses from the islands' own messages, used before those in their records, by island."""
         self._gone: dict[str, str] = {}
         """Incarnations that have left, by island. Their records may remain visible for a while."""
+        self.check_freeze: Callable[[], None] = lambda: None
+        """Counts a freeze of this process in `deadlines`. The failure detector sets it."""
         self._notices: set[asyncio.Task[None]] = set()
 
     async def refresh(self) -> bool:
@@ -60,6 +63,7 @@ class Peers:
         """Call the island's leader, twice if the connection breaks. Raises PeerLost, DeadlineError or MessageError."""
         for is_last in (False, True):
             addresses, started = self.addresses(island), asyncio.get_running_loop().time()
+            num_freezes = self.deadlines.num_freezes
             if not addresses:
                 raise PeerLost(island, "its address is not known")
             try:
@@ -70,7 +74,8 @@ class Peers:
                 if is_last:
                     raise
             else:
-                self.deadlines.observe("call", asyncio.get_running_loop().time() - started)
+                self.check_freeze()
+                self.deadlines.observe("call", asyncio.get_running_loop().time() - started, num_freezes)
                 return reply
         raise AssertionError("the last try returns or raises")
 

@@ -8,20 +8,34 @@ SPREAD = 8.0
 FLOORS = {"reduce": 10.0, "call": 3.0, "grace": 3.0}
 """Least margin of a limit over the median, in seconds, by kind of wait."""
 DEFAULT_FLOOR_SECONDS = 10.0
+MAX_SECONDS = {"call": 10.0}
+"""Upper bound of any limit, by kind of wait."""
+MAX_GROWTH = 2.0
+"""A limit is at most this many times the longest wait that succeeded, plus its margin."""
 MAX_FIRST_SECONDS = {"call": 5.0}
 """Upper bound of `initial_seconds`, the limit until three waits of a kind have been measured, by kind."""
 
 
 class Deadlines:
-    """Limits for waits, by kind: median + max(floor, SPREAD x MAD) of the last `history` waits."""
+    """Limits for waits, by kind: median + max(floor, SPREAD x MAD) of the last `history` waits.
+
+    A wait in which this process stood still has measured the freeze, and is thrown away: see `num_freezes`.
+    """
 
     def __init__(self, initial_seconds: float, history: int = 32) -> None:
         self.initial_seconds = initial_seconds
         self._history = history
         self._measured: dict[str, deque[float]] = {}
+        self.num_freezes = 0
+        """Freezes of this process so far. The failure detector counts them."""
 
-    def observe(self, kind: str, seconds: float) -> None:
-        """Record the duration of a successful wait."""
+    def observe(self, kind: str, seconds: float, num_freezes: int | None = None) -> None:
+        """Record the duration of a successful wait, unless there are more than `num_freezes` by now.
+
+        `num_freezes`: the value of that attribute when the wait began.
+        """
+        if num_freezes is not None and num_freezes != self.num_freezes:
+            return
         self._measured.setdefault(kind, deque(maxlen=self._history)).append(seconds)
 
     def typical(self, kind: str) -> float | None:
@@ -34,8 +48,10 @@ class Deadlines:
         middle = self.typical(kind)
         if middle is None:
             return min(self.initial_seconds, MAX_FIRST_SECONDS.get(kind, self.initial_seconds))
-        deviation = median(abs(m - middle) for m in self._measured[kind])
-        return middle + max(FLOORS.get(kind, DEFAULT_FLOOR_SECONDS), SPREAD * deviation)
+        measured, floor = self._measured[kind], FLOORS.get(kind, DEFAULT_FLOOR_SECONDS)
+        deviation = median(abs(m - middle) for m in measured)
+        limit = min(middle + max(floor, SPREAD * deviation), MAX_GROWTH * max(measured) + floor)
+        return min(limit, MAX_SECONDS.get(kind, limit))
 
     def grace(self, num_waiting: int, num_absent: int = 1) -> float:
         """Time that `num_waiting` islands wait for `num_absent` islands that live but are not ready, in seconds.

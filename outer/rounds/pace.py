@@ -27,6 +27,8 @@ class Pace:
         self._step_seconds: dict[str, float] = {}
         """Step time of each participant of the last plan, as it reported it."""
         self._committed_at: float | None = None
+        self._num_freezes = 0
+        """Freezes of this process before that commit."""
         self._ends_at = inf
         """Time of `now` at which the inner steps of a timed round end."""
 
@@ -67,8 +69,8 @@ class Pace:
         self._step_seconds = {p.island: p.step_seconds for p in plan.participants}
         now = time.monotonic()
         if self._committed_at is not None:
-            self.deadlines.observe("round", now - self._committed_at)
-        self._committed_at = now
+            self.deadlines.observe("round", now - self._committed_at, self._num_freezes)
+        self._committed_at, self._num_freezes = now, self.deadlines.num_freezes
 
     def interrupt(self) -> None:
         """Forget the time of the last commit: this island has taken a state, so its next round is not a whole one."""
