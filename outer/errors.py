@@ -5,6 +5,7 @@ OuterError            a failed round
   TransportError      the network; the round is aborted and training continues
     PeerLost
     DeadlineError
+      StalledError    a reduce that only one island holds up
     MessageError
       PoisonError     a payload that would put inf or nan into a mean
   NonFiniteError      a tensor to be encoded holds inf or nan
@@ -37,6 +38,14 @@ class PeerLost(TransportError):
 
 class DeadlineError(TransportError):
     """A wait exceeded its deadline."""
+
+
+class StalledError(DeadlineError):
+    """A reduce did not end in time, and only the payloads of island `peer` are missing."""
+
+    def __init__(self, peer: str, limit_seconds: float) -> None:
+        super().__init__(f"the reduce took longer than {limit_seconds:.0f} s, and waits only for island {peer!r}")
+        self.peer = peer
 
 
 class MessageError(TransportError):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from outer.agreement.messages import Plan, Vote
-from outer.errors import MessageError, TransportError
+from outer.errors import MessageError, StalledError, TransportError
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Endpoint
 from outer.network.messages import parse
@@ -50,7 +50,10 @@ class Attempts:
         await self._disconnect()
         if is_done and error is not None:
             raise error
-        raise TransportError(self.find_no_vote(plan) or f"the reduce took longer than {limit:.0f} s")
+        stalled_by, cause = self.reducer.stalled_by, self.find_no_vote(plan)
+        if stalled_by is not None and cause is None:
+            raise StalledError(stalled_by, limit)
+        raise TransportError(cause or f"the reduce took longer than {limit:.0f} s")
 
     async def drop(self) -> None:
         """Disconnect. Every rank calls this after an attempt that did not commit: some participants may have left."""

@@ -70,6 +70,8 @@ class Reducer:
         self._rank = _CarrierRank(transport, payloads, space, me, hooks, config)
         self.last_means: dict[int, tuple[int, Mapping[int, Mean]]] = {}
         """Last committed round and its means, by fragment. Kept only if the merge or a filter needs them."""
+        self._awaited: Counter[tuple[Leg, str]] = Counter()
+        """Payloads that the last attempt had not received when it ended, by leg and island."""
         self.filtered: dict[str, int] = {}
         """Parts that this rank reduced in the last attempt and that left an island out, counted by island."""
 
@@ -93,6 +95,17 @@ class Reducer:
         self.filters.clear()
         self.last_means.clear()
 
+    @property
+    def stalled_by(self) -> str | None:
+        """The island that alone held up the last attempt, as far as this rank saw it, or None.
+
+        A mean that is missing says little: its reducer may wait for others. So payloads to be reduced count first.
+        """
+        for leg in (Leg.REDUCE, Leg.GATHER):
+            if islands := {island for (of, island), count in self._awaited.items() if of is leg and count}:
+                return min(islands) if len(islands) == 1 else None
+        return None
+
     async def run(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, Mean]:
         """The mean of each part that this rank carries. An observer passes {}. The caller must set a time limit.
 
@@ -110,7 +123,7 @@ class Reducer:
         attempt = _Attempt(self._rank, plan, last, self.filters.begin(plan.round, plan.names))
         for feedback in self.feedbacks:
             feedback.drop()
-        self.filtered = attempt.filtered
+        self.filtered, self._awaited = attempt.filtered, attempt.awaited
         self._rank.hooks.reached("send", plan.round)
         started: dict[int, asyncio.Task[Mean]] = {}
         window: deque[int] = deque()
@@ -136,6 +149,7 @@ class _Attempt:
         self._transport, self._payloads, self._space, self._me = rank.transport, rank.payloads, rank.space, rank.me
         self._hooks, self._config, self._plan, self._last, self._filters = rank.hooks, rank.config, plan, last, filters
         self.filtered: Counter[str] = Counter()
+        self.awaited: Counter[tuple[Leg, str]] = Counter()
         self._reached: set[Phase] = set()
         self._merge = build_merge(rank.config)
         self._tokens = [p.weight for p in plan.contributors]
@@ -229,7 +243,10 @@ class _Attempt:
 
     async def _receive(self, island: str, leg: Leg, part: int) -> torch.Tensor:
         num_bytes = self._payloads.num_bytes(part, of_mean=leg is Leg.GATHER)
-        return await self._transport.recv(self._endpoint(island, part), self._tag(leg, part), num_bytes)
+        self.awaited[leg, island] += 1
+        payload = await self._transport.recv(self._endpoint(island, part), self._tag(leg, part), num_bytes)
+        self.awaited[leg, island] -= 1  # Not if it fails or is cancelled: then it is still missing.
+        return payload
 
     def _reach(self, phase: Phase) -> None:
         if phase not in self._reached:
