@@ -1,13 +1,34 @@
 """Settings of the outer loop on one island, and its reports on each attempt at a round."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from outer.errors import OuterError
 from outer.hooks import NO_HOOKS, Hooks
 from outer.leases.ranges import Ranges, triple
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What an island waits for at the end of a round."""
+
+    round: int
+    phase: Literal["gathering", "voting"]
+    seconds: float
+    """How long it has waited."""
+    islands: Mapping[str, str]
+    """Why the round goes on without, or waits for, each of these islands."""
+    cause: str = ""
+    """What else keeps the round from going on, as too few islands."""
+
+    def __str__(self) -> str:
+        islands = "; ".join(f"{name}: {why}" for name, why in sorted(self.islands.items())) or "nobody is missing"
+        return (
+            f"round {self.round}: {self.phase} for {self.seconds:.0f} s; {self.cause}{'; ' * bool(self.cause)}{islands}"
+        )
 
 
 @dataclass(frozen=True)
@@ -27,6 +48,11 @@ class LoopSettings:
     hooks: Hooks = NO_HOOKS
     now: Callable[[], float] = time.monotonic
     """The leader's clock for timed rounds, in seconds."""
+    on_wait: Callable[[Waiting | None], None] = lambda waiting: None
+    """Called every few seconds in which a round makes no progress, and with None when it goes on.
+
+    Only on the leader, and on the event loop's thread, so it must return at once.
+    """
 
 
 @dataclass(frozen=True)

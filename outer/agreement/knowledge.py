@@ -3,8 +3,12 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from outer.agreement.messages import Status
+from outer.agreement.messages import Ready, Status
+from outer.agreement.planner import Gathering
+from outer.agreement.readiness import ReadyTable
 from outer.agreement.rules import Behind, Rules, find_behind
+from outer.agreement.suspicions import MAX_DISSENTS, MAX_TIES, Suspicions, explain_dissent, explain_tie
+from outer.agreement.votes import VoteTable
 
 
 @dataclass
@@ -24,6 +28,12 @@ class Knowledge:
     """Last known status by island."""
     doubted: dict[str, Status] = field(default_factory=dict)
     """Claims to be ahead that could not be made good, by island; see `disbelieve`."""
+
+    own: Ready | None = None
+    """This island's ready message while it takes part in an attempt."""
+    readies: ReadyTable = field(default_factory=ReadyTable)
+    vote_table: VoteTable = field(default_factory=VoteTable)
+    suspicions: Suspicions = field(default_factory=Suspicions)
 
     def add(self, islands: Iterable[str]) -> None:
         """Record islands that are in the run."""
@@ -59,3 +69,45 @@ class Knowledge:
         claim = self.doubted.get(island)
         is_same = claim is not None and (status.rank, status.digest) == (claim.rank, claim.digest)
         return claim is not None and (status.rank > self.status.rank or (is_same and status.rank == self.status.rank))
+
+    # -- what follows for the next plan -------------------------------------------------------------------------
+    @property
+    def next_attempt(self) -> int:
+        """First attempt at this round that no plan with this island's ready message has used."""
+        return self.readies.next_attempt(self.me, self.status.round)
+
+    def pass_over(self, *, is_late: bool) -> str | None:
+        """Wait no longer for the plan of the island that should make one. Returns its name, if it is another."""
+        planner = self.gathering.find_planner(is_late=is_late)
+        if planner in (None, self.me):
+            return None
+        self.suspicions.passed_over |= {planner}
+        return planner
+
+    @property
+    def gathering(self) -> Gathering:
+        """What this island knows about the others while it gathers."""
+        assert self.own is not None, "an island considers plans when it is ready"
+        excluded = self.suspicions.excluded(self.status.round, self.vote_table.votes) if self.awaited else {}
+        return Gathering(
+            self.own,
+            self.status,
+            self.rules,
+            self.awaited,
+            self.reported,
+            self.live,
+            self.readies,
+            excluded,
+            self.suspicions.left_out,
+            self.suspicions.passed_over,
+        )
+
+    def find_end(self) -> str | None:
+        """Why this island cannot go on, because of digests that differ, or None."""
+        here = self.status.rank, self.status.digest
+        same = {name for name, s in self.live.items() if s.is_coming and (s.rank, s.digest) == here}
+        ties = self.suspicions.find_ties(frozenset(same | {self.me}), self.vote_table.votes)
+        if len(ties) >= MAX_TIES:
+            return explain_tie(self.status.round, ties)
+        own = self.suspicions.dissents.get(self.me)
+        return explain_dissent(own.count) if own is not None and own.count >= MAX_DISSENTS else None

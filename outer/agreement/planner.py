@@ -3,15 +3,17 @@
 No island is the permanent leader of the run. Every ready island applies the same rules to what it has received:
 
 1. If another history survives, the island must take that state first (`Behind`).
-2. Islands that hold the same state agree. Accused islands, and islands whose data overlap, are excluded.
+2. Islands that hold the same state agree. Islands whose data overlap, and those that made earlier attempts fail
+   (suspicions.py), are excluded. If nothing can be planned without them (`Hopeless`), they are forgiven.
 3. If fewer islands agree than `Rules.quorum` demands, the island waits or gives up (`TooFew`).
 4. The planner is the first by name of the islands that agree or are still awaited. It fixes the plan when no live
    island is awaited any more. Once the grace period is over, the first by name of the agreeing islands plans at once.
+   A planner that does not plan is passed over.
 
 A lost island is neither counted nor awaited, so when the planner dies, the next island by name takes over.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from outer.agreement.messages import Plan, Ready, Status
@@ -29,6 +31,22 @@ class TooFew:
 
 
 @dataclass(frozen=True)
+class Hopeless:
+    """So many islands are excluded that nothing can be planned. `reasons`: why, by island."""
+
+    reasons: Mapping[str, str]
+    is_everyone: bool
+    """Whether no island is left."""
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """This island must end, because no further attempt can succeed."""
+
+    cause: str
+
+
+@dataclass(frozen=True)
 class Gathering:
     """Knowledge of one ready island about the others while it gathers. See RoundProtocol for the fields."""
 
@@ -41,29 +59,79 @@ class Gathering:
     statuses: Mapping[str, Status]
     """Last known status of the live islands, by island."""
     readies: ReadyTable
-    accused: frozenset[str]
-    """Islands excluded from this round because their payloads could not be used, or because they accuse too many."""
+    excluded: Mapping[str, str]
+    """Islands that are left out because of earlier attempts at this round, with the reason."""
+    left_out: Callable[[int], frozenset[str]] = lambda attempt: frozenset()
+    """Islands whose turn it is to be left out of an attempt because many have failed."""
+    passed_over: frozenset[str] = frozenset()
+    """Islands that should have planned and did not."""
 
-    def decide(self, *, is_late: bool, is_patient: bool) -> Plan | Behind | TooFew | None:
+    def decide(self, *, is_late: bool, is_patient: bool) -> Plan | Behind | TooFew | Hopeless | None:
         """The plan if this island is the planner and may fix it now, a reason against planning, or None to wait.
 
         `is_late`: the grace period is over. `is_patient`: observers still have time to finish their inner steps.
         """
-        me, ready = self.own.island, self.readies.usable(self.own.round, self.live) | {self.own.island: self.own}
-        absent = self._find_absent(ready)
-        if behind := find_behind(me, self.status, self.statuses, is_settled=is_late or not absent):
+        me, absent, agreeing = self.own.island, self.absent, self._find_agreeing()
+        is_settled = is_late or not absent
+        if behind := find_behind(me, self.status, self.statuses, is_settled=is_settled):
             return behind
-        agreeing = self._find_agreeing(ready)
         if me not in agreeing:
             return None  # The others go on without this island. It takes their state afterwards.
-        if too_few := self._check_quorum(agreeing, is_late=is_late):
-            return too_few
-        planner = min(agreeing) if is_late else min(set(agreeing) | absent)
-        if planner != me or (absent and not is_late) or self._is_early(agreeing.values(), is_patient=is_patient):
+        allowed = {name: ready for name, ready in agreeing.items() if name not in self.excluded}
+        if is_settled and self._is_hopeless(allowed, agreeing, is_late=is_late):
+            return Hopeless(self.excluded, is_everyone=not allowed)
+        if me not in allowed:
             return None
-        participants = [agreeing[name] for name in sorted(agreeing)]
+        if too_few := self._check_quorum(allowed, is_settled=is_settled):
+            return too_few
+        chosen = self._choose(allowed, is_late=is_late)
+        if self._find_planner(chosen, is_late=is_late) != me or not is_settled:
+            return None
+        if self._is_early(chosen.values(), is_patient=is_patient):
+            return None
+        participants = [chosen[name] for name in sorted(chosen)]
         attempt = max(p.attempt for p in participants)
         return Plan(round=self.status.round, attempt=attempt, planner=me, participants=participants)
+
+    def find_planner(self, *, is_late: bool) -> str | None:
+        """The island whose plan this island waits for, or None while others are awaited."""
+        allowed = {name: ready for name, ready in self._find_agreeing().items() if name not in self.excluded}
+        if not allowed or (self.absent and not is_late):
+            return None
+        return self._find_planner(self._choose(allowed, is_late=is_late), is_late=is_late)
+
+    @property
+    def ready(self) -> dict[str, Ready]:
+        """Ready messages for this round that can be used in a plan, by island, with this island's own."""
+        return self.readies.usable(self.own.round, self.live) | {self.own.island: self.own}
+
+    @property
+    def absent(self) -> frozenset[str]:
+        """Islands worth waiting for: they live, are not ready, and are neither excluded nor have said not to wait."""
+        return self._find_absent(self.ready) - self.excluded.keys()
+
+    def is_out_of_turn(self, plan: Plan) -> bool:
+        """Whether the planner is left out of this attempt, so that its plan is refused."""
+        left_out = self.left_out(plan.attempt)
+        allowed = {name: ready for name, ready in self._find_agreeing().items() if name not in self.excluded}
+        return plan.planner in left_out and self._suffice({n: r for n, r in allowed.items() if n not in left_out})
+
+    def _choose(self, allowed: Mapping[str, Ready], *, is_late: bool) -> Mapping[str, Ready]:
+        """The participants: those allowed, without the ones whose turn it is to be left out if there are enough."""
+        left_out = self.left_out(max(ready.attempt for ready in allowed.values()))
+        rest = {name: ready for name, ready in allowed.items() if name not in left_out}
+        return allowed if is_late or not self._suffice(rest) else rest
+
+    def _find_planner(self, chosen: Mapping[str, Ready], *, is_late: bool) -> str:
+        waited_for = set(chosen) if is_late else set(chosen) | self.absent
+        return min(waited_for - self.passed_over or chosen)
+
+    def _is_hopeless(self, allowed: Mapping[str, Ready], agreeing: Mapping[str, Ready], *, is_late: bool) -> bool:
+        is_waiting_in_vain = is_late and self.own.island not in allowed
+        return is_waiting_in_vain or (self._suffice(agreeing) and not self._suffice(allowed))
+
+    def _suffice(self, islands: Mapping[str, Ready]) -> bool:
+        return len(islands) >= (1 if self.rules.below_quorum == "continue" else max(1, self.rules.quorum))
 
     def _find_absent(self, ready: Mapping[str, Ready]) -> frozenset[str]:
         """Islands worth waiting for: they live, are not ready, and have not said that they are not coming."""
@@ -71,19 +139,19 @@ class Gathering:
             name for name in self.live - frozenset(ready) if name not in self.reported or self.statuses[name].is_coming
         )
 
-    def _find_agreeing(self, ready: Mapping[str, Ready]) -> dict[str, Ready]:
-        """Ready messages of the islands that hold this island's state and are not excluded."""
-        agreeing = {name: r for name, r in ready.items() if r.digest == self.own.digest and name not in self.accused}
+    def _find_agreeing(self) -> dict[str, Ready]:
+        """Ready messages of the islands that hold this island's state and whose data do not overlap."""
+        agreeing = {name: r for name, r in self.ready.items() if r.digest == self.own.digest}
         refused = self.rules.find_refusals([agreeing[name] for name in sorted(agreeing)])
         return {name: r for name, r in agreeing.items() if name not in refused}
 
-    def _check_quorum(self, agreeing: Mapping[str, Ready], *, is_late: bool) -> TooFew | None:
+    def _check_quorum(self, agreeing: Mapping[str, Ready], *, is_settled: bool) -> TooFew | None:
         num_ready, rules = len(agreeing), self.rules
         # The first plan of a run proves that all islands of the start have come. Later a lost one is not waited for.
         is_start = self.status.round == 0 and self.readies.next_attempt(self.own.island, 0) == 0
         if is_start and num_ready < rules.start_islands:
             return TooFew(num_ready, rules.start_islands, is_start=True)
-        may_continue = rules.below_quorum == "continue" and (is_late or not self._find_absent(agreeing))
+        may_continue = rules.below_quorum == "continue" and is_settled
         return None if num_ready >= rules.quorum or may_continue else TooFew(num_ready, rules.quorum, is_start=False)
 
     def _is_early(self, agreeing: Collection[Ready], *, is_patient: bool) -> bool:

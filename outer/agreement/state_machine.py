@@ -38,10 +38,12 @@ from outer.agreement.messages import (
     Vote,
     VoteReceipt,
 )
-from outer.agreement.planner import Gathering, TooFew
-from outer.agreement.readiness import ReadyTable
+from outer.agreement.planner import GiveUp, Hopeless, TooFew
 from outer.agreement.rules import Behind, check_ready, find_objection
-from outer.agreement.votes import VoteTable
+from outer.agreement.suspicions import (
+    MAX_AMNESTIES,
+    explain_accusations,
+)
 from outer.errors import MessageError
 from outer.network.messages import Message
 
@@ -51,14 +53,10 @@ MAX_ISLANDS = 1024
 
 @dataclass
 class RoundProtocol(Knowledge):
-    """State and tables of one island. All values in the tables are immutable: copying the tables copies the state."""
+    """The protocol on one island. All values in its tables are immutable: copying the tables copies the state."""
 
     state: State = "training"
-    own: Ready | None = None
-    """This island's ready message while it takes part in an attempt."""
     plan: Plan | None = None
-    readies: ReadyTable = field(default_factory=ReadyTable)
-    vote_table: VoteTable = field(default_factory=VoteTable)
     is_querying: bool = False
     """Whether this island has asked the other participants for the outcome of the plan."""
     outbox: list[tuple[str, Message]] = field(default_factory=list)
@@ -67,6 +65,10 @@ class RoundProtocol(Knowledge):
     # -- the island's own actions -------------------------------------------------------------------------------
     def update_status(self, status: Status) -> None:
         """Enter the training state with a new committed state, from a commit or from donors."""
+        if (status.round, status.digest) != (self.status.round, self.status.digest):
+            outcome = self.vote_table.outcomes.get(self.plan.id) if self.plan else None
+            committed = self.plan.names if self.plan and outcome == (self.plan.round, "commit") else ()
+            self.suspicions.begin_round(status.round, committed, self.vote_table.votes)
         self.status, self.state, self.own, self.plan, self.is_querying = status, "training", None, None, False
         self.vote_table.prune(status.round)
 
@@ -83,23 +85,25 @@ class RoundProtocol(Knowledge):
             self.own = own.model_copy(update={"attempt": self.own.attempt})
             self._send(self.present, self.own)
 
-    @property
-    def next_attempt(self) -> int:
-        """First attempt at this round that no plan with this island's ready message has used."""
-        return self.readies.next_attempt(self.me, self.status.round)
-
-    def try_plan(self, *, is_late: bool, is_patient: bool = False) -> Plan | Behind | TooFew | None:
+    def try_plan(self, *, is_late: bool, is_patient: bool = False) -> Plan | Behind | TooFew | GiveUp | None:
         """Decide while gathering: the plan to take part in, a reason against planning, or None to wait.
 
         See `Gathering.decide` for the arguments. After `Behind` the island refuses all plans until `prepare`.
         """
-        assert self.own is not None, "an island considers plans when it is ready"
         if self.plan is not None:
             return self.plan
-        live = self.awaited
-        accused = self.vote_table.excluded(self.status.round) if live else frozenset[str]()
-        gathering = Gathering(self.own, self.status, self.rules, live, self.reported, self.live, self.readies, accused)
-        decision = gathering.decide(is_late=is_late, is_patient=is_patient)
+        if cause := self.find_end():
+            return GiveUp(cause)
+        decision = self.gathering.decide(is_late=is_late, is_patient=is_patient)
+        if isinstance(decision, Hopeless):
+            is_last = self.suspicions.num_amnesties >= MAX_AMNESTIES
+            if is_last and decision.is_everyone:
+                return GiveUp(explain_accusations(self.status.round, decision.reasons))
+            if not is_last or is_late:
+                self.suspicions.forgive()
+                decision = self.gathering.decide(is_late=is_late, is_patient=is_patient)
+        if isinstance(decision, Hopeless):
+            return None
         if isinstance(decision, Behind):
             self.state, self.own = "training", None
         elif isinstance(decision, Plan):
@@ -114,16 +118,23 @@ class RoundProtocol(Knowledge):
         self.vote_table.add(vote)
         self._send(self.others, vote)
 
-    def conclude(self, *, is_late: bool) -> Outcome:
-        """Outcome of the plan, "open" while it is not known. `is_late`: missing votes are not waited for any longer."""
+    def conclude(self, *, is_late: bool, is_over: bool = False) -> Outcome:
+        """Outcome of the plan, "open" while it is not known. `is_late`: missing votes are not waited for any longer.
+
+        `is_over`: nor are missing replies to this island's query, so the outcome is known.
+        """
         assert self.plan is not None, "an island concludes the plan it takes part in"
-        outcome = self.vote_table.decide(self.plan, self.others - self.lost, is_late=is_late)
+        reachable = self.others - self.lost
+        silent = self.vote_table.pending(self.plan) & reachable
+        outcome = self.vote_table.decide(self.plan, reachable, is_late=is_late)
         if outcome == "query":
             if not self.is_querying:
                 self._send_query(self.plan)
             self.is_querying = True
-            outcome = self.vote_table.resolve(self.plan, self.others - self.lost)
+            outcome = self.vote_table.resolve(self.plan, frozenset() if is_over else reachable)
         if outcome != "open":
+            if is_late and outcome == "abort":
+                self.suspicions.silent[self.plan.id] = silent
             self.vote_table.outcomes[self.plan.id] = (self.plan.round, outcome)
             self.state, self.own, self.is_querying = "training", None, False
         return outcome
@@ -184,7 +195,7 @@ class RoundProtocol(Knowledge):
             case Vote():
                 return self._receive_vote(sender, message)
             case OutcomeQuery():
-                return self._receive_query(message)
+                return self._receive_query(sender, message)
             case VoteReceipt() | OutcomeReply():
                 if self.plan is not None and message.plan == self.plan.id:
                     table = self.vote_table.receipts if isinstance(message, VoteReceipt) else self.vote_table.replies
@@ -214,6 +225,7 @@ class RoundProtocol(Knowledge):
 
     def _receive_plan(self, sender: str, plan: Plan) -> None:
         self._check_sender(sender, plan.planner)
+        self.suspicions.passed_over -= {sender}
         if self.plan is not None and plan.id == self.plan.id:
             return
         if (cause := self._find_objection(plan)) is None:
@@ -225,17 +237,21 @@ class RoundProtocol(Knowledge):
         self._check_sender(sender, vote.island)
         is_near = self._is_near(vote.round)
         if is_near:
-            self.vote_table.check_room(vote.plan)
+            if vote.plan not in self.suspicions.plans:
+                self.vote_table.check_room(vote.plan, sender)
             self.vote_table.add(vote)
         elif vote.round > self.status.round:  # An older vote is harmless: its sender was frozen or cut off.
             raise MessageError(f"a vote on round {vote.round}, {self.me!r} is in round {self.status.round}")
         return VoteReceipt(plan=vote.plan, outcome=self.vote_table.outcome_of(vote.plan, is_near=is_near))
 
-    def _receive_query(self, query: OutcomeQuery) -> OutcomeReply:
+    def _receive_query(self, sender: str, query: OutcomeQuery) -> OutcomeReply:
         outcome = self.vote_table.outcome_of(query.plan, is_near=self._is_near(query.round))
-        if outcome == "open":
+        participants = self.suspicions.plans.get(query.plan)
+        if outcome == "open" and (participants is None or sender in participants):
             # A commit on votes alone is forbidden from now on: the peer that is told "open" may abort the plan.
-            self.vote_table.check_room(query.plan)
+            if participants is None and query.plan not in self.vote_table.query_first:
+                self.vote_table.check_room(query.plan, sender)
+                self.vote_table.num_queries[sender] = self.vote_table.num_queries.get(sender, 0) + 1
             self.vote_table.query_first[query.plan] = query.round
         return OutcomeReply(plan=query.plan, outcome=outcome)
 
@@ -246,16 +262,19 @@ class RoundProtocol(Knowledge):
             return "it has been given up here"
         if self.state != "gathering" or self.own is None or self.plan is not None:
             return f"{self.me!r} is {self.state} in round {self.status.round}"
+        if self.gathering.is_out_of_turn(plan):
+            return f"it is not {plan.planner!r}'s turn to take part"
         return find_objection(plan, self.own, self.rules, self.next_attempt)
 
     def _accept(self, plan: Plan) -> None:
         self.plan, self.state, self.is_querying = plan, "reducing", False
         self.readies.mark_used(plan)
+        self.suspicions.take_part(plan)
 
     def _refuse(self, plan: Plan, cause: str) -> None:
         """Vote no, so that the other participants do not wait for this island."""
         self.vote_table.outcomes[plan.id] = (plan.round, "abort")
-        if plan.round == self.status.round:
+        if plan.round == self.status.round and plan.planner not in self.suspicions.left_out(plan.attempt):
             self.readies.mark_used(plan)
         vote = Vote.no(plan, self.me, cause)
         self.vote_table.add(vote)

@@ -1,14 +1,13 @@
 """Memory of one island about the plans of recent rounds, bounded so that a hostile peer cannot fill it."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
 from outer.agreement.messages import Outcome, Plan, Vote
 from outer.errors import MessageError
 
-MAX_PLANS = 256
-"""Maximum number of plans whose votes and queries are remembered."""
+MAX_PLANS = 64
+"""Maximum number of plans whose votes and queries are remembered for each island that speaks of them."""
 
 
 @dataclass
@@ -25,14 +24,12 @@ class VoteTable:
     """(round, outcome on this island) by plan."""
     query_first: dict[str, int] = field(default_factory=dict)
     """Rounds of the plans that this island commits only after it has queried the other participants, by plan."""
-    accusations: dict[tuple[str, str], int] = field(default_factory=dict)
-    """Round of the accusation (`Vote.accused`) by (accuser, accused)."""
+    num_queries: dict[str, int] = field(default_factory=dict)
+    """Queries about plans that were unknown here, by the island that asked."""
 
     def add(self, vote: Vote) -> None:
         """Remember a vote. Only the first vote of an island on a plan counts."""
         self.votes.setdefault((vote.plan, vote.island), vote)
-        if vote.accused is not None and vote.digest is None:
-            self.accusations[vote.island, vote.accused] = vote.round
 
     def tally(self, plan: Plan) -> Outcome:
         """Outcome of the votes: abort on one no or two digests, commit when all are yes, otherwise open."""
@@ -48,13 +45,20 @@ class VoteTable:
         """
         outcome, pending = self.tally(plan), self.pending(plan) & reachable
         if outcome == "abort":
-            return outcome
+            # The votes that are still to come say which digest the majority has found, and who else is accused.
+            return "open" if self._is_counting(plan, reachable) and not is_late else outcome
         # A receipt says "abort" if that participant had aborted the plan when this island's vote arrived there.
         is_aborted_elsewhere = any(self.receipts.get((plan.id, name)) == "abort" for name in plan.names)
         is_doubtful = plan.id in self.query_first or is_aborted_elsewhere
         if pending and not is_doubtful and not is_late:
             return "open"
         return "commit" if outcome == "commit" and not pending and not is_doubtful else "query"
+
+    def _is_counting(self, plan: Plan, reachable: frozenset[str]) -> bool:
+        """Whether islands disagree or accuse each other, and votes of reachable participants are missing."""
+        cast = [vote for name in plan.names if (vote := self.votes.get((plan.id, name)))]
+        has_blame = all(v.digest is not None for v in cast) or any(v.accused in plan.names for v in cast)
+        return has_blame and any((plan.id, name) not in self.votes for name in reachable)
 
     def resolve(self, plan: Plan, reachable: frozenset[str]) -> Outcome:
         """Outcome of a query: commit if any participant has committed, abort once all `reachable` ones have replied."""
@@ -70,13 +74,6 @@ class VoteTable:
         """Participants that have not reported the outcome of the plan."""
         return frozenset(name for name in plan.names if (plan.id, name) not in self.replies)
 
-    def excluded(self, round_number: int) -> frozenset[str]:
-        """Islands excluded from a round's plans: accused ones, and those that accuse several, to exclude all others."""
-        now = [pair for pair, in_round in self.accusations.items() if in_round == round_number]
-        by_accuser = Counter(accuser for accuser, _ in now)
-        liars = {accuser for accuser, count in by_accuser.items() if count > 1}
-        return frozenset(liars | {accused for accuser, accused in now if accuser not in liars})
-
     def outcome_of(self, plan: str, *, is_near: bool) -> Outcome:
         """Outcome of the plan on this island. An unknown plan is open if its round `is_near`, otherwise aborted.
 
@@ -84,18 +81,18 @@ class VoteTable:
         """
         return self.outcomes[plan][1] if plan in self.outcomes else "open" if is_near else "abort"
 
-    def check_room(self, plan: str) -> None:
-        """Raise MessageError if the plan is new and MAX_PLANS plans are remembered already."""
-        known = {key[0] for key in self.votes} | set(self.query_first)
-        if plan not in known and len(known) >= MAX_PLANS:
+    def check_room(self, plan: str, sender: str) -> None:
+        """Raise MessageError if the sender has spoken of MAX_PLANS other plans already that are remembered here."""
+        plans = {key[0] for key in self.votes if key[1] == sender}
+        if plan not in plans and len(plans) + self.num_queries.get(sender, 0) >= MAX_PLANS:
             raise MessageError("too many plans are heard of in this round")
 
     def prune(self, round_number: int) -> None:
-        """Forget the plans of all rounds before `round_number - 1`, and accusations before `round_number`."""
+        """Forget the plans of all rounds before `round_number - 1`."""
         self.votes = {k: v for k, v in self.votes.items() if v.round >= round_number - 1}
         self.query_first = {k: r for k, r in self.query_first.items() if r >= round_number - 1}
         self.outcomes = {k: v for k, v in self.outcomes.items() if v[0] >= round_number - 1}
-        self.accusations = {k: r for k, r in self.accusations.items() if r >= round_number}
+        self.num_queries = {}
         kept = set(self.outcomes) | set(self.query_first) | {k[0] for k in self.votes}
         self.replies = {k: v for k, v in self.replies.items() if k[0] in kept}
         self.receipts = {k: v for k, v in self.receipts.items() if k[0] in kept}

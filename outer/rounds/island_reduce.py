@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from outer.agreement.messages import Plan
-from outer.errors import OuterError, PoisonError, TransportError
+from outer.errors import OuterError, PoisonError, StalledError, TransportError
 from outer.network.event_loop import EventLoopThread
 from outer.network.rejections import Rejections
 from outer.reduce.attempt import Attempts
@@ -72,7 +72,7 @@ class IslandReduce:
         self.event_loop.run(self.attempts.drop())
 
     def _find_fault(self, failure: OuterError | None) -> str | None:
-        if isinstance(failure, PoisonError):
+        if isinstance(failure, PoisonError | StalledError):
             return failure.peer
         is_own = failure is not None and not isinstance(failure, TransportError)
         return self.island if is_own else None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from outer.agreement.messages import Goodbye, Plan, Ready, Status, Vote
 from outer.agreement.peers import Identity
 from outer.agreement.running.driver import Interruption, ProtocolDriver
+from outer.agreement.running.waiting import explain_abort
 from outer.leases.ranges import count
 from outer.membership.base import Member, Membership
 from outer.network.event_loop import EventLoopThread
@@ -99,6 +100,10 @@ class Leader:
         """Whether the plan commits, by the votes of all. `on_sent` is called when this island's vote is on its way."""
         return self.event_loop.run(self.driver.decide(vote, on_sent))
 
+    def explain_abort(self, plan: Plan) -> tuple[str, dict[str, str]]:
+        """Why the plan was not committed, and which islands are left out of the next one, with the reason."""
+        return self.event_loop.run(self._explain_abort(plan))
+
     def interruption(self, seconds_left: float, *, entered_late: bool) -> Interruption:
         """See `ProtocolDriver.interruption`."""
         return self.event_loop.run(self.driver.interruption(seconds_left, entered_late=entered_late))
@@ -168,6 +173,9 @@ class Leader:
         # The message is built on the event loop, like that of `_contribute`, so that no contribution is missed.
         ready = build_ready()
         return await self.driver.plan(ready, lambda: on_sent(ready.round))
+
+    async def _explain_abort(self, plan: Plan) -> tuple[str, dict[str, str]]:
+        return explain_abort(self.driver.protocol, plan)
 
     async def _contribute(self, build_ready: Callable[[], Ready]) -> None:
         await self.driver.contribute(build_ready())

@@ -55,13 +55,13 @@ class RoundRunner:
         """
         started = time.monotonic()
         plan = self._plan(contribution)
-        planned = time.monotonic()
+        planned, num_freezes = time.monotonic(), self.pace.deadlines.num_freezes
         snapshot = self._find_contribution(plan, contribution)
         result = self.reduce.run(plan, {} if snapshot is None else snapshot.pseudo_grads)
         reduced = time.monotonic()
-        is_committed = self._ranks.on_leader(lambda: self._decide(plan, result))
+        is_committed, cause = self._ranks.on_leader(lambda: self._decide(plan, result))
         if is_committed:
-            self.pace.deadlines.observe("reduce", reduced - planned)
+            self.pace.deadlines.observe("reduce", reduced - planned, num_freezes)
             self._commit(plan, result, observes=snapshot is None)
         else:
             self.reduce.drop()
@@ -83,7 +83,7 @@ class RoundRunner:
             pseudo_grad_norm=0.0 if snapshot is None else snapshot.norm,
             listeners=[p.island for p in plan.participants if p.listens],
             gated=dict(self.reduce.attempts.reducer.filtered),
-            cause="" if is_committed else result.cause or "a vote is missing or differs",
+            cause=cause,
         )
 
     def contribute(self, contribution: Contribution) -> None:
@@ -133,8 +133,8 @@ class RoundRunner:
             return None
         return contribution.wait(plan.round, self.pace.deadlines.limit("reduce"))
 
-    def _decide(self, plan: Plan, result: ReduceResult) -> bool:
-        """Whether the attempt commits. Leader only."""
+    def _decide(self, plan: Plan, result: ReduceResult) -> tuple[bool, str]:
+        """Whether the attempt commits, and why it does not. Leader only."""
         self.hooks.reached("vote", plan.round)
         on_sent = partial(self.hooks.reached, "decide", plan.round)
         if result.digest is not None:
@@ -142,7 +142,13 @@ class RoundRunner:
         else:
             accused = result.at_fault if result.at_fault != self.island else None
             vote = Vote.no(plan, self.island, result.cause, accused)
-        return self._leader.decide(vote, on_sent)
+        if self._leader.decide(vote, on_sent):
+            return True, ""
+        cause, suspects = self._leader.explain_abort(plan)
+        for island, why in suspects.items():
+            if island != self.island:
+                self.reduce.rejections.add(island, "attempt", why)
+        return False, result.cause or cause
 
     def _commit(self, plan: Plan, result: ReduceResult, *, observes: bool) -> None:
         """Make the round permanent on this rank: the only place that changes anything, in this order.

@@ -13,6 +13,7 @@ from outer.agreement.planner import TooFew
 from outer.agreement.readiness import ReadyTable
 from outer.agreement.rules import Behind, Rules
 from outer.agreement.state_machine import RoundProtocol
+from outer.agreement.suspicions import Suspicions
 from outer.agreement.votes import VoteTable
 from outer.errors import MessageError
 from outer.network.messages import Message
@@ -192,7 +193,7 @@ def digest_of(text: str) -> str:
 
 def _think(world: World, node: RoundProtocol, *, is_late: bool = False) -> None:
     """React like a driver after every change: plan or conclude, commit, take a state, send."""
-    if node.plan and node.state == "reducing" and node.vote_table.tally(node.plan) == "abort":
+    if node.plan and node.state == "reducing" and has_no(node, node.plan):
         node.vote(Vote.no(node.plan, node.me, "another island voted no"))
     if node.state == "gathering":
         verdict = node.try_plan(is_late=is_late)
@@ -209,6 +210,12 @@ def _think(world: World, node: RoundProtocol, *, is_late: bool = False) -> None:
             _take_state(world, node, behind)
     world.flying += tuple((node.me, to, m, False) for to, m in node.outbox if to not in world.dead)
     node.outbox = []
+
+
+def has_no(node: RoundProtocol, plan: Plan) -> bool:
+    """Whether a participant has voted no, which ends the reduce."""
+    votes = [node.vote_table.votes.get((plan.id, name)) for name in plan.names]
+    return any(vote is not None and vote.digest is None for vote in votes)
 
 
 def _apply(world: World, node: RoundProtocol) -> None:
@@ -250,8 +257,8 @@ def _mail(world: World, kind: str, index: int) -> World:
 
 def _own_copy(world: World, name: str) -> RoundProtocol:
     node = copy(world.nodes[name])
-    node.vote_table, node.readies = copy(node.vote_table), copy(node.readies)
-    for tables in (node, node.vote_table, node.readies):
+    node.vote_table, node.readies, node.suspicions = copy(node.vote_table), copy(node.readies), copy(node.suspicions)
+    for tables in (node, node.vote_table, node.readies, node.suspicions):
         vars(tables).update((key, copy(value)) for key, value in vars(tables).items() if isinstance(value, dict | list))
     world.nodes = world.nodes | {name: node}
     return node
@@ -277,13 +284,13 @@ def _number(value: object) -> object:
     return found[1]
 
 
-def _describe(node: RoundProtocol | VoteTable | ReadyTable) -> tuple[object, ...]:
+def _describe(node: RoundProtocol | VoteTable | ReadyTable | Suspicions) -> tuple[object, ...]:
     """Contents of all tables, regardless of their order."""
     return tuple(
         frozenset((key, _number(v)) for key, v in value.items())
         if isinstance(value, dict)
         else _describe(value)
-        if isinstance(value, VoteTable | ReadyTable)
+        if isinstance(value, VoteTable | ReadyTable | Suspicions)
         else _number(tuple(value) if isinstance(value, list) else value)
         for value in vars(node).values()
     )

@@ -116,9 +116,7 @@ def attempt(outer: OuterLoop, tokens: int) -> RoundReport:
     try:
         report = outer.averager.runner.attempt(Contribution(snapshot))
     except BehindError as behind:
-        if (caught := outer.catch_up(behind, snapshot.weight)) is None:
-            return attempt(outer, tokens)
-        raise caught from None
+        raise outer.catch_up(behind, snapshot.weight) from None
     if report.is_committed:
         outer.merge(snapshot)
     return report

@@ -13,7 +13,7 @@ from outer.agreement.running.driver import ProtocolDriver
 from outer.agreement.state_machine import RoundProtocol
 from outer.codecs import build_codec
 from outer.codecs.choice import build_uniform_choice
-from outer.errors import OuterError, PoisonError
+from outer.errors import OuterError, PoisonError, StalledError
 from outer.membership.base import Member
 from outer.membership.loopback import LoopbackMembership, LoopbackMessenger
 from outer.network.deadlines import Deadlines
@@ -23,6 +23,7 @@ from outer.network.messages import Message, pack_carriers
 from outer.reduce.attempt import Attempts
 from outer.reduce.payloads import Mean
 from outer.reduce.reducer import Reducer
+from outer.report import Waiting
 from outer.space.digest import combine_digests
 from outer.space.layout import Space
 from outer.transports.loopback import Hub, LoopbackTransport
@@ -99,6 +100,7 @@ class Leader:
         wait_seconds: float = 600.0,
         incarnation: str = "00",
         config_hash: str = CONFIG_HASH,
+        on_wait: Callable[[Waiting | None], None] = lambda waiting: None,
         **rules: Any,
     ) -> None:
         self.hub, self.name, self.config_hash = hub, name, config_hash
@@ -110,7 +112,7 @@ class Leader:
         start = Status(round=0, tokens=0, digest=START)
         self.protocol = RoundProtocol(name, Rules(num_parts=len(SPACE.parts), **rules), start)
         peers = Peers(name, self.messenger, self.membership, self.deadlines, config_hash)
-        self.driver = ProtocolDriver(self.protocol, peers, on_no=self.attempts.record_no_vote)
+        self.driver = ProtocolDriver(self.protocol, peers, on_no=self.attempts.record_no_vote, on_wait=on_wait)
 
     async def announce(self, **changes: Any) -> None:
         """Publish this island's membership record."""
@@ -175,7 +177,9 @@ class Leader:
             await self._meet(before_vote, plan)
             vote = Vote.yes(plan, self.name, digest)
         except OuterError as error:
-            vote = Vote.no(plan, self.name, str(error), error.peer if isinstance(error, PoisonError) else None)
+            vote = Vote.no(
+                plan, self.name, str(error), error.peer if isinstance(error, PoisonError | StalledError) else None
+            )
         is_committed = await self.driver.decide(vote)
         if is_committed:
             tokens = self.protocol.status.tokens + TOKENS * len(plan.names)

@@ -9,20 +9,23 @@ from typing import Literal
 
 from outer.agreement.messages import Goodbye, OutcomeQuery, OutcomeReply, Plan, Ready, Status, Vote, VoteReceipt
 from outer.agreement.peers import Peers, kind_of
-from outer.agreement.planner import TooFew
+from outer.agreement.planner import GiveUp, TooFew
 from outer.agreement.rules import Behind
 from outer.agreement.running.doubts import Doubts
 from outer.agreement.running.failure_detector import PING_SECONDS, FailureDetector
 from outer.agreement.running.grace import GraceTimer, find_contributors
+from outer.agreement.running.limits import plan_limit, query_limit, vote_limit
+from outer.agreement.running.too_few import FewIslands
+from outer.agreement.running.waiting import WaitReporter, describe_gathering, describe_vote
 from outer.agreement.state_machine import RoundProtocol
-from outer.errors import BehindError, DeadlineError, MessageError, PeerLost, QuorumError
+from outer.errors import BehindError, DeadlineError, MessageError, OuterError, PeerLost
 from outer.membership.base import Member
 from outer.network.endpoints import Endpoint
 from outer.network.messages import Message, parse
+from outer.report import Waiting
 
 log = logging.getLogger(__name__)
 
-WARN_SECONDS = 60.0
 GOODBYE_SECONDS = 1.5
 REPLIES: dict[type, type[Message]] = {Ready: Status, Status: Status, Vote: VoteReceipt, OutcomeQuery: OutcomeReply}
 Interruption = Literal["", "behind", "waited for", "time is up"]
@@ -33,13 +36,25 @@ class ProtocolDriver:
     """Conversation of this island's leader with the other leaders. All methods run on one event loop.
 
     `on_no` is called with (plan id, island, cause) for every no vote and lost participant, to end a running reduce.
+    `on_wait` is called on the event loop every few seconds in which a round makes no progress, and with None when it
+    goes on.
     """
 
-    def __init__(self, protocol: RoundProtocol, peers: Peers, *, on_no: Callable[[str, str, str], None]) -> None:
+    def __init__(
+        self,
+        protocol: RoundProtocol,
+        peers: Peers,
+        *,
+        on_no: Callable[[str, str, str], None],
+        on_wait: Callable[[Waiting | None], None] = lambda waiting: None,
+    ) -> None:
+        self._on_wait = on_wait
         self.protocol, self._peers, self._deadlines, self._on_no = protocol, peers, peers.deadlines, on_no
         self._calls: dict[tuple[str, type[Message]], asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._has_left = False
+        self._planned_at = 0.0
+        self._few = FewIslands(protocol, peers.deadlines)
         self._doubts = Doubts(protocol)
         self._detector = FailureDetector(protocol, peers, self._send_outbox, self._end_reduce_with, self._changed.set)
         for model in (Ready, Status, Plan, Vote, OutcomeQuery, Goodbye):
@@ -65,6 +80,7 @@ class ProtocolDriver:
         on_sent()
         await self._detector.find_members()
         grace, warned_at = GraceTimer(self.protocol, self._deadlines), _now()
+        waits, started, planless_since = WaitReporter(_now(), self._on_wait), _now(), None
         while True:
             await self._stop_if_left()
             self._detector.check_freeze()
@@ -74,17 +90,20 @@ class ProtocolDriver:
             self._send_outbox()
             match decision:
                 case Plan():
-                    present, quorum = len(decision.contributors), self.protocol.rules.quorum
-                    if present < quorum:
-                        self._warn(f"{present} of {quorum} islands; going on, for outer.below_quorum is 'continue'")
+                    waits.end()
+                    self._planned_at = _now()
+                    self._few.on_plan(decision)
                     return decision
                 case Behind():
+                    waits.end()
                     raise BehindError(decision.donors, decision.cause)
-                case TooFew(present, needed):
-                    self._check_policy(decision, grace.waited)
-                    if _now() - warned_at > WARN_SECONDS:
-                        warned_at = _now()
-                        self._warn(f"{present} of {needed} islands came; waiting for the others")
+                case GiveUp(cause):
+                    raise OuterError(cause)
+                case TooFew():
+                    warned_at = self._few.check(decision, grace.waited, warned_at, _now())
+            planless_since = self._pass_over(planless_since, is_late=grace.is_late) if decision is None else None
+            describe = partial(describe_gathering, self.protocol, decision, _now() - started, is_late=grace.is_late)
+            waits.report(_now(), describe)
             await self._wait_for_change(min(PING_SECONDS, patience or PING_SECONDS))
 
     async def contribute(self, own: Ready) -> None:
@@ -99,18 +118,26 @@ class ProtocolDriver:
         self.protocol.vote(vote)
         self._send_outbox()
         on_sent()
-        started, limit = _now(), self._deadlines.limit("reduce")
+        started, plan, num_freezes = _now(), self.protocol.plan, self._deadlines.num_freezes
+        limit, waits = vote_limit(self._deadlines, started - self._planned_at), WaitReporter(started, self._on_wait)
+        assert plan is not None, "an island votes on the plan it takes part in"
         while True:
             # After a freeze all votes may be here although this island's own vote has reached nobody.
             self._detector.check_freeze()
-            outcome = self.protocol.conclude(is_late=_now() - started > limit)
+            late = _now() - max(started, self._detector.woke_at) - limit
+            outcome = self.protocol.conclude(is_late=late > 0, is_over=late > query_limit(self._deadlines))
             if outcome != "open":
                 break
             self._send_outbox()
+            waits.report(_now(), partial(describe_vote, self.protocol, plan, _now() - started))
             await self._wait_for_change(PING_SECONDS)
             await self._stop_if_left()
+        waits.end()
         self._send_outbox()
         self._changed.set()
+        if outcome == "commit":
+            self._deadlines.observe("vote", _now() - started, num_freezes)
+            self._few.on_commit(plan)
         return outcome == "commit"
 
     async def say_goodbye(self, goodbye: Goodbye) -> None:
@@ -149,22 +176,16 @@ class ProtocolDriver:
         return self.protocol.behind(is_settled=True) is not None
 
     async def find_donors(self) -> list[Member]:
-        """Membership records of the islands that hold the surviving history; empty if this island holds it.
-
-        An island whose state cannot be fetched, because nobody knows its addresses, is disbelieved.
-        """
+        """Membership records of the islands that hold the surviving history; empty if this island holds it."""
         await self._detector.find_members()
-        members = self._peers.members
-        while behind := self.protocol.behind(is_settled=True):
-            if found := [members[name] for name in behind.donors if name in members]:
-                return found
-            for name in behind.donors:
-                self._doubts.add(name, self.protocol.statuses[name])
+        if behind := self.protocol.behind(is_settled=True):
+            return [self._peers.members[name] for name in behind.donors if name in self._peers.members]
         if self.protocol.status.round > 0:
             return []  # It has a state of its own, and records outlive their islands.
-        # Islands that have not sent their status yet are known by their records.
-        silent = members.keys() - self.protocol.doubted - self.protocol.lost - self.protocol.statuses.keys()
-        ahead = [m for name, m in members.items() if name in silent and (m.tokens, m.round) > self.protocol.status.rank]
+        # No island has sent its status yet, so the records must do.
+        unusable = self.protocol.doubted.keys() | self.protocol.lost
+        ahead = [m for m in self._peers.members.values() if (m.tokens, m.round) > self.protocol.status.rank]
+        ahead = [m for m in ahead if m.island not in unusable]
         best = max(((m.tokens, m.round) for m in ahead), default=None)
         return [m for m in ahead if (m.tokens, m.round) == best]
 
@@ -183,19 +204,16 @@ class ProtocolDriver:
         for donor in donors:
             self._doubts.clear(donor.island)
 
-    def _warn(self, text: str) -> None:
-        log.warning("round %d: BELOW QUORUM: %s", self.protocol.status.round, text)
-
-    def _check_policy(self, too_few: TooFew, waited: float) -> None:
-        """Raise QuorumError if the missing islands are not waited for any longer. `waited` is in seconds."""
-        present, needed, seconds = too_few.present, too_few.needed, f"{waited:.0f} s"
-        if too_few.is_start:
-            if waited > self._deadlines.initial_seconds:
-                came = f"{present} of {needed} islands came within {seconds}"
-                raise QuorumError(f"round 0: {came}; outer.start_islands are needed to begin")
-        elif self.protocol.rules.below_quorum == "stop" and waited > self._deadlines.grace(present):
-            came = f"{present} of outer.quorum {needed} islands after {seconds}"
-            raise QuorumError(f"round {self.protocol.status.round}: {came}, and outer.below_quorum is 'stop'")
+    def _pass_over(self, since: float | None, *, is_late: bool) -> float | None:
+        """Plan without the island that should do so once it has had its time; since when it has not done so."""
+        planner = self.protocol.gathering.find_planner(is_late=is_late)
+        since = None if planner in (None, self.protocol.me) else since or _now()
+        if since is None or _now() - max(since, self._detector.woke_at) < plan_limit(self._deadlines):
+            return since
+        planner = self.protocol.pass_over(is_late=is_late)
+        log.warning("round %d: %s makes no plan; the next by name does", self.protocol.status.round, planner)
+        self._changed.set()
+        return None
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -209,6 +227,7 @@ class ProtocolDriver:
                 self._on_no(message.plan, sender, message.cause)
             case Goodbye():
                 log.info("%s has left the run", sender)
+                self._few.on_goodbye(sender)
                 self._peers.remove(sender, message.incarnation)
                 self._end_reduce_with(sender, "it has left the run")
         self._send_outbox()

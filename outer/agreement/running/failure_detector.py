@@ -40,6 +40,7 @@ class FailureDetector:
 
     async def start(self) -> None:
         """Find the members of the run, then start to ping them and to watch for freezes of this process."""
+        self.peers.check_freeze = self.check_freeze
         await self.find_members()
         self._tasks = [asyncio.create_task(self._ping_forever()), asyncio.create_task(self._watch_for_freezes())]
 
@@ -67,6 +68,7 @@ class FailureDetector:
         """If this process has stood still since the last check, forbid a commit of the open plan on votes alone."""
         if self._freeze_detector.was_frozen():
             self.woke_at = asyncio.get_running_loop().time()
+            self.peers.deadlines.num_freezes += 1
             self.protocol.require_query()
 
     def report_failure(self, island: str, cause: str, called_at: float) -> None:

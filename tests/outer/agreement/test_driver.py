@@ -6,8 +6,8 @@ import logging
 import pytest
 
 from outer.agreement.messages import Plan, Vote
-from outer.agreement.running.driver import WARN_SECONDS
 from outer.agreement.running.failure_detector import PING_SECONDS
+from outer.agreement.running.too_few import WARN_SECONDS
 from outer.errors import BehindError, PoisonError, QuorumError
 from tests.outer.clock import now, run, until
 from tests.outer.leaders import START, Fault, Leader, fail, leaders, plans_of, together

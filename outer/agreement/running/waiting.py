@@ -1,0 +1,91 @@
+"""Says whom an island waits for and why, when a gathering or a vote makes no progress."""
+
+import logging
+from collections.abc import Callable
+
+from outer.agreement.messages import Plan
+from outer.agreement.planner import TooFew
+from outer.agreement.state_machine import RoundProtocol
+from outer.report import Waiting
+
+log = logging.getLogger(__name__)
+
+REPORT_SECONDS = 5.0
+"""Interval between two reports of a wait that makes no progress."""
+
+
+class WaitReporter:
+    """Logs a wait every REPORT_SECONDS, and hands it to `on_wait`, which is called with None when the wait is over."""
+
+    def __init__(self, started: float, on_wait: Callable[[Waiting | None], None]) -> None:
+        self._reported_at, self._on_wait = started, on_wait
+        self._has_reported = False
+
+    def report(self, now: float, build: Callable[[], Waiting]) -> None:
+        """Report the wait if it is time to do so. `now` is in seconds of the event loop's clock."""
+        if now - self._reported_at >= REPORT_SECONDS:
+            self._reported_at, self._has_reported = now, True
+            waiting = build()
+            log.info("%s", waiting)
+            self._on_wait(waiting)
+
+    def end(self) -> None:
+        if self._has_reported:
+            self._on_wait(None)
+
+
+def describe_gathering(protocol: RoundProtocol, decision: object, seconds: float, *, is_late: bool) -> Waiting:
+    """Whom the gathering waits for. `decision`: what `RoundProtocol.try_plan` has returned."""
+    cause = f"{decision.present} of {decision.needed} islands came" if isinstance(decision, TooFew) else ""
+    excluded, islands = protocol.gathering.excluded, {}
+    if protocol.me in excluded:
+        cause = f"this island is left out: {excluded[protocol.me]}"
+    for name in protocol.present:
+        why = f"it is left out: {excluded[name]}" if name in excluded else _why_not_ready(protocol, name)
+        if why:
+            islands[name] = why
+    planner = protocol.gathering.find_planner(is_late=is_late)
+    if planner is not None and planner != protocol.me and not cause:
+        islands.setdefault(planner, "it is to make the plan")
+    return Waiting(protocol.status.round, "gathering", seconds, islands, cause)
+
+
+def describe_vote(protocol: RoundProtocol, plan: Plan, seconds: float) -> Waiting:
+    """Whose vote, or receipt of this island's vote, is missing."""
+    votes, islands = protocol.vote_table.votes, {}
+    for name in protocol.vote_table.pending(plan) - {protocol.me}:
+        missing = "it has not acknowledged this island's vote" if (plan.id, name) in votes else "it has not voted"
+        islands[name] = "it is lost" if name in protocol.lost else missing
+    return Waiting(plan.round, "voting", seconds, islands)
+
+
+def explain_abort(protocol: RoundProtocol, plan: Plan) -> tuple[str, dict[str, str]]:
+    """Why the plan was not committed, and which islands are left out of the next one, with the reason."""
+    table = protocol.vote_table.votes
+    votes = [vote for name in plan.names if (vote := table.get((plan.id, name)))]
+    suspects = protocol.suspicions.excluded(plan.round, table)
+    said = {vote.island: vote.cause for vote in votes if vote.digest is None}
+    if not said and len({vote.digest for vote in votes}) > 1:
+        said = {vote.island: f"digest {vote.digest}" for vote in votes}
+    said = said or {name: "it is lost" for name in plan.names if name in protocol.lost}
+    causes = sorted((said | suspects).items())
+    return "; ".join(f"{name}: {why}" for name, why in causes) or "a vote is missing", suspects
+
+
+def _why_not_ready(protocol: RoundProtocol, name: str) -> str:
+    """Why an island that is in the run takes no part in the gathering; empty if it does."""
+    status, own = protocol.statuses.get(name), protocol.status
+    if name in protocol.lost:
+        return "it is lost: it does not answer"
+    if name not in protocol.awaited:
+        return "it claims to be ahead, and its state could not be taken"
+    ready = protocol.readies.usable(own.round, [name]).get(name)
+    if ready is None:
+        if status is None:
+            return "it has said nothing yet"
+        if not status.is_coming:
+            return "it takes another island's state, or leaves"
+        return "it is not ready" if status.round == own.round else f"it is in round {status.round}"
+    if ready.digest != own.digest:
+        return f"its state differs: digest {ready.digest[:12]}, here {own.digest[:12]}"
+    return "it still trains, and observes" if ready.listens else ""

@@ -1,0 +1,181 @@
+"""Whom an island leaves out of the plans of a round, after attempts at it have failed.
+
+All of it follows from plans in which this island took part and from what their participants did. So an island that was
+in no plan can accuse nobody, and nobody is left out without a cause in this round:
+
+    accused     another participant could not use its payload (`Vote.accused`)
+    accuser     it accuses half or more of the others; its accusations no longer count
+    differs     more than half of the participants found the same digest, and it found another one
+    silent      its vote, or the receipt of a vote, did not come within the limit
+
+A commit ends all of this, except that an island whose digests differ again and again is left out of the next rounds,
+too (`Dissent`). When so many are left out that nothing can be planned, the causes so far are forgiven (an amnesty) and
+all try again. When many attempts have failed, whatever the reason, each minority of the participants is left out in
+turn (`left_out`), so that after a bounded number of attempts there is one without those who make the attempts fail.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, combinations, islice
+from math import comb
+
+from outer.agreement.messages import Plan, Vote
+
+MAX_AMNESTIES = 3
+"""Amnesties in a round. After them, islands that all accuse each other stop."""
+MAX_TIES = 3
+"""Disagreements in a round, without a majority for any digest, after which the islands stop."""
+MAX_DISSENTS = 3
+"""Rounds in a row in which an island found another digest than the majority, after which it stops."""
+MAX_ROUNDS_OUT = 64
+ROTATE_AFTER = 6
+"""Failed attempts at a round after which minorities are left out in turn."""
+TURN_ATTEMPTS = 3
+"""Attempts until it is the next minority's turn. Islands whose numbers of attempts differ a little still meet."""
+
+COMPARE = "Compare their versions of torch, numpy and diloco, their processors, and test the memory of each"
+
+Votes = Mapping[tuple[str, str], Vote]
+"""Votes by (plan, island)."""
+
+
+@dataclass(frozen=True)
+class Dissent:
+    """How often in a row an island's digest differed from the majority's."""
+
+    count: int
+    until: int
+    """It is left out of the plans of all rounds before this one."""
+
+
+@dataclass
+class Suspicions:
+    """The plans of this round in which an island took part, and what it knows against their participants."""
+
+    plans: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Participants by plan, in the order of the attempts."""
+    silent: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Participants that did not answer in time, by plan."""
+    forgiven: frozenset[str] = frozenset()
+    """Plans from before the last amnesty. What happened in them no longer counts."""
+    num_amnesties: int = 0
+    passed_over: frozenset[str] = frozenset()
+    """Islands that should have made a plan and did not. Others plan until one of their plans arrives."""
+    dissents: dict[str, Dissent] = field(default_factory=dict)
+
+    def take_part(self, plan: Plan) -> None:
+        """This island takes part in the plan."""
+        self.plans[plan.id] = tuple(plan.names)
+
+    def forgive(self) -> None:
+        """Forget all causes so far, because nothing could be planned with them."""
+        self.forgiven = frozenset(self.plans)
+        self.dissents = {name: replace(dissent, until=0) for name, dissent in self.dissents.items()}
+        self.num_amnesties += 1
+
+    def begin_round(self, round_number: int, committed: Iterable[str], votes: Votes) -> None:
+        """A new state begins: forget the attempts. `committed`: participants of the plan that this island committed."""
+        for name in self.find_dissenters(votes):
+            count = self.dissents[name].count + 1 if name in self.dissents else 1
+            self.dissents[name] = Dissent(count, round_number - 1 + min(2 ** (count - 1), MAX_ROUNDS_OUT))
+        for name in committed:
+            self.dissents.pop(name, None)
+        self.plans, self.silent, self.forgiven, self.num_amnesties = {}, {}, frozenset(), 0
+
+    def excluded(self, round_number: int, votes: Votes) -> dict[str, str]:
+        """Islands that are left out of this round's plans, with the reason."""
+        barred = {name: d for name, d in self.dissents.items() if d.until > round_number}
+        reasons = {name: f"its digests differed, {d.count} times in a row" for name, d in barred.items()}
+        for plan in self._counted:
+            reasons |= dict.fromkeys(self.silent.get(plan, ()), "its vote or receipt did not come in time")
+        return reasons | self._find_accused(votes) | self.find_dissenters(votes)
+
+    def find_dissenters(self, votes: Votes) -> dict[str, str]:
+        """Participants that found another digest than more than half of a plan's participants, with both digests."""
+        found = {}
+        for plan in self._counted:
+            cast = self._digests(plan, votes)
+            digest, count = max(Counter(cast.values()).items(), key=lambda item: item[1], default=("", 0))
+            if 2 * count > len(self.plans[plan]):
+                differing = {name: theirs for name, theirs in cast.items() if theirs != digest}
+                found |= {name: f"its digest {d[:12]} differs from {digest[:12]}" for name, d in differing.items()}
+        return found
+
+    def find_ties(self, islands: frozenset[str], votes: Votes) -> list[dict[str, str]]:
+        """Digests by island of each plan with all of `islands` in which no digest had a majority."""
+        plans = [plan for plan, names in self.plans.items() if islands <= frozenset(names)]
+        cast = [digests for plan in plans if len(digests := self._digests(plan, votes)) == len(self.plans[plan])]
+        return [digests for digests in cast if 2 * max(Counter(digests.values()).values()) <= len(digests)]
+
+    def left_out(self, attempt: int) -> frozenset[str]:
+        """After many failed attempts: the minority of the participants whose turn it is to be left out of this one."""
+        names = sorted(set(chain(*self.plans.values())))
+        sizes = range(1, (len(names) - 1) // 2 + 1)
+        if len(self.plans) < ROTATE_AFTER or not sizes:
+            return frozenset()
+        turn = attempt // TURN_ATTEMPTS % sum(comb(len(names), size) for size in sizes)
+        minorities = chain.from_iterable(combinations(names, size) for size in sizes)
+        return frozenset(next(islice(minorities, turn, None)))
+
+    def _find_accused(self, votes: Votes) -> dict[str, str]:
+        """Accused islands, and those that accuse too many, with the reason."""
+        pairs = {pair for plan in self._counted for pair in self._accusations(plan, votes)}
+        most = max(((len(names) - 1) // 2 for names in self.plans.values()), default=0)
+        num_accused = Counter(accuser for accuser, _ in pairs)
+        false = {name: f"it accuses {count} others" for name, count in num_accused.items() if count > max(1, most)}
+        believed = sorted(pair for pair in pairs if pair[0] not in false)
+        by = {accused: {a for a, b in believed if b == accused} for _, accused in believed}
+        if by.keys() | false.keys() != self._islands:
+            # Of two that accuse only each other either may be right: the first by name stays.
+            by = {
+                b: them for b, them in by.items() if not any(b < a and them == {a} and by.get(a) == {b} for a in them)
+            }
+        return {b: f"{min(accusers)} could not use what it sent" for b, accusers in by.items()} | false
+
+    def _accusations(self, plan: str, votes: Votes) -> list[tuple[str, str]]:
+        """Pairs of accuser and accused, both participants of the plan."""
+        names = self.plans[plan]
+        noes = [votes[plan, name] for name in names if (plan, name) in votes and votes[plan, name].digest is None]
+        return [(v.island, v.accused) for v in noes if v.accused in names and v.accused not in (None, v.island)]
+
+    def _digests(self, plan: str, votes: Votes) -> dict[str, str]:
+        """Digests of the yes votes on a plan, by island."""
+        cast = {name: votes[plan, name].digest for name in self.plans[plan] if (plan, name) in votes}
+        return {name: digest for name, digest in cast.items() if digest is not None}
+
+    @property
+    def _counted(self) -> list[str]:
+        return [plan for plan in self.plans if plan not in self.forgiven]
+
+    @property
+    def _islands(self) -> set[str]:
+        """All participants of the plans that count."""
+        return set(chain(*(self.plans[plan] for plan in self._counted)))
+
+
+def explain_accusations(round_number: int, reasons: Mapping[str, str]) -> str:
+    """Why the run ends when no island's payload could be used."""
+    said = "; ".join(f"{name}: {why}" for name, why in sorted(reasons.items()))
+    return (
+        f"round {round_number}: no island is left that could take part, and {MAX_AMNESTIES} further attempts with all "
+        f"of them failed as well ({said}). If their losses have blown up, resume from an earlier checkpoint "
+        "with a lower learning rate or stronger gradient clipping"
+    )
+
+
+def explain_tie(round_number: int, ties: Sequence[Mapping[str, str]]) -> str:
+    """Why the run ends when islands find different digests and none of them is in the majority."""
+    said = ", ".join(f"{name} {digest}" for name, digest in sorted(ties[-1].items()))
+    return (
+        f"round {round_number}: in {len(ties)} attempts the islands found different means from the same payloads, and "
+        f"no majority found the same (digests: {said}). Some compute wrongly, and it cannot be told which. {COMPARE}"
+    )
+
+
+def explain_dissent(count: int) -> str:
+    """Why an island ends whose digest differs from that of most others."""
+    return (
+        f"the means that this island computed differed from those of most other islands, {count} times in a row "
+        f"(the log has the digests). {COMPARE}"
+    )

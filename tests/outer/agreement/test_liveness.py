@@ -1,0 +1,70 @@
+"""Honest islands that are connected commit within a bound, whatever a minority says, while others freeze and die."""
+
+import random
+
+import pytest
+
+from tests.outer.lies import HABITS, Habit, Run, new_run, seconds_until
+
+BOUND = 60
+"""Seconds for a round. A vote is late after 4 and given up after 6, and a planner is passed over after 3."""
+SLOW = pytest.mark.slow
+
+
+def commit_rounds(run: Run, rounds: int = 3) -> None:
+    for number in range(1, rounds + 1):
+        assert seconds_until(run, number, BOUND) < BOUND, f"round {number}"
+        assert not run.gave_up
+
+
+@pytest.mark.parametrize("names", ["abc", pytest.param("abcde", marks=SLOW)])
+@pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.__name__)
+def test_whatever_one_island_does_all_the_time_the_others_commit(habit: Habit, names: str) -> None:
+    for liar in (names[0], names[-1]):
+        commit_rounds(new_run(names, {liar: [habit]}, seed=1, quorum=len(names) // 2 + 1))
+
+
+@pytest.mark.parametrize("num_seeds", [12, pytest.param(150, marks=SLOW)])
+@pytest.mark.parametrize("names,quorum", [("abc", 1), ("abc", 2), ("abcd", 3)])
+def test_whatever_mixture_of_lies_one_island_tells_the_others_commit(names: str, quorum: int, num_seeds: int) -> None:
+    for seed in range(num_seeds):
+        chance = random.Random(seed)
+        commit_rounds(new_run(names, {chance.choice(names): chance.sample(HABITS, 3)}, seed, quorum=quorum))
+
+
+@pytest.mark.parametrize("num_seeds", [8, pytest.param(100, marks=SLOW)])
+def test_after_a_freeze_and_a_death_beside_a_liar_the_others_commit(num_seeds: int) -> None:
+    for seed in range(num_seeds):
+        chance = random.Random(seed)
+        run = new_run("abcde", {chance.choice("abcde"): chance.sample(HABITS, 2)}, seed, quorum=3)
+        frozen, dying = chance.sample(run.honest, 2)
+        commit_rounds(run, chance.randint(0, 1))
+        run.pass_second()
+        run.asleep[frozen] = chance.randint(2, 8)
+        for _ in range(chance.randint(0, 10)):
+            run.step()
+        run.dead.add(dying)
+        commit_rounds(run)
+
+
+@pytest.mark.parametrize("num_seeds", [4, pytest.param(60, marks=SLOW)])
+def test_freezes_and_deaths_between_any_two_steps_hold_up_no_honest_island(num_seeds: int) -> None:
+    for seed in range(num_seeds):
+        chance = random.Random(seed)
+        run = new_run("abcd", {}, seed)
+        for _ in range(chance.randint(0, 3)):
+            run.pass_second()
+            for _ in range(chance.randint(0, 40)):
+                run.step()
+            run.asleep[chance.choice("abcd")] = chance.randint(1, 8)
+        run.dead.add(chance.choice("abcd"))
+        commit_rounds(run)
+
+
+def test_a_second_liar_of_five_does_not_end_the_honest_ones() -> None:
+    for seed in range(4):
+        chance = random.Random(seed)
+        liars = {name: chance.sample(HABITS, 2) for name in chance.sample("abcde", 2)}
+        run = new_run("abcde", liars, seed, quorum=3)
+        assert seconds_until(run, 1, 4 * BOUND) < 4 * BOUND, f"seed {seed}"
+        assert not run.gave_up.keys() & set(run.honest)
