@@ -21,7 +21,7 @@ from outer.agreement.peers import Identity
 from outer.agreement.running.driver import Interruption
 from outer.config import OuterConfig
 from outer.connect import Network
-from outer.errors import BehindError, TransportError
+from outer.errors import BehindError
 from outer.gossip.averager import build_gossip_averager
 from outer.gossip.step import build_optimizer_config
 from outer.leases.cursor import Cursor, LeaseCursor
@@ -29,7 +29,7 @@ from outer.leases.ranges import count
 from outer.leases.static_cursor import StaticCursor
 from outer.network.deadlines import Deadlines
 from outer.network.event_loop import EventLoopThread
-from outer.report import CaughtUp, Landing, LoopSettings
+from outer.report import CaughtUp, Landing, LoopSettings, RoundReport
 from outer.rounds import checkpoint
 from outer.rounds.agreed import AgreedAverager, build_agreed_averager
 from outer.rounds.averager import Averager
@@ -130,15 +130,11 @@ class OuterLoop:
         cannot be used, or too few islands come, or too many attempts have failed.
         """
         assert self._in_flight is not None, "there is a round in flight"
-        in_flight, snapshot = self._in_flight, self._in_flight.snapshot
+        snapshot, reports, waited = self._in_flight.snapshot, [], 0.0
         try:
-            reports, waited = in_flight.land()
-        except BehindError as behind:
-            raise self.catch_up(behind, snapshot.weight, snapshot.pseudo_grads) from None
-        except CaughtUp:
-            # The averager has taken another island's state already.
-            self.pending.drop(self.position)
-            raise
+            while not reports:
+                reports, seconds = self._try_to_land(self._in_flight)
+                waited += seconds
         finally:
             self._in_flight = None
         self.merge(snapshot)
@@ -154,19 +150,26 @@ class OuterLoop:
             self.replica.correct(self._ahead, snapshot.round)
             self._ahead = None
 
-    def catch_up(self, behind: BehindError, weight: int, sent: dict[int, torch.Tensor] | None = None) -> CaughtUp:
+    def catch_up(
+        self, behind: BehindError, weight: int, sent: dict[int, torch.Tensor] | None = None
+    ) -> CaughtUp | None:
         """Take the state that survives. The returned error says whether this island's progress was put on top of it.
 
-        Progress is kept when exactly one commit was missed, that commit belongs to this island's own history and does
-        not contain the progress, and no other island has been given the data. Progress that was kept once and misses
-        a commit again is dropped. `weight` is the progress in tokens, `sent` the pseudo-gradient in flight.
+        None means that nobody is ahead any more who can give a state: this island's own survives, and nothing has
+        changed. Otherwise progress is kept when exactly one commit was missed, that commit belongs to this island's own
+        history and does not contain the progress, and no other island has been given the data. Progress that was kept
+        once and misses a commit again is dropped. `weight` is the progress in tokens, `sent` the pseudo-gradient in
+        flight.
         """
         digest, progress = self.digest, self.replica.pseudo_grads()
         for part, values in (self._ahead or {}).items():
             # Local params were trained from these values, from which the pseudo-gradient in flight was taken out.
             progress[part] += values - self.replica.carried.parts[part] + (sent or {})[part]
+        if (taken := self.averager.take_state()) is None:
+            log.warning("nobody is ahead any more who can give a state: going on from round %d", self.position.round)
+            self.averager.announce()
+            return None
         self._ahead = None
-        taken = self.averager.take_state()
         is_same_history = taken.base_digest == digest
         may_keep = self.config.missed_progress == "rebase" and is_same_history and not taken.contains_own
         is_kept = may_keep and self.pending.keep(weight)
@@ -181,11 +184,8 @@ class OuterLoop:
 
     def finish(self) -> None:
         """The run is over: stay until the others have the last round; take it from them if this island has not."""
-        try:
-            if self.replica.ranks.on_leader(self.averager.linger):
-                self.averager.take_state()
-        except TransportError as error:
-            log.warning("the others end with another state than this island, and it cannot be taken: %s", error)
+        if self.replica.ranks.on_leader(self.averager.linger) and self.averager.take_state() is None:
+            log.warning("others end with another state than this island, and it cannot be taken")
         self.leave()
 
     def leave(self, steps: int = 0) -> None:
@@ -223,6 +223,21 @@ class OuterLoop:
         checkpoint.restore(self.replica, self.averager.memory, parsed, tensors)
         self.pending.weights, self.averager.share, self._resumed_units = parsed.weights, parsed.share, parsed.units
         self.averager.resume()
+
+    def _try_to_land(self, in_flight: BackgroundRound) -> tuple[list[RoundReport], float]:
+        """Reports of the round's attempts and the seconds spent waiting; no reports if the round was started again."""
+        snapshot = in_flight.snapshot
+        try:
+            return in_flight.land()
+        except BehindError as behind:
+            if (caught := self.catch_up(behind, snapshot.weight, snapshot.pseudo_grads)) is not None:
+                raise caught from None
+            self._in_flight = BackgroundRound(self.averager, snapshot)
+            return [], 0.0
+        except CaughtUp:
+            # The averager has taken another island's state already.
+            self.pending.drop(self.position)
+            raise
 
     def _find_interruption(self, steps_left: int) -> Interruption:
         if self.pace.seconds_left <= 0:

@@ -19,7 +19,7 @@ from outer.codecs.cast import Fp32Codec
 from outer.codecs.choice import build_uniform_choice
 from outer.config import GossipConfig, OuterConfig
 from outer.connect import Network
-from outer.errors import OuterError, TransportError
+from outer.errors import InputError, OuterError
 from outer.gossip.exchange import GossipExchange
 from outer.gossip.partners import Partners
 from outer.gossip.server import GossipServer
@@ -30,7 +30,7 @@ from outer.membership.base import Member
 from outer.network.event_loop import EventLoopThread
 from outer.reduce.payloads import Mean
 from outer.report import CaughtUp, LoopSettings, RoundReport
-from outer.rounds.agreed import DONOR_WAIT_SECONDS, RESUME_SECONDS
+from outer.rounds.agreed import DONOR_WAIT_SECONDS, NOBODY_TO_JOIN, RESUME_SECONDS
 from outer.rounds.averager import TakenState
 from outer.rounds.checkpoint import NoMemory
 from outer.rounds.leader import LEAVE_SECONDS, wait_for_donors
@@ -39,8 +39,9 @@ from outer.rounds.traffic_meter import TrafficMeter
 from outer.state.part_state import PartState, Position
 from outer.state.pseudo_gradient import Contribution, Snapshot
 from outer.state.replica import Replica
-from outer.transfer.catch_up import CatchUp
+from outer.transfer.catch_up import CatchUp, NothingTaken
 from outer.transfer.donor import Donor
+from outer.transfer.donor_choice import DonorChoice
 from outer.transfer.download import Download
 from outer.transfer.download_plan import DownloadPlan
 
@@ -86,12 +87,12 @@ class GossipAverager:
     def enter(self) -> bool:
         """Enter with the global params of an island that has committed a round, else from the start or checkpoint."""
         since = 0
-        if has_taken := self.replica.ranks.on_leader(self._wait_for_donors):
-            self.take_state()
+        is_behind = self.replica.ranks.on_leader(self._wait_for_donors)
+        if has_taken := is_behind and self.take_state() is not None:
             # This island makes the present round alone: the others may have found their partners for it already.
             since = self.replica.position.round + 1
-        elif self.settings.joins:
-            raise OuterError("this island joins a run, and no island that has committed a round can be found in it")
+        elif self.settings.joins and self.replica.position.round == 0:
+            raise InputError(NOBODY_TO_JOIN)
         if self.partners is not None:
             self.event_loop.run(self.partners.announce(self.replica.position, since))
         if not has_taken:
@@ -111,9 +112,10 @@ class GossipAverager:
         finally:
             self.donor.is_busy = False
 
-    def take_state(self) -> TakenState:
-        """Replace the replica by the global params of another island, without its momentum. Raises TransportError."""
-        self.catch_up.run()
+    def take_state(self) -> TakenState | None:
+        """Replace the replica by the global params of another island, without its momentum."""
+        if isinstance(self.catch_up.run(), NothingTaken):
+            return None
         position = Position(round=self.replica.position.round, tokens=self.replica.position.tokens)
         taken = self.replica.carried.parts
         parts = {i: PartState(p, torch.zeros_like(p), position.round) for i, p in taken.items()}
@@ -222,10 +224,8 @@ class GossipAverager:
 
         The training thread waits in `land` meanwhile, so local params may be replaced from this thread.
         """
-        try:
-            self.take_state()
-        except TransportError as error:
-            log.warning("behind the others, and no state can be taken from them: %s", error)
+        if self.take_state() is None:
+            log.warning("behind the others, and no state can be taken from them: %s", cause)
             return
         self._landed_at = None
         raise CaughtUp(f"the others have gone on: {cause}", is_kept=False)
@@ -273,7 +273,13 @@ def build_gossip_averager(
         exchange=exchange,
         partners=partners,
         find_donors=find_donors,
-        catch_up=CatchUp(replica, build_download, event_loop, find_donors),
+        catch_up=CatchUp(
+            replica,
+            build_download,
+            event_loop,
+            lambda: DonorChoice(find_donors),
+            lambda position: position.round > replica.position.round,
+        ),
         donor=donor,
         pace=pace,
         event_loop=event_loop,

@@ -8,7 +8,7 @@ from outer.membership.base import Member
 from outer.membership.records import check_config_text, check_identity, parse_record, parse_records
 from outer.network.endpoints import Endpoint, Handler, Lane, Traffic
 from outer.network.frames import HEADER_BYTES, Kind
-from outer.network.rpc import MAX_BODY_BYTES, answer
+from outer.network.rpc import MAX_CALL_BYTES, answer
 from outer.transports.loopback import Hub, call_on_loop
 
 
@@ -33,8 +33,8 @@ class LoopbackMessenger:
     async def call(
         self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control"
     ) -> bytes:
-        if len(body) > MAX_BODY_BYTES:
-            raise MessageError(f"a call {kind!r} of {len(body)} bytes, at most {MAX_BODY_BYTES} are allowed")
+        if len(body) > MAX_CALL_BYTES:
+            raise MessageError(f"a call {kind!r} of {len(body)} bytes, at most {MAX_CALL_BYTES} are allowed")
         with self._hub.lock:
             target: LoopbackMessenger | None = self._hub.messengers.get(address)
         if target is None or self._hub.is_cut(self.island, target.island):

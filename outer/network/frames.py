@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import struct
 from asyncio import StreamReader, StreamWriter
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -20,7 +21,7 @@ import torch
 
 from outer.errors import MessageError
 from outer.network.endpoints import Leg, Tag, Traffic
-from outer.network.rejections import RefusedError, Rejections, printable
+from outer.network.rejections import BODY_SECONDS, RefusedError, Rejections, printable
 from outer.network.run_key import MAC_BYTES, FrameMacs
 
 MAGIC = b"DLCO"
@@ -140,25 +141,34 @@ class FrameStream:
             if mac:
                 await self._write_bytes(mac.digest())
 
-    async def read(self, max_bytes: int) -> tuple[Header, torch.Tensor]:
-        """Read a frame; its payload is 1-D uint8. Raises MessageError, ConnectionError, or CutOffError within it."""
+    async def read(
+        self, max_bytes: int, admit: Callable[[int], Awaitable[None]] | None = None
+    ) -> tuple[Header, torch.Tensor]:
+        """Read a frame; its payload is 1-D uint8. Raises MessageError, ConnectionError, or CutOffError within it.
+
+        `admit` is awaited with the payload's size before memory is taken for it. The payload then has BODY_SECONDS to
+        arrive. Raises TimeoutError.
+        """
         raw = await self._read_whole(HEADER_BYTES)
         header = parse_header(raw, self.run, max_bytes)
+        if admit is not None:
+            await admit(header.num_bytes)
         mac = self._received_macs.begin() if self._received_macs else None
         if mac:
             mac.update(raw)
         payload = torch.empty(header.num_bytes, dtype=torch.uint8)
         view = view_of(payload)
         filled = 0
-        while filled < header.num_bytes:
-            piece = await self._reader.read(min(PIECE_BYTES, header.num_bytes - filled))
-            if not piece:
-                raise self._end("within a frame")
-            view[filled : filled + len(piece)] = piece
-            filled += len(piece)
-            self._traffic.bytes_received += len(piece)
-            if mac:
-                mac.update(piece)
+        async with asyncio.timeout(None if admit is None else BODY_SECONDS):
+            while filled < header.num_bytes:
+                piece = await self._reader.read(min(PIECE_BYTES, header.num_bytes - filled))
+                if not piece:
+                    raise self._end("within a frame")
+                view[filled : filled + len(piece)] = piece
+                filled += len(piece)
+                self._traffic.bytes_received += len(piece)
+                if mac:
+                    mac.update(piece)
         if mac and not hmac.compare_digest(await self._read_whole(MAC_BYTES, "within a frame"), mac.digest()):
             raise RefusedError("forged", "a frame that was altered, repeated, or not sent by a holder of the run's key")
         return header, payload

@@ -19,16 +19,17 @@ from outer.network.frames import (
     view_of,
 )
 from outer.network.handshake import check_access, read_hello, say_hello
-from outer.network.rejections import RefusedError, Rejections
+from outer.network.rejections import Guest, Guests, RefusedError, Rejections
 from outer.network.run_key import PeerAuth
 
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 27
-"""Limit for a call or reply. A part of a model's state must fit."""
+"""Limit for a reply, which is read from an endpoint that was asked. A part of a model's state must fit."""
+MAX_CALL_BYTES = 1 << 24
+"""Limit for a call, which anybody may send who has proved the run key, or anybody at all in a run without one."""
 DIAL_SECONDS = 10.0
 HELLO_SECONDS = 10.0
-MAX_INCOMING = 4096
 MAX_OPEN_CALLS = 64
 """Limit per incoming connection, which is not read further while so many calls are open."""
 
@@ -46,12 +47,13 @@ class StreamMessenger:
         self.auth = auth or PeerAuth()
         self.own_peer_id = ""
         """This side's libp2p peer id, set by the code that opens libp2p streams. Addresses then begin with peer ids."""
-        self.max_body_bytes = MAX_BODY_BYTES
+        self.max_body_bytes = MAX_CALL_BYTES
         """Limit for a call that arrives. A longer one ends its connection before it is read."""
         self._run, self._me, self._dial, self._traffic = hash_names(run_id, "control"), me, dial, traffic
         self._handlers: dict[str, Handler] = {}
         self._outgoing: dict[tuple[str, Lane], asyncio.Task[_Outgoing]] = {}
         self._incoming: set[FrameStream] = set()
+        self._guests = Guests()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
@@ -61,8 +63,8 @@ class StreamMessenger:
     async def call(
         self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control"
     ) -> bytes:
-        if len(body) > MAX_BODY_BYTES:
-            raise MessageError(f"a call {kind!r} of {len(body)} bytes, at most {MAX_BODY_BYTES} are allowed")
+        if len(body) > MAX_CALL_BYTES:
+            raise MessageError(f"a call {kind!r} of {len(body)} bytes, at most {MAX_CALL_BYTES} are allowed")
         try:
             async with asyncio.timeout(timeout_seconds):
                 return await (await self._connection(address, lane)).call(kind, body)
@@ -75,26 +77,29 @@ class StreamMessenger:
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str = "") -> None:
         """Serve one incoming connection until it ends. `peer` names the other side; its default is the host."""
         stream = self._stream(reader, writer, peer)
-        if self._is_closed or len(self._incoming) >= MAX_INCOMING:
-            if not self._is_closed:
-                self.auth.rejections.add(stream.peer, "streams", f"more than {MAX_INCOMING} connections")
+        try:
+            guest = self._enter(stream)
+        except (MessageError, ConnectionError) as error:
+            log.debug("dropped a connection: %s", error)
             stream.close()
             return
         self._incoming.add(stream)
         try:
             async with asyncio.timeout(HELLO_SECONDS):
                 source, _ = await read_hello(stream, self._me, self.auth)
-            await self._answer_all(source, stream)
+            guest.prove(source.island)
+            await self._answer_all(source, stream, guest)
         except MessageError as error:
             await stream.refuse(error, self.auth.rejections)
         except TimeoutError:
-            self.auth.rejections.add(stream.peer, "silent", f"no hello within {HELLO_SECONDS:g} s")
+            self.auth.rejections.add(stream.peer, "silent", "a hello or the body of a call did not come in time")
         except CutOffError as error:
             self.auth.rejections.add(stream.peer, "truncated", str(error))
         except ConnectionError as error:
             log.debug("a control connection ended: %s", error)
         finally:
             self._incoming.discard(stream)
+            guest.leave()
             stream.close()
 
     async def close(self) -> None:
@@ -142,19 +147,34 @@ class StreamMessenger:
         stream.peer = peer or stream.peer
         return stream
 
-    async def _answer_all(self, source: Endpoint, stream: FrameStream) -> None:
+    def _enter(self, stream: FrameStream) -> Guest:
+        """Count a new connection. Raises MessageError if there are too many, ConnectionError after `close`."""
+        if self._is_closed:
+            raise ConnectionResetError("this messenger was closed")
+        try:
+            return self._guests.enter(stream.peer)
+        except MessageError as error:
+            self.auth.rejections.add_error(stream.peer, error)
+            raise
+
+    async def _answer_all(self, source: Endpoint, stream: FrameStream, guest: Guest) -> None:
         gate = asyncio.Semaphore(MAX_OPEN_CALLS)
         while True:
             await gate.acquire()
-            header, payload = await stream.read(self.max_body_bytes)
-            check_access(stream, self.auth, source)  # it may have been banned meanwhile
-            if header.kind is not Kind.CALL:
-                raise RefusedError("header", f"{source} sent {header.kind.name}, CALL expected")
-            kind, body = unpack_call(bytes(view_of(payload)))
+            held = guest.next_body()
+            try:
+                header, payload = await stream.read(self.max_body_bytes, held.hold)
+                check_access(stream, self.auth, source)  # it may have been banned meanwhile
+                if header.kind is not Kind.CALL:
+                    raise RefusedError("header", f"{source} sent {header.kind.name}, CALL expected")
+                kind, body = unpack_call(bytes(view_of(payload)))
+            except BaseException:
+                held.release()
+                raise
             task = asyncio.create_task(self._answer(source, stream, header.request, kind, body))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            task.add_done_callback(lambda _: gate.release())
+            task.add_done_callback(lambda _, held=held: (gate.release(), held.release()))
 
     async def _answer(self, source: Endpoint, stream: FrameStream, request: int, kind: str, body: bytes) -> None:
         code, reply = await answer(self._handlers.get(kind), source, kind, body, self.auth.rejections)

@@ -15,7 +15,7 @@ from outer.agreement.suspicions import ROTATE_AFTER
 from outer.codecs.choice import build_codec_choice
 from outer.config import OuterConfig
 from outer.connect import Network
-from outer.errors import OuterError, TransportError
+from outer.errors import InputError, OuterError
 from outer.leases.cursor import LeaseCursor
 from outer.leases.ledger import find_refusals
 from outer.network.endpoints import Endpoint
@@ -29,11 +29,13 @@ from outer.rounds.leader import Leader, build_status
 from outer.rounds.pace import Pace
 from outer.rounds.round import RoundRunner
 from outer.rounds.traffic_meter import TrafficMeter
+from outer.state.part_state import Position
 from outer.state.pseudo_gradient import Contribution
 from outer.state.replica import Replica
 from outer.transfer.cache import PartsCache
-from outer.transfer.catch_up import CatchUp, CaughtUpState
+from outer.transfer.catch_up import CatchUp, CaughtUpState, NothingTaken
 from outer.transfer.donor import Donor
+from outer.transfer.donor_choice import DonorChoice
 from outer.transfer.download import Download
 from outer.transfer.download_plan import DownloadPlan
 
@@ -47,7 +49,7 @@ RESUME_SECONDS = 60.0
 """How long an island that goes on from a checkpoint waits for all others to do so; then it goes on without them."""
 DONOR_WAIT_SECONDS = 10.0
 """How long an island that must not begin a run waits for one that can give a state."""
-NOBODY_TO_JOIN = "this island joins a run, and no island that has committed a round can be found in it"
+NOBODY_TO_JOIN = "this island joins a run, and no island that has committed a round can be found in it for its state"
 FINISH_SECONDS = 60.0
 """How long an island that has the last round stays for live islands that do not have it yet."""
 
@@ -67,6 +69,8 @@ class AgreedAverager:
             joins,
         )
         self._has_entered_late = False
+        self._causes: list[str] = []
+        """Why the state of others could not be taken."""
 
     @property
     def memory(self) -> Reducer:
@@ -111,8 +115,10 @@ class AgreedAverager:
         self._has_entered_late = False
         return reports
 
-    def take_state(self) -> TakenState:
+    def take_state(self) -> TakenState | None:
         taken = self._take_state()
+        if taken is None:
+            return None
         return TakenState(taken.base_digest, contains_own=self._incarnation in taken.description.included)
 
     def announce(self) -> None:
@@ -132,11 +138,14 @@ class AgreedAverager:
     def _begin(self) -> bool:
         """Enter without a checkpoint. Returns whether this island has taken the state of others."""
         seconds = DONOR_WAIT_SECONDS if self._joins else 0.0
-        if self.runner.replica.ranks.on_leader(lambda: self._leader.wait_for_donors(seconds, 1 << 62)):
-            self._take_state()
-            return True
+        # Islands that are ahead may die before they have given their state, so a joiner looks for others.
+        while self.runner.replica.ranks.on_leader(lambda: self._leader.wait_for_donors(seconds, 1 << 62)):
+            if self._take_state() is not None:
+                return True
+            if not self._joins:
+                return False
         if self._joins:
-            raise OuterError(NOBODY_TO_JOIN)
+            raise InputError("; ".join([NOBODY_TO_JOIN, *self._causes]))
         return False
 
     def _meet_again(self) -> bool:
@@ -148,10 +157,8 @@ class AgreedAverager:
         """
         deadline, has_taken, is_going_on = time.monotonic() + RESUME_SECONDS, False, False
         while not is_going_on and self.runner.replica.ranks.on_leader(partial(self._is_behind, deadline)):
-            try:
-                is_going_on, has_taken = bool(self._take_state().description.included), True
-            except TransportError as error:
-                log.warning("going on from the checkpoint: %s", error)
+            if (taken := self._take_state()) is not None:
+                is_going_on, has_taken = bool(taken.description.included), True
             self.announce()
         if self._joins and self.runner.replica.ranks.on_leader(lambda: self._leader.is_alone):
             raise OuterError(NOBODY_TO_JOIN)
@@ -162,10 +169,13 @@ class AgreedAverager:
         seconds = deadline - time.monotonic()
         return seconds > 0 and self._leader.wait_for_donors(seconds, self._start_islands)
 
-    def _take_state(self) -> CaughtUpState:
-        """Take the state of others, who do not wait for this island meanwhile. Raises TransportError."""
+    def _take_state(self) -> CaughtUpState | None:
+        """Take the state of others, who do not wait for this island meanwhile. None if nobody gives one."""
         self.runner.update_status(is_coming=False)
         taken = self._catch_up.run()
+        if isinstance(taken, NothingTaken):
+            self._causes += taken.causes
+            return None
         self._has_entered_late = True
         self.runner.pace.interrupt()
         self.runner.update_status(is_coming=False, included=taken.description.included)
@@ -226,9 +236,18 @@ def build_agreed_averager(
         )
         return Download(network.messenger, wanted, cache, hooks)
 
-    find_donors = leader.find_donors if leader is not None else list
-    catch_up = CatchUp(replica, build_download, event_loop, find_donors)
+    def build_choice() -> DonorChoice:
+        assert leader is not None, "only the leader chooses donors"
+        return DonorChoice(leader.find_donors, leader.disbelieve, leader.believe)
+
+    catch_up = CatchUp(replica, build_download, event_loop, build_choice, partial(_is_ahead, replica))
     return AgreedAverager(runner, catch_up, identity.incarnation, config.start_islands, joins=settings.joins)
+
+
+def _is_ahead(replica: Replica, position: Position) -> bool:
+    """Whether a state at this position survives the replica's, or may do so by its digest."""
+    own = replica.position
+    return (position.tokens, position.round) >= (own.tokens, own.round)
 
 
 def _build_protocol(config: OuterConfig, island: str, replica: Replica, settings: LoopSettings) -> RoundProtocol:

@@ -53,7 +53,8 @@ class Averager(Protocol):
     def enter(self) -> bool:
         """Enter the run. True if the replica now holds another island's state, False if it goes on from its own.
 
-        Raises OuterError when the island must join a run and finds none, or too few islands begin.
+        Raises InputError when the island must join a run and gets no state from it, OuterError when too few islands
+        begin.
         """
         ...
 
@@ -70,8 +71,11 @@ class Averager(Protocol):
         """
         ...
 
-    def take_state(self) -> TakenState:
-        """Replace the replica by the state that survives. Call `announce` next. Raises TransportError."""
+    def take_state(self) -> TakenState | None:
+        """Replace the replica by the state that survives. Call `announce` next, in any case.
+
+        Returns None, and changes nothing, when nobody is ahead any more who can give a state.
+        """
         ...
 
     def announce(self) -> None:

@@ -47,9 +47,9 @@ class QuorumRounds:
         pending: PendingProgress,
         schedule: FragmentSchedule,
         total_tokens: int | None,
-        catch_up: Callable[[BehindError, int], CaughtUp],
+        catch_up: Callable[[BehindError, int], CaughtUp | None],
     ) -> None:
-        """`catch_up` takes the state that survives, given the tokens of this island's progress."""
+        """`catch_up` takes the state that survives, given the tokens of this island's progress. None: it has it."""
         self._averager, self._pending, self._schedule = averager, pending, schedule
         self._replica, self._pace = averager.runner.replica, averager.runner.pace
         self._total_tokens, self._catch_up = total_tokens, catch_up
@@ -59,10 +59,7 @@ class QuorumRounds:
     def start(self) -> None:
         """Take part in rounds from now on, beginning with the state that the replica holds."""
         self._reset(self._replica.position)
-        name = f"{threading.current_thread().name} rounds"
-        # A daemon: a process that is told to stop does not wait for the other islands of its last round.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._start_thread()
 
     def begin_progress(self, num_steps: int = 0) -> None:
         """The progress to be contributed next began `num_steps` inner steps ago."""
@@ -127,6 +124,13 @@ class QuorumRounds:
         self._error: BaseException | None = None
         self._has_ended = self._holds = False
 
+    def _start_thread(self) -> None:
+        self._error, self._has_ended = None, False
+        name = f"{threading.current_thread().name} rounds"
+        # A daemon: a process that is told to stop does not wait for the other islands of its last round.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
     def _is_due(self) -> bool:
         pace, schedule, number = self._pace, self._schedule, self.position.round
         since_any = pace.num_steps - self._gave_at
@@ -136,14 +140,7 @@ class QuorumRounds:
 
     def _land(self, count: Callable[[], int], weight: int, given: Snapshot | None = None) -> list[CommittedRound]:
         """Land rounds up to the leader's `count` on every rank. `weight`: tokens that have not been sent."""
-        try:
-            committed = self._take_committed(count)
-        except BehindError as behind:
-            caught = self._catch_up(behind, weight)
-            if not caught.is_kept:
-                self.begin_progress()
-            self.start()
-            raise caught from None
+        committed = self._take_committed(count, weight)
         landed = [self._settle(one, given) for one in committed]
         # Once for each fragment; a fragment's number is also that of a round that sends it.
         for fragment, is_given in {one.fragment: one.is_given for one in landed}.items():
@@ -155,15 +152,31 @@ class QuorumRounds:
             self._replica.take_over()
         return landed
 
-    def _take_committed(self, count: Callable[[], int]) -> list[CommittedRound]:
-        number, has_ended = self._replica.ranks.on_leader(lambda: (count(), self._has_ended))
-        # Other ranks commit a moment later than the leader, or end as it does.
-        self._wait_for(number)
-        committed = [self._committed.popleft() for _ in range(number - self._num_landed)]
-        self._num_landed = number
-        if not committed and has_ended:
-            self._raise_error()
-        return committed
+    def _take_committed(self, count: Callable[[], int], weight: int) -> list[CommittedRound]:
+        while True:
+            number, has_ended = self._replica.ranks.on_leader(lambda: (count(), self._has_ended))
+            # Other ranks commit a moment later than the leader, or end as it does.
+            self._wait_for(number)
+            committed = [self._committed.popleft() for _ in range(number - self._num_landed)]
+            self._num_landed = number
+            if committed or not has_ended:
+                return committed
+            try:
+                self._raise_error()
+                return committed
+            except BehindError as behind:
+                self._recover(behind, weight)
+
+    def _recover(self, behind: BehindError, weight: int) -> None:
+        """Take the state that survives and raise CaughtUp. If it is this island's own, prepare rounds again."""
+        caught = self._catch_up(behind, weight)
+        if caught is None:
+            self._start_thread()
+            return
+        if not caught.is_kept:
+            self.begin_progress()
+        self.start()
+        raise caught from None
 
     def _settle(self, committed: CommittedRound, given: Snapshot | None) -> CommittedRound:
         """Update the pending progress after a round; local params follow in `_land`."""

@@ -2,6 +2,9 @@
 
 Donors serve each part at the round in which they are when it leaves. The ranks bring all parts to one common round, the
 donors confirm the digest of that state, and the island repeats this until it has reached the donors' newest round.
+
+Donors may die, and islands may claim states that they cannot give. So before each try the island looks again who is
+ahead of it, and goes on from its own state when nobody is.
 """
 
 import logging
@@ -10,19 +13,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from outer.errors import TransportError
-from outer.membership.base import Member
+from outer.errors import MessageError, TransportError
 from outer.network.event_loop import EventLoopThread
+from outer.state.part_state import Position
 from outer.state.replica import Replica
 from outer.transfer.donor import Description
+from outer.transfer.donor_choice import DonorChoice
 from outer.transfer.download import Download
 
 log = logging.getLogger(__name__)
 
-TRIES = 20
-PAUSE_SECONDS = 0.5
+PAUSE_SECONDS = 1.0
 MAX_CHASES = 50
 """Maximum number of times that the donors may commit further rounds while this island catches up."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a try failed. `is_wrong`: a state came, and it is not the one that the donors describe."""
+
+    cause: str
+    is_wrong: bool = False
+
+
+@dataclass(frozen=True)
+class NothingTaken:
+    """Nobody is ahead any more who gives a state, so this island's own survives."""
+
+    causes: Sequence[str]
+    """Why the tries failed; none if the others were gone before the first."""
 
 
 @dataclass(frozen=True)
@@ -41,38 +60,44 @@ class CatchUp:
     replica: Replica
     build_download: Callable[[], Download]
     event_loop: EventLoopThread
-    find_donors: Callable[[], Sequence[Member]]
-    """Finds the islands that hold the surviving history. Called on the leader before each attempt."""
+    build_choice: Callable[[], DonorChoice]
+    """Builds the choice of donors for one catch-up. Called on the leader."""
+    is_ahead: Callable[[Position], bool]
+    """Whether a state at this position survives the one that this island holds."""
 
-    def run(self) -> CaughtUpState:
-        """Take the donors' newest global state and local params. Raises TransportError with all causes of failure."""
-        causes, download, before = [], self.build_download(), self.replica.position.round
-        for _ in range(TRIES):
-            donors = self.replica.ranks.on_leader(lambda: list(self.find_donors()))
+    def run(self) -> CaughtUpState | NothingTaken:
+        """Take the newest global state of the islands that are ahead, and local params, or change nothing."""
+        choice, download = self.build_choice() if self.replica.ranks.is_leader else None, self.build_download()
+        before, causes = self.replica.position.round, []
+        while donors := self.replica.ranks.on_leader(lambda: choice.next() if choice else []):
             download.use_donors(donors)
-            result = self._download_state(download) if donors else "no island has a state to give"
+            result = self._download_state(download)
             if isinstance(result, Description):
                 self.replica.replace(download.parts, result.position)
                 names = ", ".join(donor.island for donor in donors)
                 log.info("took the state of round %d from %s", result.position.round, names)
                 base = self._find_base(download, before) if 0 < before == result.position.round - 1 else None
                 download.discard()
+                if choice is not None:
+                    choice.has_given()
                 return CaughtUpState(result, base)
-            log.warning("taking the state of other islands failed: %s", result)
-            causes.append(result)
+            log.warning("taking the state of other islands failed: %s", result.cause)
+            causes.append(result.cause)
+            if choice is not None:
+                choice.has_failed(is_wrong=result.is_wrong)
             time.sleep(PAUSE_SECONDS)
-        raise TransportError("the state of no island could be taken: " + "; ".join(dict.fromkeys(causes)))
+        return NothingTaken(list(dict.fromkeys(causes)))
 
-    def _download_state(self, download: Download) -> Description | str:
+    def _download_state(self, download: Download) -> Description | Failure:
         """Download the newest state on all ranks. Returns its description, or the cause of the failure."""
         newest, result = 0, None
         for _ in range(MAX_CHASES):
             target = self._reach_common_round(download, newest)
-            if isinstance(target, str):
+            if isinstance(target, Failure):
                 return target
             digest = self.replica.combine(download.digests(), self.replica.ranks)
             result, newest = self.replica.ranks.on_leader(partial(self._verify, download, target, digest))
-            if isinstance(result, str):
+            if isinstance(result, Failure):
                 # Some part is damaged or belongs to another history, and it is not known which one.
                 download.discard()
                 return result
@@ -81,28 +106,35 @@ class CatchUp:
         assert isinstance(result, Description), "a confirmed state has its description"
         return result
 
-    def _reach_common_round(self, download: Download, target: int) -> int | str:
+    def _reach_common_round(self, download: Download, target: int) -> int | Failure:
         """Bring all ranks' parts to one round, `target` or later. Returns the round, or the cause of failure."""
-        while True:
+        for _ in range(MAX_CHASES):
             try:
                 result = self.event_loop.run(download.catch_up(target) if target else download.run(0))
             except TransportError as error:
                 result = str(error)
             results = self.replica.ranks.gather(result)
             if causes := [result for result in results if isinstance(result, str)]:
-                return causes[0]
+                return Failure(causes[0])
             newest = max(result for result in results if isinstance(result, int))
             if target and newest == target:
                 return target
             target = newest
+        return Failure(f"the donors went on to round {target} before this island had caught up")
 
-    def _verify(self, download: Download, round_number: int, digest: str) -> tuple[Description | str, int]:
-        """(the donors' description of this state, their newest round), or (why they do not confirm it, 0)."""
+    def _verify(self, download: Download, round_number: int, digest: str) -> tuple[Description | Failure, int]:
+        """(the donors' description of this state, their newest round), or (why it cannot be taken, 0)."""
         try:
             description = self.event_loop.run(download.describe(round_number, digest))
-            return description, self.event_loop.run(download.describe(None)).position.round
+            newest = self.event_loop.run(download.describe(None)).position.round
+        except MessageError as error:
+            return Failure(str(error), is_wrong=True), 0
         except TransportError as error:
-            return str(error), 0
+            return Failure(str(error)), 0
+        if not self.is_ahead(description.position):
+            tokens = description.position.tokens
+            return Failure(f"the state of round {round_number} with {tokens} tokens is not ahead of this island's"), 0
+        return description, newest
 
     def _find_base(self, download: Download, round_number: int) -> str | None:
         """Digest of the round that this island held before, as the donors remember it. None if they do not."""

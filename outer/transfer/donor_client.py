@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from outer.errors import DeadlineError, MessageError, TransportError
+from outer.errors import DeadlineError, MessageError, PeerLost, TransportError
 from outer.membership.base import Member
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Messenger
@@ -23,6 +23,10 @@ SUSPENDED_SECONDS = 30.0
 """Time for which a donor that failed is not asked again."""
 RELEASE_SECONDS = 2.0
 RETRY_SECONDS = 0.2
+QUIET_SECONDS = 3.0
+"""Silence of a donor after which its leader is asked for a sign of life, while a part is awaited."""
+PROBE_SECONDS = 5.0
+"""Time limit of the answer. A donor that is frozen or cut off does not answer, however slow its links may be else."""
 LONGEST_CALL_SECONDS = 3600.0
 """Time limit of the messenger call. The real limit follows from measurements and is updated during the call."""
 
@@ -38,7 +42,8 @@ class DonorClient:
         self.suspended_until = 0.0
         self._messenger, self._space = messenger, space
         self._carriers: list[int] = []
-        self._lock = asyncio.Lock()
+        self._lock, self._probe_lock = asyncio.Lock(), asyncio.Lock()
+        self._heard_at = time.monotonic()
 
     @property
     def is_usable(self) -> bool:
@@ -56,12 +61,13 @@ class DonorClient:
             self.suspended_until, self.cause = time.monotonic() + SUSPENDED_SECONDS, str(error)
             self.description = None
 
-    async def describe(self, round_number: int | None) -> Description:
+    async def describe(self, round_number: int | None, seconds: float = DESCRIBE_SECONDS) -> Description:
         """Fetch the description of a round, or of the newest round for None. Raises TransportError."""
         request, address = StateRequest(round=round_number), self.member.control_addresses[0]
         description = await call_message(
-            self._messenger, address, "state", request, Description, timeout_seconds=DESCRIBE_SECONDS
+            self._messenger, address, "state", request, Description, timeout_seconds=seconds
         )
+        self._heard_at = time.monotonic()
         if description.fingerprint != self._space.fingerprint:
             raise MessageError("it trains another model: its parameters differ from this island's")
         if description.position.round == 0 or round_number not in (None, description.position.round):
@@ -101,12 +107,21 @@ class DonorClient:
                 if left <= 0:
                     raise DeadlineError(f"part {request.part} did not come within {limit:.0f} s")
                 await asyncio.wait([call], timeout=min(left, 1.0))
+                if not call.done():
+                    await self._check_life()
             status, _, content = (await call).partition(b"\n")
+            self._heard_at = time.monotonic()
         finally:
             call.cancel()
         if content:
             deadlines.observe(kind, time.monotonic() - started)
         return status, content
+
+    async def _check_life(self) -> None:
+        """Raise TransportError if nothing was heard of the donor for QUIET_SECONDS and it does not answer now."""
+        async with self._probe_lock:
+            if time.monotonic() - self._heard_at > QUIET_SECONDS:
+                await self.describe(None, PROBE_SECONDS)
 
     async def release(self, worker: int | None = None) -> None:
         """Tell the donor's ranks that the worker, or any worker for None, needs nothing more for now."""
@@ -126,8 +141,8 @@ async def find_description(
     """The first description of a round that a donor sends, of a state with the `digest` (of all ranks' parts) if given.
 
     Donors that do not describe the round are asked again for `wait_seconds`, because a donor's leader describes a round
-    a moment after its ranks have reached it. Raises TransportError if no donor describes the round, and MessageError if
-    all descriptions have another digest.
+    a moment after its ranks have reached it. Raises TransportError if no donor describes the round, at once if all are
+    lost, and MessageError if all descriptions have another digest.
     """
     causes: list[str] = []
     attempt = partial(_find_first_description, donors, round_number, digest, causes)
@@ -143,12 +158,15 @@ async def _find_first_description(
     """One attempt of `find_description`. `causes` is filled with the donors' errors."""
     causes.clear()
     differing: list[str] = []
+    lost: list[str] = []
 
     async def ask(donor: DonorClient) -> Description | None:
         try:
             answer = await donor.describe(round_number)
         except TransportError as error:
             causes.append(f"{donor.name}: {error}")
+            if isinstance(error, PeerLost | DeadlineError):
+                lost.append(donor.name)
             return None
         ours = None if digest is None else state_digest(digest, answer.position.ledger.model_dump_json())
         if ours in (None, answer.digest):
@@ -164,6 +182,8 @@ async def _find_first_description(
     finally:
         for task in answers:
             task.cancel()
+    if len(lost) == len(donors):
+        raise TransportError(f"no island answers: {'; '.join(causes)}")
     if differing:
         raise MessageError(f"the state taken is not that of round {round_number}: {'; '.join(differing)}")
     return None

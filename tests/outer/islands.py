@@ -116,7 +116,9 @@ def attempt(outer: OuterLoop, tokens: int) -> RoundReport:
     try:
         report = outer.averager.runner.attempt(Contribution(snapshot))
     except BehindError as behind:
-        raise outer.catch_up(behind, snapshot.weight) from None
+        if (caught := outer.catch_up(behind, snapshot.weight)) is None:
+            return attempt(outer, tokens)
+        raise caught from None
     if report.is_committed:
         outer.merge(snapshot)
     return report

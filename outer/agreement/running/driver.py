@@ -176,16 +176,22 @@ class ProtocolDriver:
         return self.protocol.behind(is_settled=True) is not None
 
     async def find_donors(self) -> list[Member]:
-        """Membership records of the islands that hold the surviving history; empty if this island holds it."""
+        """Membership records of the islands that hold the surviving history; empty if this island holds it.
+
+        An island whose state cannot be fetched, because nobody knows its addresses, is disbelieved.
+        """
         await self._detector.find_members()
-        if behind := self.protocol.behind(is_settled=True):
-            return [self._peers.members[name] for name in behind.donors if name in self._peers.members]
+        members = self._peers.members
+        while behind := self.protocol.behind(is_settled=True):
+            if found := [members[name] for name in behind.donors if name in members]:
+                return found
+            for name in behind.donors:
+                self._doubts.add(name, self.protocol.statuses[name])
         if self.protocol.status.round > 0:
             return []  # It has a state of its own, and records outlive their islands.
-        # No island has sent its status yet, so the records must do.
-        unusable = self.protocol.doubted.keys() | self.protocol.lost
-        ahead = [m for m in self._peers.members.values() if (m.tokens, m.round) > self.protocol.status.rank]
-        ahead = [m for m in ahead if m.island not in unusable]
+        # Islands that have not sent their status yet are known by their records.
+        silent = members.keys() - self.protocol.doubted - self.protocol.lost - self.protocol.statuses.keys()
+        ahead = [m for name, m in members.items() if name in silent and (m.tokens, m.round) > self.protocol.status.rank]
         best = max(((m.tokens, m.round) for m in ahead), default=None)
         return [m for m in ahead if (m.tokens, m.round) == best]
 

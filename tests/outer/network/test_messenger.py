@@ -116,7 +116,8 @@ def test_a_call_that_nothing_answers_is_refused(kind):
 def test_an_oversized_call_or_reply_is_refused(kind, monkeypatch):
     async def main() -> None:
         monkeypatch.setattr(calls, "MAX_BODY_BYTES", 1000)
-        monkeypatch.setattr("outer.membership.loopback.MAX_BODY_BYTES", 1000)
+        monkeypatch.setattr(calls, "MAX_CALL_BYTES", 1000)
+        monkeypatch.setattr("outer.membership.loopback.MAX_CALL_BYTES", 1000)
         async with swarm(kind) as place:
             a, b = await place.open(A), await place.open(B)
             b.messenger.serve("long", lambda source, body: _answer(source, bytes(1001)))
@@ -334,7 +335,7 @@ def test_connections_beyond_the_limit_are_counted(monkeypatch):
     async def main() -> None:
         async with swarm("gloo") as place:
             a, b = await place.open(A), await place.open(B)
-            monkeypatch.setattr(calls, "MAX_INCOMING", 0)
+            monkeypatch.setattr("outer.network.rejections.MAX_CONNECTIONS", 0)
             with pytest.raises(PeerLost):
                 await a.messenger.call(b.messenger.address, "echo", b"", timeout_seconds=5)
             assert [(kind, count) for _, kind, _, count in b.rejections.drain()] == [("streams", 1)]

@@ -6,6 +6,7 @@ import pytest
 
 import outer.network.deadlines
 import outer.transfer.donor
+import outer.transfer.donor_client
 import outer.transfer.download
 from outer.errors import TransportError
 from outer.network.endpoints import Endpoint, Messenger
@@ -40,6 +41,28 @@ def test_when_all_donors_are_gone_each_is_named_with_its_cause() -> None:
         await first.close()
         with pytest.raises(TransportError, match=r"a: .* lost.*b: it trains another model"):
             await here.download(messenger).run(1)
+
+    with_run(test)
+
+
+def test_a_donor_that_stands_still_is_noticed_long_before_a_part_could_be_too_late(monkeypatch) -> None:
+    monkeypatch.setattr(outer.transfer.donor_client, "QUIET_SECONDS", 0.2)
+    monkeypatch.setattr(outer.transfer.donor_client, "PROBE_SECONDS", 0.5)
+
+    async def test(here: Run, messenger: Messenger) -> None:
+        donor = await here.enter("a")
+        here.commit()
+
+        async def hang(source: Endpoint, body: bytes) -> bytes:
+            donor.messengers[0].serve("state", hang)
+            await asyncio.sleep(1000)
+            return b""
+
+        donor.messengers[0].serve("part", hang)
+        started = asyncio.get_running_loop().time()
+        with pytest.raises(TransportError, match="a: "):
+            await here.download(messenger).run(1)
+        assert asyncio.get_running_loop().time() - started < outer.transfer.donor.PART_SECONDS / 4
 
     with_run(test)
 
