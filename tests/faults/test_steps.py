@@ -40,6 +40,7 @@ def test_a_slow_island_makes_fewer_steps_and_nobody_waits_long(tmp_path):
 def test_no_step_of_a_timed_round_begins_when_its_time_is_up_and_tokens_are_what_was_trained(tmp_path):
     most, seconds = 1000, 1.0
     settings = ["outer.local_steps=timed", f"outer.round_seconds={seconds}", f"outer.inner_steps={most}"]
+    settings += ["outer.quorum=2"]  # Neither is left out because a busy machine makes it late.
     with swarm(tmp_path, *settings, "outer.rounds=8", islands=[{}, {"faults": ["slow:1x4"]}]) as made:
         fast, slow = made.start_all()
         for island in (fast, slow):
@@ -65,7 +66,8 @@ def missed(folder: Path, num_rounds: int, policy: str) -> Island:
     with swarm(folder, *settings, islands=[{"faults": faults}] * 3) as made:
         donor, helper, victim = made.start_all()
         until(lambda: helper.is_stopped, "the others go on without it, then stop", *made.started)
-        assert victim.is_stopped and last_round(donor) - last_round(victim) == num_rounds
+        assert victim.is_stopped and last_round(helper) - last_round(victim) == num_rounds
+        until(lambda: last_round(donor) == last_round(helper), "the donor records the same rounds", donor)
         victim.signal(signal.SIGCONT)
         until(lambda: last_round(victim) > last_round(helper), "it commits again", *made.started)
         helper.signal(signal.SIGCONT)

@@ -132,7 +132,7 @@ def test_islands_go_on_with_other_meshes_and_numbers(
         for island in made.start_all():
             island.finish()
         saved = {record["digest"][:12] for record in (island.committed()[LAST] for island in made.started)}
-    settings = [*EACH_ROUND, f"outer.rounds={END}"]
+    settings = [*EACH_ROUND, f"outer.rounds={END}", f"outer.quorum={len(after)}"]
     with swarm(tmp_path, *settings, islands=[{"ranks": n} for n in after]) as made:
         for island in made.start_all():
             island.finish()
@@ -150,7 +150,7 @@ def test_the_checkpoint_of_one_island_is_enough(tmp_path: Path) -> None:
         for island in made.start_all():
             island.finish()
     shutil.rmtree(tmp_path / "test" / "island-1")
-    with swarm(tmp_path, *EACH_ROUND, f"outer.rounds={END}", islands=[{}, {}]) as made:
+    with swarm(tmp_path, *EACH_ROUND, f"outer.rounds={END}", "outer.quorum=2", islands=[{}, {}]) as made:
         for island in made.start_all():
             island.finish()
         first, second = made.started
