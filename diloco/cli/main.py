@@ -9,6 +9,7 @@ import typer
 from diloco.cli import arguments as args
 from diloco.cli.exit import end, error_text
 from diloco.cli.key import key
+from diloco.cli.launch import launch
 from diloco.cli.prepare import prepare
 from diloco.cli.weights import evaluate, export, generate
 
@@ -72,7 +73,7 @@ def simulate(
 
 @app.command()
 def train(config: args.ConfigPath, overrides: args.Overrides = None, resume: args.Resume = None) -> None:
-    """Run one rank of an island: torchrun --nproc-per-node R -m diloco train CONFIG island.index=K."""
+    """Run one rank of an island. `diloco launch` starts all ranks of a node, torchrun those of several nodes."""
     from diloco.config.schema import load_config
 
     resolved = load_config(config, args.with_resume(overrides, resume))
@@ -146,7 +147,7 @@ def join(
     """Join a run: get its config from the swarm, download the state from the other islands, train."""
     from diloco.swarm.join import join as run
 
-    raise typer.Exit(run(address, args.with_resume(overrides, resume), ranks, run_name))
+    run(address, args.with_resume(overrides, resume), ranks, run_name)
 
 
 @app.command()
@@ -273,7 +274,7 @@ def report(
     typer.echo(f"report: {write_report(run_dir)}")
 
 
-for command in (key, prepare, export, evaluate, generate):
+for command in (launch, key, prepare, export, evaluate, generate):
     app.command()(command)
 
 

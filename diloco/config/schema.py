@@ -109,7 +109,7 @@ class IslandConfig(Section):
     """None is `island-<index>`."""
     index: int = Field(default=0, ge=0)
     ranks: int = Field(default=1, ge=1)
-    """Number of processes of this island: torchrun's --nproc-per-node times --nnodes."""
+    """Number of processes of this island, on all of its nodes together."""
     mesh: MeshConfig = MeshConfig()
     parallel: ParallelConfig = ParallelConfig()
     micro_batch: int = Field(default=8, ge=1)
@@ -151,8 +151,8 @@ class IslandConfig(Section):
     """Time limit of an inner step or evaluation, after which the island ends. The first ones have a limit of their
     own. None derives the limit from measured times."""
     max_hours: float | None = Field(default=None, gt=0)
-    """The island leaves after the last round that fits into this time since its start, which torchrun's restarts do
-    not change."""
+    """The island leaves after the last round that fits into this time since its start, which restarts of its
+    ranks do not change."""
     profile: ProfileConfig = ProfileConfig()
     tensorboard: bool = False
     wandb: Literal["off", "offline", "online"] = "off"

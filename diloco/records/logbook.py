@@ -59,7 +59,7 @@ class Logbook:
         mesh, restarts = resolve_degrees(island.mesh, island.ranks), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         entries, previous = self.last_entries(), read_start(self.path.parent / self.island)
         name = "started" if previous is None else "started again"
-        by = "" if restarts == "0" else f", torchrun's restart {restarts}"
+        by = "" if restarts == "0" else f", restart {restarts}"
         software = ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in PACKAGES)])
         self.note(name, f"config {run.hash}, {mesh}, on {socket.gethostname()}, {software}{by}")
         if previous is not None:

@@ -28,7 +28,7 @@ SIGNALS = {signal.SIGUSR1: SAVE, signal.SIGUSR2: STOP}
 LISTENER = "listens"
 """A file in the island's folder that is locked while the island accepts requests there."""
 STARTED = "started"
-"""A file in the island's folder with its start time in unix seconds. torchrun's restarts do not change it."""
+"""A file in the island's folder with its start time in unix seconds. Restarts of its ranks do not change it."""
 ROUNDS_REMEMBERED = 4
 
 
@@ -87,7 +87,7 @@ class OperatorRequests:
 
 
 class Clock:
-    """Measures how long the island has been running, including torchrun's restarts, and how long its rounds take."""
+    """Measures how long the island has been running, including restarts of its ranks, and how long its rounds take."""
 
     def __init__(self, folder: Path, started_at: float, now: Callable[[], float] = time.time) -> None:
         self._now = now
@@ -165,7 +165,7 @@ def is_listening(path: Path) -> bool:
 
 
 def load_start_time(folder: Path, started_at: float) -> float:
-    """The island's start time in unix seconds: stored at the first start, read again after torchrun's restarts."""
+    """The island's start time in unix seconds: stored at the first start, read again after restarts of its ranks."""
     path = folder / STARTED
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         try:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import NoReturn
 
 from diloco.watch.signals import end_with_parent
 
@@ -21,9 +22,9 @@ KILL_SECONDS = 10.0
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 MARK = "DILOCO_CHILD"
 """An environment variable that marks a child and all its descendants. Sessions and parents do not identify them:
-torchrun starts its workers in new sessions, and the children of a killed worker have no parent."""
-TORCHRUN_LINES = 80
-"""An upper limit of the lines that torchrun prints after a rank has ended."""
+ranks are started in sessions of their own, and the children of a killed rank have no parent."""
+LINES_BELOW = 80
+"""An upper limit of the lines that an island's other ranks print after one has ended with an error."""
 _numbers = itertools.count()
 
 
@@ -43,8 +44,8 @@ class Child:
         return self.process.poll()
 
     def error_excerpt(self) -> str:
-        """The last `error:` message in the log (torchrun prints many lines below it), else the last lines."""
-        lines = self.log_tail(TORCHRUN_LINES).splitlines()
+        """The last `error:` message in the log (other ranks may print many lines below it), else the last lines."""
+        lines = self.log_tail(LINES_BELOW).splitlines()
         first = max((index for index, line in enumerate(lines) if line.startswith("error: ")), default=None)
         if first is None:
             return self.log_tail()
@@ -74,13 +75,22 @@ def start(name: str, command: Sequence[str], log: Path, env: Mapping[str, str] |
     return Child(name, process, log, tuple(command), mark)
 
 
-def torchrun(num_ranks: int, arguments: Sequence[str], max_restarts: int = 0) -> list[str]:
-    """The command that runs `python -m diloco ARGUMENTS` on `num_ranks` ranks of this machine.
+def island_command(
+    num_ranks: int, arguments: Sequence[str], max_restarts: int = 0, module: str = "diloco"
+) -> list[str]:
+    """The command that runs `python -m MODULE ARGUMENTS` on `num_ranks` ranks of this machine.
 
-    When one rank dies, torchrun restarts all of them, at most `max_restarts` times.
+    When one rank dies, all are started again, at most `max_restarts` times.
     """
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return [*launcher, "--max-restarts", str(max_restarts), "-m", "diloco", *arguments]
+    launcher = [sys.executable, "-m", "diloco.runtime.rank_launcher", str(num_ranks), str(max_restarts)]
+    return [*launcher, module, *arguments]
+
+
+def become_island(num_ranks: int, arguments: Sequence[str], max_restarts: int) -> NoReturn:
+    """Replace this process by the one that starts the ranks of an island. The arguments are those of island_command."""
+    command = island_command(num_ranks, arguments, max_restarts)
+    sys.stdout.flush()
+    os.execv(command[0], command)
 
 
 def stop(children: Sequence[Child]) -> None:

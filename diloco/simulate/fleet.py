@@ -15,7 +15,7 @@ from diloco.faults.self_inflicted import FAULTS_FOLDER
 from diloco.faults.spec import BOOTSTRAP, Fault, Target
 from diloco.network_emulation.links import Links, attach
 from diloco.network_emulation.namespaces import Namespace, Net
-from diloco.runtime.processes import Child, kill, start, torchrun
+from diloco.runtime.processes import Child, island_command, kill, start
 from diloco.swarm.bootstrap import PREFIX
 
 BOOTSTRAP_SECONDS = 60.0
@@ -76,7 +76,7 @@ def start_island(config: Config, index: int, address: str | None, faults: Sequen
     arguments = [*island_overrides(island, index, faults, fleet), f"name={run_dir.name}", f"island.index={index}"]
     if address is not None:
         arguments.append(f"island.bootstrap=[{address}]")
-    command = torchrun(island.ranks, ["train", str(run_dir / "config.yaml"), *arguments])
+    command = island_command(island.ranks, ["train", str(run_dir / "config.yaml"), *arguments])
     return start_child(fleet, index, island.label, command, run_dir / island.label / "log.txt")
 
 
@@ -86,7 +86,7 @@ def start_joiner(config: Config, index: int, address: str, faults: Sequence[Faul
     island = own_the_places(config.run, island)  # the operator of this machine has written the run's config
     folder = fleet.run_dir / island.label
     if (folder / "config.yaml").exists():
-        command = torchrun(island.ranks, ["train", str(folder / "config.yaml")])
+        command = island_command(island.ranks, ["train", str(folder / "config.yaml")])
     else:
         assign_namespace(fleet, index)
         command = [sys.executable, "-m", "diloco", "join", address, "--run", fleet.run_dir.name]

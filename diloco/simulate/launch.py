@@ -22,7 +22,7 @@ from diloco.records.run_folder import BASELINE, RunFacts, island_folders, write_
 from diloco.report.html import write_report
 from diloco.report.summary import write_summary
 from diloco.report.summary_table import print_summary
-from diloco.runtime.processes import Child, stop, torchrun
+from diloco.runtime.processes import Child, island_command, stop
 from diloco.simulate.dashboard import Dashboard, print_failure
 from diloco.simulate.fleet import Fleet, assign_namespace, start_bootstrap, start_child, start_island, start_joiner
 from diloco.simulate.in_process import configure_in_process, run_in_process
@@ -213,7 +213,7 @@ def run_baseline(config: Config, run_dir: Path, started: list[Child], console: C
     arguments = ["baseline", str(run_dir / "config.yaml"), f"name={run_dir.name}", f"island.run_dir={run_dir.parent}"]
     arguments += ["--islands", str(len(config.islands)), "--ranks", str(ranks)]
     fleet = Fleet(run_dir, started)
-    child = start_child(fleet, 0, BASELINE, torchrun(ranks, arguments), run_dir / BASELINE / "log.txt")
+    child = start_child(fleet, 0, BASELINE, island_command(ranks, arguments), run_dir / BASELINE / "log.txt")
     fleet.islands[0] = child
     supervise(fleet, FaultInjector(fleet), Dashboard(run_dir, [], config.total_steps, console), console)
     return child.exit_code == 0

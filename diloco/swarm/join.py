@@ -1,7 +1,7 @@
 """`diloco join ADDRESS`: starts an island of a run of which only an address is known."""
 
-import os
 from pathlib import Path
+from typing import NoReturn
 
 import typer
 
@@ -9,7 +9,7 @@ from diloco.config.check import check_island
 from diloco.config.from_swarm import check_places, describe_data, parse_swarm_config
 from diloco.config.schema import Config, dump_config, parse_config
 from diloco.errors import ConfigError
-from diloco.runtime.processes import torchrun
+from diloco.runtime.processes import become_island
 from inner.files import write_atomically
 
 CONNECT_SECONDS = 30.0
@@ -17,8 +17,8 @@ MAX_RESTARTS = 3
 """How often the island is restarted under the same name after one of its ranks has died."""
 
 
-def join(address: str, overrides: list[str], ranks: int, run_name: str | None) -> int:
-    """Replace this process by torchrun, which trains the joining island."""
+def join(address: str, overrides: list[str], ranks: int, run_name: str | None) -> NoReturn:
+    """Replace this process by the one that starts the ranks of the joining island."""
     refused = [override for override in overrides if not override.startswith("island.")]
     if refused:
         raise ConfigError(f"got {refused[0]!r}; a joiner takes the run's config and may only set island.key=value")
@@ -31,9 +31,7 @@ def join(address: str, overrides: list[str], ranks: int, run_name: str | None) -
     island_dir.mkdir(parents=True, exist_ok=True)
     write_atomically(island_dir / "config.yaml", dump_config(config))
     typer.echo(f"joining run {config.name!r} as {config.island.label!r}: {island_dir}; {describe_data(config.run)}")
-    command = torchrun(config.island.ranks, ["train", str(island_dir / "config.yaml")], MAX_RESTARTS)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.execv(command[0], command)
+    become_island(config.island.ranks, ["train", str(island_dir / "config.yaml")], MAX_RESTARTS)
 
 
 def build_joiner_config(text: str, taken: set[str], address: str, overrides: list[str]) -> Config:

@@ -17,6 +17,7 @@ from diloco.config.check import check_island
 from diloco.config.schema import Config, IslandConfig, RunConfig
 from diloco.errors import ConfigError
 from diloco.formatting import human_bytes
+from diloco.swarm.listeners import PROC, find_rank_stores
 from inner.errors import InputError as DataError
 from inner.model.sizes import num_params, resolve_sizes
 from outer.errors import InputError
@@ -69,6 +70,7 @@ def check_machine(local: LocalIsland, *, is_alone: bool) -> Iterator[Check]:
         yield Check("ok", "network", "outer.transport=loopback needs no network")
     else:
         yield from check_listening(local, is_alone=is_alone)
+    yield check_rank_stores()
     yield from check_disk(local)
     yield Check("ok", "clock", f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC by this machine's clock")
     if local.island.run_key_file is not None:
@@ -119,6 +121,19 @@ def check_listening(local: LocalIsland, *, is_alone: bool) -> Iterator[Check]:
     yield check_port(local, host, port)
     if local.island.announce_host is not None:
         yield check_announced(local, local.island.announce_host, port)
+
+
+def check_rank_stores() -> Check:
+    """Check that no store where an island's ranks meet, such as torchrun's, can be reached from other machines."""
+    where, whose = "rank stores", "among the processes that this user may look at"
+    if not PROC.exists():
+        return Check("ok", where, "not checked, because this machine has no /proc")
+    found = ", ".join(map(str, find_rank_stores()))
+    if found:
+        text = f"{found}: whoever reaches a store of an island's ranks can run code there; start an island of one node "
+        text += "with `diloco launch`, and close the ports of one of several nodes, as docs/operating.md says"
+        return Check("warning", where, text)
+    return Check("ok", where, f"none listens beyond loopback, {whose}")
 
 
 def check_port(local: LocalIsland, host: str, port: int) -> Check:

@@ -1,9 +1,9 @@
 """Ends an island in which a rank hangs, after every rank has dumped its state.
 
 Each rank has a Watchdog: a thread that watches the rank's ActivityMonitor. When a piece of work exceeds its limit, the
-watchdog raises an alarm in torchrun's store. All ranks then write the Python stacks of all threads and torch's flight
-recorder to ISLAND_DIR/hang-<rank>.txt. They compare their states, one of them reports the verdict, and each process
-exits with status HUNG, so that torchrun restarts the island.
+watchdog raises an alarm in the store where the ranks meet. All ranks then write the Python stacks of all threads and
+torch's flight recorder to ISLAND_DIR/hang-<rank>.txt. They compare their states, one of them reports the verdict, and
+each process exits with status HUNG, so that the island is started again.
 """
 
 import faulthandler
@@ -98,7 +98,7 @@ class Watchdog:
             try:
                 self._alarm = self._store.get("cause").decode() if self._store.check(["cause"]) else None
             except RuntimeError as error:
-                # torchrun ends its workers when its store fails, and this rank still watches its own activity.
+                # This rank still watches its own activity.
                 log.debug("the ranks' store does not answer: %s", error)
 
     def _end(self, cause: str) -> NoReturn:
@@ -128,7 +128,7 @@ class Watchdog:
         with suppress(OSError), path.open("a") as file:
             file.write(f"\nVerdict: {text}\n")
         self._store.set(f"written/{state.rank}", "")
-        # torchrun ends all ranks as soon as one ends, so each waits until all have written and one has reported.
+        # All ranks are ended as soon as one ends, so each waits until all have written and one has reported.
         if state.rank == min(states):
             log.error("hung: %s", text)
             try:

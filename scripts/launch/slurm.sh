@@ -10,7 +10,9 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-Runs one island as one SLURM job, with torchrun on each node, which restarts dead ranks.
+Runs one island as one SLURM job. When a rank dies, all are started again: by `diloco launch` on one node, by torchrun
+on several. Then torchrun's store listens on the first node, and any machine that reaches it can run code in the island:
+close that node's ports to all but the island's own nodes (docs/operating.md).
 
     DILOCO_CONFIG=run.yaml DILOCO_INDEX=0 DILOCO_BOOTSTRAP=ADDRESS[,ADDRESS...] \
         sbatch --nodes 1 --gpus-per-node 8 --time 24:00:00 scripts/launch/slurm.sh [section.key=value ...]
@@ -22,8 +24,8 @@ required    DILOCO_CONFIG       the run's YAML file, the same on every cluster
 optional    DILOCO_RANKS        ranks per node; default: the node's GPUs in this job
             DILOCO_RUN_DIR      folder of runs, on a file system shared by all nodes; default: runs
             DILOCO_PYTHON       default: .venv/bin/python
-            DILOCO_RESTARTS     how often torchrun restarts the island; default: 3
-            DILOCO_PORT         port of the nodes' rendezvous; default: derived from the job id
+            DILOCO_RESTARTS     how often the island is started again; default: 3
+            DILOCO_PORT         several nodes: port of their rendezvous; default: derived from the job id
 
 When the job's time runs out, the island leaves after its round and the job is queued again. It then takes the state of
 the other islands and continues. scancel --batch --signal=USR2 JOB does the same at any time.
@@ -87,11 +89,15 @@ head=$(hostname)
 # Each node listens on its own address, where the others can reach it.
 # shellcheck disable=SC2016
 own='exec "$@" "island.listen_host=$(hostname -i | cut -d " " -f 1)"'
-torchrun=("$python" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$DILOCO_RANKS"
-    --rdzv-backend c10d --rdzv-endpoint "$head:$DILOCO_PORT" --rdzv-id "diloco-$job-${SLURM_RESTART_COUNT:-0}"
-    --max-restarts "$DILOCO_RESTARTS" -m diloco train "$DILOCO_CONFIG" "${values[@]}")
+if ((nodes == 1)); then
+    start=("$python" -m diloco launch --max-restarts "$DILOCO_RESTARTS")
+else
+    start=("$python" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$DILOCO_RANKS"
+        --rdzv-backend c10d --rdzv-endpoint "$head:$DILOCO_PORT" --rdzv-id "diloco-$job-${SLURM_RESTART_COUNT:-0}"
+        --max-restarts "$DILOCO_RESTARTS" -m diloco train)
+fi
 launch=(srun --nodes "$nodes" --ntasks "$nodes" --ntasks-per-node 1 --kill-on-bad-exit=1
-    bash -c "$own" diloco "${torchrun[@]}")
+    bash -c "$own" diloco "${start[@]}" "$DILOCO_CONFIG" "${values[@]}")
 
 if [[ -n $dry ]]; then
     printf '%q ' "${launch[@]}"

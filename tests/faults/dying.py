@@ -1,6 +1,6 @@
 """The command `diloco` with one rank that kills itself at a named point of its second save.
 
-python -m tests.faults.dying POINT RANK train CONFIG ...     (before torchrun's first restart only)
+python -m tests.faults.dying POINT RANK train CONFIG ...     (before the first restart only)
 """
 
 import os

@@ -20,6 +20,7 @@ Before = Callable[[], None]
 ROOT = Path(__file__).parents[2]
 DILOCO = f"{sys.executable} -m diloco"
 TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 -m"
+LAUNCHER = f"{sys.executable} -m diloco.runtime.rank_launcher 2 1"
 ROUNDS = 6
 GUARD_SECONDS = 400.0
 SLOW = "island.faults=[slow:0x10]"

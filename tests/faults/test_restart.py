@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco.config.schema import dump_config
-from diloco.runtime.processes import find_processes, kill, start, torchrun
+from diloco.runtime.processes import find_processes, island_command, kill, start
 from outer.identity.island_key import KEY_FILE, load_island_key
 from tests.faults.bootstraps import Bootstrap, bootstrap
 from tests.faults.waits import assert_one_history, more_rounds, reached, until
@@ -19,7 +19,7 @@ BOTH = ["island-0", "island-1"]
 
 
 def rank_of(pid: int) -> int | None:
-    """The rank that torchrun gave to the process, or None if it is not a worker."""
+    """The rank of the process, or None if it is none."""
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -30,13 +30,13 @@ def rank_of(pid: int) -> int | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["gloo", "hivemind"])
-def test_torchrun_starts_an_island_again_whose_rank_died_and_it_is_the_same_island(tmp_path, place, transport):
+def test_an_island_is_started_again_whose_rank_died_and_it_is_the_same_island(tmp_path, place, transport):
     settings = ["outer.rounds=100000", "outer.inner_steps=4", f"outer.transport={transport}", f"name={tmp_path.name}"]
     islands = [{"faults": ["slow:0x5"]}, {"ranks": 2, "faults": ["slow:1x5"]}]
     with swarm(tmp_path, *settings, islands=islands, address=place(transport)) as made:
         (tmp_path / "run.yaml").write_text(dump_config(made.config))
-        command = torchrun(2, ["train", str(tmp_path / "run.yaml"), "island.index=1"], max_restarts=1)
-        log = tmp_path / "torchrun.txt"
+        command = island_command(2, ["train", str(tmp_path / "run.yaml"), "island.index=1"], max_restarts=1)
+        log = tmp_path / "launched.txt"
         child = start("island-1", command, log)
         try:
             first = made.start(0)

@@ -12,6 +12,7 @@ from tests.damage import flip, truncate
 from tests.faults.dying import MIRROR, POINTS, die_at
 from tests.faults.saving import (
     DILOCO,
+    LAUNCHER,
     ROUNDS,
     SLOW,
     TORCHRUN,
@@ -95,14 +96,21 @@ def test_killed_while_it_copies_it_goes_on_from_the_mirror_alone(
     assert bool(events(island, "resumed")) == bool(is_copied) and digests(island) == whole
 
 
-@pytest.mark.parametrize("point, rank", [("before it is published", "0"), ("before its own file", "1")])
-def test_torchrun_starts_ranks_again_of_which_one_died_saving(
-    place: SavingRun, tmp_path: Path, point: str, rank: str
+@pytest.mark.parametrize(
+    "point, rank, launcher",
+    [
+        ("before it is published", "0", LAUNCHER),
+        ("before its own file", "1", LAUNCHER),
+        ("before its own file", "1", TORCHRUN),
+    ],
+)
+def test_ranks_are_started_again_of_which_one_died_saving(
+    place: SavingRun, tmp_path: Path, point: str, rank: str, launcher: str
 ) -> None:
     train = place.arguments("train", tmp_path / "whole", *TWO_RANKS)
-    place.end([*TORCHRUN.split(), "diloco", *train]).well()
+    place.end([*launcher.split(), "diloco", *train]).well()
     train = place.arguments("train", tmp_path, *TWO_RANKS)
-    place.end([*TORCHRUN.split(), "tests.faults.dying", point, rank, *train]).well()
+    place.end([*launcher.split(), "tests.faults.dying", point, rank, *train]).well()
     island = tmp_path / "test" / "island-0"
     assert events(island, "resumed")
     assert digests(island) == digests(tmp_path / "whole" / "test" / "island-0")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sockets import beyond_loopback, marked, watch_sockets
 from tests.swarm import TEXT, TINY, read_records, swarm
 
 DILOCO = [sys.executable, "-m", "diloco"]
@@ -93,10 +94,14 @@ def test_a_bootstrap_outlives_the_shell_that_started_it_until_it_is_told_to_stop
             os.kill(pid, signal.SIGKILL)
 
 
-def test_simulate_trains_islands_and_a_baseline_and_writes_the_report(config, tmp_path):
+def test_simulate_trains_islands_and_a_baseline_on_loopback_only_and_writes_the_report(config, tmp_path):
     # One process an island; the baseline is one island of two.
-    done = run("simulate", str(config), "--islands", "2", "--ranks", "1", "--baseline", *own(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [*DILOCO, "simulate", str(config), "--islands", "2", "--ranks", "1", "--baseline", *own(tmp_path)]
+    with (tmp_path / "log.txt").open("w") as log:
+        done = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=os.environ | marked(tmp_path))
+        listeners = watch_sockets(tmp_path, lambda: done.poll() is not None)
+    assert done.returncode == 0, (tmp_path / "log.txt").read_text()
+    assert len({each.pid for each in listeners}) >= 4 and beyond_loopback(listeners) == []
     wait_until(lambda: not descendants_of(str(tmp_path)), "the end of every process")
     folder = tmp_path / "runs" / "test"
     summary = json.loads((folder / "summary.json").read_text())

@@ -38,8 +38,17 @@ def test_a_dry_run_prints_the_command_of_every_node_and_starts_nothing():
     command = shlex.split(first)
     assert command[:5] == ["srun", "--nodes", "2", "--ntasks", "2"]
     assert command[command.index("--nproc-per-node") + 1] == "4"
+    assert command[command.index("--rdzv-endpoint") + 1].endswith(":20007")
     assert {"island.ranks=8", "island.index=1", f"island.bootstrap=[{ADDRESS}]", "name=far"} <= set(command)
     assert "runs/far/island-1/stop-after-round" in second
+
+
+def test_an_island_of_one_node_needs_no_rendezvous():
+    done = slurm("--dry-run", DILOCO_RANKS="4", DILOCO_RESTARTS="5")
+    command = shlex.split(done.stdout.splitlines()[0])
+    launch = command[command.index("launch") :]
+    assert launch[:4] == ["launch", "--max-restarts", "5", "configs/two-clusters.yaml"] and "island.ranks=4" in launch
+    assert "torch.distributed.run" not in command
 
 
 def test_an_island_of_several_nodes_over_hivemind_is_refused():
@@ -123,22 +132,24 @@ def test_the_kubernetes_objects_name_one_another(objects):
     container = pod["containers"][0]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert ("ConfigMap", pod["volumes"][0]["configMap"]["name"]) in objects
-    ports = {port["containerPort"] for port in container["ports"]}
-    assert ports == {service["spec"]["ports"][0]["port"] for service in (headless, public)}
+    (port,) = {port["containerPort"] for port in container["ports"]}
+    assert port == public["spec"]["ports"][0]["port"]
+    policy = objects["NetworkPolicy", "diloco-island-0"]["spec"]
+    assert policy["podSelector"]["matchLabels"] == labels and policy["policyTypes"] == ["Ingress"]
+    siblings, others = policy["ingress"]
+    assert siblings == {"from": [{"podSelector": {"matchLabels": labels}}]} and others == {"ports": [{"port": port}]}
 
 
 def test_the_kubernetes_job_is_one_island_that_the_config_allows(objects, tmp_path):
     job = objects["Job", "diloco-island-0"]["spec"]
     container = job["template"]["spec"]["containers"][0]
-    flags = dict(arg.removeprefix("--").split("=", 1) for arg in container["args"] if arg.startswith("--"))
-    assert int(flags["nnodes"]) == job["completions"] == job["parallelism"] and job["completionMode"] == "Indexed"
-    assert int(flags["nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"]
-    assert flags["rdzv-endpoint"] == "diloco-island-0-0.diloco-island-0:29500"
+    assert job["completions"] == job["parallelism"] == 1 and job["completionMode"] == "Indexed"
+    assert container["command"][-2:] == ["diloco", "launch"]
     (tmp_path / "run.yaml").write_text(objects["ConfigMap", "diloco-run"]["data"]["run.yaml"])
     overrides = container["args"][container["args"].index("/config/run.yaml") + 1 :]
     config = load_config(tmp_path / "run.yaml", overrides)
     island = config.for_island(0)
-    assert island.ranks == int(flags["nnodes"]) * int(flags["nproc-per-node"])
+    assert island.ranks == container["resources"]["limits"]["nvidia.com/gpu"]
     assert island.bootstrap == (ADDRESS,) and island.announce_host == "198.51.100.7"
     mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
     assert {island.run_dir, island.cache_dir, str(Path(island.run_key_file).parent)} <= set(mounts)

@@ -89,7 +89,7 @@ def test_there_is_time_for_another_round_as_long_as_the_longest_of_the_last_ones
     assert clock.would_exceed(129.0)
 
 
-def test_time_goes_on_when_torchrun_starts_an_island_again(tmp_path, monkeypatch):
+def test_time_goes_on_when_an_island_is_started_again(tmp_path, monkeypatch):
     Clock(tmp_path, 1000.0)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert Clock(tmp_path, 5000.0, lambda: 5000.0).would_exceed(3999.0)

@@ -13,8 +13,8 @@ def error_excerpt(folder: Path, text: str) -> str:
     return child.error_excerpt()
 
 
-def test_the_excerpt_is_the_error_message_not_what_torchrun_writes_below(tmp_path) -> None:
-    text = "error: of a life before\nstep 1\nerror: no such device\n  use cpu\n" + "Traceback of torchrun\n" * 30
+def test_the_excerpt_is_the_error_message_not_what_others_write_below(tmp_path) -> None:
+    text = "error: of a life before\nstep 1\nerror: no such device\n  use cpu\n" + "Traceback of another rank\n" * 30
     assert error_excerpt(tmp_path, text) == "error: no such device\n  use cpu"
 
 

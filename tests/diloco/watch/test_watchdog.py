@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from diloco.config.schema import dump_config
 from diloco.runtime.process_group import open_process_group
-from diloco.runtime.processes import kill, start, torchrun
+from diloco.runtime.processes import island_command, kill, start
 from diloco.watch.activity import FIRST_SECONDS, FLOOR_SECONDS, ActivityMonitor
 from diloco.watch.hang_verdict import GroupState, RankState, from_values, group_states, verdict
 from diloco.watch.watchdog import HUNG, Watchdog, WatchedRank
@@ -190,13 +190,12 @@ def test_a_rank_whose_collective_breaks_as_another_ends_has_the_status_of_the_ha
 
 
 @pytest.mark.slow
-def test_torchrun_starts_an_island_again_whose_rank_hangs_in_its_data(tmp_path):
+def test_an_island_is_started_again_whose_rank_hangs_in_its_data(tmp_path):
     settings = ["outer.rounds=4", "island.watchdog_seconds=4", "outer.transport=loopback", "island.device=cpu"]
     with swarm(tmp_path, *settings, "optimizer.tokens_per_step=384", islands=[{"ranks": 3}]) as made:
         (tmp_path / "run.yaml").write_text(dump_config(made.config))
-        command = torchrun(3, [], max_restarts=1)
-        command[command.index("-m", 3) + 1 :] = ["tests.faults.hangs", str(tmp_path / "run.yaml")]
-        child = start("island-0", command, tmp_path / "torchrun.txt")
+        command = island_command(3, [str(tmp_path / "run.yaml")], max_restarts=1, module="tests.faults.hangs")
+        child = start("island-0", command, tmp_path / "log.txt")
         try:
             assert child.process.wait(120) == 0, child.log_tail(60)
         finally:
@@ -207,5 +206,5 @@ def test_torchrun_starts_an_island_again_whose_rank_hangs_in_its_data(tmp_path):
     lines = (tmp_path / "test" / "LOGBOOK.md").read_text().splitlines()
     (cause,) = (line for line in lines if " cause: " in line)
     assert "'hung: " in cause and "rank 1 did not come to gloo:all_reduce" in cause and "sleep_in_the_data" in cause
-    assert "torchrun's restart 1" in lines[lines.index(cause) - 1]
+    assert "restart 1" in lines[lines.index(cause) - 1]
     assert "the run's 4 rounds are done" in lines[-1]

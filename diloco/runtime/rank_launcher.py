@@ -1,0 +1,152 @@
+"""Starts all ranks of an island of one node, and starts them again when one dies.
+
+    python -m diloco.runtime.rank_launcher RANKS MAX_RESTARTS MODULE ARGUMENT...
+
+It does for one node what torchrun does for several, without torchrun's store, which listens on all addresses of the
+machine and loads pickles that anybody may put there. The ranks meet in a file in memory that only they have opened.
+Every rank runs `python -m MODULE ARGUMENT...` with torchrun's variables RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE
+and TORCHELASTIC_RESTART_COUNT. Importing this does not import torch.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from tempfile import TemporaryDirectory
+
+from diloco.errors import FINAL_STATUS
+from diloco.watch.signals import end_with_parent
+
+STORE = "DILOCO_RANK_STORE"
+"""Environment variable: path of the FileStore in which the ranks of one life of the island meet."""
+POLL_SECONDS = 0.1
+STOP_SECONDS = 6.0
+"""Time for ranks to say goodbye (diloco.watch.signals.GRACE_SECONDS) and to end. It is shorter than
+processes.TERMINATE_SECONDS."""
+STOPS, FORWARDED = (signal.SIGTERM, signal.SIGINT), (signal.SIGUSR1, signal.SIGUSR2)
+ENDED_FOR_GOOD = (FINAL_STATUS, *(128 + number for number in STOPS))
+"""Exit statuses of a rank after which the island is not started again: a refusal, or a request to leave."""
+Rank = subprocess.Popen[bytes]
+
+
+def launch_ranks(command: Sequence[str], num_ranks: int, max_restarts: int) -> int:
+    """Run `command` on every rank until all have ended with status 0, starting all again at most `max_restarts` times.
+
+    Returns 0, the status of the rank that failed (128 + the signal's number if a signal ended it), or 128 + the number
+    of the SIGTERM or SIGINT that ended this process. Must be called from the main thread.
+    """
+    received: list[int] = []
+    for number in (*STOPS, *FORWARDED):
+        signal.signal(number, lambda number, _: received.append(number))
+    life, status = 0, run_life(command, num_ranks, 0, received)
+    while status not in (0, *ENDED_FOR_GOOD) and life < max_restarts:
+        life += 1
+        say(f"starting all ranks again: restart {life} of {max_restarts}")
+        status = run_life(command, num_ranks, life, received)
+    return status
+
+
+def run_life(command: Sequence[str], num_ranks: int, life: int, received: list[int]) -> int:
+    """Start all ranks and wait until all have ended. Returns their common exit status. `life` counts from 0."""
+    with open_store() as (path, descriptors):
+        shared = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "TORCHELASTIC_RESTART_COUNT": life}
+        env = os.environ | {name: str(value) for name, value in shared.items()} | {STORE: path}
+        # Otherwise each rank computes with as many threads as the machine has cores.
+        env.setdefault("OMP_NUM_THREADS", "1")
+        ranks = [start_rank(command, rank, env, descriptors) for rank in range(num_ranks)]
+        try:
+            return wait_for_ranks(ranks, received)
+        finally:
+            end_ranks(ranks)
+
+
+@contextmanager
+def open_store() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """A path at which every rank finds the same empty file, and the descriptors that the ranks must inherit for it."""
+    if hasattr(os, "memfd_create"):
+        # No other user can open it, and nothing of it is left, even if all processes are killed.
+        file = os.memfd_create("ranks")
+        try:
+            yield f"/proc/self/fd/{file}", (file,)
+        finally:
+            os.close(file)
+    else:
+        with TemporaryDirectory(prefix="diloco-ranks-") as folder:
+            yield f"{folder}/store", ()
+
+
+def start_rank(command: Sequence[str], rank: int, env: Mapping[str, str], descriptors: Sequence[int]) -> Rank:
+    """Start one rank in a session of its own, so that Ctrl-C reaches it through this process only."""
+    return subprocess.Popen(
+        command,
+        env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        pass_fds=descriptors,
+        start_new_session=True,
+        preexec_fn=end_with_parent,
+    )
+
+
+def wait_for_ranks(ranks: Sequence[Rank], received: list[int]) -> int:
+    """Wait until all ranks have ended with status 0, or one has failed, or SIGTERM or SIGINT has come. Ends none."""
+    while True:
+        while received:
+            number = received.pop(0)
+            if number in STOPS:
+                return 128 + number
+            signal_ranks(ranks, number)
+        statuses = [rank.poll() for rank in ranks]
+        if any(statuses):
+            # A rank that ends breaks the collectives of the others, which may be seen to have ended first.
+            time.sleep(POLL_SECONDS)
+            return report_failure({rank: status for rank, process in enumerate(ranks) if (status := process.poll())})
+        if None not in statuses:
+            return 0
+        time.sleep(POLL_SECONDS)
+
+
+def report_failure(failed: Mapping[int, int]) -> int:
+    """Print how ranks have ended. Returns the island's exit status. `failed` has the ranks' Popen.returncode."""
+    # The others fail as well when the rank that they wait for ends, so a status that says why comes first.
+    rank, code = min(failed.items(), key=lambda item: item[1] not in ENDED_FOR_GOOD)
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+    say(f"rank {rank} {how}")
+    return code if code > 0 else 128 - code
+
+
+def end_ranks(ranks: Sequence[Rank]) -> None:
+    """End the ranks that still run: SIGTERM, then SIGKILL for them and for what they have started.
+
+    A libp2p daemon of a dead rank would keep the island's port for seconds. Nothing is killed after a life in which all
+    ranks ended with status 0.
+    """
+    if all(rank.poll() == 0 for rank in ranks):
+        return
+    signal_ranks(ranks, signal.SIGTERM)
+    deadline = time.monotonic() + STOP_SECONDS
+    for rank in ranks:
+        with suppress(subprocess.TimeoutExpired):
+            rank.wait(max(0.0, deadline - time.monotonic()))
+    for rank in ranks:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(rank.pid, signal.SIGKILL)
+        rank.wait()
+
+
+def signal_ranks(ranks: Sequence[Rank], number: int) -> None:
+    """Send a signal to the ranks that still run."""
+    for rank in ranks:
+        rank.send_signal(number)
+
+
+def say(text: str) -> None:
+    """Print a line about the ranks to stderr, where they write their logs."""
+    sys.stderr.write(f"diloco: {text}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    module_and_arguments = sys.argv[3:]
+    sys.exit(launch_ranks([sys.executable, "-m", *module_and_arguments], int(sys.argv[1]), int(sys.argv[2])))
