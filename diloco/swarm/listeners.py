@@ -25,6 +25,7 @@ class Listener:
     """A socket that takes connections or datagrams. `protocol` is tcp, tcp6, udp or udp6."""
 
     pid: int
+    program: str
     protocol: str
     host: str
     port: int
@@ -36,7 +37,7 @@ class Listener:
         return not (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
     def __str__(self) -> str:
-        return f"{self.protocol} [{self.host}]:{self.port} of process {self.pid}"
+        return f"{self.protocol} [{self.host}]:{self.port} of process {self.pid} ({self.program})"
 
 
 def find_rank_stores() -> list[Listener]:
@@ -64,7 +65,8 @@ def read_listeners(pids: Iterable[int]) -> list[Listener]:
         with suppress(OSError):
             inodes = set(socket_inodes(pid))
             bound = bound_sockets(pid) if inodes else {}
-            found += [Listener(pid, *bound[inode]) for inode in inodes & bound.keys()]
+            program = (PROC / str(pid) / "comm").read_text().strip()
+            found += [Listener(pid, program, *bound[inode]) for inode in inodes & bound.keys()]
     return found
 
 

@@ -171,7 +171,8 @@ class HivemindMembership:
 
 async def find_runs_in_swarm(address: str, connect_seconds: float, key: RunKey | None) -> dict[str, RunInfo]:
     """The runs in the swarm that the key opens, by id. Raises InputError if it is unreachable or the key opens none."""
-    settings = DaemonSettings(["/ip4/0.0.0.0/tcp/0"], bootstrap=[address], connect_seconds=connect_seconds)
+    # It only asks: nobody has to reach it.
+    settings = DaemonSettings(["/ip4/127.0.0.1/tcp/0"], bootstrap=[address], connect_seconds=connect_seconds)
     daemon = await start_daemon(settings)
     try:
         dht = await open_dht(daemon, [address], connect_seconds)

@@ -3,16 +3,14 @@
 import os
 import sys
 import time
-from collections.abc import Iterator
-
-from torch import Tensor
 
 from diloco import island as life
 from diloco.assemble import Runtime
 from diloco.config.schema import load_config
 from diloco.train import train
+from inner.data.batches import IslandBatches, StepBatch
 
-STEP = 5
+UNIT = 5
 
 
 def live(parts: Runtime) -> None:
@@ -22,15 +20,15 @@ def live(parts: Runtime) -> None:
 
 
 class HangingBatches:
-    """Batches that hang when those of step STEP are read."""
+    """Batches that hang when unit UNIT is read."""
 
-    def __init__(self, batches) -> None:
+    def __init__(self, batches: IslandBatches) -> None:
         self.batches = batches
 
-    def micro_batches(self, step: int, *place: int) -> Iterator[Tensor]:
-        if step == STEP:
+    def read_step(self, unit: int, *place: int) -> StepBatch:
+        if unit == UNIT:
             sleep_in_the_data()
-        return self.batches.micro_batches(step, *place)
+        return self.batches.read_step(unit, *place)
 
 
 def sleep_in_the_data() -> None:
