@@ -167,7 +167,7 @@ async def _create_p2p(settings: DaemonSettings, seconds_left: float) -> P2P:
         identity_path=str(settings.identity_path) if settings.identity_path else None,
         idle_timeout=IDLE_SECONDS,
         startup_timeout=max(seconds_left, START_SECONDS),
-        # It looks for a router over UDP on all addresses, where anybody may answer: only for those who ask for such help.
+        # It looks for a router over UDP on all addresses, where anybody may answer, so it must be asked for.
         nat_port_map=settings.relay == "client",
         check_if_identity_free=False,
         **_relay_options(settings),

@@ -21,7 +21,7 @@ from diloco.runtime.processes import find_processes, start, stop
 from diloco.simulate.fleet import Fleet, changed_values, port_of
 from diloco.simulate.injector import FaultInjector
 
-# Like torchrun, it starts its worker in a session of its own and ends the worker on SIGTERM.
+# Like the launcher of ranks, it starts its worker in a session of its own and ends the worker on SIGTERM.
 ISLAND = """
 import signal, subprocess, sys, time
 worker = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
