@@ -10,7 +10,7 @@ import warnings
 import zipfile
 from os import PathLike
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -105,8 +105,9 @@ class TensorReader(StorageReader):
         # Of several chunks at one place at most one is not empty, and only that one is read.
         shape = next(chunk.sizes for chunk in saved.chunks if chunk.offsets == offsets and 0 not in chunk.sizes)
         try:
-            with path.open("rb", buffering=0) as file:
-                chunk = load_chunk(FileSlice(file, place.offset, place.length))
+            with path.open("rb") as file:
+                file.seek(place.offset)
+                chunk = load_chunk(file.read(place.length))
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
         except Exception as error:  # noqa: BLE001 - torch and zipfile raise many types for what is no saved tensor
@@ -126,42 +127,18 @@ class TensorReader(StorageReader):
         return True
 
 
-class FileSlice(io.RawIOBase):
-    """Reads some bytes of an unbuffered file as if they were all of it."""
-
-    def __init__(self, file: io.FileIO, offset: int, length: int) -> None:
-        self._file, self._offset, self._length = file, offset, length
-        self.seek(0)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self._length}[whence]
-        return self._file.seek(self._offset + max(base + offset, 0)) - self._offset
-
-    def tell(self) -> int:
-        return self._file.tell() - self._offset
-
-    def readinto(self, buffer: Any, /) -> int:
-        view = memoryview(buffer).cast("B")
-        return self._file.readinto(view[: max(self._length - self.tell(), 0)])
-
-
-def load_chunk(file: FileSlice) -> Tensor:
+def load_chunk(saved: bytes) -> Tensor:
     """Load the tensor that torch.save wrote. Raises ValueError, or an error of torch or zipfile, if it is none.
 
-    It allocates no more than the file has: what it reads is stored, not compressed.
+    It allocates no more than `saved` has: what it reads is stored, not compressed.
     """
-    with zipfile.ZipFile(cast(IO[bytes], file)) as archive:
+    stream = io.BytesIO(saved)
+    with zipfile.ZipFile(stream) as archive:
         members = archive.infolist()
     if any(member.compress_type != zipfile.ZIP_STORED for member in members):
         raise ValueError("it is compressed")
-    file.seek(0)
-    tensor = torch.load(cast(IO[bytes], file), map_location="cpu", weights_only=True)
+    stream.seek(0)
+    tensor = torch.load(stream, map_location="cpu", weights_only=True)
     if not isinstance(tensor, Tensor):
         raise ValueError(f"it is a {type(tensor).__name__}")
     return tensor.detach()

@@ -47,14 +47,15 @@ def write_fitting_manifest(checkpoint: Path, **changes: Any) -> None:
     (checkpoint / MANIFEST).write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
 
 
-def _largest(metadata: Metadata) -> str:
+def _wanted(metadata: Metadata) -> str:
     """Name of the tensor that every reader wants: one of the global params, or else of the params."""
-    return next(name for name in metadata.state_dict_metadata if name.startswith(("outer/params/", "params/")))
+    names = [name for name in metadata.state_dict_metadata if name.startswith(("outer/params/", "params/"))]
+    return min(names, key=lambda name: not name.startswith("outer/"))
 
 
 def _write_chunk(metadata: Metadata, checkpoint: Path, content: bytes) -> None:
     """Put other bytes in place of a tensor's first chunk, at the end of the file."""
-    name = _largest(metadata)
+    name = _wanted(metadata)
     key = next(index for index in metadata.storage_data if index.fqn == name)
     info = metadata.storage_data[key]
     file = checkpoint / info.relative_path
@@ -70,7 +71,7 @@ def _saved(value: Any) -> bytes:
 
 def put_code_for_bytes(metadata: Metadata, checkpoint: Path, marker: Path) -> None:
     """The index calls a tensor an object, which torch's reader unpickles."""
-    name = _largest(metadata)
+    name = _wanted(metadata)
     _write_chunk(metadata, checkpoint, _saved(Runs(marker)))
     metadata.state_dict_metadata[name] = BytesStorageMetadata()
     key = next(index for index in metadata.storage_data if index.fqn == name)
@@ -94,14 +95,14 @@ def name_file_outside(metadata: Metadata, checkpoint: Path, marker: Path) -> Non
 
 def ask_for_memory(metadata: Metadata, checkpoint: Path, marker: Path) -> None:
     """A tensor of 4 TB in a file of some kB."""
-    saved = metadata.state_dict_metadata[_largest(metadata)]
+    saved = metadata.state_dict_metadata[_wanted(metadata)]
     size = torch.Size([1 << 40])
     saved.size, saved.chunks = size, [ChunkStorageMetadata(torch.Size([0]), size)]
 
 
 def repeat_a_chunk(metadata: Metadata, checkpoint: Path, marker: Path) -> None:
     """A tensor that consists of one chunk many times."""
-    saved = metadata.state_dict_metadata[_largest(metadata)]
+    saved = metadata.state_dict_metadata[_wanted(metadata)]
     saved.size = torch.Size([saved.size[0] * 50, *saved.size[1:]])
     saved.chunks = saved.chunks * 50
 

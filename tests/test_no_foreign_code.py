@@ -1,0 +1,38 @@
+"""No module has a way to run what somebody else has written: no unpickling, no eval, no loading scripts."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODULES = [path for package in ("diloco", "inner", "outer") for path in sorted((ROOT / package).rglob("*.py"))]
+TREES = {path: ast.parse(path.read_text()) for path in MODULES}
+UNPICKLERS = {"pickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+FORBIDDEN = {
+    "eval", "exec", "importlib.import_module", "torch.load", "np.load", "numpy.load", "yaml.load", "yaml.full_load", "yaml.unsafe_load",
+    "dcp.FileSystemReader", "FileSystemReader",
+}  # fmt: skip
+READS_TENSORS = "inner/checkpoint/tensor_reader.py"
+
+
+def names_of(path: Path) -> tuple[set[str], list[ast.Call]]:
+    """The modules that a module imports, and its calls."""
+    nodes = list(ast.walk(TREES[path]))
+    modules = {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {(node.module or "").split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
+    return modules, [node for node in nodes if isinstance(node, ast.Call)]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_calls_nothing_that_runs_what_it_reads(path: Path) -> None:
+    modules, calls = names_of(path)
+    used = {ast.unparse(call.func) for call in calls} & FORBIDDEN
+    options = {keyword.arg for call in calls for keyword in call.keywords} & {"allow_pickle", "trust_remote_code"}
+    allowed = {"torch.load"} if str(path.relative_to(ROOT)) == READS_TENSORS else set()
+    assert (modules & UNPICKLERS, used - allowed, options) == (set(), set(), set())
+
+
+def test_the_one_torch_load_builds_tensors_only() -> None:
+    (call,) = (call for call in names_of(ROOT / READS_TENSORS)[1] if ast.unparse(call.func) == "torch.load")
+    assert "weights_only=True" in {ast.unparse(keyword) for keyword in call.keywords}
