@@ -3,18 +3,31 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from hivemind.dht import DHTNode
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.p2p import P2PDaemonError, PeerID
+from hivemind.utils.timed_storage import get_dht_time
 
 from outer.errors import InputError, first_line
 from outer.membership.owned_records import OwnedRecords
+from outer.membership.records import MAX_RECORD_BYTES
 from outer.network.retry import retry
 from outer.transports.hivemind_addresses import PeerAddress, parse_address, unreachable_message
 from outer.transports.hivemind_daemon import Daemon
 
 RPC_SECONDS = 2.0
 RETRY_SECONDS = 0.2
+MAX_VALUE_BYTES = MAX_RECORD_BYTES + (1 << 12)
+"""Limit for a value in the DHT: a record with its seal and signature."""
+MAX_SUBKEY_LENGTH = 512
+MAX_ENTRIES, MAX_STORED_BYTES = 1 << 14, 1 << 26
+"""Limits for what this node keeps for others. Beyond them it takes nothing new; what is there can be renewed."""
+RECOUNT_SECONDS = 1.0
+"""What has expired makes room after this time; counting at each store would let a stranger stop the event loop."""
+MAX_LIFE_SECONDS = 300.0
+"""Longest life of a value, so that room comes back. Records and configs live for a minute at most."""
 
 
 async def open_dht(daemon: Daemon, bootstrap: Sequence[str], connect_seconds: float = RPC_SECONDS) -> DHTNode:
@@ -24,6 +37,7 @@ async def open_dht(daemon: Daemon, bootstrap: Sequence[str], connect_seconds: fl
         dht = await DHTNode.create(p2p=daemon.p2p, wait_timeout=RPC_SECONDS, strict=False, record_validator=owned)
     except (P2PDaemonError, RuntimeError) as error:
         raise InputError(f"the DHT cannot be opened: {first_line(error)}") from None
+    dht.protocol.storage, dht.protocol.cache = BoundedStorage(), BoundedStorage()
     addresses = bootstrap_addresses(bootstrap).values()
 
     async def meet_any() -> bool:
@@ -36,6 +50,54 @@ async def open_dht(daemon: Daemon, bootstrap: Sequence[str], connect_seconds: fl
         async with asyncio.timeout(RPC_SECONDS):
             await dht.find_nearest_nodes([dht.node_id])  # fills the routing table
     return dht
+
+
+class BoundedStorage(DHTLocalStorage):
+    """What a DHT node keeps for others. hivemind's own storage takes everything from everybody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[tuple[Any, str | None], int] = {}  # bytes by key and subkey
+        self._num_bytes, self._counted_at = 0, 0.0
+
+    def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
+        if subkey is not None:
+            return self.store_subkey(key, subkey, value, expiration_time)
+        # A dictionary comes from `store_subkey`, which has checked its newest entry.
+        if isinstance(value, bytes) and not self._has_room(key, None, value, expiration_time):
+            return False
+        return super().store(key, value, expiration_time)
+
+    def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
+        is_short = isinstance(subkey, str) and len(subkey) <= MAX_SUBKEY_LENGTH
+        if not is_short or not self._has_room(key, subkey, value, expiration_time):
+            return False
+        return super().store_subkey(key, subkey, value, expiration_time)
+
+    def _has_room(self, key: Any, subkey: str | None, value: bytes, expiration_time: float) -> bool:
+        """Whether an entry may be kept. It is then counted, even if a newer one is there."""
+        now = get_dht_time()
+        if len(value) > MAX_VALUE_BYTES or expiration_time > now + MAX_LIFE_SECONDS:
+            return False
+        if now - self._counted_at > RECOUNT_SECONDS:
+            self._count(now)
+        size = self._sizes.get((key, subkey))
+        total = self._num_bytes - (size or 0) + len(value)
+        if total > MAX_STORED_BYTES or (size is None and len(self._sizes) >= MAX_ENTRIES):
+            return False
+        self._sizes[key, subkey], self._num_bytes = len(value), total
+        return True
+
+    def _count(self, now: float) -> None:
+        """Count what has not expired."""
+        self._sizes = {}
+        for key, item in self.items():
+            value: Any = item.value
+            if isinstance(value, DictionaryDHTValue):
+                self._sizes |= {(key, subkey): len(entry.value) for subkey, entry in value.items()}
+            else:
+                self._sizes[key, None] = len(value)
+        self._num_bytes, self._counted_at = sum(self._sizes.values()), now
 
 
 def bootstrap_addresses(bootstrap: Sequence[str]) -> dict[str, PeerAddress]:
