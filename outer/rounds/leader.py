@@ -209,8 +209,10 @@ def wait_for_donors(
     found: list[Member] = []
 
     def is_decided() -> bool:
+        # In this order: an island that comes in between may be the one with the better state.
+        is_over = is_hopeless()
         found[:] = find_donors()
-        return bool(found) or is_hopeless()
+        return bool(found) or is_over
 
     retry_blocking(is_decided, seconds=seconds, pause_seconds=POLL_SECONDS)
     return bool(found)

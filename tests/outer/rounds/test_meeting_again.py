@@ -10,8 +10,11 @@ import torch
 
 from outer.config import OuterConfig
 from outer.errors import OuterError
+from outer.membership.base import Member
 from outer.rounds import agreed
+from outer.rounds.leader import wait_for_donors
 from tests.outer.islands import GUARD_SECONDS, Island, run_islands
+from tests.outer.nets import member
 
 Saved = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
@@ -72,6 +75,17 @@ def test_an_island_that_has_taken_a_newer_state_still_waits_for_the_one_that_hol
 
     found = run_islands(dict.fromkeys("abc", script), config(3))
     assert found == dict.fromkeys("abc", (3, saved["c"][1]["digest"], True))
+
+
+def test_an_island_that_comes_while_donors_are_looked_for_is_looked_at_before_the_wait_ends() -> None:
+    come: list[Member] = []
+
+    def find_donors() -> list[Member]:
+        found = list(come)
+        come.append(member("c"))
+        return found
+
+    assert wait_for_donors(find_donors, GUARD_SECONDS, is_hopeless=lambda: bool(come))
 
 
 def test_an_island_that_comes_back_to_a_run_that_goes_on_does_not_wait_for_one_that_is_gone() -> None:
