@@ -18,6 +18,7 @@ from outer.identity.island_key import IslandKey
 from outer.membership.base import Member
 from outer.membership.rendezvous import serve_rendezvous
 from outer.network.endpoints import Endpoint, Leg, Tag
+from outer.network.run_key import RunKey
 from outer.transports.loopback import Hub
 
 KINDS = ["loopback", "gloo", "hivemind"]
@@ -34,9 +35,11 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 @asynccontextmanager
-async def swarm(kind: str, run_id: str = "run", connect_seconds: float = 10) -> AsyncIterator["Swarm"]:
-    """Create a Swarm, and close it and all of its networks at the end."""
-    rendezvous = serve_rendezvous("127.0.0.1", 0) if kind == "gloo" else None
+async def swarm(
+    kind: str, run_id: str = "run", connect_seconds: float = 10, run_key: RunKey | None = None
+) -> AsyncIterator["Swarm"]:
+    """Create a Swarm, and close it and all of its networks at the end. `run_key` is the rendezvous' own."""
+    rendezvous = serve_rendezvous("127.0.0.1", 0, run_key) if kind == "gloo" else None
     bootstrap = [rendezvous.address] if rendezvous else []
     place = Swarm(kind, run_id, connect_seconds, bootstrap)
     try:
