@@ -24,6 +24,7 @@ from diloco.records.run_folder import hold_folder
 from diloco.records.sinks import build_sinks
 from diloco.runtime.corpus import load_corpus
 from diloco.runtime.operator_requests import OperatorRequests
+from diloco.runtime.round_records import RoundRecords
 from diloco.runtime.step_records import MfuMeter, build_mfu_meter
 from diloco.watch.activity import ActivityMonitor
 from inner.data.batches import IslandBatches
@@ -82,6 +83,7 @@ class Runtime:
     """Called with the seconds of each inner step; a fault may make it sleep."""
     activity: ActivityMonitor
     requests: OperatorRequests
+    rounds: RoundRecords
     book: Logbook
     moments: ParamsAndMoments | None
     """Parameters with their moments, if the run averages moments."""
@@ -149,9 +151,11 @@ def open_runtime(
         stack.callback(requests.close)
         identity = build_identity(config, island, ranks, key)
         hooks = build_hooks(island.faults, island.index, ranks.rank, folder)
-        settings = build_loop_settings(config, island, folder, hooks)
+        rounds = RoundRecords(metrics, config.outer.start_islands)
+        settings = build_loop_settings(config, island, folder, hooks, rounds)
         moments = None if config.outer.moments is None else ParamsAndMoments(trainer.params, trainer.optimizers)
         outer = build_loop(config.outer, identity, moments or trainer.params, ranks, network, event_loop, settings)
+        rounds.find_ledger = lambda: outer.position.ledger
         DiagnosticsServer(network.messenger, ProbeResponder(config.hash, lambda: outer.position.round))
         # Islands of one process are threads, and a checkpoint's ranks talk over torch's groups of the whole process.
         saving = open_checkpoints(config, island, folder, trainer, outer) if shared is None else nullcontext()
@@ -171,6 +175,7 @@ def open_runtime(
             slow_down=partial(slow_down, hooks),
             activity=ActivityMonitor(island.watchdog_seconds),
             requests=requests,
+            rounds=rounds,
             book=Logbook(folder.parent, island.label),
             moments=moments,
             turns=nullcontext() if shared is None else shared.turns,
@@ -202,7 +207,9 @@ def build_identity(config: RunConfig, island: IslandConfig, ranks: RankGroup, ke
     )
 
 
-def build_loop_settings(config: RunConfig, island: IslandConfig, folder: Path, hooks: Hooks) -> LoopSettings:
+def build_loop_settings(
+    config: RunConfig, island: IslandConfig, folder: Path, hooks: Hooks, rounds: RoundRecords
+) -> LoopSettings:
     """How the outer loop runs on this island."""
     # Progress of a round, and of one put on top of a taken state; with observers also of a fragment whose plan was
     # fixed before it was contributed.
@@ -214,6 +221,8 @@ def build_loop_settings(config: RunConfig, island: IslandConfig, folder: Path, h
         seed=config.seed,
         cache_dir=folder / "incoming",
         hooks=hooks,
+        on_wait=rounds.on_wait,
+        on_abort=rounds.on_abort,
     )
 
 

@@ -12,13 +12,13 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from diloco.assemble import Runtime
-from diloco.records.metrics import EventRecord, RoundRecord
+from diloco.records.metrics import EventRecord
 from diloco.runtime.progress import NO_PROGRESS, Progress, ResumedState, ResumePoint
 from diloco.runtime.step_records import evaluate_heldout, make_step_record
 from inner.data.batches import StepBatch
 from inner.trainer import StepResult
 from outer.leases.ledger import Ledger
-from outer.report import CaughtUp, Landing, RoundReport
+from outer.report import CaughtUp, Landing
 from outer.state.part_state import Position
 
 log = logging.getLogger(__name__)
@@ -100,8 +100,10 @@ class IslandLoop:
     def launch(self) -> None:
         """Start the round."""
         self.runtime.activity.start_untimed("a round")
-        self.runtime.outer.launch(self.made.tokens)
+        # Before the launch, because an attempt may be aborted and recorded at once.
         self.made, self.sent = NO_PROGRESS, self.made
+        self.runtime.rounds.contribution = self.sent
+        self.runtime.outer.launch(self.sent.tokens)
 
     def land(self) -> None:
         """Wait for the commit of the round in flight, then evaluate and save if that is due.
@@ -112,8 +114,7 @@ class IslandLoop:
         runtime.activity.start_untimed("a round")
         landed, landing = outer.in_flight, outer.land()
         count_moments(runtime, landed)
-        for report in landing.reports:
-            record_round(runtime, report, self.sent, landing, outer.position.ledger)
+        record_round(runtime, self.sent, landing, outer.position.ledger)
         self.sent = NO_PROGRESS
         cycle, rest = divmod(outer.position.round, runtime.config.outer.fragments)
         is_last = outer.position.round == runtime.config.outer.num_rounds
@@ -220,22 +221,10 @@ def record_step(runtime: Runtime, result: StepResult, batch: StepBatch) -> None:
     runtime.metrics.write(make_step_record(result, runtime.tokens, runtime.speed, batch))
 
 
-def record_round(runtime: Runtime, report: RoundReport, progress: Progress, landing: Landing, ledger: Ledger) -> None:
-    """Write one line to metrics.jsonl, and warn if the island is alone, as a broken network would make it."""
+def record_round(runtime: Runtime, progress: Progress, landing: Landing, ledger: Ledger) -> None:
+    """Write one line to metrics.jsonl for the attempt that committed, and lines for what peers were refused."""
+    runtime.rounds.write(landing.reports[-1], progress, landing.waited_seconds, ledger)
     if runtime.metrics is None:
         return
-    waited = landing.waited_seconds
-    runtime.metrics.write(
-        RoundRecord.from_report(
-            report, steps=progress.steps, tokens=progress.tokens, waited_seconds=waited, ledger=ledger
-        )
-    )
     for peer, kind, text, count in runtime.network.rejections.drain():
         runtime.metrics.write(EventRecord(name="refused", text=f"{peer}: {kind}: {text} ({count} times)"))
-    state = "committed" if report.is_committed else f"aborted ({report.cause})"
-    log.info("round %d attempt %d: %s with %s", report.round, report.attempt, state, ", ".join(report.participants))
-    if report.is_committed and len(report.participants) == 1:
-        log.warning("round %d: this island is ALONE in the %s", report.round, "round" if report.is_own else "run")
-        runtime.metrics.write(
-            EventRecord(name="alone", text=f"round {report.round} was committed by this island alone")
-        )

@@ -80,7 +80,12 @@ class QuorumIslandLoop:
         # Only a commit gives this island more data.
         if self.rounds.is_due() or self.runtime.outer.cursor.num_left == 0:
             self.runtime.activity.start_untimed("a round")
-            self.land(self.rounds.contribute(self.made.tokens, holds=True))
+            self.runtime.rounds.contribution = self.made
+            try:
+                committed = self.rounds.contribute(self.made.tokens, holds=True)
+            finally:
+                self.runtime.rounds.contribution = NO_PROGRESS
+            self.land(committed)
             return
         self.runtime.trainer.inner_step = self._inner_step + self.made.steps
         result = train(self.runtime)
@@ -91,11 +96,11 @@ class QuorumIslandLoop:
     def land(self, committed: CommittedRound) -> None:
         """Record a committed round; save and evaluate when that is due."""
         given = self.made if committed.is_given else NO_PROGRESS
-        for report in committed.landing.reports:
-            # A plan may take long while the island trains; only the time that training stood still counts as a wait.
-            stood = max(committed.landing.waited_seconds - report.reduce_seconds, 0.0)
-            report = replace(report, wait_seconds=min(report.wait_seconds, stood))
-            record_round(self.runtime, report, given, committed.landing, committed.position.ledger)
+        # A plan may take long while the island trains; only the time that training stood still counts as a wait.
+        landing, report = committed.landing, committed.landing.reports[-1]
+        stood = max(landing.waited_seconds - report.reduce_seconds, 0.0)
+        report = replace(report, wait_seconds=min(report.wait_seconds, stood))
+        record_round(self.runtime, given, replace(landing, reports=[report]), committed.position.ledger)
         if committed.is_dropped:
             self.runtime.event("dropped", f"{self.made.steps} inner steps: others have been given their text")
         if committed.is_given or committed.is_dropped:

@@ -53,6 +53,8 @@ class LoopSettings:
 
     Only on the leader, and on the event loop's thread, so it must return at once.
     """
+    on_abort: Callable[["RoundReport"], None] = lambda report: None
+    """Called with each attempt that is aborted, when that happens, on every rank and on the thread of the round."""
 
 
 @dataclass(frozen=True)

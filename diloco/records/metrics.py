@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -165,12 +166,17 @@ class Metrics:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered, so that each line is one system call and a killed process loses nothing.
         self._file = path.open("ab", buffering=0)
-        self._sinks = list(sinks)
+        self._sinks, self._lock = list(sinks), threading.RLock()
         self._path, self._num_lost = path, 0
         self._is_inside_a_line = _ends_inside_a_line(path)
 
     def write(self, record: Record) -> None:
-        """Append the record to the file and pass it to all sinks."""
+        """Append the record to the file and pass it to all sinks. May be called from any thread."""
+        with self._lock:
+            if not self._file.closed:  # A round may still be under way when the process ends.
+                self._write(record)
+
+    def _write(self, record: Record) -> None:
         self._append(to_line(record).encode("ascii"))
         for sink in list(self._sinks):
             try:

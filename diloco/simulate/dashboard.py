@@ -55,6 +55,8 @@ class IslandRow:
                     self.committed.add(record.round)
                 self.num_aborted += not record.committed
                 self.bytes_sent += record.bytes_sent
+                if record.committed and self.event.startswith("waiting:"):
+                    self.event = ""
                 if record.cause:
                     self.event = one_line(
                         f"round {record.round}{'' if record.committed else ' aborted'}: {record.cause}"

@@ -58,16 +58,11 @@ class AgreedAverager:
     """Implements `outer.rounds.averager.Averager`. Every rank of the island builds it and makes the same calls."""
 
     def __init__(
-        self, runner: RoundRunner, catch_up: CatchUp, incarnation: str, start_islands: int, *, joins: bool
+        self, runner: RoundRunner, catch_up: CatchUp, incarnation: str, start_islands: int, settings: LoopSettings
     ) -> None:
-        """`joins`: never begin a run; take the state of others."""
         self.runner, self.hooks = runner, runner.hooks
-        self._catch_up, self._incarnation, self._start_islands, self._joins = (
-            catch_up,
-            incarnation,
-            start_islands,
-            joins,
-        )
+        self._catch_up, self._incarnation, self._start_islands = catch_up, incarnation, start_islands
+        self._joins, self._on_abort = settings.joins, settings.on_abort
         self._has_entered_late = False
         self._causes: list[str] = []
         """Why the state of others could not be taken."""
@@ -112,6 +107,8 @@ class AgreedAverager:
             if len(reports) >= ROTATE_AFTER:
                 time.sleep(min(FIRST_PAUSE_SECONDS * 2.0 ** (len(reports) - ROTATE_AFTER), MAX_PAUSE_SECONDS))
             reports.append(self.runner.attempt(contribution))
+            if not reports[-1].is_committed:
+                self._on_abort(reports[-1])
         self._has_entered_late = False
         return reports
 
@@ -241,7 +238,7 @@ def build_agreed_averager(
         return DonorChoice(leader.find_donors, leader.disbelieve, leader.believe)
 
     catch_up = CatchUp(replica, build_download, event_loop, build_choice, partial(_is_ahead, replica))
-    return AgreedAverager(runner, catch_up, identity.incarnation, config.start_islands, joins=settings.joins)
+    return AgreedAverager(runner, catch_up, identity.incarnation, config.start_islands, settings)
 
 
 def _is_ahead(replica: Replica, position: Position) -> bool:

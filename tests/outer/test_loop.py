@@ -240,6 +240,22 @@ def test_a_joiners_own_initial_params_do_not_matter() -> None:
     assert torch.equal(found["a"], found["b"])
 
 
+def test_an_aborted_attempt_is_told_when_it_is_aborted_and_not_when_the_round_lands() -> None:
+    def script(island: Island) -> list[tuple[int, int, bool]]:
+        told: list[tuple[int, int, bool]] = []
+        island.outer.averager._on_abort = lambda report: told.append(
+            (report.round, report.attempt, island.outer.position.round == report.round)
+        )
+        island.outer.begin()
+        island.train(0)
+        island.outer.launch(TOKENS[island.name])
+        island.outer.land()
+        return told
+
+    found = run_islands(dict.fromkeys("ab", script), config(2), faults={"a": fails_in(0)})
+    assert list(found.values()) == [[(0, 0, True)]] * 2
+
+
 def test_an_island_that_missed_a_round_takes_the_state_and_goes_on() -> None:
     others_done, taken = threading.Event(), threading.Event()
 

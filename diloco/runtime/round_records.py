@@ -1,0 +1,73 @@
+"""Records of an island's rounds: attempts and waits when they happen, committed rounds when they land. Leader only."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from diloco.records.metrics import EventRecord, Metrics, RoundRecord
+from diloco.runtime.progress import NO_PROGRESS, Progress
+from outer.leases.ledger import Ledger
+from outer.report import RoundReport, Waiting
+
+log = logging.getLogger(__name__)
+
+WAIT_SECONDS = 15.0
+"""Least time between two records of a wait for the same islands."""
+FATE = (
+    "; that is no majority of the {} islands that began (outer.start_islands), so this round and later ones are thrown "
+    "away if the others commit more tokens meanwhile"
+)
+
+
+class RoundRecords:
+    """Writes to metrics.jsonl, from any thread. Without metrics, on ranks other than the leader, it does nothing."""
+
+    def __init__(self, metrics: Metrics | None, start_islands: int) -> None:
+        self._metrics, self._start_islands = metrics, start_islands
+        self.contribution = NO_PROGRESS
+        """Progress that the island contributes to the round under way; none while it observes."""
+        self.find_ledger: Callable[[], Ledger] = Ledger
+        """Finds the data ledger of the committed state. The outer loop is built after this object, and sets it."""
+        self._minority: list[str] = []
+        self._waited: tuple[frozenset[str], float] | None = None
+        """The islands of the last recorded wait, and when it was recorded."""
+
+    def on_abort(self, report: RoundReport) -> None:
+        """Record an attempt that was aborted just now. It has changed no ledger."""
+        self.write(report, self.contribution, 0.0, self.find_ledger())
+
+    def on_wait(self, waiting: Waiting | None) -> None:
+        """Record whom a round waits for, at once for other islands than before, else every WAIT_SECONDS."""
+        if waiting is None or self._metrics is None:
+            return
+        names, now = frozenset(waiting.islands), time.monotonic()
+        if self._waited is None or self._waited[0] != names or now - self._waited[1] >= WAIT_SECONDS:
+            self._waited = names, now
+            self._metrics.write(EventRecord(name="waiting", text=str(waiting)))
+
+    def write(self, report: RoundReport, progress: Progress, waited_seconds: float, ledger: Ledger) -> None:
+        """Write one line for an attempt, and warn if few islands have committed, as a broken network would make it."""
+        if self._metrics is None:
+            return
+        values = {"steps": progress.steps, "tokens": progress.tokens, "waited_seconds": waited_seconds}
+        self._metrics.write(RoundRecord.from_report(report, ledger=ledger, **values))
+        state = "committed" if report.is_committed else f"aborted ({report.cause})"
+        log.info("round %d attempt %d: %s with %s", report.round, report.attempt, state, ", ".join(report.participants))
+        if report.is_committed:
+            self._waited = None
+            self._warn_of_few(report, self._metrics)
+
+    def _warn_of_few(self, report: RoundReport, metrics: Metrics) -> None:
+        names, expected = report.participants, self._start_islands
+        is_minority = not report.is_own and 2 * len(names) <= expected
+        fate = FATE.format(expected) if is_minority else ""
+        if len(names) == 1:
+            where = "round" if report.is_own else "run"
+            log.warning("round %d: this island is ALONE in the %s%s", report.round, where, fate)
+            text = f"round {report.round} was committed by this island alone{fate}"
+            metrics.write(EventRecord(name="alone", text=text))
+        elif is_minority and names != self._minority:
+            log.warning("round %d was committed by %s only%s", report.round, ", ".join(names), fate)
+            text = f"round {report.round} was committed by {', '.join(names)} only{fate}"
+            metrics.write(EventRecord(name="minority", text=text))
+        self._minority = names if is_minority else []
