@@ -167,11 +167,12 @@ class StreamMessenger:
                 check_access(stream, self.auth, source)  # it may have been banned meanwhile
                 if header.kind is not Kind.CALL:
                     raise RefusedError("header", f"{source} sent {header.kind.name}, CALL expected")
-                kind, body = unpack_call(bytes(view_of(payload)))
+                kind, body = unpack_call(view_of(payload))
             except BaseException:
                 held.release()
                 raise
             task = asyncio.create_task(self._answer(source, stream, header.request, kind, body))
+            del payload, body  # the next call may be long in coming
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             task.add_done_callback(lambda _, held=held: (gate.release(), held.release()))
@@ -282,11 +283,11 @@ def _opened(task: "asyncio.Task[_Outgoing] | None") -> _Outgoing | None:
     return task.result()
 
 
-def unpack_call(message: bytes) -> tuple[str, bytes]:
+def unpack_call(message: bytes | memoryview) -> tuple[str, bytes]:
     """Split a call into its kind and body. Raises MessageError if it is malformed."""
     if not message or len(message) < 1 + message[0]:
         raise RefusedError("header", "a call without its kind")
     try:
-        return message[1 : 1 + message[0]].decode(), message[1 + message[0] :]
+        return bytes(message[1 : 1 + message[0]]).decode(), bytes(message[1 + message[0] :])
     except UnicodeDecodeError:
         raise RefusedError("header", "a call whose kind is not UTF-8") from None
