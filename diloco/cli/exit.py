@@ -22,6 +22,18 @@ def error_text(error: BaseException) -> str | None:
     return None
 
 
+def exit_status(error: BaseException) -> int:
+    """2 for a mistake of the user, else 1. A rank of an island ends with FINAL_STATUS after a mistake or a refusal.
+
+    A wrong config, a wrong key, a taken name, or a run without anyone to join: the same command would fail again.
+    """
+    from diloco.errors import FINAL_STATUS
+
+    if not isinstance(error, ValueError):
+        return 1
+    return FINAL_STATUS if "RANK" in os.environ else 2
+
+
 def end(code: int) -> None:
     """Exit with status `code`. Skips the interpreter's shutdown, in which threads of gloo and Arrow sometimes hang."""
     for stream in (sys.stdout, sys.stderr):

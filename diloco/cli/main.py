@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from diloco.cli import arguments as args
-from diloco.cli.exit import end, error_text
+from diloco.cli.exit import end, error_text, exit_status
 from diloco.cli.key import key
 from diloco.cli.launch import launch
 from diloco.cli.prepare import prepare
@@ -279,7 +279,7 @@ for command in (launch, key, prepare, export, evaluate, generate):
 
 
 def main() -> None:
-    """Run the command line. A mistake of the user gives one message and exit status 2."""
+    """Run the command line. A mistake of the user gives one message and exit status 2, in a rank FINAL_STATUS."""
     try:
         app(standalone_mode=True)
     except SystemExit as error:
@@ -289,4 +289,4 @@ def main() -> None:
         if text is None:
             raise
         sys.stderr.write(f"error: {text}\n")
-        end(2 if isinstance(error, ValueError) else 1)
+        end(exit_status(error))
