@@ -3,9 +3,10 @@
 state_machine.py    the round protocol of one island, without sockets and clocks: start here
 messages.py         what islands send each other
 planner.py          who plans a round and who takes part in it
+suspicions.py       who is left out because of attempts that failed
 knowledge.py, votes.py, readiness.py, rules.py    the tables and checks behind it
 peers.py            the other islands as this island's leader reaches them
-running/            runs the protocol over the network: driver, failure detector, grace, doubts
+running/            runs the protocol over the network: driver, failure detector, grace, limits, waits
 
 Two islands deliver their outboxes to each other. Island "a" plans the round, because it is the first by name:
 
