@@ -82,6 +82,8 @@ class Knowledge:
         if planner in (None, self.me):
             return None
         self.suspicions.passed_over |= {planner}
+        if self.me in self.gathering.excluded:
+            self.suspicions.forgive()  # The others do not go on without this island, perhaps for a reason like its own.
         return planner
 
     @property

@@ -545,6 +545,14 @@ def test_a_planner_that_makes_no_plan_is_passed_over_until_it_makes_one():
     assert b.suspicions.passed_over == frozenset()
 
 
+def test_an_island_that_is_left_out_takes_part_again_when_the_others_make_no_plan():
+    a = gathering("a", "bc", ready="bc")
+    accuse(a, "bc", b="a")
+    assert a.try_plan(is_late=False) is None
+    assert a.pass_over(is_late=False) == "b"
+    assert names_of(a.try_plan(is_late=False)) == ["a", "b", "c"]
+
+
 def test_a_query_of_an_island_outside_the_plan_keeps_nobody_from_committing():
     a = gathering("a", "b", ready="b")
     plan = differ(a, "b", a=X, b=X)
