@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from diloco.errors import FINAL_STATUS
+from outer.membership.rendezvous import serve_rendezvous
 from tests.sockets import beyond_loopback, marked, watch_sockets
 from tests.swarm import TEXT, TINY, read_records, swarm
 
@@ -92,6 +94,18 @@ def test_a_bootstrap_outlives_the_shell_that_started_it_until_it_is_told_to_stop
     finally:
         if is_running():
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_joiner_that_nobody_gives_a_state_is_refused_once_and_not_started_again(config, tmp_path):
+    rendezvous = serve_rendezvous("127.0.0.1", 0)
+    try:
+        place = ["outer.transport=gloo", "island.joins=true", f"island.bootstrap=[{rendezvous.address}]"]
+        done = run("launch", str(config), *own(tmp_path), *place)
+    finally:
+        rendezvous.close()
+    assert done.returncode == FINAL_STATUS, done.stderr
+    assert done.stderr.count("error: this island joins a run, and no island") == 1
 
 
 def test_simulate_trains_islands_and_a_baseline_on_loopback_only_and_writes_the_report(config, tmp_path):
