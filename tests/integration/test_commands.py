@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from diloco.errors import FINAL_STATUS
 from outer.membership.rendezvous import serve_rendezvous
@@ -203,6 +204,15 @@ def test_an_unknown_preset_lists_the_choices(config, tmp_path):
 def test_a_wrong_number_of_processes_says_how_many_to_start(config, tmp_path):
     done = run("train", str(config), *own(tmp_path), "island.ranks=2", "outer.transport=loopback")
     assert done.returncode == 2 and "island.ranks is 2, but 1 processes were started" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it asks for a device that is not there")
+def test_an_island_whose_config_cannot_work_is_not_started_again(config, tmp_path):
+    done = run(
+        "launch", str(config), *own(tmp_path), "island.ranks=2", "island.device=cuda", "outer.transport=loopback"
+    )
+    assert done.returncode == FINAL_STATUS and "island.device is 'cuda'" in done.stderr
+    assert "starting all ranks again" not in done.stderr
 
 
 def test_a_report_of_a_folder_without_a_run_names_it(tmp_path):
