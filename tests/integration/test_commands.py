@@ -203,7 +203,7 @@ def test_an_unknown_preset_lists_the_choices(config, tmp_path):
 
 def test_a_wrong_number_of_processes_says_how_many_to_start(config, tmp_path):
     done = run("train", str(config), *own(tmp_path), "island.ranks=2", "outer.transport=loopback")
-    assert done.returncode == 2 and "island.ranks is 2, but 1 processes were started" in done.stderr
+    assert done.returncode == FINAL_STATUS and "island.ranks is 2, but 1 processes were started" in done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it asks for a device that is not there")
