@@ -8,7 +8,7 @@ import pytest
 
 from outer.connect import NetworkSettings, find_runs, open_network
 from outer.membership.hivemind import HivemindMembership, serve_bootstrap
-from tests.outer.nets import member, run
+from tests.outer.nets import key_of, member, run
 
 
 @pytest.mark.slow
@@ -16,7 +16,8 @@ def test_a_restarted_bootstrap_peer_leads_to_the_islands_again(tmp_path: Path):
     async def work() -> None:
         bootstrap = await serve_bootstrap(["/ip4/127.0.0.1/tcp/0"], tmp_path / "key")
         (address,) = bootstrap.addresses
-        network = await open_network("hivemind", NetworkSettings("run", "a", 0, [address], record_seconds=4))
+        settings = NetworkSettings("run", "a", 0, [address], record_seconds=4, island_key=key_of("a"))
+        network = await open_network("hivemind", settings)
         membership = network.membership
         assert isinstance(membership, HivemindMembership)
         table = membership._dht.protocol.routing_table
