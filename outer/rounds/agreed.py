@@ -45,6 +45,7 @@ MAX_ATTEMPTS = 100
 """Aborted attempts at one round after which two islands give up. Of more, some are left out instead."""
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 2.0
 """Pause before another attempt once several have failed; it doubles."""
+MAX_DOUBLINGS = 30
 RESUME_SECONDS = 60.0
 """How long an island that goes on from a checkpoint waits for all others to do so; then it goes on without them."""
 DONOR_WAIT_SECONDS = 10.0
@@ -96,16 +97,18 @@ class AgreedAverager:
     def run(self, contribution: Contribution) -> list[RoundReport]:
         """Attempts until one commits everywhere. Raises as `RoundRunner.attempt`.
 
-        Two islands of which neither can be left out give up after MAX_ATTEMPTS.
+        Two islands of which neither can be left out, or one alone, give up after MAX_ATTEMPTS.
         """
         reports: list[RoundReport] = []
         while not reports or not reports[-1].is_committed:
-            names = {name for report in reports for name in report.participants}
+            # An island that nobody can reach any more ends up alone, whoever took part in the first attempts.
+            names = {name for report in reports[-MAX_ATTEMPTS:] for name in report.participants}
             if len(reports) >= MAX_ATTEMPTS and len(names) <= 2:
                 failed = f"round {reports[-1].round} of {' and '.join(sorted(names))} was aborted {len(reports)} times"
                 raise OuterError(f"{failed} in a row, at last because: {reports[-1].cause}")
-            if len(reports) >= ROTATE_AFTER:
-                time.sleep(min(FIRST_PAUSE_SECONDS * 2.0 ** (len(reports) - ROTATE_AFTER), MAX_PAUSE_SECONDS))
+            if len(reports) >= ROTATE_AFTER and len(reports[-1].participants) > 1:
+                doublings = min(len(reports) - ROTATE_AFTER, MAX_DOUBLINGS)
+                time.sleep(min(FIRST_PAUSE_SECONDS * 2.0**doublings, MAX_PAUSE_SECONDS))
             reports.append(self.runner.attempt(contribution))
             if not reports[-1].is_committed:
                 self._on_abort(reports[-1])
