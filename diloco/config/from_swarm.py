@@ -52,18 +52,6 @@ FROM_SWARM = {
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 
 
-def origin_of(key: str) -> Origin:
-    """Where the value of a dotted key of the schema comes from on an island that joins. Raises KeyError if unknown."""
-    section, _, name = key.rpartition(".")
-    if key.split(".")[0] in ISLAND_SECTIONS:
-        return "island"
-    if key in NOT_FROM_SWARM:
-        return NOT_FROM_SWARM[key]
-    if name in FROM_SWARM.get(section, "").split():
-        return "swarm"
-    raise KeyError(f"{key} is a new key: say in diloco/config/from_swarm.py whether a swarm may set it")
-
-
 def swarm_text(run: RunConfig) -> str:
     """The text that an island publishes for joiners: the run's part alone, also if `run` is a whole Config."""
     return dump_config(RunConfig(**{key: getattr(run, key) for key in RunConfig.model_fields}))

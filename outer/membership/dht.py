@@ -11,7 +11,7 @@ from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
 from outer.errors import InputError, first_line
-from outer.membership.owned_records import OwnedRecords
+from outer.membership.owned_records import MAX_AHEAD_SECONDS, OwnedRecords
 from outer.membership.records import MAX_RECORD_BYTES
 from outer.network.retry import retry
 from outer.transports.hivemind_addresses import PeerAddress, parse_address, unreachable_message
@@ -26,8 +26,6 @@ MAX_ENTRIES, MAX_STORED_BYTES = 1 << 14, 1 << 26
 """Limits for what this node keeps for others. Beyond them it takes nothing new; what is there can be renewed."""
 RECOUNT_SECONDS = 1.0
 """What has expired makes room after this time; counting at each store would let a stranger stop the event loop."""
-MAX_LIFE_SECONDS = 300.0
-"""Longest life of a value, so that room comes back. Records and configs live for a minute at most."""
 
 
 async def open_dht(daemon: Daemon, bootstrap: Sequence[str], connect_seconds: float = RPC_SECONDS) -> DHTNode:
@@ -77,7 +75,7 @@ class BoundedStorage(DHTLocalStorage):
     def _has_room(self, key: Any, subkey: str | None, value: bytes, expiration_time: float) -> bool:
         """Whether an entry may be kept. It is then counted, even if a newer one is there."""
         now = get_dht_time()
-        if len(value) > MAX_VALUE_BYTES or expiration_time > now + MAX_LIFE_SECONDS:
+        if len(value) > MAX_VALUE_BYTES or expiration_time > now + MAX_AHEAD_SECONDS:
             return False
         if now - self._counted_at > RECOUNT_SECONDS:
             self._count(now)

@@ -16,7 +16,7 @@ from outer.identity.island_key import PUBLIC_KEY, SIGNATURE_BYTES, IslandKey, ve
 from outer.network.endpoints import ISLAND_NAME
 
 MAX_AHEAD_SECONDS = 300.0
-"""A value may expire at most this long from now, so that nothing stays for good."""
+"""A value may expire at most this long from now, so that room comes back. Records and configs live for a minute."""
 PURPOSE = "value in the DHT"
 _SUBKEY = re.compile(f"({ISLAND_NAME})@({PUBLIC_KEY})")
 

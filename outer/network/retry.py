@@ -1,4 +1,4 @@
-"""Repeat an attempt with a pause in between, until it succeeds or its time is over."""
+"""Repeat an attempt with a pause in between, until it succeeds or its time is over; pauses that grow."""
 
 import asyncio
 import time
@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+MAX_DOUBLINGS = 64
+"""More would overflow at last."""
 
 
 async def retry(attempt: Callable[[], Awaitable[T]], *, seconds: float, pause_seconds: float) -> T:
@@ -34,3 +36,13 @@ def retry_blocking(attempt: Callable[[], T], *, seconds: float, pause_seconds: f
     while not (result := attempt()) and time.monotonic() < deadline:
         time.sleep(pause_seconds)
     return result
+
+
+def backoff(num_failures: int, *, first_seconds: float, max_seconds: float) -> float:
+    """Pause after so many failures in a row, at least one: it doubles with each, up to `max_seconds`.
+
+    >>> [backoff(n, first_seconds=1.0, max_seconds=10.0) for n in (1, 2, 3, 4, 5, 9999)]
+    [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+    """
+    doublings = min(num_failures - 1, MAX_DOUBLINGS)
+    return min(first_seconds * 2.0**doublings, max_seconds)

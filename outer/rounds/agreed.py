@@ -20,6 +20,7 @@ from outer.leases.cursor import LeaseCursor
 from outer.leases.ledger import find_refusals
 from outer.network.endpoints import Endpoint
 from outer.network.event_loop import EventLoopThread
+from outer.network.retry import backoff
 from outer.reduce.attempt import Attempts
 from outer.reduce.reducer import Reducer
 from outer.report import LoopSettings, RoundReport
@@ -45,7 +46,6 @@ MAX_ATTEMPTS = 100
 """Aborted attempts at one round after which two islands give up. Of more, some are left out instead."""
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 2.0
 """Pause before another attempt once several have failed; it doubles."""
-MAX_DOUBLINGS = 30
 RESUME_SECONDS = 60.0
 """How long an island that goes on from a checkpoint waits for all others to do so; then it goes on without them."""
 DONOR_WAIT_SECONDS = 10.0
@@ -107,8 +107,8 @@ class AgreedAverager:
                 failed = f"round {reports[-1].round} of {' and '.join(sorted(names))} was aborted {len(reports)} times"
                 raise OuterError(f"{failed} in a row, at last because: {reports[-1].cause}")
             if len(reports) >= ROTATE_AFTER and len(reports[-1].participants) > 1:
-                doublings = min(len(reports) - ROTATE_AFTER, MAX_DOUBLINGS)
-                time.sleep(min(FIRST_PAUSE_SECONDS * 2.0**doublings, MAX_PAUSE_SECONDS))
+                num_failures = len(reports) - ROTATE_AFTER + 1
+                time.sleep(backoff(num_failures, first_seconds=FIRST_PAUSE_SECONDS, max_seconds=MAX_PAUSE_SECONDS))
             reports.append(self.runner.attempt(contribution))
             if not reports[-1].is_committed:
                 self._on_abort(reports[-1])

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from outer.agreement.messages import Status
 from outer.agreement.state_machine import RoundProtocol
+from outer.network.retry import backoff
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class Doubts:
     def add(self, island: str, claim: Status) -> None:
         """Do not believe this island's claim to be ahead for a while, because its state could not be taken."""
         failures = self._failures[island] = self._failures.get(island, 0) + 1
-        seconds = min(FIRST_SECONDS * 2.0 ** min(failures - 1, 30), MAX_SECONDS)
+        seconds = backoff(failures, first_seconds=FIRST_SECONDS, max_seconds=MAX_SECONDS)
         self._cancel(island)
         self.protocol.disbelieve(island, claim)
         self._ends[island] = asyncio.get_running_loop().call_later(seconds, self.protocol.believe, island)

@@ -9,9 +9,10 @@ from pydantic import BaseModel
 
 from diloco.config.from_swarm import (
     FROM_SWARM,
+    ISLAND_SECTIONS,
     NOT_FROM_SWARM,
+    Origin,
     check_places,
-    origin_of,
     own_the_places,
     parse_swarm_config,
     swarm_text,
@@ -22,6 +23,18 @@ from diloco.runtime.corpus import data_of
 from diloco.swarm.join import build_joiner_config
 
 ADDRESS = "tcp://127.0.0.1:1"
+
+
+def origin_of(key: str) -> Origin:
+    """Where the value of a dotted key of the schema comes from on an island that joins. Raises KeyError if unknown."""
+    section, _, name = key.rpartition(".")
+    if key.split(".")[0] in ISLAND_SECTIONS:
+        return "island"
+    if key in NOT_FROM_SWARM:
+        return NOT_FROM_SWARM[key]
+    if name in FROM_SWARM.get(section, "").split():
+        return "swarm"
+    raise KeyError(f"{key} is a new key: say in diloco/config/from_swarm.py whether a swarm may set it")
 
 
 def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -5,7 +5,8 @@ from hivemind.dht.routing import DHTID
 from hivemind.utils.timed_storage import get_dht_time
 
 from outer.membership import dht
-from outer.membership.dht import MAX_LIFE_SECONDS, MAX_VALUE_BYTES, BoundedStorage
+from outer.membership.dht import MAX_VALUE_BYTES, BoundedStorage
+from outer.membership.owned_records import MAX_AHEAD_SECONDS
 from tests.outer.nets import A, run, swarm
 
 KEY, OTHER = DHTID.generate(b"a"), DHTID.generate(b"b")
@@ -19,7 +20,7 @@ def test_values_that_are_too_large_or_live_too_long_are_not_kept():
     storage = BoundedStorage()
     assert not storage.store(KEY, bytes(MAX_VALUE_BYTES + 1), later())
     assert not storage.store_subkey(KEY, "a", bytes(MAX_VALUE_BYTES + 1), later())
-    assert not storage.store(KEY, b"x", later(MAX_LIFE_SECONDS + 10))
+    assert not storage.store(KEY, b"x", later(MAX_AHEAD_SECONDS + 10))
     assert not storage.store_subkey(KEY, "s" * 1000, b"x", later())
     assert len(storage) == 0
     assert storage.store_subkey(KEY, "a", b"x", later()) and storage.store(OTHER, b"x", later())
