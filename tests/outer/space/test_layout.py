@@ -1,6 +1,5 @@
 """The canonical space: every element is in exactly one part, whatever the mesh."""
 
-from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -8,21 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outer.space.layout import Space, part_length, rectangles
+from tests.outer.islands import Held, Spec
 
 SHAPES = st.lists(st.integers(0, 6), min_size=0, max_size=3).map(tuple)
-
-
-@dataclass(frozen=True)
-class Spec:
-    name: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Held:
-    name: str
-    rows: tuple[int, int]
-    cols: tuple[int, int]
 
 
 def specs_of(shapes: list[tuple[int, ...]]) -> list[Spec]:

@@ -1,0 +1,21 @@
+"""Single islands of the round protocol, for tests that take it step by step."""
+
+from outer.agreement.messages import Status
+from outer.agreement.rules import Rules
+from outer.agreement.state_machine import RoundProtocol
+from tests.outer.explore import START, ready_of
+
+
+def node(name: str, others: str, **rules: object) -> RoundProtocol:
+    made = RoundProtocol(name, Rules(**rules), Status(round=0, tokens=0, digest=START))  # pyright: ignore[reportArgumentType]
+    made.add(others)
+    return made
+
+
+def gathering(name: str, others: str, ready: str = "", **rules: object) -> RoundProtocol:
+    """A ready island that knows the status of the others, and that those in `ready` are ready, too."""
+    made = node(name, others, **rules)
+    made.prepare(ready_of(made))
+    for other in others:
+        made.receive(other, ready_of(node(other, "")) if other in ready else made.status)
+    return made
