@@ -20,38 +20,10 @@ from diloco.records.sinks import build_sinks
 from inner.errors import InputError
 from outer.leases.ledger import Ledger
 from outer.report import RoundReport
+from tests.diloco.sample_records import a_round, a_step
 from tests.harness import run_ranks
 
 ROOT = Path(__file__).parents[3]
-
-
-def a_step(step: int = 1, loss: float | None = 2.5, grad_norm: float | None = 0.7) -> StepRecord:
-    return StepRecord(
-        step=step,
-        tokens=step * 512,
-        loss=loss,
-        lr=3e-4,
-        grad_norm=grad_norm,
-        seconds=0.1,
-        tokens_per_second=5120.0,
-        skipped=loss is None,
-    )
-
-
-def a_round(number: int = 0, committed: bool = True) -> RoundRecord:
-    return RoundRecord(
-        round=number,
-        attempt=0,
-        participants=("island-0", "island-1"),
-        committed=committed,
-        digest="ab12",
-        bytes_sent=1000,
-        bytes_received=900,
-        reduce_seconds=0.5,
-        wait_seconds=0.1,
-        pseudo_gradient_norm=1.5,
-        cause=None if committed else "island 'island-1' is lost: connection reset",
-    )
 
 
 def write_one_of_each(metrics: Metrics) -> list[Record]:

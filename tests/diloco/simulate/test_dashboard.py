@@ -7,8 +7,10 @@ import pytest
 from rich.console import Console
 
 from diloco.formatting import human_bytes, human_count, human_seconds, one_line
-from diloco.records.metrics import EvalRecord, EventRecord, Metrics, RoundRecord, StepRecord
+from diloco.records.metrics import EvalRecord, EventRecord, Metrics, RoundRecord
 from diloco.simulate.dashboard import COLUMNS, Dashboard, IslandRow, RunState, format_status_line, table_rows
+from tests.diloco import sample_records
+from tests.diloco.sample_records import a_step
 
 
 class Clock:
@@ -21,33 +23,8 @@ class Clock:
         return self.now
 
 
-def a_step(step: int, loss: float | None = 2.5) -> StepRecord:
-    return StepRecord(
-        step=step,
-        tokens=step * 512,
-        loss=loss,
-        lr=3e-4,
-        grad_norm=1.0,
-        seconds=0.1,
-        tokens_per_second=5120.0,
-        skipped=loss is None,
-    )
-
-
 def a_round(number: int, committed: bool = True, cause: str | None = None) -> RoundRecord:
-    return RoundRecord(
-        round=number,
-        attempt=0,
-        participants=("island-0", "island-1"),
-        committed=committed,
-        digest="ab12",
-        bytes_sent=1_500_000,
-        bytes_received=1_500_000,
-        reduce_seconds=0.5,
-        wait_seconds=0.1,
-        pseudo_gradient_norm=1.5,
-        cause=cause,
-    )
+    return sample_records.a_round(number, committed, cause=cause, bytes_sent=1_500_000, bytes_received=1_500_000)
 
 
 def a_dashboard(tmp_path: Path, *, force_terminal: bool = False) -> tuple[Dashboard, io.StringIO, Clock]:
