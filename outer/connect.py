@@ -72,6 +72,7 @@ class Network:
     messenger: Messenger
     rejections: Rejections
     names: KnownNames
+    island_key: IslandKey
     membership: Membership | None = None  # on rank 0 only
     leader_address: str | None = None
     """Address that the other ranks of this island need to open their networks."""
@@ -148,7 +149,8 @@ async def _open_loopback(settings: NetworkSettings, auth: PeerAuth, names: Known
     transport = LoopbackTransport(hub, settings.run_id, settings.me, settings.connect_seconds)
     messenger = LoopbackMessenger(hub, settings.run_id, settings.me, transport.traffic)
     membership = LoopbackMembership(hub, settings.run_id, settings.island) if settings.rank == 0 else None
-    return Network(transport, messenger, auth.rejections, names, membership)
+    hub.introduce(settings.run_id, settings.island, auth.island.public, names)
+    return Network(transport, messenger, auth.rejections, names, auth.island, membership)
 
 
 async def _open_gloo(settings: NetworkSettings, auth: PeerAuth, names: KnownNames) -> Network:
@@ -184,12 +186,12 @@ async def _open_gloo(settings: NetworkSettings, auth: PeerAuth, names: KnownName
     if auth.key is not None:
         transport = SealedTransport(transport, auth, settings.run_id, settings.me)
     if settings.rank > 0:
-        return Network(transport, messenger, auth.rejections, names)
+        return Network(transport, messenger, auth.rejections, names, auth.island)
     record_seconds = settings.record_seconds / 3
     membership = await open_membership(
         settings.bootstrap, settings.run_id, settings.me, record_seconds, settings.connect_seconds, auth
     )
-    return Network(transport, messenger, auth.rejections, names, membership, _closers=[membership.close])
+    return Network(transport, messenger, auth.rejections, names, auth.island, membership, _closers=[membership.close])
 
 
 async def _open_hivemind(settings: NetworkSettings, auth: PeerAuth, names: KnownNames) -> Network:
@@ -209,14 +211,14 @@ async def _open_hivemind(settings: NetworkSettings, auth: PeerAuth, names: Known
         await transport.open()
         messenger = await open_messenger(daemon, settings.run_id, settings.me, transport.traffic)
         if settings.rank > 0:
-            return Network(transport, messenger, auth.rejections, names, _closers=[daemon.close])
+            return Network(transport, messenger, auth.rejections, names, auth.island, _closers=[daemon.close])
         dht = await open_dht(daemon, settings.bootstrap, settings.connect_seconds)
         membership = HivemindMembership(dht, daemon, settings.run_id, settings.record_seconds, settings.bootstrap)
     except BaseException:
         await daemon.close()
         raise
-    closers = (membership.close, daemon.close)
-    return Network(transport, messenger, auth.rejections, names, membership, daemon.leader_address, closers)
+    own = (auth.rejections, names, auth.island, membership, daemon.leader_address)
+    return Network(transport, messenger, *own, _closers=[membership.close, daemon.close])
 
 
 def _maddrs(settings: NetworkSettings) -> tuple[list[str], list[str] | None]:

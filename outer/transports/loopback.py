@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from outer.errors import DeadlineError, MessageError, PeerLost
+from outer.identity.known_names import KnownNames
 from outer.network.endpoints import Endpoint, Tag, Traffic
 from outer.network.event_loop import ChangeSignal
 from outer.network.frames import HEADER_BYTES, check_payload
@@ -35,8 +36,19 @@ class Hub:
         self.records: dict[str, dict[str, str]] = defaultdict(dict)
         """Members as JSON, by run and island."""
         self.configs: dict[str, str] = {}
+        self._keys: dict[str, dict[str, str]] = defaultdict(dict)
+        self._names: dict[str, list[KnownNames]] = defaultdict(list)
         self._listeners: list[LossListener] = []
         self._lost: set[str] = set()
+
+    def introduce(self, run_id: str, island: str, key: str, names: KnownNames) -> None:
+        """Tell the islands of a run each other's public keys. Threads of one process need not prove them."""
+        with self.lock:
+            keys, known = self._keys[run_id], self._names[run_id]
+            keys[island] = key
+            known.append(names)
+            for each in known:
+                each.adopt(keys)
 
     def lose(self, island: str) -> None:
         """Break all connections of an island, as if its machine had failed."""

@@ -188,7 +188,7 @@ def _live(
     own: LoopSettings,
 ) -> T:
     loop = EventLoopThread()
-    settings = NetworkSettings(run_id="run", island=name, rank=0, hub=hub, connect_seconds=GUARD_SECONDS)
+    settings = NetworkSettings("run", name, 0, hub=hub, connect_seconds=GUARD_SECONDS, island_key=key_of(name))
     network = loop.run(open_network("loopback", settings), GUARD_SECONDS)
     try:
         if fault is not None:

@@ -13,7 +13,7 @@ from outer.network.frames import HEADER_BYTES
 from outer.transports.gloo.transport import PREAMBLE_BYTES, gloo_tag
 from outer.transports.loopback import Hub
 from outer.transports.mailbox import Mailbox
-from tests.outer.nets import KINDS, A, B, C, connect, payload, run, swarm, tag
+from tests.outer.nets import KINDS, A, B, C, connect, key_of, payload, run, swarm, tag
 
 all_kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -233,3 +233,14 @@ def test_gloo_tags_tell_neighbouring_rounds_phases_and_parts_apart():
     tags = {gloo_tag(Tag(r, 0, phase, part), 100) for r in range(3) for phase in Leg for part in range(1000)}
     assert len(tags) == 3 * 2 * 1000
     assert max(tags) < 2**31
+
+
+def test_loopback_islands_know_each_others_keys_whoever_comes_first():
+    async def main() -> None:
+        hub, keys = Hub(), {name: key_of(name) for name in "ab"}
+        settings = [NetworkSettings("run", name, 0, hub=hub, island_key=key) for name, key in keys.items()]
+        a, b = [await open_network("loopback", each) for each in settings]
+        assert (a.names.key_of("b"), b.names.key_of("a")) == (keys["b"].public, keys["a"].public)
+        assert a.island_key.public == keys["a"].public
+
+    run(main())
