@@ -10,11 +10,12 @@ running/            runs the protocol over the network: driver, failure detector
 
 Two islands deliver their outboxes to each other. Island "a" plans the round, because it is the first by name:
 
+>>> from outer.agreement.knowledge import Knowledge
 >>> from outer.agreement.messages import Ready, Status, Vote
 >>> from outer.agreement.rules import Rules
 >>> from outer.agreement.state_machine import RoundProtocol
 >>> start = Status(round=0, tokens=0, digest="00" * 8)
->>> islands = {name: RoundProtocol(name, Rules(), start) for name in "ab"}
+>>> islands = {name: RoundProtocol(Knowledge(name, Rules(), start)) for name in "ab"}
 >>> def deliver():
 ...     while any(island.outbox for island in islands.values()):
 ...         for sender, island in islands.items():
@@ -23,7 +24,7 @@ Two islands deliver their outboxes to each other. Island "a" plans the round, be
 ...                 if (reply := islands[receiver].receive(sender, message)) is not None:
 ...                     island.receive(receiver, reply)
 >>> for name, island in islands.items():
-...     island.add(islands)
+...     island.knowledge.add(islands)
 ...     island.prepare(Ready(
 ...         island=name, incarnation="0" * 8, round=0, attempt=0, digest=start.digest, base_tokens=0, tokens=100,
 ...         weight=100, carriers=[(0, 1)], transport_addresses=["host:1"], control_addresses=["host:2"],

@@ -3,12 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from outer.agreement.messages import Ready, Status
-from outer.agreement.planner import Gathering
-from outer.agreement.readiness import ReadyTable
+from outer.agreement.messages import Status
 from outer.agreement.rules import Behind, Rules, find_behind
-from outer.agreement.suspicions import MAX_DISSENTS, MAX_TIES, Suspicions, explain_dissent, explain_tie
-from outer.agreement.votes import VoteTable
+from outer.errors import MessageError
+
+MAX_ISLANDS = 1024
 
 
 @dataclass
@@ -29,15 +28,34 @@ class Knowledge:
     doubted: dict[str, Status] = field(default_factory=dict)
     """Claims to be ahead that could not be made good, by island; see `disbelieve`."""
 
-    own: Ready | None = None
-    """This island's ready message while it takes part in an attempt."""
-    readies: ReadyTable = field(default_factory=ReadyTable)
-    vote_table: VoteTable = field(default_factory=VoteTable)
-    suspicions: Suspicions = field(default_factory=Suspicions)
-
     def add(self, islands: Iterable[str]) -> None:
         """Record islands that are in the run."""
         self.present |= frozenset(islands) - {self.me}
+
+    def hear(self, island: str) -> None:
+        """Record that a message of the island has arrived. Raises MessageError if too many islands are known."""
+        if island not in self.present and len(self.present) >= MAX_ISLANDS:
+            raise MessageError(f"{self.me!r} knows of {MAX_ISLANDS} islands already")
+        self.add([island])
+        self.lost -= {island}
+
+    def record(self, island: str, status: Status) -> None:
+        """Record which state the island says it holds. Raises MessageError if the run has fewer rounds."""
+        if status.round > self.rules.max_round:
+            raise MessageError(f"{island!r} claims round {status.round}, the run has {self.rules.max_round}")
+        self.statuses[island] = status
+        self.reported |= {island}
+
+    def forget(self, island: str) -> None:
+        """Remove an island that has left the run."""
+        self.present -= {island}
+        self.lost -= {island}
+        self.reported -= {island}
+        self.statuses.pop(island, None)
+
+    def is_near(self, round_number: int) -> bool:
+        """Whether a round is within one of this island's. Messages on other rounds would only fill the memory."""
+        return abs(round_number - self.status.round) <= 1
 
     @property
     def live(self) -> dict[str, Status]:
@@ -49,6 +67,12 @@ class Knowledge:
     def awaited(self) -> frozenset[str]:
         """The other islands that may take part in a round: they are not lost, and their claims are believed."""
         return self.present - self.lost - (self.statuses.keys() - self.live.keys())
+
+    @property
+    def agreeing(self) -> frozenset[str]:
+        """The other live islands that hold this island's state and are on their way to its next round."""
+        here = self.status.rank, self.status.digest
+        return frozenset(name for name, s in self.live.items() if s.is_coming and (s.rank, s.digest) == here)
 
     def behind(self, *, is_settled: bool) -> Behind | None:
         """The surviving history, or None if it is this island's. `is_settled`: all islands that count have reported."""
@@ -69,47 +93,3 @@ class Knowledge:
         claim = self.doubted.get(island)
         is_same = claim is not None and (status.rank, status.digest) == (claim.rank, claim.digest)
         return claim is not None and (status.rank > self.status.rank or (is_same and status.rank == self.status.rank))
-
-    # -- what follows for the next plan -------------------------------------------------------------------------
-    @property
-    def next_attempt(self) -> int:
-        """First attempt at this round that no plan with this island's ready message has used."""
-        return self.readies.next_attempt(self.me, self.status.round)
-
-    def pass_over(self, *, is_late: bool) -> str | None:
-        """Wait no longer for the plan of the island that should make one. Returns its name, if it is another."""
-        planner = self.gathering.find_planner(is_late=is_late)
-        if planner in (None, self.me):
-            return None
-        self.suspicions.passed_over |= {planner}
-        if self.me in self.gathering.excluded:
-            self.suspicions.forgive()  # The others do not go on without this island, perhaps for a reason like its own.
-        return planner
-
-    @property
-    def gathering(self) -> Gathering:
-        """What this island knows about the others while it gathers."""
-        assert self.own is not None, "an island considers plans when it is ready"
-        excluded = self.suspicions.excluded(self.status.round, self.vote_table.votes) if self.awaited else {}
-        return Gathering(
-            self.own,
-            self.status,
-            self.rules,
-            self.awaited,
-            self.reported,
-            self.live,
-            self.readies,
-            excluded,
-            self.suspicions.left_out,
-            self.suspicions.passed_over,
-        )
-
-    def find_end(self) -> str | None:
-        """Why this island cannot go on, because of digests that differ, or None."""
-        here = self.status.rank, self.status.digest
-        same = {name for name, s in self.live.items() if s.is_coming and (s.rank, s.digest) == here}
-        ties = self.suspicions.find_ties(frozenset(same | {self.me}), self.vote_table.votes)
-        if len(ties) >= MAX_TIES:
-            return explain_tie(self.status.round, ties)
-        own = self.suspicions.dissents.get(self.me)
-        return explain_dissent(own.count) if own is not None and own.count >= MAX_DISSENTS else None

@@ -16,9 +16,11 @@ A lost island is neither counted nor awaited, so when the planner dies, the next
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Plan, Ready, Status
 from outer.agreement.readiness import ReadyTable
 from outer.agreement.rules import Behind, Rules, find_behind
+from outer.agreement.suspicions import Suspicions, Votes
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Gathering:
-    """Knowledge of one ready island about the others while it gathers. See RoundProtocol for the fields."""
+    """What one ready island knows about the others while it gathers. See `Knowledge` and `Suspicions`."""
 
     own: Ready
     status: Status
@@ -158,3 +160,22 @@ class Gathering:
         """Whether to wait for observers to become contributors: while `is_patient`, or below the quorum."""
         num_contributors = sum(not ready.listens for ready in agreeing)
         return num_contributors < len(agreeing) and (is_patient or num_contributors < self.rules.quorum)
+
+
+def build_gathering(
+    own: Ready, knowledge: Knowledge, readies: ReadyTable, suspicions: Suspicions, votes: Votes
+) -> Gathering:
+    """What an island knows about the others while it gathers. `own`: its ready message."""
+    excluded = suspicions.excluded(knowledge.status.round, votes) if knowledge.awaited else {}
+    return Gathering(
+        own,
+        knowledge.status,
+        knowledge.rules,
+        knowledge.awaited,
+        knowledge.reported,
+        knowledge.live,
+        readies,
+        excluded,
+        suspicions.left_out,
+        suspicions.passed_over,
+    )

@@ -8,7 +8,7 @@ In every attempt at a round an island passes through these states (docs/protocol
     voting      the participants exchange votes; the attempt commits on every participant or changes nothing
 
 The driver (running/driver.py) passes peers' messages to `receive`, reports time-outs as `is_late`, and sends the
-`outbox`. knowledge.py holds what the island knows of the others.
+`outbox`. The tables of an island are in knowledge.py, readiness.py, votes.py and suspicions.py.
 tests/outer/explore.py searches every order of messages, losses, crashes, freezes and time-outs of a few islands.
 
 A committed round is the same on every island, because an island commits a plan only in two cases: all participants have
@@ -38,24 +38,28 @@ from outer.agreement.messages import (
     Vote,
     VoteReceipt,
 )
-from outer.agreement.planner import GiveUp, Hopeless, TooFew
+from outer.agreement.planner import Gathering, GiveUp, Hopeless, TooFew, build_gathering
+from outer.agreement.readiness import ReadyTable
 from outer.agreement.rules import Behind, check_ready, find_objection
-from outer.agreement.suspicions import (
-    MAX_AMNESTIES,
-    explain_accusations,
-)
+from outer.agreement.suspicions import MAX_AMNESTIES, Suspicions, explain_accusations
+from outer.agreement.votes import VoteTable
 from outer.errors import MessageError
 from outer.network.messages import Message
 
 State = Literal["training", "gathering", "reducing", "voting"]
-MAX_ISLANDS = 1024
 
 
 @dataclass
-class RoundProtocol(Knowledge):
+class RoundProtocol:
     """The protocol on one island. All values in its tables are immutable: copying the tables copies the state."""
 
+    knowledge: Knowledge
+    readies: ReadyTable = field(default_factory=ReadyTable)
+    vote_table: VoteTable = field(default_factory=VoteTable)
+    suspicions: Suspicions = field(default_factory=Suspicions)
     state: State = "training"
+    own: Ready | None = None
+    """This island's ready message while it takes part in an attempt."""
     plan: Plan | None = None
     is_querying: bool = False
     """Whether this island has asked the other participants for the outcome of the plan."""
@@ -65,25 +69,26 @@ class RoundProtocol(Knowledge):
     # -- the island's own actions -------------------------------------------------------------------------------
     def update_status(self, status: Status) -> None:
         """Enter the training state with a new committed state, from a commit or from donors."""
-        if (status.round, status.digest) != (self.status.round, self.status.digest):
+        if (status.round, status.digest) != (self.knowledge.status.round, self.knowledge.status.digest):
             outcome = self.vote_table.outcomes.get(self.plan.id) if self.plan else None
             committed = self.plan.names if self.plan and outcome == (self.plan.round, "commit") else ()
             self.suspicions.begin_round(status.round, committed, self.vote_table.votes)
-        self.status, self.state, self.own, self.plan, self.is_querying = status, "training", None, None, False
+        self.knowledge.status = status
+        self.state, self.own, self.plan, self.is_querying = "training", None, None, False
         self.vote_table.prune(status.round)
 
     def prepare(self, own: Ready) -> None:
         """Start to gather, as a contributor or as an observer that still trains. `own.attempt` is `next_attempt`."""
-        assert own.status.rank == self.status.rank, "a ready for another state than this island's"
+        assert own.status.rank == self.knowledge.status.rank, "a ready for another state than this island's"
         self.state, self.own, self.plan, self.is_querying = "gathering", own, None, False
-        self.status, self.reported = own.status, frozenset()
-        self._send(self.present, own)
+        self.knowledge.status, self.knowledge.reported = own.status, frozenset()
+        self._send(self.knowledge.present, own)
 
     def contribute(self, own: Ready) -> None:
         """Turn from an observer into a contributor of this gathering. Has no effect once the plan is fixed."""
         if self.state == "gathering" and self.plan is None and self.own is not None and self.own.round == own.round:
             self.own = own.model_copy(update={"attempt": self.own.attempt})
-            self._send(self.present, self.own)
+            self._send(self.knowledge.present, self.own)
 
     def try_plan(self, *, is_late: bool, is_patient: bool = False) -> Plan | Behind | TooFew | GiveUp | None:
         """Decide while gathering: the plan to take part in, a reason against planning, or None to wait.
@@ -92,13 +97,13 @@ class RoundProtocol(Knowledge):
         """
         if self.plan is not None:
             return self.plan
-        if cause := self.find_end():
+        if cause := self.suspicions.find_end(self.knowledge, self.vote_table.votes):
             return GiveUp(cause)
         decision = self.gathering.decide(is_late=is_late, is_patient=is_patient)
         if isinstance(decision, Hopeless):
             is_last = self.suspicions.num_amnesties >= MAX_AMNESTIES
             if is_last and decision.is_everyone:
-                return GiveUp(explain_accusations(self.status.round, decision.reasons))
+                return GiveUp(explain_accusations(self.knowledge.status.round, decision.reasons))
             if not is_last or is_late:
                 self.suspicions.forgive()
                 decision = self.gathering.decide(is_late=is_late, is_patient=is_patient)
@@ -110,6 +115,16 @@ class RoundProtocol(Knowledge):
             self._accept(decision)
             self._send(self.others, decision)
         return decision
+
+    def pass_over(self, *, is_late: bool) -> str | None:
+        """Wait no longer for the plan of the island that should make one. Returns its name, if it is another."""
+        planner = self.gathering.find_planner(is_late=is_late)
+        if planner in (None, self.knowledge.me):
+            return None
+        self.suspicions.passed_over |= {planner}
+        if self.knowledge.me in self.gathering.excluded:
+            self.suspicions.forgive()  # The others do not go on without this island, perhaps for a reason like its own.
+        return planner
 
     def vote(self, vote: Vote) -> None:
         """Cast this island's vote on the plan: yes with the digest of the mean, or no with a cause."""
@@ -124,7 +139,7 @@ class RoundProtocol(Knowledge):
         `is_over`: nor are missing replies to this island's query, so the outcome is known.
         """
         assert self.plan is not None, "an island concludes the plan it takes part in"
-        reachable = self.others - self.lost
+        reachable = self.others - self.knowledge.lost
         silent = self.vote_table.pending(self.plan) & reachable
         outcome = self.vote_table.decide(self.plan, reachable, is_late=is_late)
         if outcome == "query":
@@ -142,30 +157,39 @@ class RoundProtocol(Knowledge):
     def resend(self) -> None:
         """Send again every message of the current state that may have been lost."""
         if self.state == "gathering" and self.own is not None:
-            self._send(self.present, self.own)
+            self._send(self.knowledge.present, self.own)
         if self.state == "voting" and self.plan is not None:
-            self._send(self.vote_table.pending(self.plan), self.vote_table.votes[self.plan.id, self.me])
+            self._send(self.vote_table.pending(self.plan), self.vote_table.votes[self.plan.id, self.knowledge.me])
             if self.is_querying:
                 self._send_query(self.plan)
 
     @property
+    def next_attempt(self) -> int:
+        """First attempt at this round that no plan with this island's ready message has used."""
+        return self.readies.next_attempt(self.knowledge.me, self.knowledge.status.round)
+
+    @property
+    def gathering(self) -> Gathering:
+        """What this island knows about the others while it gathers."""
+        assert self.own is not None, "an island considers plans when it is ready"
+        return build_gathering(self.own, self.knowledge, self.readies, self.suspicions, self.vote_table.votes)
+
+    @property
     def others(self) -> frozenset[str]:
         """The other participants of the plan."""
-        return frozenset(self.plan.names) - {self.me} if self.plan else frozenset()
+        return frozenset(self.plan.names) - {self.knowledge.me} if self.plan else frozenset()
 
     # -- islands come, go and fail ------------------------------------------------------------------------------
     def remove(self, island: str) -> None:
         """Record that an island has left the run. Unlike a lost one it cannot have given this island up."""
-        self.present -= {island}
-        # The open plan no longer waits for its vote.
-        self.lost = self.lost | {island} if island in self.others else self.lost - {island}
-        self.reported -= {island}
+        self.knowledge.forget(island)
         self.readies.latest.pop(island, None)
-        self.statuses.pop(island, None)
+        if island in self.others:
+            self.knowledge.lost |= {island}  # The open plan no longer waits for its vote.
 
     def mark_lost(self, island: str) -> None:
         """Record that an island does not answer or that its connection broke."""
-        self.lost |= {island}
+        self.knowledge.lost |= {island}
         if island in self.others:
             self.require_query()
 
@@ -181,10 +205,7 @@ class RoundProtocol(Knowledge):
             self._check_sender(sender, message.island)
             self.remove(sender)
             return None
-        if sender not in self.present and len(self.present) >= MAX_ISLANDS:
-            raise MessageError(f"{self.me!r} knows of {MAX_ISLANDS} islands already")
-        self.add([sender])
-        self.lost -= {sender}
+        self.knowledge.hear(sender)
         match message:
             case Ready():
                 return self._receive_ready(sender, message)
@@ -193,9 +214,12 @@ class RoundProtocol(Knowledge):
             case Plan():
                 self._receive_plan(sender, message)
             case Vote():
-                return self._receive_vote(sender, message)
+                self._check_sender(sender, message.island)
+                is_own_plan = message.plan in self.suspicions.plans
+                return self.vote_table.answer_vote(message, self.knowledge, is_own_plan=is_own_plan)
             case OutcomeQuery():
-                return self._receive_query(sender, message)
+                participants = self.suspicions.plans.get(message.plan)
+                return self.vote_table.answer_query(sender, message, self.knowledge, participants)
             case VoteReceipt() | OutcomeReply():
                 if self.plan is not None and message.plan == self.plan.id:
                     table = self.vote_table.receipts if isinstance(message, VoteReceipt) else self.vote_table.replies
@@ -204,24 +228,22 @@ class RoundProtocol(Knowledge):
 
     def _receive_ready(self, sender: str, ready: Ready) -> Status:
         self._check_sender(sender, ready.island)
-        check_ready(ready, self.rules)
+        check_ready(ready, self.knowledge.rules)
         self.readies.add(ready)
         return self._receive_status(sender, ready.status)
 
     def _receive_status(self, sender: str, status: Status) -> Status:
-        if status.round > self.rules.max_round:
-            raise MessageError(f"{sender!r} claims round {status.round}, the run has {self.rules.max_round}")
-        self.statuses[sender] = status
-        self.reported |= {sender}
+        self.knowledge.record(sender, status)
         self._renew_ready(status)
-        return self.status.model_copy(update={"attempt": self.readies.next_attempt(sender, self.status.round)})
+        own = self.knowledge.status
+        return own.model_copy(update={"attempt": self.readies.next_attempt(sender, own.round)})
 
     def _renew_ready(self, status: Status) -> None:
         """Offer a later attempt if the peer has used this island's ready message in a plan that never arrived here."""
         own, is_open = self.own, self.state == "gathering" and self.plan is None
         if is_open and own is not None and status.round == own.round and status.attempt > own.attempt:
             self.own = own.model_copy(update={"attempt": status.attempt})
-            self._send(self.present, self.own)
+            self._send(self.knowledge.present, self.own)
 
     def _receive_plan(self, sender: str, plan: Plan) -> None:
         self._check_sender(sender, plan.planner)
@@ -233,38 +255,16 @@ class RoundProtocol(Knowledge):
         elif plan.id not in self.vote_table.outcomes:
             self._refuse(plan, cause)
 
-    def _receive_vote(self, sender: str, vote: Vote) -> VoteReceipt:
-        self._check_sender(sender, vote.island)
-        is_near = self._is_near(vote.round)
-        if is_near:
-            if vote.plan not in self.suspicions.plans:
-                self.vote_table.check_room(vote.plan, sender)
-            self.vote_table.add(vote)
-        elif vote.round > self.status.round:  # An older vote is harmless: its sender was frozen or cut off.
-            raise MessageError(f"a vote on round {vote.round}, {self.me!r} is in round {self.status.round}")
-        return VoteReceipt(plan=vote.plan, outcome=self.vote_table.outcome_of(vote.plan, is_near=is_near))
-
-    def _receive_query(self, sender: str, query: OutcomeQuery) -> OutcomeReply:
-        outcome = self.vote_table.outcome_of(query.plan, is_near=self._is_near(query.round))
-        participants = self.suspicions.plans.get(query.plan)
-        if outcome == "open" and (participants is None or sender in participants):
-            # A commit on votes alone is forbidden from now on: the peer that is told "open" may abort the plan.
-            if participants is None and query.plan not in self.vote_table.query_first:
-                self.vote_table.check_room(query.plan, sender)
-                self.vote_table.num_queries[sender] = self.vote_table.num_queries.get(sender, 0) + 1
-            self.vote_table.query_first[query.plan] = query.round
-        return OutcomeReply(plan=query.plan, outcome=outcome)
-
     # -- plans --------------------------------------------------------------------------------------------------
     def _find_objection(self, plan: Plan) -> str | None:
         """Why this island does not take part in the plan, or None."""
         if plan.id in self.vote_table.query_first or plan.id in self.vote_table.outcomes:
             return "it has been given up here"
         if self.state != "gathering" or self.own is None or self.plan is not None:
-            return f"{self.me!r} is {self.state} in round {self.status.round}"
+            return f"{self.knowledge.me!r} is {self.state} in round {self.knowledge.status.round}"
         if self.gathering.is_out_of_turn(plan):
             return f"it is not {plan.planner!r}'s turn to take part"
-        return find_objection(plan, self.own, self.rules, self.next_attempt)
+        return find_objection(plan, self.own, self.knowledge.rules, self.next_attempt)
 
     def _accept(self, plan: Plan) -> None:
         self.plan, self.state, self.is_querying = plan, "reducing", False
@@ -274,23 +274,19 @@ class RoundProtocol(Knowledge):
     def _refuse(self, plan: Plan, cause: str) -> None:
         """Vote no, so that the other participants do not wait for this island."""
         self.vote_table.outcomes[plan.id] = (plan.round, "abort")
-        if plan.round == self.status.round and plan.planner not in self.suspicions.left_out(plan.attempt):
+        if plan.round == self.knowledge.status.round and plan.planner not in self.suspicions.left_out(plan.attempt):
             self.readies.mark_used(plan)
-        vote = Vote.no(plan, self.me, cause)
+        vote = Vote.no(plan, self.knowledge.me, cause)
         self.vote_table.add(vote)
-        self._send(frozenset(plan.names) & (self.present | {plan.planner}), vote)
+        self._send(frozenset(plan.names) & (self.knowledge.present | {plan.planner}), vote)
 
     def _send_query(self, plan: Plan) -> None:
         query = OutcomeQuery(plan=plan.id, round=plan.round)
-        self._send(self.vote_table.without_reply(plan) & self.others - self.lost, query)
+        self._send(self.vote_table.without_reply(plan) & self.others - self.knowledge.lost, query)
 
     def _send(self, islands: Iterable[str], message: Message) -> None:
-        self.outbox += [(name, message) for name in sorted(islands) if name != self.me]
+        self.outbox += [(name, message) for name in sorted(islands) if name != self.knowledge.me]
 
     def _check_sender(self, sender: str, claimed: str) -> None:
         if sender != claimed:
             raise MessageError(f"{sender!r} speaks for {claimed!r}")
-
-    def _is_near(self, round_number: int) -> bool:
-        """Whether a round is within one of this island's. Messages on other rounds would only fill the memory."""
-        return abs(round_number - self.status.round) <= 1

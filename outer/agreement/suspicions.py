@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, islice
 from math import comb
 
+from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Plan, Vote
 
 MAX_AMNESTIES = 3
@@ -107,6 +108,14 @@ class Suspicions:
         plans = [plan for plan, names in self.plans.items() if islands <= frozenset(names)]
         cast = [digests for plan in plans if len(digests := self._digests(plan, votes)) == len(self.plans[plan])]
         return [digests for digests in cast if 2 * max(Counter(digests.values()).values()) <= len(digests)]
+
+    def find_end(self, knowledge: Knowledge, votes: Votes) -> str | None:
+        """Why the island of `knowledge` cannot go on, because of digests that differ, or None."""
+        ties = self.find_ties(knowledge.agreeing | {knowledge.me}, votes)
+        if len(ties) >= MAX_TIES:
+            return explain_tie(knowledge.status.round, ties)
+        own = self.dissents.get(knowledge.me)
+        return explain_dissent(own.count) if own is not None and own.count >= MAX_DISSENTS else None
 
     def left_out(self, attempt: int) -> frozenset[str]:
         """After many failed attempts: the minority of the participants whose turn it is to be left out of this one."""

@@ -1,9 +1,11 @@
 """Memory of one island about the plans of recent rounds, bounded so that a hostile peer cannot fill it."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
-from outer.agreement.messages import Outcome, Plan, Vote
+from outer.agreement.knowledge import Knowledge
+from outer.agreement.messages import Outcome, OutcomeQuery, OutcomeReply, Plan, Vote, VoteReceipt
 from outer.errors import MessageError
 
 MAX_PLANS = 64
@@ -30,6 +32,36 @@ class VoteTable:
     def add(self, vote: Vote) -> None:
         """Remember a vote. Only the first vote of an island on a plan counts."""
         self.votes.setdefault((vote.plan, vote.island), vote)
+
+    def answer_vote(self, vote: Vote, knowledge: Knowledge, *, is_own_plan: bool) -> VoteReceipt:
+        """Remember a peer's vote and acknowledge it. Raises MessageError for a later round, and as `check_room`.
+
+        `is_own_plan`: this island takes part in the plan, or has done so.
+        """
+        is_near = knowledge.is_near(vote.round)
+        if is_near:
+            if not is_own_plan:
+                self.check_room(vote.plan, vote.island)
+            self.add(vote)
+        elif vote.round > knowledge.status.round:  # An older vote is harmless: its sender was frozen or cut off.
+            raise MessageError(f"a vote on round {vote.round}, {knowledge.me!r} is in round {knowledge.status.round}")
+        return VoteReceipt(plan=vote.plan, outcome=self.outcome_of(vote.plan, is_near=is_near))
+
+    def answer_query(
+        self, sender: str, query: OutcomeQuery, knowledge: Knowledge, participants: Collection[str] | None
+    ) -> OutcomeReply:
+        """Tell a peer what became of the plan here. Raises MessageError as `check_room`.
+
+        `participants`: those of the plan if this island is or was one of them, otherwise None.
+        """
+        outcome = self.outcome_of(query.plan, is_near=knowledge.is_near(query.round))
+        if outcome == "open" and (participants is None or sender in participants):
+            # A commit on votes alone is forbidden from now on: the peer that is told "open" may abort the plan.
+            if participants is None and query.plan not in self.query_first:
+                self.check_room(query.plan, sender)
+                self.num_queries[sender] = self.num_queries.get(sender, 0) + 1
+            self.query_first[query.plan] = query.round
+        return OutcomeReply(plan=query.plan, outcome=outcome)
 
     def tally(self, plan: Plan) -> Outcome:
         """Outcome of the votes: abort on one no or two digests, commit when all are yes, otherwise open."""

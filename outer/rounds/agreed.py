@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Ready
 from outer.agreement.peers import Identity, Peers
 from outer.agreement.rules import build_rules
@@ -253,7 +254,8 @@ def _is_ahead(replica: Replica, position: Position) -> bool:
 def _build_protocol(config: OuterConfig, island: str, replica: Replica, settings: LoopSettings) -> RoundProtocol:
     rules = build_rules(config, len(replica.space.parts), settings.max_tokens)
     refusals = partial(_find_refusals, replica, island, settings.index, config.start_islands)
-    return RoundProtocol(island, replace(rules, find_refusals=refusals), build_status(replica, is_coming=False))
+    rules = replace(rules, find_refusals=refusals)
+    return RoundProtocol(Knowledge(island, rules, build_status(replica, is_coming=False)))
 
 
 def _find_refusals(

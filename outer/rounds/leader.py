@@ -113,7 +113,7 @@ class Leader:
         return self.event_loop.run(self.driver.find_donors())
 
     def disbelieve(self, donors: Sequence[Member]) -> None:
-        """Their state could not be taken: ignore for a while that they claim to be ahead. See `RoundProtocol`."""
+        """Their state could not be taken: ignore for a while that they claim to be ahead. See `Knowledge`."""
         self.event_loop.run(self.driver.disbelieve(donors))
 
     def believe(self, donors: Sequence[Member]) -> None:
@@ -149,7 +149,7 @@ class Leader:
     @property
     def _num_islands(self) -> int:
         # Membership records outlive the islands that wrote them, so only islands that have spoken count.
-        return 1 + len(self.driver.protocol.live)
+        return 1 + len(self.driver.protocol.knowledge.live)
 
     @property
     def _has_stragglers(self) -> bool:
@@ -157,7 +157,8 @@ class Leader:
 
         Islands without a state are no stragglers: it may take long to get one.
         """
-        mine, others = self.driver.protocol.status, self.driver.protocol.live.values()
+        knowledge = self.driver.protocol.knowledge
+        mine, others = knowledge.status, knowledge.live.values()
         return any(s.round > 0 and (s.rank < mine.rank or not s.is_coming) for s in others)
 
     async def _resume(self) -> None:

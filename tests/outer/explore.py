@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 
+from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Plan, Ready, Status, Vote
 from outer.agreement.planner import TooFew
 from outer.agreement.readiness import ReadyTable
@@ -68,7 +69,10 @@ class World:
     @property
     def is_over(self) -> bool:
         """Whether every live island has the last round."""
-        return all(self.nodes[name].status.round >= self.rounds for name in self.live)
+        return all(self.status_of(name).round >= self.rounds for name in self.live)
+
+    def status_of(self, name: str) -> Status:
+        return self.nodes[name].knowledge.status
 
 
 Event = tuple[str, ...]
@@ -79,9 +83,9 @@ ENDS = {"crash": "crashes", "freeze": "freezes"}
 def new_world(names: str, rounds: int, budget: Budget, **rules: object) -> World:
     start = Status(round=0, tokens=0, digest=START)
     made = Rules(num_parts=1, **rules)  # pyright: ignore[reportArgumentType]
-    nodes = {name: RoundProtocol(name, made, start) for name in names}
+    nodes = {name: RoundProtocol(Knowledge(name, made, start)) for name in names}
     for node in nodes.values():
-        node.add(names)
+        node.knowledge.add(names)
     return World(nodes, (), frozenset(), frozenset(), budget, (), rounds)
 
 
@@ -90,7 +94,7 @@ def events(world: World) -> list[Event]:
     found: list[Event] = [("deliver", str(i)) for i in range(len(world.flying))]
     for name in world.live:
         node = world.nodes[name]
-        if node.state == "training" and node.status.round < world.rounds:
+        if node.state == "training" and node.knowledge.status.round < world.rounds:
             found.append(("prepare", name))
         if may_give(node):
             found.append(("give", name))
@@ -100,7 +104,8 @@ def events(world: World) -> list[Event]:
                 found.append(("failed", name))
         if may_be_late(world, name):
             found.append(("late", name))
-        found += [("lose", name, other) for other in sorted(node.present - node.lost) if may_lose(world, name, other)]
+        reachable = sorted(node.knowledge.present - node.knowledge.lost)
+        found += [("lose", name, other) for other in reachable if may_lose(world, name, other)]
     for kind, budget in ENDS.items():
         if getattr(world.budget, budget) and len(world.live) > 1:
             found += [(kind, name) for name in world.live]
@@ -139,7 +144,7 @@ def step(world: World, event: Event) -> World:
     node = _own_copy(world, name)
     late = kind == "late"
     if kind == "prepare":
-        node.prepare(ready_of(node, listens=node.rules.has_observers))
+        node.prepare(ready_of(node, listens=node.knowledge.rules.has_observers))
     elif kind == "give":
         node.contribute(ready_of(node))
     elif kind in ("reduced", "failed"):
@@ -170,9 +175,9 @@ def _end(world: World, kind: str, name: str) -> World:
 
 
 def ready_of(node: RoundProtocol, *, listens: bool = False) -> Ready:
-    s, tokens = node.status, 0 if listens else TOKENS
+    s, tokens = node.knowledge.status, 0 if listens else TOKENS
     return Ready(
-        island=node.me,
+        island=node.knowledge.me,
         incarnation="0" * 8,
         round=s.round,
         attempt=node.next_attempt,
@@ -194,7 +199,7 @@ def digest_of(text: str) -> str:
 def _think(world: World, node: RoundProtocol, *, is_late: bool = False) -> None:
     """React like a driver after every change: plan or conclude, commit, take a state, send."""
     if node.plan and node.state == "reducing" and has_no(node, node.plan):
-        node.vote(Vote.no(node.plan, node.me, "another island voted no"))
+        node.vote(Vote.no(node.plan, node.knowledge.me, "another island voted no"))
     if node.state == "gathering":
         verdict = node.try_plan(is_late=is_late)
         if isinstance(verdict, Behind):
@@ -205,10 +210,10 @@ def _think(world: World, node: RoundProtocol, *, is_late: bool = False) -> None:
         if outcome == "commit":
             _apply(world, node)
     elif node.state == "training":
-        behind = node.behind(is_settled=node.status.round >= world.rounds)
+        behind = node.knowledge.behind(is_settled=node.knowledge.status.round >= world.rounds)
         if behind is not None:
             _take_state(world, node, behind)
-    world.flying += tuple((node.me, to, m, False) for to, m in node.outbox if to not in world.dead)
+    world.flying += tuple((node.knowledge.me, to, m, False) for to, m in node.outbox if to not in world.dead)
     node.outbox = []
 
 
@@ -219,9 +224,9 @@ def has_no(node: RoundProtocol, plan: Plan) -> bool:
 
 
 def _apply(world: World, node: RoundProtocol) -> None:
-    plan, base = node.plan, node.status
+    plan, base = node.plan, node.knowledge.status
     assert plan is not None
-    world.commits += (Commit(node.me, plan.id, plan.round, base.digest, tuple(plan.names)),)
+    world.commits += (Commit(node.knowledge.me, plan.id, plan.round, base.digest, tuple(plan.names)),)
     tokens = base.tokens + sum(p.tokens for p in plan.participants)
     node.update_status(Status(round=plan.round + 1, tokens=tokens, digest=digest_of(base.digest + plan.id)))
 
@@ -233,7 +238,7 @@ def _take_state(world: World, node: RoundProtocol, behind: Behind) -> None:
             node.mark_lost(name)
         _think(world, node)
     else:
-        node.update_status(world.nodes[donor].status)
+        node.update_status(world.status_of(donor))
 
 
 def _mail(world: World, kind: str, index: int) -> World:
@@ -257,8 +262,9 @@ def _mail(world: World, kind: str, index: int) -> World:
 
 def _own_copy(world: World, name: str) -> RoundProtocol:
     node = copy(world.nodes[name])
-    node.vote_table, node.readies, node.suspicions = copy(node.vote_table), copy(node.readies), copy(node.suspicions)
-    for tables in (node, node.vote_table, node.readies, node.suspicions):
+    node.knowledge, node.readies = copy(node.knowledge), copy(node.readies)
+    node.vote_table, node.suspicions = copy(node.vote_table), copy(node.suspicions)
+    for tables in (node, node.knowledge, node.readies, node.vote_table, node.suspicions):
         vars(tables).update((key, copy(value)) for key, value in vars(tables).items() if isinstance(value, dict | list))
     world.nodes = world.nodes | {name: node}
     return node
@@ -284,13 +290,13 @@ def _number(value: object) -> object:
     return found[1]
 
 
-def _describe(node: RoundProtocol | VoteTable | ReadyTable | Suspicions) -> tuple[object, ...]:
+def _describe(node: RoundProtocol | Knowledge | ReadyTable | VoteTable | Suspicions) -> tuple[object, ...]:
     """Contents of all tables, regardless of their order."""
     return tuple(
         frozenset((key, _number(v)) for key, v in value.items())
         if isinstance(value, dict)
         else _describe(value)
-        if isinstance(value, VoteTable | ReadyTable | Suspicions)
+        if isinstance(value, Knowledge | ReadyTable | VoteTable | Suspicions)
         else _number(tuple(value) if isinstance(value, list) else value)
         for value in vars(node).values()
     )
@@ -364,7 +370,7 @@ def _pass_time(world: World) -> World:
         node = world.nodes[name]
         for other in world.live:
             if other != name:
-                world.flying += ((name, other, node.status, False),)
+                world.flying += ((name, other, node.knowledge.status, False),)
     while world.flying:
         world = step(world, ("deliver", "0"))
     for name in world.live:
@@ -377,7 +383,7 @@ def _pass_time(world: World) -> World:
 
 def agree(world: World) -> bool:
     """Whether all live islands hold the same state."""
-    return len({(s.rank, s.digest) for s in (world.nodes[n].status for n in world.live)}) <= 1
+    return len({(s.rank, s.digest) for s in map(world.status_of, world.live)}) <= 1
 
 
 def forked(world: World, *, with_dead: bool = False) -> list[Commit]:

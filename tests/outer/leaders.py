@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Goodbye, Plan, Ready, Status, Vote
 from outer.agreement.peers import Peers
 from outer.agreement.rules import Rules
@@ -110,13 +111,14 @@ class Leader:
         self.messenger, self.attempts = self.ranks[0].messenger, self.ranks[0].attempts
         self.membership = LoopbackMembership(hub, run_id, name)
         start = Status(round=0, tokens=0, digest=START)
-        self.protocol = RoundProtocol(name, Rules(num_parts=len(SPACE.parts), **rules), start)
+        self.knowledge = Knowledge(name, Rules(num_parts=len(SPACE.parts), **rules), start)
+        self.protocol = RoundProtocol(self.knowledge)
         peers = Peers(name, self.messenger, self.membership, self.deadlines, config_hash)
         self.driver = ProtocolDriver(self.protocol, peers, on_no=self.attempts.record_no_vote, on_wait=on_wait)
 
     async def announce(self, **changes: Any) -> None:
         """Publish this island's membership record."""
-        status = self.protocol.status
+        status = self.knowledge.status
         fields = {
             "island": self.name,
             "incarnation": self.incarnation,
@@ -132,11 +134,11 @@ class Leader:
 
     @property
     def round(self) -> int:
-        return self.protocol.status.round
+        return self.knowledge.status.round
 
     @property
     def digest(self) -> str:
-        return self.protocol.status.digest
+        return self.knowledge.status.digest
 
     def enter(self, round_number: int, digest: str = START, *, tokens: int | None = None) -> None:
         """Hold the state after `round_number` commits of three islands, or after `tokens` tokens."""
@@ -145,7 +147,7 @@ class Leader:
 
     def take_state(self, donor: "Leader") -> None:
         """Hold the donor's state."""
-        self.protocol.update_status(donor.protocol.status)
+        self.protocol.update_status(donor.knowledge.status)
 
     def ready(self) -> Ready:
         num_ranks = len(self.ranks)
@@ -156,7 +158,7 @@ class Leader:
             attempt=self.protocol.next_attempt,
             tokens=TOKENS,
             weight=TOKENS,
-            base_tokens=self.protocol.status.tokens,
+            base_tokens=self.knowledge.status.tokens,
             digest=self.digest,
             carriers=pack_carriers([part.index * num_ranks // len(SPACE.parts) for part in SPACE.parts]),
             epoch=self.attempts.epoch,
@@ -182,7 +184,7 @@ class Leader:
             )
         is_committed = await self.driver.decide(vote)
         if is_committed:
-            tokens = self.protocol.status.tokens + TOKENS * len(plan.names)
+            tokens = self.knowledge.status.tokens + TOKENS * len(plan.names)
             await self.driver.update_status(Status(round=plan.round + 1, tokens=tokens, digest=vote.digest or ""))
         else:
             await asyncio.gather(*(rank.attempts.drop() for rank in self.ranks))
@@ -229,7 +231,7 @@ class Leader:
         """A check whether all of these islands have sent a ready message, or a status, of this island's round."""
 
         def has_heard() -> bool:
-            known = self.protocol.readies.latest if kind == "ready" else self.protocol.statuses
+            known = self.protocol.readies.latest if kind == "ready" else self.knowledge.statuses
             return all(name in known and known[name].round == self.round for name in names)
 
         return has_heard
@@ -268,7 +270,7 @@ async def leaders(names: str, hub: Hub | None = None, **options: Any) -> list[Le
         await leader.announce()
     for leader in found:
         await leader.driver.start()
-        await leader.driver.update_status(leader.protocol.status)
+        await leader.driver.update_status(leader.knowledge.status)
     return found
 
 

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Goodbye, OutcomeQuery, OutcomeReply, Plan, Ready, Status, Vote, VoteReceipt
 from outer.agreement.planner import GiveUp
 from outer.agreement.rules import Behind, Rules
@@ -134,7 +135,7 @@ class Run:
     @property
     def slowest(self) -> int:
         """The round of the honest island that lives and is the farthest behind."""
-        return min(self.nodes[name].status.round for name in self.honest if name not in self.dead)
+        return min(self.nodes[name].knowledge.status.round for name in self.honest if name not in self.dead)
 
     def pass_second(self) -> None:
         """Everybody repeats its messages, and what is under way arrives in any order."""
@@ -145,9 +146,9 @@ class Run:
             node = self.nodes[name]
             for (me, liar), (until, _) in self.doubts.items():
                 if me == name and until == self.second:
-                    node.believe(liar)
+                    node.knowledge.believe(liar)
             node.resend()
-            node.outbox += [(other, node.status) for other in self.nodes if other != name]
+            node.outbox += [(other, node.knowledge.status) for other in self.nodes if other != name]
             self.flush(name)
         for _ in range(400):
             if not self.step():
@@ -195,7 +196,7 @@ class Run:
     def think(self, name: str) -> None:
         """What the driver does after a change."""
         node = self.nodes[name]
-        key = node.state, None if node.own is None else node.own.attempt, node.status.round
+        key = node.state, None if node.own is None else node.own.attempt, node.knowledge.status.round
         if self.since.get(name, (None, 0))[0] != key:
             self.since[name] = key, self.second
         waited = self.second - self.since[name][1]
@@ -213,10 +214,10 @@ class Run:
             plan = node.plan
             assert plan is not None
             if node.conclude(is_late=waited >= LATE, is_over=waited >= OVER) == "commit":
-                tokens = node.status.tokens + sum(p.tokens for p in plan.participants)
-                digest = digest_of(node.status.digest + plan.id)
+                tokens = node.knowledge.status.tokens + sum(p.tokens for p in plan.participants)
+                digest = digest_of(node.knowledge.status.digest + plan.id)
                 node.update_status(Status(round=plan.round + 1, tokens=tokens, digest=digest))
-        elif node.state == "training" and (behind := node.behind(is_settled=False)):
+        elif node.state == "training" and (behind := node.knowledge.behind(is_settled=False)):
             self.follow(name, behind)
         self.flush(name)
 
@@ -225,12 +226,12 @@ class Run:
         node = self.nodes[name]
         donors = [d for d in behind.donors if d in self.awake and d not in self.liars]
         if donors:
-            node.update_status(self.nodes[donors[0]].status)
+            node.update_status(self.nodes[donors[0]].knowledge.status)
             return
         for donor in behind.donors:
             failures = self.doubts.get((name, donor), (0, 0))[1] + 1
             self.doubts[name, donor] = self.second + FIRST_DOUBT * 2 ** (failures - 1), failures
-            node.disbelieve(donor, node.statuses[donor])
+            node.knowledge.disbelieve(donor, node.knowledge.statuses[donor])
 
     def flush(self, name: str) -> None:
         node = self.nodes[name]
@@ -249,16 +250,16 @@ class Run:
         """Islands that have not answered for some time are found to be lost."""
         gone = self.dead | {name for name, left in self.asleep.items() if left > LOST}
         for name in self.awake:
-            for other in gone - self.nodes[name].lost - {name}:
+            for other in gone - self.nodes[name].knowledge.lost - {name}:
                 self.nodes[name].mark_lost(other)
 
 
 def new_run(names: str, liars: dict[str, list[Habit]], seed: int, **rules: object) -> Run:
     start = Status(round=0, tokens=0, digest=START)
     made = Rules(num_parts=1, max_round=1000, **rules)  # pyright: ignore[reportArgumentType]
-    nodes = {name: RoundProtocol(name, made, start) for name in names}
+    nodes = {name: RoundProtocol(Knowledge(name, made, start)) for name in names}
     for node in nodes.values():
-        node.add(names)
+        node.knowledge.add(names)
     return Run(nodes, liars, random.Random(seed))
 
 

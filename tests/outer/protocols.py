@@ -1,5 +1,6 @@
 """Single islands of the round protocol, for tests that take it step by step."""
 
+from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Status
 from outer.agreement.rules import Rules
 from outer.agreement.state_machine import RoundProtocol
@@ -7,8 +8,8 @@ from tests.outer.explore import START, ready_of
 
 
 def node(name: str, others: str, **rules: object) -> RoundProtocol:
-    made = RoundProtocol(name, Rules(**rules), Status(round=0, tokens=0, digest=START))  # pyright: ignore[reportArgumentType]
-    made.add(others)
+    made = RoundProtocol(Knowledge(name, Rules(**rules), Status(round=0, tokens=0, digest=START)))  # pyright: ignore[reportArgumentType]
+    made.knowledge.add(others)
     return made
 
 
@@ -17,5 +18,5 @@ def gathering(name: str, others: str, ready: str = "", **rules: object) -> Round
     made = node(name, others, **rules)
     made.prepare(ready_of(made))
     for other in others:
-        made.receive(other, ready_of(node(other, "")) if other in ready else made.status)
+        made.receive(other, ready_of(node(other, "")) if other in ready else made.knowledge.status)
     return made

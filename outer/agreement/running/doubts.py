@@ -8,8 +8,8 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 
+from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Status
-from outer.agreement.state_machine import RoundProtocol
 from outer.network.retry import backoff
 
 log = logging.getLogger(__name__)
@@ -21,9 +21,9 @@ MAX_SECONDS = 256.0
 
 @dataclass
 class Doubts:
-    """Keeps `RoundProtocol.doubted` up to date. All methods run on one event loop."""
+    """Keeps `Knowledge.doubted` up to date. All methods run on one event loop."""
 
-    protocol: RoundProtocol
+    knowledge: Knowledge
     _failures: dict[str, int] = field(default_factory=dict)
     _ends: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
 
@@ -32,8 +32,8 @@ class Doubts:
         failures = self._failures[island] = self._failures.get(island, 0) + 1
         seconds = backoff(failures, first_seconds=FIRST_SECONDS, max_seconds=MAX_SECONDS)
         self._cancel(island)
-        self.protocol.disbelieve(island, claim)
-        self._ends[island] = asyncio.get_running_loop().call_later(seconds, self.protocol.believe, island)
+        self.knowledge.disbelieve(island, claim)
+        self._ends[island] = asyncio.get_running_loop().call_later(seconds, self.knowledge.believe, island)
         claimed = f"round {claim.round} with {claim.tokens} tokens"
         log.warning("%s claims %s, which nobody can give: it is not believed for %g s", island, claimed, seconds)
 
@@ -41,7 +41,7 @@ class Doubts:
         """The island's claim was made good: believe it again, and forget its failures."""
         self._failures.pop(island, None)
         self._cancel(island)
-        self.protocol.believe(island)
+        self.knowledge.believe(island)
 
     def _cancel(self, island: str) -> None:
         if end := self._ends.pop(island, None):

@@ -49,13 +49,14 @@ class ProtocolDriver:
         on_wait: Callable[[Waiting | None], None] = lambda waiting: None,
     ) -> None:
         self._on_wait = on_wait
-        self.protocol, self._peers, self._deadlines, self._on_no = protocol, peers, peers.deadlines, on_no
+        self.protocol, self._knowledge = protocol, protocol.knowledge
+        self._peers, self._deadlines, self._on_no = peers, peers.deadlines, on_no
         self._calls: dict[tuple[str, type[Message]], asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._has_left = False
         self._planned_at = 0.0
-        self._few = FewIslands(protocol, peers.deadlines)
-        self._doubts = Doubts(protocol)
+        self._few = FewIslands(self._knowledge, peers.deadlines)
+        self._doubts = Doubts(self._knowledge)
         self._detector = FailureDetector(protocol, peers, self._send_outbox, self._end_reduce_with, self._changed.set)
         for model in (Ready, Status, Plan, Vote, OutcomeQuery, Goodbye):
             peers.messenger.serve(kind_of(model), partial(self._on_message, model))
@@ -148,9 +149,9 @@ class ProtocolDriver:
         self._has_left = True
         self._detector.stop()
         # A ping that crosses the goodbye is still answered: nobody should wait for this island.
-        self.protocol.status = self.protocol.status.model_copy(update={"is_coming": False})
+        self._knowledge.status = self._knowledge.status.model_copy(update={"is_coming": False})
         body = goodbye.encode()
-        calls = [self._peers.call(name, "goodbye", body) for name in self.protocol.present - self.protocol.lost]
+        calls = [self._peers.call(name, "goodbye", body) for name in self._knowledge.present - self._knowledge.lost]
         with suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_SECONDS):
                 await asyncio.gather(*calls, return_exceptions=True)
@@ -160,9 +161,9 @@ class ProtocolDriver:
 
         `seconds_left`: until the inner steps are done. `entered_late`: it took the round's state while others trained.
         """
-        if self.protocol.behind(is_settled=False) is not None:
+        if self._knowledge.behind(is_settled=False) is not None:
             return "behind"
-        num_waiting, rules = len(find_contributors(self.protocol)), self.protocol.rules
+        num_waiting, rules = len(find_contributors(self.protocol)), self._knowledge.rules
         may_go_on = num_waiting >= rules.quorum or rules.below_quorum != "wait"
         if num_waiting and (entered_late or (may_go_on and seconds_left > self._deadlines.grace(num_waiting))):
             return "waited for"
@@ -171,9 +172,9 @@ class ProtocolDriver:
     async def linger(self, seconds: float) -> bool:
         """Wait until all live islands have caught up. Returns True if this island's history does not survive."""
         deadline = _now() + seconds
-        while _now() < deadline and any(s.rank < self.protocol.status.rank for s in self.protocol.live.values()):
+        while _now() < deadline and any(s.rank < self._knowledge.status.rank for s in self._knowledge.live.values()):
             await self._wait_for_change(deadline - _now())
-        return self.protocol.behind(is_settled=True) is not None
+        return self._knowledge.behind(is_settled=True) is not None
 
     async def find_donors(self) -> list[Member]:
         """Membership records of the islands that hold the surviving history; empty if this island holds it.
@@ -182,16 +183,17 @@ class ProtocolDriver:
         """
         await self._detector.find_members()
         members = self._peers.members
-        while behind := self.protocol.behind(is_settled=True):
+        while behind := self._knowledge.behind(is_settled=True):
             if found := [members[name] for name in behind.donors if name in members]:
                 return found
             for name in behind.donors:
-                self._doubts.add(name, self.protocol.statuses[name])
-        if self.protocol.status.round > 0:
+                self._doubts.add(name, self._knowledge.statuses[name])
+        if self._knowledge.status.round > 0:
             return []  # It has a state of its own, and records outlive their islands.
         # Islands that have not sent their status yet are known by their records.
-        silent = members.keys() - self.protocol.doubted - self.protocol.lost - self.protocol.statuses.keys()
-        ahead = [m for name, m in members.items() if name in silent and (m.tokens, m.round) > self.protocol.status.rank]
+        knows = self._knowledge
+        silent = members.keys() - knows.doubted - knows.lost - knows.statuses.keys()
+        ahead = [m for name, m in members.items() if name in silent and (m.tokens, m.round) > knows.status.rank]
         best = max(((m.tokens, m.round) for m in ahead), default=None)
         return [m for m in ahead if (m.tokens, m.round) == best]
 
@@ -202,7 +204,7 @@ class ProtocolDriver:
         """
         for donor in donors:
             claimed = Status(round=donor.round, tokens=donor.tokens, digest=donor.digest or "0" * 16)
-            self._doubts.add(donor.island, self.protocol.statuses.get(donor.island, claimed))
+            self._doubts.add(donor.island, self._knowledge.statuses.get(donor.island, claimed))
         self._changed.set()
 
     async def believe(self, donors: Sequence[Member]) -> None:
@@ -213,11 +215,11 @@ class ProtocolDriver:
     def _pass_over(self, since: float | None, *, is_late: bool) -> float | None:
         """Plan without the island that should do so once it has had its time; since when it has not done so."""
         planner = self.protocol.gathering.find_planner(is_late=is_late)
-        since = None if planner in (None, self.protocol.me) else since or _now()
+        since = None if planner in (None, self._knowledge.me) else since or _now()
         if since is None or _now() - max(since, self._detector.woke_at) < plan_limit(self._deadlines):
             return since
         planner = self.protocol.pass_over(is_late=is_late)
-        log.warning("round %d: %s makes no plan; the next by name does", self.protocol.status.round, planner)
+        log.warning("round %d: %s makes no plan; the next by name does", self._knowledge.status.round, planner)
         self._changed.set()
         return None
 
@@ -267,7 +269,7 @@ class ProtocolDriver:
                     self.protocol.receive(island, parse(model, reply))
                 self._send_outbox()
             else:
-                self.protocol.lost -= {island}
+                self._knowledge.lost -= {island}
         self._changed.set()
 
     def _end_reduce_with(self, island: str, cause: str) -> None:

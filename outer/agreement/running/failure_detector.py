@@ -52,17 +52,19 @@ class FailureDetector:
         """Read the membership records, add new islands, and remove those without a record that are lost or unknown."""
         if not await self.peers.refresh():
             return
-        for name in self.protocol.present - frozenset(self.peers.members):
+        knowledge = self.protocol.knowledge
+        for name in knowledge.present - frozenset(self.peers.members):
             # Nobody could ever find out whether an island without an address lives.
-            if name in self.protocol.lost or not self.peers.addresses(name):
+            if name in knowledge.lost or not self.peers.addresses(name):
                 self.protocol.remove(name)
                 self.peers.direct_addresses.pop(name, None)
                 self.on_removed()
-        self.protocol.add(self.peers.members)
+        knowledge.add(self.peers.members)
 
     def ping(self) -> None:
         """Queue this island's status for every other island."""
-        self.protocol.outbox += [(name, self.protocol.status) for name in sorted(self.protocol.present)]
+        knowledge = self.protocol.knowledge
+        self.protocol.outbox += [(name, knowledge.status) for name in sorted(knowledge.present)]
 
     def check_freeze(self) -> None:
         """If this process has stood still since the last check, forbid a commit of the open plan on votes alone."""
@@ -76,7 +78,7 @@ class FailureDetector:
         self.check_freeze()
         if called_at <= self.woke_at:
             return
-        if island not in self.protocol.lost:
+        if island not in self.protocol.knowledge.lost:
             log.info("%s is lost: %s", island, cause)
         self.protocol.mark_lost(island)
         self.on_lost(island, f"it is lost: {cause}")

@@ -11,7 +11,7 @@ from outer.network.deadlines import Deadlines
 
 def find_ready(protocol: RoundProtocol) -> list[Ready]:
     """Latest ready messages of the other live islands for this island's round."""
-    live, number = protocol.awaited, protocol.status.round
+    live, number = protocol.knowledge.awaited, protocol.knowledge.status.round
     return [ready for name, ready in protocol.readies.latest.items() if name in live and ready.round == number]
 
 
@@ -38,14 +38,14 @@ class GraceTimer:
     @property
     def is_late(self) -> bool:
         """Whether the grace period is over: islands that are not ready are not waited for any longer."""
-        num_absent = len(self._protocol.awaited) - len(find_ready(self._protocol))
+        num_absent = len(self._protocol.knowledge.awaited) - len(find_ready(self._protocol))
         return self.waited > self._deadlines.grace(max(1, len(self._contributors)), num_absent)
 
     @property
     def seconds_left(self) -> float:
         """Seconds that contributors still wait for observers to finish their inner steps."""
         fastest = min((ready.step_seconds for ready in self._contributors), default=0.0)
-        return max(0.0, self._protocol.rules.grace_steps * fastest - self.waited)
+        return max(0.0, self._protocol.knowledge.rules.grace_steps * fastest - self.waited)
 
     @property
     def _contributors(self) -> list[Ready]:

@@ -2,9 +2,9 @@
 
 import logging
 
+from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Plan
 from outer.agreement.planner import TooFew
-from outer.agreement.state_machine import RoundProtocol
 from outer.errors import QuorumError
 from outer.network.deadlines import Deadlines
 
@@ -16,8 +16,8 @@ WARN_SECONDS = 60.0
 class FewIslands:
     """Watches how many islands take part in the rounds of one island."""
 
-    def __init__(self, protocol: RoundProtocol, deadlines: Deadlines) -> None:
-        self._protocol, self._deadlines = protocol, deadlines
+    def __init__(self, knowledge: Knowledge, deadlines: Deadlines) -> None:
+        self._knowledge, self._deadlines = knowledge, deadlines
         self._met: set[str] = set()
         """Islands that took part in a commit and have not said goodbye."""
 
@@ -31,9 +31,9 @@ class FewIslands:
             if waited > self._deadlines.initial_seconds:
                 came = f"{present} of {needed} islands came within {seconds}"
                 raise QuorumError(f"round 0: {came}; outer.start_islands are needed to begin")
-        elif self._protocol.rules.below_quorum == "stop" and waited > self._deadlines.grace(present):
+        elif self._knowledge.rules.below_quorum == "stop" and waited > self._deadlines.grace(present):
             came = f"{present} of outer.quorum {needed} islands after {seconds}"
-            raise QuorumError(f"round {self._protocol.status.round}: {came}, and outer.below_quorum is 'stop'")
+            raise QuorumError(f"round {self._knowledge.status.round}: {came}, and outer.below_quorum is 'stop'")
         if now - warned_at <= WARN_SECONDS:
             return warned_at
         self._warn(f"BELOW QUORUM: {present} of {needed} islands came; waiting for the others")
@@ -41,14 +41,14 @@ class FewIslands:
 
     def on_plan(self, plan: Plan) -> None:
         """Say so if a plan has fewer contributors than the quorum."""
-        present, quorum = len(plan.contributors), self._protocol.rules.quorum
+        present, quorum = len(plan.contributors), self._knowledge.rules.quorum
         if present < quorum:
             self._warn(f"BELOW QUORUM: {present} of {quorum} islands; going on, for outer.below_quorum is 'continue'")
 
     def on_commit(self, plan: Plan) -> None:
         """Say so if those who commit are not more than half of the islands that were in the run."""
         self._met |= set(plan.names)
-        total = max(len(self._met), self._protocol.rules.start_islands)
+        total = max(len(self._met), self._knowledge.rules.start_islands)
         if 2 * len(plan.names) <= total:
             who = f"{len(plan.names)} of the {total} islands of this run ({', '.join(plan.names)})"
             self._warn(f"committed by {who}. If the others commit more without them, this round will be thrown away")
@@ -57,4 +57,4 @@ class FewIslands:
         self._met.discard(island)
 
     def _warn(self, text: str) -> None:
-        log.warning("round %d: %s", self._protocol.status.round, text)
+        log.warning("round %d: %s", self._knowledge.status.round, text)

@@ -37,25 +37,25 @@ class WaitReporter:
 def describe_gathering(protocol: RoundProtocol, decision: object, seconds: float, *, is_late: bool) -> Waiting:
     """Whom the gathering waits for. `decision`: what `RoundProtocol.try_plan` has returned."""
     cause = f"{decision.present} of {decision.needed} islands came" if isinstance(decision, TooFew) else ""
-    excluded, islands = protocol.gathering.excluded, {}
-    if protocol.me in excluded:
-        cause = f"this island is left out: {excluded[protocol.me]}"
-    for name in protocol.present:
+    knowledge, excluded, islands = protocol.knowledge, protocol.gathering.excluded, {}
+    if knowledge.me in excluded:
+        cause = f"this island is left out: {excluded[knowledge.me]}"
+    for name in knowledge.present:
         why = f"it is left out: {excluded[name]}" if name in excluded else _why_not_ready(protocol, name)
         if why:
             islands[name] = why
     planner = protocol.gathering.find_planner(is_late=is_late)
-    if planner is not None and planner != protocol.me and not cause:
+    if planner is not None and planner != knowledge.me and not cause:
         islands.setdefault(planner, "it is to make the plan")
-    return Waiting(protocol.status.round, "gathering", seconds, islands, cause)
+    return Waiting(knowledge.status.round, "gathering", seconds, islands, cause)
 
 
 def describe_vote(protocol: RoundProtocol, plan: Plan, seconds: float) -> Waiting:
     """Whose vote, or receipt of this island's vote, is missing."""
     votes, islands = protocol.vote_table.votes, {}
-    for name in protocol.vote_table.pending(plan) - {protocol.me}:
+    for name in protocol.vote_table.pending(plan) - {protocol.knowledge.me}:
         missing = "it has not acknowledged this island's vote" if (plan.id, name) in votes else "it has not voted"
-        islands[name] = "it is lost" if name in protocol.lost else missing
+        islands[name] = "it is lost" if name in protocol.knowledge.lost else missing
     return Waiting(plan.round, "voting", seconds, islands)
 
 
@@ -67,17 +67,18 @@ def explain_abort(protocol: RoundProtocol, plan: Plan) -> tuple[str, dict[str, s
     said = {vote.island: vote.cause for vote in votes if vote.digest is None}
     if not said and len({vote.digest for vote in votes}) > 1:
         said = {vote.island: f"digest {vote.digest}" for vote in votes}
-    said = said or {name: "it is lost" for name in plan.names if name in protocol.lost}
+    said = said or {name: "it is lost" for name in plan.names if name in protocol.knowledge.lost}
     causes = sorted((said | suspects).items())
     return "; ".join(f"{name}: {why}" for name, why in causes) or "a vote is missing", suspects
 
 
 def _why_not_ready(protocol: RoundProtocol, name: str) -> str:
     """Why an island that is in the run takes no part in the gathering; empty if it does."""
-    status, own = protocol.statuses.get(name), protocol.status
-    if name in protocol.lost:
+    knowledge = protocol.knowledge
+    status, own = knowledge.statuses.get(name), knowledge.status
+    if name in knowledge.lost:
         return "it is lost: it does not answer"
-    if name not in protocol.awaited:
+    if name not in knowledge.awaited:
         return "it claims to be ahead, and its state could not be taken"
     ready = protocol.readies.usable(own.round, [name]).get(name)
     if ready is None:

@@ -43,7 +43,7 @@ def test_a_participant_that_reduces_and_never_votes_is_left_out_of_the_next_plan
         silent = asyncio.create_task(reduce_and_keep_silent(c))
         assert await commit(a, b) == [["a", "b"]] * 2
         assert now() < SILENT_SECONDS
-        assert "c" in a.protocol.live, "it lives and answers"
+        assert "c" in a.knowledge.live, "it lives and answers"
         await silent
 
     run(test)
@@ -196,7 +196,7 @@ def test_calls_that_a_freeze_has_stretched_are_not_measured() -> None:
         before = a.deadlines.limit("call")
         for _ in range(6):
             freeze(b)
-            await a.driver.update_status(a.protocol.status)
+            await a.driver.update_status(a.knowledge.status)
             await asyncio.sleep(0.01)
             stand_still(0.9 * before)
             for rank in b.ranks:

@@ -98,7 +98,7 @@ def test_a_lost_island_that_is_back_takes_part_again() -> None:
         assert plans_of(await early) == [(0, ["a", "b"], True)] * 2
         c.hub.heal("c")
         c.take_state(a)
-        await until(lambda: "c" in a.protocol.live and "c" in b.protocol.live)
+        await until(lambda: "c" in a.knowledge.live and "c" in b.knowledge.live)
         early = asyncio.gather(a.attempt(), b.attempt())
         await until(c.hears("ab"))
         assert plans_of([await c.attempt(), *await early]) == [(0, ["a", "b", "c"], True)] * 3
@@ -115,14 +115,14 @@ def test_an_island_that_has_moved_is_found_by_its_record() -> None:
 
         async def hear(source: Endpoint, body: bytes) -> bytes:
             heard.set()
-            return b.protocol.status.model_dump_json().encode()
+            return b.knowledge.status.model_dump_json().encode()
 
         moved.serve("status", hear)
         await b.announce(control_addresses=[moved.address])
         await b.messenger.close()
         await heard.wait()
         assert now() < 2 * PING_SECONDS, "the first ping was tried again"
-        await until(lambda: "b" not in a.protocol.lost)
+        await until(lambda: "b" not in a.knowledge.lost)
 
     run(test)
 
@@ -221,7 +221,7 @@ def test_an_island_that_wakes_while_it_gathers_does_not_take_the_others_for_lost
         await asyncio.sleep(0.3)  # It has sent its message to b and waits for the reply.
         stand_still(2 * FROZEN_SECONDS)
         await asyncio.sleep(0.1)
-        assert a.protocol.lost == frozenset() and not early.done()
+        assert a.knowledge.lost == frozenset() and not early.done()
         for rank in b.ranks:
             rank.messenger.is_awake.set()
         assert plans_of(await together(early, b.attempt())) == [(0, ["a", "b"], True)] * 2
@@ -250,7 +250,7 @@ def test_an_island_that_has_said_goodbye_asks_nobody_to_wait_for_it() -> None:
         a, b = await leaders("ab")
         await b.say_goodbye()
         # This is the reply to a ping that crosses the goodbye.
-        assert not parse(Status, await a.tell(b, a.protocol.status)).is_coming
+        assert not parse(Status, await a.tell(b, a.knowledge.status)).is_coming
 
     run(test)
 
@@ -261,7 +261,7 @@ def test_an_island_that_has_said_goodbye_is_out_although_its_record_stands() -> 
         await b.driver.say_goodbye(b.goodbye())
         await asyncio.sleep(3 * PING_SECONDS)
         assert "b" in await a.membership.members()
-        assert a.protocol.present == frozenset()
+        assert a.knowledge.present == frozenset()
 
     run(test)
 
@@ -275,7 +275,7 @@ def test_a_goodbye_in_an_attempt_lets_it_end_first() -> None:
         votes = [Vote.yes(plans[0], name, digest) for name, digest in zip("ab", digests, strict=True)]
         assert await together(a.driver.decide(votes[0]), b.driver.decide(votes[1])) == [True, True]
         await leaving
-        assert a.protocol.present == frozenset()
+        assert a.knowledge.present == frozenset()
 
     run(test)
 

@@ -58,12 +58,12 @@ def test_an_island_ahead_that_is_gone_holds_nobody_up(is_lost: bool) -> None:
     async def test() -> None:
         a, b, c = await leaders("abc")
         c.enter(1)
-        await until(lambda: a.hears("c", "status")() or "c" in a.protocol.statuses)
+        await until(lambda: a.hears("c", "status")() or "c" in a.knowledge.statuses)
         if is_lost:
             c.hub.lose("c")
         else:
             await c.say_goodbye()
-        await until(lambda: not a.protocol.live.keys() & {"c"} and not b.protocol.live.keys() & {"c"})
+        await until(lambda: not a.knowledge.live.keys() & {"c"} and not b.knowledge.live.keys() & {"c"})
         assert plans_of(await together(a.attempt(), b.attempt())) == [(0, ["a", "b"], True)] * 2
 
     run(test)
@@ -144,7 +144,7 @@ def test_inner_steps_do_not_end_for_islands_that_are_lost() -> None:
         a, b = await leaders("ab")
         await b.tell(a, b.ready())
         a.hub.lose("b")
-        await until(lambda: not a.protocol.live)
+        await until(lambda: not a.knowledge.live)
         assert await a.driver.interruption(1e6, entered_late=True) == ""
 
     run(test)
@@ -154,7 +154,7 @@ def test_inner_steps_end_when_another_history_survives() -> None:
     async def test() -> None:
         a, b = await leaders("ab")
         await b.driver.update_status(Status(round=1, tokens=200, digest=OTHER))
-        await until(lambda: a.protocol.live.get("b") == b.protocol.status)
+        await until(lambda: a.knowledge.live.get("b") == b.knowledge.status)
         assert await a.driver.interruption(1.0, entered_late=False) == "behind"
 
     run(test)
@@ -163,12 +163,12 @@ def test_inner_steps_end_when_another_history_survives() -> None:
 def test_at_the_end_an_island_stays_until_the_others_have_the_last_round() -> None:
     async def test() -> None:
         a, b = await leaders("ab")
-        await until(lambda: "b" in a.protocol.live)
+        await until(lambda: "b" in a.knowledge.live)
         a.enter(1)
         staying = asyncio.create_task(a.driver.linger(60.0))
         await asyncio.sleep(20)
         assert not staying.done()
-        await b.driver.update_status(a.protocol.status)
+        await b.driver.update_status(a.knowledge.status)
         assert await staying is False
         assert now() < 25
 
@@ -178,7 +178,7 @@ def test_at_the_end_an_island_stays_until_the_others_have_the_last_round() -> No
 def test_at_the_end_nobody_is_waited_for_longer_than_asked() -> None:
     async def test() -> None:
         a, _ = await leaders("ab")
-        await until(lambda: "b" in a.protocol.live)
+        await until(lambda: "b" in a.knowledge.live)
         a.enter(1)
         assert await a.driver.linger(10.0) is False
         assert 10 <= now() < 15
@@ -189,7 +189,7 @@ def test_at_the_end_nobody_is_waited_for_longer_than_asked() -> None:
 def test_at_the_end_islands_that_are_gone_are_not_waited_for() -> None:
     async def test() -> None:
         a, _, c = await leaders("abc")
-        await until(lambda: len(a.protocol.live) == 2)
+        await until(lambda: len(a.knowledge.live) == 2)
         a.enter(1)
         a.hub.lose("b")
         await c.say_goodbye()
@@ -203,7 +203,7 @@ def test_at_the_end_an_island_behind_is_told_so() -> None:
     async def test() -> None:
         a, b = await leaders("ab")
         await b.driver.update_status(Status(round=1, tokens=200, digest=OTHER))
-        await until(lambda: a.protocol.live.get("b") == b.protocol.status)
+        await until(lambda: a.knowledge.live.get("b") == b.knowledge.status)
         assert await a.driver.linger(60.0) is True
 
     run(test)
@@ -245,10 +245,10 @@ def test_a_record_of_a_lost_island_makes_no_donor() -> None:
         a, b = await leaders("ab")
         a.enter(1)
         await a.announce()
-        await until(lambda: "a" in b.protocol.present)
+        await until(lambda: "a" in b.knowledge.present)
         a.hub.lose("a")
-        await until(lambda: "a" in b.protocol.lost)
-        b.protocol.statuses.clear()
+        await until(lambda: "a" in b.knowledge.lost)
+        b.knowledge.statuses.clear()
         assert await donors_of(b) == []
 
     run(test)
@@ -258,7 +258,7 @@ def test_an_island_that_has_committed_no_less_than_the_others_has_no_donors() ->
     async def test() -> None:
         a, b = await leaders("ab")
         a.enter(1)
-        await until(lambda: b.driver.protocol.statuses.get("a") == a.protocol.status)
+        await until(lambda: b.knowledge.statuses.get("a") == a.knowledge.status)
         assert await donors_of(a) == []
         assert await donors_of(b) == ["a"]
 
@@ -271,7 +271,7 @@ def test_donors_that_have_spoken_count_more_than_records() -> None:
         # The record of c is older than the loss of its state.
         await c.announce(round=5, tokens=500)
         await b.driver.update_status(Status(round=1, tokens=200, digest=OTHER))
-        await until(lambda: a.protocol.live.get("b") == b.protocol.status)
+        await until(lambda: a.knowledge.live.get("b") == b.knowledge.status)
         assert await donors_of(a) == ["b"]
 
     run(test)
@@ -287,7 +287,7 @@ def test_two_runs_on_one_network_do_not_mix() -> None:
         two = await leaders("bc", hub, run_id="two", start_islands=2)
         results = await together(*(i.attempt() for i in one + two))
         assert plans_of(results) == [(0, ["a", "b"], True)] * 2 + [(0, ["b", "c"], True)] * 2
-        assert [i.protocol.present for i in one + two] == [{"b"}, {"a"}, {"c"}, {"b"}]
+        assert [i.knowledge.present for i in one + two] == [{"b"}, {"a"}, {"c"}, {"b"}]
 
     run(test)
 
@@ -318,7 +318,7 @@ def test_a_restarted_island_takes_its_own_place_in_the_round() -> None:
         freeze(b)
         a.hub.heal("b")
         (again,) = await leaders("b", a.hub, start_islands=3, incarnation="01")
-        await until(lambda: "b" in a.protocol.live and "b" in c.protocol.live)
+        await until(lambda: "b" in a.knowledge.live and "b" in c.knowledge.live)
         early = asyncio.gather(a.attempt(), c.attempt())
         await until(again.hears("ac"))
         results = [await again.attempt(), *await early]

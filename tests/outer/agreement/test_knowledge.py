@@ -11,7 +11,7 @@ def disbelieving(claim: Status) -> RoundProtocol:
     """A ready island in a run of three that does not believe "c"."""
     a = gathering("a", "bc", ready="b")
     a.receive("c", claim)
-    a.disbelieve("c", claim)
+    a.knowledge.disbelieve("c", claim)
     return a
 
 
@@ -38,5 +38,5 @@ def test_a_doubted_island_that_holds_this_islands_state_takes_part_again():
 
 def test_an_island_that_is_believed_again_is_followed():
     a = disbelieving(Status(round=9, tokens=1 << 60, digest="cc" * 8))
-    a.believe("c")
+    a.knowledge.believe("c")
     assert isinstance(a.try_plan(is_late=False), Behind)

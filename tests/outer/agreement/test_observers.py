@@ -2,6 +2,7 @@
 
 import pytest
 
+from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Plan, Status
 from outer.agreement.rules import OBSERVER_FIELDS, Behind, Rules
 from outer.agreement.running.grace import GraceTimer
@@ -23,7 +24,7 @@ LOSSES = Budget(crashes=2, failed_reduces=2, duplicated=2, dropped=4)
 
 def gave_nothing(world: World) -> bool:
     """Whether a round without a contributor was committed."""
-    return any(world.nodes[name].status.tokens == 0 < world.nodes[name].status.round for name in world.live)
+    return any(world.status_of(name).tokens == 0 < world.status_of(name).round for name in world.live)
 
 
 @pytest.mark.slow
@@ -65,8 +66,8 @@ def test_whatever_crashes_or_is_lost_the_living_go_on_with_one_history(
 
 
 def node(name: str, others: str, **rules: object) -> RoundProtocol:
-    made = RoundProtocol(name, Rules(**(LISTENERS | rules)), Status(round=0, tokens=0, digest=START))  # pyright: ignore[reportArgumentType]
-    made.add(others)
+    made = RoundProtocol(Knowledge(name, Rules(**(LISTENERS | rules)), Status(round=0, tokens=0, digest=START)))  # pyright: ignore[reportArgumentType]
+    made.knowledge.add(others)
     return made
 
 

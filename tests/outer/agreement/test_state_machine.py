@@ -72,7 +72,7 @@ def findings(names: str, rounds: int, budget: Budget, bound: int) -> Findings:
 
 def breaks_a_vote(world: World) -> bool:
     """Whether an island has committed a plan on which a participant voted no."""
-    cast = [(c, node.vote_table.votes.get((c.plan, node.me))) for c in world.commits for node in world.nodes.values()]
+    cast = [(c, node.vote_table.votes.get((c.plan, name))) for c in world.commits for name, node in world.nodes.items()]
     return any(vote is not None and vote.digest != digest_of(commit.plan) for commit, vote in cast)
 
 

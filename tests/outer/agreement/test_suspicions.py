@@ -187,7 +187,8 @@ def dissent(a: RoundProtocol, others: str, /, **digests: str) -> None:
     """A round in which digests differ, and which the others then commit."""
     differ(a, others, **digests)
     assert a.conclude(is_late=False) == "abort"
-    status = Status(round=a.status.round + 1, tokens=a.status.tokens + 20, digest=digest_of(a.status.digest))
+    here = a.knowledge.status
+    status = Status(round=here.round + 1, tokens=here.tokens + 20, digest=digest_of(here.digest))
     a.update_status(status)
     a.prepare(ready_of(a))
     for other in others:
