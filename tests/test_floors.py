@@ -167,4 +167,4 @@ def test_a_function_is_short_enough_to_be_read_at_once(path):
 )
 def test_the_command_line_and_configs_import_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'hivemind' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=180).returncode == 0

@@ -29,6 +29,8 @@ MAX_BODY_BYTES = 1 << 27
 MAX_CALL_BYTES = 1 << 24
 """Limit for a call, which anybody may send who has proved the run key, or anybody at all in a run without one."""
 DIAL_SECONDS = 10.0
+LAST_WORDS_SECONDS = 1.0
+"""How long a connection that broke while it was written to is read for the reason that the other side gave."""
 HELLO_SECONDS = 10.0
 MAX_OPEN_CALLS = 64
 """Limit per incoming connection, which is not read further while so many calls are open."""
@@ -232,8 +234,9 @@ class _Outgoing:
             await asyncio.shield(writing)  # a caller that gives up must not leave half a frame
             return await future
         except ConnectionError as error:
+            await asyncio.wait({self._reading}, timeout=LAST_WORDS_SECONDS)
             self.close(str(error))
-            raise PeerLost(self._address, str(error)) from None
+            raise PeerLost(self._address, self.cause or str(error)) from None
         finally:
             self._waiting.pop(request, None)
             writing.add_done_callback(lambda task: task.cancelled() or task.exception())

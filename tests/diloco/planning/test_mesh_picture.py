@@ -281,7 +281,7 @@ def test_the_command_answers_without_torch_when_there_is_no_pipeline_and_fails_i
         "app(sys.argv[1:], standalone_mode=False)\nsys.exit('torch' in sys.modules)"
     )
     overrides = ["islands=[{ranks: 8, micro_batch: 2, mesh: {tp: 2}}]"]
-    done = subprocess.run([sys.executable, "-c", code, "mesh", str(FOUR), *overrides], cwd=ROOT, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, "mesh", str(FOUR), *overrides], cwd=ROOT, timeout=180)
     assert done.returncode == 0
     wrong = [sys.executable, "-m", "diloco", "mesh", str(FOUR), "islands=[{ranks: 3, mesh: {tp: 2}}]"]
     failed = subprocess.run(wrong, cwd=ROOT, timeout=60, capture_output=True, text=True)

@@ -160,4 +160,4 @@ def test_ranks_leave_when_their_launcher_is_killed(launch):
 
 def test_it_starts_without_torch():
     code = "import sys, diloco.runtime.rank_launcher; sys.exit('torch' in sys.modules or 'pydantic' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=180).returncode == 0

@@ -229,7 +229,7 @@ def test_a_joiner_is_like_the_islands_of_the_file_but_for_what_the_launcher_sets
 def answers(source: Namespace, target: Namespace, seconds: float = 10) -> bool:
     """Whether an attempt to connect is answered, even by a refusal, instead of being lost."""
     code = f"import socket; socket.create_connection(({target.host!r}, 9), {seconds})"
-    done = subprocess.run(source.command(sys.executable, "-S", "-c", code), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(source.command(sys.executable, "-S", "-c", code), capture_output=True, text=True, timeout=180)
     assert "refused" in done.stderr or "timed out" in done.stderr, done.stderr
     return "refused" in done.stderr
 

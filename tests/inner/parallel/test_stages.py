@@ -200,4 +200,4 @@ def test_planning_imports_no_torch():
     code = (
         "import sys, inner.parallel.pipeline.stages, inner.parallel.pipeline.schedule; sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=180).returncode == 0

@@ -48,6 +48,6 @@ def test_bytes_and_values_do_not_depend_on_vector_units_or_denormal_mode() -> No
         )
         for capability, flush in (("default", False), ("avx2", True))
     ]
-    outputs = [process.communicate(timeout=60)[0].splitlines() for process in processes]
+    outputs = [process.communicate(timeout=180)[0].splitlines() for process in processes]
     assert len(outputs[0]) == 10 * 7 + 3
     assert outputs[0] == outputs[1]
