@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -22,7 +23,7 @@ from outer.connect import Network
 from outer.errors import InputError, OuterError
 from outer.gossip.exchange import GossipExchange
 from outer.gossip.partners import Partners
-from outer.gossip.server import GossipServer
+from outer.gossip.server import GossipServer, PublishedShare
 from outer.gossip.shares import ShareCoding, ShareDownload, Shares
 from outer.gossip.step import group_of, outer_gradient
 from outer.hooks import Hooks
@@ -152,13 +153,16 @@ class GossipAverager:
         names = self._find_names(number)
         group = group_of(self.island, self.settings.seed, number, names, self.config.group)
         partners = [name for name in group if name != self.island]
-        own = self.exchange.publish(snapshot, replica.carried.parts, partners)
+        own = self._publish(snapshot, partners)
         met = self.exchange.meet(partners, number, len(replica.space.parts))
         came = time.monotonic()
         if met.is_behind:
             self._catch_up("; ".join(met.lost.values()))
         self.donor.is_busy = True
-        shares, lost = self.exchange.fetch(met, number)
+        self.hooks.reached("send", number)
+        fetched, causes = self.exchange.fetch(met, number)
+        self.hooks.reached("vote", number)
+        shares, lost = self.exchange.confirm(met, fetched, causes, number)
         shares[self.island] = own
         self.hooks.reached("apply", number)
         tokens = replica.position.tokens + snapshot.tokens * len(names)
@@ -183,6 +187,15 @@ class GossipAverager:
             cause="; ".join(f"without {name}: {why}" for name, why in lost.items()),
             is_own=True,
         )
+
+    def _publish(self, snapshot: Snapshot, partners: list[str]) -> Shares:
+        """Let the partners fetch this rank's parts. Returns its own share as they will decode it. Raises OuterError."""
+        number, hooks = snapshot.round, self.hooks
+        grads = {part: hooks.pseudo_grad(number, grad) for part, grad in snapshot.pseudo_grads.items()}
+        payloads = self.exchange.encode(grads, self.replica.carried.parts)
+        leaving = {part: hooks.payload(number, payload) for part, payload in payloads.items()}
+        self.exchange.publish(PublishedShare(number, frozenset(partners), leaving))
+        return self.exchange.decode(payloads)
 
     def _find_names(self, round_number: int) -> list[str]:
         ranks = self.replica.ranks.background
@@ -248,13 +261,13 @@ def build_gossip_averager(
     """The averager of one rank. Every rank of the island calls it together."""
     assert config.gossip is not None, "the config asks for gossip"
     ranks = replica.ranks
-    donor = Donor(replica.carried, network.messenger, settings.hooks)
+    donor = Donor(replica.carried, network.messenger, partial(settings.hooks.reached, "donate"))
     server = GossipServer(network.messenger, replica.redistribution.carriers)
     addresses = ranks.gather((network.transport.address, network.messenger.address))
     partners = Partners(identity, addresses, server, network, pace.deadlines) if ranks.is_leader else None
     carried = replica.redistribution.own_parts
     download = ShareDownload(ShareCoding(replica.space, config), carried, network, pace.deadlines)
-    exchange = GossipExchange(download, server, partners, ranks.background, event_loop, settings.hooks)
+    exchange = GossipExchange(download, server, partners, ranks.background, event_loop)
 
     def find_donors() -> list[Member]:
         assert partners is not None, "only the leader looks for donors"
@@ -262,7 +275,7 @@ def build_gossip_averager(
 
     def build_download() -> Download:
         wanted = DownloadPlan(replica.space, carried, build_uniform_choice(Fp32Codec()), config.optimizer)
-        return Download(network.messenger, wanted, hooks=settings.hooks)
+        return Download(network.messenger, wanted, on_first_part=partial(settings.hooks.reached, "fetch"))
 
     return GossipAverager(
         config=config.gossip,

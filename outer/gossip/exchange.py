@@ -12,10 +12,8 @@ from outer.gossip.partners import Met, Partners
 from outer.gossip.server import GossipServer, PublishedShare
 from outer.gossip.shares import ShareDownload, Shares
 from outer.gossip.step import Share
-from outer.hooks import Hooks
 from outer.network.event_loop import EventLoopThread
 from outer.space.ranks import RankGroup
-from outer.state.pseudo_gradient import Snapshot
 
 
 class GossipExchange:
@@ -28,49 +26,53 @@ class GossipExchange:
         partners: Partners | None,
         ranks: RankGroup,
         event_loop: EventLoopThread,
-        hooks: Hooks,
     ) -> None:
         self._download, self._server, self._partners = download, server, partners
-        self._ranks, self._event_loop, self._hooks = ranks, event_loop, hooks
+        self._ranks, self._event_loop = ranks, event_loop
 
-    def publish(self, snapshot: Snapshot, params: Mapping[int, torch.Tensor], partners: Sequence[str]) -> Shares:
-        """Let the partners fetch this rank's parts. Returns its own share as they will decode it.
-
-        Raises OuterError on every rank when one cannot encode its parts.
-        """
+    def encode(self, grads: Mapping[int, torch.Tensor], params: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """This rank's share, encoded, by part. Raises OuterError on every rank when one cannot encode its parts."""
         payloads, cause = {}, None
         try:
-            for part, grad in snapshot.pseudo_grads.items():
-                grad = self._hooks.pseudo_grad(snapshot.round, grad)
+            for part, grad in grads.items():
                 payloads[part] = self._download.coding.encode(part, Share(grad, params[part]))
         except OuterError as error:
             cause = str(error)
         if causes := [cause for cause in self._ranks.gather(cause) if cause is not None]:
             raise OuterError(causes[0])
-        leaving = {part: self._hooks.payload(snapshot.round, payload) for part, payload in payloads.items()}
-        share = PublishedShare(snapshot.round, frozenset(partners), leaving)
-        self._event_loop.run(self._server.publish(share))
+        return payloads
+
+    def decode(self, payloads: Mapping[int, torch.Tensor]) -> Shares:
+        """This rank's own share, as partners decode it."""
         return {part: self._download.coding.decode(part, payload) for part, payload in payloads.items()}
+
+    def publish(self, share: PublishedShare) -> None:
+        """Let the partners fetch this rank's parts."""
+        self._event_loop.run(self._server.publish(share))
 
     def meet(self, partners: Sequence[str], round_number: int, num_parts: int) -> Met:
         """Find out which partners are present in the round."""
         return self._ranks.on_leader(lambda: self._event_loop.run(self._leader.meet(partners, round_number, num_parts)))
 
     def fetch(self, met: Met, round_number: int) -> tuple[dict[str, Shares], dict[str, str]]:
-        """(this rank's parts of the shares that count, why the other partners' do not count, the same on every rank).
-
-        Afterwards partners can no longer fetch this island's share.
-        """
-        self._hooks.reached("send", round_number)
+        """(this rank's parts of the partners' shares, why those of other partners are missing on a rank)."""
         shares, failed = self._event_loop.run(self._download.fetch_all(met.routes, round_number))
         lost = dict(met.lost)
         for causes in self._ranks.gather(failed):
             lost |= causes
-        self._hooks.reached("vote", round_number)
+        return shares, lost
+
+    def confirm(
+        self, met: Met, shares: Mapping[str, Shares], lost: Mapping[str, str], round_number: int
+    ) -> tuple[dict[str, Shares], dict[str, str]]:
+        """(the shares that count, why the other partners' do not count, the same on every rank).
+
+        `shares` and `lost` are what `fetch` returned. Afterwards partners can no longer fetch this island's share.
+        """
         has_all = {name: name not in lost for name in [*met.routes, *met.lost]}
         refusals = self._ranks.on_leader(lambda: self._event_loop.run(self._leader.confirm(has_all, round_number)))
         self.close(round_number + 1)
-        lost = refusals | lost
+        lost = refusals | dict(lost)
         return {name: share for name, share in shares.items() if name not in lost}, lost
 
     def close(self, round_number: int) -> None:

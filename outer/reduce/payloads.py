@@ -8,7 +8,6 @@ import torch
 from outer.codecs.base import Codec
 from outer.codecs.choice import CodecChoice
 from outer.errors import MessageError, NonFiniteError, OuterError, PoisonError
-from outer.hooks import Hooks
 from outer.reduce.error_feedback import ErrorFeedback
 from outer.space.digest import part_digest
 from outer.space.layout import Space, TensorKind
@@ -26,8 +25,8 @@ class Mean:
 class Payloads:
     """The payloads of one rank. `part` is the index of a part in the canonical space."""
 
-    def __init__(self, codecs: CodecChoice, space: Space, hooks: Hooks) -> None:
-        self._codecs, self._space, self._hooks = codecs, space, hooks
+    def __init__(self, codecs: CodecChoice, space: Space) -> None:
+        self._codecs, self._space = codecs, space
         decay = codecs.feedback
         self.feedbacks = [] if decay is None else [ErrorFeedback(decay), ErrorFeedback(decay)]
         """Error feedback of this rank's pseudo-gradients, and of the means that it encodes; empty if disabled."""
@@ -43,12 +42,15 @@ class Payloads:
         codec = self._codecs.mean_codec_for(bounds) if of_mean else self._codecs.codec_for(bounds)
         return codec.num_bytes(bounds.num_elements)
 
-    def encode(self, round_number: int, part: int, values: torch.Tensor) -> torch.Tensor:
-        """Encode this rank's own pseudo-gradient, with error feedback. Raises OuterError when it cannot be sent."""
-        bounds = self._space.parts[part]
-        if (index := first_negative(values, bounds.kind)) is not None:
+    def check_own(self, part: int, values: torch.Tensor) -> None:
+        """Raise OuterError if this rank's own values cannot be what they stand for."""
+        if (index := first_negative(values, self._space.parts[part].kind)) is not None:
             raise OuterError(f"{self._name(part, index)!r} holds {values[index]}; no mean of squares is below 0")
-        values, codec = self._hooks.pseudo_grad(round_number, values), self._codecs.codec_for(bounds)
+
+    def encode(self, part: int, values: torch.Tensor) -> torch.Tensor:
+        """Encode this rank's own pseudo-gradient, with error feedback. Raises OuterError if it is not finite."""
+        bounds = self._space.parts[part]
+        codec = self._codecs.codec_for(bounds)
         try:
             if self._grad_feedback is None or not self._codecs.has_feedback(bounds):
                 return codec.encode(values)

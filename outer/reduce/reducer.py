@@ -64,7 +64,7 @@ class Reducer:
         hooks: Hooks = NO_HOOKS,
         config: MergeConfig = DEFAULT_MERGE,
     ) -> None:
-        payloads = Payloads(codecs, space, hooks)
+        payloads = Payloads(codecs, space)
         self.feedbacks = payloads.feedbacks
         self.filters = OutlierFilters(config)
         self._rank = _CarrierRank(transport, payloads, space, me, hooks, config)
@@ -199,7 +199,7 @@ class _Attempt:
         async with asyncio.TaskGroup() as tasks:
             receives = {name: tasks.create_task(self._receive(name, Leg.REDUCE, part)) for name in others}
             if pseudo_grad is not None:
-                own = await asyncio.to_thread(self._payloads.encode, self._plan.round, part, pseudo_grad)
+                own = await asyncio.to_thread(self._encode_own, part, pseudo_grad)
                 for name in self._others if to_all else ():
                     tasks.create_task(self._send(name, Leg.REDUCE, part, own))
         payloads = {name: task.result() for name, task in receives.items()}
@@ -213,7 +213,7 @@ class _Attempt:
             # Posted before the send: gloo announces a receive to the other side only after the data already queued.
             mean = tasks.create_task(self._receive(reducer, Leg.GATHER, part))
             if pseudo_grad is not None:
-                payload = await asyncio.to_thread(self._payloads.encode, self._plan.round, part, pseudo_grad)
+                payload = await asyncio.to_thread(self._encode_own, part, pseudo_grad)
                 await self._send(reducer, Leg.REDUCE, part, payload)
         return mean.result()
 
@@ -235,6 +235,11 @@ class _Attempt:
             return self._payloads.encode_mean(part, mean), filtered
         except NonFiniteError as error:
             raise self._payloads.find_overflow(part, payloads, names, error) from None
+
+    def _encode_own(self, part: int, pseudo_grad: torch.Tensor) -> torch.Tensor:
+        """This island's payload. Raises OuterError when it cannot be sent."""
+        self._payloads.check_own(part, pseudo_grad)
+        return self._payloads.encode(part, self._hooks.pseudo_grad(self._plan.round, pseudo_grad))
 
     async def _send(self, island: str, leg: Leg, part: int, payload: torch.Tensor) -> None:
         payload = self._hooks.payload(self._plan.round, payload)

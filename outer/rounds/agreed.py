@@ -201,7 +201,7 @@ def build_agreed_averager(
     """The averager of one rank. Every rank of the island calls it together."""
     ranks, codecs, hooks = replica.ranks, build_codec_choice(config), settings.hooks
     me = Endpoint(identity.island, ranks.rank)
-    donor = Donor(replica.carried, network.messenger, hooks)
+    donor = Donor(replica.carried, network.messenger, partial(hooks.reached, "donate"))
     reducer = Reducer(network.transport, codecs, replica.space, me, hooks, config.merge)
     attempts = Attempts(network.transport, reducer, pace.deadlines)
     addresses = ranks.gather((network.transport.address, network.messenger.address))
@@ -235,7 +235,7 @@ def build_agreed_averager(
         wanted = DownloadPlan(
             replica.space, replica.redistribution.own_parts, codecs, config.optimizer, config.start_islands
         )
-        return Download(network.messenger, wanted, cache, hooks)
+        return Download(network.messenger, wanted, cache, partial(hooks.reached, "fetch"))
 
     def build_choice() -> DonorChoice:
         assert leader is not None, "only the leader chooses donors"

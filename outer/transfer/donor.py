@@ -17,7 +17,6 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field
 
 from outer.errors import TransportError
-from outer.hooks import NO_HOOKS, Hooks
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Endpoint, Messenger
 from outer.network.messages import MAX_ROUND, Digest, Message, pack_carriers, parse
@@ -88,10 +87,16 @@ R = TypeVar("R", PartRequest, MeanRequest)
 class Donor:
     """Serves the parts that this rank carries and, on the leader, the descriptions, once a round is committed."""
 
-    def __init__(self, state: GlobalState, messenger: Messenger, hooks: Hooks = NO_HOOKS) -> None:
+    def __init__(
+        self,
+        state: GlobalState,
+        messenger: Messenger,
+        on_first_request: Callable[[int], None] = lambda round_number: None,
+    ) -> None:
+        """`on_first_request` is called with this island's round when a joiner that has no place asks for a part."""
         self.is_busy = False
         """Whether a round is being reduced. Set by the caller that runs the round."""
-        self._state, self._hooks = state, hooks
+        self._state, self._on_first_request = state, on_first_request
         self._descriptions: dict[int, bytes] = {}
         self._num_replaced = state.num_replaced
         self._gate = AdmissionGate(lambda: 1 if self.is_busy else PARTS_SERVED_AT_ONCE)
@@ -143,7 +148,7 @@ class Donor:
         if self._state.position.round == 0:
             raise TransportError("this island has committed no round: it cannot be a donor")
         if not self._gate.has_caller_from(source.island):
-            self._hooks.reached("donate", self._state.position.round)
+            self._on_first_request(self._state.position.round)
         if not await self._gate.enter(caller):
             return b"busy\n"
         body = b""

@@ -11,10 +11,9 @@ a donor fails to serve goes back into the queue. Residuals of error feedback are
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from outer.errors import TransportError
-from outer.hooks import NO_HOOKS, Hooks
 from outer.membership.base import Member
 from outer.network.endpoints import Messenger
 from outer.transfer.cache import PartsCache
@@ -35,10 +34,15 @@ class Download:
     """Download of one rank. Its methods run on the messenger's event loop, one at a time."""
 
     def __init__(
-        self, messenger: Messenger, plan: DownloadPlan, cache: PartsCache | None = None, hooks: Hooks = NO_HOOKS
+        self,
+        messenger: Messenger,
+        plan: DownloadPlan,
+        cache: PartsCache | None = None,
+        on_first_part: Callable[[int], None] = lambda round_number: None,
     ) -> None:
+        """See `PartFetcher` for `on_first_part`."""
         self._messenger, self._plan, self._cache = messenger, plan, cache
-        self.fetcher = PartFetcher(plan, cache, hooks)
+        self.fetcher = PartFetcher(plan, cache, on_first_part)
         self.parts = self.fetcher.parts
         self._donors: list[DonorClient] = []
         self._has_read_cache = False

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 
 from outer.errors import MessageError
-from outer.hooks import NO_HOOKS, Hooks
 from outer.network.deadlines import Deadlines
 from outer.state.part_state import PartState, advance, unpack, unpack_mean
 from outer.transfer.cache import PartsCache
@@ -19,7 +18,13 @@ from outer.transfer.download_plan import DownloadPlan
 class PartFetcher:
     """The parts of a download, and the checks that each of them passes. All methods run on one event loop."""
 
-    def __init__(self, plan: DownloadPlan, cache: PartsCache | None = None, hooks: Hooks = NO_HOOKS) -> None:
+    def __init__(
+        self,
+        plan: DownloadPlan,
+        cache: PartsCache | None = None,
+        on_first_part: Callable[[int], None] = lambda round_number: None,
+    ) -> None:
+        """`on_first_part` is called with the round of the first part, once it has arrived and the cache has it."""
         self.parts: dict[int, PartState] = {}
         """Parts that have arrived, by index."""
         self.bytes_received = 0
@@ -27,7 +32,7 @@ class PartFetcher:
         self.arrived_at = 0.0
         """Time of the last progress, on the clock of time.monotonic."""
         self.deadlines = Deadlines(PART_SECONDS)
-        self._plan, self._cache, self._hooks = plan, cache, hooks
+        self._plan, self._cache, self._on_first_part = plan, cache, on_first_part
         self.tokens: dict[int, int] = {}
         """Committed tokens by round. A donor with another number belongs to another history."""
         self._has_begun = False
@@ -84,7 +89,7 @@ class PartFetcher:
             await asyncio.to_thread(self._cache.write, part, state)
         if not self._has_begun:
             self._has_begun = True
-            self._hooks.reached("fetch", position.round)
+            self._on_first_part(position.round)
         self.parts[part] = state
 
     def _apply_mean(self, part: int, state: PartState, body: bytes) -> PartState:

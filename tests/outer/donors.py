@@ -10,7 +10,6 @@ import torch
 from outer.codecs import build_codec
 from outer.codecs.choice import build_uniform_choice
 from outer.config import OuterOptimizerConfig
-from outer.hooks import NoHooks
 from outer.membership.base import Member
 from outer.membership.tcp import dial, listen
 from outer.network.endpoints import Endpoint, Lane, Messenger, Traffic
@@ -71,27 +70,18 @@ def member(name: str, addresses: Sequence[str]) -> Member:
     )
 
 
-class Heard(NoHooks):
-    """Records the phases that were reached."""
-
-    def __init__(self) -> None:
-        self.phases: list[str] = []
-
-    def reached(self, phase: str, round_number: int) -> None:
-        self.phases.append(phase)
-
-
 class Island:
     """A donor whose ranks carry equal numbers of consecutive parts."""
 
     def __init__(self, name: str, messengers: Sequence[Messenger], config: OuterOptimizerConfig) -> None:
         self.name, self.messengers = name, messengers
-        self.heard = Heard()
+        self.donated: list[int] = []
+        """Rounds at which a joiner asked for a first part."""
         ranks = range(len(messengers))
         self.carriers = [i * len(messengers) // NUM_PARTS for i in PARTS]
         shares = [{i: v for i, v in values(0).items() if self.carriers[i] == rank} for rank in ranks]
         self.states = [GlobalState(share, config) for share in shares]
-        self.donors = [Donor(s, m, self.heard) for s, m in zip(self.states, messengers, strict=True)]
+        self.donors = [Donor(s, m, self.donated.append) for s, m in zip(self.states, messengers, strict=True)]
         self.member = member(name, [m.address for m in messengers])
 
     @property

@@ -18,7 +18,7 @@ from outer.state.part_state import Position
 from outer.transfer.donor import Donor
 from outer.transfer.download import Download
 from outer.transfer.download_plan import DownloadPlan
-from tests.outer.donors import DEFAULTS, NUM_PARTS, SPACE, Heard, Run, Spec, Watched, enter_state, member, tcp, with_run
+from tests.outer.donors import DEFAULTS, NUM_PARTS, SPACE, Run, Spec, Watched, enter_state, member, tcp, with_run
 from tests.outer.nets import run, swarm
 
 
@@ -133,10 +133,10 @@ def test_a_transfer_works_over_libp2p() -> None:
 
 def test_both_sides_tell_when_the_first_part_moves() -> None:
     async def test(here: Run, messenger: Messenger) -> None:
-        island, hooks = await here.enter("a"), Heard()
+        island, fetched = await here.enter("a"), []
         here.commit()
-        await here.download(messenger, hooks=hooks).run(1)
-        assert hooks.phases == ["fetch"] and island.heard.phases == ["donate"]
+        await here.download(messenger, on_first_part=fetched.append).run(1)
+        assert fetched == island.donated == [1]
 
     with_run(test)
 
