@@ -7,6 +7,7 @@ with the run's name wherever a statement must not be repeated in another run.
 import hashlib
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -15,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from outer.errors import InputError
+from outer.identity.files import file_beside
 
 log = logging.getLogger(__name__)
 
@@ -89,18 +91,13 @@ def _create(path: Path) -> None:
     text = private.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with file_beside(path) as beside:
         with open(os.open(beside, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.link(beside, path)
-    except FileExistsError:
-        pass
-    finally:
-        beside.unlink(missing_ok=True)
+        with suppress(FileExistsError):
+            os.link(beside, path)
 
 
 def _signed_bytes(purpose: str, body: bytes) -> bytes:

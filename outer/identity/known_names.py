@@ -6,7 +6,6 @@ ranks learn the names of a plan's participants from it.
 
 import json
 import logging
-import os
 import re
 import threading
 import time
@@ -15,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from outer.errors import InputError
+from outer.identity.files import write_atomically
 from outer.identity.island_key import PUBLIC_KEY
 
 log = logging.getLogger(__name__)
@@ -105,10 +105,9 @@ class KnownNames:
     def _save(self) -> None:
         if self._path is None:
             return
-        beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        owners = {name: asdict(owner) for name, owner in self._owners.items()}
         try:
-            beside.write_text(json.dumps({name: asdict(owner) for name, owner in self._owners.items()}, indent=0))
-            os.replace(beside, self._path)
+            write_atomically(self._path, json.dumps(owners, indent=0).encode())
         except OSError as error:
             log.warning("the names of the run's islands cannot be saved: %s", error)
         self._is_saved, self._saved_at = True, time.monotonic()

@@ -3,13 +3,13 @@
 import logging
 import shutil
 import threading
-from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
 from pydantic import Field
 
 from outer.errors import MessageError
+from outer.identity.files import write_atomically
 from outer.network.messages import MAX_ROUND, Message, parse
 from outer.state.part_state import MAX_GIVEN, PartState, part_of, raw_bytes, state_bytes
 
@@ -40,18 +40,13 @@ class PartsCache:
         """Write a part atomically. After the first failure, such as a full disk, nothing more is written."""
         raw = raw_bytes(state.params) + raw_bytes(state.momentum)
         header, path = self._build_header(part, state.round, state.pushes, raw), self._folder / f"part-{part:06d}"
-        unfinished = path.with_suffix(".unfinished")
         with self._lock:
             if self._has_failed:
                 return
             try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                unfinished.write_bytes(header.encode() + b"\n" + raw)
-                unfinished.replace(path)
+                write_atomically(path, header.encode() + b"\n" + raw)
             except OSError as error:
                 self._has_failed = True
-                with suppress(OSError):
-                    unfinished.unlink()
                 log.warning("the downloaded state is not kept on disk, a restart would download all of it: %s", error)
 
     def read(self, part: int, num_elements: int, *, has_momentum: bool = True) -> PartState | None:

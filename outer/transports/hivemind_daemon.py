@@ -20,6 +20,7 @@ from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
 from hivemind.utils.multiaddr import Multiaddr
 
 from outer.errors import InputError, PeerLost, first_line
+from outer.identity.files import file_beside
 from outer.network.endpoints import Lane
 from outer.network.retry import retry
 from outer.network.run_key import PeerAuth
@@ -235,7 +236,6 @@ def _ensure_identity(path: Path) -> None:
     """Create the key file atomically if there is none, because an island cannot start with half a key."""
     if path.exists():
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}")
-    P2P.generate_identity(str(temporary))
-    temporary.replace(path)
+    with file_beside(path) as beside:
+        P2P.generate_identity(str(beside))
+        beside.replace(path)

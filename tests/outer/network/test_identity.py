@@ -43,7 +43,7 @@ async def call(caller: Network, callee: Network) -> bytes:
 
 
 async def is_told(caller: Network, callee: Network, text: str) -> None:
-    """Call, in vain, until the reason is told. It may be lost once: it crosses the first call, which breaks the pipe."""
+    """Call, in vain, until the reason is told. It may be lost once: it crosses the call that breaks the pipe."""
     reasons: list[str] = []
 
     async def is_refused() -> bool:
