@@ -1,0 +1,157 @@
+"""Random faults done to running islands from outside: does anything hang, exit or split, and what does each fault cost?
+
+    python -m scripts.bench.outside_faults [--faults 200] [--a-run 20] [--transports gloo,hivemind] [--seed 0]
+        [--folder runs/outside-faults] [--no-cuts] [--table]
+
+Each run has four islands under the launcher of `diloco launch`, three of one rank and one of two, and a bootstrap
+process, each in a network namespace (root; else without cuts). At random times an island is killed, or one of its ranks,
+or its libp2p daemon; all of it or one of its processes is stopped for some seconds; it is sent SIGTERM, or cut off; the
+bootstrap process is killed. What was killed comes back, as after a machine's restart. At least half of the islands are
+well at any time, and the next fault comes when the last has been followed by a commit.
+
+first     seconds from the fault to the next round that a healthy island commits, which may have been under way
+second    seconds to the round after that, which began after the fault
+back      seconds from the end of the fault (the restart, or the waking) to the island's next committed round
+T         outer.agreement.running.limits.commit_bound by what the healthy islands had measured when the fault came
+
+A run is one line of FOLDER/results.jsonl. Runs that are there are not made again, so the command can be stopped and
+repeated. It exits with status 1 if anything hung, exited, split, was trained twice or was left behind.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import ceil, inf
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from scripts.bench.arguments import choices
+from scripts.bench.results import Results
+from tests.faults.leftovers import watch_leftovers
+from tests.faults.outside import WEIGHTS, OutsideSettings, Strike
+from tests.faults.outside_runner import run_outside_faults
+
+TRANSPORTS = ("gloo", "hivemind")
+
+
+def main() -> None:
+    """Make the runs that are missing, one network after the other, and print the table."""
+    args = parse_arguments()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    results = Results(args.folder, Run)
+    num_runs = -(-args.faults // (len(args.transports) * args.a_run))
+    for transport in () if args.table else args.transports:
+        for seed in range(args.seed, args.seed + num_runs):
+            if not any((run.transport, run.seed) == (transport, seed) for run in results.read()):
+                run = make_run(OutsideSettings(transport, args.a_run, seed, has_cuts=args.cuts), args.folder)
+                results.add(run)
+                print(f"{transport} seed {seed}: {run.outcome['seconds']:.0f} s; {run.problems or 'well'}", flush=True)
+    runs = results.read()
+    print_table(runs)
+    sys.exit(any(run.problems for run in runs))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has been made. `outcome` has the fields of tests.faults.outside.Outcome."""
+
+    transport: str
+    seed: int
+    outcome: dict[str, Any]
+    left: list[str]
+
+    @property
+    def strikes(self) -> list[Strike]:
+        return [Strike(**strike) for strike in self.outcome["strikes"]]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many of each thing happened that must not happen."""
+        found, account = self.outcome, self.outcome["account"]
+        return {
+            "hangs": len(found["hangs"]),
+            "exits of healthy islands": len(found["exits"]),
+            "permanent splits": len(found["splits"]),
+            "runs given up": len(found["failures"]),
+            "units trained twice": account["repeated"] or 0,
+            "units lost": max(0, account["unrecorded"] - account["may_be_unrecorded"]),
+            "left behind": len(self.left),
+        }
+
+    @property
+    def problems(self) -> str:
+        return ", ".join(f"{what}: {number}" for what, number in self.counts.items() if number)
+
+
+def make_run(settings: OutsideSettings, folder: Path) -> Run:
+    """Make one run. Its folder is kept only if something went wrong."""
+    place = folder / f"{settings.transport}-{settings.seed}"
+    shutil.rmtree(place, ignore_errors=True)
+    with watch_leftovers() as leftovers:
+        outcome = run_outside_faults(settings, place)
+    run = Run(settings.transport, settings.seed, asdict(outcome), leftovers.found)
+    if not run.problems:
+        shutil.rmtree(place)
+    return run
+
+
+def print_table(runs: Sequence[Run]) -> None:
+    """Print the distributions of each network and kind of fault, and the counts of what must not happen."""
+    print(
+        f"\n{'':<22}{'faults':>7}{'  first: median':>16}{'p90':>7}{'max':>7}{'  second: median':>17}{'max':>7}", end=""
+    )
+    print(f"{'  back: median':>15}{'max':>7}{'  T: least':>11}{'most':>7}")
+    for transport in TRANSPORTS:
+        strikes = [strike for run in runs if run.transport == transport for strike in run.strikes]
+        for kind in ("all", *WEIGHTS):
+            if chosen := [strike for strike in strikes if kind in ("all", strike.kind)]:
+                print(f"{transport + ' ' + kind:<22}{format_strikes(chosen)}")
+    print()
+    totals: Counter[str] = Counter()
+    for run in runs:
+        totals.update(run.counts)
+    seconds, rounds = (sum(run.outcome[name] for run in runs) for name in ("seconds", "num_rounds"))
+    restarts = sum(run.outcome["num_restarts"] for run in runs)
+    print(f"{len(runs)} runs of {seconds / 60:.0f} min in all, {rounds} rounds, {restarts} restarts by a launcher")
+    print(", ".join(f"{what}: {number}" for what, number in totals.items()))
+
+
+def format_strikes(strikes: Sequence[Strike]) -> str:
+    """A line of the table."""
+    first, second, back = (
+        [value if (value := getattr(strike, name)) is not None else inf for strike in strikes]
+        for name in ("first_commit", "second_commit", "back")
+    )
+    bounds = [strike.bound for strike in strikes]
+    return (
+        f"{len(strikes):>7}{median(first):>16.2f}{p90(first):>7.2f}{max(first):>7.2f}"
+        f"{median(second):>17.2f}{max(second):>7.2f}{median(back):>15.2f}{max(back):>7.2f}"
+        f"{min(bounds):>11.1f}{max(bounds):>7.1f}"
+    )
+
+
+def p90(values: Sequence[float]) -> float:
+    """The smallest value that nine tenths of the values do not exceed."""
+    return sorted(values)[ceil(0.9 * len(values)) - 1]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=200, help="number of faults over all networks together")
+    parser.add_argument("--a-run", type=int, default=20, help="number of faults of one run")
+    parser.add_argument("--transports", type=choices(TRANSPORTS), default=list(TRANSPORTS))
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first run of each network")
+    parser.add_argument("--folder", type=Path, default=Path("runs/outside-faults"))
+    parser.add_argument("--no-cuts", dest="cuts", action="store_false", default=os.geteuid() == 0)
+    parser.add_argument("--table", action="store_true", help="only print the table of the runs in the folder")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
