@@ -50,6 +50,7 @@ def train(config: Config, index: int, loop: Callable[[Runtime], None] | None = N
         book = Logbook(folder.parent, settings.label)
         with log_failure(book, ranks.rank), open_runtime(run, settings, ranks, device, folder) as runtime:
             goodbyes.append(runtime)
+            runtime.event_loop.start(end_when_cut_off(runtime))
             post = WatchedRank(ranks.rank, ranks.num_ranks, folder, partial(say_goodbye, goodbyes, "hung"))
             with Watchdog(runtime.activity, post):
                 (loop or LOOPS[run.outer.wait_for])(runtime)
@@ -118,6 +119,17 @@ def log_failure(book: Logbook, rank: int) -> Iterator[None]:
     except Exception as error:
         book.note("failed", f"rank {rank}: {type(error).__name__}: {error}")
         raise
+
+
+async def end_when_cut_off(runtime: Runtime) -> None:
+    """End this process once its network is lost for good: the launcher starts the island again, and it comes back.
+
+    Without that, an island whose libp2p daemon has died would train alone for ever.
+    """
+    cause = await runtime.network.wait_for_loss()
+    log.error("%s; this rank ends", cause)
+    runtime.event("failed", cause)
+    os._exit(1)
 
 
 def say_goodbye(running: list[Runtime], name: str, text: str) -> None:

@@ -1,5 +1,6 @@
 """Opens the connections of one rank: a transport, a messenger and, on rank 0, the membership, all of one kind."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -77,6 +78,13 @@ class Network:
     leader_address: str | None = None
     """Address that the other ranks of this island need to open their networks."""
     _closers: Sequence[Callable[[], Awaitable[None]]] = ()
+    _wait_for_loss: Callable[[], Awaitable[str]] | None = None
+
+    async def wait_for_loss(self) -> str:
+        """Wait until these connections are lost for good, so that the island needs a new process. Returns the cause."""
+        if self._wait_for_loss is None:
+            return await asyncio.get_running_loop().create_future()  # for ever
+        return await self._wait_for_loss()
 
     async def close(self) -> None:
         """Leave the swarm and free sockets, processes and files. Idempotent."""

@@ -6,7 +6,7 @@ The daemon stops when idle, so it ends within seconds after the island's last ra
 import asyncio
 import logging
 import os
-import socket
+import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -33,13 +33,14 @@ from outer.transports.hivemind_addresses import (
     to_dialable,
     unreachable_message,
 )
+from outer.transports.hivemind_sockets import own_p2p, remove_dead_sockets
 
 IDLE_SECONDS = 3
 START_SECONDS = 5.0
 """Least time for a daemon to start, even if the wait for its peers is shorter."""
 RETRY_SECONDS = 1.0
-STALE_SECONDS = 10.0
-"""Age after which a client's socket that does not answer is removed."""
+GOODBYE_SECONDS = 2.0
+"""How long a process may take to close a daemon that has ended, because a signal was sent to both of them."""
 NOT_ALLOWED = "its peer id is not in island.allow, or banned"
 
 RelayMode = Literal["off", "client", "server"]
@@ -110,6 +111,17 @@ class Daemon:
         client: Client = self.p2p._client  # pyright: ignore[reportAssignmentType]
         await client.connect(PeerID.from_base58(address.peer_id), [to_dialable(m) for m in address.maddrs])
 
+    async def wait_for_loss(self) -> str:
+        """Wait until the daemon ends although nobody has closed it, and return how. On the rank that started it."""
+        child = self.p2p._child
+        assert child is not None, "another rank has started the daemon"
+        status = await child.wait()
+        await asyncio.sleep(GOODBYE_SECONDS)
+        if self._is_closed:
+            return await asyncio.get_running_loop().create_future()  # for ever
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return f"the island's libp2p daemon {how}, and with it all of its connections"
+
     async def close(self) -> None:
         """Detach from the daemon, which ends if this rank started it, and remove its sockets. Idempotent."""
         if self._is_closed:
@@ -127,13 +139,13 @@ async def attach_daemon(leader_address: str, rank: int, auth: PeerAuth) -> Daemo
     """Attach to the daemon that rank 0 of this island started, given rank 0's `Daemon.leader_address`."""
     silence_libraries()
     listens_at, *maddrs = leader_address.split(";")
-    return Daemon(await P2P.replicate(Multiaddr(listens_at)), rank, maddrs, auth)
+    return Daemon(await own_p2p().replicate(Multiaddr(listens_at)), rank, maddrs, auth)
 
 
 async def start_daemon(settings: DaemonSettings) -> Daemon:
     """Start a daemon that is connected to its swarm. Raises InputError when it does not start or no peer answers."""
     silence_libraries()
-    remove_stale_sockets()
+    remove_dead_sockets()
     check_settings(settings)
     if settings.identity_path is not None:
         _ensure_identity(settings.identity_path)
@@ -145,7 +157,7 @@ async def start_daemon(settings: DaemonSettings) -> Daemon:
             return await _create_p2p(settings, settings.connect_seconds - (time.monotonic() - started))
         except P2PDaemonError as error:
             cause = first_line(error)
-            remove_stale_sockets()
+            remove_dead_sockets()
         if "bootstrap" not in cause and "failed to start in" not in cause:
             raise InputError(f"the libp2p daemon does not start on {', '.join(settings.host_maddrs)}: {cause}")
         return None
@@ -161,7 +173,7 @@ async def start_daemon(settings: DaemonSettings) -> Daemon:
 
 
 async def _create_p2p(settings: DaemonSettings, seconds_left: float) -> P2P:
-    return await P2P.create(
+    return await own_p2p().create(
         host_maddrs=list(settings.host_maddrs),
         announce_maddrs=list(settings.announce_maddrs) if settings.announce_maddrs else None,
         initial_peers=list(settings.bootstrap) or None,
@@ -211,25 +223,6 @@ def stream_name(run_id: str, purpose: Lane, rank: int) -> str:
 def silence_libraries() -> None:
     logging.getLogger("hivemind").setLevel(logging.ERROR)
     os.environ.setdefault("GOLOG_LOG_LEVEL", "fatal")
-
-
-def remove_stale_sockets() -> None:
-    """Remove socket files that daemons of this user, and their clients, left behind when they were killed or failed."""
-    for path in Path("/tmp").glob("hivemind-p2p*.sock"):  # the path is fixed in hivemind
-        with suppress(OSError):
-            status = path.stat()
-            # Daemons and clients that start now have bound their sockets, and listen on them only a moment later.
-            is_old = time.time() - status.st_mtime > STALE_SECONDS
-            if status.st_uid == os.getuid() and is_old and not _answers(path):
-                path.unlink()
-
-
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe, suppress(ConnectionRefusedError):
-        probe.settimeout(1.0)
-        probe.connect(str(path))
-        return True
-    return False
 
 
 def _ensure_identity(path: Path) -> None:

@@ -4,10 +4,10 @@
         [--folder runs/outside-faults] [--no-cuts] [--table]
 
 Each run has four islands under the launcher of `diloco launch`, three of one rank and one of two, and a bootstrap
-process, each in a network namespace (root; else without cuts). At random times an island is killed, or one of its ranks,
-or its libp2p daemon; all of it or one of its processes is stopped for some seconds; it is sent SIGTERM, or cut off; the
-bootstrap process is killed. What was killed comes back, as after a machine's restart. At least half of the islands are
-well at any time, and the next fault comes when the last has been followed by a commit.
+process, each in a network namespace (root; else without cuts). At random times an island is killed, or one of its
+ranks, or its libp2p daemon; all of it or one of its processes is stopped for some seconds; it is sent SIGTERM, or cut
+off; the bootstrap process is killed. What was killed comes back, as after a machine's restart. At least half of the
+islands are well at any time, and the next fault comes when the last has been followed by a commit.
 
 first     seconds from the fault to the next round that a healthy island commits, which may have been under way
 second    seconds to the round after that, which began after the fault

@@ -1,8 +1,8 @@
 """Islands as `diloco launch` runs them, and what can be done to their processes from outside.
 
-The launcher and its ranks are forked from the test's process, because importing torch and hivemind takes seconds at each
-of many starts. The launcher's code is the shipped one in all but that: it starts the ranks, sees them end, ends the
-others, and starts all of them again.
+The launcher and its ranks are forked from the test's process, because importing torch and hivemind takes seconds at
+each of many starts. The launcher's code is the shipped one in all but that: it starts the ranks, sees them end, ends
+the others, and starts all of them again.
 """
 
 import os

@@ -21,7 +21,7 @@ OURS = ("torch_shm_manager",)
 """Helpers of the test's own process."""
 PLACES = (
     (Path("/dev/shm"), r"torch_(\d+)_.*|sem\.mp-.*|nccl-.*|psm_.*|gloo.*"),
-    (Path("/tmp"), r"hivemind-p2p.*\.sock|torch-shm-dir-.*|diloco-ranks-.*"),
+    (Path("/tmp"), r"(hivemind|diloco)-.*p2p.*\.sock|torch-shm-dir-.*|diloco-ranks-.*"),
 )
 """Folders of shared memory and of sockets, and what the entries in them are called that our libraries make."""
 

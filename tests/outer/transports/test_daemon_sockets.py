@@ -1,36 +1,53 @@
-"""Socket files that dead daemons left behind are removed, those of daemons that start now are not."""
+"""Socket files that dead processes left behind are removed; those of living ones, and of living daemons, are not."""
 
 import os
 import socket
-import time
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from outer.transports.hivemind_daemon import STALE_SECONDS, remove_stale_sockets
+from outer.transports.hivemind_sockets import FOLDER, own_p2p, remove_dead_sockets
 
 
 @contextmanager
-def bound_socket(name: str) -> Iterator[Path]:
-    """A socket file that nobody listens on, as that of a dead daemon or of one that is about to listen."""
-    path = Path("/tmp") / f"hivemind-{name}-test-{os.getpid()}.sock"
+def bound_socket(pid: int, *, listens: bool = False) -> Iterator[Path]:
+    """A socket file of this process, on which nobody listens unless told so."""
+    path = FOLDER / f"diloco-{pid}-p2pd-test.sock"
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(path))
+        if listens:
+            bound.listen()
         try:
             yield path
         finally:
             path.unlink(missing_ok=True)
 
 
+def a_dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
 def test_a_daemon_that_is_about_to_listen_keeps_its_socket() -> None:
-    with bound_socket("p2pd") as daemon, bound_socket("p2pclient") as client:
-        remove_stale_sockets()
-        assert daemon.exists() and client.exists()
+    with bound_socket(os.getpid()) as path:
+        remove_dead_sockets()
+        assert path.exists()
 
 
 def test_a_dead_daemon_loses_its_socket() -> None:
-    with bound_socket("p2pd") as daemon:
-        long_ago = time.time() - STALE_SECONDS - 1
-        os.utime(daemon, (long_ago, long_ago))
-        remove_stale_sockets()
-        assert not daemon.exists()
+    with bound_socket(a_dead_pid()) as path:
+        remove_dead_sockets()
+        assert not path.exists()
+
+
+def test_a_daemon_that_outlives_its_rank_keeps_its_socket() -> None:
+    with bound_socket(a_dead_pid(), listens=True) as path:
+        remove_dead_sockets()
+        assert path.exists()
+
+
+def test_sockets_are_named_after_their_process() -> None:
+    assert f"/unix/tmp/diloco-{os.getpid()}-" == own_p2p()._UNIX_SOCKET_PREFIX
