@@ -1,13 +1,15 @@
 """Opens the connections of one rank: a transport, a messenger and, on rank 0, the membership, all of one kind."""
 
 import asyncio
+import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from outer.errors import InputError
+from outer.errors import InputError, UnreachableError
 from outer.identity.access import Access
 from outer.identity.island_key import IslandKey
 from outer.identity.known_names import KnownNames
@@ -18,6 +20,11 @@ from outer.network.rejections import Rejections
 from outer.network.run_key import PeerAuth, RunKey
 from outer.transports.base import Transport
 from outer.transports.loopback import Hub
+
+log = logging.getLogger(__name__)
+
+RETURN_SECONDS = 600.0
+"""How long an island that has been in the run waits for an address of the swarm: a bootstrap process may be down."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,23 @@ async def open_network(kind: str, settings: NetworkSettings) -> Network:
             f"island.allow: {auth.access.peer_ids[0]!r} is not an island's key (64 hexadecimal digits, as `diloco key` "
             f"prints it), and libp2p peer ids are for outer.transport hivemind; it is {kind!r}"
         )
-    return await OPENERS[kind](settings, auth, names)
+    return await retry_unreachable(lambda: OPENERS[kind](settings, auth, names), names.knows_others(settings.island))
+
+
+async def retry_unreachable(open_once: Callable[[], Awaitable[Network]], is_known: bool) -> Network:
+    """Open a network, again and again for RETURN_SECONDS if this island `is_known` in the run but reaches nobody.
+
+    What a fresh island is told to reach may never have been there. Raises UnreachableError and other InputErrors.
+    """
+    deadline = time.monotonic() + (RETURN_SECONDS if is_known else 0.0)
+    while True:
+        try:
+            return await open_once()
+        except UnreachableError as error:
+            if time.monotonic() >= deadline:
+                raise
+            left = (deadline - time.monotonic()) / 60
+            log.warning("%s. This island has been in the run, so it tries for %.0f more minutes", error, left)
 
 
 def _build_auth(settings: NetworkSettings) -> tuple[PeerAuth, KnownNames]:
@@ -196,9 +219,13 @@ async def _open_gloo(settings: NetworkSettings, auth: PeerAuth, names: KnownName
     if settings.rank > 0:
         return Network(transport, messenger, auth.rejections, names, auth.island)
     record_seconds = settings.record_seconds / 3
-    membership = await open_membership(
-        settings.bootstrap, settings.run_id, settings.me, record_seconds, settings.connect_seconds, auth
-    )
+    try:
+        membership = await open_membership(
+            settings.bootstrap, settings.run_id, settings.me, record_seconds, settings.connect_seconds, auth
+        )
+    except BaseException:
+        await messenger.close()
+        raise
     return Network(transport, messenger, auth.rejections, names, auth.island, membership, _closers=[membership.close])
 
 
@@ -226,7 +253,8 @@ async def _open_hivemind(settings: NetworkSettings, auth: PeerAuth, names: Known
         await daemon.close()
         raise
     own = (auth.rejections, names, auth.island, membership, daemon.leader_address)
-    return Network(transport, messenger, *own, _closers=[membership.close, daemon.close])
+    closers = (membership.close, daemon.close)
+    return Network(transport, messenger, *own, _closers=closers, _wait_for_loss=daemon.wait_for_loss)
 
 
 def _maddrs(settings: NetworkSettings) -> tuple[list[str], list[str] | None]:

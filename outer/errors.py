@@ -1,6 +1,7 @@
 """Errors of the communication between islands.
 
 InputError            a mistake of the user
+  UnreachableError    none of the swarm's addresses answers
 OuterError            a failed round
   TransportError      the network; the round is aborted and training continues
     PeerLost
@@ -18,6 +19,10 @@ from collections.abc import Collection
 
 class InputError(ValueError):
     """The user's config or address cannot be used. The text says what, where, got, allowed and the cure."""
+
+
+class UnreachableError(InputError):
+    """None of the addresses of the swarm answers: they are wrong, or nobody is there yet, or any more."""
 
 
 class OuterError(RuntimeError):

@@ -65,6 +65,10 @@ class KnownNames:
         owner = self._owners.get(island)
         return owner.key if owner else None
 
+    def knows_others(self, island: str) -> bool:
+        """Whether the file, or this process, has the name of an island other than `island`."""
+        return any(name != island for name in self._owners)
+
     def keys_of(self, islands: Collection[str]) -> dict[str, str]:
         """The keys that these names belong to, by island, as far as they are known."""
         return {island: owner.key for island in islands if (owner := self._owners.get(island))}

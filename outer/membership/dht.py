@@ -10,7 +10,7 @@ from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
-from outer.errors import InputError, first_line
+from outer.errors import InputError, UnreachableError, first_line
 from outer.membership.owned_records import MAX_AHEAD_SECONDS, OwnedRecords
 from outer.membership.records import MAX_RECORD_BYTES
 from outer.network.retry import retry
@@ -43,7 +43,7 @@ async def open_dht(daemon: Daemon, bootstrap: Sequence[str], connect_seconds: fl
 
     if not await retry(meet_any, seconds=connect_seconds, pause_seconds=RETRY_SECONDS):
         await close_dht(dht)
-        raise InputError(unreachable_message(bootstrap, connect_seconds, "no peer of the DHT answers there"))
+        raise UnreachableError(unreachable_message(bootstrap, connect_seconds, "no peer of the DHT answers there"))
     with suppress(TimeoutError):
         async with asyncio.timeout(RPC_SECONDS):
             await dht.find_nearest_nodes([dht.node_id])  # fills the routing table

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from outer.errors import InputError, MessageError, PeerLost, TransportError, first_line
+from outer.errors import InputError, MessageError, PeerLost, TransportError, UnreachableError, first_line
 from outer.identity.access import Access
 from outer.membership.base import Member
 from outer.membership.records import (
@@ -109,7 +109,7 @@ class TcpMembership:
         self._beating: list[asyncio.Task[None]] = []
 
     async def connect(self, connect_seconds: float) -> None:
-        """Wait until a rendezvous has answered. Raises InputError when none does."""
+        """Wait until a rendezvous has answered. Raises UnreachableError when none does."""
         links = self._links
         if not await self._asked.wait_until(lambda: any(link.has_answered for link in links), connect_seconds):
             raise unreachable_error(connect_seconds, {link.address: link.cause for link in links})
@@ -267,8 +267,8 @@ async def find_runs_at_rendezvous(address: str, connect_seconds: float, key: Run
     return {name: RunInfo(run.text, tuple(run.islands)) for name, run in parse(KnownRuns, reply).runs.items()}
 
 
-def unreachable_error(connect_seconds: float, causes: Mapping[str, str]) -> InputError:
-    return InputError(
+def unreachable_error(connect_seconds: float, causes: Mapping[str, str]) -> UnreachableError:
+    return UnreachableError(
         f"island.bootstrap: {', '.join(causes)} did not answer within {connect_seconds:g} s "
         f"({'; '.join(dict.fromkeys(causes.values()))}); check that `diloco bootstrap --rendezvous tcp` runs there and "
         "that its port is open. With several addresses, one that answers is enough"

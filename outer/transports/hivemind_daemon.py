@@ -19,7 +19,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
 from hivemind.utils.multiaddr import Multiaddr
 
-from outer.errors import InputError, PeerLost, first_line
+from outer.errors import InputError, PeerLost, UnreachableError, first_line
 from outer.identity.files import file_beside
 from outer.network.endpoints import Lane
 from outer.network.retry import retry
@@ -118,7 +118,7 @@ class Daemon:
         status = await child.wait()
         await asyncio.sleep(GOODBYE_SECONDS)
         if self._is_closed:
-            return await asyncio.get_running_loop().create_future()  # for ever
+            await asyncio.Event().wait()  # for ever
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return f"the island's libp2p daemon {how}, and with it all of its connections"
 
@@ -164,7 +164,7 @@ async def start_daemon(settings: DaemonSettings) -> Daemon:
 
     p2p = await retry(attempt, seconds=settings.connect_seconds - RETRY_SECONDS, pause_seconds=RETRY_SECONDS)
     if p2p is None:
-        raise InputError(unreachable_message(settings.bootstrap, time.monotonic() - started, cause))
+        raise UnreachableError(unreachable_message(settings.bootstrap, time.monotonic() - started, cause))
     maddrs = [str(m) for m in await p2p.get_visible_maddrs()]
     if settings.relay == "client":  # it uses two of the relays, and others try to reach it through all of them
         peer = maddrs[0].rpartition("/p2p/")[2]
