@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
@@ -113,7 +113,7 @@ class Daemon:
 
     async def wait_for_loss(self) -> str:
         """Wait until the daemon ends although nobody has closed it, and return how. On the rank that started it."""
-        child = self.p2p._child
+        child = cast("asyncio.subprocess.Process | None", self.p2p._child)
         assert child is not None, "another rank has started the daemon"
         status = await child.wait()
         await asyncio.sleep(GOODBYE_SECONDS)
