@@ -60,6 +60,12 @@ class MergeConfig(Section):
         return any(bound is not None for bound in (self.max_norm_ratio, self.max_norm_zscore, self.min_cosine))
 
     @property
+    def remembering(self) -> list[str]:
+        """The settings with which a part's mean depends on earlier rounds as its reducer has seen them."""
+        found = [name for name in ("max_norm_zscore", "min_cosine") if getattr(self, name) is not None]
+        return found + (["rule: centered_clip"] if self.rule == "centered_clip" else [])
+
+    @property
     def needs_last_mean(self) -> bool:
         """Whether every island must keep the last committed mean, which takes 4 bytes per parameter."""
         return self.rule == "centered_clip" or self.min_cosine is not None
@@ -110,6 +116,7 @@ GOSSIP_REFUSES = (
     "quorum",
     "below_quorum",
     "missed_progress",
+    "audit",
 )
 """Settings that apply only to rounds of all islands, and that gossip rejects."""
 
@@ -146,6 +153,9 @@ class OuterConfig(Section):
     merge: MergeConfig = MergeConfig()
     gossip: GossipConfig | None = None
     """Average with a few islands in turn instead of with all. null selects rounds of all islands."""
+    audit: float = Field(default=0.0, ge=0, le=1)
+    """Probability that the mean of a part in a round is recomputed by another island than the one that reduced it. See
+    docs/decisions/0024-reducers-are-audited.md. 0 costs nothing, and trusts each island with the parts it reduces."""
     codec: Literal["fp32", "bf16", "fp16", "int8", "int4", "e3m0", "stat2", "topk", "lowrank"] = "fp32"
     """Encoding of pseudo-gradients on the network."""
     coding: CodingConfig = CodingConfig()
@@ -198,6 +208,7 @@ class OuterConfig(Section):
         self._check_gossip()
         self._check_timed()
         self._check_histories()
+        self._check_audit()
         if self.moments is not None:
             self._check_moments()
         return self
@@ -247,14 +258,22 @@ class OuterConfig(Section):
             )
 
     def _check_histories(self) -> None:
-        merge = self.merge
-        remembering = [name for name in ("max_norm_zscore", "min_cosine") if getattr(merge, name) is not None]
-        remembering += ["rule: centered_clip"] if merge.rule == "centered_clip" else []
+        remembering = self.merge.remembering
         if remembering and self.codec in GATHERED:
             raise ValueError(
                 f"merge.{remembering[0]}: with codec {self.codec} every island computes the means itself, and one that "
                 "joined later remembers other rounds than the others; leave it out (max_norm_ratio remembers nothing), "
                 "or use another codec"
+            )
+
+    def _check_audit(self) -> None:
+        remembering = [f"merge.{name}" for name in self.merge.remembering]
+        remembering += ["coding.feedback"] if self.coding.feedback is not None else []
+        if self.audit > 0 and remembering:
+            raise ValueError(
+                f"audit is {self.audit:g}, and a mean that is audited must follow from the round's payloads alone; "
+                f"{remembering[0]} makes it depend on what its reducer remembers of earlier rounds; leave that out, or "
+                "set audit to 0"
             )
 
     @property

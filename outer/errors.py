@@ -9,6 +9,7 @@ OuterError            a failed round
       StalledError    a reduce that only one island holds up
     MessageError
       PoisonError     a payload that would put inf or nan into a mean
+      AuditError      a mean that its reducer cannot account for
   NonFiniteError      a tensor to be encoded holds inf or nan
   BehindError         others hold the state that survives
   QuorumError         too few islands
@@ -63,6 +64,15 @@ class PoisonError(MessageError):
     def __init__(self, peer: str, cause: str) -> None:
         super().__init__(f"island {peer!r} sent {cause}")
         self.peer = peer
+
+
+class AuditError(MessageError):
+    """Island `peer` cannot account for the mean of a part that it reduced."""
+
+    def __init__(self, peer: str, cause: str, *, is_wrong: bool) -> None:
+        """`is_wrong`: the mean is not that of the payloads. Otherwise the island did not show them."""
+        super().__init__(cause)
+        self.peer, self.is_wrong = peer, is_wrong
 
 
 class NonFiniteError(OuterError):

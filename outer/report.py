@@ -84,6 +84,8 @@ class RoundReport:
     """Gossip only: the digest is that of this island's own state, which differs from the others'."""
     listeners: list[str] = field(default_factory=list)
     """Observers: participants that contributed nothing because they were still training."""
+    audited: int = 0
+    """Number of parts of other reducers that this island recomputed."""
 
     @property
     def unit_triples(self) -> list[list[int]]:

@@ -27,7 +27,7 @@ FLOORS = {
         codecs diagnostics leases transports transports.gloo
         membership report
         agreement connect
-        agreement.running
+        agreement.running audits
         reduce
         state
         transfer

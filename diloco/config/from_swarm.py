@@ -41,7 +41,7 @@ FROM_SWARM = {
     "optimizer.groups": "pattern lr_scale weight_decay optimizer",
     "optimizer.averaging": "x y",
     "outer": "rounds inner_steps fragments fragment_pattern delay mix eager moments local_steps round_seconds codec "
-    "transport part_elements quorum wait_for below_quorum missed_progress start_islands wait_seconds",
+    "transport part_elements quorum wait_for below_quorum missed_progress start_islands wait_seconds audit",
     "outer.optimizer": "lr momentum nesterov delayed",
     "outer.merge": "rule trim max_norm_ratio max_norm_zscore min_cosine",
     "outer.gossip": "group momentum lr pull params",

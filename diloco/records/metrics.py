@@ -77,6 +77,8 @@ class RoundRecord:
     """Data units that are leased or returned and not trained, by the same ledger."""
     listeners: tuple[str, ...] = ()
     """Participants that contributed nothing to the round because they were still training."""
+    audited: int = 0
+    """Number of parts that others reduced and this island recomputed."""
     time: float = field(default_factory=time.time)
     """The end of the attempt, which consists of the wait and then the reduce."""
     kind: Literal["round"] = "round"

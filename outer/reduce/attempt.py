@@ -10,6 +10,7 @@ from outer.errors import MessageError, StalledError, TransportError
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Endpoint
 from outer.network.messages import parse
+from outer.reduce.auditor import Auditor
 from outer.reduce.payloads import Mean
 from outer.reduce.reducer import Reducer
 from outer.transports.base import Transport
@@ -21,8 +22,13 @@ MAX_PLANS = 64
 class Attempts:
     """Connects the participants and runs the reduce of each attempt. Its state is used on the event loop only."""
 
-    def __init__(self, transport: Transport, reducer: Reducer, deadlines: Deadlines) -> None:
-        self._transport, self.reducer, self._deadlines = transport, reducer, deadlines
+    def __init__(
+        self, transport: Transport, reducer: Reducer, deadlines: Deadlines, auditor: Auditor | None = None
+    ) -> None:
+        """`auditor` audits some of the means that have arrived; None if there are no audits."""
+        self._transport, self.reducer, self._deadlines, self._auditor = transport, reducer, deadlines, auditor
+        self.num_audited = 0
+        """Parts that this rank audited in the last attempt."""
         self.epoch = ""
         """Id of the transport group this rank is connected in, or "". All ranks of an island agree between attempts."""
         self._members: tuple[str, ...] = ()
@@ -32,7 +38,7 @@ class Attempts:
 
     async def run(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, Mean]:
         """The means of this rank's parts. Raises OuterError, and then drops everything in flight."""
-        limit = self._deadlines.limit("reduce")
+        limit, self.num_audited = self._deadlines.limit("reduce"), 0
         self._no_votes = {plan.id: self._no_votes.get(plan.id, {})}
         work = asyncio.create_task(self._connect_and_reduce(plan, pseudo_grads))
         no_vote = asyncio.create_task(self._wait_for_no_vote(plan))
@@ -50,13 +56,14 @@ class Attempts:
         await self._disconnect()
         if is_done and error is not None:
             raise error
-        stalled_by, cause = self.reducer.stalled_by, self.find_no_vote(plan)
+        stalled_by, cause = self._find_stalled_by(), self.find_no_vote(plan)
         if stalled_by is not None and cause is None:
             raise StalledError(stalled_by, limit)
         raise TransportError(cause or f"the reduce took longer than {limit:.0f} s")
 
     async def drop(self) -> None:
         """Disconnect. Every rank calls this after an attempt that did not commit: some participants may have left."""
+        self.reducer.release()
         if self.epoch:
             await self._disconnect()
 
@@ -84,13 +91,21 @@ class Attempts:
         await self._transport.disconnect()
 
     async def _connect_and_reduce(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, Mean]:
-        """Reduce, after connecting if the members have changed or an attempt has failed, which all see in the plan."""
+        """Reduce and audit, after connecting if members changed or an attempt failed, as all see in the plan."""
         members = tuple(p.incarnation for p in plan.participants)
         is_connected = self.epoch and members == self._members and all(p.epoch == self.epoch for p in plan.participants)
         if not is_connected:
             await self._transport.connect(plan.id, plan.addresses)
             self.epoch, self._members = plan.id, members
-        return await self.reducer.run(plan, pseudo_grads)
+        means = await self.reducer.run(plan, pseudo_grads)
+        if self._auditor is not None:
+            self.num_audited = await self._auditor.run(plan, means)
+        return means
+
+    def _find_stalled_by(self) -> str | None:
+        """The island that alone held up the last attempt, as far as this rank saw it, or None."""
+        audits = None if self._auditor is None else self._auditor.stalled_by
+        return self.reducer.stalled_by or audits
 
     async def _wait_for_no_vote(self, plan: Plan) -> None:
         while self.find_no_vote(plan) is None:

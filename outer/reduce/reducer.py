@@ -15,20 +15,22 @@ import logging
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import compress
 
 import torch
 
 from outer.agreement.messages import Plan
+from outer.audits.commitments import SignedPayload
+from outer.audits.kept_payloads import KeptPayloads
 from outer.codecs.choice import CodecChoice
 from outer.config import MergeConfig
-from outer.errors import NonFiniteError, first_cause
+from outer.errors import first_cause
 from outer.hooks import NO_HOOKS, Hooks, Phase
+from outer.identity.island_key import SIGNATURE_BYTES
 from outer.merges import build_merge
-from outer.merges.base import weights_of
 from outer.network.endpoints import Endpoint, Leg, Tag
 from outer.network.messages import unpack_carriers
 from outer.reduce.filters import AttemptFilters, OutlierFilters
+from outer.reduce.means import encode_mean_of
 from outer.reduce.payloads import Mean, Payloads
 from outer.space.layout import Space
 from outer.transports.base import Transport
@@ -50,6 +52,7 @@ class _CarrierRank:
     me: Endpoint
     hooks: Hooks
     config: MergeConfig
+    kept: KeptPayloads | None
 
 
 class Reducer:
@@ -63,11 +66,13 @@ class Reducer:
         me: Endpoint,
         hooks: Hooks = NO_HOOKS,
         config: MergeConfig = DEFAULT_MERGE,
+        kept: KeptPayloads | None = None,
     ) -> None:
-        payloads = Payloads(codecs, space)
-        self.feedbacks = payloads.feedbacks
+        """`kept`: where to keep what other islands may audit; None if there are no audits."""
+        self.payloads = Payloads(codecs, space)
+        self.feedbacks = self.payloads.feedbacks
         self.filters = OutlierFilters(config)
-        self._rank = _CarrierRank(transport, payloads, space, me, hooks, config)
+        self._rank = _CarrierRank(transport, self.payloads, space, me, hooks, config, kept)
         self.last_means: dict[int, tuple[int, Mapping[int, Mean]]] = {}
         """Last committed round and its means, by fragment. Kept only if the merge or a filter needs them."""
         self._awaited: Counter[tuple[Leg, str]] = Counter()
@@ -80,6 +85,7 @@ class Reducer:
 
         The values are kept without a copy, so the caller must not change them.
         """
+        self.release()
         for feedback in self.feedbacks:
             feedback.commit()
         self.filters.commit(round_number, means)
@@ -87,6 +93,11 @@ class Reducer:
             space = self._rank.space
             of_params = {part: mean for part, mean in means.items() if not space.parts[part].is_moment}
             self.last_means[space.fragment_of(round_number)] = round_number, of_params
+
+    def release(self) -> None:
+        """The last attempt is over: drop the payloads that were kept of it."""
+        if self._rank.kept is not None:
+            self._rank.kept.clear()
 
     def forget(self) -> None:
         """Drop everything remembered from earlier rounds, because the island has taken over another history."""
@@ -124,6 +135,8 @@ class Reducer:
         for feedback in self.feedbacks:
             feedback.drop()
         self.filtered, self._awaited = attempt.filtered, attempt.awaited
+        if self._rank.kept is not None:
+            self._rank.kept.begin(plan)
         self._rank.hooks.reached("send", plan.round)
         started: dict[int, asyncio.Task[Mean]] = {}
         window: deque[int] = deque()
@@ -147,12 +160,11 @@ class _Attempt:
 
     def __init__(self, rank: _CarrierRank, plan: Plan, last: Mapping[int, Mean], filters: AttemptFilters) -> None:
         self._transport, self._payloads, self._space, self._me = rank.transport, rank.payloads, rank.space, rank.me
-        self._hooks, self._config, self._plan, self._last, self._filters = rank.hooks, rank.config, plan, last, filters
+        self._hooks, self._kept, self._plan, self._last, self._filters = rank.hooks, rank.kept, plan, last, filters
         self.filtered: Counter[str] = Counter()
         self.awaited: Counter[tuple[Leg, str]] = Counter()
         self._reached: set[Phase] = set()
         self._merge = build_merge(rank.config)
-        self._tokens = [p.weight for p in plan.contributors]
         self._contributors = [p.island for p in plan.contributors]
         self._others = [name for name in plan.names if name != self._me.island]
         self._carriers = {p.island: unpack_carriers(p.carriers) for p in plan.participants}
@@ -190,22 +202,24 @@ class _Attempt:
         payloads = await self._collect(part, pseudo_grad, to_all=to_all)
         mean, filtered = await asyncio.to_thread(self._merge_payloads, part, payloads)
         self.filtered.update(filtered)
+        if self._kept is not None and not to_all:
+            self._kept.keep(part, payloads, mean)
         return mean
 
-    async def _collect(self, part: int, pseudo_grad: torch.Tensor | None, *, to_all: bool) -> list[torch.Tensor]:
+    async def _collect(self, part: int, pseudo_grad: torch.Tensor | None, *, to_all: bool) -> dict[str, SignedPayload]:
         """The payloads of all contributors, in participant order whatever the order in which they arrive."""
         others = [name for name in self._contributors if name != self._me.island]
         own: torch.Tensor | None = None
         async with asyncio.TaskGroup() as tasks:
-            receives = {name: tasks.create_task(self._receive(name, Leg.REDUCE, part)) for name in others}
+            receives = {name: tasks.create_task(self._receive_signed(name, part)) for name in others}
             if pseudo_grad is not None:
                 own = await asyncio.to_thread(self._encode_own, part, pseudo_grad)
                 for name in self._others if to_all else ():
                     tasks.create_task(self._send(name, Leg.REDUCE, part, own))
         payloads = {name: task.result() for name, task in receives.items()}
         if own is not None:
-            payloads[self._me.island] = own
-        return [payloads[name] for name in self._contributors]
+            payloads[self._me.island] = SignedPayload(own)
+        return {name: payloads[name] for name in self._contributors}
 
     async def _as_sender(self, part: int, pseudo_grad: torch.Tensor | None, reducer: str) -> torch.Tensor:
         """Send this island's payload to the reducer and receive the encoded mean."""
@@ -217,24 +231,11 @@ class _Attempt:
                 await self._send(reducer, Leg.REDUCE, part, payload)
         return mean.result()
 
-    def _merge_payloads(self, part: int, payloads: list[torch.Tensor]) -> tuple[torch.Tensor, list[str]]:
+    def _merge_payloads(self, part: int, signed: Mapping[str, SignedPayload]) -> tuple[torch.Tensor, list[str]]:
         """The encoded mean, and the islands that the filters left out of it. Raises PoisonError."""
-        names, tokens = self._contributors, self._tokens
         last = self._last[part].values if part in self._last else None
-        # Decoded one at a time; a merge rule that needs all parts at once collects them itself.
-        values = (self._payloads.decode(part, payload, name) for payload, name in zip(payloads, names, strict=True))
-        filtered: list[str] = []
-        if self._config.has_filters:
-            parts = list(values)
-            is_outlier = self._filters.find_outliers(part, names, parts, weights_of(tokens), last)
-            filtered = list(compress(names, is_outlier))
-            is_kept = [not is_out for is_out in is_outlier]
-            values, tokens = compress(parts, is_kept), list(compress(tokens, is_kept))
-        mean = self._merge(values, weights_of(tokens), last)
-        try:
-            return self._payloads.encode_mean(part, mean), filtered
-        except NonFiniteError as error:
-            raise self._payloads.find_overflow(part, payloads, names, error) from None
+        encoded = [each.payload for each in signed.values()]
+        return encode_mean_of(part, encoded, self._plan, self._payloads, self._merge, self._filters, last)
 
     def _encode_own(self, part: int, pseudo_grad: torch.Tensor) -> torch.Tensor:
         """This island's payload. Raises OuterError when it cannot be sent."""
@@ -243,15 +244,29 @@ class _Attempt:
 
     async def _send(self, island: str, leg: Leg, part: int, payload: torch.Tensor) -> None:
         payload = self._hooks.payload(self._plan.round, payload)
+        if self._kept is not None and self._is_signed(leg, part):
+            payload = await asyncio.to_thread(self._kept.commitments.seal, self._plan, part, payload)
         await self._transport.send(self._endpoint(island, part), self._tag(leg, part), payload)
         self._reach("sending")
 
     async def _receive(self, island: str, leg: Leg, part: int) -> torch.Tensor:
         num_bytes = self._payloads.num_bytes(part, of_mean=leg is Leg.GATHER)
+        num_bytes += SIGNATURE_BYTES * self._is_signed(leg, part)
         self.awaited[leg, island] += 1
         payload = await self._transport.recv(self._endpoint(island, part), self._tag(leg, part), num_bytes)
         self.awaited[leg, island] -= 1  # Not if it fails or is cancelled: then it is still missing.
         return payload
+
+    async def _receive_signed(self, island: str, part: int) -> SignedPayload:
+        """A contributor's payload. Raises PoisonError when audits are on and it is not signed."""
+        payload = await self._receive(island, Leg.REDUCE, part)
+        if self._kept is None or not self._is_signed(Leg.REDUCE, part):
+            return SignedPayload(payload)
+        return await asyncio.to_thread(self._kept.commitments.open, self._plan, part, island, payload)
+
+    def _is_signed(self, leg: Leg, part: int) -> bool:
+        """Whether payloads of the part carry a signature: those that a reducer may have to show."""
+        return self._kept is not None and leg is Leg.REDUCE and not self._payloads.are_gathered(part)
 
     def _reach(self, phase: Phase) -> None:
         if phase not in self._reached:

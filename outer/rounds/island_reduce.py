@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from outer.agreement.messages import Plan
-from outer.errors import OuterError, PoisonError, StalledError, TransportError
+from outer.audits.distrust import Distrust
+from outer.errors import AuditError, OuterError, PoisonError, StalledError, TransportError
 from outer.network.event_loop import EventLoopThread
 from outer.network.rejections import Rejections
 from outer.reduce.attempt import Attempts
@@ -29,7 +30,9 @@ class ReduceResult:
     cause: str = ""
     """Why it failed."""
     at_fault: str | None = None
-    """The island whose payload or pseudo-gradient could not be used; None if the network failed."""
+    """The island whose payload, mean or pseudo-gradient could not be used; None if the network failed."""
+    num_audited: int = 0
+    """Parts that all ranks of the island have audited."""
 
 
 @dataclass
@@ -43,9 +46,12 @@ class IslandReduce:
     rejections: Rejections
     donor: Donor
     """Serves fewer parts at once while a reduce runs."""
+    distrust: Distrust = field(default_factory=Distrust)
 
     def run(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> ReduceResult:
         """Reduce this rank's parts; empty `pseudo_grads` if the island observes. Never raises for a failed reduce."""
+        if refused := self.distrust.find(plan):
+            return ReduceResult({}, None, at_fault=refused[0], cause=refused[1])
         means, failure = {}, None
         self.donor.is_busy = True
         try:
@@ -56,23 +62,42 @@ class IslandReduce:
         finally:
             self.donor.is_busy = False
         ranks = self.replica.ranks.background
-        results = ranks.gather((None if failure is None else str(failure), self._find_fault(failure)))
-        failed = [(cause, at_fault) for cause, at_fault in results if cause is not None]
+        outcomes = ranks.gather(self._outcome(failure))
+        num_audited, failed = sum(o.num_audited for o in outcomes), [o for o in outcomes if o.cause is not None]
         if not failed:
             digests = {index: mean.digest for index, mean in means.items()}
-            return ReduceResult(means, self.replica.combine(digests, ranks))
+            return ReduceResult(means, self.replica.combine(digests, ranks), num_audited=num_audited)
         # This island's own fault comes first, then a peer's: ranks without a fault only report what they were told.
-        cause, at_fault = min(failed, key=lambda f: (f[1] != self.island, f[1] is None))
-        if at_fault is not None and at_fault != self.island:
-            self.rejections.add(at_fault, "payload", cause)
-        return ReduceResult(means, None, cause, at_fault)
+        worst = min(failed, key=lambda o: (o.at_fault != self.island, o.at_fault is None, not o.is_wrong_mean))
+        if worst.at_fault is not None and worst.at_fault != self.island:
+            self.rejections.add(worst.at_fault, "mean" if worst.is_audit else "payload", worst.cause or "")
+            if worst.is_audit:
+                log.warning("round %d attempt %d: %s", plan.round, plan.attempt, worst.cause)
+                self.distrust.note(plan.round, worst.at_fault, is_wrong=worst.is_wrong_mean)
+        return ReduceResult(means, None, worst.cause or "", worst.at_fault, num_audited)
 
     def drop(self) -> None:
         """Leave the transport group of an attempt that did not commit. Every rank calls it."""
         self.event_loop.run(self.attempts.drop())
 
-    def _find_fault(self, failure: OuterError | None) -> str | None:
+    def _outcome(self, failure: OuterError | None) -> "_Outcome":
+        cause, num_audited = None if failure is None else str(failure), self.attempts.num_audited
+        if isinstance(failure, AuditError):
+            return _Outcome(num_audited, cause, failure.peer, is_audit=True, is_wrong_mean=failure.is_wrong)
         if isinstance(failure, PoisonError | StalledError):
-            return failure.peer
+            return _Outcome(num_audited, cause, failure.peer)
         is_own = failure is not None and not isinstance(failure, TransportError)
-        return self.island if is_own else None
+        return _Outcome(num_audited, cause, self.island if is_own else None)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What one rank tells the others of its island after a reduce."""
+
+    num_audited: int
+    cause: str | None
+    """Why it failed here, or None."""
+    at_fault: str | None
+    is_audit: bool = False
+    """Whether an audit has found `at_fault`."""
+    is_wrong_mean: bool = False

@@ -84,6 +84,7 @@ class RoundRunner:
             listeners=[p.island for p in plan.participants if p.listens],
             gated=dict(self.reduce.attempts.reducer.filtered),
             cause=cause,
+            audited=result.num_audited,
         )
 
     def contribute(self, contribution: Contribution) -> None:

@@ -1,0 +1,120 @@
+"""What islands sign about the payloads of a part, so that its reducer can be held to the mean that it sent.
+
+    contributor   signs the plan, the part and the digest of its payload; the signature follows the payload
+    reducer       signs a statement when it is audited: the mean that it sent, and the payloads that it is the mean of,
+                  each with its contributor's signature
+
+So nobody can make a reducer seem to have received another payload than it did: a contributor's signature says what it
+sent, and a reducer refuses a payload without one.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from outer.agreement.messages import Plan, PlanId
+from outer.errors import PoisonError, TransportError
+from outer.identity.island_key import SIGNATURE_BYTES, IslandKey, verify
+from outer.identity.known_names import KnownNames
+from outer.network.messages import Message
+
+PAYLOAD_PURPOSE, STATEMENT_PURPOSE = "a payload of a round", "a mean of a round"
+DIGEST_BYTES = 32
+
+Sha = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+
+
+class SignedDigest(Message):
+    """A contributor's payload of a part, by its digest, and the contributor's signature."""
+
+    digest: Sha
+    signature: Signature
+
+
+class Statement(Message):
+    """A reducer's account of the mean of one part."""
+
+    plan: str = PlanId
+    part: int = Field(ge=0, lt=1 << 32)
+    mean: Sha
+    """Digest of the encoded mean that it sent to all participants."""
+    payloads: list[SignedDigest] = Field(max_length=1024)
+    """Those that it is the mean of, in the order of the plan's contributors."""
+    signature: Signature
+
+
+def digest_of(payload: torch.Tensor) -> str:
+    """Digest of a payload (1-D uint8 CPU tensor), 64 hexadecimal digits. It releases the interpreter's lock."""
+    return hashlib.blake2b(payload.contiguous().numpy().data, digest_size=DIGEST_BYTES).hexdigest()
+
+
+class Commitments:
+    """Signs the payloads of one island and checks those of the others. Any thread may call its methods."""
+
+    def __init__(self, key: IslandKey, names: KnownNames) -> None:
+        """`names` must know the keys of a plan's participants."""
+        self.key, self._names = key, names
+
+    def key_of(self, island: str) -> str:
+        """The public key of an island. Raises TransportError if it is not known here, which is nobody's fault."""
+        if (key := self._names.key_of(island)) is None:
+            raise TransportError(f"the key of island {island!r} is not known here")
+        return key
+
+    def seal(self, plan: Plan, part: int, payload: torch.Tensor) -> torch.Tensor:
+        """The payload (1-D uint8) with this island's signature behind it, as it is sent while audits are on."""
+        signature = sign_payload(self.key, plan, part, payload)
+        return torch.cat([payload, torch.frombuffer(bytearray(signature), dtype=torch.uint8)])
+
+    def open(self, plan: Plan, part: int, island: str, sealed: torch.Tensor) -> "SignedPayload":
+        """The inverse of `seal`. Raises PoisonError if `island` has not signed it."""
+        payload, signature = sealed[:-SIGNATURE_BYTES], sealed[-SIGNATURE_BYTES:].numpy().tobytes()
+        if not is_payload_signed(self.key_of(island), plan, part, digest_of(payload), signature):
+            raise PoisonError(island, f"a payload of part {part} without its signature")
+        return SignedPayload(payload, signature)
+
+
+@dataclass(frozen=True)
+class SignedPayload:
+    """A contributor's encoded part (1-D uint8) and its signature, empty while this island's own is not signed yet."""
+
+    payload: torch.Tensor
+    signature: bytes = b""
+
+
+def sign_payload(key: IslandKey, plan: Plan, part: int, payload: torch.Tensor) -> bytes:
+    """A contributor's signature, of SIGNATURE_BYTES, that this payload is its own of the part in the plan."""
+    return key.sign(PAYLOAD_PURPOSE, _payload_bytes(plan.id, part, digest_of(payload)))
+
+
+def is_payload_signed(public: str, plan: Plan, part: int, digest: str, signature: bytes) -> bool:
+    """Whether the holder of the key `public` has signed the payload with this digest."""
+    return verify(public, PAYLOAD_PURPOSE, _payload_bytes(plan.id, part, digest), signature)
+
+
+def build_statement(
+    key: IslandKey, plan: Plan, part: int, mean: torch.Tensor, payloads: Sequence[SignedDigest]
+) -> Statement:
+    """The statement of a reducer that holds `key`, about the mean (its encoded bytes) of these payloads."""
+    unsigned = Statement(plan=plan.id, part=part, mean=digest_of(mean), payloads=list(payloads), signature="0" * 128)
+    return unsigned.model_copy(update={"signature": key.sign(STATEMENT_PURPOSE, _statement_bytes(unsigned)).hex()})
+
+
+def is_statement_signed(public: str, statement: Statement) -> bool:
+    """Whether the holder of the key `public` has signed the statement."""
+    return verify(public, STATEMENT_PURPOSE, _statement_bytes(statement), bytes.fromhex(statement.signature))
+
+
+def _payload_bytes(plan: str, part: int, digest: str) -> bytes:
+    # The plan's id contains the participants' incarnations, so it is of one attempt of one run.
+    return bytes.fromhex(plan) + part.to_bytes(8) + bytes.fromhex(digest)
+
+
+def _statement_bytes(statement: Statement) -> bytes:
+    own = _payload_bytes(statement.plan, statement.part, statement.mean)
+    return own + b"".join(bytes.fromhex(each.digest + each.signature) for each in statement.payloads)

@@ -1,0 +1,53 @@
+"""An island's own experience with reducers that it audited, over the rounds: with whom it takes part in no plan.
+
+    wrong mean       out for 64 rounds, then 256, ...; it is certain, at least to this island
+    nothing shown    out for 0, 1, 3, 7, ... rounds, because a link may have been at fault; not if there are two islands
+
+An entry is forgotten FORGET_ROUNDS after it has ended. It is this island's word alone: to others its refusal is an
+accusation like any other (outer/agreement/suspicions.py).
+"""
+
+from dataclasses import dataclass
+
+from outer.agreement.messages import Plan
+
+WRONG_ROUNDS = 64
+"""Rounds for which an island is out after the first wrong mean; four times as many after each further one."""
+MAX_ROUNDS = 1 << 14
+FORGET_ROUNDS = 64
+
+
+@dataclass(frozen=True)
+class _Entry:
+    num_wrong: int
+    num_hidden: int
+    until: int
+    """It is out of the rounds before this one."""
+
+
+class Distrust:
+    """Every rank of an island keeps its own, from the same audits."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+
+    def note(self, round_number: int, island: str, *, is_wrong: bool) -> None:
+        """An audit in this round has found the island at fault: its mean was wrong, or it did not show its work."""
+        old = self._entries.get(island, _Entry(0, 0, 0))
+        if round_number >= old.until + FORGET_ROUNDS:
+            old = _Entry(0, 0, 0)
+        wrong, hidden = old.num_wrong + is_wrong, old.num_hidden + (not is_wrong)
+        rounds = WRONG_ROUNDS * 4 ** (wrong - 1) if is_wrong else 2 ** (hidden - 1)
+        self._entries[island] = _Entry(wrong, hidden, max(old.until, round_number + min(rounds, MAX_ROUNDS)))
+
+    def find(self, plan: Plan) -> tuple[str, str] | None:
+        """A participant with which this island takes part in no plan of this round, and why; or None."""
+        for name in plan.names:
+            entry = self._entries.get(name)
+            if entry is None or plan.round >= entry.until:
+                continue
+            if entry.num_wrong:
+                return name, f"audits have found {entry.num_wrong} wrong means of island {name!r}"
+            if entry.num_hidden > 1 and len(plan.names) > 2:
+                return name, f"island {name!r} did not show the payloads of {entry.num_hidden} parts that it reduced"
+        return None

@@ -1,0 +1,190 @@
+"""Audits: after a reduce, recompute means of parts that other islands reduced, from the payloads that they received.
+
+    choose    each part with a probability of its own, drawn in private once its mean is here
+    fetch     the reducer's signed statement, then each contributor's payload
+    judge     every payload is the one that its contributor signed, and their mean has the bytes that the reducer sent
+
+The reducer has sent the mean before it can know that it is audited. Whom an audit finds at fault is accused in this
+island's vote, so the attempt does not commit. See docs/decisions/0024-reducers-are-audited.md.
+"""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from outer.agreement.messages import Plan
+from outer.audits.commitments import Commitments, Statement, digest_of, is_payload_signed, is_statement_signed
+from outer.audits.kept_payloads import PayloadRequest, StatementRequest
+from outer.config import MergeConfig
+from outer.errors import AuditError, MessageError, PeerLost, PoisonError, first_cause
+from outer.merges import build_merge
+from outer.network.deadlines import Deadlines
+from outer.network.endpoints import Endpoint, Messenger
+from outer.network.messages import parse, unpack_carriers
+from outer.reduce.filters import OutlierFilters
+from outer.reduce.means import encode_mean_of
+from outer.reduce.payloads import Mean, Payloads
+
+AUDITS_AT_ONCE = 4
+"""Limit per rank. Each holds the payloads of one part."""
+LONGEST_CALL_SECONDS = 3600.0
+"""Time limit of a call. The caller of `Auditor.run` bounds all of them together."""
+AGAIN_SECONDS = 0.2
+PING_SECONDS = 1.0
+
+
+@dataclass
+class Auditor:
+    """Audits on one rank, of parts that it carries. Its methods run on the event loop."""
+
+    probability: float
+    """Probability that a part of a round is audited by one participant or more; see `audit_rate`."""
+    me: Endpoint
+    commitments: Commitments
+    payloads: Payloads
+    config: MergeConfig
+    messenger: Messenger
+    deadlines: Deadlines
+    draws: random.Random = field(default_factory=random.SystemRandom)
+    """What decides which parts are audited. Nobody else may be able to predict it."""
+    awaited: Counter[str] = field(default_factory=Counter)
+    """Audits that the last attempt waited for when it ended, by reducer."""
+
+    async def run(self, plan: Plan, means: Mapping[int, Mean]) -> int:
+        """Audit some of this rank's parts, and return how many. The caller must set a time limit.
+
+        Raises AuditError, which names a reducer, or another TransportError.
+        """
+        self.awaited = Counter()
+        chosen, gate = self.choose(plan, means), asyncio.Semaphore(AUDITS_AT_ONCE)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for part in chosen:
+                    tasks.create_task(self._audit(plan, part, means[part], gate))
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from None
+        return len(chosen)
+
+    def choose(self, plan: Plan, means: Mapping[int, Mean]) -> list[int]:
+        """Draw the parts to audit: of those in `means` that another island has reduced."""
+        rate = audit_rate(self.probability, len(plan.names))
+        reduced = [part for part in sorted(means) if not self.payloads.are_gathered(part)]
+        return [part for part in reduced if _reducer_of(plan, part) != self.me.island and self.draws.random() < rate]
+
+    @property
+    def stalled_by(self) -> str | None:
+        """The island that alone held up the audits of the last attempt, or None."""
+        islands = {island for island, count in self.awaited.items() if count}
+        return min(islands) if len(islands) == 1 else None
+
+    async def _audit(self, plan: Plan, part: int, mean: Mean, gate: asyncio.Semaphore) -> None:
+        reducer = _reducer_of(plan, part)
+        self.awaited[reducer] += 1
+        async with gate:
+            case = _Case(self, plan, part, reducer, mean.payload)
+            try:
+                await case.judge()
+            except (PeerLost, MessageError) as error:
+                if isinstance(error, AuditError):
+                    raise
+                # If the attempt is over or the reducer lost, that is known within this time and ends the audit.
+                await asyncio.sleep(PING_SECONDS + self.deadlines.limit("call"))
+                text = f"island {reducer!r} does not show the payloads of part {part}, which it reduced: {error}"
+                raise AuditError(reducer, text, is_wrong=False) from None
+        self.awaited[reducer] -= 1
+
+
+@dataclass(frozen=True)
+class _Case:
+    """The audit of one part in one attempt."""
+
+    auditor: Auditor
+    plan: Plan
+    part: int
+    reducer: str
+    mean: torch.Tensor
+    """The encoded mean that the reducer has sent."""
+
+    async def judge(self) -> None:
+        """Raises AuditError if the mean is wrong; PeerLost or MessageError if the reducer does not show its work."""
+        request = StatementRequest(plan=self.plan.id, part=self.part)
+        statement = parse(Statement, await self._call("statement", request.encode(), bulk=False))
+        await asyncio.to_thread(self._check_statement, statement)
+        shown = []
+        for contributor, signed in zip(self.plan.contributors, statement.payloads, strict=True):
+            shown.append(await self._fetch(contributor.island, signed.digest))
+        recomputed = await asyncio.to_thread(self._recompute, shown)
+        if not torch.equal(recomputed, self.mean):
+            raise self._wrong("is not the mean of the payloads that it received, as it shows them itself")
+
+    def _check_statement(self, statement: Statement) -> None:
+        """Raise AuditError unless it is about the mean that was sent, and about payloads that contributors signed."""
+        commitments, contributors = self.auditor.commitments, [p.island for p in self.plan.contributors]
+        is_about = (statement.plan, statement.part, len(statement.payloads))
+        if is_about != (self.plan.id, self.part, len(contributors)):
+            raise MessageError("its statement is about another part, plan or number of payloads")
+        if not is_statement_signed(commitments.key_of(self.reducer), statement):
+            raise MessageError("its statement is not signed with its key")
+        if statement.mean != digest_of(self.mean):
+            raise self._wrong("is another one than it says to have sent")
+        for name, each in zip(contributors, statement.payloads, strict=True):
+            public, signature = commitments.key_of(name), bytes.fromhex(each.signature)
+            if not is_payload_signed(public, self.plan, self.part, each.digest, signature):
+                raise self._wrong(f"is one of a payload that island {name!r} has not sent")
+
+    async def _fetch(self, island: str, digest: str) -> torch.Tensor:
+        """The payload of a contributor, as the reducer shows it: the one that the contributor has signed."""
+        request = PayloadRequest(plan=self.plan.id, part=self.part, island=island)
+        body = await self._call("shown", request.encode(), bulk=True)
+        payload = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
+        if await asyncio.to_thread(digest_of, payload) != digest:
+            raise MessageError(f"what it shows of island {island!r} is not what it has signed")
+        return payload
+
+    def _recompute(self, shown: list[torch.Tensor]) -> torch.Tensor:
+        """The encoded mean, computed as its reducer must have done it."""
+        auditor, plan = self.auditor, self.plan
+        # Rules and filters that remember earlier rounds are refused together with audits (outer/config.py).
+        filters = OutlierFilters(auditor.config).begin(plan.round, plan.names)
+        merge = build_merge(auditor.config)
+        try:
+            return encode_mean_of(self.part, shown, plan, auditor.payloads, merge, filters, None)[0]
+        except PoisonError as error:
+            raise self._wrong(f"is one of a payload that it had to refuse ({error})") from None
+
+    async def _call(self, kind: str, body: bytes, *, bulk: bool) -> bytes:
+        """Call the rank that reduced the part; once more if its connection breaks."""
+        participant = self.plan.participants[self.plan.names.index(self.reducer)]
+        address = participant.control_addresses[unpack_carriers(participant.carriers)[self.part]]
+        messenger, lane = self.auditor.messenger, "bulk" if bulk else "control"
+        try:
+            return await messenger.call(address, kind, body, timeout_seconds=LONGEST_CALL_SECONDS, lane=lane)
+        except PeerLost:
+            await asyncio.sleep(AGAIN_SECONDS)
+            return await messenger.call(address, kind, body, timeout_seconds=LONGEST_CALL_SECONDS, lane=lane)
+
+    def _wrong(self, what: str) -> AuditError:
+        text = f"the mean of part {self.part} that island {self.reducer!r} sent {what}"
+        return AuditError(self.reducer, text, is_wrong=True)
+
+
+def audit_rate(probability: float, num_participants: int) -> float:
+    """Probability with which each participant but the reducer audits a part, each drawing for itself.
+
+    So that at least one of them does so with `probability`. Those who help the reducer draw nothing: with h honest
+    participants out of n - 1 it is 1 - (1 - probability)^(h / (n - 1)).
+
+    >>> [round(audit_rate(0.1, n), 4) for n in (2, 4, 8)]
+    [0.1, 0.0345, 0.0149]
+    """
+    if num_participants < 2:
+        return 0.0
+    return 1 - (1 - probability) ** (1 / (num_participants - 1))
+
+
+def _reducer_of(plan: Plan, part: int) -> str:
+    return plan.names[part % len(plan.names)]
