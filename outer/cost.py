@@ -16,6 +16,7 @@ from outer.codecs.base import Codec
 from outer.codecs.choice import CodecChoice, build_codec_choice, build_space
 from outer.config import OuterConfig
 from outer.merges.mean import WeightedSum
+from outer.reduce.auditor import audit_rate
 from outer.space.digest import part_digest
 from outer.space.layout import Part, TensorSpec
 from outer.state.global_state import LOG_BYTES_PER_PARAM
@@ -66,7 +67,8 @@ def _round_bytes(outer_json: str, specs: tuple[TensorSpec, ...], num_islands: in
         return [_gossip_bytes(space.parts, codecs, params, peers)]
     rounds = lcm(*(outer.moments or (1,))) * outer.fragments
     sent = ([i for group in space.part_groups_in(number) for i in space.parts_in[group]] for number in range(rounds))
-    return [_reduce_bytes([space.parts[i] for i in indices], codecs, num_islands) for indices in sent]
+    audits = outer.audit and (num_islands - 1) * audit_rate(outer.audit, num_islands)
+    return [_reduce_bytes([space.parts[i] for i in indices], codecs, num_islands, audits) for indices in sent]
 
 
 def _gossip_bytes(parts: Sequence[Part], codecs: CodecChoice, params: Codec, peers: int) -> RoundBytes:
@@ -75,8 +77,11 @@ def _gossip_bytes(parts: Sequence[Part], codecs: CodecChoice, params: Codec, pee
     return RoundBytes(sum(p.num_elements for p in parts), len(parts), peers * payloads, peers * payloads, 0, payloads)
 
 
-def _reduce_bytes(parts: Sequence[Part], codecs: CodecChoice, num_islands: int) -> RoundBytes:
-    """A part's payloads go to its reducer, which sends its mean to all; gathered payloads go from all to all."""
+def _reduce_bytes(parts: Sequence[Part], codecs: CodecChoice, num_islands: int, audits: float) -> RoundBytes:
+    """A part's payloads go to its reducer, which sends its mean to all; gathered payloads go from all to all.
+
+    Each part but the gathered ones is audited `audits` times on average, and then its reducer sends all its payloads.
+    """
     peers = num_islands - 1
     by_all = last_bytes = mean_bytes = 0
     as_reducer = [0] * num_islands
@@ -88,7 +93,7 @@ def _reduce_bytes(parts: Sequence[Part], codecs: CodecChoice, num_islands: int) 
             by_all += peers * payload
         else:
             by_all += payload
-            as_reducer[part.index % num_islands] += peers * mean - payload
+            as_reducer[part.index % num_islands] += peers * mean - payload + round(audits * num_islands * payload)
             last_bytes = peers * mean
     sent = [by_all + own for own in as_reducer]
     num_elements = sum(part.num_elements for part in parts)
@@ -115,6 +120,8 @@ def memory_bytes(
         memory["residuals of coding"] = FP32_BYTES * num_params * (1 + 1 / num_islands)
     if outer.merge.needs_last_mean:
         memory["last mean"] = FP32_BYTES * num_params
+    if outer.audit > 0:
+        memory["payloads kept for audits"] = max(each.mean_bytes for each in rounds) / num_ranks
     memory["a round's snapshot and mean"] = 2 * FP32_BYTES * largest
     if outer.gossip is not None:
         # The island's own share as encoded, and both tensors of every member's share as decoded.

@@ -39,9 +39,11 @@ def meeting_place(kind: str) -> Iterator[dict]:
         loop.close()
 
 
-def digests_of(name: str, kind: str, codec: str, where: dict) -> list[str]:
+def digests_of(name: str, kind: str, codec: str, where: dict, audit: float) -> list[str]:
     """Run one island for four rounds in its own thread, and return the digest after each round."""
-    config = OuterConfig(rounds=4, transport=kind, codec=codec, start_islands=len(NAMES), wait_seconds=GUARD_SECONDS)
+    config = OuterConfig(
+        rounds=4, transport=kind, codec=codec, start_islands=len(NAMES), wait_seconds=GUARD_SECONDS, audit=audit
+    )
     loop = EventLoopThread()
     settings = NetworkSettings(
         run_id="run", island=name, rank=0, island_key=key_of(name), connect_seconds=GUARD_SECONDS, **where
@@ -58,12 +60,12 @@ def digests_of(name: str, kind: str, codec: str, where: dict) -> list[str]:
         loop.close()
 
 
-def trajectory(kind: str, codec: str) -> list[str]:
+def trajectory(kind: str, codec: str, audit: float = 0.0) -> list[str]:
     """Digests that all islands agree on, by round."""
     # The first optimizer imports half of torch; from several threads at once that is not safe.
     torch.optim.SGD([torch.zeros(1)])
     with meeting_place(kind) as where, ThreadPoolExecutor(len(NAMES)) as pool:
-        found = list(pool.map(lambda name: digests_of(name, kind, codec, where), NAMES))
+        found = list(pool.map(lambda name: digests_of(name, kind, codec, where, audit), NAMES))
     assert found[0] == found[1] == found[2]
     return found[0]
 
@@ -74,6 +76,12 @@ def test_loopback_gloo_and_hivemind_give_the_same_digests_in_every_round(codec: 
     assert len(set(loopback)) == 4
     assert trajectory("gloo", codec) == loopback
     assert trajectory("hivemind", codec) == loopback
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gloo", "hivemind"])
+def test_audits_over_real_networks_change_no_digest(kind: str) -> None:
+    assert trajectory(kind, "int8", audit=1.0) == trajectory("loopback", "int8")
 
 
 def test_the_event_loop_outlives_cancelled_work() -> None:

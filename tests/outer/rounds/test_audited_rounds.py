@@ -13,6 +13,7 @@ from outer.agreement.messages import Plan
 from outer.audits.commitments import SignedPayload
 from outer.audits.kept_payloads import KeptPayloads, _KeptPart
 from outer.config import CodingConfig, MergeConfig, OuterConfig
+from outer.cost import round_bytes
 from outer.errors import AuditError, BehindError, TransportError
 from outer.hooks import NoHooks
 from outer.network.deadlines import Deadlines
@@ -20,7 +21,7 @@ from outer.reduce import auditor
 from outer.report import CaughtUp, RoundReport
 from outer.rounds.agreed import AgreedAverager
 from outer.rounds.island_reduce import IslandReduce
-from tests.outer.islands import GUARD_SECONDS, Island, fails_in, run_islands, tensors
+from tests.outer.islands import GUARD_SECONDS, Island, Spec, fails_in, run_islands, tensors
 from tests.outer.nets import key_of
 from tests.outer.rounds.test_disagreement import reports_of
 
@@ -273,3 +274,15 @@ def test_with_no_audits_nothing_is_kept_or_served() -> None:
         return attempts._auditor is None and attempts.reducer._rank.kept is None
 
     assert run_islands(dict.fromkeys("ab", script), config(2, audit=0.0)) == {"a": True, "b": True}
+
+
+def test_the_predicted_bytes_are_those_that_audits_send() -> None:
+    def script(island: Island) -> int:
+        return sum(report.bytes_sent for report in reports_of(island, ROUNDS))
+
+    model = partial(tensors, scale=400)
+    specs = tuple(Spec(name, tuple(values.shape)) for name, values in model().items())
+    for probability in (0.0, 1.0):
+        sent = run_islands(dict.fromkeys("abc", script), config(3, audit=probability), model=model)
+        (predicted,) = round_bytes(config(3, audit=probability), specs, 3)
+        assert sum(sent.values()) == pytest.approx(3 * ROUNDS * predicted.sent_bytes, rel=0.03)

@@ -18,6 +18,7 @@ from outer.transports.loopback import Hub
 from tests.harness import run_ranks
 from tests.outer.islands import GUARD_SECONDS, FakeParams, Held, Island, Wrap, fails_in, identity_of, tensors
 from tests.outer.nets import key_of
+from tests.outer.rounds.test_audited_rounds import lie
 from tests.outer.streams import Stream, layered
 from tests.outer.test_loop import TOKENS, assert_equal, reference
 
@@ -104,6 +105,25 @@ def test_islands_of_unequal_ranks_follow_the_reference_bit_for_bit() -> None:
     assert_equal(found[0][1], expected)
     for (_, params), layout in zip(found[1:], LAYOUTS[1:], strict=True):
         assert_equal(params, [sliced(flat, layout) for flat in expected])
+
+
+def test_ranks_audit_each_other_and_find_the_one_that_lies() -> None:
+    """In the second round the last rank of b sends wrong means of the parts that it carries."""
+
+    def script(island: Island, rank: int) -> tuple[list[str], int, list[str]]:
+        train_whole(island, 0)
+        honest = island.commit(TOKENS[island.name])
+        train_whole(island, 1)
+        if (island.name, rank) == ("b", 1):
+            lie(island)
+        failed = island.attempt(TOKENS[island.name])
+        return honest.participants, honest.audited, [failed.cause]
+
+    found = islands_of_ranks(script, config=CONFIG.model_copy(update={"audit": 1.0}))
+    assert [participants for participants, _, _ in found] == [["a", "b"]] * 3
+    # Each of the parts was audited by the island that did not reduce it.
+    assert found[0][1] > 0 and found[1][1] == found[2][1] > 0
+    assert "island 'b' sent is not the mean of the payloads that it received" in found[0][2][0]
 
 
 def sliced(flat: torch.Tensor, layout: list[Held]) -> torch.Tensor:
