@@ -10,7 +10,6 @@ from outer.audits.commitments import Commitments
 from outer.codecs import build_codec
 from outer.codecs.choice import CodecChoice, build_uniform_choice
 from outer.config import CodingConfig, GossipConfig, MergeConfig, OuterConfig
-from outer.hooks import NO_HOOKS
 from outer.identity.known_names import KnownNames
 from outer.membership.loopback import LoopbackMessenger
 from outer.network.deadlines import Deadlines
@@ -28,7 +27,7 @@ MEANS = dict.fromkeys(range(NUM_PARTS), Mean(torch.empty(0), torch.empty(0), b""
 
 
 def build_auditor(island: str, probability: float, seed: int, codecs: CodecChoice) -> Auditor:
-    payloads, commitments = Payloads(codecs, SPACE, NO_HOOKS), Commitments(key_of(island), KnownNames())
+    payloads, commitments = Payloads(codecs, SPACE), Commitments(key_of(island), KnownNames())
     messenger: LoopbackMessenger = None  # type: ignore[assignment] # choosing needs no network
     own = (Endpoint(island, 0), commitments, payloads, MergeConfig(), messenger, Deadlines(1.0))
     return Auditor(probability, *own, draws=random.Random(seed))
