@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,26 @@ async def swarm(
             await network.close()
         if rendezvous:
             rendezvous.close()
+
+
+def with_two(kind: str, test: Callable[[Network, Network], Coroutine[Any, Any, None]]) -> None:
+    """Run a test with the networks of the islands a and b, each of one rank. A hang fails the test."""
+
+    async def main() -> None:
+        async with swarm(kind) as place:
+            await test(await place.open(A), await place.open(B))
+
+    run(main())
+
+
+def with_connected(kind: str, test: Callable[[Network, Network], Coroutine[Any, Any, None]]) -> None:
+    """Like `with_two`; the transports of both are connected in one group."""
+
+    async def main() -> None:
+        async with swarm(kind) as place:
+            await test(*await place.connect(A, B))
+
+    run(main())
 
 
 class Swarm:

@@ -1,17 +1,40 @@
 import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
+from outer.connect import Network
 from outer.errors import DeadlineError, InputError, MessageError, PeerLost
 from outer.network import rpc as calls
 from outer.network.endpoints import Endpoint, Traffic
 from outer.network.frames import HEADER_BYTES, FrameStream, Header, Kind, hash_names, pack_header
 from outer.network.handshake import Hello, say_hello
 from outer.network.run_key import PeerAuth
-from tests.outer.nets import KINDS, A, B, key_of, run, swarm
+from tests.outer.nets import KINDS, A, B, key_of, run, swarm, with_two
 
 all_kinds = pytest.mark.parametrize("kind", KINDS)
 B1 = Endpoint("b", 1)
+
+
+async def call(caller: Network, callee: Network, kind: str, body: bytes, seconds: float = 10) -> bytes:
+    return await caller.messenger.call(callee.messenger.address, kind, body, timeout_seconds=seconds)
+
+
+def with_stranger(
+    test: Callable[[Network, asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]],
+) -> None:
+    """Run a test with island a and a plain connection to the socket at which it answers calls."""
+
+    async def main() -> None:
+        async with swarm("gloo") as place:
+            a = await place.open(A)
+            host, _, port = a.messenger.address.partition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            await test(a, reader, writer)
+            writer.close()
+
+    run(main())
 
 
 async def echo(source: Endpoint, body: bytes) -> bytes:
@@ -20,15 +43,13 @@ async def echo(source: Endpoint, body: bytes) -> bytes:
 
 @all_kinds
 def test_a_call_is_answered(kind):
-    async def main() -> None:
-        async with swarm(kind) as place:
-            a, b = await place.open(A), await place.open(B)
-            b.messenger.serve("echo", echo)
-            for body in (b"", b"xyz", bytes(range(256)) * (1 << 14)):
-                reply = await a.messenger.call(b.messenger.address, "echo", body, timeout_seconds=10)
-                assert reply == body[::-1]
+    async def test(a: Network, b: Network) -> None:
+        b.messenger.serve("echo", echo)
+        for body in (b"", b"xyz", bytes(range(256)) * (1 << 14)):
+            reply = await call(a, b, "echo", body)
+            assert reply == body[::-1]
 
-    run(main())
+    with_two(kind, test)
 
 
 @all_kinds
@@ -38,7 +59,7 @@ def test_every_rank_of_an_island_answers_its_own_calls(kind):
             a, b0, b1 = await place.open(A), await place.open(B), await place.open(B1)
             for network, name in ((b0, b"0"), (b1, b"1")):
                 network.messenger.serve("rank", lambda source, body, name=name: _answer(source, name))
-            calls_ = [a.messenger.call(n.messenger.address, "rank", b"", timeout_seconds=10) for n in (b0, b1)]
+            calls_ = [call(a, n, "rank", b"") for n in (b0, b1)]
             assert await asyncio.gather(*calls_) == [b"0", b"1"]
 
     run(main())
@@ -46,107 +67,96 @@ def test_every_rank_of_an_island_answers_its_own_calls(kind):
 
 @all_kinds
 def test_replies_find_their_calls_when_they_come_out_of_order(kind):
-    async def main() -> None:
-        async with swarm(kind) as place:
-            a, b = await place.open(A), await place.open(B)
-            second_came = asyncio.Event()
+    async def test(a: Network, b: Network) -> None:
+        second_came = asyncio.Event()
 
-            async def handler(source: Endpoint, body: bytes) -> bytes:
-                if body == b"first":
-                    await second_came.wait()
-                second_came.set()
-                return body
+        async def handler(source: Endpoint, body: bytes) -> bytes:
+            if body == b"first":
+                await second_came.wait()
+            second_came.set()
+            return body
 
-            b.messenger.serve("wait", handler)
-            bodies = [b"first", b"second"]
-            replies = [a.messenger.call(b.messenger.address, "wait", body, timeout_seconds=10) for body in bodies]
-            assert await asyncio.gather(*replies) == bodies
+        b.messenger.serve("wait", handler)
+        bodies = [b"first", b"second"]
+        replies = [call(a, b, "wait", body) for body in bodies]
+        assert await asyncio.gather(*replies) == bodies
 
-    run(main())
+    with_two(kind, test)
 
 
 @all_kinds
 def test_a_refusal_comes_back_with_its_text(kind):
-    async def main() -> None:
-        async with swarm(kind) as place:
-            a, b = await place.open(A), await place.open(B)
+    async def test(a: Network, b: Network) -> None:
 
-            async def refuse(source: Endpoint, body: bytes) -> bytes:
-                raise {b"1": MessageError, b"2": InputError}[body]("round 7 is over")
+        async def refuse(source: Endpoint, body: bytes) -> bytes:
+            raise {b"1": MessageError, b"2": InputError}[body]("round 7 is over")
 
-            b.messenger.serve("refuse", refuse)
-            b.messenger.serve("echo", echo)
-            for body in (b"1", b"2"):
-                with pytest.raises(MessageError, match="round 7 is over"):
-                    await a.messenger.call(b.messenger.address, "refuse", body, timeout_seconds=10)
-            assert await a.messenger.call(b.messenger.address, "echo", b"ab", timeout_seconds=10) == b"ba"
+        b.messenger.serve("refuse", refuse)
+        b.messenger.serve("echo", echo)
+        for body in (b"1", b"2"):
+            with pytest.raises(MessageError, match="round 7 is over"):
+                await call(a, b, "refuse", body)
+        assert await call(a, b, "echo", b"ab") == b"ba"
 
-    run(main())
+    with_two(kind, test)
 
 
 @all_kinds
 def test_a_broken_handler_is_a_refusal_that_tells_nothing_more(kind):
-    async def main() -> None:
-        async with swarm(kind) as place:
-            a, b = await place.open(A), await place.open(B)
+    async def test(a: Network, b: Network) -> None:
 
-            async def broken(source: Endpoint, body: bytes) -> bytes:
-                raise KeyError("secret")
+        async def broken(source: Endpoint, body: bytes) -> bytes:
+            raise KeyError("secret")
 
-            b.messenger.serve("broken", broken)
-            with pytest.raises(MessageError, match="the handler of 'broken' failed") as caught:
-                await a.messenger.call(b.messenger.address, "broken", b"", timeout_seconds=10)
-            assert "secret" not in str(caught.value)
+        b.messenger.serve("broken", broken)
+        with pytest.raises(MessageError, match="the handler of 'broken' failed") as caught:
+            await call(a, b, "broken", b"")
+        assert "secret" not in str(caught.value)
 
-    run(main())
+    with_two(kind, test)
 
 
 @all_kinds
 def test_a_call_that_nothing_answers_is_refused(kind):
-    async def main() -> None:
-        async with swarm(kind) as place:
-            a, b = await place.open(A), await place.open(B)
-            with pytest.raises(MessageError, match="nothing here answers 'what'"):
-                await a.messenger.call(b.messenger.address, "what", b"", timeout_seconds=10)
+    async def test(a: Network, b: Network) -> None:
+        with pytest.raises(MessageError, match="nothing here answers 'what'"):
+            await call(a, b, "what", b"")
 
-    run(main())
+    with_two(kind, test)
 
 
 @all_kinds
 def test_an_oversized_call_or_reply_is_refused(kind, monkeypatch):
-    async def main() -> None:
-        monkeypatch.setattr(calls, "MAX_BODY_BYTES", 1000)
-        monkeypatch.setattr(calls, "MAX_CALL_BYTES", 1000)
-        monkeypatch.setattr("outer.membership.loopback.MAX_CALL_BYTES", 1000)
-        async with swarm(kind) as place:
-            a, b = await place.open(A), await place.open(B)
-            b.messenger.serve("long", lambda source, body: _answer(source, bytes(1001)))
-            with pytest.raises(MessageError, match="at most 1000"):
-                await a.messenger.call(b.messenger.address, "long", bytes(1001), timeout_seconds=10)
-            with pytest.raises(MessageError, match="at most 1000"):
-                await a.messenger.call(b.messenger.address, "long", b"", timeout_seconds=10)
+    monkeypatch.setattr(calls, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(calls, "MAX_CALL_BYTES", 1000)
+    monkeypatch.setattr("outer.membership.loopback.MAX_CALL_BYTES", 1000)
 
-    run(main())
+    async def test(a: Network, b: Network) -> None:
+        b.messenger.serve("long", lambda source, body: _answer(source, bytes(1001)))
+        with pytest.raises(MessageError, match="at most 1000"):
+            await call(a, b, "long", bytes(1001))
+        with pytest.raises(MessageError, match="at most 1000"):
+            await call(a, b, "long", b"")
+
+    with_two(kind, test)
 
 
 @all_kinds
 def test_a_slow_handler_is_a_deadline_error_and_the_connection_lives_on(kind):
-    async def main() -> None:
-        async with swarm(kind) as place:
-            a, b = await place.open(A), await place.open(B)
-            never = asyncio.Event()
+    async def test(a: Network, b: Network) -> None:
+        never = asyncio.Event()
 
-            async def slow(source: Endpoint, body: bytes) -> bytes:
-                await never.wait()
-                return body
+        async def slow(source: Endpoint, body: bytes) -> bytes:
+            await never.wait()
+            return body
 
-            b.messenger.serve("slow", slow)
-            b.messenger.serve("echo", echo)
-            with pytest.raises(DeadlineError, match=r"did not answer 'slow' within 0\.2 s"):
-                await a.messenger.call(b.messenger.address, "slow", b"", timeout_seconds=0.2)
-            assert await a.messenger.call(b.messenger.address, "echo", b"ab", timeout_seconds=10) == b"ba"
+        b.messenger.serve("slow", slow)
+        b.messenger.serve("echo", echo)
+        with pytest.raises(DeadlineError, match=r"did not answer 'slow' within 0\.2 s"):
+            await call(a, b, "slow", b"", seconds=0.2)
+        assert await call(a, b, "echo", b"ab") == b"ba"
 
-    run(main())
+    with_two(kind, test)
 
 
 @pytest.mark.parametrize(
@@ -171,26 +181,24 @@ def test_an_address_that_cannot_be_reached_is_a_lost_peer(kind, address):
 
 @all_kinds
 def test_a_peer_that_closes_in_the_middle_of_a_call_is_lost(kind):
-    async def main() -> None:
-        async with swarm(kind) as place:
-            a, b = await place.open(A), await place.open(B)
-            called = asyncio.Event()
+    async def test(a: Network, b: Network) -> None:
+        called = asyncio.Event()
 
-            async def hang(source: Endpoint, body: bytes) -> bytes:
-                called.set()
-                await asyncio.Event().wait()
-                return body
+        async def hang(source: Endpoint, body: bytes) -> bytes:
+            called.set()
+            await asyncio.Event().wait()
+            return body
 
-            b.messenger.serve("hang", hang)
-            calling = asyncio.create_task(a.messenger.call(b.messenger.address, "hang", b"", timeout_seconds=20))
-            await asyncio.wait_for(called.wait(), 10)
-            await b.close()
-            with pytest.raises(PeerLost):
-                await asyncio.wait_for(calling, 5)
-            with pytest.raises(PeerLost):
-                await a.messenger.call(b.messenger.address, "hang", b"", timeout_seconds=5)
+        b.messenger.serve("hang", hang)
+        calling = asyncio.create_task(call(a, b, "hang", b"", seconds=20))
+        await asyncio.wait_for(called.wait(), 10)
+        await b.close()
+        with pytest.raises(PeerLost):
+            await asyncio.wait_for(calling, 5)
+        with pytest.raises(PeerLost):
+            await call(a, b, "hang", b"", seconds=5)
 
-    run(main())
+    with_two(kind, test)
 
 
 @pytest.mark.parametrize("kind", ["gloo", "hivemind"])
@@ -200,39 +208,29 @@ def test_calls_of_another_run_are_not_answered(kind):
             a, b = await place.open(A), await place.open(B, run_id="another")
             b.messenger.serve("echo", echo)
             with pytest.raises(PeerLost):
-                await a.messenger.call(b.messenger.address, "echo", b"", timeout_seconds=5)
+                await call(a, b, "echo", b"", seconds=5)
 
     run(main())
 
 
 @pytest.mark.parametrize("raw", [b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(100), b"DLCX" + bytes(100)])
 def test_a_stranger_that_talks_nonsense_is_dropped(raw):
-    async def main() -> None:
-        async with swarm("gloo") as place:
-            a = await place.open(A)
-            host, _, port = a.messenger.address.partition(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(raw)
-            assert await _read_to_end(reader) == b""
-            writer.close()
+    async def test(a: Network, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(raw)
+        assert await _read_to_end(reader) == b""
 
-    run(main())
+    with_stranger(test)
 
 
 @pytest.mark.parametrize("message", [b"", b"\x05ab", b"\x02\xff\xff"])
 def test_a_malformed_call_ends_its_connection(message):
-    async def main() -> None:
-        async with swarm("gloo") as place:
-            a = await place.open(A)
-            host, _, port = a.messenger.address.partition(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            stream = FrameStream(reader, writer, hash_names("run", "control"), Traffic())
-            await say_hello(stream, B, PeerAuth())
-            await stream.write(Header(Kind.CALL, num_bytes=len(message)), message)
-            assert await _read_to_end(reader) == b""
-            stream.close()
+    async def test(a: Network, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        stream = FrameStream(reader, writer, hash_names("run", "control"), Traffic())
+        await say_hello(stream, B, PeerAuth())
+        await stream.write(Header(Kind.CALL, num_bytes=len(message)), message)
+        assert await _read_to_end(reader) == b""
 
-    run(main())
+    with_stranger(test)
 
 
 RUN = hash_names("run", "control")
@@ -257,21 +255,16 @@ HELLO = pack_header(Header(Kind.HELLO, 0, num_bytes=len(WORDS)), RUN) + WORDS
     ],
 )
 def test_what_is_refused_is_counted_with_peer_and_reason(raw, peer, kind, text):
-    async def main() -> None:
-        async with swarm("gloo") as place:
-            a = await place.open(A)
-            host, _, port = a.messenger.address.partition(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(raw)
-            writer.write_eof()
-            await _read_to_end(reader)
-            expected = [] if kind == "none" else [(peer, kind, 1)]
-            found = a.rejections.drain()
-            assert [(its_peer, its_kind, count) for its_peer, its_kind, _, count in found] == expected
-            assert all(text in its_text for _, _, its_text, _ in found)
-            writer.close()
+    async def test(a: Network, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(raw)
+        writer.write_eof()
+        await _read_to_end(reader)
+        expected = [] if kind == "none" else [(peer, kind, 1)]
+        found = a.rejections.drain()
+        assert [(its_peer, its_kind, count) for its_peer, its_kind, _, count in found] == expected
+        assert all(text in its_text for _, _, its_text, _ in found)
 
-    run(main())
+    with_stranger(test)
 
 
 @pytest.mark.parametrize(
@@ -283,42 +276,35 @@ def test_what_is_refused_is_counted_with_peer_and_reason(raw, peer, kind, text):
     ],
 )
 def test_what_is_refused_after_the_handshake_is_counted_with_peer_and_reason(raw, kind, text):
-    async def main() -> None:
-        async with swarm("gloo") as place:
-            a = await place.open(A)
-            host, _, port = a.messenger.address.partition(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            await say_hello(FrameStream(reader, writer, RUN, Traffic()), B, PeerAuth())
-            writer.write(raw)
-            writer.write_eof()
-            await _read_to_end(reader)
-            ((its_peer, its_kind, its_text, count),) = a.rejections.drain()
-            assert (its_peer, its_kind, count) == ("b/0 at 127.0.0.1", kind, 1)
-            assert text in its_text
-            writer.close()
+    async def test(a: Network, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await say_hello(FrameStream(reader, writer, RUN, Traffic()), B, PeerAuth())
+        writer.write(raw)
+        writer.write_eof()
+        await _read_to_end(reader)
+        ((its_peer, its_kind, its_text, count),) = a.rejections.drain()
+        assert (its_peer, its_kind, count) == ("b/0 at 127.0.0.1", kind, 1)
+        assert text in its_text
 
-    run(main())
+    with_stranger(test)
 
 
 @pytest.mark.parametrize("kind", ["gloo", "hivemind"])
 def test_calls_that_are_refused_are_counted_with_the_caller(kind):
-    async def main() -> None:
-        async with swarm(kind) as place:
-            a, b = await place.open(A), await place.open(B)
+    async def test(a: Network, b: Network) -> None:
 
-            async def refuse(source: Endpoint, body: bytes) -> bytes:
-                raise MessageError("round 7 is over")
+        async def refuse(source: Endpoint, body: bytes) -> bytes:
+            raise MessageError("round 7 is over")
 
-            b.messenger.serve("refuse", refuse)
-            for name in ("refuse", "what"):
-                with pytest.raises(MessageError):
-                    await a.messenger.call(b.messenger.address, name, b"", timeout_seconds=10)
-            assert b.rejections.drain() == [
-                ("a/0", "call", "refuse: round 7 is over", 1),
-                ("a/0", "unknown", "nothing here answers 'what'", 1),
-            ]
+        b.messenger.serve("refuse", refuse)
+        for name in ("refuse", "what"):
+            with pytest.raises(MessageError):
+                await call(a, b, name, b"")
+        assert b.rejections.drain() == [
+            ("a/0", "call", "refuse: round 7 is over", 1),
+            ("a/0", "unknown", "nothing here answers 'what'", 1),
+        ]
 
-    run(main())
+    with_two(kind, test)
 
 
 def test_a_caller_of_another_run_is_told_so():
@@ -326,21 +312,19 @@ def test_a_caller_of_another_run_is_told_so():
         async with swarm("gloo") as place:
             a, b = await place.open(A), await place.open(B, run_id="another")
             with pytest.raises(PeerLost, match="a frame of another run"):
-                await a.messenger.call(b.messenger.address, "echo", b"", timeout_seconds=5)
+                await call(a, b, "echo", b"", seconds=5)
 
     run(main())
 
 
 def test_connections_beyond_the_limit_are_counted(monkeypatch):
-    async def main() -> None:
-        async with swarm("gloo") as place:
-            a, b = await place.open(A), await place.open(B)
-            monkeypatch.setattr("outer.network.rejections.MAX_CONNECTIONS", 0)
-            with pytest.raises(PeerLost):
-                await a.messenger.call(b.messenger.address, "echo", b"", timeout_seconds=5)
-            assert [(kind, count) for _, kind, _, count in b.rejections.drain()] == [("streams", 1)]
+    async def test(a: Network, b: Network) -> None:
+        monkeypatch.setattr("outer.network.rejections.MAX_CONNECTIONS", 0)
+        with pytest.raises(PeerLost):
+            await call(a, b, "echo", b"", seconds=5)
+        assert [(kind, count) for _, kind, _, count in b.rejections.drain()] == [("streams", 1)]
 
-    run(main())
+    with_two("gloo", test)
 
 
 async def _read_to_end(reader: asyncio.StreamReader) -> bytes:

@@ -7,8 +7,23 @@ import select
 import pytest
 import torch
 
+from outer.connect import Network
 from outer.errors import DeadlineError, PeerLost
-from tests.outer.nets import KINDS, TEST_SECONDS, A, B, C, RemotePeer, connect, member, payload, run, swarm, tag
+from tests.outer.nets import (
+    KINDS,
+    TEST_SECONDS,
+    A,
+    B,
+    C,
+    RemotePeer,
+    connect,
+    member,
+    payload,
+    run,
+    swarm,
+    tag,
+    with_connected,
+)
 
 all_kinds = pytest.mark.parametrize("kind", KINDS)
 real_kinds = pytest.mark.parametrize("kind", ["gloo", "hivemind"])
@@ -16,17 +31,15 @@ real_kinds = pytest.mark.parametrize("kind", ["gloo", "hivemind"])
 
 @all_kinds
 def test_leaving_a_group_is_heard_by_those_who_wait(kind):
-    async def main() -> None:
-        async with swarm(kind) as place:
-            a, b = await place.connect(A, B)
-            waiting = asyncio.create_task(b.transport.recv(A, tag(0), 10))
-            await asyncio.wait({waiting}, timeout=0.1)
-            await a.transport.disconnect()
-            with pytest.raises(PeerLost) as caught:
-                await asyncio.wait_for(waiting, 5)
-            assert caught.value.peer == "a"
+    async def test(a: Network, b: Network) -> None:
+        waiting = asyncio.create_task(b.transport.recv(A, tag(0), 10))
+        await asyncio.wait({waiting}, timeout=0.1)
+        await a.transport.disconnect()
+        with pytest.raises(PeerLost) as caught:
+            await asyncio.wait_for(waiting, 5)
+        assert caught.value.peer == "a"
 
-    run(main())
+    with_connected(kind, test)
 
 
 @all_kinds
@@ -48,17 +61,15 @@ def test_the_rest_reconnect_after_one_is_gone(kind):
 
 @all_kinds
 def test_a_cancelled_recv_leaves_a_transport_that_can_reconnect(kind):
-    async def main() -> None:
-        async with swarm(kind) as place:
-            a, b = await place.connect(A, B)
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.1):
-                    await a.transport.recv(B, tag(0), 10)
-            await connect({A: a, B: b}, "2")
-            _, got = await asyncio.gather(b.transport.send(A, tag(0), payload(9)), a.transport.recv(B, tag(0), 9))
-            assert torch.equal(got, payload(9))
+    async def test(a: Network, b: Network) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await a.transport.recv(B, tag(0), 10)
+        await connect({A: a, B: b}, "2")
+        _, got = await asyncio.gather(b.transport.send(A, tag(0), payload(9)), a.transport.recv(B, tag(0), 9))
+        assert torch.equal(got, payload(9))
 
-    run(main())
+    with_connected(kind, test)
 
 
 @all_kinds
@@ -98,17 +109,15 @@ def test_a_killed_peer_is_lost_within_seconds(kind):
 
 
 def test_a_network_whose_daemon_has_died_closes_in_time():
-    async def main() -> None:
-        async with swarm("hivemind") as place:
-            a, _ = await place.connect(A, B)
-            assert a.membership is not None
-            await a.membership.announce(member("a"))
-            a.transport._daemon.p2p._child.kill()
-            with pytest.raises(PeerLost):
-                await asyncio.wait_for(a.transport.recv(B, tag(0), 1), 5)
-            await asyncio.wait_for(a.close(), 8)
+    async def test(a: Network, _: Network) -> None:
+        assert a.membership is not None
+        await a.membership.announce(member("a"))
+        a.transport._daemon.p2p._child.kill()
+        with pytest.raises(PeerLost):
+            await asyncio.wait_for(a.transport.recv(B, tag(0), 1), 5)
+        await asyncio.wait_for(a.close(), 8)
 
-    run(main())
+    with_connected("hivemind", test)
 
 
 def test_a_lost_island_hears_of_it_and_so_do_the_others():

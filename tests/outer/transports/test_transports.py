@@ -6,42 +6,38 @@ import threading
 import pytest
 import torch
 
-from outer.connect import NetworkSettings, open_network
+from outer.connect import Network, NetworkSettings, open_network
 from outer.errors import MessageError, PeerLost
 from outer.network.endpoints import Endpoint, Leg, Tag
 from outer.network.frames import HEADER_BYTES
 from outer.transports.gloo.transport import PREAMBLE_BYTES, gloo_tag
 from outer.transports.loopback import Hub
 from outer.transports.mailbox import Mailbox
-from tests.outer.nets import KINDS, A, B, C, connect, key_of, payload, run, swarm, tag
+from tests.outer.nets import KINDS, A, B, C, connect, key_of, payload, run, swarm, tag, with_connected
 
 all_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @all_kinds
 def test_payloads_of_all_sizes_arrive_intact(kind):
-    async def main() -> None:
-        async with swarm(kind) as place:
-            a, b = await place.connect(A, B)
-            for part, num_bytes in enumerate([0, 1, 1 << 20, 8 << 20]):
-                sending = a.transport.send(B, tag(part), payload(num_bytes))
-                _, got = await asyncio.gather(sending, b.transport.recv(A, tag(part), num_bytes))
-                assert torch.equal(got, payload(num_bytes))
+    async def test(a: Network, b: Network) -> None:
+        for part, num_bytes in enumerate([0, 1, 1 << 20, 8 << 20]):
+            sending = a.transport.send(B, tag(part), payload(num_bytes))
+            _, got = await asyncio.gather(sending, b.transport.recv(A, tag(part), num_bytes))
+            assert torch.equal(got, payload(num_bytes))
 
-    run(main())
+    with_connected(kind, test)
 
 
 @all_kinds
 def test_payloads_are_found_by_tag_in_any_order(kind):
-    async def main() -> None:
-        async with swarm(kind) as place:
-            a, b = await place.connect(A, B)
-            sends = [a.transport.send(B, tag(i), payload(1000 + i, i)) for i in range(8)]
-            receives = [b.transport.recv(A, tag(i), 1000 + i) for i in reversed(range(8))]
-            *_, got = await asyncio.gather(*sends, asyncio.gather(*receives))
-            assert all(torch.equal(p, payload(1000 + i, i)) for i, p in zip(reversed(range(8)), got, strict=True))
+    async def test(a: Network, b: Network) -> None:
+        sends = [a.transport.send(B, tag(i), payload(1000 + i, i)) for i in range(8)]
+        receives = [b.transport.recv(A, tag(i), 1000 + i) for i in reversed(range(8))]
+        *_, got = await asyncio.gather(*sends, asyncio.gather(*receives))
+        assert all(torch.equal(p, payload(1000 + i, i)) for i, p in zip(reversed(range(8)), got, strict=True))
 
-    run(main())
+    with_connected(kind, test)
 
 
 @all_kinds
@@ -62,100 +58,84 @@ def test_three_islands_of_unequal_ranks_exchange_all_to_all(kind):
 
 @all_kinds
 def test_a_sent_buffer_may_be_reused_at_once(kind):
-    async def main() -> None:
-        async with swarm(kind) as place:
-            a, b = await place.connect(A, B)
-            buffer = payload(1 << 20)
-            receiving = asyncio.create_task(b.transport.recv(A, tag(0), 1 << 20))
-            await a.transport.send(B, tag(0), buffer)
-            buffer.zero_()
-            assert torch.equal(await receiving, payload(1 << 20))
+    async def test(a: Network, b: Network) -> None:
+        buffer = payload(1 << 20)
+        receiving = asyncio.create_task(b.transport.recv(A, tag(0), 1 << 20))
+        await a.transport.send(B, tag(0), buffer)
+        buffer.zero_()
+        assert torch.equal(await receiving, payload(1 << 20))
 
-    run(main())
+    with_connected(kind, test)
 
 
 @pytest.mark.parametrize("kind", ["loopback", "hivemind"])
 def test_a_payload_of_another_size_is_refused(kind):
-    async def main() -> None:
-        async with swarm(kind) as place:
-            a, b = await place.connect(A, B)
-            await a.transport.send(B, tag(0), payload(10))
-            with pytest.raises(MessageError, match=r"sent 10 bytes .* 11 expected"):
-                await b.transport.recv(A, tag(0), 11)
+    async def test(a: Network, b: Network) -> None:
+        await a.transport.send(B, tag(0), payload(10))
+        with pytest.raises(MessageError, match=r"sent 10 bytes .* 11 expected"):
+            await b.transport.recv(A, tag(0), 11)
 
-    run(main())
+    with_connected(kind, test)
 
 
 def test_gloo_never_delivers_a_payload_of_another_size():
-    async def main() -> None:
-        async with swarm("gloo") as place:
-            a, b = await place.connect(A, B)
-            sending = asyncio.create_task(a.transport.send(B, tag(0), payload(1000)))
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.5):
-                    await b.transport.recv(A, tag(0), 10)
-            await b.transport.disconnect()
-            with pytest.raises(PeerLost):
-                await sending
+    async def test(a: Network, b: Network) -> None:
+        sending = asyncio.create_task(a.transport.send(B, tag(0), payload(1000)))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await b.transport.recv(A, tag(0), 10)
+        await b.transport.disconnect()
+        with pytest.raises(PeerLost):
+            await sending
 
-    run(main())
+    with_connected("gloo", test)
 
 
 @all_kinds
 def test_a_payload_of_an_earlier_group_is_never_delivered(kind):
-    async def main() -> None:
-        async with swarm(kind) as place:
-            a, b = await place.connect(A, B)
-            early = asyncio.create_task(a.transport.send(B, tag(0), payload(100, 1)))
-            await asyncio.wait({early}, timeout=0.2)
-            await connect({A: a, B: b}, "2")
-            await asyncio.wait({early})
-            assert early.exception() is None or isinstance(early.exception(), PeerLost)
-            _, got = await asyncio.gather(
-                a.transport.send(B, tag(0), payload(100, 2)), b.transport.recv(A, tag(0), 100)
-            )
-            assert torch.equal(got, payload(100, 2))
+    async def test(a: Network, b: Network) -> None:
+        early = asyncio.create_task(a.transport.send(B, tag(0), payload(100, 1)))
+        await asyncio.wait({early}, timeout=0.2)
+        await connect({A: a, B: b}, "2")
+        await asyncio.wait({early})
+        assert early.exception() is None or isinstance(early.exception(), PeerLost)
+        _, got = await asyncio.gather(a.transport.send(B, tag(0), payload(100, 2)), b.transport.recv(A, tag(0), 100))
+        assert torch.equal(got, payload(100, 2))
 
-    run(main())
+    with_connected(kind, test)
 
 
 @all_kinds
 def test_traffic_is_payload_and_headers_on_both_sides(kind):
-    async def main() -> None:
-        async with swarm(kind) as place:
-            a, b = await place.connect(A, B)
-            before = a.transport.traffic.bytes_sent, b.transport.traffic.bytes_received
-            await asyncio.gather(
-                *(a.transport.send(B, tag(i), payload(1000)) for i in range(3)),
-                *(b.transport.recv(A, tag(i), 1000) for i in range(3)),
-            )
-            overhead = 2 * PREAMBLE_BYTES if kind == "gloo" else HEADER_BYTES
-            assert a.transport.traffic.bytes_sent - before[0] == 3 * (1000 + overhead)
-            assert b.transport.traffic.bytes_received - before[1] == 3 * (1000 + overhead)
+    async def test(a: Network, b: Network) -> None:
+        before = a.transport.traffic.bytes_sent, b.transport.traffic.bytes_received
+        await asyncio.gather(
+            *(a.transport.send(B, tag(i), payload(1000)) for i in range(3)),
+            *(b.transport.recv(A, tag(i), 1000) for i in range(3)),
+        )
+        overhead = 2 * PREAMBLE_BYTES if kind == "gloo" else HEADER_BYTES
+        assert a.transport.traffic.bytes_sent - before[0] == 3 * (1000 + overhead)
+        assert b.transport.traffic.bytes_received - before[1] == 3 * (1000 + overhead)
 
-    run(main())
+    with_connected(kind, test)
 
 
 @all_kinds
 def test_sending_outside_of_a_group_is_refused(kind):
-    async def main() -> None:
-        async with swarm(kind) as place:
-            a, _ = await place.connect(A, B)
-            with pytest.raises(PeerLost, match="not in this group"):
-                await a.transport.send(C, tag(0), payload(1))
+    async def test(a: Network, _: Network) -> None:
+        with pytest.raises(PeerLost, match="not in this group"):
+            await a.transport.send(C, tag(0), payload(1))
 
-    run(main())
+    with_connected(kind, test)
 
 
 @all_kinds
 def test_closing_twice_is_harmless(kind):
-    async def main() -> None:
-        async with swarm(kind) as place:
-            a, _ = await place.connect(A, B)
-            await a.close()
-            await a.close()
+    async def test(a: Network, _: Network) -> None:
+        await a.close()
+        await a.close()
 
-    run(main())
+    with_connected(kind, test)
 
 
 def test_loopback_delivers_late_and_out_of_order_across_event_loops():
