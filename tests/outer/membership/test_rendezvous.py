@@ -1,28 +1,24 @@
+"""Islands at a rendezvous that dies, comes back empty, or is one of several."""
+
 import asyncio
-import json
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from outer.connect import find_runs
-from outer.errors import InputError, MessageError, PeerLost
-from outer.membership import rendezvous as limits
-from outer.membership.records import Announcement, Publication, Records, RunInfo, open_record, sign_record
-from outer.membership.rendezvous import MAX_RUNS, RecordServer, Rendezvous, serve_rendezvous
+from outer.errors import InputError
+from outer.membership.records import Records, RunInfo
+from outer.membership.rendezvous import Rendezvous, serve_rendezvous
 from outer.membership.rendezvous_link import RendezvousLink
-from outer.membership.tcp import RENDEZVOUS, TcpMembership, dial, listen, open_membership
-from outer.network.endpoints import Endpoint, Traffic
-from outer.network.messages import parse
-from outer.network.rpc import StreamMessenger
-from outer.network.run_key import PeerAuth
+from outer.membership.tcp import TcpMembership, open_membership
 from tests.outer.membership.test_membership import wait_for
-from tests.outer.nets import ROOT, A, B, C, Swarm, key_of, member, run
+from tests.outer.nets import ROOT, A, B, C, Swarm, member, run
+from tests.outer.rendezvous import open_memberships, rendezvous
 
 
 class Bootstrap:
@@ -46,31 +42,6 @@ class Bootstrap:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-
-
-@contextmanager
-def rendezvous(count: int) -> Iterator[list[Rendezvous]]:
-    """Start several rendezvous in this process."""
-    served = [serve_rendezvous("127.0.0.1", 0) for _ in range(count)]
-    try:
-        yield served
-    finally:
-        for one in served:
-            one.close()
-
-
-@asynccontextmanager
-async def open_memberships(*members: tuple[str, list[str]], run_id: str = "run") -> AsyncIterator[list[TcpMembership]]:
-    """Open memberships of these islands at these addresses."""
-    found: list[TcpMembership] = []
-    try:
-        for island, addresses in members:
-            auth = PeerAuth(island=key_of(island))
-            found.append(await open_membership(addresses, run_id, Endpoint(island, 0), 1.5, 10, auth))
-        yield found
-    finally:
-        for membership in found:
-            await membership.close()
 
 
 @asynccontextmanager
@@ -256,151 +227,3 @@ def test_an_island_that_falls_silent_expires():
                 await wait_for(b.members, {"b": member("b")})
 
     run(main())
-
-
-async def ask(server: RecordServer, kind: str, body: bytes) -> bytes:
-    return await server.handlers[kind](Endpoint("x", 0), body)
-
-
-def announcement(name: str, run_id: str = "run", time_ms: int = 1, **changes: Any) -> bytes:
-    """An island's announcement, signed with the key that it claims or, with `signed_by`, with that of another."""
-    signed_by = changes.pop("signed_by", name)
-    record = sign_record(key_of(signed_by), run_id, member(name, **changes), time_ms)
-    return Announcement(run=run_id, record=record, life_seconds=60).encode()
-
-
-def make_record(**fields: Any) -> bytes:
-    return json.dumps(json.loads(announcement("a")) | fields).encode()
-
-
-MALFORMED = [
-    ("announce", b""),
-    ("announce", b"\xff\xfe"),
-    ("announce", b"[" * 100_000),
-    ("announce", make_record(run="../etc")),
-    ("announce", make_record(run="x" * 65)),
-    ("announce", make_record(life_seconds=1e9)),
-    ("announce", make_record(life_seconds=0)),
-    ("announce", make_record(life_seconds="NaN")),
-    ("announce", make_record(extra=1)),
-    ("beat", make_record(record={"text": "{}", "time": 1, "signature": "0" * 128})),
-    ("beat", announcement("a", signed_by="b")),
-    ("members", b'{"run": 1}'),
-    ("members", b'{"run": "run", "seen": "not hex"}'),
-    ("publish", json.dumps({"run": "run", "text": "x" * (1 << 16) + "x"}).encode()),
-    ("publish", json.dumps({"run": "run", "text": "\u20ac" * (1 << 15)}).encode()),
-    ("leave", b'{"run": "run", "island": "a b", "incarnation": "00"}'),
-    ("config", b"null"),
-]
-
-
-@pytest.mark.parametrize(("kind", "body"), MALFORMED, ids=[f"{k}-{b[:20]!r}" for k, b in MALFORMED])
-def test_a_malformed_call_is_refused_and_leaves_nothing_behind(kind, body):
-    async def main() -> None:
-        server = RecordServer()
-        with pytest.raises((MessageError, InputError)):
-            await ask(server, kind, body)
-        assert not server._runs
-
-    run(main())
-
-
-def test_an_oversized_call_is_not_read():
-    async def main() -> None:
-        with rendezvous(1) as (server,):
-            client = StreamMessenger(RENDEZVOUS, Endpoint("x", 0), dial, Traffic())
-            target = server.address.removeprefix("tcp://")
-            with pytest.raises(PeerLost):
-                await client.call(target, "announce", bytes(limits.MAX_CALL_BYTES), timeout_seconds=10)
-            assert await client.call(target, "runs", b"", timeout_seconds=10) == b'{"runs":{}}'
-            await client.close()
-
-    run(main())
-
-
-def test_a_run_takes_so_many_records_and_no_more():
-    async def main() -> None:
-        server = RecordServer()
-        for number in range(limits.MAX_RECORDS):
-            await ask(server, "announce", announcement(f"island-{number}"))
-        with pytest.raises(MessageError, match="takes"):
-            await ask(server, "announce", announcement("one-more"))
-        await ask(server, "beat", announcement("island-3", time_ms=2, round=5))
-        await ask(server, "announce", announcement("one-more", run_id="another"))
-
-    run(main())
-
-
-def test_a_run_takes_so_many_bytes_and_no_more(monkeypatch):
-    monkeypatch.setattr(limits, "MAX_RUN_BYTES", 4096)
-
-    async def main() -> None:
-        server = RecordServer()
-        await ask(server, "announce", announcement("a", control_addresses=["x" * 2000]))
-        with pytest.raises(MessageError, match="4096 per run"):
-            await ask(server, "announce", announcement("b", control_addresses=["x" * 2000]))
-        await ask(server, "announce", announcement("a", time_ms=2, control_addresses=["x" * 3000]))
-
-    run(main())
-
-
-def test_a_rendezvous_serves_so_many_live_runs_and_forgets_the_dead_first():
-    async def main() -> None:
-        server = RecordServer()
-        for number in range(MAX_RUNS):
-            publication = Publication(run=f"run-{number}", text="text")
-            await ask(server, "publish", publication.model_dump_json().encode())
-            if number != 5:
-                await ask(server, "announce", announcement("a", run_id=f"run-{number}"))
-        await ask(server, "announce", announcement("a", run_id="one-more"))
-        assert "run-5" not in server._runs
-        with pytest.raises(MessageError, match=f"serves {MAX_RUNS} runs already"):
-            await ask(server, "announce", announcement("a", run_id="two-more"))
-
-    run(main())
-
-
-def test_records_of_a_hostile_rendezvous_are_checked():
-    good = member("a")
-    records = {
-        "a": sign_record(key_of("a"), "run", good, 1).model_dump(),
-        "b": sign_record(key_of("a"), "run", good, 1).model_dump(),
-        "c": {"text": "{}", "time": 1, "signature": "0" * 128},
-        "d": sign_record(key_of("d"), "another", member("d"), 1).model_dump(),
-        "e": sign_record(key_of("a"), "run", member("e"), 1).model_dump(),
-        "f": sign_record(key_of("f"), "run", member("f"), 1).model_dump() | {"time": 2},
-    }
-
-    async def members(source: Endpoint, body: bytes) -> bytes:
-        return json.dumps({"server": "0", "digest": "00", "records": records, "has_config": False}).encode()
-
-    async def main() -> None:
-        messenger = StreamMessenger(RENDEZVOUS, Endpoint("x", 0), dial, Traffic())
-        messenger.serve("members", members)
-        server = await listen(messenger, "127.0.0.1", 0)
-        async with open_memberships(("z", [f"tcp://{server.address}"])) as (z,):
-            assert await z.members() == {"a": good}
-        await server.close()
-
-    run(main())
-
-
-def test_a_rendezvous_that_answers_nonsense_is_as_good_as_none():
-    async def members(source: Endpoint, body: bytes) -> bytes:
-        return b'{"server": "0", "digest": "00", "records": {"a b": "x"}, "has_config": false}'
-
-    async def main() -> None:
-        messenger = StreamMessenger(RENDEZVOUS, Endpoint("x", 0), dial, Traffic())
-        messenger.serve("members", members)
-        server = await listen(messenger, "127.0.0.1", 0)
-        with pytest.raises(InputError, match="not a Records"):
-            await open_membership([f"tcp://{server.address}"], "run", A, 1, connect_seconds=0.5)
-        await server.close()
-
-    run(main())
-
-
-def test_an_announcement_is_the_same_after_the_wire():
-    whole = Announcement(run="run", record=sign_record(key_of("a"), "run", member("a"), 5), life_seconds=5.0)
-    assert parse(Announcement, whole.model_dump_json().encode()) == whole
-    assert open_record("run", whole.record) == member("a")

@@ -1,0 +1,102 @@
+"""The records that a rendezvous keeps: what it refuses, and how much it takes."""
+
+import json
+from typing import Any
+
+import pytest
+
+from outer.errors import InputError, MessageError
+from outer.membership import rendezvous as limits
+from outer.membership.records import Announcement, Publication, sign_record
+from outer.membership.rendezvous import MAX_RUNS, RecordServer
+from outer.network.endpoints import Endpoint
+from tests.outer.nets import key_of, member, run
+
+
+async def ask(server: RecordServer, kind: str, body: bytes) -> bytes:
+    return await server.handlers[kind](Endpoint("x", 0), body)
+
+
+def announcement(name: str, run_id: str = "run", time_ms: int = 1, **changes: Any) -> bytes:
+    """An island's announcement, signed with the key that it claims or, with `signed_by`, with that of another."""
+    signed_by = changes.pop("signed_by", name)
+    record = sign_record(key_of(signed_by), run_id, member(name, **changes), time_ms)
+    return Announcement(run=run_id, record=record, life_seconds=60).encode()
+
+
+def make_record(**fields: Any) -> bytes:
+    return json.dumps(json.loads(announcement("a")) | fields).encode()
+
+
+MALFORMED = [
+    ("announce", b""),
+    ("announce", b"\xff\xfe"),
+    ("announce", b"[" * 100_000),
+    ("announce", make_record(run="../etc")),
+    ("announce", make_record(run="x" * 65)),
+    ("announce", make_record(life_seconds=1e9)),
+    ("announce", make_record(life_seconds=0)),
+    ("announce", make_record(life_seconds="NaN")),
+    ("announce", make_record(extra=1)),
+    ("beat", make_record(record={"text": "{}", "time": 1, "signature": "0" * 128})),
+    ("beat", announcement("a", signed_by="b")),
+    ("members", b'{"run": 1}'),
+    ("members", b'{"run": "run", "seen": "not hex"}'),
+    ("publish", json.dumps({"run": "run", "text": "x" * (1 << 16) + "x"}).encode()),
+    ("publish", json.dumps({"run": "run", "text": "\u20ac" * (1 << 15)}).encode()),
+    ("leave", b'{"run": "run", "island": "a b", "incarnation": "00"}'),
+    ("config", b"null"),
+]
+
+
+@pytest.mark.parametrize(("kind", "body"), MALFORMED, ids=[f"{k}-{b[:20]!r}" for k, b in MALFORMED])
+def test_a_malformed_call_is_refused_and_leaves_nothing_behind(kind, body):
+    async def main() -> None:
+        server = RecordServer()
+        with pytest.raises((MessageError, InputError)):
+            await ask(server, kind, body)
+        assert not server._runs
+
+    run(main())
+
+
+def test_a_run_takes_so_many_records_and_no_more():
+    async def main() -> None:
+        server = RecordServer()
+        for number in range(limits.MAX_RECORDS):
+            await ask(server, "announce", announcement(f"island-{number}"))
+        with pytest.raises(MessageError, match="takes"):
+            await ask(server, "announce", announcement("one-more"))
+        await ask(server, "beat", announcement("island-3", time_ms=2, round=5))
+        await ask(server, "announce", announcement("one-more", run_id="another"))
+
+    run(main())
+
+
+def test_a_run_takes_so_many_bytes_and_no_more(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_RUN_BYTES", 4096)
+
+    async def main() -> None:
+        server = RecordServer()
+        await ask(server, "announce", announcement("a", control_addresses=["x" * 2000]))
+        with pytest.raises(MessageError, match="4096 per run"):
+            await ask(server, "announce", announcement("b", control_addresses=["x" * 2000]))
+        await ask(server, "announce", announcement("a", time_ms=2, control_addresses=["x" * 3000]))
+
+    run(main())
+
+
+def test_a_rendezvous_serves_so_many_live_runs_and_forgets_the_dead_first():
+    async def main() -> None:
+        server = RecordServer()
+        for number in range(MAX_RUNS):
+            publication = Publication(run=f"run-{number}", text="text")
+            await ask(server, "publish", publication.model_dump_json().encode())
+            if number != 5:
+                await ask(server, "announce", announcement("a", run_id=f"run-{number}"))
+        await ask(server, "announce", announcement("a", run_id="one-more"))
+        assert "run-5" not in server._runs
+        with pytest.raises(MessageError, match=f"serves {MAX_RUNS} runs already"):
+            await ask(server, "announce", announcement("a", run_id="two-more"))
+
+    run(main())
