@@ -21,6 +21,7 @@ from outer.space.digest import part_digest
 from outer.space.layout import Part, TensorSpec
 from outer.state.global_state import LOG_BYTES_PER_PARAM
 from outer.state.optimizer import OuterOptimizer
+from outer.state.pseudo_gradient import sum_of_squares
 
 FP32_BYTES = 4
 MEASURE_SECONDS = 0.02
@@ -175,16 +176,14 @@ def _measure(outer: OuterConfig) -> HostSpeed:
     total, optimizer = WeightedSum(num_elements), OuterOptimizer({0: values.clone()}, outer.optimizer)
     # Allocated beforehand: an island reuses its memory after the first round, a new process waits for the system's.
     local, gathered, difference = (torch.zeros(COPIED_ELEMENTS) for _ in range(3))
-    wide = torch.empty(num_elements, dtype=torch.float64)
 
     def snapshot() -> None:
         torch.sub(local, gathered.copy_(local), out=difference)
-        for part in difference.split(num_elements):
-            wide[: part.numel()].copy_(part).square_().sum().item()
+        sum_of_squares(difference)
 
     def step() -> None:
         optimizer.step({0: values})
-        part_digest(torch.cat([values, values]))
+        part_digest(values, values)
 
     def write() -> None:
         local.copy_(gathered.copy_(difference))

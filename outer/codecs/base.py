@@ -34,5 +34,8 @@ class Codec(Protocol):
         ...
 
     def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """Decode a payload into 1-D fp32 values. Raises MessageError if its size or scales are not valid."""
+        """Decode a payload into 1-D fp32 values. Raises MessageError if its size or scales are not valid.
+
+        The values may share their memory with the payload: write to neither.
+        """
         ...

@@ -49,11 +49,12 @@ class GlobalState:
     def pseudo_grads(self, local: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Global minus local, fp32, of the parts in `local`, to be descended; for moments the local values themselves.
 
-        The global values are those from which the local params were trained. Moments are sent whole because an encoded
-        difference could bring a second moment to zero or below; a mean of second moments cannot.
+        `local` is overwritten. The global values are those from which the local params were trained. Moments are sent
+        whole because an encoded difference could bring a second moment to zero or below; a mean of second moments
+        cannot.
         """
         with self._lock:
-            return {i: v if i in self._moments else self._base(i) - v for i, v in local.items()}
+            return {i: v if i in self._moments else torch.sub(self._base(i), v, out=v) for i, v in local.items()}
 
     def local_values(self, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Local params that have these pseudo-gradients relative to the current global params; moments unchanged."""

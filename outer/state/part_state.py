@@ -53,7 +53,7 @@ class PartState:
     def digest(self) -> bytes:
         """Digest of everything that decides the next outer step."""
         pushes = [torch.tensor([float(self.pushes)])] if self.pushes else []
-        return part_digest(torch.cat([self.params, self.momentum, *pushes]))
+        return part_digest(self.params, self.momentum, *pushes)
 
     @property
     def num_bytes(self) -> int:

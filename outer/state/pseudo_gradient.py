@@ -8,6 +8,8 @@ import torch
 from outer.errors import OuterError
 from outer.leases.ranges import Ranges
 
+STRETCH_ELEMENTS = 1 << 16
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -28,6 +30,11 @@ class Snapshot:
     """Tokens trained on since this fragment was averaged last: the island's weight in the mean."""
     units: Ranges
     """Units of data read since the last commit."""
+
+
+def sum_of_squares(values: torch.Tensor) -> float:
+    """The squared L2 norm of 1-D fp32 values: sums of short stretches in fp32, which are added in double precision."""
+    return sum(float(torch.dot(piece, piece)) for piece in values.split(STRETCH_ELEMENTS))
 
 
 class Contribution:

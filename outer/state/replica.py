@@ -14,7 +14,7 @@ from outer.space.ranks import RankGroup
 from outer.space.redistribute import Params, Redistribution
 from outer.state.global_state import GlobalState
 from outer.state.part_state import PartState, Position
-from outer.state.pseudo_gradient import Snapshot
+from outer.state.pseudo_gradient import Snapshot, sum_of_squares
 
 
 class Replica:
@@ -58,8 +58,7 @@ class Replica:
     def norm(self, pseudo_grads: Mapping[int, torch.Tensor]) -> float:
         """L2 norm over the parts of all ranks, without moments."""
         own = [grad for index, grad in pseudo_grads.items() if not self.space.parts[index].is_moment]
-        square = sum(float(grad.double().square().sum()) for grad in own)
-        return sum(self.ranks.gather(square)) ** 0.5
+        return sum(self.ranks.gather(sum(map(sum_of_squares, own)))) ** 0.5
 
     def commit(self, means: Mapping[int, Mean], position: Position, num_given: int, *, observes: bool) -> None:
         """One outer step on the parts in `means`, each the mean of `num_given` islands. Local params do not change.

@@ -1,19 +1,23 @@
 """Digests change with any bit and with the order of parts, and with nothing else."""
 
-from hashlib import blake2b
-
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 
 from outer.space.digest import DIGEST_BYTES, combine_digests, part_digest
 
 torch.set_num_threads(1)
 
 
-def test_a_part_digest_is_blake2b_of_the_raw_bytes() -> None:
+def test_a_part_digest_is_blake3_of_the_raw_bytes() -> None:
     values = torch.tensor([1.0, -2.5, 0.0])
-    assert part_digest(values) == blake2b(values.numpy().tobytes(), digest_size=16).digest()
+    assert part_digest(values) == blake3(values.numpy().tobytes()).digest(length=16)
+
+
+def test_several_tensors_are_digested_as_one_after_the_other() -> None:
+    values = torch.linspace(-1, 1, 1000)
+    assert part_digest(values[:300], values[300:]) == part_digest(values)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64])

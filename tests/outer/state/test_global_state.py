@@ -43,7 +43,7 @@ def stepped(num_rounds: int, config: OuterOptimizerConfig | None = None) -> Glob
 
 def test_a_pseudo_gradient_is_global_minus_local() -> None:
     state, local = stepped(1), values(7)
-    found = state.pseudo_grads(local)
+    found = state.pseudo_grads({i: part.clone() for i, part in local.items()})
     assert all(torch.equal(found[i], state.parts[i] - local[i]) for i in state.parts)
 
 

@@ -1,0 +1,218 @@
+"""CPU time and memory of whole rounds between islands, in nanoseconds and bytes a parameter, beside plain gloo.
+
+    python -m scripts.bench.round_cpu [--params 10e6] [--islands 2] [--rounds 5] [--what plain,gloo,gloo-int4]
+
+plain is DiLoCo written in plain torch: subtract, `all_reduce` over gloo, SGD, copy back. The others are our outer loop
+over that transport and codec, with everything that a round does: snapshot, plan, reduce, vote, outer step, digest of
+the state, merge. There are no inner steps. Every island is a process with one thread, and the contestants take turns,
+so that the ratios hold on a busy machine, too.
+
+"CPU" is the process's own time (libp2p's daemon is a process of its own and not in it), the median of the islands.
+"held" and "peak" are resident memory beyond the process before its params existed; the local params are 4 of them.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from diloco.swarm.bootstrap import PREFIX
+from diloco.watch.signals import end_with_parent
+from outer.config import OuterConfig
+from outer.connect import NetworkSettings, open_network
+from outer.loop import build_loop
+from outer.network.event_loop import EventLoopThread
+from outer.space.ranks import RankGroup
+from scripts.bench.arguments import choices
+from tests.outer.islands import FakeParams, identity_of
+from tests.outer.nets import key_of
+
+CONTESTANTS = {
+    "plain": ("", ""),
+    "gloo": ("gloo", "fp32"),
+    "gloo-int4": ("gloo", "int4"),
+    "hivemind": ("hivemind", "fp32"),
+}
+"""(transport, codec) of each contestant; plain has neither."""
+WARM_ROUNDS = 2
+GUARD_SECONDS = 600
+LAYER = (512, 2048)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One island of one contestant."""
+
+    what: str
+    index: int
+    num_islands: int
+    num_params: int
+    num_rounds: int
+    bootstrap: str
+    store: str
+    """File in which the processes of the plain contestant meet."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a round costs one island, for each parameter."""
+
+    cpu_ns: float
+    wall_ns: float
+    held_bytes: float
+    peak_bytes: float
+
+
+def build_params(num_params: int) -> dict[str, torch.Tensor]:
+    """Matrices of about a layer's size with as many elements in all."""
+    size = LAYER[0] * LAYER[1]
+    return {f"layers.{i}.w": torch.zeros(LAYER) for i in range(max(1, round(num_params / size)))}
+
+
+def measure(seat: Seat, tensors: dict[str, torch.Tensor], run_round: Callable[[], None], before: int) -> Cost:
+    """Run the rounds and measure those after the first two."""
+    for _ in range(WARM_ROUNDS):
+        run_round()
+    cpu, wall, num_params = time.process_time(), time.monotonic(), sum(t.numel() for t in tensors.values())
+    for _ in range(seat.num_rounds):
+        run_round()
+    each = seat.num_rounds * num_params
+    cpu, wall = time.process_time() - cpu, time.monotonic() - wall
+    held, peak = _memory("VmRSS") - before, _memory("VmHWM") - before
+    return Cost(cpu / each * 1e9, wall / each * 1e9, held / num_params, peak / num_params)
+
+
+def run_plain(seat: Seat, before: int) -> Cost:
+    """DiLoCo in plain torch: the mean of the pseudo-gradients by all_reduce, then SGD with Nesterov momentum."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(seat.store, seat.num_islands)
+    dist.init_process_group("gloo", store=store, rank=seat.index, world_size=seat.num_islands)
+    local = build_params(seat.num_params)
+    params = {name: torch.nn.Parameter(values.clone()) for name, values in local.items()}
+    optimizer = torch.optim.SGD(params.values(), lr=0.7, momentum=0.9, nesterov=True)
+
+    def run_round() -> None:
+        for name, values in local.items():
+            grad = params[name].detach() - values
+            dist.all_reduce(grad)
+            params[name].grad = grad.div_(seat.num_islands)
+        optimizer.step()
+        for name, values in local.items():
+            values.copy_(params[name].detach())
+
+    cost = measure(seat, local, run_round, before)
+    dist.destroy_process_group()
+    return cost
+
+
+def run_ours(seat: Seat, before: int) -> Cost:
+    """Our outer loop over the network and codec that the contestant names."""
+    transport, codec = CONTESTANTS[seat.what]
+    rounds = WARM_ROUNDS + seat.num_rounds
+    config = OuterConfig.model_validate(
+        {"transport": transport, "codec": codec, "start_islands": seat.num_islands, "rounds": rounds}
+    )
+    name, loop = f"island-{seat.index}", EventLoopThread()
+    where = NetworkSettings("bench", name, 0, [seat.bootstrap], island_key=key_of(name), connect_seconds=60)
+    network = loop.run(open_network(transport, where))
+    params = FakeParams(build_params(seat.num_params))
+    outer = build_loop(config, identity_of(name), params, RankGroup(), network, loop)
+    outer.begin()
+
+    def run_round() -> None:
+        outer.launch(1000)
+        assert len(outer.land().reports) == 1, "every round is committed at its first attempt"
+
+    cost = measure(seat, dict(enumerate(params.values)), run_round, before)  # type: ignore[arg-type]
+    outer.finish()
+    loop.run(network.close(), 20)
+    return cost
+
+
+def island_main(seat: Seat) -> None:
+    """One island's process: prints its cost as a line of JSON."""
+    end_with_parent()
+    torch.set_num_threads(1)
+    before = _memory("VmRSS")
+    cost = (run_ours if CONTESTANTS[seat.what][0] else run_plain)(seat, before)
+    print(json.dumps(asdict(cost)), flush=True)
+    # gloo's threads sometimes abort during a normal interpreter shutdown.
+    os._exit(0)
+
+
+def run_contestant(what: str, num_islands: int, num_params: int, num_rounds: int, folder: Path) -> Cost:
+    """The medians over the islands of one contestant."""
+    transport = CONTESTANTS[what][0]
+    store = folder / f"store-{what}-{time.monotonic_ns()}"
+    with _bootstrap(transport) as address:
+        seats = [Seat(what, i, num_islands, num_params, num_rounds, address, str(store)) for i in range(num_islands)]
+        words = [sys.executable, "-m", "scripts.bench.round_cpu", "--seat"]
+        children = [subprocess.Popen([*words, json.dumps(asdict(s))], stdout=subprocess.PIPE, text=True) for s in seats]
+        try:
+            costs = [Cost(**json.loads(child.communicate(timeout=GUARD_SECONDS)[0])) for child in children]
+        finally:
+            for child in children:
+                child.kill()
+    return Cost(*(median(values) for values in zip(*(asdict(c).values() for c in costs), strict=True)))
+
+
+@contextmanager
+def _bootstrap(transport: str) -> Iterator[str]:
+    if not transport:
+        yield ""
+        return
+    kind = "tcp" if transport == "gloo" else "dht"
+    words = ["-m", "diloco", "bootstrap", "--rendezvous", kind, "--host", "127.0.0.1"]
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield next(line.removeprefix(PREFIX).strip() for line in process.stdout if line.startswith(PREFIX))
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def _memory(field: str) -> int:
+    """Bytes of resident memory: now (VmRSS) or at the peak (VmHWM)."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields[field].split()[0]) * 1024
+
+
+def main() -> None:
+    """Measure the contestants in turn and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=float, default=10e6, help="number of parameters")
+    parser.add_argument("--islands", type=int, default=2, help="number of islands")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds measured, after two that are not")
+    parser.add_argument("--what", type=choices(CONTESTANTS), default=["plain", "gloo", "gloo-int4"])
+    parser.add_argument("--repeats", type=int, default=1, help="turns of each contestant; the table has the medians")
+    parser.add_argument("--seat", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.seat:
+        island_main(Seat(**json.loads(arguments.seat)))
+    found: dict[str, list[Cost]] = {what: [] for what in arguments.what}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(arguments.repeats):
+            for what, costs in found.items():
+                size = arguments.islands, int(arguments.params), arguments.rounds
+                costs.append(run_contestant(what, *size, Path(folder)))
+    print(f"{arguments.islands} islands, {arguments.params:g} parameters, a round and island, for each parameter")
+    print(f"{'':12s}{'CPU ns':>9s}{'wall ns':>9s}{'held B':>9s}{'peak B':>9s}")
+    for what, costs in found.items():
+        cells = (median(values) for values in zip(*(asdict(c).values() for c in costs), strict=True))
+        print(f"{what:12s}" + "".join(f"{cell:9.1f}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()
