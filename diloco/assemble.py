@@ -3,20 +3,18 @@
 import logging
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from diloco.checkpoints.island_checkpoint import IslandCheckpoints, open_checkpoints
-from diloco.config.from_swarm import parse_swarm_config, swarm_text
-from diloco.config.schema import IslandConfig, RunConfig, differing_keys
-from diloco.errors import ConfigError
+from diloco.config.schema import IslandConfig, RunConfig
+from diloco.connections import Shared, open_connections
 from diloco.faults.self_inflicted import build_hooks, slow_down
 from diloco.records.logbook import Logbook
 from diloco.records.metrics import EventRecord, Metrics
@@ -35,32 +33,16 @@ from inner.model.sizes import resolve_sizes
 from inner.optim.moments import ParamsAndMoments
 from inner.trainer import Trainer, TrainerSettings
 from outer.agreement.peers import Identity
-from outer.connect import Network, NetworkSettings, open_network
+from outer.connect import Network
 from outer.diagnostics import DiagnosticsServer, ProbeResponder
 from outer.hooks import Hooks
-from outer.identity.access import BANNED_FILE
-from outer.identity.island_key import KEY_FILE, IslandKey, load_island_key
-from outer.identity.known_names import NAMES_FILE
+from outer.identity.island_key import IslandKey
 from outer.loop import OuterLoop, build_loop
 from outer.network.event_loop import EventLoopThread
-from outer.network.run_key import load_run_key
 from outer.report import LoopSettings
 from outer.space.ranks import RankGroup
-from outer.transports.loopback import Hub
 
 log = logging.getLogger(__name__)
-
-CLOSE_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What the islands of one process share."""
-
-    hub: Hub
-    event_loop: EventLoopThread
-    turns: threading.Semaphore
-    """Limits how many islands compute at the same time."""
 
 
 @dataclass
@@ -134,22 +116,12 @@ def open_runtime(
     with ExitStack() as stack:
         started_at = time.time()
         corpus = load_corpus(config, island)
-        num_sequences = config.optimizer.tokens_per_step // config.data.seq_len
-        num_islands = config.outer.start_islands
-        batches = IslandBatches(corpus, config.data.seq_len, config.seed, num_islands, num_sequences)
         trainer = build_trainer(config, island, corpus, device)
         metrics = stack.enter_context(open_records(config, island, folder)) if ranks.is_leader else None
         requests = OperatorRequests(ranks, folder, island.max_hours, started_at)
-        # A lone island needs no network.
-        hub, event_loop = (Hub(), EventLoopThread()) if shared is None else (shared.hub, shared.event_loop)
-        if shared is None:
-            stack.callback(event_loop.close)
-        # The island's ranks trust each other, and all of them speak in its name.
-        key = IslandKey(ranks.on_leader(lambda: load_island_key(folder / KEY_FILE).secret))
-        network = connect(config, island, ranks, event_loop, folder, hub, key)
-        stack.callback(close_network, network, event_loop)
+        network, event_loop = stack.enter_context(open_connections(config, island, ranks, folder, shared))
         stack.callback(requests.close)
-        identity = build_identity(config, island, ranks, key)
+        identity = build_identity(config, island, ranks, network.island_key)
         hooks = build_hooks(island.faults, island.index, ranks.rank, folder)
         rounds = RoundRecords(metrics, config.outer.start_islands)
         settings = build_loop_settings(config, island, folder, hooks, rounds)
@@ -163,7 +135,7 @@ def open_runtime(
             config=config,
             island=island,
             corpus=corpus,
-            batches=batches,
+            batches=build_batches(config, corpus),
             trainer=trainer,
             outer=outer,
             network=network,
@@ -180,6 +152,12 @@ def open_runtime(
             moments=moments,
             turns=nullcontext() if shared is None else shared.turns,
         )
+
+
+def build_batches(config: RunConfig, corpus: Corpus) -> IslandBatches:
+    """The corpus in the order in which the run's islands read it."""
+    num_sequences = config.optimizer.tokens_per_step // config.data.seq_len
+    return IslandBatches(corpus, config.data.seq_len, config.seed, config.outer.start_islands, num_sequences)
 
 
 @contextmanager
@@ -224,66 +202,6 @@ def build_loop_settings(
         on_wait=rounds.on_wait,
         on_abort=rounds.on_abort,
     )
-
-
-def close_network(network: Network, event_loop: EventLoopThread) -> None:
-    """Free the sockets and processes of a rank."""
-    try:
-        event_loop.run(network.close(), timeout_seconds=CLOSE_SECONDS)
-    except TimeoutError:
-        log.warning("the network did not close within %.0f s", CLOSE_SECONDS)
-
-
-def connect(
-    config: RunConfig,
-    island: IslandConfig,
-    ranks: RankGroup,
-    event_loop: EventLoopThread,
-    folder: Path,
-    hub: Hub,
-    key: IslandKey,
-) -> Network:
-    """Open the rank's connections to other islands. The leader checks that they run the same config."""
-    # Settings of the same name are the island's own.
-    names = {field.name for field in fields(NetworkSettings)} & IslandConfig.model_fields.keys()
-    leader_address = None
-    network = None
-    for turn in ("leader", "others"):
-        if ranks.is_leader == (turn == "leader"):
-            settings = NetworkSettings(
-                run_id=config.name,
-                island=island.label,
-                rank=ranks.rank,
-                run_key=load_run_key(island.run_key_file),
-                island_key=key,
-                names_path=folder / NAMES_FILE if ranks.is_leader else None,
-                ban_files=[folder / BANNED_FILE, folder.parent / BANNED_FILE],
-                identity_path=folder / "identity.key",
-                hub=hub,
-                leader_address=leader_address,
-                **{name: getattr(island, name) for name in names},
-            )
-            network = event_loop.run(open_network(config.outer.transport, settings))
-        leader_address = ranks.broadcast(network.leader_address if ranks.is_leader and network else None)
-    assert network is not None
-    if network.membership is not None:
-        theirs = event_loop.run(network.membership.read_config())
-        check_same_run(config, theirs)
-        event_loop.run(network.membership.publish_config(swarm_text(config)))
-    return network
-
-
-def check_same_run(ours: RunConfig, theirs: str | None) -> None:
-    """Raise ConfigError, naming the keys, if the swarm's config of this run differs from ours. None: it has none."""
-    if theirs is None:
-        return
-    run = parse_swarm_config(theirs)
-    if run.hash != ours.hash:
-        differences = "\n".join(f"  {line}" for line in differing_keys(ours, run))
-        raise ConfigError(
-            f"the swarm's run {ours.name!r} has another config than this island:\n{differences}\n"
-            "use the run's own (`diloco join ADDRESS` fetches it), or give this run another name"
-        )
 
 
 def open_metrics(config: RunConfig, island: IslandConfig, folder: Path) -> Metrics:

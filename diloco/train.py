@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 
 from diloco import island, island_quorum
-from diloco.assemble import Runtime, build_trainer, close_network, open_metrics, open_runtime
+from diloco.assemble import Runtime, build_trainer, open_metrics, open_runtime
 from diloco.config.init_weights import add_weights_hash
 from diloco.config.schema import Config, IslandConfig, RunConfig, dump_config
+from diloco.connections import close_network
 from diloco.errors import FolderInUse
 from diloco.records.logbook import Logbook
 from diloco.records.metrics import Metrics

@@ -40,7 +40,7 @@ FLOORS = {
         config faults formatting
         network_emulation planning records
         report runtime
-        checkpoints swarm
+        checkpoints connections swarm
         assemble
         island
         island_quorum simulate

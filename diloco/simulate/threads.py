@@ -20,9 +20,10 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from diloco import island
-from diloco.assemble import Runtime, Shared, open_runtime
+from diloco.assemble import Runtime, open_runtime
 from diloco.config.init_weights import add_weights_hash
 from diloco.config.schema import Config, IslandConfig
+from diloco.connections import Shared
 from diloco.runtime.process_group import open_process_group, pick_device
 from diloco.watch.signals import end_with_parent, on_stop
 from outer.network.event_loop import EventLoopThread

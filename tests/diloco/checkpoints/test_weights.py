@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from typer.testing import CliRunner
 
-from diloco.assemble import check_same_run
 from diloco.checkpoints.weights import (
     GenerateRequest,
     evaluate,
@@ -20,6 +19,7 @@ from diloco.checkpoints.weights import (
 from diloco.cli.main import app
 from diloco.config.init_weights import pin_weights_hash
 from diloco.config.schema import Config, dump_config, load_config, parse_config
+from diloco.connections import check_same_run
 from diloco.errors import ConfigError
 from inner.errors import InputError
 from inner.huggingface.files import weights_sha256

@@ -1,0 +1,112 @@
+"""Opens what one rank of an island speaks to other islands through."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from diloco.config.from_swarm import parse_swarm_config, swarm_text
+from diloco.config.schema import IslandConfig, RunConfig, differing_keys
+from diloco.errors import ConfigError
+from outer.connect import Network, NetworkSettings, open_network
+from outer.identity.access import BANNED_FILE
+from outer.identity.island_key import KEY_FILE, IslandKey, load_island_key
+from outer.identity.known_names import NAMES_FILE
+from outer.network.event_loop import EventLoopThread
+from outer.network.run_key import load_run_key
+from outer.space.ranks import RankGroup
+from outer.transports.loopback import Hub
+
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the islands of one process share."""
+
+    hub: Hub
+    event_loop: EventLoopThread
+    turns: threading.Semaphore
+    """Limits how many islands compute at the same time."""
+
+
+@contextmanager
+def open_connections(
+    config: RunConfig, island: IslandConfig, ranks: RankGroup, folder: Path, shared: Shared | None
+) -> Iterator[tuple[Network, EventLoopThread]]:
+    """The connections of one rank to other islands, and the event loop that owns them, until the block ends.
+
+    Every rank of the island must enter it. `shared` is given if other islands run in this process.
+    """
+    # A lone island needs no network.
+    hub, event_loop = (Hub(), EventLoopThread()) if shared is None else (shared.hub, shared.event_loop)
+    with ExitStack() as stack:
+        if shared is None:
+            stack.callback(event_loop.close)
+        network = connect(config, ranks, event_loop, build_network_settings(config, island, ranks, folder, hub))
+        stack.callback(close_network, network, event_loop)
+        yield network, event_loop
+
+
+def build_network_settings(
+    config: RunConfig, island: IslandConfig, ranks: RankGroup, folder: Path, hub: Hub
+) -> NetworkSettings:
+    """Who this rank is on the network, and how it connects. Every rank of the island calls it together."""
+    # The island's ranks trust each other, and all of them speak in its name.
+    key = IslandKey(ranks.on_leader(lambda: load_island_key(folder / KEY_FILE).secret))
+    # Settings of the same name are the island's own.
+    names = {field.name for field in fields(NetworkSettings)} & IslandConfig.model_fields.keys()
+    return NetworkSettings(
+        run_id=config.name,
+        island=island.label,
+        rank=ranks.rank,
+        run_key=load_run_key(island.run_key_file),
+        island_key=key,
+        names_path=folder / NAMES_FILE if ranks.is_leader else None,
+        ban_files=[folder / BANNED_FILE, folder.parent / BANNED_FILE],
+        identity_path=folder / "identity.key",
+        hub=hub,
+        **{name: getattr(island, name) for name in names},
+    )
+
+
+def connect(config: RunConfig, ranks: RankGroup, event_loop: EventLoopThread, settings: NetworkSettings) -> Network:
+    """Open the rank's connections to other islands. The leader checks that they run the same config."""
+    leader_address = None
+    network = None
+    for turn in ("leader", "others"):
+        if ranks.is_leader == (turn == "leader"):
+            own = replace(settings, leader_address=leader_address)
+            network = event_loop.run(open_network(config.outer.transport, own))
+        leader_address = ranks.broadcast(network.leader_address if ranks.is_leader and network else None)
+    assert network is not None
+    if network.membership is not None:
+        theirs = event_loop.run(network.membership.read_config())
+        check_same_run(config, theirs)
+        event_loop.run(network.membership.publish_config(swarm_text(config)))
+    return network
+
+
+def check_same_run(ours: RunConfig, theirs: str | None) -> None:
+    """Raise ConfigError, naming the keys, if the swarm's config of this run differs from ours. None: it has none."""
+    if theirs is None:
+        return
+    run = parse_swarm_config(theirs)
+    if run.hash != ours.hash:
+        differences = "\n".join(f"  {line}" for line in differing_keys(ours, run))
+        raise ConfigError(
+            f"the swarm's run {ours.name!r} has another config than this island:\n{differences}\n"
+            "use the run's own (`diloco join ADDRESS` fetches it), or give this run another name"
+        )
+
+
+def close_network(network: Network, event_loop: EventLoopThread) -> None:
+    """Free the sockets and processes of a rank."""
+    try:
+        event_loop.run(network.close(), timeout_seconds=CLOSE_SECONDS)
+    except TimeoutError:
+        log.warning("the network did not close within %.0f s", CLOSE_SECONDS)
