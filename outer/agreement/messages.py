@@ -131,15 +131,18 @@ class Vote(Message):
     cause: str = Field(default="", max_length=2000)
     accused: IslandName | None = None
     """Participant whose payload could not be used, if one is to blame."""
+    is_stalled: bool = False
+    """The reduce took too long, and it cannot be told who alone has held it up."""
 
     @classmethod
     def yes(cls, plan: Plan, island: str, digest: str) -> "Vote":
         return cls(plan=plan.id, round=plan.round, island=island, digest=digest)
 
     @classmethod
-    def no(cls, plan: Plan, island: str, cause: str, accused: str | None = None) -> "Vote":
+    def no(cls, plan: Plan, island: str, cause: str, accused: str | None = None, *, is_stalled: bool = False) -> "Vote":
         """Vote of an island without a mean. `accused` sent the payload that could not be used."""
-        return cls(plan=plan.id, round=plan.round, island=island, cause=cause[:2000], accused=accused)
+        about = {"cause": cause[:2000], "accused": accused, "is_stalled": is_stalled}
+        return cls(plan=plan.id, round=plan.round, island=island, **about)
 
 
 class VoteReceipt(Message):

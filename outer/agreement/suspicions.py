@@ -8,10 +8,11 @@ in no plan can accuse nobody, and nobody is left out without a cause in this rou
     differs     more than half of the participants found the same digest, and it found another one
     silent      its vote, or the receipt of a vote, did not come within the limit
 
-A commit ends all of this, except that an island whose digests differ again and again is left out of the next rounds,
-too (`Dissent`). When so many are left out that nothing can be planned, the causes so far are forgiven (an amnesty) and
-all try again. When many attempts have failed, whatever the reason, each minority of the participants is left out in
-turn (`left_out`), so that after a bounded number of attempts there is one without those who make the attempts fail.
+A commit ends all of this, except that an island whose digests differ, or that is silent, in one round after the other
+is left out of the next rounds, too (`Streak`). When so many are left out that nothing can be planned, the causes so far
+are forgiven (an amnesty) and all try again. When many attempts have failed, whatever the reason, each minority of the
+participants is left out in turn (`left_out`), so that after a bounded number of attempts there is one without those who
+make the attempts fail.
 """
 
 from collections import Counter
@@ -30,6 +31,7 @@ MAX_TIES = 3
 MAX_DISSENTS = 3
 """Rounds in a row in which an island found another digest than the majority, after which it stops."""
 MAX_ROUNDS_OUT = 64
+"""Longest time, in rounds, for which a streak leaves an island out."""
 ROTATE_AFTER = 6
 """Failed attempts at a round after which minorities are left out in turn."""
 TURN_ATTEMPTS = 3
@@ -42,12 +44,16 @@ Votes = Mapping[tuple[str, str], Vote]
 
 
 @dataclass(frozen=True)
-class Dissent:
-    """How often in a row an island's digest differed from the majority's."""
+class Streak:
+    """In how many rounds in a row, of those that it took part in, an island gave the same cause to be left out."""
 
-    count: int
-    until: int
-    """It is left out of the plans of all rounds before this one."""
+    count: int = 0
+    until: int = 0
+    """It is left out of the plans of all rounds before this one: from the second time on, of 1, 3, 7 ... rounds."""
+
+    def add(self, round_number: int) -> "Streak":
+        """The streak after one more time, when `round_number` begins."""
+        return Streak(self.count + 1, round_number - 1 + min(2**self.count, MAX_ROUNDS_OUT))
 
 
 @dataclass
@@ -63,7 +69,10 @@ class Suspicions:
     num_amnesties: int = 0
     passed_over: frozenset[str] = frozenset()
     """Islands that should have made a plan and did not. Others plan until one of their plans arrives."""
-    dissents: dict[str, Dissent] = field(default_factory=dict)
+    dissents: dict[str, Streak] = field(default_factory=dict)
+    """Islands whose digests differed from the majority's."""
+    silences: dict[str, Streak] = field(default_factory=dict)
+    """Islands whose votes or receipts did not come in time."""
 
     def take_part(self, plan: Plan) -> None:
         """This island takes part in the plan."""
@@ -72,22 +81,30 @@ class Suspicions:
     def forgive(self) -> None:
         """Forget all causes so far, because nothing could be planned with them."""
         self.forgiven = frozenset(self.plans)
-        self.dissents = {name: replace(dissent, until=0) for name, dissent in self.dissents.items()}
+        self.dissents = {name: replace(streak, until=0) for name, streak in self.dissents.items()}
+        self.silences = {name: replace(streak, until=0) for name, streak in self.silences.items()}
         self.num_amnesties += 1
 
     def begin_round(self, round_number: int, committed: Iterable[str], votes: Votes) -> None:
         """A new state begins: forget the attempts. `committed`: participants of the plan that this island committed."""
         for name in self.find_dissenters(votes):
-            count = self.dissents[name].count + 1 if name in self.dissents else 1
-            self.dissents[name] = Dissent(count, round_number - 1 + min(2 ** (count - 1), MAX_ROUNDS_OUT))
+            self.dissents[name] = self.dissents.get(name, Streak()).add(round_number)
+        for name in frozenset(chain(*(self.silent.get(plan, ()) for plan in self._counted))):
+            self.silences[name] = self.silences.get(name, Streak()).add(round_number)
         for name in committed:
             self.dissents.pop(name, None)
+            self.silences.pop(name, None)
         self.plans, self.silent, self.forgiven, self.num_amnesties = {}, {}, frozenset(), 0
 
     def excluded(self, round_number: int, votes: Votes) -> dict[str, str]:
         """Islands that are left out of this round's plans, with the reason."""
-        barred = {name: d for name, d in self.dissents.items() if d.until > round_number}
-        reasons = {name: f"its digests differed, {d.count} times in a row" for name, d in barred.items()}
+        streaks = (("its digests differed", self.dissents), ("it was silent", self.silences))
+        reasons = {
+            name: f"{what}, {streak.count} times in a row"
+            for what, found in streaks
+            for name, streak in found.items()
+            if streak.until > round_number
+        }
         for plan in self._counted:
             reasons |= dict.fromkeys(self.silent.get(plan, ()), "its vote or receipt did not come in time")
         return reasons | self._find_accused(votes) | self.find_dissenters(votes)

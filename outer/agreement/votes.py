@@ -87,9 +87,13 @@ class VoteTable:
         return "commit" if outcome == "commit" and not pending and not is_doubtful else "query"
 
     def _is_counting(self, plan: Plan, reachable: frozenset[str]) -> bool:
-        """Whether islands disagree or accuse each other, and votes of reachable participants are missing."""
+        """Whether somebody is to blame for the abort, and votes of reachable participants are missing.
+
+        If nobody alone held up a reduce, those that cast no vote either are to blame: a no ends the reduce of all.
+        """
         cast = [vote for name in plan.names if (vote := self.votes.get((plan.id, name)))]
-        has_blame = all(v.digest is not None for v in cast) or any(v.accused in plan.names for v in cast)
+        has_blame = any(vote.accused in plan.names or vote.is_stalled for vote in cast)
+        has_blame = has_blame or all(vote.digest is not None for vote in cast)
         return has_blame and any((plan.id, name) not in self.votes for name in reachable)
 
     def resolve(self, plan: Plan, reachable: frozenset[str]) -> Outcome:

@@ -8,7 +8,8 @@ from outer.membership.base import Member
 from outer.membership.records import check_config_text, check_identity, parse_record, parse_records
 from outer.network.endpoints import Endpoint, Handler, Lane, Traffic
 from outer.network.frames import HEADER_BYTES, Kind
-from outer.network.rpc import MAX_CALL_BYTES, answer
+from outer.network.messages import answer
+from outer.network.rpc import MAX_CALL_BYTES
 from outer.transports.loopback import Hub, call_on_loop
 
 
@@ -31,7 +32,7 @@ class LoopbackMessenger:
         self._handlers[kind] = handler
 
     async def call(
-        self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control"
+        self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control", longest: int = 0
     ) -> bytes:
         if len(body) > MAX_CALL_BYTES:
             raise MessageError(f"a call {kind!r} of {len(body)} bytes, at most {MAX_CALL_BYTES} are allowed")
@@ -57,6 +58,8 @@ class LoopbackMessenger:
         self._count(lane, received=len(reply))
         if code is Kind.REFUSAL:
             raise MessageError(reply.decode())
+        if longest and len(reply) > longest:
+            raise PeerLost(address, f"its reply to {kind!r} has {len(reply)} bytes, at most {longest} are allowed")
         return reply
 
     def take_call(

@@ -7,6 +7,8 @@ from typing import Literal, Protocol
 
 ISLAND_NAME = "[A-Za-z0-9._-]{1,64}"
 RUN_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+MAX_PAYLOAD_BYTES = 1 << 30
+"""Limit for a payload where nobody has said how long they can be."""
 
 
 @dataclass(frozen=True, order=True)
@@ -78,12 +80,14 @@ class Messenger(Protocol):
         """Answer calls of `kind` with `handler`, replacing an earlier handler of that kind."""
 
     async def call(
-        self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control"
+        self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control", longest: int = 0
     ) -> bytes:
         """Call the endpoint at `address` and return its reply. Each lane has a connection of its own.
 
-        Raises PeerLost when the endpoint cannot be reached or its connection breaks, DeadlineError when no reply
-        comes in time, and MessageError when the endpoint refuses (with its text) or sends malformed bytes.
+        `longest`: size in bytes of the longest reply that the caller has use for; a longer one is not read, and ends
+        the connection. 0 stands for the lane's own limit. Raises PeerLost when the endpoint cannot be reached or its
+        connection breaks, DeadlineError when no reply comes in time, and MessageError when the endpoint refuses (with
+        its text) or sends malformed bytes.
         """
         ...
 

@@ -122,10 +122,11 @@ class FrameStream:
         # A drain then waits until the kernel has taken everything, so that a payload's buffer may be reused.
         writer.transport.set_write_buffer_limits(high=0)
 
-    async def write(self, header: Header, payload: memoryview | bytes) -> None:
+    async def write(self, header: Header, payload: memoryview | bytes, stall_seconds: float | None = None) -> None:
         """Send one frame, set its `num_bytes`, and return when it has left this process. Raises ConnectionError.
 
-        A cancelled write leaves half a frame behind, so close the stream after it.
+        Raises TimeoutError if the other side takes nothing for `stall_seconds`. A write that was cancelled or has
+        timed out leaves half a frame behind, so close the stream after it.
         """
         raw = pack_header(replace(header, num_bytes=len(payload)), self.run)
         view = memoryview(payload)
@@ -135,22 +136,23 @@ class FrameStream:
             for piece in (raw, *pieces):
                 if mac:
                     mac.update(piece)
-                await self._write_bytes(piece)
+                async with asyncio.timeout(stall_seconds):
+                    await self._write_bytes(piece)
                 if mac and len(piece) == PIECE_BYTES:
                     await asyncio.sleep(0)  # a drain does not yield while the kernel takes everything
             if mac:
                 await self._write_bytes(mac.digest())
 
     async def read(
-        self, max_bytes: int, admit: Callable[[int], Awaitable[None]] | None = None
+        self, max_bytes: int | Callable[[], int], admit: Callable[[int], Awaitable[None]] | None = None
     ) -> tuple[Header, torch.Tensor]:
         """Read a frame; its payload is 1-D uint8. Raises MessageError, ConnectionError, or CutOffError within it.
 
-        `admit` is awaited with the payload's size before memory is taken for it. The payload then has BODY_SECONDS to
-        arrive. Raises TimeoutError.
+        A function `max_bytes` is asked when the header has come. `admit` is awaited with the payload's size before
+        memory is taken for it. The payload then has BODY_SECONDS to arrive. Raises TimeoutError.
         """
         raw = await self._read_whole(HEADER_BYTES)
-        header = parse_header(raw, self.run, max_bytes)
+        header = parse_header(raw, self.run, max_bytes if isinstance(max_bytes, int) else max_bytes())
         if admit is not None:
             await admit(header.num_bytes)
         mac = self._received_macs.begin() if self._received_macs else None
@@ -185,6 +187,10 @@ class FrameStream:
                 # A socket that is closed with unread bytes discards what it has sent.
                 while await self._reader.read(PIECE_BYTES):
                     pass
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed or self._writer.transport.is_closing()
 
     def close(self) -> None:
         """Drop the connection and all unsent bytes. Idempotent."""
@@ -241,3 +247,13 @@ def text_of(payload: torch.Tensor) -> str:
         return bytes(view_of(payload)).decode()
     except UnicodeDecodeError:
         raise MessageError("a text that is not UTF-8") from None
+
+
+def unpack_call(message: bytes | memoryview) -> tuple[str, bytes]:
+    """Split a call into its kind and body. Raises MessageError if it is malformed."""
+    if not message or len(message) < 1 + message[0]:
+        raise RefusedError("header", "a call without its kind")
+    try:
+        return bytes(message[1 : 1 + message[0]]).decode(), bytes(message[1 + message[0] :])
+    except UnicodeDecodeError:
+        raise RefusedError("header", "a call whose kind is not UTF-8") from None

@@ -1,14 +1,21 @@
-"""Base class of messages between islands, the types of their common fields, and a call that sends and parses them."""
+"""Base class of messages between islands, the types of their common fields, and both ends of a call."""
 
+import logging
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from outer.errors import MessageError
-from outer.network.endpoints import ISLAND_NAME, RUN_NAME, Messenger
+from outer.errors import InputError, MessageError, TransportError
+from outer.network.endpoints import ISLAND_NAME, RUN_NAME, Endpoint, Handler, Messenger
+from outer.network.frames import Kind
+from outer.network.rejections import RefusedError, Rejections
 
+log = logging.getLogger(__name__)
+
+MAX_REPLY_BYTES = 1 << 27
+"""Limit for a reply, unless its caller knows how long it can be. A part of a model's state must fit."""
 MAX_RANKS = 4096
 MAX_ROUND = 1 << 30
 MAX_TOKENS = 1 << 62
@@ -48,6 +55,29 @@ async def call_message(
     """Send `message` (None: an empty body) and parse the reply. Raises as `Messenger.call` and `parse` do."""
     body = b"" if message is None else message.encode()
     return parse(reply, await messenger.call(address, kind, body, timeout_seconds=timeout_seconds))
+
+
+async def answer(
+    handler: Handler | None, source: Endpoint, kind: str, body: bytes, rejections: Rejections | None = None
+) -> tuple[Kind, bytes]:
+    """Run the handler. Returns REPLY and its bytes, or REFUSAL and the reason. Counts the caller's errors."""
+    rejections = rejections or Rejections()
+    if handler is None:
+        rejections.add(str(source), "unknown", f"nothing here answers {kind!r}")
+        return Kind.REFUSAL, f"nothing here answers {kind!r}".encode()
+    try:
+        reply = await handler(source, body)
+    except (TransportError, InputError) as error:
+        if isinstance(error, MessageError):
+            reason = error.kind if isinstance(error, RefusedError) else "call"
+            rejections.add(str(source), reason, f"{kind}: {error}")
+        return Kind.REFUSAL, str(error).encode()
+    except Exception:  # the caller must get an answer even if the handler is broken
+        log.exception("the handler of %r failed", kind)
+        return Kind.REFUSAL, f"the handler of {kind!r} failed".encode()
+    if len(reply) > MAX_REPLY_BYTES:
+        return Kind.REFUSAL, f"the reply to {kind!r} is {len(reply)} bytes, at most {MAX_REPLY_BYTES}".encode()
+    return Kind.REPLY, reply
 
 
 def check_carriers(packed: Sequence[tuple[int, int]], num_parts: int, num_ranks: int) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 from collections import Counter
+from collections.abc import Callable
 
 from outer.errors import MessageError
 from outer.network.event_loop import ChangeSignal
@@ -19,9 +20,14 @@ OTHERS = "(others)"
 MAX_CONNECTIONS, MAX_CONNECTIONS_OF_PEER = 4096, 512
 """Limits for incoming connections: of all peers, and of one, that is an island at one host."""
 MAX_UNPROVEN, MAX_UNPROVEN_OF_HOST = 512, 128
-"""Limits for connections that have not said who they are. An island of many ranks may dial from one host."""
+"""Limits for connections that have not said who they are. An island of many ranks may dial from one host. Beyond them
+the oldest such connection ends: a handshake takes an instant, and a stranger must not keep islands out."""
 MAX_HELD_BYTES, MAX_HELD_BYTES_OF_PEER = 1 << 28, 1 << 25
 """Limits for the bodies of calls that are being read or answered. Beyond them a connection is not read further."""
+MAX_REPLIES, MAX_REPLIES_OF_PEER = 1 << 28, 1 << 26
+"""Limits for the bytes of replies that have not been sent. Beyond them calls with long replies wait."""
+SHORT_BYTES = 1 << 16
+"""Replies up to this size wait for nothing and are not counted."""
 BODY_SECONDS = 120.0
 """Longest wait until the body of a call may be read, and then longest time for it to arrive."""
 
@@ -72,83 +78,127 @@ class Guests:
     """The incoming connections of a messenger, and the bytes that it holds for them. Lives on one event loop."""
 
     def __init__(self) -> None:
-        self._unproven: Counter[str] = Counter()  # connections by host
+        self._unproven: dict[Guest, Callable[[], None]] = {}  # what ends each connection, the oldest first
+        self._of_host: Counter[str] = Counter()  # unproven connections by host
         self._proven: Counter[str] = Counter()  # connections by peer
-        self._held: Counter[str] = Counter()  # bytes by peer
-        self._released = ChangeSignal()
+        self.bodies = _Held(lambda: (MAX_HELD_BYTES, MAX_HELD_BYTES_OF_PEER))
+        self.replies = _Held(lambda: (MAX_REPLIES, MAX_REPLIES_OF_PEER))
 
-    def enter(self, host: str) -> "Guest":
-        """Count a new connection from a host. Raises RefusedError if there are too many."""
-        unproven, of_host = self._unproven.total(), self._unproven[host]
-        total = unproven + self._proven.total()
-        if total >= MAX_CONNECTIONS or unproven >= MAX_UNPROVEN or of_host >= MAX_UNPROVEN_OF_HOST:
-            text = f"of {total} connections {unproven} have not said who they are, {of_host} of them from this host"
-            raise RefusedError("streams", text)
-        self._unproven[host] += 1
-        return Guest(self, host)
+    def enter(self, host: str, end: Callable[[], None] = lambda: None) -> "Guest":
+        """Count a new connection from a host. Raises RefusedError if too many islands are connected.
 
-    def _move(self, host: str, peer: str) -> None:
+        `end` ends the connection. It is called if too many have not said who they are and this is the oldest of them,
+        or the oldest of its host.
+        """
+        if self._proven.total() >= MAX_CONNECTIONS:
+            raise RefusedError("streams", f"more than {MAX_CONNECTIONS} connections")
+        if self._of_host[host] >= MAX_UNPROVEN_OF_HOST:
+            self._end_oldest(host)
+        elif len(self._unproven) >= MAX_UNPROVEN:
+            self._end_oldest(max(self._of_host, key=lambda other: self._of_host[other]))
+        guest = Guest(self, host)
+        self._unproven[guest] = end
+        self._of_host[host] += 1
+        return guest
+
+    def _end_oldest(self, host: str) -> None:
+        """End the oldest of a host's connections that have not said who they are."""
+        oldest = next(guest for guest in self._unproven if guest.host == host)
+        end = self._unproven[oldest]
+        self._forget(oldest)
+        end()
+
+    def _move(self, guest: "Guest", peer: str) -> None:
         if self._proven[peer] >= MAX_CONNECTIONS_OF_PEER:
             raise RefusedError("streams", f"more than {MAX_CONNECTIONS_OF_PEER} connections of {peer}")
-        _take(self._unproven, host, 1)
+        self._forget(guest)
         self._proven[peer] += 1
 
-    def _leave(self, host: str, peer: str | None) -> None:
-        _take(self._unproven if peer is None else self._proven, host if peer is None else peer, 1)
+    def _forget(self, guest: "Guest") -> None:
+        if self._unproven.pop(guest, None) is not None:
+            _take(self._of_host, guest.host, 1)
 
-    async def _hold(self, peer: str, num_bytes: int) -> None:
-        def fits() -> bool:
-            has_room = self._held[peer] + num_bytes <= MAX_HELD_BYTES_OF_PEER or not self._held[peer]
-            return has_room and self._held.total() + num_bytes <= MAX_HELD_BYTES
-
-        await self._released.wait_until(fits)
-        self._held[peer] += num_bytes
-
-    def _release(self, peer: str, num_bytes: int) -> None:
-        _take(self._held, peer, num_bytes)
-        self._released.notify()
+    def _leave(self, guest: "Guest", peer: str | None) -> None:
+        if peer is None:
+            self._forget(guest)
+        else:
+            _take(self._proven, peer, 1)
 
 
 class Guest:
     """One incoming connection. `leave` ends it."""
 
     def __init__(self, guests: Guests, host: str) -> None:
-        self._guests, self._host = guests, host
+        self._guests, self.host = guests, host
         self._peer: str | None = None
 
     def prove(self, island: str) -> None:
         """The connection is of this island, which has proved the run key if there is one. Raises RefusedError."""
-        peer = f"{island} at {self._host}"
-        self._guests._move(self._host, peer)
+        peer = f"{island} at {self.host}"
+        self._guests._move(self, peer)
         self._peer = peer
 
     def leave(self) -> None:
         """Forget the connection. The bodies that it has sent are released when their calls are answered."""
-        self._guests._leave(self._host, self._peer)
+        self._guests._leave(self, self._peer)
 
-    def next_body(self) -> "Body":
+    def next_body(self) -> "Share":
         """The body of the next call on this connection, which has proved whose it is."""
         assert self._peer is not None, "only a proven connection sends bodies"
-        return Body(self._guests, self._peer)
+        return Share(self._guests.bodies, self._peer)
+
+    def next_reply(self) -> "Share":
+        """The reply to a call on this connection."""
+        assert self._peer is not None, "only a proven connection is answered"
+        return Share(self._guests.replies, self._peer)
 
 
-class Body:
-    """The body of one call, from the frame's header until the call is answered."""
+class _Held:
+    """Bytes that are held for peers, with a limit for each of them and one for all."""
 
-    def __init__(self, guests: Guests, peer: str) -> None:
-        self._guests, self._peer, self._num_bytes = guests, peer, 0
+    def __init__(self, limits: Callable[[], tuple[int, int]]) -> None:
+        self._limits = limits
+        self.by_peer: Counter[str] = Counter()
+        self._released = ChangeSignal()
+
+    async def hold(self, peer: str, num_bytes: int) -> None:
+        """Wait until there is room. What is longer than the limit of a peer is held when nothing else of it is."""
+
+        def fits() -> bool:
+            of_all, of_peer = self._limits()
+            has_room = self.by_peer[peer] + num_bytes <= of_peer or not self.by_peer[peer]
+            return has_room and self.by_peer.total() + num_bytes <= of_all
+
+        await self._released.wait_until(fits)
+        self.by_peer[peer] += num_bytes
+
+    def change(self, peer: str, num_bytes: int) -> None:
+        """Count more bytes without a wait, or fewer."""
+        _take(self.by_peer, peer, -num_bytes)
+        self._released.notify()
+
+
+class Share:
+    """The bytes of one body or reply, from before it is there until it is gone."""
+
+    def __init__(self, held: _Held, peer: str) -> None:
+        self._held, self._peer, self._num_bytes = held, peer, 0
 
     async def hold(self, num_bytes: int) -> None:
-        """Wait until the peer may send a body of this size, and count it. Raises TimeoutError."""
+        """Wait until so much more may be held for the peer, and count it. Raises TimeoutError."""
         async with asyncio.timeout(BODY_SECONDS):
-            await self._guests._hold(self._peer, num_bytes)
+            await self._held.hold(self._peer, num_bytes)
+        self._num_bytes = num_bytes
+
+    def correct(self, num_bytes: int) -> None:
+        """It turned out to be of this size."""
+        if num_bytes != self._num_bytes:
+            self._held.change(self._peer, num_bytes - self._num_bytes)
         self._num_bytes = num_bytes
 
     def release(self) -> None:
-        """The body is gone. Idempotent."""
-        num_bytes, self._num_bytes = self._num_bytes, 0
-        if num_bytes:
-            self._guests._release(self._peer, num_bytes)
+        """It is gone. Idempotent."""
+        self.correct(0)
 
 
 def _take(counter: Counter[str], key: str, amount: int) -> None:

@@ -5,7 +5,7 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable
 
-from outer.errors import DeadlineError, InputError, MessageError, PeerLost, TransportError
+from outer.errors import DeadlineError, MessageError, PeerLost
 from outer.network.endpoints import Endpoint, Handler, Lane, Traffic
 from outer.network.frames import (
     CutOffError,
@@ -16,18 +16,22 @@ from outer.network.frames import (
     hash_names,
     refusal_error,
     text_of,
+    unpack_call,
     view_of,
 )
 from outer.network.handshake import check_access, read_hello, say_hello
-from outer.network.rejections import Guest, Guests, RefusedError, Rejections
+from outer.network.messages import MAX_REPLY_BYTES, answer
+from outer.network.rejections import SHORT_BYTES, Guest, Guests, RefusedError, Share
 from outer.network.run_key import PeerAuth
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 1 << 27
-"""Limit for a reply, which is read from an endpoint that was asked. A part of a model's state must fit."""
 MAX_CALL_BYTES = 1 << 24
 """Limit for a call, which anybody may send who has proved the run key, or anybody at all in a run without one."""
+MAX_CONTROL_BYTES = 1 << 24
+"""Limit for a reply of the control lane. MAX_REPLY_BYTES is that of the bulk lane."""
+STALL_SECONDS = 60.0
+"""A caller that takes nothing of its reply for so long is no longer answered."""
 DIAL_SECONDS = 10.0
 LAST_WORDS_SECONDS = 1.0
 """How long a connection that broke while it was written to is read for the reason that the other side gave."""
@@ -53,6 +57,8 @@ class StreamMessenger:
         """Limit for a call that arrives. A longer one ends its connection before it is read."""
         self._run, self._me, self._dial, self._traffic = hash_names(run_id, "control"), me, dial, traffic
         self._handlers: dict[str, Handler] = {}
+        self._long_replies: dict[str, int] = {}
+        """Size of the longest reply so far, by kind, of those above SHORT_BYTES."""
         self._outgoing: dict[tuple[str, Lane], asyncio.Task[_Outgoing]] = {}
         self._incoming: set[FrameStream] = set()
         self._guests = Guests()
@@ -63,13 +69,14 @@ class StreamMessenger:
         self._handlers[kind] = handler
 
     async def call(
-        self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control"
+        self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control", longest: int = 0
     ) -> bytes:
         if len(body) > MAX_CALL_BYTES:
             raise MessageError(f"a call {kind!r} of {len(body)} bytes, at most {MAX_CALL_BYTES} are allowed")
+        longest = longest or (MAX_CONTROL_BYTES if lane == "control" else MAX_REPLY_BYTES)
         try:
             async with asyncio.timeout(timeout_seconds):
-                return await (await self._connection(address, lane)).call(kind, body)
+                return await (await self._connection(address, lane)).call(kind, body, longest)
         except TimeoutError:
             if lane == "control" and (connection := _opened(self._outgoing.get((address, lane)))):
                 # Otherwise a connection over a cut link is kept until the kernel drops it, minutes after the repair.
@@ -154,7 +161,7 @@ class StreamMessenger:
         if self._is_closed:
             raise ConnectionResetError("this messenger was closed")
         try:
-            return self._guests.enter(stream.peer)
+            return self._guests.enter(stream.peer, stream.close)
         except MessageError as error:
             self.auth.rejections.add_error(stream.peer, error)
             raise
@@ -173,41 +180,32 @@ class StreamMessenger:
             except BaseException:
                 held.release()
                 raise
-            task = asyncio.create_task(self._answer(source, stream, header.request, kind, body))
+            share = guest.next_reply()
+            task = asyncio.create_task(self._answer(source, stream, header.request, kind, body, share))
             del payload, body  # the next call may be long in coming
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            task.add_done_callback(lambda _, held=held: (gate.release(), held.release()))
+            task.add_done_callback(lambda _, held=held, share=share: (gate.release(), held.release(), share.release()))
 
-    async def _answer(self, source: Endpoint, stream: FrameStream, request: int, kind: str, body: bytes) -> None:
-        code, reply = await answer(self._handlers.get(kind), source, kind, body, self.auth.rejections)
+    async def _answer(
+        self, source: Endpoint, stream: FrameStream, request: int, kind: str, body: bytes, share: Share
+    ) -> None:
         try:
-            await stream.write(Header(code, self._me.rank, request=request), reply)
+            if expected := self._long_replies.get(kind, 0):
+                # Held before the reply is made: a caller that asks and does not read must not fill memory.
+                await share.hold(expected)
+            if stream.is_closed:
+                return
+            code, reply = await answer(self._handlers.get(kind), source, kind, body, self.auth.rejections)
+            if len(reply) > SHORT_BYTES:
+                self._long_replies[kind] = max(expected, len(reply))
+            share.correct(len(reply) if len(reply) > SHORT_BYTES else 0)
+            await stream.write(Header(code, self._me.rank, request=request), reply, STALL_SECONDS)
         except ConnectionError as error:
             log.debug("the caller of %r has gone: %s", kind, error)
-
-
-async def answer(
-    handler: Handler | None, source: Endpoint, kind: str, body: bytes, rejections: Rejections | None = None
-) -> tuple[Kind, bytes]:
-    """Run the handler. Returns REPLY and its bytes, or REFUSAL and the reason. Counts the caller's errors."""
-    rejections = rejections or Rejections()
-    if handler is None:
-        rejections.add(str(source), "unknown", f"nothing here answers {kind!r}")
-        return Kind.REFUSAL, f"nothing here answers {kind!r}".encode()
-    try:
-        reply = await handler(source, body)
-    except (TransportError, InputError) as error:
-        if isinstance(error, MessageError):
-            reason = error.kind if isinstance(error, RefusedError) else "call"
-            rejections.add(str(source), reason, f"{kind}: {error}")
-        return Kind.REFUSAL, str(error).encode()
-    except Exception:  # the caller must get an answer even if the handler is broken
-        log.exception("the handler of %r failed", kind)
-        return Kind.REFUSAL, f"the handler of {kind!r} failed".encode()
-    if len(reply) > MAX_BODY_BYTES:
-        return Kind.REFUSAL, f"the reply to {kind!r} is {len(reply)} bytes, at most {MAX_BODY_BYTES}".encode()
-    return Kind.REPLY, reply
+        except TimeoutError:
+            self.auth.rejections.add(stream.peer, "unread", f"replies to {kind!r} that are asked for and not taken")
+            stream.close()
 
 
 class _Outgoing:
@@ -215,15 +213,17 @@ class _Outgoing:
 
     def __init__(self, address: str, callee: Endpoint, stream: FrameStream, auth: PeerAuth) -> None:
         self._address, self._callee, self._stream, self._auth = address, callee, stream, auth
+        self._longest = 0  # the longest reply that a call on this connection has allowed
         self._requests = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self.cause: str | None = None  # why it broke
         self._reading = asyncio.create_task(self._read_replies())
 
-    async def call(self, kind: str, body: bytes) -> bytes:
+    async def call(self, kind: str, body: bytes, longest: int) -> bytes:
         if self.cause is not None:
             raise PeerLost(self._address, self.cause)
         self._check_access()
+        self._longest = max(self._longest, longest)
         request = next(self._requests)
         future = self._waiting[request] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may be gone
@@ -262,7 +262,7 @@ class _Outgoing:
     async def _read_replies(self) -> None:
         try:
             while True:
-                header, payload = await self._stream.read(MAX_BODY_BYTES)
+                header, payload = await self._stream.read(lambda: self._longest)
                 if header.kind is Kind.REFUSAL and header.request == 0:
                     raise refusal_error(payload)
                 future = self._waiting.get(header.request)
@@ -284,13 +284,3 @@ def _opened(task: "asyncio.Task[_Outgoing] | None") -> _Outgoing | None:
     if task is None or not task.done() or task.cancelled() or task.exception() is not None:
         return None
     return task.result()
-
-
-def unpack_call(message: bytes | memoryview) -> tuple[str, bytes]:
-    """Split a call into its kind and body. Raises MessageError if it is malformed."""
-    if not message or len(message) < 1 + message[0]:
-        raise RefusedError("header", "a call without its kind")
-    try:
-        return bytes(message[1 : 1 + message[0]]).decode(), bytes(message[1 + message[0] :])
-    except UnicodeDecodeError:
-        raise RefusedError("header", "a call whose kind is not UTF-8") from None

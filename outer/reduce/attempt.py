@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from outer.agreement.messages import Plan, Vote
-from outer.errors import MessageError, StalledError, TransportError
+from outer.errors import DeadlineError, MessageError, StalledError, TransportError
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Endpoint
 from outer.network.messages import parse
@@ -59,7 +59,7 @@ class Attempts:
         stalled_by, cause = self._find_stalled_by(), self.find_no_vote(plan)
         if stalled_by is not None and cause is None:
             raise StalledError(stalled_by, limit)
-        raise TransportError(cause or f"the reduce took longer than {limit:.0f} s")
+        raise TransportError(cause) if cause else DeadlineError(f"the reduce took longer than {limit:.0f} s")
 
     async def drop(self) -> None:
         """Disconnect. Every rank calls this after an attempt that did not commit: some participants may have left."""

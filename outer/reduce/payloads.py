@@ -42,6 +42,12 @@ class Payloads:
         codec = self._codecs.mean_codec_for(bounds) if of_mean else self._codecs.codec_for(bounds)
         return codec.num_bytes(bounds.num_elements)
 
+    @property
+    def longest(self) -> int:
+        """Size of the longest payload, or of its mean's."""
+        parts = range(len(self._space.parts))
+        return max((self.num_bytes(part, of_mean=of_mean) for part in parts for of_mean in (False, True)), default=0)
+
     def check_own(self, part: int, values: torch.Tensor) -> None:
         """Raise OuterError if this rank's own values cannot be what they stand for."""
         if (index := first_negative(values, self._space.parts[part].kind)) is not None:

@@ -8,7 +8,7 @@ import torch
 
 from outer.agreement.messages import Plan
 from outer.audits.distrust import Distrust
-from outer.errors import AuditError, OuterError, PoisonError, StalledError, TransportError
+from outer.errors import AuditError, DeadlineError, OuterError, PoisonError, StalledError, TransportError
 from outer.network.event_loop import EventLoopThread
 from outer.network.rejections import Rejections
 from outer.reduce.attempt import Attempts
@@ -33,6 +33,8 @@ class ReduceResult:
     """The island whose payload, mean or pseudo-gradient could not be used; None if the network failed."""
     num_audited: int = 0
     """Parts that all ranks of the island have audited."""
+    is_stalled: bool = False
+    """Whether it took too long on a rank that cannot tell who held it up."""
 
 
 @dataclass
@@ -74,7 +76,8 @@ class IslandReduce:
             if worst.is_audit:
                 log.warning("round %d attempt %d: %s", plan.round, plan.attempt, worst.cause)
                 self.distrust.note(plan.round, worst.at_fault, is_wrong=worst.is_wrong_mean)
-        return ReduceResult(means, None, worst.cause or "", worst.at_fault, num_audited)
+        is_stalled = worst.at_fault is None and any(outcome.is_stalled for outcome in outcomes)
+        return ReduceResult(means, None, worst.cause or "", worst.at_fault, num_audited, is_stalled)
 
     def drop(self) -> None:
         """Leave the transport group of an attempt that did not commit. Every rank calls it."""
@@ -87,7 +90,8 @@ class IslandReduce:
         if isinstance(failure, PoisonError | StalledError):
             return _Outcome(num_audited, cause, failure.peer)
         is_own = failure is not None and not isinstance(failure, TransportError)
-        return _Outcome(num_audited, cause, self.island if is_own else None)
+        is_stalled = isinstance(failure, DeadlineError)
+        return _Outcome(num_audited, cause, self.island if is_own else None, is_stalled=is_stalled)
 
 
 @dataclass(frozen=True)
@@ -101,3 +105,5 @@ class _Outcome:
     is_audit: bool = False
     """Whether an audit has found `at_fault`."""
     is_wrong_mean: bool = False
+    is_stalled: bool = False
+    """Whether it took too long, and nobody alone has held it up."""

@@ -142,7 +142,7 @@ class RoundRunner:
             vote = Vote.yes(plan, self.island, result.digest)
         else:
             accused = result.at_fault if result.at_fault != self.island else None
-            vote = Vote.no(plan, self.island, result.cause, accused)
+            vote = Vote.no(plan, self.island, result.cause, accused, is_stalled=result.is_stalled)
         if self._leader.decide(vote, on_sent):
             return True, ""
         cause, suspects = self._leader.explain_abort(plan)

@@ -14,6 +14,7 @@ from outer.network.messages import call_message, check_carriers, unpack_carriers
 from outer.network.retry import retry
 from outer.space.digest import state_digest
 from outer.space.layout import Space
+from outer.state.part_state import state_bytes
 from outer.transfer.donor import Description, MeanRequest, PartRequest, ReleaseRequest, StateRequest
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,8 @@ DESCRIBE_SECONDS = 10.0
 SUSPENDED_SECONDS = 30.0
 """Time for which a donor that failed is not asked again."""
 RELEASE_SECONDS = 2.0
+MAX_EXTRA_BYTES = 1 << 12
+"""Room for what stands before the values in a reply."""
 RETRY_SECONDS = 0.2
 QUIET_SECONDS = 3.0
 """Silence of a donor after which its leader is asked for a sign of life, while a part is awaited."""
@@ -98,7 +101,9 @@ class DonorClient:
         address, body = self.member.control_addresses[self._carriers[request.part]], request.encode()
         started = time.monotonic()
         call = asyncio.create_task(
-            self._messenger.call(address, kind, body, timeout_seconds=LONGEST_CALL_SECONDS, lane="bulk")
+            self._messenger.call(
+                address, kind, body, timeout_seconds=LONGEST_CALL_SECONDS, lane="bulk", longest=self._longest(request)
+            )
         )
         try:
             while not call.done():
@@ -116,6 +121,10 @@ class DonorClient:
         if content:
             deadlines.observe(kind, time.monotonic() - started)
         return status, content
+
+    def _longest(self, request: PartRequest | MeanRequest) -> int:
+        """An upper limit for the reply in bytes: params and momentum in fp32 are the longest that a part can be."""
+        return 2 * state_bytes(self._space.parts[request.part].num_elements, has_momentum=True) + MAX_EXTRA_BYTES
 
     async def _check_life(self) -> None:
         """Raise TransportError if nothing was heard of the donor for QUIET_SECONDS and it does not answer now."""

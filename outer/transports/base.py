@@ -31,6 +31,8 @@ class Transport(Protocol):
     """
 
     traffic: Traffic
+    max_payload_bytes: int
+    """The longest payload that is waited for. Its owner sets it before `connect`; a longer one is not read."""
 
     @property
     def address(self) -> str:

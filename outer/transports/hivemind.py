@@ -2,13 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
 from outer.errors import DeadlineError, MessageError, PeerLost, TransportError, first_cause
-from outer.network.endpoints import Endpoint, Tag, Traffic
+from outer.network.endpoints import MAX_PAYLOAD_BYTES, Endpoint, Tag, Traffic
 from outer.network.event_loop import ChangeSignal
 from outer.network.frames import (
     MAX_HELLO_BYTES,
@@ -22,7 +24,7 @@ from outer.network.frames import (
     view_of,
 )
 from outer.network.handshake import check_access, read_hello, say_hello
-from outer.network.rejections import RefusedError
+from outer.network.rejections import Guest, Guests, RefusedError
 from outer.network.run_key import PeerAuth
 from outer.transports.hivemind_addresses import PeerAddress, parse_address
 from outer.transports.hivemind_daemon import Daemon, stream_name
@@ -30,14 +32,13 @@ from outer.transports.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
 
-MAX_PAYLOAD_BYTES = 1 << 30
 MAX_STREAMS = 16
 """Number of an endpoint's streams in each direction, shared by the group (at least one for each other endpoint).
 
 libp2p allows a quarter of a megabyte in flight per stream, and its window updates share a connection with the payloads
 of the other direction, so one stream does not fill a link."""
-MAX_PARKED = 1024
-"""Limit for incoming streams of groups that this endpoint has not joined yet."""
+MAX_PARKED, MAX_PARKED_OF_ISLAND = 1024, 128
+"""Limits for incoming streams of groups that this endpoint has not joined yet: of all islands, and of one."""
 
 
 class HivemindTransport:
@@ -45,11 +46,14 @@ class HivemindTransport:
 
     def __init__(self, daemon: Daemon, run_id: str, me: Endpoint, connect_seconds: float) -> None:
         self.traffic, self.address = Traffic(), str(daemon.address)
+        self.max_payload_bytes = MAX_PAYLOAD_BYTES
         self._daemon, self._me, self._connect_seconds = daemon, me, connect_seconds
         self._auth = replace(daemon.auth, learns_names=False)
         self._run_id, self._run = run_id, hash_names(run_id, "bulk")
         self._group: _Group | None = None
-        self._num_parked = 0
+        self._guests = Guests()
+        self._parked: Counter[str] = Counter()
+        """Streams by island that have said who they are and wait for their group."""
         self._changed = ChangeSignal()
         self._is_closed = False
 
@@ -62,7 +66,7 @@ class HivemindTransport:
         others = {e: parse_address(a) for e, a in addresses.items() if e.island != self._me.island}
         # All endpoints see the same addresses, so they compute the same number of streams.
         num_streams = max(MAX_STREAMS // len(addresses), 1)
-        group = self._group = _Group(epoch, others, num_streams, self._auth)
+        group = self._group = _Group(epoch, others, num_streams, self._auth, self.max_payload_bytes)
         self._changed.notify()
         try:
             async with asyncio.timeout(self._connect_seconds), asyncio.TaskGroup() as tasks:
@@ -125,13 +129,10 @@ class HivemindTransport:
     async def _accept(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one incoming stream. Its payloads go only to the group that its hello names."""
         stream = self._stream(reader, writer, peer_id)
-        if self._num_parked >= MAX_PARKED:
-            self._auth.rejections.add(peer_id, "streams", f"more than {MAX_PARKED} streams wait for a group")
-            stream.close()
-            return
-        self._num_parked += 1
+        # Another island's stream must not wait behind those of a stranger, who may have many peer ids.
+        guest = self._guests.enter(peer_id, stream.close)
         try:
-            group, source = await self._match(peer_id, stream)
+            group, source = await self._match(peer_id, stream, guest)
         except (MessageError, TimeoutError, ConnectionError) as error:
             if isinstance(error, MessageError):
                 await stream.refuse(error, self._auth.rejections)
@@ -139,20 +140,34 @@ class HivemindTransport:
             stream.close()
             return
         finally:
-            self._num_parked -= 1
+            guest.leave()
         await group.receive(source, stream)
 
-    async def _match(self, peer_id: str, stream: FrameStream) -> "tuple[_Group, Endpoint]":
+    async def _match(self, peer_id: str, stream: FrameStream, guest: Guest) -> "tuple[_Group, Endpoint]":
         """Wait for the group of an incoming stream, whose dialer may join before this endpoint, and return it."""
         async with asyncio.timeout(self._connect_seconds):
             source, epoch = await read_hello(stream, self._me, self._auth)
-            await self._changed.wait_until(lambda: self._is_closed or self._joined(epoch) is not None)
+            guest.leave()
+            with self._park(source.island):
+                await self._changed.wait_until(lambda: self._is_closed or self._joined(epoch) is not None)
         group = self._joined(epoch)
         if group is None:
             raise ConnectionResetError("closed before its group was joined")
         group.check_source(source, peer_id)
         check_access(stream, self._auth, source)  # its name may have become known since the handshake
         return group, source
+
+    @contextmanager
+    def _park(self, island: str) -> Iterator[None]:
+        """Count a stream while it waits for its group. Raises RefusedError if too many do."""
+        if self._parked.total() >= MAX_PARKED or self._parked[island] >= MAX_PARKED_OF_ISLAND:
+            raise RefusedError("streams", f"{self._parked[island]} streams of {island} wait for a group")
+        self._parked[island] += 1
+        try:
+            yield
+        finally:
+            self._parked[island] -= 1
+            self._parked += Counter()  # keeps no names of nothing
 
     def _joined(self, epoch: str) -> "_Group | None":
         return self._group if self._group is not None and self._group.epoch == epoch else None
@@ -166,7 +181,15 @@ class HivemindTransport:
 class _Group:
     """The streams of one epoch: `num_streams` in each direction for each other endpoint."""
 
-    def __init__(self, epoch: str, addresses: Mapping[Endpoint, PeerAddress], num_streams: int, auth: PeerAuth) -> None:
+    def __init__(
+        self,
+        epoch: str,
+        addresses: Mapping[Endpoint, PeerAddress],
+        num_streams: int,
+        auth: PeerAuth,
+        max_payload_bytes: int,
+    ) -> None:
+        self._max_payload_bytes = max_payload_bytes
         self.epoch, self._auth, self._rejections = epoch, auth, auth.rejections
         self.mailbox = Mailbox(addresses)
         self.outgoing: dict[Endpoint, list[FrameStream]] = {e: [] for e in addresses}
@@ -214,7 +237,7 @@ class _Group:
         try:
             while not self._is_closed:
                 await self.mailbox.wait_for_space(source)
-                header, payload = await stream.read(MAX_PAYLOAD_BYTES)
+                header, payload = await stream.read(self._max_payload_bytes)
                 check_access(stream, self._auth, source)  # it may have been banned meanwhile
                 if header.kind is not Kind.PAYLOAD:
                     raise RefusedError("header", f"{source} sent {header.kind.name}, PAYLOAD expected")

@@ -11,7 +11,7 @@ import torch
 
 from outer.errors import DeadlineError, MessageError, PeerLost
 from outer.identity.known_names import KnownNames
-from outer.network.endpoints import Endpoint, Tag, Traffic
+from outer.network.endpoints import MAX_PAYLOAD_BYTES, Endpoint, Tag, Traffic
 from outer.network.event_loop import ChangeSignal
 from outer.network.frames import HEADER_BYTES, check_payload
 from outer.transports.mailbox import Mailbox
@@ -88,6 +88,7 @@ class LoopbackTransport:
 
     def __init__(self, hub: Hub, run_id: str, me: Endpoint, connect_seconds: float) -> None:
         self.traffic, self.address = Traffic(), f"loopback:{me}"
+        self.max_payload_bytes = MAX_PAYLOAD_BYTES
         self._hub, self._run_id, self._me, self._connect_seconds = hub, run_id, me, connect_seconds
         self._loop = asyncio.get_running_loop()
         self._epoch = ""

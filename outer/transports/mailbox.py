@@ -8,6 +8,7 @@ import torch
 from outer.errors import MessageError, PeerLost, TransportError
 from outer.network.endpoints import Endpoint, Tag
 from outer.network.event_loop import ChangeSignal
+from outer.network.rejections import RefusedError
 
 MAX_UNCLAIMED_BYTES = 1 << 28
 """Limit per source. Beyond it the source's stream is not read until a payload is claimed."""
@@ -102,4 +103,6 @@ def _copy_error(error: TransportError) -> TransportError:
     """Copy an error. One exception that is raised in many tasks would accumulate their tracebacks."""
     if isinstance(error, PeerLost):
         return PeerLost(error.peer, error.cause)
+    if isinstance(error, RefusedError):
+        return RefusedError(error.kind, str(error))
     return type(error)(*error.args)

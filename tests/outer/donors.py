@@ -152,11 +152,11 @@ class Watched:
         return self._inner.address
 
     async def call(
-        self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control"
+        self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control", longest: int = 0
     ) -> bytes:
         self.calls.append((address, kind, lane))
         self._act(self.num("part") + self.num("mean"))
-        return await self._inner.call(address, kind, body, timeout_seconds=timeout_seconds, lane=lane)
+        return await self._inner.call(address, kind, body, timeout_seconds=timeout_seconds, lane=lane, longest=longest)
 
     def num(self, kind: str) -> int:
         return sum(k == kind for _, k, _ in self.calls)

@@ -67,10 +67,12 @@ class FreezingMessenger:
         self._messenger.serve(kind, awake)
 
     async def call(
-        self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control"
+        self, address: str, kind: str, body: bytes, *, timeout_seconds: float, lane: Lane = "control", longest: int = 0
     ) -> bytes:
         await self.is_awake.wait()
-        return await self._messenger.call(address, kind, body, timeout_seconds=timeout_seconds, lane=lane)
+        return await self._messenger.call(
+            address, kind, body, timeout_seconds=timeout_seconds, lane=lane, longest=longest
+        )
 
     async def close(self) -> None:
         await self._messenger.close()

@@ -19,6 +19,7 @@ from outer.network.messages import Message, parse
 MAX_EPOCH_LENGTH = 1024
 MAX_ADDRESS_BYTES = 1 << 16
 """Limit for what gloo says of one endpoint: about 170 bytes, and 8 for each endpoint of the group."""
+MAX_REPLY_BYTES = 3 * MAX_ADDRESS_BYTES
 MAX_HOST_BYTES = 255
 MAX_CALLERS = 4096
 HOLD_SECONDS = 3600.0
@@ -129,7 +130,9 @@ class AddressExchange:
 
     async def _call(self, address: str, kind: str, epoch: str, seconds: float) -> bytes:
         body = AddressQuery(epoch=epoch).encode()
-        return await self._messenger.call(address, kind, body, timeout_seconds=seconds, lane="bulk")
+        return await self._messenger.call(
+            address, kind, body, timeout_seconds=seconds, lane="bulk", longest=MAX_REPLY_BYTES
+        )
 
     async def _tell_address(self, source: Endpoint, body: bytes) -> bytes:
         await self._hold(source, "address", body, lambda: self._own is not None)

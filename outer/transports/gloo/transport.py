@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from outer.errors import PeerLost, first_line
-from outer.network.endpoints import Endpoint, Messenger, Tag, Traffic
+from outer.network.endpoints import MAX_PAYLOAD_BYTES, Endpoint, Messenger, Tag, Traffic
 from outer.network.frames import check_payload
 from outer.transports.gloo.addresses import AddressExchange
 from outer.transports.gloo.door import allow_many_files, check_listen_host
@@ -34,6 +34,7 @@ class GlooTransport:
     ) -> None:
         check_listen_host(listen_host)
         allow_many_files()
+        self.max_payload_bytes = MAX_PAYLOAD_BYTES  # gloo delivers into buffers of the expected size only
         self.traffic, self.address = traffic, f"gloo:{me}@{messenger.address}"
         self._me, self._listen_host, self._connect_seconds = me, listen_host, connect_seconds
         self._exchange = AddressExchange(messenger)

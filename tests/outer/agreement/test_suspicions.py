@@ -225,6 +225,39 @@ def test_two_islands_whose_digests_differ_again_and_again_stop_and_print_both():
 # -- silence ------------------------------------------------------------------------------------------------------
 
 
+def silent(a: RoundProtocol, others: str, quiet: str) -> Plan:
+    """An attempt whose reduce takes too long on all that vote; `quiet` islands live and do not vote."""
+    plan = attempted(a)
+    for name in set(others) - set(quiet):
+        a.receive(name, Vote.no(plan, name, "it took too long", is_stalled=True))
+        a.receive(name, VoteReceipt(plan=plan.id, outcome="open"))
+    a.vote(Vote.no(plan, "a", "it took too long", is_stalled=True))
+    assert a.conclude(is_late=False) == "open", "the votes of the others say who is silent"
+    assert a.conclude(is_late=True) == "abort"
+    a.prepare(ready_of(a))
+    for other in others:
+        a.receive(other, ready_of(a).model_copy(update={"island": other, "attempt": a.next_attempt}))
+    return plan
+
+
+def test_two_islands_that_join_an_attempt_and_do_nothing_are_left_out_together():
+    a = gathering("a", "bcde", ready="bcde")
+    silent(a, "bcde", quiet="de")
+    assert names_of(attempted(a)) == ["a", "b", "c"]
+
+
+def test_an_island_that_is_silent_in_two_rounds_in_a_row_is_left_out_of_the_next_one():
+    a = gathering("a", "bc", ready="bc")
+    for number in (1, 2):
+        silent(a, "bc", quiet="c")
+        assert names_of(attempted(a)) == ["a", "b"]
+        a.update_status(Status(round=number, tokens=20 * number, digest=f"{number}" * 16))
+        a.prepare(ready_of(a))
+        for other in "bc":
+            a.receive(other, ready_of(a).model_copy(update={"island": other}))
+    assert names_of(attempted(a)) == ["a", "b"]
+
+
 def test_an_island_that_lives_and_does_not_vote_is_left_out_of_the_next_attempt():
     a = gathering("a", "bc", ready="bc")
     plan = differ(a, "bc", a=X, b=X)

@@ -127,7 +127,7 @@ def test_a_call_that_nothing_answers_is_refused(kind):
 
 @all_kinds
 def test_an_oversized_call_or_reply_is_refused(kind, monkeypatch):
-    monkeypatch.setattr(calls, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr("outer.network.messages.MAX_REPLY_BYTES", 1000)
     monkeypatch.setattr(calls, "MAX_CALL_BYTES", 1000)
     monkeypatch.setattr("outer.membership.loopback.MAX_CALL_BYTES", 1000)
 

@@ -9,24 +9,27 @@ from outer.network.rejections import Guests, RefusedError
 from tests.outer.nets import run
 
 
-def test_a_host_has_few_connections_that_have_not_said_who_they_are():
-    guests = Guests()
-    held = [guests.enter("host") for _ in range(rejections.MAX_UNPROVEN_OF_HOST)]
-    with pytest.raises(RefusedError, match="128 of them from this host"):
-        guests.enter("host")
-    guests.enter("another")
-    held[0].prove("a")
+def test_of_too_many_connections_that_have_not_said_who_they_are_the_oldest_of_the_host_ends():
+    guests, ended = Guests(), []
+    guests.enter("another", lambda: ended.append("another"))
+    first = guests.enter("host", lambda: ended.append("first"))
+    for number in range(1, rejections.MAX_UNPROVEN_OF_HOST):
+        guests.enter("host", lambda number=number: ended.append(number))
+    first.prove("a")
     guests.enter("host")
+    assert ended == [], "an island that has said who it is makes room"
+    guests.enter("host")
+    assert ended == [1]
 
 
-def test_all_hosts_together_have_few_connections_that_have_not_said_who_they_are():
-    guests = Guests()
-    for number in range(rejections.MAX_UNPROVEN):
-        guests.enter(f"host {number}").leave() if number % 2 else guests.enter(f"host {number}")
-    for number in range(rejections.MAX_UNPROVEN // 2):
-        guests.enter(f"more {number}")
-    with pytest.raises(RefusedError, match="512 have not said who they are"):
-        guests.enter("last")
+def test_of_too_many_such_connections_of_all_hosts_one_of_the_host_with_most_ends():
+    guests, ended = Guests(), []
+    for number in range(rejections.MAX_UNPROVEN - 2):
+        guests.enter(f"host {number}", lambda number=number: ended.append(number))
+    for name in ("first", "second"):
+        guests.enter("crowded", lambda name=name: ended.append(name))
+    guests.enter("last")
+    assert ended == ["first"]
 
 
 def test_an_island_at_one_host_has_so_many_connections(monkeypatch: pytest.MonkeyPatch):
@@ -40,7 +43,9 @@ def test_an_island_at_one_host_has_so_many_connections(monkeypatch: pytest.Monke
     third.prove("b")
     for guest in (first, second, third):
         guest.leave()
-    assert not guests._proven and not guests._unproven, "a stranger's names leave nothing behind"
+    assert not guests._proven and not guests._unproven and not guests._of_host, (
+        "a stranger's names leave nothing behind"
+    )
 
 
 def test_bodies_of_one_peer_wait_for_each_other_and_not_for_those_of_another(monkeypatch: pytest.MonkeyPatch):
@@ -61,7 +66,7 @@ def test_bodies_of_one_peer_wait_for_each_other_and_not_for_those_of_another(mon
         await asyncio.wait_for(waiting, 5)
         for body in (second, other):
             body.release()
-        assert not guests._held
+        assert not guests.bodies.by_peer
 
     run(main())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from outer.network.run_key import PeerAuth, RunKey
 from outer.transports.base import Transport
 from outer.transports.hivemind_daemon import DaemonSettings, start_daemon
 from outer.transports.sealed import SealedTransport
+from tests.outer.membership.test_membership import wait_for
 from tests.outer.nets import A, B, C, key_of, payload, run, swarm, tag
 
 
@@ -40,7 +42,7 @@ class Tampered:
     """A transport that applies `change` to every payload before it is sent."""
 
     def __init__(self, inner: Transport, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.traffic, self.address = inner.traffic, inner.address
+        self.traffic, self.address, self.max_payload_bytes = inner.traffic, inner.address, inner.max_payload_bytes
         self.connect, self.recv, self.disconnect, self.close = inner.connect, inner.recv, inner.disconnect, inner.close
         self._inner, self._change = inner, change
 
@@ -194,3 +196,38 @@ async def _echo(source: Endpoint, body: bytes) -> bytes:
 
 def _peer_id(network: Network) -> str:
     return network.transport.address.partition(":")[0]
+
+
+def test_a_payload_that_is_longer_than_those_of_the_run_is_not_read():
+    async def main() -> None:
+        async with swarm("hivemind") as place:
+            a, b = await place.open(A), await place.open(B)
+            a.transport.max_payload_bytes = 1000
+            addresses = {A: a.transport.address, B: b.transport.address}
+            await asyncio.gather(*(n.transport.connect("1", addresses) for n in (a, b)))
+            await b.transport.send(A, tag(0), payload(1000))
+            assert (await a.transport.recv(B, tag(0), 1000)).numel() == 1000
+            with suppress(PeerLost):
+                await b.transport.send(A, tag(1), payload(1001))
+            with pytest.raises(MessageError, match="a frame of 1001 bytes, at most 1000"):
+                await a.transport.recv(B, tag(1), 1001)
+
+    run(main())
+
+
+def test_streams_of_one_island_that_wait_for_a_group_leave_room_for_others(monkeypatch):
+    monkeypatch.setattr("outer.transports.hivemind.MAX_PARKED_OF_ISLAND", 4)
+
+    async def main() -> None:
+        async with swarm("hivemind", connect_seconds=5) as place:
+            a, b, c = await place.open(A), await place.open(B), await place.open(C)
+            addresses = {A: a.transport.address, C: c.transport.address}
+            waiting = asyncio.create_task(c.transport.connect("never", addresses))
+            await wait_for(lambda: asyncio.sleep(0, a.transport._parked["c"]), 4, seconds=20)
+            addresses = {A: a.transport.address, B: b.transport.address}
+            await asyncio.gather(*(n.transport.connect("1", addresses) for n in (a, b)))
+            with pytest.raises(TransportError):
+                await waiting
+            assert not a.transport._parked["b"]
+
+    run(main())
