@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,8 @@ def train(config: Config, index: int, loop: Callable[[Runtime], None] | None = N
         book = Logbook(folder.parent, settings.label)
         with log_failure(book, ranks.rank), open_runtime(run, settings, ranks, device, folder) as runtime:
             goodbyes.append(runtime)
-            runtime.event_loop.start(end_when_cut_off(runtime))
+            if runtime.network.wait_for_loss is not None:
+                runtime.event_loop.start(end_at_loss(runtime, runtime.network.wait_for_loss))
             post = WatchedRank(ranks.rank, ranks.num_ranks, folder, partial(say_goodbye, goodbyes, "hung"))
             with Watchdog(runtime.activity, post):
                 (loop or LOOPS[run.outer.wait_for])(runtime)
@@ -122,15 +123,15 @@ def log_failure(book: Logbook, rank: int) -> Iterator[None]:
         raise
 
 
-async def end_when_cut_off(runtime: Runtime) -> None:
+async def end_at_loss(runtime: Runtime, wait_for_loss: Callable[[], Awaitable[str]]) -> None:
     """End this process once its network is lost for good: the launcher starts the island again, and it comes back.
 
     Without that, an island whose libp2p daemon has died would train alone for ever.
     """
-    cause = await runtime.network.wait_for_loss()
-    log.error("%s; this rank ends", cause)
-    runtime.event("failed", cause)
-    os._exit(1)
+    if cause := await wait_for_loss():
+        log.error("%s; this rank ends", cause)
+        runtime.event("failed", cause)
+        os._exit(1)
 
 
 def say_goodbye(running: list[Runtime], name: str, text: str) -> None:

@@ -1,6 +1,5 @@
 """Opens the connections of one rank: a transport, a messenger and, on rank 0, the membership, all of one kind."""
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -85,13 +84,9 @@ class Network:
     leader_address: str | None = None
     """Address that the other ranks of this island need to open their networks."""
     _closers: Sequence[Callable[[], Awaitable[None]]] = ()
-    _wait_for_loss: Callable[[], Awaitable[str]] | None = None
-
-    async def wait_for_loss(self) -> str:
-        """Wait until these connections are lost for good, so that the island needs a new process. Returns the cause."""
-        if self._wait_for_loss is None:
-            return await asyncio.get_running_loop().create_future()  # for ever
-        return await self._wait_for_loss()
+    wait_for_loss: Callable[[], Awaitable[str]] | None = None
+    """Waits until these connections are lost for good, so that the island needs a new process, and returns the cause,
+    or "" if they were closed. None where that cannot happen."""
 
     async def close(self) -> None:
         """Leave the swarm and free sockets, processes and files. Idempotent."""
@@ -254,7 +249,7 @@ async def _open_hivemind(settings: NetworkSettings, auth: PeerAuth, names: Known
         raise
     own = (auth.rejections, names, auth.island, membership, daemon.leader_address)
     closers = (membership.close, daemon.close)
-    return Network(transport, messenger, *own, _closers=closers, _wait_for_loss=daemon.wait_for_loss)
+    return Network(transport, messenger, *own, _closers=closers, wait_for_loss=daemon.wait_for_loss)
 
 
 def _maddrs(settings: NetworkSettings) -> tuple[list[str], list[str] | None]:

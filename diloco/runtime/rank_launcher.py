@@ -109,8 +109,9 @@ def wait_for_ranks(ranks: Sequence[Rank], received: list[int]) -> int:
 
 def report_failure(failed: Mapping[int, int]) -> int:
     """Print how ranks have ended. Returns the island's exit status. `failed` has the ranks' Popen.returncode."""
-    # The others fail as well when the rank that they wait for ends, so a status that says why comes first.
-    rank, code = min(failed.items(), key=lambda item: item[1] not in ENDED_FOR_GOOD)
+    # The others fail as well when the rank that they wait for ends, so a status that says why comes first, and then a
+    # signal: whoever was killed has not failed because of another.
+    rank, code = min(failed.items(), key=lambda item: (item[1] not in ENDED_FOR_GOOD, item[1] >= 0))
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     say(f"rank {rank} {how}")
     return code if code > 0 else 128 - code

@@ -33,7 +33,7 @@ from outer.transports.hivemind_addresses import (
     to_dialable,
     unreachable_message,
 )
-from outer.transports.hivemind_sockets import own_p2p, remove_dead_sockets
+from outer.transports.hivemind_sockets import named_p2p, next_prefix, remove_dead_sockets, remove_sockets
 
 IDLE_SECONDS = 3
 START_SECONDS = 5.0
@@ -112,13 +112,13 @@ class Daemon:
         await client.connect(PeerID.from_base58(address.peer_id), [to_dialable(m) for m in address.maddrs])
 
     async def wait_for_loss(self) -> str:
-        """Wait until the daemon ends although nobody has closed it, and return how. On the rank that started it."""
+        """Wait until the daemon ends, and return how, or "" if it was closed. On the rank that started it."""
         child = cast("asyncio.subprocess.Process | None", self.p2p._child)
         assert child is not None, "another rank has started the daemon"
         status = await child.wait()
         await asyncio.sleep(GOODBYE_SECONDS)
         if self._is_closed:
-            await asyncio.Event().wait()  # for ever
+            return ""
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return f"the island's libp2p daemon {how}, and with it all of its connections"
 
@@ -133,13 +133,14 @@ class Daemon:
         except TimeoutError:
             if self.p2p._child is not None:
                 self.p2p._child.kill()
+        remove_dead_sockets()  # Those of others that have died meanwhile: perhaps nobody starts here any more.
 
 
 async def attach_daemon(leader_address: str, rank: int, auth: PeerAuth) -> Daemon:
     """Attach to the daemon that rank 0 of this island started, given rank 0's `Daemon.leader_address`."""
     silence_libraries()
     listens_at, *maddrs = leader_address.split(";")
-    return Daemon(await own_p2p().replicate(Multiaddr(listens_at)), rank, maddrs, auth)
+    return Daemon(await named_p2p(next_prefix()).replicate(Multiaddr(listens_at)), rank, maddrs, auth)
 
 
 async def start_daemon(settings: DaemonSettings) -> Daemon:
@@ -157,7 +158,6 @@ async def start_daemon(settings: DaemonSettings) -> Daemon:
             return await _create_p2p(settings, settings.connect_seconds - (time.monotonic() - started))
         except P2PDaemonError as error:
             cause = first_line(error)
-            remove_dead_sockets()
         if "bootstrap" not in cause and "failed to start in" not in cause:
             raise InputError(f"the libp2p daemon does not start on {', '.join(settings.host_maddrs)}: {cause}")
         return None
@@ -173,7 +173,16 @@ async def start_daemon(settings: DaemonSettings) -> Daemon:
 
 
 async def _create_p2p(settings: DaemonSettings, seconds_left: float) -> P2P:
-    return await own_p2p().create(
+    prefix = next_prefix()
+    try:
+        return await _create_named(prefix, settings, seconds_left)
+    except BaseException:
+        remove_sockets(prefix)
+        raise
+
+
+async def _create_named(prefix: str, settings: DaemonSettings, seconds_left: float) -> P2P:
+    return await named_p2p(prefix).create(
         host_maddrs=list(settings.host_maddrs),
         announce_maddrs=list(settings.announce_maddrs) if settings.announce_maddrs else None,
         initial_peers=list(settings.bootstrap) or None,

@@ -1,9 +1,10 @@
 """Files of the sockets by which a rank and its libp2p daemon talk, and the removal of those whose rank is dead.
 
 hivemind puts them into /tmp. A process that is killed leaves its own behind, so their names say whose they are:
-/tmp/diloco-PID-p2pd-....sock is the daemon's that process PID has started, /tmp/diloco-PID-p2pclient-....sock its own.
+/tmp/diloco-PID-N-p2pd-....sock is that of the N-th daemon of process PID, /tmp/diloco-PID-N-p2pclient-....sock its own.
 """
 
+import itertools
 import os
 import re
 import socket
@@ -13,12 +14,24 @@ from pathlib import Path
 from hivemind.p2p import P2P
 
 FOLDER = Path("/tmp")
-NAME = re.compile(r"diloco-(\d+)-p2p(d|client)-.*\.sock")
+NAME = re.compile(r"diloco-(\d+)-\d+-p2p(d|client)-.*\.sock")
+_numbers = itertools.count()
 
 
-def own_p2p() -> type[P2P]:
-    """hivemind's P2P, with sockets that are named after this process."""
-    return type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{FOLDER}/diloco-{os.getpid()}-"})
+def next_prefix() -> str:
+    """What the names of the sockets of this process's next daemon begin with."""
+    return f"diloco-{os.getpid()}-{next(_numbers)}-"
+
+
+def named_p2p(prefix: str) -> type[P2P]:
+    """hivemind's P2P, whose sockets have names that begin with `prefix`."""
+    return type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{FOLDER}/{prefix}"})
+
+
+def remove_sockets(prefix: str) -> None:
+    """Remove the files of a daemon that did not start."""
+    for path in FOLDER.glob(f"{prefix}*.sock"):
+        path.unlink(missing_ok=True)
 
 
 def remove_dead_sockets() -> None:
@@ -32,14 +45,14 @@ def remove_dead_sockets() -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is a process with this number."""
+    """Whether a process with this number runs. One that has ended may still be listed: not every container reaps."""
     try:
         os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except ProcessLookupError:
         return False
-    except PermissionError:
-        pass
-    return True
+    except OSError:  # It belongs to another user, or this is not Linux.
+        return True
 
 
 def answers(path: Path) -> bool:

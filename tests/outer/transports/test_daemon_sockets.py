@@ -8,13 +8,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from outer.transports.hivemind_sockets import FOLDER, own_p2p, remove_dead_sockets
+import pytest
+
+from outer.errors import UnreachableError
+from outer.transports.hivemind_daemon import DaemonSettings, start_daemon
+from outer.transports.hivemind_sockets import FOLDER, remove_dead_sockets, remove_sockets
+from tests.outer.nets import run
+
+PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 
 @contextmanager
 def bound_socket(pid: int, *, listens: bool = False) -> Iterator[Path]:
     """A socket file of this process, on which nobody listens unless told so."""
-    path = FOLDER / f"diloco-{pid}-p2pd-test.sock"
+    path = FOLDER / f"diloco-{pid}-999-p2pd-test.sock"
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(path))
         if listens:
@@ -49,5 +56,18 @@ def test_a_daemon_that_outlives_its_rank_keeps_its_socket() -> None:
         assert path.exists()
 
 
-def test_sockets_are_named_after_their_process() -> None:
-    assert f"/unix/tmp/diloco-{os.getpid()}-" == own_p2p()._UNIX_SOCKET_PREFIX
+def test_a_daemon_that_did_not_start_loses_its_socket_and_no_other_does() -> None:
+    with bound_socket(os.getpid()) as path:
+        remove_sockets(f"diloco-{os.getpid()}-99-")
+        assert path.exists()
+        remove_sockets(f"diloco-{os.getpid()}-999-")
+        assert not path.exists()
+
+
+def test_a_daemon_that_cannot_reach_its_peers_leaves_no_socket() -> None:
+    settings = DaemonSettings(
+        ["/ip4/127.0.0.1/tcp/0"], bootstrap=[f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}"], connect_seconds=1
+    )
+    with pytest.raises(UnreachableError):
+        run(start_daemon(settings))
+    assert not list(FOLDER.glob(f"diloco-{os.getpid()}-*.sock"))
