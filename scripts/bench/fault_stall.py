@@ -120,7 +120,7 @@ def open_bench(transport: str) -> Iterator[StallBench]:
     overrides = (f"outer.inner_steps={INNER_STEPS}", "optimizer.tokens_per_step=128")
     with (
         tempfile.TemporaryDirectory(prefix="diloco-faults-") as folder,
-        open_forked_swarm(Path(folder), transport, NUM_ISLANDS, *overrides) as (made, _),
+        open_forked_swarm(Path(folder), transport, [{} for _ in range(NUM_ISLANDS)], *overrides) as (made, _),
     ):
         running = StallBench(made)
         first = running.next_full(-1)

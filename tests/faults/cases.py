@@ -3,7 +3,9 @@
 import signal
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from tests.faults.leftovers import nothing_left
 from tests.faults.waits import GUARD_SECONDS, assert_one_history, last_round, until
 from tests.swarm import Island, Swarm, swarm
 
@@ -12,6 +14,16 @@ ROUND = 3
 ROUNDS = 24
 LOSS_STEP = 0.3
 """Largest rise of this tiny model's held-out loss from one round to the next, in nats per token."""
+
+SHARD2: dict[str, Any] = {"ranks": 2, "mesh": {"dp_shard": 2}}
+PP2_TP2: dict[str, Any] = {
+    "ranks": 4,
+    "mesh": {"pp": 2, "tp": 2},
+    "parallel": {"schedule": "interleaved_1f1b"},
+    "micro_batch": 2,
+}
+SHAPES = {"dp_shard2": SHARD2, "pp2-tp2": PP2_TP2}
+"""Settings of islands of several ranks."""
 
 OVERRIDES = (f"outer.rounds={ROUNDS}", "outer.inner_steps=4", "outer.optimizer.momentum=0.9", "outer.codec=int8")
 
@@ -28,11 +40,11 @@ STREAMING = (
 
 
 def run_with_fault(folder: Path, fault: str, victim: int, transport: str, address: str, *overrides: str) -> None:
-    """Run three islands, one of which kills or freezes itself and comes back, and check the outcome."""
+    """Run three islands, one of which kills or freezes itself and comes back; check the outcome and what is left."""
     own = [{"faults": [fault]} if i == victim else {} for i in range(3)]
     name = f"name={folder.name}"
     settings = [name, *OVERRIDES, f"outer.transport={transport}", *overrides]
-    with swarm(folder, *settings, islands=own, address=address) as made:
+    with nothing_left(), swarm(folder, *settings, islands=own, address=address) as made:
         islands = made.start_all()
         if fault.startswith("kill"):
             (code,) = islands[victim].wait(GUARD_SECONDS)

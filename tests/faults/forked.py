@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from diloco import island as life
 from diloco.assemble import Runtime
@@ -23,7 +24,9 @@ OVERRIDES = ("outer.rounds=100000", "evaluate.every_rounds=100000", "outer.optim
 
 
 @contextmanager
-def open_forked_swarm(folder: Path, transport: str, num_islands: int, *overrides: str) -> Iterator[tuple[Swarm, Fleet]]:
+def open_forked_swarm(
+    folder: Path, transport: str, islands: list[dict[str, Any]], *overrides: str
+) -> Iterator[tuple[Swarm, Fleet]]:
     """Open a swarm without islands, and a fleet that can restart its bootstrap process. Kills all at exit."""
     if transport == "hivemind":
         import hivemind  # noqa: F401 - the forked islands inherit it
@@ -31,9 +34,8 @@ def open_forked_swarm(folder: Path, transport: str, num_islands: int, *overrides
     kind = f"outer.transport={transport}"
     try:
         address = start_bootstrap(parse_config(TINY, [kind]), fleet.run_dir, fleet)
-        islands = [{} for _ in range(num_islands)]
         with swarm(folder, kind, *OVERRIDES, *overrides, islands=islands, address=address) as made:
-            for index in range(num_islands):
+            for index in range(len(islands)):
                 (folder / made.config.name / f"island-{index}" / FAULTS_FOLDER).mkdir(parents=True)
             yield made, fleet
     finally:
@@ -93,10 +95,10 @@ def process_tree(rank: Rank) -> list[int]:
 
 
 def is_up(island: Island) -> bool:
-    """Whether the island's process runs. A process that has ended is reaped."""
-    rank = island.ranks[0]
-    if rank.exit_code is None:
-        pid, status = os.waitpid(rank.pid, os.WNOHANG)
-        if pid:
-            rank.exit_code = os.waitstatus_to_exitcode(status)
-    return rank.exit_code is None
+    """Whether a process of the island runs. Processes that have ended are reaped."""
+    for rank in island.ranks:
+        if rank.exit_code is None:
+            pid, status = os.waitpid(rank.pid, os.WNOHANG)
+            if pid:
+                rank.exit_code = os.waitstatus_to_exitcode(status)
+    return any(rank.exit_code is None for rank in island.ranks)

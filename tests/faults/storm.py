@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from diloco.faults.self_inflicted import request_fault
 from diloco.faults.spec import BOOTSTRAP, Fault, Target
@@ -15,6 +16,7 @@ from diloco.report.summary import Summary, summarise
 from diloco.runtime.processes import kill
 from diloco.simulate.fleet import Fleet
 from tests.faults.forked import POLL_SECONDS, RecordReader, is_up, open_forked_swarm, train_at_pace
+from tests.faults.leftovers import nothing_left
 from tests.swarm import Island, Swarm
 
 INNER_STEPS = 8
@@ -33,6 +35,12 @@ class StormSettings:
     num_faults: int
     rate: float
     seed: int = 0
+    shapes: tuple[dict[str, Any], ...] = ()
+    """Settings of the last islands; those before have one rank."""
+
+    @property
+    def islands(self) -> list[dict[str, Any]]:
+        return [*({} for _ in range(self.num_islands - len(self.shapes))), *self.shapes]
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class StormOutcome:
 def run_storm(setting: StormSettings, folder: Path) -> StormOutcome:
     """Run a storm and CALM_ROUNDS more rounds in `folder`. Raises AssertionError if an island hangs."""
     overrides = (f"outer.inner_steps={INNER_STEPS}", "optimizer.tokens_per_step=128")
-    with open_forked_swarm(folder, setting.transport, setting.num_islands, *overrides) as (made, fleet):
+    with nothing_left(), open_forked_swarm(folder, setting.transport, setting.islands, *overrides) as (made, fleet):
         passing = StormRunner(made, fleet, setting)
         started = time.monotonic()
         passing.until_over()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.faults.cases import OVERRIDES as ROUNDS_AND_STEPS
-from tests.faults.cases import ROUND, ROUNDS
+from tests.faults.cases import ROUND, ROUNDS, SHAPES
 from tests.faults.forked import train_at_pace
 from tests.faults.launched import LaunchedIsland, ended, launch, send
 from tests.faults.leftovers import nothing_left
@@ -21,10 +21,6 @@ from tests.faults.waits import assert_one_history, last_round, until
 from tests.swarm import Island, swarm
 
 STEP_SECONDS = 0.05
-SHARD2: dict[str, Any] = {"ranks": 2, "mesh": {"dp_shard": 2}}
-PP2_TP2: dict[str, Any] = {"ranks": 4, "mesh": {"pp": 2, "tp": 2}, "micro_batch": 2}
-PP2_TP2["parallel"] = {"schedule": "interleaved_1f1b"}
-SHAPES = {"dp_shard2": SHARD2, "pp2-tp2": PP2_TP2}
 VICTIM = 1
 slow = pytest.mark.slow
 
