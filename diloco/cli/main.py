@@ -122,6 +122,9 @@ def bootstrap(
     run_key_file: Annotated[
         Path | None, typer.Option(help="With tcp: file with the run key, for runs whose islands use one.")
     ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="With tcp: folder that keeps the owners of islands' names over restarts.")
+    ] = None,
 ) -> None:
     """Serve the address where islands find each other, and print it. Trains nothing.
 
@@ -129,7 +132,7 @@ def bootstrap(
     """
     from diloco.swarm.bootstrap import bootstrap as run
 
-    run(host, port, rendezvous, identity, run_key_file)
+    run(host, port, rendezvous, identity, run_key_file, folder)
 
 
 @app.command()

@@ -132,6 +132,7 @@ def start_bootstrap(config: Config, run_dir: Path, fleet: Fleet) -> str:
     host = fleet.namespaces[BOOTSTRAP].host if fleet.net else config.island.listen_host
     command = [sys.executable, "-m", "diloco", "bootstrap", "--rendezvous", kind, "--host", host]
     command += ["--identity", str(run_dir / "bootstrap.key")] if kind == "dht" else []
+    command += ["--folder", str(run_dir / "rendezvous")] if kind == "tcp" else []
     if kind == "tcp" and config.island.run_key_file is not None:
         command += ["--run-key-file", config.island.run_key_file]
     child = fleet.bootstrap = start_child(fleet, BOOTSTRAP, BOOTSTRAP, command, run_dir / "bootstrap.txt")

@@ -15,9 +15,16 @@ PREFIX = "address: "
 START_SECONDS, CLOSE_SECONDS = 60.0, 5.0
 
 
-def bootstrap(host: str, port: int, rendezvous: str, identity: Path | None, run_key_file: Path | None = None) -> None:
+def bootstrap(
+    host: str,
+    port: int,
+    rendezvous: str,
+    identity: Path | None,
+    run_key_file: Path | None = None,
+    folder: Path | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT, whatever becomes of the shell that started it. Prints one line per address."""
-    _check(host, rendezvous, identity, run_key_file)
+    _check(host, rendezvous, identity, run_key_file, folder)
     # The end of a terminal is no request to stop. A bootstrap of `simulate` ends with it all the same (processes.py).
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stopped = threading.Event()
@@ -26,7 +33,7 @@ def bootstrap(host: str, port: int, rendezvous: str, identity: Path | None, run_
     if rendezvous == "dht":
         addresses, close = _serve_dht(host, port, identity)
     else:
-        addresses, close = _serve_tcp(host, port, run_key_file)
+        addresses, close = _serve_tcp(host, port, run_key_file, folder)
     for address in addresses:
         typer.echo(f"{PREFIX}{address}")
     typer.echo("pass it to the islands: island.bootstrap=[ADDRESS], or: diloco join ADDRESS")
@@ -34,11 +41,13 @@ def bootstrap(host: str, port: int, rendezvous: str, identity: Path | None, run_
     close()
 
 
-def _check(host: str, rendezvous: str, identity: Path | None, run_key_file: Path | None) -> None:
+def _check(host: str, rendezvous: str, identity: Path | None, run_key_file: Path | None, folder: Path | None) -> None:
     if rendezvous not in ("dht", "tcp"):
         raise ConfigError(f"--rendezvous: got {rendezvous!r}; allowed: dht (for hivemind), tcp (for gloo)")
     if rendezvous == "dht" and run_key_file is not None:
         raise ConfigError("--run-key-file: a dht needs none, because its islands check each other's keys; leave it out")
+    if rendezvous == "dht" and folder is not None:
+        raise ConfigError("--folder: a dht needs none, because each of its values is signed by its owner; leave it out")
     if rendezvous == "tcp" and identity is not None:
         raise ConfigError("--identity: a tcp address is host and port alone; leave it out, and set a fixed --port")
     try:
@@ -63,9 +72,9 @@ def _serve_dht(host: str, port: int, identity: Path | None):
     return list(peer.addresses), lambda: loop.try_to(peer.close(), CLOSE_SECONDS)
 
 
-def _serve_tcp(host: str, port: int, run_key_file: Path | None):
+def _serve_tcp(host: str, port: int, run_key_file: Path | None, folder: Path | None):
     from outer.membership.rendezvous import serve_rendezvous
     from outer.network.run_key import load_run_key
 
-    server = serve_rendezvous(host, port, load_run_key(str(run_key_file) if run_key_file else None))
+    server = serve_rendezvous(host, port, load_run_key(str(run_key_file) if run_key_file else None), folder)
     return [server.address], server.close

@@ -7,7 +7,7 @@ import typer
 
 from diloco.config.check import check_island
 from diloco.config.from_swarm import check_places, describe_data, parse_swarm_config
-from diloco.config.schema import Config, dump_config, parse_config
+from diloco.config.schema import Config, differing_keys, dump_config, load_config, parse_config
 from diloco.errors import ConfigError
 from diloco.runtime.processes import become_island
 from inner.files import write_atomically
@@ -28,6 +28,7 @@ def join(address: str, overrides: list[str], ranks: int, run_name: str | None) -
     check_island(config.run, config.island, "this island")
     run_dir = Path(config.island.run_dir) / config.name
     island_dir = run_dir / config.island.label
+    check_folder(island_dir, config)
     island_dir.mkdir(parents=True, exist_ok=True)
     write_atomically(island_dir / "config.yaml", dump_config(config))
     typer.echo(f"joining run {config.name!r} as {config.island.label!r}: {island_dir}; {describe_data(config.run)}")
@@ -47,6 +48,24 @@ def build_joiner_config(text: str, taken: set[str], address: str, overrides: lis
         raise ConfigError(f"island.name: {config.island.label!r} is in the run already; names there: {sorted(taken)}")
     check_places(config.run, config.island)
     return config
+
+
+def check_folder(island_dir: Path, config: Config) -> None:
+    """Raise ConfigError if the island's folder is that of another run, whose checkpoints and names it would take."""
+    path = island_dir / "config.yaml"
+    if not path.exists():
+        return
+    try:
+        earlier = load_config(path).run
+    except ConfigError as error:
+        raise ConfigError(f"island.run_dir: {error}; move {str(island_dir)!r} away") from None
+    if earlier.hash == config.run.hash:
+        return
+    differences = "\n".join(f"  {line}" for line in differing_keys(earlier, config.run))
+    raise ConfigError(
+        f"island.run_dir: {str(island_dir)!r} belongs to another run of the name {config.name!r}:\n"
+        f"{differences}\nmove the folder away, or choose another island.run_dir or island.name"
+    )
 
 
 def fetch_run_config(address: str, run_name: str | None, run_key_file: str | None) -> tuple[str, set[str]]:

@@ -1,12 +1,14 @@
 """The rendezvous server (`diloco bootstrap --rendezvous tcp`), which keeps records and configs of runs without libp2p.
 
-It stores nothing that the islands do not know: after a restart at the same address they send everything again.
+It stores nothing that the islands do not know: after a restart at the same address they send everything again. Only
+whom a name belongs to may have been said by others first. With a folder it remembers that over restarts.
 """
 
 import hashlib
 import secrets
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from outer.errors import InputError, MessageError
 from outer.identity.known_names import KnownNames
@@ -43,6 +45,7 @@ MAX_RECORDS, MAX_RUN_BYTES = 1024, 8 << 20
 MAX_CALL_BYTES = MAX_RECORD_BYTES + MAX_CONFIG_BYTES
 NAMES_SECONDS = 60.0
 """A rendezvous forgets whom the names of a run belong to when the run has had no island for so long."""
+NAMES_PREFIX, NAMES_SUFFIX = "names-", ".json"
 HOLD_SECONDS = 1.0
 """A caller that knows all records gets its reply at the next change, or after this time."""
 
@@ -61,7 +64,8 @@ class _RunRecords:
     names: KnownNames = field(default_factory=KnownNames)
     """The owners of names, and the times of their newest statements."""
     used_at: float = 0.0
-    lived_at: float = 0.0
+    lived_at: float = field(default_factory=time.monotonic)
+    names_path: Path | None = None
 
     @property
     def digest(self) -> str:
@@ -74,7 +78,12 @@ class _RunRecords:
         if self.records:
             self.lived_at = now
         elif now - self.lived_at > NAMES_SECONDS:
-            self.names = KnownNames()
+            self.forget_names()
+
+    def forget_names(self) -> None:
+        if self.names_path is not None:
+            self.names_path.unlink(missing_ok=True)
+        self.names = KnownNames(self.names_path)
 
     def check_owner(self, island: str, key: str, time_ms: int) -> bool:
         """Whether a statement of an island is newer than all before. Raises RefusedError if the name is another's."""
@@ -86,9 +95,10 @@ class _RunRecords:
 class RecordServer:
     """Answers the calls to a rendezvous. Its memory is bounded, whatever callers send."""
 
-    def __init__(self) -> None:
-        self._id = secrets.token_hex(8)
-        self._runs: dict[str, _RunRecords] = {}
+    def __init__(self, folder: Path | None = None) -> None:
+        """`folder` keeps the owners of names over restarts. Raises InputError when a file there cannot be read."""
+        self._id, self._folder = secrets.token_hex(8), folder
+        self._runs = {} if folder is None else {name: self._new_run(name) for name in _remembered_runs(folder)}
         self._changed = ChangeSignal()
         self.handlers: dict[str, Handler] = {
             "announce": self._announce,
@@ -187,11 +197,25 @@ class RecordServer:
             idle = [other for other in self._runs if not self._find_run(other).records]
             if not idle:
                 raise MessageError(f"this rendezvous serves {MAX_RUNS} runs already; start another one")
-            del self._runs[min(idle, key=lambda other: self._runs[other].used_at)]
-        run = self._runs.setdefault(name, _RunRecords())
+            self._runs.pop(min(idle, key=lambda other: self._runs[other].used_at)).forget_names()
+        run = self._runs[name] if name in self._runs else self._new_run(name)
+        self._runs[name] = run
         run.used_at = time.monotonic()
         run.drop_dead()
         return run
+
+    def _new_run(self, name: str) -> _RunRecords:
+        path = None if self._folder is None else self._folder / f"{NAMES_PREFIX}{name}{NAMES_SUFFIX}"
+        return _RunRecords(names=KnownNames(path), names_path=path)
+
+
+def _remembered_runs(folder: Path) -> list[str]:
+    """The runs whose names a folder keeps, the newest ones. Files beyond the limit are removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = sorted(folder.glob(f"{NAMES_PREFIX}*{NAMES_SUFFIX}"), key=lambda path: path.stat().st_mtime)
+    for path in paths[:-MAX_RUNS]:
+        path.unlink()
+    return [path.name.removeprefix(NAMES_PREFIX).removesuffix(NAMES_SUFFIX) for path in paths[-MAX_RUNS:]]
 
 
 class Rendezvous:
@@ -210,20 +234,24 @@ class Rendezvous:
             self._loop.close()
 
 
-def serve_rendezvous(host: str, port: int, run_key: RunKey | None = None) -> Rendezvous:
-    """Start a rendezvous (port 0: any free one). With a key it answers only holders of the key. Raises InputError."""
+def serve_rendezvous(host: str, port: int, run_key: RunKey | None = None, folder: Path | None = None) -> Rendezvous:
+    """Start a rendezvous (port 0: any free one). With a key it answers only holders of the key. Raises InputError.
+
+    In `folder` it remembers whom the names of the runs belong to.
+    """
     loop = EventLoopThread()
     try:
-        return Rendezvous(loop, loop.run(_open(host, port, PeerAuth(run_key, names=None)), timeout_seconds=10))
+        opened = _open(host, port, PeerAuth(run_key, names=None), RecordServer(folder))
+        return Rendezvous(loop, loop.run(opened, timeout_seconds=10))
     except BaseException:
         loop.close()
         raise
 
 
-async def _open(host: str, port: int, auth: PeerAuth) -> StreamMessenger:
+async def _open(host: str, port: int, auth: PeerAuth, server: RecordServer) -> StreamMessenger:
     messenger = StreamMessenger(RENDEZVOUS, Endpoint(RENDEZVOUS, 0), dial, Traffic(), auth)
     messenger.max_body_bytes = MAX_CALL_BYTES
-    for kind, handler in RecordServer().handlers.items():
+    for kind, handler in server.handlers.items():
         messenger.serve(kind, handler)
     try:
         return await listen(messenger, host, port)

@@ -23,7 +23,7 @@ from outer.network.handshake import say_hello
 from outer.network.messages import Message, parse
 from outer.network.rpc import MAX_CALL_BYTES, StreamMessenger
 from outer.transfer.donor import PartRequest
-from tests.hostile.scene import HONEST, targets
+from tests.hostile.scene import HONEST, note_begin, targets
 from tests.hostile.speakers import CALL_SECONDS, Speaker, fresh, speaker
 
 MANY_TOKENS = 1 << 61
@@ -43,6 +43,7 @@ def speaks_as_others(config: Config, index: int) -> None:
     async def main() -> None:
         async with AsyncExitStack() as stack:
             thieves = [await stack.enter_async_context(speaker(config, name)) for name in HONEST]
+            note_begin(config)
             while True:
                 for thief in thieves:
                     for message in _said_for(thief.name, thief.incarnation, thief.readies):
@@ -107,6 +108,7 @@ def comes_and_goes(config: Config, index: int) -> None:
     async def main() -> None:
         while True:
             async with speaker(config, fresh("tramp")) as tramp:
+                note_begin(config)
                 await is_a_ghost(tramp)
                 goodbye = Goodbye(island=tramp.name, incarnation=tramp.incarnation, round=0, steps=0)
                 await tramp.tell_all(goodbye)
@@ -119,6 +121,7 @@ def replays_records(config: Config, index: int) -> None:
 
     async def main() -> None:
         async with speaker(config, fresh("replayer")) as thief:
+            note_begin(config)
             replay = _replay_in_the_dht if config.outer.transport == "hivemind" else _replay_at_the_rendezvous
             await replay(config, thief)
 

@@ -41,6 +41,7 @@ LAST_ROUNDS = 3
 HONEST = [f"island-{index}" for index in range(NUM_HONEST)]
 BOUND_FILE = "bound.txt"
 TARGETS_FILE = "targets.json"
+BEGUN_FILE = "attack-{}"
 MiB = 1 << 20
 
 
@@ -125,9 +126,8 @@ class Scene:
         bound = max(float((island.folder / BOUND_FILE).read_text()) for island in self.islands)
         num_refused, attackers = self._num_refused(), [self._start(attack) for _ in range(attack.num_attackers)]
         try:
-            if attack.is_island:
-                for attacker in attackers:
-                    until(lambda a=attacker: a.events("joined"), "the attacker's entry", attacker, *self.islands)
+            for attacker in attackers:
+                until(lambda a=attacker: self._has_begun(a), "the attack's beginning", attacker, *self.islands)
             begun = time.time()
             time.sleep(seconds)
             until(lambda: self._rounds(begun) >= least_rounds, "rounds during the attack", *self.islands)
@@ -167,6 +167,10 @@ class Scene:
         settings = config.island.model_copy(update={"joins": True})
         config = config.model_copy(update={"island": settings, "islands": []})
         return self._made.start(index, attack.work, config)
+
+    def _has_begun(self, attacker: Island) -> bool:
+        begun = Path(self._made.config.island.run_dir) / BEGUN_FILE.format(attacker.ranks[0].pid)
+        return begun.exists() or bool(attacker.events("joined")) or not is_up(attacker)
 
     def _rounds(self, since: float) -> int:
         """Rounds that an honest island has committed since then."""
@@ -214,6 +218,11 @@ def scene(folder: Path, network: str, *overrides: str) -> Iterator[Scene]:
         islands = [{} for _ in range(NUM_HONEST)]
         made = stack.enter_context(swarm(folder, *settings, islands=islands, address=address))
         yield Scene(made, network)
+
+
+def note_begin(config: Config) -> None:
+    """Called by an attacker that is no island once it can attack."""
+    (Path(config.island.run_dir) / BEGUN_FILE.format(os.getpid())).touch()
 
 
 def targets(config: Config) -> dict[str, str]:

@@ -20,7 +20,7 @@ from outer.membership.base import Member
 from outer.network.endpoints import Endpoint
 from outer.network.messages import Message, parse
 from outer.network.run_key import load_run_key
-from tests.hostile.scene import NUM_HONEST
+from tests.hostile.scene import NUM_HONEST, note_begin
 from tests.swarm import Work
 
 CALL_SECONDS = 5.0
@@ -132,6 +132,7 @@ def spoken(say: Callable[[Speaker], Awaitable[None]], num_speakers: int = 1, pre
 
     async def one(config: Config) -> None:
         async with speaker(config, fresh(prefix)) as made:
+            note_begin(config)
             while True:
                 await say(made)
                 await asyncio.sleep(ROUND_SECONDS)

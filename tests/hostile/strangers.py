@@ -19,7 +19,7 @@ from outer.network.frames import HEADER_BYTES, Header, Kind, hash_names, pack_he
 from outer.network.run_key import PeerAuth
 from outer.transports.hivemind_addresses import parse_address
 from outer.transports.hivemind_daemon import Daemon, DaemonSettings, start_daemon, stream_name
-from tests.hostile.scene import HONEST, targets
+from tests.hostile.scene import HONEST, note_begin, targets
 from tests.swarm import Work
 
 Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -64,6 +64,7 @@ def on_streams(treat: Callable[[Config, Pair], Awaitable[None]], at_once: int) -
 
     async def main(config: Config) -> None:
         async with openers(config, ("control", "bulk")) as made, asyncio.TaskGroup() as tasks:
+            note_begin(config)
             for open_stream in made:
                 for target in targets(config).values():
                     for _ in range(at_once):
@@ -115,6 +116,7 @@ def vandalises_the_dht(config: Config, index: int) -> None:
     async def main() -> None:
         daemon = await stranger_daemon(config)
         dht = await open_dht(daemon, config.island.bootstrap, 20)
+        note_begin(config)
         while True:
             auth = PeerAuth(None, island=IslandKey.generate())
             owned = await open_dht_as(daemon, config, auth)

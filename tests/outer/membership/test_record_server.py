@@ -100,3 +100,29 @@ def test_a_rendezvous_serves_so_many_live_runs_and_forgets_the_dead_first():
             await ask(server, "announce", announcement("a", run_id="two-more"))
 
     run(main())
+
+
+def test_a_rendezvous_with_a_folder_remembers_after_a_restart_whom_a_name_belongs_to(tmp_path):
+    async def main() -> None:
+        await ask(RecordServer(tmp_path), "announce", announcement("a"))
+        theft = announcement("a", identity=key_of("thief").public, signed_by="thief", time_ms=2)
+        with pytest.raises(MessageError, match="belongs to its key"):
+            await ask(RecordServer(tmp_path), "announce", theft)
+        await ask(RecordServer(tmp_path), "announce", announcement("a", time_ms=2))
+        await ask(RecordServer(), "announce", theft)
+
+    run(main())
+
+
+def test_a_rendezvous_keeps_the_files_of_few_runs(tmp_path):
+    async def main() -> None:
+        for number in range(MAX_RUNS + 8):
+            (tmp_path / f"names-old-{number}.json").write_text("{}")
+        server = RecordServer(tmp_path)
+        for number in range(MAX_RUNS):
+            await ask(server, "announce", announcement("a", run_id=f"new-{number}"))
+        with pytest.raises(MessageError, match="serves 32 runs"):
+            await ask(server, "announce", announcement("a", run_id="one-more"))
+        assert sorted(tmp_path.iterdir()) == sorted(tmp_path.glob("names-new-*.json"))
+
+    run(main())
