@@ -57,8 +57,6 @@ class Attack:
     num_attackers: int = 1
     is_island: bool = False
     """Whether each attacker is an island that enters the run, and may be told to leave it. The others never end."""
-    breaks: str = ""
-    """What this attack still does, if it is not held. Such an attack is measured and not asserted."""
 
 
 NO_ATTACK = Attack("none", lambda config, index: time.sleep(3600), has_key=False, num_attackers=0)

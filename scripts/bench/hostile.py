@@ -1,0 +1,98 @@
+"""What attackers cost the honest islands of a run, with real processes on this machine.
+
+    python scripts/bench/hostile.py [--networks gloo,hivemind] [--seconds 15] [--only TEXT] [--json FILE]
+
+Three honest islands train with a run key while an attack of tests/hostile/attacks.py goes on for so many seconds; then
+the attackers are killed. The table has a line for each attack:
+
+rounds   committed by the honest ones during the attack, beside the number in the same time without one
+after    rounds until all honest ones had committed three together again
+wait     longest time without a commit, from the attack's beginning to the first commit after it, beside the bound T
+memory   by how much the peak of the process that grew most has grown, and of its libp2p daemon
+
+An attack goes on until a round is committed, for three minutes at most. Rounds take a fixed time at least, because each
+inner step takes 0.1 s. The attacks of one network follow one another in one run; it is begun anew if an island ends.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+# Run as a script, this folder would come first on the path, and `outer` would be a file here instead of the package.
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from scripts.bench.arguments import choices  # noqa: E402
+from tests.hostile.attacks import ATTACKS  # noqa: E402
+from tests.hostile.scene import NO_ATTACK, Attack, MiB, Outcome, Scene, scene  # noqa: E402
+
+HEADER = ("attack", "network", "key", "rounds", "without", "after", "wait s", "T s", "memory MB", "daemon MB")
+
+
+def play_all(folder: Path, network: str, attacks: list[Attack], seconds: float) -> Iterator[Outcome | str]:
+    """The outcomes of the attacks, first that of none; the text of what went wrong in place of an outcome."""
+    with ExitStack() as stack:
+        run: Scene | None = None
+        for number, attack in enumerate([NO_ATTACK, *attacks]):
+            if run is None or not run.is_well:
+                run = stack.enter_context(scene(folder / f"{network}-{number}", network))
+            try:
+                outcome = run.play(attack, seconds, least_rounds=1)
+                run.assert_well()
+                yield outcome
+            except AssertionError as error:
+                yield f"{attack.name}, {network}: {error}"
+                stack.pop_all().close()
+                run = None
+
+
+def line_of(outcome: Outcome, usual: float) -> tuple[object, ...]:
+    """A line of the table. `usual`: rounds in a second without an attack."""
+    return (
+        outcome.attack,
+        outcome.network,
+        "yes" if outcome.has_key else "no",
+        outcome.rounds_during,
+        f"{usual * outcome.seconds:.0f}",
+        outcome.rounds_after,
+        f"{outcome.longest_wait:.1f}",
+        f"{outcome.bound:.0f}",
+        f"{outcome.grown / MiB:.0f}",
+        f"{outcome.daemon_grown / MiB:.0f}",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", type=choices(("gloo", "hivemind")), default=["gloo", "hivemind"])
+    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--only", default="", help="attacks whose name contains this text")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    print("| " + " | ".join(HEADER) + " |\n|" + "---|" * len(HEADER), flush=True)
+    found: list[Outcome] = []
+    failures: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for network in args.networks:
+            attacks = [a for a in ATTACKS if network in a.networks and args.only in a.name]
+            usual = 0.0
+            for outcome in play_all(Path(folder), network, attacks, args.seconds):
+                if isinstance(outcome, str):
+                    failures.append(outcome)
+                    continue
+                usual = usual or outcome.rounds_during / outcome.seconds
+                found.append(outcome)
+                print("| " + " | ".join(map(str, line_of(outcome, usual))) + " |", flush=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps([asdict(outcome) for outcome in found], indent=1))
+    for failure in failures:
+        print(f"FAILED {failure[:3000]}")
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()
