@@ -51,6 +51,7 @@ def simulate(
     leave:1@round=6                SIGTERM; back as above
     freeze:1@round=3,seconds=20    SIGSTOP, then SIGCONT
     kill:1@round=3,phase=decide    kill or freeze at this point of the round
+    kill:1@round=3,process=rank1   kill or freeze one process only: rank0, rank1, ... or daemon (libp2p's)
     slow:2x3                       make each inner step take 3 times as long
     corrupt:1@round=4              flip one bit of a payload that the island sends
     nan:1@round=4                  send a payload of NaN

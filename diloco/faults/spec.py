@@ -5,7 +5,7 @@ KIND:TARGET@WHEN,OPTION=VALUE      for example kill:1@round=3,back=5
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 FaultKind = Literal["kill", "freeze", "cut", "slow", "corrupt", "nan", "poison", "join", "leave"]
 BOOTSTRAP = "bootstrap"
+DAEMON = "daemon"
 Target = int | Literal["bootstrap"]
 """An island's index, or the bootstrap process."""
 
 TRIGGERS = ("round", "step", "second")
 OPTIONS: dict[FaultKind, tuple[str, ...]] = {
-    "kill": (*TRIGGERS, "phase", "back"),
-    "freeze": (*TRIGGERS, "phase", "seconds"),
+    "kill": (*TRIGGERS, "phase", "process", "back"),
+    "freeze": (*TRIGGERS, "phase", "process", "seconds"),
     "cut": (*TRIGGERS, "seconds"),
     "slow": (*TRIGGERS, "seconds"),
     "corrupt": TRIGGERS,
@@ -63,6 +64,8 @@ class Fault:
     second: float | None = None
     """Seconds since the run's first commit."""
     phase: "Phase | None" = None
+    process: str | None = None
+    """The only process of the island that is hit: rank0, rank1, ... or DAEMON. None: all."""
     seconds: float | None = None
     back: float | None = None
     rounds: int | None = None
@@ -70,7 +73,7 @@ class Fault:
     def __str__(self) -> str:
         """The spec, as written on the command line."""
         targets = "-".join("+".join(map(str, side)) for side in (self.targets, self.other_side) if side)
-        names = (*TRIGGERS, "phase", "seconds", "back", "rounds")
+        names = (*TRIGGERS, "phase", "process", "seconds", "back", "rounds")
         values = [(name, getattr(self, name)) for name in names if getattr(self, name) is not None]
         options = ",".join(f"{name}={format_value(value)}" for name, value in values)
         factor = "" if self.factor is None else f"x{self.factor:g}"
@@ -174,6 +177,10 @@ def parse_value(text: str, kind: FaultKind, name: str, value: str) -> int | floa
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise invalid(text, f"unknown phase {value!r}; {hint}phases: {', '.join(PHASES)}", kind)
         return value
+    if name == "process":
+        if not re.fullmatch(rf"rank\d+|{DAEMON}", value):
+            raise invalid(text, f"process: got {value!r}; allowed: rank0, rank1, ... or {DAEMON}", kind)
+        return value
     if name in ("round", "step", "rounds"):
         least = 0 if name == "round" else 1
         if not value.isdecimal() or int(value) < least:
@@ -195,10 +202,24 @@ def check_options(text: str, fault: Fault) -> None:
     if fault.phase is not None and (fault.round is None or fault.targets == (BOOTSTRAP,)):
         raise invalid(text, "a phase is one of an island's round: say the island and @round=N,phase=...", fault.kind)
 
+    if fault.process is not None and (fault.phase is not None or fault.targets == (BOOTSTRAP,)):
+        raise invalid(text, "a process is one of an island's, and the one that reaches a phase is known", fault.kind)
+
 
 def invalid(text: str, problem: str, kind: FaultKind = "kill") -> ConfigError:
     """Build the error for an invalid spec, with an example of the kind."""
     return ConfigError(f"--fault {text!r}: {problem}; for example {EXAMPLES[kind]}")
+
+
+def check_processes(faults: Iterable[Fault], num_ranks: Sequence[int], *, has_daemon: bool) -> None:
+    """Raise ConfigError if a fault hits a process that its island will not have. `num_ranks` is by island."""
+    for fault in faults:
+        if fault.process == DAEMON and not has_daemon:
+            raise invalid(str(fault), "only islands over hivemind have a libp2p daemon", fault.kind)
+        if fault.process not in (None, DAEMON) and isinstance(island := fault.targets[0], int):
+            most = num_ranks[min(island, len(num_ranks) - 1)] - 1
+            if int(fault.process.removeprefix("rank")) > most:
+                raise invalid(str(fault), f"island {island} has the ranks 0 to {most} only", fault.kind)
 
 
 def check_targets(faults: Iterable[Fault], num_islands: int, *, has_bootstrap: bool) -> None:

@@ -25,6 +25,8 @@ MARK = "DILOCO_CHILD"
 ranks are started in sessions of their own, and the children of a killed rank have no parent."""
 LINES_BELOW = 80
 """An upper limit of the lines that an island's other ranks print after one has ended with an error."""
+DAEMON_NAME = "p2pd"
+"""Name of the process of a libp2p daemon."""
 _numbers = itertools.count()
 
 
@@ -142,6 +144,21 @@ def find_processes(children: Sequence[Child]) -> set[int]:
         with suppress(OSError):
             if marks.intersection((folder / "environ").read_bytes().split(b"\0")):
                 found.add(int(folder.name))
+    return found
+
+
+def find_process(child: Child, name: str) -> set[int]:
+    """The process id of the island's rank `rankN` or of its libp2p daemon, `daemon`; nothing if it does not run."""
+    rank = name.removeprefix("rank")
+    found: set[int] = set()
+    for pid in find_processes([child]) - {child.process.pid}:
+        with suppress(OSError):
+            is_daemon = Path(f"/proc/{pid}/comm").read_text().strip() == DAEMON_NAME
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            # What a rank starts inherits its variables and its session, which a rank leads.
+            is_rank = not is_daemon and f"RANK={rank}".encode() in variables and os.getsid(pid) == pid
+            if is_daemon if name == "daemon" else is_rank:
+                found.add(pid)
     return found
 
 

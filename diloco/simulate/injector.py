@@ -1,8 +1,10 @@
 """Injects faults into the processes of a simulated run. Every injection is recorded in faults.jsonl."""
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from diloco.faults.self_inflicted import done_path, request_fault
@@ -11,7 +13,7 @@ from diloco.faults.storm import TAKES_DOWN
 from diloco.records.faults import FaultRecord, record_fault
 from diloco.records.metrics import RoundRecord, StepRecord
 from diloco.records.run_folder import METRICS, Tail
-from diloco.runtime.processes import Child, kill, signal_all, terminate
+from diloco.runtime.processes import Child, find_process, kill, signal_all, terminate
 from diloco.simulate.fleet import Fleet
 
 
@@ -143,9 +145,15 @@ class FaultInjector:
             self._record(fault, actions[fault.kind](fault))
 
     def _kill(self, fault: Fault) -> str:
+        if fault.process is not None and not self._find_process(fault):
+            return f"nothing was done: {fault.process} is not running"
         child = self._mark_as_ending(fault)
-        kill([child])
-        return f"killed {child.name}"
+        if fault.process is None:
+            kill([child])
+            return f"killed {child.name}"
+        # The other processes of the island have to find out.
+        self._signal(fault, signal.SIGKILL)
+        return f"killed {fault.process} of {child.name}"
 
     def _leave(self, fault: Fault) -> str:
         child = self._mark_as_ending(fault)
@@ -213,7 +221,7 @@ class FaultInjector:
         target = fault.targets[0]
         child = self._started_child(target)
         if number is not None:
-            signal_all([child], number)
+            self._signal(fault, number)
         self._frozen.add(target)
 
         def wake() -> str:
@@ -222,7 +230,19 @@ class FaultInjector:
             return f"woke {child.name}"
 
         self._schedule_end(fault, wake, elapsed=time.time() - since)
-        return f"froze {child.name} for {fault.seconds:g} s"
+        return f"froze {f'{fault.process} of ' if fault.process else ''}{child.name} for {fault.seconds:g} s"
+
+    def _find_process(self, fault: Fault) -> set[int]:
+        assert fault.process is not None, "the fault hits one process"
+        return find_process(self._started_child(fault.targets[0]), fault.process)
+
+    def _signal(self, fault: Fault, number: signal.Signals) -> None:
+        """Send a signal to the process that the fault names, or to all processes of the target."""
+        if fault.process is None:
+            signal_all([self._started_child(fault.targets[0])], number)
+        for pid in self._find_process(fault) if fault.process is not None else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _schedule_end(self, fault: Fault, end: Callable[[], str], elapsed: float = 0.0) -> None:
         assert fault.seconds is not None, "the fault has a duration"

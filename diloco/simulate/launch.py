@@ -14,7 +14,7 @@ from diloco.config.check import bigram_baseline, check_run, count_params
 from diloco.config.init_weights import pin_weights_hash
 from diloco.config.schema import Config, dump_config, load_config
 from diloco.errors import ConfigError
-from diloco.faults.spec import BOOTSTRAP, check_targets, parse_fault
+from diloco.faults.spec import BOOTSTRAP, check_processes, check_targets, parse_fault
 from diloco.faults.storm import storm
 from diloco.network_emulation.links import count_bytes, open_links, parse_links, relay_warning
 from diloco.network_emulation.namespaces import check_possible
@@ -146,6 +146,11 @@ def check_disturbances(disturbances: Disturbances, config: Config) -> None:
     """Raise ConfigError if a fault is invalid, does not fit the run, or cannot be injected on this machine."""
     has_bootstrap = config.outer.transport != "loopback"
     check_targets([parse_fault(spec) for spec in disturbances.faults], len(config.islands), has_bootstrap=has_bootstrap)
+    check_processes(
+        [parse_fault(spec) for spec in disturbances.faults],
+        [config.for_island(index).ranks for index in range(len(config.islands))],
+        has_daemon=config.outer.transport == "hivemind",
+    )
     if disturbances.needs_net:
         check_possible()
 

@@ -10,7 +10,7 @@ import torch
 
 from diloco.errors import ConfigError
 from diloco.faults.self_inflicted import FAULTS_FOLDER, build_hooks, claim, request_fault, slow_down
-from diloco.faults.spec import EXAMPLES, Fault, check_targets, parse_fault
+from diloco.faults.spec import EXAMPLES, Fault, check_processes, check_targets, parse_fault
 from diloco.faults.storm import TAKES_DOWN, storm
 from diloco.records.faults import FaultRecord, read_faults, record_fault
 from outer.hooks import NO_HOOKS, PHASES
@@ -37,6 +37,8 @@ PAYLOAD = torch.arange(64, dtype=torch.uint8)
         ("corrupt:1@round=4", Fault(kind="corrupt", targets=(1,), round=4)),
         ("poison:1@round=5,rounds=1", Fault(kind="poison", targets=(1,), round=5, rounds=1)),
         ("join:@round=4", Fault(kind="join", round=4)),
+        ("kill:1@round=3,process=rank1,back=2", Fault(kind="kill", targets=(1,), round=3, process="rank1", back=2.0)),
+        ("freeze:0@step=2,process=daemon", Fault(kind="freeze", targets=(0,), step=2, process="daemon", seconds=20.0)),
         ("leave:1@round=6", Fault(kind="leave", targets=(1,), round=6)),
     ],
 )
@@ -60,6 +62,9 @@ def test_a_fault_is_read_as_it_is_meant_and_written_so_that_it_is_read_again(tex
         ("kill:1@step=2,phase=vote", "@round=N,phase="),
         ("kill:bootstrap@round=2,phase=vote", "@round=N,phase="),
         ("kill:1@round=2,phase=vot", "did you mean 'vote'"),
+        ("kill:1@round=2,process=2", "got '2'; allowed: rank0, rank1, ... or daemon"),
+        ("kill:1@round=2,phase=vote,process=rank1", "the one that reaches a phase is known"),
+        ("kill:bootstrap@round=2,process=daemon", "a process is one of an island's"),
         ("freeze:1@round=2,seconds=x", "a number of seconds"),
         ("slow:2", "an island, 'x' and a number above 1"),
         ("slow:2x1", "a number above 1"),
@@ -192,3 +197,17 @@ def test_a_storm_has_its_rate_and_all_kinds():
 
 def test_a_storm_takes_the_only_island_never_down():
     assert not {fault.kind for fault in islice(storm(0, 3.0, 1), 200)} & set(TAKES_DOWN)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("kill:1@round=2,process=rank2", "island 1 has the ranks 0 to 1 only"),
+        ("kill:4@round=2,process=rank2", "island 4 has the ranks 0 to 1 only"),
+        ("freeze:0@round=2,process=daemon", "only islands over hivemind have a libp2p daemon"),
+    ],
+)
+def test_a_fault_names_a_process_that_there_will_be(text, says):
+    check_processes([parse_fault("kill:1@round=2,process=rank1")], [1, 2], has_daemon=False)
+    with pytest.raises(ConfigError, match=says):
+        check_processes([parse_fault(text)], [1, 2], has_daemon=False)

@@ -17,7 +17,7 @@ from diloco.faults.spec import Fault, parse_fault
 from diloco.network_emulation.namespaces import PREFIX, Namespace, ip, list_namespaces, open_net
 from diloco.records.faults import read_faults
 from diloco.records.metrics import EventRecord, Metrics, RoundRecord, StepRecord
-from diloco.runtime.processes import find_processes, start, stop
+from diloco.runtime.processes import find_process, find_processes, island_command, start, stop
 from diloco.simulate.fleet import Fleet, changed_values, port_of
 from diloco.simulate.injector import FaultInjector
 
@@ -266,3 +266,44 @@ def test_without_root_a_cut_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(ConfigError, match="needs root; this is user 1000"), open_net():
         pass
+
+
+@pytest.fixture
+def two_ranks(fleet: Fleet) -> Fleet:
+    """The fleet, with island 1 under the launcher of ranks: two, which sleep."""
+    stop([fleet.islands[1]])
+    command = island_command(2, ["-n", "1", "-r", "1", "import time; time.sleep(600)"], module="timeit")
+    fleet.islands[1] = start("island-1", command, fleet.run_dir / "island-1" / "log.txt")
+    fleet.started.append(fleet.islands[1])
+    wait_until(lambda: bool(find_process(fleet.islands[1], "rank1")), "the start of the ranks")
+    return fleet
+
+
+def test_one_rank_is_killed_and_its_launcher_ends_the_island(two_ranks):
+    injector, island = make_injector(two_ranks, "kill:1@round=0,process=rank1,back=0.1"), two_ranks.islands[1]
+    injector.poll()
+    assert done(two_ranks) == ["killed rank1 of island-1"] and injector.ended_by_fault(island)
+    wait_until(lambda: island.exit_code is not None, "the end of the island")
+    assert island.exit_code == 137 and "rank 1 was ended by SIGKILL" in island.log.read_text()
+    poll_until(injector, lambda: two_ranks.islands[1] is not island, "the return")
+    assert done(two_ranks)[1:] == ["started island-1 again"]
+
+
+def test_one_rank_is_frozen_and_woken(two_ranks):
+    injector, island = make_injector(two_ranks, "freeze:1@round=0,process=rank0,seconds=0.5"), two_ranks.islands[1]
+    injector.poll()
+    wait_until(lambda: states(two_ranks, 1) >= {"T"}, "the stop of the rank")
+    assert {pid for pid in find_processes([island]) if state(pid) == "T"} == find_process(island, "rank0")
+    poll_until(injector, lambda: not injector.is_down(1), "the end of the freeze")
+    assert done(two_ranks) == ["froze rank0 of island-1 for 0.5 s", "woke island-1"]
+
+
+def test_a_process_that_does_not_run_is_not_killed(two_ranks):
+    injector = make_injector(two_ranks, "kill:1@round=0,process=daemon,back=0.1")
+    injector.poll()
+    assert done(two_ranks) == ["nothing was done: daemon is not running"]
+    assert two_ranks.islands[1].exit_code is None and not injector.ended_by_fault(two_ranks.islands[1])
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
