@@ -63,6 +63,8 @@ class KeptPayloads:
         self.commitments = commitments
         self._plan: Plan | None = None
         self._parts: dict[int, _KeptPart] = {}
+        self._statements: dict[int, bytes] = {}
+        """Statements that somebody has asked for, by part."""
         self._shown: Counter[tuple[str, int, str]] = Counter()
         """How often a payload was shown, by who asked, part and contributor."""
 
@@ -82,7 +84,7 @@ class KeptPayloads:
 
     def clear(self) -> None:
         """The attempt is over: drop everything. Any thread may call it."""
-        self._plan, self._parts, self._shown = None, {}, Counter()
+        self._plan, self._parts, self._statements, self._shown = None, {}, {}, Counter()
 
     def serve(self, messenger: Messenger) -> None:
         """Answer the auditors' calls."""
@@ -92,8 +94,11 @@ class KeptPayloads:
     async def _on_statement(self, source: Endpoint, body: bytes) -> bytes:
         request = parse(StatementRequest, body)
         plan, kept = self._find(source, request.plan, request.part)
-        statement = await asyncio.to_thread(self._build_statement, plan, request.part, kept)
-        return statement.encode()
+        known = self._statements
+        if request.part not in known:
+            statement = await asyncio.to_thread(self._build_statement, plan, request.part, kept)
+            known[request.part] = statement.encode()
+        return known[request.part]
 
     async def _on_shown(self, source: Endpoint, body: bytes) -> bytes:
         request = parse(PayloadRequest, body)

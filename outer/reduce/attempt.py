@@ -6,13 +6,20 @@ from collections.abc import Mapping
 import torch
 
 from outer.agreement.messages import Plan, Vote
+from outer.audits.commitments import Commitments
+from outer.audits.kept_payloads import KeptPayloads
+from outer.codecs.choice import build_codec_choice
+from outer.config import OuterConfig
+from outer.connect import Network
 from outer.errors import DeadlineError, MessageError, StalledError, TransportError
+from outer.hooks import Hooks
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Endpoint
 from outer.network.messages import parse
 from outer.reduce.auditor import Auditor
 from outer.reduce.payloads import Mean
 from outer.reduce.reducer import Reducer
+from outer.space.layout import Space
 from outer.transports.base import Transport
 
 MAX_PLANS = 64
@@ -60,6 +67,11 @@ class Attempts:
         if stalled_by is not None and cause is None:
             raise StalledError(stalled_by, limit)
         raise TransportError(cause) if cause else DeadlineError(f"the reduce took longer than {limit:.0f} s")
+
+    def dispute(self, plan: Plan) -> None:
+        """Participants of the plan have found different means: if there are audits, look at all they send next."""
+        if self._auditor is not None:
+            self._auditor.disputed |= set(plan.names)
 
     async def drop(self) -> None:
         """Disconnect. Every rank calls this after an attempt that did not commit: some participants may have left."""
@@ -111,3 +123,18 @@ class Attempts:
         while self.find_no_vote(plan) is None:
             self._no_vote_arrived.clear()
             await self._no_vote_arrived.wait()
+
+
+def build_attempts(
+    config: OuterConfig, me: Endpoint, space: Space, network: Network, deadlines: Deadlines, hooks: Hooks
+) -> Attempts:
+    """The reduce of one rank, with audits if the config asks for them. The network's event loop must be running."""
+    codecs, merge, transport, messenger = build_codec_choice(config), config.merge, network.transport, network.messenger
+    if config.audit == 0:
+        return Attempts(transport, Reducer(transport, codecs, space, me, hooks, merge), deadlines)
+    commitments = Commitments(network.island_key, network.names)
+    kept = KeptPayloads(commitments)
+    kept.serve(messenger)
+    reducer = Reducer(transport, codecs, space, me, hooks, merge, kept)
+    auditor = Auditor(config.audit, me, commitments, reducer.payloads, merge, messenger, deadlines)
+    return Attempts(transport, reducer, deadlines, auditor)

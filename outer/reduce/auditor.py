@@ -1,6 +1,6 @@
 """Audits: after a reduce, recompute means of parts that other islands reduced, from the payloads that they received.
 
-    choose    each part with a probability of its own, drawn in private once its mean is here
+    choose    each part with a probability of its own, drawn in private once its mean is here; all after a dispute
     fetch     the reducer's signed statement, then each contributor's payload
     judge     every payload is the one that its contributor signed, and their mean has the bytes that the reducer sent
 
@@ -53,6 +53,9 @@ class Auditor:
     """What decides which parts are audited. Nobody else may be able to predict it."""
     awaited: Counter[str] = field(default_factory=Counter)
     """Audits that the last attempt waited for when it ended, by reducer."""
+    disputed: set[str] = field(default_factory=set)
+    """Islands that took part in a plan in which digests differed. In the next plan with any of them all parts are
+    audited: a reducer may have sent one of them another mean than the others."""
 
     async def run(self, plan: Plan, means: Mapping[int, Mean]) -> int:
         """Audit some of this rank's parts, and return how many. The caller must set a time limit.
@@ -67,11 +70,12 @@ class Auditor:
                     tasks.create_task(self._audit(plan, part, means[part], gate))
         except BaseExceptionGroup as group:
             raise first_cause(group) from None
+        self.disputed -= set(plan.names)
         return len(chosen)
 
     def choose(self, plan: Plan, means: Mapping[int, Mean]) -> list[int]:
         """Draw the parts to audit: of those in `means` that another island has reduced."""
-        rate = audit_rate(self.probability, len(plan.names))
+        rate = 1.0 if self.disputed & set(plan.names) else audit_rate(self.probability, len(plan.names))
         reduced = [part for part in sorted(means) if not self.payloads.are_gathered(part)]
         return [part for part in reduced if _reducer_of(plan, part) != self.me.island and self.draws.random() < rate]
 

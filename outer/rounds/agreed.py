@@ -13,8 +13,6 @@ from outer.agreement.rules import build_rules
 from outer.agreement.running.driver import Interruption, ProtocolDriver
 from outer.agreement.state_machine import RoundProtocol
 from outer.agreement.suspicions import ROTATE_AFTER
-from outer.audits.commitments import Commitments
-from outer.audits.kept_payloads import KeptPayloads
 from outer.codecs.choice import build_codec_choice
 from outer.config import OuterConfig
 from outer.connect import Network
@@ -24,8 +22,7 @@ from outer.leases.ledger import find_refusals
 from outer.network.endpoints import Endpoint
 from outer.network.event_loop import EventLoopThread
 from outer.network.retry import backoff
-from outer.reduce.attempt import Attempts
-from outer.reduce.auditor import Auditor
+from outer.reduce.attempt import build_attempts
 from outer.reduce.reducer import Reducer
 from outer.report import LoopSettings, RoundReport
 from outer.rounds.averager import TakenState
@@ -205,13 +202,7 @@ def build_agreed_averager(
     ranks, codecs, hooks = replica.ranks, build_codec_choice(config), settings.hooks
     me = Endpoint(identity.island, ranks.rank)
     donor = Donor(replica.carried, network.messenger, partial(hooks.reached, "donate"))
-    kept = _build_kept_payloads(config, network)
-    reducer = Reducer(network.transport, codecs, replica.space, me, hooks, config.merge, kept)
-    auditor = None
-    if kept is not None:
-        shown = (kept.commitments, reducer.payloads, config.merge, network.messenger, pace.deadlines)
-        auditor = Auditor(config.audit, me, *shown)
-    attempts = Attempts(network.transport, reducer, pace.deadlines, auditor)
+    attempts = build_attempts(config, me, replica.space, network, pace.deadlines, hooks)
     addresses = ranks.gather((network.transport.address, network.messenger.address))
     leader = None
     if ranks.is_leader:
@@ -251,15 +242,6 @@ def build_agreed_averager(
 
     catch_up = CatchUp(replica, build_download, event_loop, build_choice, partial(_is_ahead, replica))
     return AgreedAverager(runner, catch_up, identity.incarnation, config.start_islands, settings)
-
-
-def _build_kept_payloads(config: OuterConfig, network: Network) -> KeptPayloads | None:
-    """Where this rank keeps the payloads that it reduces, for audits; None if there are none."""
-    if config.audit == 0:
-        return None
-    kept = KeptPayloads(Commitments(network.island_key, network.names))
-    kept.serve(network.messenger)
-    return kept
 
 
 def _is_ahead(replica: Replica, position: Position) -> bool:

@@ -104,6 +104,10 @@ class Leader:
         """Why the plan was not committed, and which islands are left out of the next one, with the reason."""
         return self.event_loop.run(self._explain_abort(plan))
 
+    def has_dispute(self, plan: Plan) -> bool:
+        """Whether participants of the plan have voted for different digests."""
+        return self.event_loop.run(self._has_dispute(plan))
+
     def interruption(self, seconds_left: float, *, entered_late: bool) -> Interruption:
         """See `ProtocolDriver.interruption`."""
         return self.event_loop.run(self.driver.interruption(seconds_left, entered_late=entered_late))
@@ -177,6 +181,10 @@ class Leader:
 
     async def _explain_abort(self, plan: Plan) -> tuple[str, dict[str, str]]:
         return explain_abort(self.driver.protocol, plan)
+
+    async def _has_dispute(self, plan: Plan) -> bool:
+        votes = self.driver.protocol.vote_table.votes
+        return len({vote.digest for (id_, _), vote in votes.items() if id_ == plan.id and vote.digest}) > 1
 
     async def _contribute(self, build_ready: Callable[[], Ready]) -> None:
         await self.driver.contribute(build_ready())

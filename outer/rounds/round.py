@@ -65,6 +65,8 @@ class RoundRunner:
             self._commit(plan, result, observes=snapshot is None)
         else:
             self.reduce.drop()
+            if self._ranks.on_leader(lambda: self._leader.has_dispute(plan)):
+                self.reduce.attempts.dispute(plan)
         if result.at_fault == self.island:
             raise OuterError(result.cause)
         sent, received = self.traffic.count()

@@ -17,10 +17,12 @@ from outer.cost import round_bytes
 from outer.errors import AuditError, BehindError, TransportError
 from outer.hooks import NoHooks
 from outer.network.deadlines import Deadlines
+from outer.network.endpoints import Endpoint, Leg, Tag
 from outer.reduce import auditor
 from outer.report import CaughtUp, RoundReport
 from outer.rounds.agreed import AgreedAverager
 from outer.rounds.island_reduce import IslandReduce
+from outer.transports.base import Transport
 from tests.outer.islands import GUARD_SECONDS, Island, Spec, fails_in, run_islands, tensors
 from tests.outer.nets import key_of
 from tests.outer.rounds.test_disagreement import reports_of
@@ -242,6 +244,43 @@ def test_a_lying_auditor_costs_no_more_than_any_false_accusation(victims: str) -
     assert [report.round for report in reports if report.is_committed] == list(range(ROUNDS))
     assert digest == found["d"][1]
     assert all(len(report.participants) == 3 for report in reports if report.is_committed)
+
+
+class TwoFacedReducer:
+    """A transport that sends another mean to one island than to the others."""
+
+    def __init__(self, inner: Transport, victim: str) -> None:
+        self._inner, self._victim = inner, victim
+        self.traffic, self.address = inner.traffic, inner.address
+
+    async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
+        await self._inner.connect(epoch, addresses)
+
+    async def send(self, to: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
+        if tag.leg is Leg.GATHER and to.island == self._victim:
+            payload = (payload.view(torch.float32) * 2).view(torch.uint8)
+        await self._inner.send(to, tag, payload)
+
+    async def recv(self, source: Endpoint, tag: Tag, num_bytes: int) -> torch.Tensor:
+        return await self._inner.recv(source, tag, num_bytes)
+
+    async def disconnect(self) -> None:
+        await self._inner.disconnect()
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+def test_a_reducer_that_tells_one_island_something_else_does_not_drive_it_out() -> None:
+    """Without audits it is the victim that differs from the majority, and that stops after three times."""
+    barrier = threading.Barrier(3)
+    scripts = dict.fromkeys("abc", partial(in_step, rounds=6, barrier=barrier))
+    two_faced = {"c": lambda hub, inner: TwoFacedReducer(inner, "a")}
+    found = run_islands(scripts, config(3, audit=1e-9), faults=two_faced)
+    causes = [report.cause for report in found["b"] if not report.is_committed]
+    assert "its digest" in causes[0]
+    assert any("that island 'c' sent is another one than it says to have sent" in cause for cause in causes)
+    assert [report.participants for report in found["b"] if report.is_committed][2:] == [["a", "b"]] * 4
 
 
 def test_kept_payloads_are_freed_by_a_commit_and_by_an_abort() -> None:
