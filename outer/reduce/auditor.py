@@ -23,7 +23,7 @@ from outer.config import MergeConfig
 from outer.errors import AuditError, MessageError, PeerLost, PoisonError, first_cause
 from outer.merges import build_merge
 from outer.network.deadlines import Deadlines
-from outer.network.endpoints import Endpoint, Messenger
+from outer.network.endpoints import Endpoint, Lane, Messenger
 from outer.network.messages import parse, unpack_carriers
 from outer.reduce.filters import OutlierFilters
 from outer.reduce.means import encode_mean_of
@@ -33,6 +33,10 @@ AUDITS_AT_ONCE = 4
 """Limit per rank. Each holds the payloads of one part."""
 LONGEST_CALL_SECONDS = 3600.0
 """Time limit of a call. The caller of `Auditor.run` bounds all of them together."""
+SHORT_BYTES = 2048
+"""A refusal in words fits, whatever the payloads have."""
+STATEMENT_BYTES = 512
+"""More than a statement has for each payload, and besides."""
 AGAIN_SECONDS = 0.2
 PING_SECONDS = 1.0
 
@@ -116,7 +120,8 @@ class _Case:
     async def judge(self) -> None:
         """Raises AuditError if the mean is wrong; PeerLost or MessageError if the reducer does not show its work."""
         request = StatementRequest(plan=self.plan.id, part=self.part)
-        statement = parse(Statement, await self._call("statement", request.encode(), bulk=False))
+        longest = STATEMENT_BYTES * (4 + len(self.plan.contributors))
+        statement = parse(Statement, await self._call("statement", request.encode(), longest, bulk=False))
         await asyncio.to_thread(self._check_statement, statement)
         shown = []
         for contributor, signed in zip(self.plan.contributors, statement.payloads, strict=True):
@@ -143,7 +148,8 @@ class _Case:
     async def _fetch(self, island: str, digest: str) -> torch.Tensor:
         """The payload of a contributor, as the reducer shows it: the one that the contributor has signed."""
         request = PayloadRequest(plan=self.plan.id, part=self.part, island=island)
-        body = await self._call("shown", request.encode(), bulk=True)
+        longest = max(SHORT_BYTES, self.auditor.payloads.num_bytes(self.part, of_mean=False))
+        body = await self._call("shown", request.encode(), longest, bulk=True)
         payload = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
         if await asyncio.to_thread(digest_of, payload) != digest:
             raise MessageError(f"what it shows of island {island!r} is not what it has signed")
@@ -160,16 +166,17 @@ class _Case:
         except PoisonError as error:
             raise self._wrong(f"is one of a payload that it had to refuse ({error})") from None
 
-    async def _call(self, kind: str, body: bytes, *, bulk: bool) -> bytes:
-        """Call the rank that reduced the part; once more if its connection breaks."""
+    async def _call(self, kind: str, body: bytes, longest: int, *, bulk: bool) -> bytes:
+        """Call the rank that reduced the part, for at most `longest` bytes; once more if its connection breaks."""
         participant = self.plan.participants[self.plan.names.index(self.reducer)]
         address = participant.control_addresses[unpack_carriers(participant.carriers)[self.part]]
-        messenger, lane = self.auditor.messenger, "bulk" if bulk else "control"
+        lane: Lane = "bulk" if bulk else "control"
+        limits = {"timeout_seconds": LONGEST_CALL_SECONDS, "longest": longest}
         try:
-            return await messenger.call(address, kind, body, timeout_seconds=LONGEST_CALL_SECONDS, lane=lane)
+            return await self.auditor.messenger.call(address, kind, body, lane=lane, **limits)
         except PeerLost:
             await asyncio.sleep(AGAIN_SECONDS)
-            return await messenger.call(address, kind, body, timeout_seconds=LONGEST_CALL_SECONDS, lane=lane)
+            return await self.auditor.messenger.call(address, kind, body, lane=lane, **limits)
 
     def _wrong(self, what: str) -> AuditError:
         text = f"the mean of part {self.part} that island {self.reducer!r} sent {what}"

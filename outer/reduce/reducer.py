@@ -71,7 +71,7 @@ class Reducer:
         """`kept`: where to keep what other islands may audit; None if there are no audits."""
         self.payloads = Payloads(codecs, space)
         self.feedbacks = self.payloads.feedbacks
-        transport.max_payload_bytes = self.payloads.longest
+        transport.max_payload_bytes = self.payloads.longest + (0 if kept is None else SIGNATURE_BYTES)
         self.filters = OutlierFilters(config)
         self._rank = _CarrierRank(transport, self.payloads, space, me, hooks, config, kept)
         self.last_means: dict[int, tuple[int, Mapping[int, Mean]]] = {}
