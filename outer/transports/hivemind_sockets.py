@@ -1,21 +1,29 @@
 """Files of the sockets by which a rank and its libp2p daemon talk, and the removal of those whose rank is dead.
 
-hivemind puts them into /tmp. A process that is killed leaves its own behind, so their names say whose they are:
-/tmp/diloco-PID-N-p2pd-....sock is that of the N-th daemon of process PID, /tmp/diloco-PID-N-p2pclient-....sock its own.
+They are in the folder for temporary files. A process that is killed leaves its own behind, so their names say whose
+they are: diloco-PID-N-p2pd-....sock is that of the N-th daemon of process PID, diloco-PID-N-p2pclient-....sock its own.
 """
 
 import itertools
 import os
 import re
 import socket
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from hivemind.p2p import P2P
 
-FOLDER = Path("/tmp")
+LONGEST_FOLDER = 50
+"""The path of a socket has 107 bytes at most."""
 NAME = re.compile(r"diloco-(\d+)-\d+-p2p(d|client)-.*\.sock")
 _numbers = itertools.count()
+
+
+def socket_folder() -> Path:
+    """The folder for temporary files (TMPDIR), or /tmp if its path is too long for sockets."""
+    folder = tempfile.gettempdir()
+    return Path(folder if len(os.fsencode(folder)) <= LONGEST_FOLDER else "/tmp")
 
 
 def next_prefix() -> str:
@@ -25,18 +33,18 @@ def next_prefix() -> str:
 
 def named_p2p(prefix: str) -> type[P2P]:
     """hivemind's P2P, whose sockets have names that begin with `prefix`."""
-    return type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{FOLDER}/{prefix}"})
+    return type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{socket_folder()}/{prefix}"})
 
 
 def remove_sockets(prefix: str) -> None:
     """Remove the files of a daemon that did not start."""
-    for path in FOLDER.glob(f"{prefix}*.sock"):
+    for path in socket_folder().glob(f"{prefix}*.sock"):
         path.unlink(missing_ok=True)
 
 
 def remove_dead_sockets() -> None:
     """Remove the socket files of this user that processes left behind when they were killed or failed."""
-    for path in FOLDER.glob("diloco-*.sock"):
+    for path in socket_folder().glob("diloco-*.sock"):
         owner = NAME.fullmatch(path.name)
         with suppress(OSError):
             # A daemon lives on for seconds after its rank. One that starts is not there for others, but its rank lives.

@@ -1,13 +1,15 @@
 """What a case leaves behind: processes, listening sockets, files of sockets, shared memory and temporary files.
 
-Other tests may run on the machine, so an entry counts only if it came during the case and no living process holds it.
-A process counts if it descends from the test's own: while a case runs, this process adopts the orphans below it.
+Other tests may run on the machine. So a case has a folder of its own for temporary files, where libp2p's daemons and
+torch put their sockets. A file of shared memory counts if it came during the case and no living process holds it. A
+process counts if it descends from the test's own: while a case runs, this process adopts the orphans below it.
 """
 
 import ctypes
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,11 +21,11 @@ SECONDS = 30.0
 """How long what is ending may take to end. A daemon without ranks ends after 3 s."""
 OURS = ("torch_shm_manager",)
 """Helpers of the test's own process."""
-PLACES = (
-    (Path("/dev/shm"), r"torch_(\d+)_.*|sem\.mp-.*|nccl-.*|psm_.*|gloo.*"),
-    (Path("/tmp"), r"(hivemind|diloco)-.*p2p.*\.sock|torch-shm-dir-.*|diloco-ranks-.*"),
-)
-"""Folders of shared memory and of sockets, and what the entries in them are called that our libraries make."""
+SHARED_MEMORY = Path("/dev/shm")
+OURS_THERE = r"torch_(\d+)_.*|sem\.mp-.*|nccl-.*|psm_.*|gloo.*"
+"""What our libraries call their files of shared memory."""
+CACHES = ("torchinductor_",)
+"""What the names of folders begin with that libraries keep on purpose."""
 
 
 @dataclass
@@ -52,16 +54,31 @@ def watch_leftovers(seconds: float = SECONDS) -> Iterator[Leftovers]:
     """Fill the Leftovers after the block, without failing. They are not looked for if the block raises."""
     leftovers = Leftovers()
     before, others = snapshot(), set(descendants_of(os.getpid()))
-    adopt_orphans(True)
-    try:
-        yield leftovers
-        leftovers.found = wait_for_nothing(before, others, seconds)
-    finally:
-        for pid in left_processes(others):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        wait_for_nothing(before, others, 2.0)
-        adopt_orphans(False)
+    with own_temporary_folder() as folder:
+        adopt_orphans(True)
+        try:
+            yield leftovers
+            leftovers.found = wait_for_nothing(before, folder, others, seconds)
+        finally:
+            for pid in left_processes(others):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            wait_for_nothing(before, folder, others, 2.0)
+            adopt_orphans(False)
+
+
+@contextmanager
+def own_temporary_folder() -> Iterator[Path]:
+    """A new folder for the temporary files of this process and of those that it starts, removed at the end."""
+    variable, cached = os.environ.get("TMPDIR"), tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="case-", dir="/tmp") as folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        try:
+            yield Path(folder)
+        finally:
+            tempfile.tempdir = cached
+            del os.environ["TMPDIR"]
+            os.environ |= {} if variable is None else {"TMPDIR": variable}
 
 
 def adopt_orphans(is_on: bool) -> None:
@@ -69,10 +86,10 @@ def adopt_orphans(is_on: bool) -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(is_on))
 
 
-def wait_for_nothing(before: set[Path], others: set[int], seconds: float) -> list[str]:
+def wait_for_nothing(before: set[Path], folder: Path, others: set[int], seconds: float) -> list[str]:
     """Wait until nothing is left. Returns what is left after `seconds`."""
     deadline = time.monotonic() + seconds
-    while left := [*describe_processes(left_processes(others)), *left_files(before)]:
+    while left := [*describe_processes(left_processes(others)), *left_shared_memory(before), *left_in(folder)]:
         if time.monotonic() > deadline:
             return left
         time.sleep(0.1)
@@ -102,15 +119,19 @@ def describe_processes(pids: Sequence[int]) -> list[str]:
 
 
 def snapshot() -> set[Path]:
-    """The files and folders of PLACES that there are now."""
-    found: set[Path] = set()
-    for folder, pattern in PLACES:
-        with suppress(OSError):
-            found |= {path for path in folder.iterdir() if re.fullmatch(pattern, path.name)}
-    return found
+    """The files of shared memory that there are now."""
+    there = SHARED_MEMORY.iterdir() if SHARED_MEMORY.exists() else ()
+    return {path for path in there if re.fullmatch(OURS_THERE, path.name)}
 
 
-def left_files(before: set[Path]) -> list[str]:
+def left_in(folder: Path) -> list[str]:
+    """What is in the case's folder for temporary files, apart from the sockets of this process's own helpers."""
+    held = {name for pid in children_of(os.getpid()) if name_of(pid) in OURS for name in held_by(pid)}
+    found = [path for path in folder.iterdir() if not path.name.startswith(CACHES)]
+    return [str(path) for path in sorted(found) if not is_held(path, held)]
+
+
+def left_shared_memory(before: set[Path]) -> list[str]:
     """Files that have come since `before` and that no living process holds."""
     new = snapshot() - before
     held = held_files() if new else set()
@@ -126,17 +147,20 @@ def is_held(path: Path, held: set[str]) -> bool:
 
 
 def held_files() -> set[str]:
-    """Paths of all sockets in use, and of all files that processes of this machine have open or mapped."""
-    held: set[str] = set()
-    for process in Path("/proc").glob("[0-9]*"):
+    """Paths of all files that processes of this machine have open or mapped."""
+    return {name for process in Path("/proc").glob("[0-9]*") for name in held_by(int(process.name))}
+
+
+def held_by(pid: int) -> set[str]:
+    """Paths of the files that a process has open or mapped, and of the sockets in its network namespace."""
+    process, held = Path("/proc", str(pid)), set()
+    for table in ("maps", "net/unix"):
         with suppress(OSError):
-            held |= {line.split()[-1] for line in (process / "maps").read_text().splitlines() if "/" in line}
-        with suppress(OSError):
-            held |= {line.split()[-1] for line in (process / "net" / "unix").read_text().splitlines() if "/" in line}
-        with suppress(OSError):
-            for descriptor in (process / "fd").iterdir():
-                with suppress(OSError):
-                    held.add(os.readlink(descriptor))
+            held |= {line.split()[-1] for line in (process / table).read_text().splitlines() if "/" in line}
+    with suppress(OSError):
+        for descriptor in (process / "fd").iterdir():
+            with suppress(OSError):
+                held.add(os.readlink(descriptor))
     return held
 
 

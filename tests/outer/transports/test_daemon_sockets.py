@@ -12,7 +12,7 @@ import pytest
 
 from outer.errors import UnreachableError
 from outer.transports.hivemind_daemon import DaemonSettings, start_daemon
-from outer.transports.hivemind_sockets import FOLDER, remove_dead_sockets, remove_sockets
+from outer.transports.hivemind_sockets import remove_dead_sockets, remove_sockets, socket_folder
 from tests.outer.nets import run
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -21,7 +21,7 @@ PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 @contextmanager
 def bound_socket(pid: int, *, listens: bool = False) -> Iterator[Path]:
     """A socket file of this process, on which nobody listens unless told so."""
-    path = FOLDER / f"diloco-{pid}-999-p2pd-test.sock"
+    path = socket_folder() / f"diloco-{pid}-999-p2pd-test.sock"
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(path))
         if listens:
@@ -70,4 +70,4 @@ def test_a_daemon_that_cannot_reach_its_peers_leaves_no_socket() -> None:
     )
     with pytest.raises(UnreachableError):
         run(start_daemon(settings))
-    assert not list(FOLDER.glob(f"diloco-{os.getpid()}-*.sock"))
+    assert not list(socket_folder().glob(f"diloco-{os.getpid()}-*.sock"))
