@@ -199,7 +199,7 @@ def build_agreed_averager(
     settings: LoopSettings,
 ) -> AgreedAverager:
     """The averager of one rank. Every rank of the island calls it together."""
-    ranks, codecs, hooks = replica.ranks, build_codec_choice(config), settings.hooks
+    ranks, hooks = replica.ranks, settings.hooks
     me = Endpoint(identity.island, ranks.rank)
     donor = Donor(replica.carried, network.messenger, partial(hooks.reached, "donate"))
     attempts = build_attempts(config, me, replica.space, network, pace.deadlines, hooks)
@@ -226,15 +226,7 @@ def build_agreed_averager(
         share=1 / config.start_islands,
     )
 
-    def build_download() -> Download:
-        cache = None
-        if settings.cache_dir is not None:
-            folder = settings.cache_dir / f"rank-{ranks.rank}"
-            cache = PartsCache(folder, replica.space.fingerprint, identity.config_hash)
-        wanted = DownloadPlan(
-            replica.space, replica.redistribution.own_parts, codecs, config.optimizer, config.start_islands
-        )
-        return Download(network.messenger, wanted, cache, partial(hooks.reached, "fetch"))
+    build_download = partial(_build_download, config, identity.config_hash, replica, network, settings)
 
     def build_choice() -> DonorChoice:
         assert leader is not None, "only the leader chooses donors"
@@ -242,6 +234,19 @@ def build_agreed_averager(
 
     catch_up = CatchUp(replica, build_download, event_loop, build_choice, partial(_is_ahead, replica))
     return AgreedAverager(runner, catch_up, identity.incarnation, config.start_islands, settings)
+
+
+def _build_download(
+    config: OuterConfig, config_hash: str, replica: Replica, network: Network, settings: LoopSettings
+) -> Download:
+    """A download of the parts that this rank carries. Those that have arrived are kept in `settings.cache_dir`."""
+    space, cache = replica.space, None
+    if settings.cache_dir is not None:
+        folder = settings.cache_dir / f"rank-{replica.ranks.rank}"
+        cache = PartsCache(folder, space.fingerprint, config_hash)
+    parts, codecs = replica.redistribution.own_parts, build_codec_choice(config)
+    wanted = DownloadPlan(space, parts, codecs, config.optimizer, config.start_islands)
+    return Download(network.messenger, wanted, cache, partial(settings.hooks.reached, "fetch"))
 
 
 def _is_ahead(replica: Replica, position: Position) -> bool:
