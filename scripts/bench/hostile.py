@@ -1,13 +1,13 @@
 """What attackers cost the honest islands of a run, with real processes on this machine.
 
-    python scripts/bench/hostile.py [--networks gloo,hivemind] [--seconds 15] [--only TEXT] [--json FILE]
+    python scripts/bench/hostile.py [--networks gloo,hivemind] [--seconds 15] [--only PATTERN] [--json FILE]
 
 Three honest islands train with a run key while an attack of tests/hostile/attacks.py goes on for so many seconds; then
 the attackers are killed. The table has a line for each attack:
 
-rounds   committed by the honest ones during the attack, beside the number in the same time without one
+rounds   by which the honest ones went on during the attack, beside the number in the same time without one
 after    rounds until all honest ones had committed three together again
-wait     longest time without a commit, from the attack's beginning to the first commit after it, beside the bound T
+wait     longest time without another round, up to the first after the attack, beside the bound T
 memory   by how much the peak of the process that grew most has grown, and of its libp2p daemon
 
 An attack goes on until a round is committed, for three minutes at most. Rounds take a fixed time at least, because each
@@ -16,6 +16,7 @@ inner step takes 0.1 s. The attacks of one network follow one another in one run
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -70,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", type=choices(("gloo", "hivemind")), default=["gloo", "hivemind"])
     parser.add_argument("--seconds", type=float, default=15.0)
-    parser.add_argument("--only", default="", help="attacks whose name contains this text")
+    parser.add_argument("--only", default="", help="attacks in whose names this pattern is found")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     print("| " + " | ".join(HEADER) + " |\n|" + "---|" * len(HEADER), flush=True)
@@ -78,7 +79,7 @@ def main() -> None:
     failures: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for network in args.networks:
-            attacks = [a for a in ATTACKS if network in a.networks and args.only in a.name]
+            attacks = [a for a in ATTACKS if network in a.networks and re.search(args.only, a.name)]
             usual = 0.0
             for outcome in play_all(Path(folder), network, attacks, args.seconds):
                 if isinstance(outcome, str):

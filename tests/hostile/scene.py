@@ -73,7 +73,7 @@ class Outcome:
     rounds_during: int
     rounds_after: int
     longest_wait: float
-    """Longest time without a commit, in seconds, up to the first commit after the attack."""
+    """Longest time in which no honest island came to another round, in seconds, up to the first after the attack."""
     bound: float
     """The bound T of the honest islands when the attack began, in seconds."""
     grown: int
@@ -171,8 +171,10 @@ class Scene:
         return begun.exists() or bool(attacker.events("joined")) or not is_up(attacker)
 
     def _rounds(self, since: float) -> int:
-        """Rounds that an honest island has committed since then."""
-        return len({n for island in self.islands for n, r in island.committed().items() if r["time"] > since})
+        """Rounds by which the honest islands have gone on since then, by commits or with a state that they took."""
+        reached = [moment for island in self.islands for moment in _progress(island)]
+        before = max((round_number for time, round_number in reached if time <= since), default=0)
+        return max(round_number for _, round_number in reached) - before
 
     def _num_refused(self) -> int:
         return sum(len(island.events("refused")) for island in self.islands)
@@ -270,6 +272,18 @@ def _peak_of(pid: int) -> int:
 
 def _longest_wait(islands: Sequence[Island], begun: float, ended: float) -> float:
     """Longest time without a commit from the beginning of the attack to the first commit after it, in seconds."""
-    times = sorted(r["time"] for island in islands for r in island.committed().values() if r["time"] > begun)
+    first: dict[int, float] = {}  # when the first honest island had reached a round
+    for moment, round_number in sorted(found for island in islands for found in _progress(island)):
+        first.setdefault(round_number, moment)
+    times = sorted(moment for moment in first.values() if moment > begun)
     later = next((t for t in times if t > ended), math.inf)
     return max(b - a for a, b in pairwise([begun, *(t for t in times if t <= ended), later]))
+
+
+def _progress(island: Island) -> list[tuple[float, int]]:
+    """(time, number of rounds behind the state) of each commit, and of each state that was taken from others."""
+    taken = [(r["time"], r["text"]) for r in island.records("event") if r["name"] == "joined"]
+    return [
+        *((r["time"], number + 1) for number, r in island.committed().items()),
+        *((time, int(text.split()[1].strip(","))) for time, text in taken),
+    ]

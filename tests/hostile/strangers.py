@@ -11,12 +11,10 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from diloco.config.schema import Config
 from outer.errors import OuterError
-from outer.identity.island_key import IslandKey
 from outer.membership.dht import open_dht
 from outer.membership.dht_records import store_config, store_record
 from outer.membership.tcp import dial
 from outer.network.frames import HEADER_BYTES, Header, Kind, hash_names, pack_header
-from outer.network.run_key import PeerAuth
 from outer.transports.hivemind_addresses import parse_address
 from outer.transports.hivemind_daemon import Daemon, DaemonSettings, start_daemon, stream_name
 from tests.hostile.scene import HONEST, note_begin, targets
@@ -117,23 +115,14 @@ def vandalises_the_dht(config: Config, index: int) -> None:
         daemon = await stranger_daemon(config)
         dht = await open_dht(daemon, config.island.bootstrap, 20)
         note_begin(config)
+        auth = daemon.auth  # it has a key of its own, and no run key
         while True:
-            auth = PeerAuth(None, island=IslandKey.generate())
-            owned = await open_dht_as(daemon, config, auth)
             later = get_dht_time() + 250
             for name in HONEST:
-                await store_record(owned, config.name, auth, name, secrets.token_bytes(1000), later)
-            await store_config(owned, config.name, auth, "name: other\n", later)
+                await store_record(dht, config.name, auth, name, secrets.token_bytes(1000), later)
+            await store_config(dht, config.name, auth, "name: other\n", later)
             for number in range(20):
                 await dht.store(f"{config.name}/members", secrets.token_bytes(1 << 19), later, subkey=f"x{number}")
-                await store_record(owned, f"run-{secrets.token_hex(4)}", auth, "x", bytes(1 << 19), later)
+                await store_record(dht, f"run-{secrets.token_hex(4)}", auth, "x", bytes(1 << 19), later)
 
     asyncio.run(main())
-
-
-async def open_dht_as(daemon: Daemon, config: Config, auth: PeerAuth):
-    """A node of the DHT that signs with another key."""
-    from dataclasses import replace
-
-    changed = Daemon(daemon.p2p, 0, daemon.maddrs, replace(auth))
-    return await open_dht(changed, config.island.bootstrap, 20)
