@@ -19,7 +19,7 @@ SHARD2: dict[str, Any] = {"ranks": 2, "mesh": {"dp_shard": 2}}
 PP2_TP2: dict[str, Any] = {
     "ranks": 4,
     "mesh": {"pp": 2, "tp": 2},
-    "parallel": {"schedule": "interleaved_1f1b"},
+    "parallel": {"schedule": "1f1b"},
     "micro_batch": 2,
 }
 SHAPES = {"dp_shard2": SHARD2, "pp2-tp2": PP2_TP2}
