@@ -8,12 +8,12 @@ So nobody can make a reducer seem to have received another payload than it did: 
 sent, and a reducer refuses a payload without one.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import torch
+from blake3 import blake3
 from pydantic import Field
 
 from outer.agreement.messages import Plan, PlanId
@@ -23,7 +23,6 @@ from outer.identity.known_names import KnownNames
 from outer.network.messages import Message
 
 PAYLOAD_PURPOSE, STATEMENT_PURPOSE = "a payload of a round", "a mean of a round"
-DIGEST_BYTES = 32
 
 Sha = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
@@ -49,8 +48,8 @@ class Statement(Message):
 
 
 def digest_of(payload: torch.Tensor) -> str:
-    """Digest of a payload (1-D uint8 CPU tensor), 64 hexadecimal digits. It releases the interpreter's lock."""
-    return hashlib.blake2b(payload.contiguous().numpy().data, digest_size=DIGEST_BYTES).hexdigest()
+    """Digest of a payload (1-D uint8 CPU tensor), 64 hexadecimal digits of BLAKE3."""
+    return blake3(payload.contiguous().numpy().data).hexdigest()
 
 
 class Commitments:

@@ -1,24 +1,30 @@
 """Which parts are audited: as often as the config says, and never foreseeably the same."""
 
+import asyncio
 import random
 
 import pytest
 import torch
 from pydantic import ValidationError
 
+from outer.agreement.messages import Plan
 from outer.audits.commitments import Commitments
 from outer.codecs import build_codec
 from outer.codecs.choice import CodecChoice, build_uniform_choice
 from outer.config import CodingConfig, GossipConfig, MergeConfig, OuterConfig
+from outer.connect import NetworkSettings, open_network
+from outer.hooks import NO_HOOKS
 from outer.identity.known_names import KnownNames
 from outer.membership.loopback import LoopbackMessenger
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Endpoint
+from outer.reduce.attempt import build_attempts
 from outer.reduce.auditor import Auditor, audit_rate
 from outer.reduce.payloads import Mean, Payloads
 from outer.space.layout import Space
+from outer.transports.loopback import Hub
 from tests.outer.audits.plans import build_plan
-from tests.outer.islands import Spec
+from tests.outer.islands import GUARD_SECONDS, Spec
 from tests.outer.nets import key_of
 
 NUM_PARTS = 4096
@@ -76,3 +82,39 @@ def test_a_mean_that_depends_on_what_its_reducer_remembers_cannot_be_audited(cha
     with pytest.raises(ValidationError, match=text):
         OuterConfig(audit=0.1, **changes)
     OuterConfig(audit=0.0, **changes)
+
+
+def test_an_observer_audits_and_is_audited() -> None:
+    """Island c contributes nothing; it reduces parts like the others, and recomputes theirs."""
+
+    async def main() -> list[int]:
+        hub, space = Hub(), Space([Spec("w", (900,))], part_elements=100)
+        config = OuterConfig(transport="loopback", audit=1.0)
+        settings = [NetworkSettings("run", name, 0, hub=hub, island_key=key_of(name)) for name in "abc"]
+        networks = [await open_network("loopback", each) for each in settings]
+        attempts = [
+            build_attempts(config, each.me, space, network, Deadlines(GUARD_SECONDS), NO_HOOKS)
+            for each, network in zip(settings, networks, strict=True)
+        ]
+        participants = [
+            ready.model_copy(
+                update={
+                    "carriers": [(0, len(space.parts))],
+                    "control_addresses": [network.messenger.address],
+                    "transport_addresses": [network.transport.address],
+                }
+            )
+            for ready, network in zip(build_plan("abc").participants, networks, strict=True)
+        ]
+        participants[2] = participants[2].model_copy(update={"listens": True, "tokens": 0, "weight": 0})
+        plan = Plan(round=0, attempt=0, planner="a", participants=participants)
+        values = {part.index: torch.randn(part.num_elements) for part in space.parts}
+        means = await asyncio.gather(*(a.run(plan, v) for a, v in zip(attempts, (values, values, {}), strict=True)))
+        assert len({tuple(mean[part].digest for part in sorted(mean)) for mean in means}) == 1
+        for network in networks:
+            await network.close()
+        return [each.num_audited for each in attempts]
+
+    # Each of the 16 parts or so is audited by the two that did not reduce it.
+    num_parts = len(Space([Spec("w", (900,))], part_elements=100).parts)
+    assert sum(found := asyncio.run(main())) == 2 * num_parts and min(found) > 0
