@@ -229,7 +229,7 @@ class TcpMembership:
         """Announce this island. Returns False if a rendezvous knows a newer record; the next one is above its time."""
         announcement = self._announcement(member)
         newest = [parse(Kept, reply).newest for reply in await self._call_all("announce", announcement)]
-        self._newest = max(self._newest, *newest)
+        self._newest = max([self._newest, *newest])  # Perhaps none answers: it gets the record when it is back.
         return max(newest, default=0) <= announcement.record.time
 
     def _announcement(self, member: Member) -> Announcement:

@@ -189,6 +189,22 @@ def test_records_of_all_rendezvous_count():
     run(main())
 
 
+def test_an_island_announces_itself_while_no_rendezvous_answers_and_is_known_when_one_is_back():
+    async def main() -> None:
+        with rendezvous(1) as (server,):
+            async with open_memberships(("a", [server.address])) as (a,):
+                server.close()
+                await a.announce(member("a"))
+                restarted = serve_rendezvous("127.0.0.1", int(server.address.rpartition(":")[2]))
+                try:
+                    async with open_memberships(("b", [server.address])) as (b,):
+                        await wait_for(b.members, {"a": member("a")})
+                finally:
+                    restarted.close()
+
+    run(main())
+
+
 def test_all_addresses_are_named_when_none_answers():
     with pytest.raises(InputError, match=r"tcp://127.0.0.1:1, tcp://127.0.0.1:2 did not answer within 0.3 s \(.*\)"):
         run(open_membership(["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"], "run", A, 1, connect_seconds=0.3))
