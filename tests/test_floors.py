@@ -25,7 +25,7 @@ FLOORS = {
         codecs.packing identity merges space
         network
         codecs diagnostics leases transports transports.gloo
-        membership report
+        agreement.proofs membership report
         agreement connect
         agreement.running audits
         reduce

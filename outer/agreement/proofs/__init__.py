@@ -1,0 +1,1 @@
+"""Proofs that a state was committed: the signed yes votes of its participants, and whose signatures count."""

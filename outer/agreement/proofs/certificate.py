@@ -1,0 +1,120 @@
+"""Certificates: what the participants of a plan sign when they vote yes, and their signatures together.
+
+A yes vote names the state that the commit leads to, because every participant computes it before it votes. So the yes
+votes of all participants prove the state itself: its digest, its round, its tokens, and the state from which it came.
+Nobody needs to have committed it first.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
+
+from outer.errors import MessageError
+from outer.identity.island_key import PUBLIC_KEY
+from outer.network.messages import MAX_ROUND, MAX_TOKENS, Digest, IslandName, Message
+
+MAX_PARTICIPANTS = 1024
+MAX_INTRODUCTIONS = 16
+
+PlanId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+PublicKey = Annotated[str, Field(pattern=f"^{PUBLIC_KEY}$")]
+Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+Verify = Callable[[str, bytes, str], bool]
+"""(public key, text, signature) to whether the key's holder has signed the text."""
+
+
+class Claim(NamedTuple):
+    """A committed state as an island claims to hold it."""
+
+    round: int
+    """Number of rounds committed."""
+    tokens: int
+    digest: str
+
+
+class Statement(Message):
+    """What a participant signs with its yes vote: these islands take one state to the next."""
+
+    plan: PlanId
+    round: int = Field(ge=0, lt=MAX_ROUND)
+    """The round that is committed. Afterwards one more round is committed than this number says."""
+    base: Digest
+    """Digest of the state before."""
+    base_tokens: int = Field(ge=0, lt=MAX_TOKENS)
+    tokens: int = Field(ge=0, lt=MAX_TOKENS)
+    """Tokens behind the state afterwards."""
+    digest: Digest
+    """Digest of the state afterwards."""
+    islands: list[IslandName] = Field(min_length=1, max_length=MAX_PARTICIPANTS)
+    """The participants, in the order of their names."""
+    keys: list[PublicKey] = Field(min_length=1, max_length=MAX_PARTICIPANTS)
+    """Their public keys."""
+
+    @property
+    def claim(self) -> Claim:
+        """The state afterwards."""
+        return Claim(self.round + 1, self.tokens, self.digest)
+
+    @cached_property
+    def text(self) -> bytes:
+        """What is signed: a hash of the statement, because each of up to 1024 signatures is checked against it."""
+        return hashlib.blake2b(self.encode(), digest_size=32).digest()
+
+    def check(self) -> None:
+        """Raise MessageError unless each participant is there once and has a key, and tokens do not shrink."""
+        if len(self.islands) != len(self.keys) or self.islands != sorted(set(self.islands)):
+            raise MessageError("a certificate whose participants are repeated, out of order, or without keys")
+        if self.tokens < self.base_tokens:
+            raise MessageError(f"a certificate of {self.tokens} tokens after {self.base_tokens}")
+
+
+class Certificate(Message):
+    """The proof that a state was agreed on: a statement with the signatures of all its participants."""
+
+    statement: Statement
+    signatures: list[Signature] = Field(min_length=1, max_length=MAX_PARTICIPANTS)
+    """By participant, in their order."""
+
+    @property
+    def claim(self) -> Claim:
+        """The state that it proves."""
+        return self.statement.claim
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """The participants' keys, by island."""
+        return dict(zip(self.statement.islands, self.statement.keys, strict=True))
+
+    def check(self, verify: Verify) -> None:
+        """Raise MessageError unless every participant has signed with the key in the statement."""
+        self.statement.check()
+        if len(self.signatures) != len(self.statement.islands):
+            raise MessageError(f"{len(self.signatures)} signatures of {len(self.statement.islands)} participants")
+        text = self.statement.text
+        for island, key, signature in zip(self.statement.islands, self.statement.keys, self.signatures, strict=True):
+            if not verify(key, text, signature):
+                raise MessageError(f"{island} has not signed the certificate of round {self.statement.round}")
+
+
+def build_certificate(statement: Statement, signatures: Mapping[str, str]) -> Certificate:
+    """The certificate of a statement that all participants have signed. `signatures` by island."""
+    return Certificate(statement=statement, signatures=[signatures[island] for island in statement.islands])
+
+
+class Proof(Message):
+    """Why a claim should be believed. Also the reply to `ProofQuery`."""
+
+    certificate: Certificate | None = None
+    """None if there is none, as for a state of a checkpoint that was written without one."""
+    introductions: list[Certificate] = Field(default=[], max_length=MAX_INTRODUCTIONS)
+    """Certificates from which the signers become known, in this order. See `Witnesses`."""
+
+
+class ProofQuery(Message):
+    """Question for the proof of a claim to be ahead. The reply is a `Proof`."""
+
+    round: int = Field(ge=0, lt=MAX_ROUND)
+    digest: Digest

@@ -1,0 +1,71 @@
+"""Whose signatures and claims count for this island, so that a member gains nothing by inventing islands.
+
+An island counts if `island.allow` lists its key, or, without such a list, if it is known from a commit: this island
+took part in it, or took the state that it led to, or enough islands that were known before took part in it. Such a
+certificate introduces its other participants, and is kept to introduce them to islands that were away. An island that
+knows no other from a commit cannot tell, so every island counts for it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from outer.agreement.proofs.certificate import MAX_INTRODUCTIONS, Certificate
+from outer.agreement.proofs.signer import Signer
+from outer.errors import MessageError
+
+MAX_KNOWN = 4096
+
+
+@dataclass
+class Witnesses:
+    """The islands that this one knows from commits. The values of its tables are immutable."""
+
+    signer: Signer
+    known: dict[str, str] = field(default_factory=dict)
+    """Public keys by island, the one known for the longest time first."""
+    introductions: list[Certificate] = field(default_factory=list)
+    """The certificates from which they are known, the last MAX_INTRODUCTIONS."""
+
+    @property
+    def is_new(self) -> bool:
+        """Whether this island knows no other from a commit."""
+        return all(key == self.signer.public for key in self.known.values())
+
+    def count(self, islands: Iterable[tuple[str, str]]) -> int:
+        """How many of these islands, given with their keys, count. A key counts once."""
+        return len({key for island, key in islands if self._counts(island, key)})
+
+    def admit(self, certificate: Certificate) -> None:
+        """This island has committed what the certificate says, or holds the state that it proves."""
+        keys = certificate.keys
+        if all(self.known.get(island) == key for island, key in keys.items()):
+            return
+        self.known = {name: key for name, key in self.known.items() if name not in keys} | keys
+        self.known = dict(list(self.known.items())[-MAX_KNOWN:])
+        self.introductions = [*self.introductions, certificate][-MAX_INTRODUCTIONS:]
+
+    def introduce(self, certificates: Iterable[Certificate], needed: int) -> None:
+        """Admit the participants of each certificate that `needed` islands have signed which count by then."""
+        for certificate in () if self.is_new else certificates:
+            keys = certificate.keys
+            is_news = any(self.known.get(island) != key for island, key in keys.items())
+            if is_news and self._agrees_with(keys) and self.count(keys.items()) >= needed:
+                try:
+                    certificate.check(self.signer.verify)
+                except MessageError:
+                    continue
+                self.admit(certificate)
+
+    def _agrees_with(self, keys: Mapping[str, str]) -> bool:
+        """Whether these islands' names belong to these keys as far as this island knows."""
+        return all(self.known.get(island, key) == key for island, key in keys.items())
+
+    def _counts(self, island: str, key: str) -> bool:
+        trusted = self.signer.trusts(island, key)
+        if trusted is not None:
+            return trusted
+        if key == self.signer.public:
+            return True
+        if self.is_new:
+            return self.signer.key_of(island) in (None, key)
+        return self.known.get(island) == key
