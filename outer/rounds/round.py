@@ -59,10 +59,14 @@ class RoundRunner:
         snapshot = self._find_contribution(plan, contribution)
         result = self.reduce.run(plan, {} if snapshot is None else snapshot.pseudo_grads)
         reduced = time.monotonic()
-        is_committed, cause = self._ranks.on_leader(lambda: self._decide(plan, result))
+        position = self._position_after(plan)
+        digest = None if result.digest is None else self._digest_after(plan, result, position)
+        is_committed, cause = self._ranks.on_leader(lambda: self._decide(plan, result, digest))
         if is_committed:
             self.pace.deadlines.observe("reduce", reduced - planned, num_freezes)
-            self._commit(plan, result, observes=snapshot is None)
+            self._commit(plan, result, position, observes=snapshot is None)
+            self._check_digest(digest)
+            self.update_status(is_coming=True, included=[p.incarnation for p in plan.contributors])
         else:
             self.reduce.drop()
             if self._ranks.on_leader(lambda: self._leader.has_dispute(plan)):
@@ -136,12 +140,23 @@ class RoundRunner:
             return None
         return contribution.wait(plan.round, self.pace.deadlines.limit("reduce"))
 
-    def _decide(self, plan: Plan, result: ReduceResult) -> tuple[bool, str]:
-        """Whether the attempt commits, and why it does not. Leader only."""
+    def _position_after(self, plan: Plan) -> Position:
+        """Where the run stands once the plan is committed."""
+        before = self.replica.position
+        tokens = before.tokens + sum(p.tokens for p in plan.participants)
+        ledger = settle(before.ledger, plan.participants, self.replica.terms)
+        return Position(round=plan.round + 1, tokens=tokens, ledger=ledger)
+
+    def _digest_after(self, plan: Plan, result: ReduceResult, position: Position) -> str:
+        """Digest of the state that a commit of this mean leads to. Every rank computes it together."""
+        return self.replica.digest_after(result.means, position, len(plan.contributors))
+
+    def _decide(self, plan: Plan, result: ReduceResult, digest: str | None) -> tuple[bool, str]:
+        """Whether the attempt commits, and why it does not. `digest`: that of the state it leads to. Leader only."""
         self.hooks.reached("vote", plan.round)
         on_sent = partial(self.hooks.reached, "decide", plan.round)
-        if result.digest is not None:
-            vote = Vote.yes(plan, self.island, result.digest)
+        if digest is not None:
+            vote = Vote.yes(plan, self.island, digest)
         else:
             accused = result.at_fault if result.at_fault != self.island else None
             vote = Vote.no(plan, self.island, result.cause, accused, is_stalled=result.is_stalled)
@@ -153,25 +168,27 @@ class RoundRunner:
                 self.reduce.rejections.add(island, "attempt", why)
         return False, result.cause or cause
 
-    def _commit(self, plan: Plan, result: ReduceResult, *, observes: bool) -> None:
+    def _commit(self, plan: Plan, result: ReduceResult, position: Position, *, observes: bool) -> None:
         """Make the round permanent on this rank: the only place that changes anything, in this order.
 
         replica.commit   outer step on the carried global params, new position and digest
         reducer.commit   what later rounds remember: error feedback, norms of the filters, last means
         share, pace      this island's weight; step times of all participants
-        update_status    tell the others, and serve the new state
         """
         self.hooks.reached("apply", plan.round)
-        before = self.replica.position
-        tokens = before.tokens + sum(p.tokens for p in plan.participants)
-        ledger = settle(before.ledger, plan.participants, self.replica.terms)
-        position = Position(round=plan.round + 1, tokens=tokens, ledger=ledger)
         self.replica.commit(result.means, position, len(plan.contributors), observes=observes)
         self.reduce.attempts.reducer.commit(plan.round, result.means)
         shares = weights_of([p.weight for p in plan.participants])
         self.share = shares[plan.names.index(self.island)]
         self.pace.observe_commit(plan)
-        self.update_status(is_coming=True, included=[p.incarnation for p in plan.contributors])
+
+    def _check_digest(self, voted: str | None) -> None:
+        """Raise OuterError if the committed state is not the one that this island has voted for and signed."""
+        if voted is not None and voted != self.replica.digest:
+            raise OuterError(
+                f"this island has committed a state with the digest {self.replica.digest}, and had computed {voted} "
+                "from the same mean before: its memory or its processor is faulty"
+            )
 
     @property
     def _ranks(self) -> RankGroup:

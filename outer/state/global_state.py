@@ -33,7 +33,7 @@ class GlobalState:
         self.parts = dict(parts)
         self._moments = frozenset(moments)
         self.position = Position(round=0, tokens=0)
-        self._config = config
+        self._config, self._num_islands = config, num_islands
         self.num_replaced = 0
         """Number of calls of `replace`, each of which begins another history."""
         self._log: deque[tuple[int, int, dict[int, torch.Tensor]]] = deque()
@@ -138,6 +138,14 @@ class GlobalState:
         for i in self.parts.keys() - self._digests.keys():
             self._digests[i] = self._state(i).digest
         return dict(self._digests)
+
+    def digests_after(self, means: Mapping[int, torch.Tensor], num_given: int) -> dict[int, bytes]:
+        """What `digests` will be after a `commit` of these means. The parts are stepped one by one, and thrown away."""
+        after = self.digests()
+        for i, mean in means.items():
+            config = None if i in self._moments else self._config
+            after[i] = advance(self._state(i), mean, config, num_given, self._num_islands).digest
+        return after
 
     def pack(self, index: int) -> bytes:
         """The bytes of a part for a joiner: one line of JSON (PartHeader), then params and momentum as raw fp32."""

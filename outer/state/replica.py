@@ -65,10 +65,14 @@ class Replica:
 
         `observes`: this island contributed nothing; the caller must call `carry_over` next.
         """
-        values = {index: mean.values for index, mean in means.items()}
         payloads = {index: mean.payload for index, mean in means.items()}
-        self.carried.commit(values, position, payloads, num_given, keeps_bases=observes)
+        self.carried.commit(_values(means), position, payloads, num_given, keeps_bases=observes)
         self.digest = self._compute_digest(self.ranks.background)
+
+    def digest_after(self, means: Mapping[int, Mean], position: Position, num_given: int) -> str:
+        """What `digest` will be after a `commit` with these arguments. Nothing changes."""
+        digests = self.carried.digests_after(_values(means), num_given)
+        return state_digest(self.combine(digests, self.ranks.background), position.ledger.model_dump_json())
 
     def merge(self, round_number: int, mix: float) -> None:
         """Local params and moments that the round sent become mix x local + (1 - mix) x global."""
@@ -140,3 +144,7 @@ class Replica:
 
     def _compute_digest(self, ranks: RankGroup) -> str:
         return state_digest(self.combine(self.carried.digests(), ranks), self.carried.position.ledger.model_dump_json())
+
+
+def _values(means: Mapping[int, Mean]) -> dict[int, torch.Tensor]:
+    return {index: mean.values for index, mean in means.items()}

@@ -177,3 +177,16 @@ def test_advancing_a_part_leaves_the_old_one_alone() -> None:
     before = part.params.clone(), part.momentum.clone()
     advance(part, values(3)[0], OuterOptimizerConfig())
     assert torch.equal(part.params, before[0]) and torch.equal(part.momentum, before[1])
+
+
+@pytest.mark.parametrize("optimizer", [{"momentum": 0.0}, {"momentum": 0.9}, {"delayed": True}], ids=str)
+@pytest.mark.parametrize("moments", [[], [1]], ids=["params", "with moments"])
+def test_the_digests_after_a_commit_are_known_before_it(optimizer: dict, moments: list[int]) -> None:
+    state = GlobalState(values(0), OuterOptimizerConfig(**optimizer), NUM_ISLANDS, moments)
+    for number in range(4):
+        means = {i: mean for i, mean in values(number).items() if i % 2 == number % 2}
+        before = state.digests()
+        expected = state.digests_after(means, 1 + number % 2)
+        assert state.digests() == before, "nothing has changed"
+        state.commit(means, Position(round=number + 1, tokens=10), num_given=1 + number % 2)
+        assert state.digests() == expected != before

@@ -1,0 +1,36 @@
+"""A signer without cryptography, for searches through many worlds."""
+
+import hashlib
+
+
+class FakeSigner:
+    """Implements `outer.agreement.proofs.signer.Signer`. Whoever holds it signs for `island`, and for nobody else.
+
+    The tests' liars hold their own signers only. So nobody forges a signature, although everybody could compute it.
+    """
+
+    def __init__(self, island: str) -> None:
+        self.public = public_of(island)
+        self.allowed: frozenset[str] | None = None
+        """The keys that the operator lists in island.allow, if there is a list."""
+
+    def sign(self, text: bytes) -> str:
+        return _signature(self.public, text)
+
+    def verify(self, key: str, text: bytes, signature: str) -> bool:
+        return signature == _signature(key, text)
+
+    def key_of(self, island: str) -> str | None:
+        return public_of(island)
+
+    def trusts(self, island: str, key: str) -> bool | None:
+        return None if self.allowed is None else key in self.allowed
+
+
+def public_of(island: str) -> str:
+    """The public key of a test's island, which everybody knows."""
+    return hashlib.sha256(f"key of {island}".encode()).hexdigest()
+
+
+def _signature(public: str, text: bytes) -> str:
+    return hashlib.sha512(public.encode() + text).hexdigest()
