@@ -4,10 +4,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from outer.agreement.proofs.signer import IslandSigner
 from outer.errors import InputError, UnreachableError
 from outer.identity.access import Access
 from outer.identity.island_key import IslandKey
@@ -87,6 +88,8 @@ class Network:
     wait_for_loss: Callable[[], Awaitable[str]] | None = None
     """Waits until these connections are lost for good, so that the island needs a new process, and returns the cause,
     or "" if they were closed. None where that cannot happen."""
+    signer: IslandSigner = field(init=False)
+    """Signs this island's votes and checks those of others. `open_network` sets it."""
 
     async def close(self) -> None:
         """Leave the swarm and free sockets, processes and files. Idempotent."""
@@ -115,7 +118,10 @@ async def open_network(kind: str, settings: NetworkSettings) -> Network:
             f"island.allow: {auth.access.peer_ids[0]!r} is not an island's key (64 hexadecimal digits, as `diloco key` "
             f"prints it), and libp2p peer ids are for outer.transport hivemind; it is {kind!r}"
         )
-    return await retry_unreachable(lambda: OPENERS[kind](settings, auth, names), names.knows_others(settings.island))
+    opened = retry_unreachable(lambda: OPENERS[kind](settings, auth, names), names.knows_others(settings.island))
+    network = await opened
+    network.signer = IslandSigner(auth.island, names, settings.run_id, auth.access)
+    return network
 
 
 async def retry_unreachable(open_once: Callable[[], Awaitable[Network]], is_known: bool) -> Network:

@@ -210,7 +210,8 @@ class OuterLoop:
         """This rank's tensors for a checkpoint, not copied, and its facts. No round may be in flight."""
         assert self._in_flight is None, "what a round in flight will commit is not known yet"
         memory, units = self.averager.memory, count(self.cursor.read)
-        facts = checkpoint.build_facts(self.replica, memory, self.pending.weights, self.averager.share, units)
+        averager, weights = self.averager, self.pending.weights
+        facts = checkpoint.build_facts(self.replica, memory, weights, averager.share, units, averager.proof)
         return checkpoint.collect_tensors(self.replica, memory), facts
 
     def allocate(self, names: Collection[str]) -> dict[str, torch.Tensor]:
@@ -222,7 +223,7 @@ class OuterLoop:
         parsed = checkpoint.parse_facts(facts)
         checkpoint.restore(self.replica, self.averager.memory, parsed, tensors)
         self.pending.weights, self.averager.share, self._resumed_units = parsed.weights, parsed.share, parsed.units
-        self.averager.resume()
+        self.averager.resume(parsed.proof)
 
     def _try_to_land(self, in_flight: BackgroundRound) -> tuple[list[RoundReport], float]:
         """Reports of the round's attempts and the seconds spent waiting; no reports if the round was started again."""

@@ -6,16 +6,25 @@ planner.py          who plans a round and who takes part in it
 suspicions.py       who is left out because of attempts that failed
 knowledge.py, votes.py, readiness.py, rules.py    the tables and checks behind it
 peers.py            the other islands as this island's leader reaches them
+proofs/             signed votes, certificates of commits, and which claims of others they prove
 running/            runs the protocol over the network: driver, failure detector, grace, limits, waits
 
 Two islands deliver their outboxes to each other. Island "a" plans the round, because it is the first by name:
 
 >>> from outer.agreement.knowledge import Knowledge
 >>> from outer.agreement.messages import Ready, Status, Vote
+>>> from outer.agreement.proofs.claims import Claims
+>>> from outer.agreement.proofs.signer import IslandSigner
+>>> from outer.agreement.proofs.witnesses import Witnesses
 >>> from outer.agreement.rules import Rules
 >>> from outer.agreement.state_machine import RoundProtocol
+>>> from outer.identity.island_key import IslandKey
+>>> from outer.identity.known_names import KnownNames
 >>> start = Status(round=0, tokens=0, digest="00" * 8)
->>> islands = {name: RoundProtocol(Knowledge(name, Rules(), start)) for name in "ab"}
+>>> def build(name):
+...     signer = IslandSigner(IslandKey.generate(), KnownNames(), "run")
+...     return RoundProtocol(Knowledge(name, Rules(), start, Claims(Witnesses(signer))))
+>>> islands = {name: build(name) for name in "ab"}
 >>> def deliver():
 ...     while any(island.outbox for island in islands.values()):
 ...         for sender, island in islands.items():
@@ -26,8 +35,9 @@ Two islands deliver their outboxes to each other. Island "a" plans the round, be
 >>> for name, island in islands.items():
 ...     island.knowledge.add(islands)
 ...     island.prepare(Ready(
-...         island=name, incarnation="0" * 8, round=0, attempt=0, digest=start.digest, base_tokens=0, tokens=100,
-...         weight=100, carriers=[(0, 1)], transport_addresses=["host:1"], control_addresses=["host:2"],
+...         island=name, incarnation="0" * 8, key=island.knowledge.signer.public, round=0, attempt=0,
+...         digest=start.digest, base_tokens=0, tokens=100, weight=100,
+...         carriers=[(0, 1)], transport_addresses=["host:1"], control_addresses=["host:2"],
 ...     ))
 >>> deliver()
 >>> plan = islands["a"].try_plan(is_late=False)

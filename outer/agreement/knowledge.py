@@ -3,8 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from outer.agreement.messages import Status
-from outer.agreement.rules import Behind, Rules, find_behind
+from outer.agreement.messages import Ready, Status
+from outer.agreement.proofs.certificate import Claim, Proof, ProofQuery
+from outer.agreement.proofs.claims import Claims
+from outer.agreement.proofs.signer import Signer
+from outer.agreement.rules import Behind, Rules, check_ready, find_behind
 from outer.errors import MessageError
 
 MAX_ISLANDS = 1024
@@ -17,6 +20,7 @@ class Knowledge:
     me: str
     rules: Rules
     status: Status
+    claims: Claims
     present: frozenset[str] = frozenset()
     """The other islands in the run, whether they live or not."""
     lost: frozenset[str] = frozenset()
@@ -61,12 +65,29 @@ class Knowledge:
     def live(self) -> dict[str, Status]:
         """Last known status of the other islands that are not lost and whose claims are believed, by island."""
         islands = self.present - self.lost
-        return {name: s for name, s in self.statuses.items() if name in islands and not self._is_doubted(name, s)}
+        heard = {name: s for name, s in self.statuses.items() if name in islands and not self._is_doubted(name, s)}
+        return {name: s for name, s in heard.items() if not self._is_rival(s) or self.is_proved(s.claim)}
 
     @property
     def awaited(self) -> frozenset[str]:
-        """The other islands that may take part in a round: they are not lost, and their claims are believed."""
-        return self.present - self.lost - (self.statuses.keys() - self.live.keys())
+        """The other islands that may take part in a round: they are not lost, and their claims are not disbelieved.
+
+        Islands whose claim is not proved yet are among them, until they have been asked for the proof and gave none.
+        """
+        return self.present - self.lost - (self.statuses.keys() - self.live.keys() - self.unproved)
+
+    @property
+    def unproved(self) -> frozenset[str]:
+        """Live islands whose claim to be ahead is neither proved nor refuted yet."""
+        return frozenset(
+            name
+            for name, s in self.statuses.items()
+            if name in self.present - self.lost
+            and not self._is_doubted(name, s)
+            and self._is_rival(s)
+            and self.claims.answered.get(name) != s.claim
+            and not self.is_proved(s.claim)
+        )
 
     @property
     def agreeing(self) -> frozenset[str]:
@@ -76,7 +97,71 @@ class Knowledge:
 
     def behind(self, *, is_settled: bool) -> Behind | None:
         """The surviving history, or None if it is this island's. `is_settled`: all islands that count have reported."""
-        return find_behind(self.me, self.status, self.live, is_settled=is_settled)
+        return find_behind(self.me, self.status, self.live, self._weigh, is_settled=is_settled)
+
+    def check_ready(self, ready: Ready) -> None:
+        """Raise MessageError when an island's ready message makes an impossible claim or names another's key."""
+        check_ready(ready, self.rules)
+        if wrong := self.find_wrong_key([ready]):
+            raise MessageError(wrong)
+
+    def find_wrong_key(self, readies: Iterable[Ready]) -> str | None:
+        """What is wrong if a ready message names a key to which its island's name does not belong."""
+        for ready in readies:
+            owner = self.signer.public if ready.island == self.me else self.signer.key_of(ready.island)
+            if owner not in (None, ready.key):
+                return f"the name {ready.island!r} belongs to the key {owner[:16]}..., and not to {ready.key[:16]}..."
+        return None
+
+    @property
+    def signer(self) -> Signer:
+        """Signs for this island, and knows the keys of the others."""
+        return self.claims.witnesses.signer
+
+    # -- proofs of claims ---------------------------------------------------------------------------------------
+    @property
+    def num_needed(self) -> int:
+        """How many islands that count must stand behind a claim to be ahead.
+
+        As many as commit a round; at the beginning two, because the others may go on from a run with a lower quorum,
+        and later no more than have signed this island's own state, for the same reason.
+        """
+        quorum = 1 if self.rules.below_quorum == "continue" else max(1, self.rules.quorum)
+        return min(quorum, 2) if self.status.round == 0 else min(quorum, max(1, self.claims.num_signers))
+
+    def is_proved(self, claim: Claim) -> bool:
+        """Whether enough islands stand behind a claim to follow it."""
+        return self.num_needed <= 1 or self._count(claim) >= self.num_needed
+
+    def check_proof(self, claim: Claim, proof: Proof) -> None:
+        """Raise MessageError unless enough islands stand behind a claim, by this proof or by their own words."""
+        try:
+            self.claims.check(claim, proof, self.num_needed)
+        except MessageError:
+            if not self.is_proved(claim):
+                raise
+
+    def ask_for_proof(self, island: str) -> ProofQuery | None:
+        """The question to put to an island that claims to be ahead, or None if its claim can be judged without."""
+        status = self.statuses[island]
+        is_needed = self._is_rival(status) and (status.rank == self.status.rank or not self.is_proved(status.claim))
+        return self.claims.ask(island, status.claim) if is_needed else None
+
+    def _is_rival(self, status: Status) -> bool:
+        """Whether a status claims a state that may survive this island's."""
+        is_start = status.rank == (0, 0)  # Nobody has signed that.
+        return status.claim != self.status.claim and status.rank >= self.status.rank and not is_start
+
+    def _count(self, claim: Claim) -> int:
+        """How many islands that count stand behind a claim, with this one."""
+        islands = self.present - self.lost
+        claimants = [name for name, s in self.statuses.items() if name in islands and s.claim == claim]
+        keys = [(name, key) for name in claimants if (key := self.signer.key_of(name)) is not None]
+        own = [(self.me, self.signer.public)] if claim == self.status.claim else []
+        return self.claims.count(claim, own + keys)
+
+    def _weigh(self, status: Status) -> int:
+        return self._count(status.claim)
 
     def disbelieve(self, island: str, claim: Status) -> None:
         """Ignore what the island claims to hold until `believe`, unless it claims no more than this island holds.

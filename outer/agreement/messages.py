@@ -6,23 +6,37 @@ Ready           all islands        "I could take part in an attempt at round r f
 Plan            its participants   "attempt a at round r is made by these islands, in this order"    -
 Vote            its participants   "I have the mean, with this digest" or "I have none, because"     VoteReceipt
 OutcomeQuery    its participants   "a vote or its receipt is missing: what came of this plan?"       OutcomeReply
+ProofQuery      one that is ahead  "why should I believe that you hold this state?"                  Proof
 Goodbye         all islands        "I leave the run; do not wait for me"                             -
 
 A participant that is ready is a contributor if it has finished its inner steps and gives a pseudo-gradient, or an
 observer (`listens`) if it still trains and only receives the mean.
+
+A yes vote is signed. The votes of all participants make a certificate of the commit (proofs/certificate.py).
 """
 
 import hashlib
+from collections.abc import Callable
 from functools import cached_property
 from typing import Literal
 
 from pydantic import Field
 
+from outer.agreement.proofs.certificate import (
+    Certificate,
+    Claim,
+    PlanId,
+    Proof,
+    ProofQuery,
+    PublicKey,
+    Signature,
+    Statement,
+    Verify,
+)
 from outer.errors import MessageError
 from outer.network.endpoints import Endpoint
 from outer.network.messages import MAX_RANKS, MAX_ROUND, MAX_TOKENS, Digest, IslandName, Message, check_carriers
 
-PlanId = Field(pattern=r"^[0-9a-f]{32}$")
 Outcome = Literal["commit", "abort", "open"]
 
 
@@ -44,12 +58,19 @@ class Status(Message):
         """Sort key of histories: the one with the higher rank survives."""
         return self.tokens, self.round
 
+    @property
+    def claim(self) -> Claim:
+        """The state, without what else the status says."""
+        return Claim(self.round, self.tokens, self.digest)
+
 
 class Ready(Message):
     """Offer of an island to take part in a plan of `round`, as a contributor or as an observer."""
 
     island: IslandName
     incarnation: str = Field(pattern=r"^[0-9a-f]{8,32}$")
+    key: PublicKey
+    """The island's public key, with which it signs its vote."""
     round: int = Field(ge=0, lt=MAX_ROUND)
     attempt: int = Field(ge=0, lt=1 << 20)
     """First attempt that the island would take part in. One ready message can be used in one plan only."""
@@ -114,6 +135,20 @@ class Plan(Message):
         """Hash of the whole plan, so that votes on another plan of the same attempt do not count."""
         return hashlib.sha256(self.encode()).hexdigest()[:32]
 
+    def statement(self, digest: str) -> Statement:
+        """What a participant signs that votes for the state with this digest."""
+        base = self.participants[0]
+        return Statement(
+            plan=self.id,
+            round=self.round,
+            base=base.digest,
+            base_tokens=base.base_tokens,
+            tokens=base.base_tokens + sum(p.tokens for p in self.participants),
+            digest=digest,
+            islands=self.names,
+            keys=[p.key for p in self.participants],
+        )
+
     @property
     def addresses(self) -> dict[Endpoint, str]:
         """Transport address of every endpoint of every participant."""
@@ -121,13 +156,15 @@ class Plan(Message):
 
 
 class Vote(Message):
-    """Result of the reduce on one participant: yes with the digest of the mean, or no with a cause."""
+    """Result of the reduce on one participant: yes with the state that a commit leads to, or no with a cause."""
 
-    plan: str = PlanId
+    plan: PlanId
     round: int = Field(ge=0, lt=MAX_ROUND)
     island: IslandName
     digest: Digest | None = None
-    """Digest of the reduced mean; None if the reduce failed or the island refuses the plan."""
+    """Digest of the state after a commit, as `Status.digest`; None if the reduce failed or the plan is refused."""
+    signature: Signature | None = None
+    """Of a yes: the island's signature of `Plan.statement`. The protocol signs when the vote is cast."""
     cause: str = Field(default="", max_length=2000)
     accused: IslandName | None = None
     """Participant whose payload could not be used, if one is to blame."""
@@ -144,24 +181,41 @@ class Vote(Message):
         about = {"cause": cause[:2000], "accused": accused, "is_stalled": is_stalled}
         return cls(plan=plan.id, round=plan.round, island=island, **about)
 
+    def signed(self, plan: Plan, sign: Callable[[bytes], str]) -> "Vote":
+        """A yes with its signature; a no as it is."""
+        if self.digest is None:
+            return self
+        return self.model_copy(update={"signature": sign(plan.statement(self.digest).text)})
+
+    def is_signed(self, plan: Plan, verify: Verify) -> bool:
+        """Whether the participant with the voter's name has signed it. A no needs no signature."""
+        if self.digest is None:
+            return True
+        key = next((p.key for p in plan.participants if p.island == self.island), None)
+        if key is None or self.signature is None:
+            return False
+        return verify(key, plan.statement(self.digest).text, self.signature)
+
 
 class VoteReceipt(Message):
     """Acknowledgement of a vote, with the outcome of the plan on the receiving island so far."""
 
-    plan: str = PlanId
+    plan: PlanId
     outcome: Outcome
 
 
 class OutcomeQuery(Message):
     """Question for the outcome of a plan. An island that replies "open" must query in turn before it commits."""
 
-    plan: str = PlanId
+    plan: PlanId
     round: int = Field(ge=0, lt=MAX_ROUND)
 
 
 class OutcomeReply(Message):
-    plan: str = PlanId
+    plan: PlanId
     outcome: Outcome
+    certificate: Certificate | None = None
+    """Proves a "commit"."""
 
 
 class Goodbye(Message):
@@ -170,3 +224,13 @@ class Goodbye(Message):
     round: int = Field(ge=0, lt=MAX_ROUND)
     steps: int = Field(ge=0)
     """Inner steps of the round that the island had made when it left."""
+
+
+REPLIES: dict[type[Message], type[Message]] = {
+    Ready: Status,
+    Status: Status,
+    Vote: VoteReceipt,
+    OutcomeQuery: OutcomeReply,
+    ProofQuery: Proof,
+}
+"""Type of the reply by type of the message, for the messages that are answered."""

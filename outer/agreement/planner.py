@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Plan, Ready, Status
 from outer.agreement.readiness import ReadyTable
-from outer.agreement.rules import Behind, Rules, find_behind
+from outer.agreement.rules import Behind, Rules
 from outer.agreement.suspicions import Suspicions, Votes
 
 
@@ -61,6 +61,8 @@ class Gathering:
     statuses: Mapping[str, Status]
     """Last known status of the live islands, by island."""
     readies: ReadyTable
+    find_behind: Callable[..., Behind | None]
+    """`Knowledge.behind`."""
     excluded: Mapping[str, str]
     """Islands that are left out because of earlier attempts at this round, with the reason."""
     left_out: Callable[[int], frozenset[str]] = lambda attempt: frozenset()
@@ -75,7 +77,7 @@ class Gathering:
         """
         me, absent, agreeing = self.own.island, self.absent, self._find_agreeing()
         is_settled = is_late or not absent
-        if behind := find_behind(me, self.status, self.statuses, is_settled=is_settled):
+        if behind := self.find_behind(is_settled=is_settled):
             return behind
         if me not in agreeing:
             return None  # The others go on without this island. It takes their state afterwards.
@@ -136,9 +138,15 @@ class Gathering:
         return len(islands) >= (1 if self.rules.below_quorum == "continue" else max(1, self.rules.quorum))
 
     def _find_absent(self, ready: Mapping[str, Ready]) -> frozenset[str]:
-        """Islands worth waiting for: they live, are not ready, and have not said that they are not coming."""
-        return frozenset(
-            name for name in self.live - frozenset(ready) if name not in self.reported or self.statuses[name].is_coming
+        """Islands worth waiting for: they live, are not ready, and have not said that they are not coming.
+
+        So are islands that claim another state and are still to prove it.
+        """
+        unproved = frozenset(name for name in self.live & self.reported if name not in self.statuses)
+        return unproved | frozenset(
+            name
+            for name in self.live - frozenset(ready) - unproved
+            if name not in self.reported or self.statuses[name].is_coming
         )
 
     def _find_agreeing(self) -> dict[str, Ready]:
@@ -175,6 +183,7 @@ def build_gathering(
         knowledge.reported,
         knowledge.live,
         readies,
+        knowledge.behind,
         excluded,
         suspicions.left_out,
         suspicions.passed_over,

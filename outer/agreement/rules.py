@@ -1,7 +1,6 @@
 """Rules that every island applies by itself: which ready messages and plans are valid, and which history survives."""
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,12 +56,6 @@ def build_rules(config: OuterConfig, num_parts: int, max_tokens: int) -> Rules:
     )
 
 
-def majority(digests: Iterable[str]) -> str:
-    """Most frequent digest; the lowest of them on a tie."""
-    counts = Counter(digests)
-    return min(counts, key=lambda digest: (-counts[digest], digest))
-
-
 def check_ready(ready: Ready, rules: Rules) -> None:
     """Raise MessageError when a peer's ready message makes an impossible claim."""
     ready.check(rules.num_parts)
@@ -106,20 +99,25 @@ def _mutable_fields(planned: Ready, own: Ready) -> dict[str, int | float]:
     return {"attempt": own.attempt} | observed
 
 
-def find_behind(me: str, own: Status, live: Mapping[str, Status], *, is_settled: bool) -> Behind | None:
-    """The surviving history among live islands, or None if it is `own`. `is_settled`: `live` has all that count."""
+def find_behind(
+    me: str, own: Status, live: Mapping[str, Status], weigh: Callable[[Status], int], *, is_settled: bool
+) -> Behind | None:
+    """The surviving history among live islands, or None if it is `own`. `is_settled`: `live` has all that count.
+
+    `weigh`: how many islands stand behind a state. It decides between histories of equal rank.
+    """
     best = max((*live.values(), own), key=lambda s: s.rank)
-    rivals = {name: s.digest for name, s in live.items() if s.rank == best.rank}
+    rivals = {name: s for name, s in live.items() if s.rank == best.rank}
     if best.rank == own.rank:
         if not is_settled:
             return None  # Islands that have not reported yet count in the majority, too.
-        rivals[me] = own.digest
-    digest = majority(rivals.values())
-    if (best.rank, digest) == (own.rank, own.digest):
+        rivals[me] = own
+    best = min(rivals.values(), key=lambda s: (-weigh(s), s.digest))
+    if best.claim == own.claim:
         return None
-    donors = tuple(sorted(name for name, theirs in rivals.items() if theirs == digest))
+    donors = tuple(sorted(name for name, theirs in rivals.items() if theirs.digest == best.digest))
     return Behind(
         donors,
-        f"{', '.join(donors)} in round {best.round} with {best.tokens} tokens and digest {digest[:12]}; "
+        f"{', '.join(donors)} in round {best.round} with {best.tokens} tokens and digest {best.digest[:12]}; "
         f"this island in round {own.round} with {own.tokens} tokens and {own.digest[:12]}",
     )

@@ -12,14 +12,13 @@ The driver (running/driver.py) passes peers' messages to `receive`, reports time
 tests/outer/explore.py searches every order of messages, losses, crashes, freezes and time-outs of a few islands.
 
 A committed round is the same on every island, because an island commits a plan only in two cases: all participants have
-voted yes with the same digest and have acknowledged this island's vote, or one participant reports that it has
-committed. An island that misses a vote or a receipt queries all participants it can reach. An island that is queried
+voted yes with the same digest and have acknowledged this island's vote, or one participant shows the signed yes votes
+of all. An island that misses a vote or a receipt queries all participants it can reach. An island that is queried
 before it has committed no longer commits on votes alone: it must query the others as well. So while islands only crash,
-either all survivors commit a plan or none does, and an island that freezes has committed nothing that the others do
-not commit.
+either all survivors commit a plan or none does, and an island that freezes has committed nothing that others do not.
 
 When a partition or a false alarm lets two histories grow, the one with the higher `Status.rank` survives, and the
-islands of the other take its state.
+islands of the other take its state, if enough islands stand behind it (proofs/claims.py).
 """
 
 from collections.abc import Iterable
@@ -39,8 +38,9 @@ from outer.agreement.messages import (
     VoteReceipt,
 )
 from outer.agreement.planner import Gathering, GiveUp, Hopeless, TooFew, build_gathering
+from outer.agreement.proofs.certificate import Proof, ProofQuery
 from outer.agreement.readiness import ReadyTable
-from outer.agreement.rules import Behind, check_ready, find_objection
+from outer.agreement.rules import Behind, find_objection
 from outer.agreement.suspicions import MAX_AMNESTIES, Suspicions, explain_accusations
 from outer.agreement.votes import VoteTable
 from outer.errors import MessageError
@@ -74,6 +74,7 @@ class RoundProtocol:
             committed = self.plan.names if self.plan and outcome == (self.plan.round, "commit") else ()
             self.suspicions.begin_round(status.round, committed, self.vote_table.votes)
         self.knowledge.status = status
+        self.knowledge.claims.hold(status.claim)
         self.state, self.own, self.plan, self.is_querying = "training", None, None, False
         self.vote_table.prune(status.round)
 
@@ -107,14 +108,12 @@ class RoundProtocol:
             if not is_last or is_late:
                 self.suspicions.forgive()
                 decision = self.gathering.decide(is_late=is_late, is_patient=is_patient)
-        if isinstance(decision, Hopeless):
-            return None
         if isinstance(decision, Behind):
             self.state, self.own = "training", None
         elif isinstance(decision, Plan):
             self._accept(decision)
             self._send(self.others, decision)
-        return decision
+        return None if isinstance(decision, Hopeless) else decision
 
     def pass_over(self, *, is_late: bool) -> str | None:
         """Wait no longer for the plan of the island that should make one. Returns its name, if it is another."""
@@ -127,11 +126,11 @@ class RoundProtocol:
         return planner
 
     def vote(self, vote: Vote) -> None:
-        """Cast this island's vote on the plan: yes with the digest of the mean, or no with a cause."""
+        """Cast this island's vote on the plan: yes with the state that a commit leads to, or no with a cause."""
         assert self.plan is not None and vote.plan == self.plan.id, "an island votes on the plan it takes part in"
         self.state = "voting"
-        self.vote_table.add(vote)
-        self._send(self.others, vote)
+        self.vote_table.add(signed := vote.signed(self.plan, self.knowledge.signer.sign))
+        self._send(self.others, signed)
 
     def conclude(self, *, is_late: bool, is_over: bool = False) -> Outcome:
         """Outcome of the plan, "open" while it is not known. `is_late`: missing votes are not waited for any longer.
@@ -151,6 +150,8 @@ class RoundProtocol:
             if is_late and outcome == "abort":
                 self.suspicions.silent[self.plan.id] = silent
             self.vote_table.outcomes[self.plan.id] = (self.plan.round, outcome)
+            if outcome == "commit":
+                self.knowledge.claims.add(self.vote_table.certify(self.plan))
             self.state, self.own, self.is_querying = "training", None, False
         return outcome
 
@@ -216,24 +217,29 @@ class RoundProtocol:
             case Vote():
                 self._check_sender(sender, message.island)
                 is_own_plan = message.plan in self.suspicions.plans
-                return self.vote_table.answer_vote(message, self.knowledge, is_own_plan=is_own_plan)
+                return self.vote_table.answer_vote(message, self.knowledge, self.plan, is_own_plan=is_own_plan)
             case OutcomeQuery():
                 participants = self.suspicions.plans.get(message.plan)
                 return self.vote_table.answer_query(sender, message, self.knowledge, participants)
             case VoteReceipt() | OutcomeReply():
                 if self.plan is not None and message.plan == self.plan.id:
-                    table = self.vote_table.receipts if isinstance(message, VoteReceipt) else self.vote_table.replies
-                    table[message.plan, sender] = message.outcome
+                    self.vote_table.record(self.plan, sender, message, self.knowledge.signer.verify)
+            case ProofQuery():
+                return self.knowledge.claims.answer(message)
+            case Proof():
+                self.knowledge.claims.receive(sender, message, self.knowledge.num_needed)
         return None
 
     def _receive_ready(self, sender: str, ready: Ready) -> Status:
         self._check_sender(sender, ready.island)
-        check_ready(ready, self.knowledge.rules)
+        self.knowledge.check_ready(ready)
         self.readies.add(ready)
         return self._receive_status(sender, ready.status)
 
     def _receive_status(self, sender: str, status: Status) -> Status:
         self.knowledge.record(sender, status)
+        if self.plan is None and (query := self.knowledge.ask_for_proof(sender)):
+            self._send([sender], query)
         self._renew_ready(status)
         own = self.knowledge.status
         return own.model_copy(update={"attempt": self.readies.next_attempt(sender, own.round)})
@@ -264,10 +270,12 @@ class RoundProtocol:
             return f"{self.knowledge.me!r} is {self.state} in round {self.knowledge.status.round}"
         if self.gathering.is_out_of_turn(plan):
             return f"it is not {plan.planner!r}'s turn to take part"
-        return find_objection(plan, self.own, self.knowledge.rules, self.next_attempt)
+        objection = find_objection(plan, self.own, self.knowledge.rules, self.next_attempt)
+        return objection or self.knowledge.find_wrong_key(plan.participants)
 
     def _accept(self, plan: Plan) -> None:
         self.plan, self.state, self.is_querying = plan, "reducing", False
+        self.vote_table.drop_unsigned(plan, self.knowledge.signer.verify)
         self.readies.mark_used(plan)
         self.suspicions.take_part(plan)
 
@@ -281,8 +289,8 @@ class RoundProtocol:
         self._send(frozenset(plan.names) & (self.knowledge.present | {plan.planner}), vote)
 
     def _send_query(self, plan: Plan) -> None:
-        query = OutcomeQuery(plan=plan.id, round=plan.round)
-        self._send(self.vote_table.without_reply(plan) & self.others - self.knowledge.lost, query)
+        asked = self.vote_table.without_reply(plan) & self.others - self.knowledge.lost
+        self._send(asked, OutcomeQuery(plan=plan.id, round=plan.round))
 
     def _send(self, islands: Iterable[str], message: Message) -> None:
         self.outbox += [(name, message) for name in sorted(islands) if name != self.knowledge.me]

@@ -6,7 +6,9 @@ from typing import Literal
 
 from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Outcome, OutcomeQuery, OutcomeReply, Plan, Vote, VoteReceipt
+from outer.agreement.proofs.certificate import Certificate, Verify, build_certificate
 from outer.errors import MessageError
+from outer.network.rejections import RefusedError
 
 MAX_PLANS = 64
 """Maximum number of plans whose votes and queries are remembered for each island that speaks of them."""
@@ -24,6 +26,8 @@ class VoteTable:
     """By (plan, island): the outcome that the island reported when it was queried."""
     outcomes: dict[str, tuple[int, Outcome]] = field(default_factory=dict)
     """(round, outcome on this island) by plan."""
+    certificates: dict[str, Certificate] = field(default_factory=dict)
+    """Proofs of the plans that are committed here, or that another participant has committed, by plan."""
     query_first: dict[str, int] = field(default_factory=dict)
     """Rounds of the plans that this island commits only after it has queried the other participants, by plan."""
     num_queries: dict[str, int] = field(default_factory=dict)
@@ -33,11 +37,42 @@ class VoteTable:
         """Remember a vote. Only the first vote of an island on a plan counts."""
         self.votes.setdefault((vote.plan, vote.island), vote)
 
-    def answer_vote(self, vote: Vote, knowledge: Knowledge, *, is_own_plan: bool) -> VoteReceipt:
+    def drop_unsigned(self, plan: Plan, verify: Verify) -> None:
+        """Forget yes votes that came before the plan and are not signed as it demands."""
+        early = [vote for name in plan.names if (vote := self.votes.get((plan.id, name)))]
+        for vote in early:
+            if not vote.is_signed(plan, verify):
+                del self.votes[plan.id, vote.island]
+
+    def certify(self, plan: Plan) -> Certificate:
+        """The certificate of a plan that commits: that of another participant, or else the votes of all."""
+        if plan.id in self.certificates:
+            return self.certificates[plan.id]
+        votes = [self.votes[plan.id, name] for name in plan.names]
+        assert votes[0].digest is not None, "all have voted yes"
+        signatures = {vote.island: vote.signature or "" for vote in votes}
+        self.certificates[plan.id] = made = build_certificate(plan.statement(votes[0].digest), signatures)
+        return made
+
+    def record(self, plan: Plan, sender: str, reply: VoteReceipt | OutcomeReply, verify: Verify) -> None:
+        """Remember what became of the plan at another participant. Raises RefusedError for a commit without proof."""
+        if isinstance(reply, VoteReceipt):
+            self.receipts[plan.id, sender] = reply.outcome
+            return
+        # Until the proof is checked. An island that claims to have committed has at least not aborted.
+        self.replies[plan.id, sender] = "open" if reply.outcome == "commit" else reply.outcome
+        if reply.outcome == "commit":
+            self.certificates[plan.id] = check_certificate(plan, reply.certificate, verify)
+            self.replies[plan.id, sender] = "commit"
+
+    def answer_vote(self, vote: Vote, knowledge: Knowledge, plan: Plan | None, *, is_own_plan: bool) -> VoteReceipt:
         """Remember a peer's vote and acknowledge it. Raises MessageError for a later round, and as `check_room`.
 
-        `is_own_plan`: this island takes part in the plan, or has done so.
+        `plan`: the plan under way, whose votes must be signed. `is_own_plan`: this island takes part in the plan of the
+        vote, or has done so.
         """
+        if plan is not None and vote.plan == plan.id and not vote.is_signed(plan, knowledge.signer.verify):
+            raise RefusedError("vote", f"{vote.island!r} has not signed its vote as the plan demands")
         is_near = knowledge.is_near(vote.round)
         if is_near:
             if not is_own_plan:
@@ -61,7 +96,8 @@ class VoteTable:
                 self.check_room(query.plan, sender)
                 self.num_queries[sender] = self.num_queries.get(sender, 0) + 1
             self.query_first[query.plan] = query.round
-        return OutcomeReply(plan=query.plan, outcome=outcome)
+        certificate = self.certificates.get(query.plan) if outcome == "commit" else None
+        return OutcomeReply(plan=query.plan, outcome=outcome, certificate=certificate)
 
     def tally(self, plan: Plan) -> Outcome:
         """Outcome of the votes: abort on one no or two digests, commit when all are yes, otherwise open."""
@@ -130,5 +166,20 @@ class VoteTable:
         self.outcomes = {k: v for k, v in self.outcomes.items() if v[0] >= round_number - 1}
         self.num_queries = {}
         kept = set(self.outcomes) | set(self.query_first) | {k[0] for k in self.votes}
+        self.certificates = {k: v for k, v in self.certificates.items() if k in self.outcomes}
         self.replies = {k: v for k, v in self.replies.items() if k[0] in kept}
         self.receipts = {k: v for k, v in self.receipts.items() if k[0] in kept}
+
+
+def check_certificate(plan: Plan, certificate: Certificate | None, verify: Verify) -> Certificate:
+    """The certificate, if it proves that all participants have agreed on the plan. Raises RefusedError if not."""
+    said = f"it says that the plan of round {plan.round} is committed, and shows"
+    if certificate is None:
+        raise RefusedError("proof", f"{said} no certificate")
+    if certificate.statement != plan.statement(certificate.statement.digest):
+        raise RefusedError("proof", f"{said} the certificate of something else")
+    try:
+        certificate.check(verify)
+    except MessageError as error:
+        raise RefusedError("proof", f"{said} a bad certificate: {error}") from None
+    return certificate

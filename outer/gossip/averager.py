@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from outer.agreement.peers import Identity
+from outer.agreement.proofs.certificate import Proof
 from outer.codecs.cast import Fp32Codec
 from outer.codecs.choice import build_uniform_choice
 from outer.config import GossipConfig, OuterConfig
@@ -82,7 +83,12 @@ class GossipAverager:
     def memory(self) -> NoMemory:
         return NoMemory()
 
-    def resume(self) -> None:
+    @property
+    def proof(self) -> Proof:
+        """Gossip has no commits of all islands, so there is nothing to prove."""
+        return Proof()
+
+    def resume(self, proof: Proof) -> None:
         """Partners learn this island's round when it enters."""
 
     def enter(self) -> bool:

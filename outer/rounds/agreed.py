@@ -9,6 +9,10 @@ from functools import partial
 from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Ready
 from outer.agreement.peers import Identity, Peers
+from outer.agreement.proofs.certificate import Proof
+from outer.agreement.proofs.claims import Claims
+from outer.agreement.proofs.signer import Signer
+from outer.agreement.proofs.witnesses import Witnesses
 from outer.agreement.rules import build_rules
 from outer.agreement.running.driver import Interruption, ProtocolDriver
 from outer.agreement.state_machine import RoundProtocol
@@ -36,7 +40,7 @@ from outer.state.pseudo_gradient import Contribution
 from outer.state.replica import Replica
 from outer.transfer.cache import PartsCache
 from outer.transfer.catch_up import CatchUp, CaughtUpState, NothingTaken
-from outer.transfer.donor import Donor
+from outer.transfer.donor import Description, Donor
 from outer.transfer.donor_choice import DonorChoice
 from outer.transfer.download import Download
 from outer.transfer.download_plan import DownloadPlan
@@ -82,9 +86,13 @@ class AgreedAverager:
     def share(self, value: float) -> None:
         self.runner.share = value
 
-    def resume(self) -> None:
+    @property
+    def proof(self) -> Proof:
+        return Proof() if self.runner.leader is None else self.runner.leader.proof
+
+    def resume(self, proof: Proof) -> None:
         if self.runner.leader is not None:
-            self.runner.leader.resume()
+            self.runner.leader.resume(proof)
 
     def enter(self) -> bool:
         """Enter with the islands' state if they have committed a round, else from the start or checkpoint with them."""
@@ -208,8 +216,9 @@ def build_agreed_averager(
     if ranks.is_leader:
         assert network.membership is not None, "the leader has a membership"
         peers = Peers(me.island, network.messenger, network.membership, pace.deadlines, identity.config_hash)
-        protocol = _build_protocol(config, me.island, replica, settings)
-        driver = ProtocolDriver(protocol, peers, on_no=attempts.record_no_vote, on_wait=settings.on_wait)
+        protocol = _build_protocol(config, me.island, replica, settings, network.signer)
+        on_no, on_wait = attempts.record_no_vote, settings.on_wait
+        driver = ProtocolDriver(protocol, peers, on_no=on_no, on_wait=on_wait, rejections=network.rejections)
         leader = Leader(identity, addresses, replica, driver, network.membership, event_loop, donor)
     else:
         network.messenger.serve("vote", attempts.on_vote)
@@ -232,7 +241,11 @@ def build_agreed_averager(
         assert leader is not None, "only the leader chooses donors"
         return DonorChoice(leader.find_donors, leader.disbelieve, leader.believe)
 
-    catch_up = CatchUp(replica, build_download, event_loop, build_choice, partial(_is_ahead, replica))
+    def check(description: Description) -> None:
+        assert leader is not None, "only the leader checks descriptions"
+        leader.check(description)
+
+    catch_up = CatchUp(replica, build_download, event_loop, build_choice, partial(_is_ahead, replica), check)
     return AgreedAverager(runner, catch_up, identity.incarnation, config.start_islands, settings)
 
 
@@ -255,11 +268,14 @@ def _is_ahead(replica: Replica, position: Position) -> bool:
     return (position.tokens, position.round) >= (own.tokens, own.round)
 
 
-def _build_protocol(config: OuterConfig, island: str, replica: Replica, settings: LoopSettings) -> RoundProtocol:
+def _build_protocol(
+    config: OuterConfig, island: str, replica: Replica, settings: LoopSettings, signer: Signer
+) -> RoundProtocol:
     rules = build_rules(config, len(replica.space.parts), settings.max_tokens)
     refusals = partial(_find_refusals, replica, island, settings.index, config.start_islands)
     rules = replace(rules, find_refusals=refusals)
-    return RoundProtocol(Knowledge(island, rules, build_status(replica, is_coming=False)))
+    start = build_status(replica, is_coming=False)
+    return RoundProtocol(Knowledge(island, rules, start, Claims(Witnesses(signer))))
 
 
 def _find_refusals(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from outer.agreement.proofs.certificate import Proof
 from outer.agreement.running.driver import Interruption
 from outer.hooks import Hooks
 from outer.report import RoundReport
@@ -58,8 +59,13 @@ class Averager(Protocol):
         """
         ...
 
-    def resume(self) -> None:
-        """The replica holds the state of a checkpoint. Call it before `enter`."""
+    @property
+    def proof(self) -> Proof:
+        """Why other islands should believe that this island's state was committed. Empty except on the leader."""
+        ...
+
+    def resume(self, proof: Proof) -> None:
+        """The replica holds the state of a checkpoint, which was saved with `proof`. Call it before `enter`."""
         ...
 
     def run(self, contribution: Contribution) -> list[RoundReport]:

@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from pydantic import Field, ValidationError
 
+from outer.agreement.proofs.certificate import Proof
 from outer.config import MergeConfig
 from outer.errors import InputError
 from outer.network.endpoints import ISLAND_NAME
@@ -73,6 +74,8 @@ class SavedFacts(Message):
     last_rounds: list[tuple[int, int]] = Field(default=[])
     """(fragment, round) of each last mean kept."""
     share: float
+    proof: Proof = Proof()
+    """Why other islands should believe that the state was committed."""
     units: int = Field(default=0, ge=0)
     """Number of units of the island's lease that its progress has read."""
 
@@ -136,7 +139,7 @@ def restore(replica: Replica, memory: RoundMemory, facts: SavedFacts, tensors: M
 
 
 def build_facts(
-    replica: Replica, memory: RoundMemory, weights: Sequence[int], share: float, units: int
+    replica: Replica, memory: RoundMemory, weights: Sequence[int], share: float, units: int, proof: Proof
 ) -> dict[str, object]:
     """The facts to save beside `collect_tensors`, as JSON values."""
     facts = SavedFacts(
@@ -147,6 +150,7 @@ def build_facts(
         last_rounds=[(fragment, number) for fragment, (number, _) in sorted(memory.last_means.items())],
         share=share,
         units=units,
+        proof=proof,
     )
     return facts.model_dump(mode="json")
 

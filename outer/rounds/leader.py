@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from outer.agreement.messages import Goodbye, Plan, Ready, Status, Vote
 from outer.agreement.peers import Identity
+from outer.agreement.proofs.certificate import Proof
+from outer.agreement.proofs.claims import Claims
 from outer.agreement.running.driver import Interruption, ProtocolDriver
 from outer.agreement.running.waiting import explain_abort
 from outer.leases.ranges import count
@@ -18,7 +20,7 @@ from outer.network.messages import pack_carriers
 from outer.network.retry import retry_blocking
 from outer.state.pseudo_gradient import Snapshot
 from outer.state.replica import Replica
-from outer.transfer.donor import Donor
+from outer.transfer.donor import Description, Donor
 
 LEAVE_SECONDS = 3.0
 POLL_SECONDS = 0.2
@@ -37,8 +39,9 @@ class Leader:
     event_loop: EventLoopThread
     donor: Donor
 
-    def resume(self) -> None:
-        """The replica holds the state of a checkpoint. Call it before `announce`."""
+    def resume(self, proof: Proof) -> None:
+        """The replica holds the state of a checkpoint, which was saved with `proof`. Call it before `announce`."""
+        self.event_loop.run(self._restore(proof))
         # Whoever hears that this state is newer than its own may ask for it at once.
         self.serve_state(included=[])
         self.event_loop.run(self._resume())
@@ -56,7 +59,17 @@ class Leader:
     def serve_state(self, included: Sequence[str]) -> None:
         """Be a donor of the current state. `included`: incarnations whose progress its last commit contains."""
         replica = self.replica
-        self.donor.describe(replica.digest, replica.redistribution.carriers, replica.space.fingerprint, included)
+        carriers, fingerprint = replica.redistribution.carriers, replica.space.fingerprint
+        self.donor.describe(replica.digest, carriers, fingerprint, included, self.proof)
+
+    @property
+    def proof(self) -> Proof:
+        """The proof of the state that the replica holds; an empty one if there is none."""
+        return self._claims.prove(build_status(self.replica, is_coming=True).claim)
+
+    def check(self, description: Description) -> None:
+        """Raise MessageError if another island's state must not be taken. Call it on the event loop."""
+        self.driver.protocol.knowledge.check_proof(description.claim, description.proof)
 
     def build_ready(self, snapshot: Snapshot | None, first_unit: int, epoch: str, step_seconds: float) -> Ready:
         """The message that this island could take part in a plan now, with this snapshot or (None) as an observer.
@@ -69,6 +82,7 @@ class Leader:
         return Ready(
             island=self.identity.island,
             incarnation=self.identity.incarnation,
+            key=self.driver.protocol.knowledge.signer.public,
             round=status.round,
             attempt=self.driver.protocol.next_attempt,
             tokens=0 if snapshot is None else snapshot.tokens,
@@ -164,6 +178,13 @@ class Leader:
         knowledge = self.driver.protocol.knowledge
         mine, others = knowledge.status, knowledge.live.values()
         return any(s.round > 0 and (s.rank < mine.rank or not s.is_coming) for s in others)
+
+    @property
+    def _claims(self) -> Claims:
+        return self.driver.protocol.knowledge.claims
+
+    async def _restore(self, proof: Proof) -> None:
+        self._claims.restore(proof)
 
     async def _resume(self) -> None:
         # It is coming: faster islands that go on from their checkpoints, too, wait for it.

@@ -64,6 +64,8 @@ class CatchUp:
     """Builds the choice of donors for one catch-up. Called on the leader."""
     is_ahead: Callable[[Position], bool]
     """Whether a state at this position survives the one that this island holds."""
+    check: Callable[[Description], None] = lambda description: None
+    """Raises MessageError for a description without proof. Called on the leader, on the event loop."""
 
     def run(self) -> CaughtUpState | NothingTaken:
         """Take the newest global state of the islands that are ahead, and local params, or change nothing."""
@@ -125,8 +127,8 @@ class CatchUp:
     def _verify(self, download: Download, round_number: int, digest: str) -> tuple[Description | Failure, int]:
         """(the donors' description of this state, their newest round), or (why it cannot be taken, 0)."""
         try:
-            description = self.event_loop.run(download.describe(round_number, digest))
-            newest = self.event_loop.run(download.describe(None)).position.round
+            description = self.event_loop.run(download.describe(round_number, digest, self.check))
+            newest = self.event_loop.run(download.describe(None, check=self.check)).position.round
         except MessageError as error:
             return Failure(str(error), is_wrong=True), 0
         except TransportError as error:

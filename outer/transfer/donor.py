@@ -16,6 +16,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
+from outer.agreement.proofs.certificate import Claim, Proof
 from outer.errors import TransportError
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Endpoint, Messenger
@@ -24,6 +25,7 @@ from outer.state.global_state import GlobalState
 from outer.state.part_state import Position
 
 ROUNDS_DESCRIBED = 16
+NO_PROOF = Proof()
 PARTS_SERVED_AT_ONCE = 4
 """Parts that a rank serves at once, over all joiners. It serves only one while a round is being reduced."""
 MAX_WORKERS = 64
@@ -50,6 +52,13 @@ class Description(Message):
     """Carrier rank of each part, run-length coded as [rank, number of parts]."""
     included: list[Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]] = Field(default=[], max_length=1024)
     """Incarnations of the islands whose progress is part of this round's commit."""
+    proof: Proof = NO_PROOF
+    """Why to believe that the state was committed. Gossip has no commits of all islands, and no proofs."""
+
+    @property
+    def claim(self) -> Claim:
+        """What the donor says it holds."""
+        return Claim(self.position.round, self.position.tokens, self.digest)
 
 
 class StateRequest(Message):
@@ -105,18 +114,25 @@ class Donor:
         messenger.serve("mean", partial(self._on_request, MeanRequest, self._read_mean))
         messenger.serve("taken", self._on_release)
 
-    def describe(self, digest: str, carriers: Sequence[int], fingerprint: str, included: Sequence[str] = ()) -> None:
+    def describe(
+        self,
+        digest: str,
+        carriers: Sequence[int],
+        fingerprint: str,
+        included: Sequence[str] = (),
+        proof: Proof = NO_PROOF,
+    ) -> None:
         """Describe the current state to joiners. Call it on the leader after each commit and each `replace`.
 
         `digest` is that of the state, `fingerprint` that of the canonical space. `carriers`: carrier rank of each part.
-        `included`: incarnations of the islands whose progress is part of the last commit.
+        `included`: incarnations of the islands whose progress is part of the last commit. `proof`: of that commit.
         """
         position = self._state.position
         if position.round == 0:
             return
         packed, included = pack_carriers(carriers), list(included)
         description = Description(
-            digest=digest, position=position, fingerprint=fingerprint, carriers=packed, included=included
+            digest=digest, position=position, fingerprint=fingerprint, carriers=packed, included=included, proof=proof
         )
         # Earlier descriptions may belong to another history if the state has been replaced since.
         known = self._descriptions if self._num_replaced == self._state.num_replaced else {}

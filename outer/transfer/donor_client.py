@@ -146,15 +146,18 @@ async def find_description(
     digest: str | None = None,
     *,
     wait_seconds: float = DESCRIBE_SECONDS,
+    check: Callable[[Description], None] = lambda description: None,
 ) -> Description:
     """The first description of a round that a donor sends, of a state with the `digest` (of all ranks' parts) if given.
 
+    `check` raises MessageError for a description that must not be believed.
+
     Donors that do not describe the round are asked again for `wait_seconds`, because a donor's leader describes a round
     a moment after its ranks have reached it. Raises TransportError if no donor describes the round, at once if all are
-    lost, and MessageError if all descriptions have another digest.
+    lost, and MessageError if all descriptions have another digest or must not be believed.
     """
     causes: list[str] = []
-    attempt = partial(_find_first_description, donors, round_number, digest, causes)
+    attempt = partial(_find_first_description, donors, round_number, digest, causes, check)
     description = await retry(attempt, seconds=wait_seconds, pause_seconds=RETRY_SECONDS)
     if description is None:
         raise TransportError(f"no island describes round {round_number}: {'; '.join(causes)}")
@@ -162,7 +165,11 @@ async def find_description(
 
 
 async def _find_first_description(
-    donors: Sequence[DonorClient], round_number: int | None, digest: str | None, causes: list[str]
+    donors: Sequence[DonorClient],
+    round_number: int | None,
+    digest: str | None,
+    causes: list[str],
+    check: Callable[[Description], None],
 ) -> Description | None:
     """One attempt of `find_description`. `causes` is filled with the donors' errors."""
     causes.clear()
@@ -176,6 +183,11 @@ async def _find_first_description(
             causes.append(f"{donor.name}: {error}")
             if isinstance(error, PeerLost | DeadlineError):
                 lost.append(donor.name)
+            return None
+        try:
+            check(answer)
+        except MessageError as error:
+            differing.append(f"{donor.name} does not prove it: {error}")
             return None
         ours = None if digest is None else state_digest(digest, answer.position.ledger.model_dump_json())
         if ours in (None, answer.digest):

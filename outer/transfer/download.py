@@ -70,9 +70,14 @@ class Download:
             target = newest
         return target
 
-    async def describe(self, round_number: int | None, digest: str | None = None) -> Description:
+    async def describe(
+        self,
+        round_number: int | None,
+        digest: str | None = None,
+        check: Callable[[Description], None] = lambda description: None,
+    ) -> Description:
         """See `find_description`. After a MessageError about the digest call `discard` on every rank."""
-        return await find_description(self._donors, round_number, digest)
+        return await find_description(self._donors, round_number, digest, check=check)
 
     async def find_digest(self, round_number: int) -> str | None:
         """Digest of an earlier round, or None if no donor remembers it, as after its start from a checkpoint."""

@@ -166,6 +166,7 @@ class Ours:
         return Ready(
             island=f"island-{index}",
             incarnation=f"{index:08x}",
+            key=f"{index:064x}",
             round=self._round,
             attempt=0,
             tokens=1000,

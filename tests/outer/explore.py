@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Plan, Ready, Status, Vote
 from outer.agreement.planner import TooFew
+from outer.agreement.proofs.claims import Claims
+from outer.agreement.proofs.witnesses import Witnesses
 from outer.agreement.readiness import ReadyTable
 from outer.agreement.rules import Behind, Rules
 from outer.agreement.state_machine import RoundProtocol
@@ -18,7 +20,9 @@ from outer.agreement.suspicions import Suspicions
 from outer.agreement.votes import VoteTable
 from outer.errors import MessageError
 from outer.network.messages import Message
+from tests.outer.signers import claims_of
 
+Tables = Knowledge | Claims | Witnesses | ReadyTable | VoteTable | Suspicions
 START = "00" * 8
 TOKENS = 10
 
@@ -83,7 +87,7 @@ ENDS = {"crash": "crashes", "freeze": "freezes"}
 def new_world(names: str, rounds: int, budget: Budget, **rules: object) -> World:
     start = Status(round=0, tokens=0, digest=START)
     made = Rules(num_parts=1, **rules)  # pyright: ignore[reportArgumentType]
-    nodes = {name: RoundProtocol(Knowledge(name, made, start)) for name in names}
+    nodes = {name: RoundProtocol(Knowledge(name, made, start, claims_of(name))) for name in names}
     for node in nodes.values():
         node.knowledge.add(names)
     return World(nodes, (), frozenset(), frozenset(), budget, (), rounds)
@@ -150,7 +154,7 @@ def step(world: World, event: Event) -> World:
     elif kind in ("reduced", "failed"):
         assert node.plan is not None
         plan = node.plan
-        node.vote(Vote.yes(plan, name, digest_of(plan.id)) if kind == "reduced" else Vote.no(plan, name, "broken"))
+        node.vote(Vote.yes(plan, name, digest_after(plan)) if kind == "reduced" else Vote.no(plan, name, "broken"))
         if kind == "failed" and not node.others & world.dead:
             _spend(world, "failed_reduces")
     elif kind == "lose":
@@ -178,6 +182,7 @@ def ready_of(node: RoundProtocol, *, listens: bool = False) -> Ready:
     s, tokens = node.knowledge.status, 0 if listens else TOKENS
     return Ready(
         island=node.knowledge.me,
+        key=node.knowledge.signer.public,
         incarnation="0" * 8,
         round=s.round,
         attempt=node.next_attempt,
@@ -190,6 +195,11 @@ def ready_of(node: RoundProtocol, *, listens: bool = False) -> Ready:
         transport_addresses=["t"],
         control_addresses=["c"],
     )
+
+
+def digest_after(plan: Plan) -> str:
+    """Digest of the state that a commit of the plan leads to."""
+    return digest_of(plan.participants[0].digest + plan.id)
 
 
 def digest_of(text: str) -> str:
@@ -228,7 +238,7 @@ def _apply(world: World, node: RoundProtocol) -> None:
     assert plan is not None
     world.commits += (Commit(node.knowledge.me, plan.id, plan.round, base.digest, tuple(plan.names)),)
     tokens = base.tokens + sum(p.tokens for p in plan.participants)
-    node.update_status(Status(round=plan.round + 1, tokens=tokens, digest=digest_of(base.digest + plan.id)))
+    node.update_status(Status(round=plan.round + 1, tokens=tokens, digest=digest_after(plan)))
 
 
 def _take_state(world: World, node: RoundProtocol, behind: Behind) -> None:
@@ -264,7 +274,17 @@ def _own_copy(world: World, name: str) -> RoundProtocol:
     node = copy(world.nodes[name])
     node.knowledge, node.readies = copy(node.knowledge), copy(node.readies)
     node.vote_table, node.suspicions = copy(node.vote_table), copy(node.suspicions)
-    for tables in (node, node.knowledge, node.readies, node.vote_table, node.suspicions):
+    node.knowledge.claims = claims = copy(node.knowledge.claims)
+    claims.witnesses = copy(claims.witnesses)
+    for tables in (
+        node,
+        node.knowledge,
+        claims,
+        claims.witnesses,
+        node.readies,
+        node.vote_table,
+        node.suspicions,
+    ):
         vars(tables).update((key, copy(value)) for key, value in vars(tables).items() if isinstance(value, dict | list))
     world.nodes = world.nodes | {name: node}
     return node
@@ -290,14 +310,16 @@ def _number(value: object) -> object:
     return found[1]
 
 
-def _describe(node: RoundProtocol | Knowledge | ReadyTable | VoteTable | Suspicions) -> tuple[object, ...]:
+def _describe(node: RoundProtocol | Tables) -> tuple[object, ...]:
     """Contents of all tables, regardless of their order."""
     return tuple(
         frozenset((key, _number(v)) for key, v in value.items())
         if isinstance(value, dict)
         else _describe(value)
-        if isinstance(value, Knowledge | ReadyTable | VoteTable | Suspicions)
-        else _number(tuple(value) if isinstance(value, list) else value)
+        if isinstance(value, Tables)
+        else tuple(map(_number, value))
+        if isinstance(value, list)
+        else _number(value)
         for value in vars(node).values()
     )
 

@@ -31,6 +31,7 @@ from outer.transports.loopback import Hub, LoopbackTransport
 from tests.outer.clock import GUARD_SECONDS, stand_still
 from tests.outer.donors import Spec
 from tests.outer.nets import key_of
+from tests.outer.signers import claims_of, public_of
 
 T = TypeVar("T")
 
@@ -113,7 +114,7 @@ class Leader:
         self.messenger, self.attempts = self.ranks[0].messenger, self.ranks[0].attempts
         self.membership = LoopbackMembership(hub, run_id, name)
         start = Status(round=0, tokens=0, digest=START)
-        self.knowledge = Knowledge(name, Rules(num_parts=len(SPACE.parts), **rules), start)
+        self.knowledge = Knowledge(name, Rules(num_parts=len(SPACE.parts), **rules), start, claims_of(name))
         self.protocol = RoundProtocol(self.knowledge)
         peers = Peers(name, self.messenger, self.membership, self.deadlines, config_hash)
         self.driver = ProtocolDriver(self.protocol, peers, on_no=self.attempts.record_no_vote, on_wait=on_wait)
@@ -156,6 +157,7 @@ class Leader:
         return Ready(
             island=self.name,
             incarnation=self.incarnation,
+            key=public_of(self.name),
             round=self.round,
             attempt=self.protocol.next_attempt,
             tokens=TOKENS,

@@ -9,13 +9,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from outer.agreement.knowledge import Knowledge
-from outer.agreement.messages import Goodbye, OutcomeQuery, OutcomeReply, Plan, Ready, Status, Vote, VoteReceipt
+from outer.agreement.messages import (
+    Goodbye,
+    Outcome,
+    OutcomeQuery,
+    OutcomeReply,
+    Plan,
+    Ready,
+    Status,
+    Vote,
+    VoteReceipt,
+)
 from outer.agreement.planner import GiveUp
+from outer.agreement.proofs.certificate import Certificate, Proof, Statement, build_certificate
 from outer.agreement.rules import Behind, Rules
 from outer.agreement.state_machine import RoundProtocol
 from outer.errors import MessageError
 from outer.network.messages import Message
-from tests.outer.explore import START, digest_of, has_no, ready_of
+from tests.outer.explore import START, digest_after, digest_of, has_no, ready_of
+from tests.outer.signers import FakeSigner, claims_of, public_of
 
 LATE, OVER, PLANLESS = 4, 6, 3
 """Seconds until votes are late, until replies to a query are, and until a planner is passed over."""
@@ -28,8 +40,12 @@ Habit = Callable[["Run", str, str, Message], Message | None]
 
 
 def wrong_digest(run: "Run", liar: str, to: str, message: Message) -> Message | None:
-    is_yes = isinstance(message, Vote) and message.digest is not None
-    return message.model_copy(update={"digest": digest_of(liar + to * run.chance.randint(0, 1))}) if is_yes else message
+    plan = run.nodes[liar].plan
+    if not isinstance(message, Vote) or message.digest is None or plan is None or message.plan != plan.id:
+        return message
+    digest = digest_of(liar + to * run.chance.randint(0, 1))
+    signature = run.nodes[liar].knowledge.signer.sign(plan.statement(digest).text)
+    return message.model_copy(update={"digest": digest, "signature": signature})
 
 
 def no_votes(run: "Run", liar: str, to: str, message: Message) -> Message | None:
@@ -89,6 +105,51 @@ def never_ready(run: "Run", liar: str, to: str, message: Message) -> Message | N
     return message if not isinstance(message, Ready) or run.chance.random() < 0.3 else None
 
 
+def false_commits(run: "Run", liar: str, to: str, message: Message) -> Message | None:
+    """Keeps its votes from some, and tells some of those who ask that it has committed."""
+    if isinstance(message, Vote):
+        return message if run.chance.random() < 0.5 else None
+    if not isinstance(message, OutcomeReply) or run.chance.random() < 0.3:
+        return message
+    plan = run.nodes[liar].plan
+    certificate = None if plan is None else forge(run, liar, plan.statement(digest_after(plan)))
+    return OutcomeReply(plan=message.plan, outcome="commit", certificate=certificate)
+
+
+def made_up_states(run: "Run", liar: str, to: str, message: Message) -> Message | None:
+    """Claims to be ahead with a state that it has made up and gives to whoever asks, and forges proofs of it.
+
+    It invents islands that sign, too, except for islands that know nobody from a commit yet: those cannot tell.
+    """
+    if isinstance(message, Status):
+        here = run.nodes[liar].knowledge.status
+        digest = f"{run.chance.randint(0, 3):016x}"
+        return Status(round=here.round + run.chance.randint(0, 2), tokens=here.tokens + 30, digest=digest)
+    claim = run.nodes[to].knowledge.claims.asked.get(liar) if to in run.nodes else None
+    if not isinstance(message, Proof) or claim is None:
+        return message
+    base = {"plan": "0" * 32, "base": digest_of(liar), "base_tokens": 0}
+    invented = [liar] if run.nodes[to].knowledge.claims.witnesses.is_new else [liar, "z1", "z2"]
+    islands = sorted(run.chance.choice([invented, list(run.nodes)]))
+    statement = Statement(
+        **base,
+        round=max(0, claim.round - 1),
+        tokens=claim.tokens,
+        digest=claim.digest,
+        islands=islands,
+        keys=[public_of(name) for name in islands],
+    )
+    return Proof(certificate=forge(run, liar, statement))
+
+
+def forge(run: "Run", liar: str, statement: Statement) -> Certificate:
+    """The best that a liar can do: its own signature, those of islands that it has invented, and noise for others'."""
+    signers = {name: FakeSigner(name) for name in statement.islands if name == liar or name not in run.nodes}
+    noise = f"{run.chance.getrandbits(512):0128x}"
+    signatures = {name: signers[name].sign(statement.text) if name in signers else noise for name in statement.islands}
+    return build_certificate(statement, signatures)
+
+
 HABITS: list[Habit] = [
     wrong_digest,
     no_votes,
@@ -102,7 +163,10 @@ HABITS: list[Habit] = [
     claims_to_be_ahead,
     comes_and_goes,
     never_ready,
+    false_commits,
 ]
+WITH_A_QUORUM = [*HABITS, made_up_states]
+"""With a quorum of one, an island alone may make a history, so it may make one up, too."""
 
 
 @dataclass
@@ -121,6 +185,10 @@ class Run:
     doubts: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     """(second in which the doubt ends, failures) by island and liar."""
     gave_up: dict[str, str] = field(default_factory=dict)
+    fooled: list[str] = field(default_factory=list)
+    """Honest islands that took a state which nobody has computed."""
+    outcomes: dict[str, set[Outcome]] = field(default_factory=dict)
+    """What became of each plan on the honest islands."""
     second: int = 0
     num_attempts: int = 0
 
@@ -177,7 +245,7 @@ class Run:
             if has_no(node, plan) or node.others & gone:
                 node.vote(Vote.no(plan, name, "broken"))
             else:
-                node.vote(Vote.yes(plan, name, digest_of(plan.id)))
+                node.vote(Vote.yes(plan, name, digest_after(plan)))
         self.flush(name)
         self.think(name)
 
@@ -213,10 +281,12 @@ class Run:
         elif node.state == "voting":
             plan = node.plan
             assert plan is not None
-            if node.conclude(is_late=waited >= LATE, is_over=waited >= OVER) == "commit":
+            outcome = node.conclude(is_late=waited >= LATE, is_over=waited >= OVER)
+            if outcome != "open" and name not in self.liars:
+                self.outcomes.setdefault(plan.id, set()).add(outcome)
+            if outcome == "commit":
                 tokens = node.knowledge.status.tokens + sum(p.tokens for p in plan.participants)
-                digest = digest_of(node.knowledge.status.digest + plan.id)
-                node.update_status(Status(round=plan.round + 1, tokens=tokens, digest=digest))
+                node.update_status(Status(round=plan.round + 1, tokens=tokens, digest=digest_after(plan)))
         elif node.state == "training" and (behind := node.knowledge.behind(is_settled=False)):
             self.follow(name, behind)
         self.flush(name)
@@ -224,9 +294,14 @@ class Run:
     def follow(self, name: str, behind: Behind) -> None:
         """Take the state of a donor, or find out that none can give it."""
         node = self.nodes[name]
-        donors = [d for d in behind.donors if d in self.awake and d not in self.liars]
-        if donors:
-            node.update_status(self.nodes[donors[0]].knowledge.status)
+        claimed = {d: node.knowledge.statuses[d] for d in behind.donors if d in self.awake}
+        held = {d: self.nodes[d].knowledge.status for d in claimed if d not in self.liars}
+        made_up = {d: s for d, s in claimed.items() if made_up_states in self.liars.get(d, [])}
+        if donors := held | made_up:
+            giver = min(donors)
+            if giver in made_up and name not in self.liars:
+                self.fooled.append(name)
+            node.update_status(donors[giver])
             return
         for donor in behind.donors:
             failures = self.doubts.get((name, donor), (0, 0))[1] + 1
@@ -257,7 +332,7 @@ class Run:
 def new_run(names: str, liars: dict[str, list[Habit]], seed: int, **rules: object) -> Run:
     start = Status(round=0, tokens=0, digest=START)
     made = Rules(num_parts=1, max_round=1000, **rules)  # pyright: ignore[reportArgumentType]
-    nodes = {name: RoundProtocol(Knowledge(name, made, start)) for name in names}
+    nodes = {name: RoundProtocol(Knowledge(name, made, start, claims_of(name))) for name in names}
     for node in nodes.values():
         node.knowledge.add(names)
     return Run(nodes, liars, random.Random(seed))

@@ -5,12 +5,14 @@ from outer.agreement.messages import Status
 from outer.agreement.rules import Rules
 from outer.agreement.state_machine import RoundProtocol
 from tests.outer.explore import START, ready_of
+from tests.outer.signers import claims_of
 
 
 def node(name: str, others: str, **rules: object) -> RoundProtocol:
-    made = RoundProtocol(Knowledge(name, Rules(**rules), Status(round=0, tokens=0, digest=START)))  # pyright: ignore[reportArgumentType]
-    made.knowledge.add(others)
-    return made
+    start, made = Status(round=0, tokens=0, digest=START), Rules(**rules)  # pyright: ignore[reportArgumentType]
+    protocol = RoundProtocol(Knowledge(name, made, start, claims_of(name)))
+    protocol.knowledge.add(others)
+    return protocol
 
 
 def gathering(name: str, others: str, ready: str = "", **rules: object) -> RoundProtocol:

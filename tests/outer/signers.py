@@ -2,6 +2,10 @@
 
 import hashlib
 
+from outer.agreement.messages import Plan, Vote
+from outer.agreement.proofs.claims import Claims
+from outer.agreement.proofs.witnesses import Witnesses
+
 
 class FakeSigner:
     """Implements `outer.agreement.proofs.signer.Signer`. Whoever holds it signs for `island`, and for nobody else.
@@ -32,5 +36,16 @@ def public_of(island: str) -> str:
     return hashlib.sha256(f"key of {island}".encode()).hexdigest()
 
 
+def claims_of(island: str) -> Claims:
+    """The tables of an island that signs without cryptography."""
+    return Claims(Witnesses(FakeSigner(island)))
+
+
 def _signature(public: str, text: bytes) -> str:
     return hashlib.sha512(public.encode() + text).hexdigest()
+
+
+def signed_yes(plan: Plan, island: str, digest: str) -> Vote:
+    """An island's yes vote as it arrives at the others."""
+    signature = FakeSigner(island).sign(plan.statement(digest).text)
+    return Vote.yes(plan, island, digest).model_copy(update={"signature": signature})

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Status
+from outer.network.rejections import Rejections
 from outer.network.retry import backoff
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,12 @@ class Doubts:
         self._ends[island] = asyncio.get_running_loop().call_later(seconds, self.knowledge.believe, island)
         claimed = f"round {claim.round} with {claim.tokens} tokens"
         log.warning("%s claims %s, which nobody can give: it is not believed for %g s", island, claimed, seconds)
+
+    def report_refused(self, rejections: Rejections) -> None:
+        """Log and count the claims to be ahead that were not proved."""
+        refused, self.knowledge.claims.refused = self.knowledge.claims.refused, []
+        for island, why in refused:
+            rejections.add(island, "proof", why)
 
     def clear(self, island: str) -> None:
         """The island's claim was made good: believe it again, and forget its failures."""

@@ -7,9 +7,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Literal
 
-from outer.agreement.messages import Goodbye, OutcomeQuery, OutcomeReply, Plan, Ready, Status, Vote, VoteReceipt
+from outer.agreement.messages import REPLIES, Goodbye, OutcomeQuery, Plan, Ready, Status, Vote
 from outer.agreement.peers import Peers, kind_of
 from outer.agreement.planner import GiveUp, TooFew
+from outer.agreement.proofs.certificate import ProofQuery
 from outer.agreement.rules import Behind
 from outer.agreement.running.doubts import Doubts
 from outer.agreement.running.failure_detector import PING_SECONDS, FailureDetector
@@ -22,12 +23,12 @@ from outer.errors import BehindError, DeadlineError, MessageError, OuterError, P
 from outer.membership.base import Member
 from outer.network.endpoints import Endpoint
 from outer.network.messages import Message, parse
+from outer.network.rejections import Rejections
 from outer.report import Waiting
 
 log = logging.getLogger(__name__)
 
 GOODBYE_SECONDS = 1.5
-REPLIES: dict[type, type[Message]] = {Ready: Status, Status: Status, Vote: VoteReceipt, OutcomeQuery: OutcomeReply}
 Interruption = Literal["", "behind", "waited for", "time is up"]
 """Why inner steps end early; empty if they go on."""
 
@@ -37,7 +38,7 @@ class ProtocolDriver:
 
     `on_no` is called with (plan id, island, cause) for every no vote and lost participant, to end a running reduce.
     `on_wait` is called on the event loop every few seconds in which a round makes no progress, and with None when it
-    goes on.
+    goes on. `rejections` counts claims without proof.
     """
 
     def __init__(
@@ -47,8 +48,9 @@ class ProtocolDriver:
         *,
         on_no: Callable[[str, str, str], None],
         on_wait: Callable[[Waiting | None], None] = lambda waiting: None,
+        rejections: Rejections | None = None,
     ) -> None:
-        self._on_wait = on_wait
+        self._on_wait, self._rejections = on_wait, rejections or Rejections()
         self.protocol, self._knowledge = protocol, protocol.knowledge
         self._peers, self._deadlines, self._on_no = peers, peers.deadlines, on_no
         self._calls: dict[tuple[str, type[Message]], asyncio.Task[None]] = {}
@@ -58,7 +60,7 @@ class ProtocolDriver:
         self._few = FewIslands(self._knowledge, peers.deadlines)
         self._doubts = Doubts(self._knowledge)
         self._detector = FailureDetector(protocol, peers, self._send_outbox, self._end_reduce_with, self._changed.set)
-        for model in (Ready, Status, Plan, Vote, OutcomeQuery, Goodbye):
+        for model in (Ready, Status, Plan, Vote, OutcomeQuery, ProofQuery, Goodbye):
             peers.messenger.serve(kind_of(model), partial(self._on_message, model))
 
     # -- the calls of the outer loop ------------------------------------------------------------------------------
@@ -244,6 +246,7 @@ class ProtocolDriver:
 
     def _send_outbox(self) -> None:
         """Send the protocol's messages, except for repetitions of a call that has not ended yet."""
+        self._doubts.report_refused(self._rejections)
         outbox, self.protocol.outbox = self.protocol.outbox, []
         for island, message in outbox:
             key, contents = (island, type(message)), str(hash(message.encode()))
@@ -265,8 +268,10 @@ class ProtocolDriver:
             log.info("%s refused %s: %s", island, kind, error)
         else:
             if (model := REPLIES.get(type(message))) is not None:
-                with suppress(MessageError):
+                try:
                     self.protocol.receive(island, parse(model, reply))
+                except MessageError as error:
+                    self._rejections.add_error(island, error)
                 self._send_outbox()
             else:
                 self._knowledge.lost -= {island}

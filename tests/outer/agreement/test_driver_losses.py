@@ -14,6 +14,7 @@ from outer.network.event_loop import FROZEN_SECONDS
 from outer.network.messages import parse
 from tests.outer.clock import now, run, stand_still, until
 from tests.outer.leaders import Gone, die, freeze, leaders, plans_of, split, together, wake
+from tests.outer.signers import signed_yes
 
 OTHER = "bb" * 16
 
@@ -77,7 +78,7 @@ def test_survivors_agree_when_the_lost_island_had_voted_to_one_of_them_only() ->
 
         async def vote_to_a_and_die() -> None:
             plan = await c.plan()
-            await c.tell(a, Vote.yes(plan, "c", await c.reduce(plan)))
+            await c.tell(a, signed_yes(plan, "c", await c.reduce(plan)))
             c.hub.lose("c")
 
         dying = asyncio.create_task(vote_to_a_and_die())
@@ -187,7 +188,7 @@ def test_an_island_that_stood_still_does_not_commit_on_votes_that_came_meanwhile
         assert b.protocol.conclude(is_late=False) == "abort"
         stand_still(2 * FROZEN_SECONDS)
         await asyncio.sleep(0.01)
-        await b.tell(a, Vote.yes(plans[1], "b", digests[1]))
+        await b.tell(a, signed_yes(plans[1], "b", digests[1]))
         assert not await a.driver.decide(Vote.yes(plans[0], "a", digests[0]))
 
     run(test)
@@ -199,7 +200,7 @@ def test_an_island_that_stood_still_before_its_vote_left_does_not_commit_on_the_
         plans = await asyncio.gather(a.plan(), b.plan())
         digests = await asyncio.gather(*(i.reduce(p) for i, p in zip((a, b), plans, strict=True)))
         b.protocol.vote(Vote.yes(plans[1], "b", digests[1]))
-        await b.tell(a, Vote.yes(plans[1], "b", digests[1]))
+        await b.tell(a, signed_yes(plans[1], "b", digests[1]))
 
         def freeze_before_the_vote_leaves() -> None:
             b.protocol.mark_lost("a")

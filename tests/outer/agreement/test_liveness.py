@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.outer.lies import HABITS, Habit, Run, new_run, seconds_until
+from tests.outer.lies import HABITS, WITH_A_QUORUM, Habit, Run, false_commits, new_run, seconds_until
 
 BOUND = 60
 """Seconds for a round. A vote is late after 4 and given up after 6, and a planner is passed over after 3."""
@@ -15,10 +15,11 @@ def commit_rounds(run: Run, rounds: int = 3) -> None:
     for number in range(1, rounds + 1):
         assert seconds_until(run, number, BOUND) < BOUND, f"round {number}"
         assert not run.gave_up
+        assert not run.fooled
 
 
 @pytest.mark.parametrize("names", ["abc", pytest.param("abcde", marks=SLOW)])
-@pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.__name__)
+@pytest.mark.parametrize("habit", WITH_A_QUORUM, ids=lambda habit: habit.__name__)
 def test_whatever_one_island_does_all_the_time_the_others_commit(habit: Habit, names: str) -> None:
     for liar in (names[0], names[-1]):
         commit_rounds(new_run(names, {liar: [habit]}, seed=1, quorum=len(names) // 2 + 1))
@@ -29,14 +30,22 @@ def test_whatever_one_island_does_all_the_time_the_others_commit(habit: Habit, n
 def test_whatever_mixture_of_lies_one_island_tells_the_others_commit(names: str, quorum: int, num_seeds: int) -> None:
     for seed in range(num_seeds):
         chance = random.Random(seed)
-        commit_rounds(new_run(names, {chance.choice(names): chance.sample(HABITS, 3)}, seed, quorum=quorum))
+        habits = HABITS if quorum == 1 else WITH_A_QUORUM
+        commit_rounds(new_run(names, {chance.choice(names): chance.sample(habits, 3)}, seed, quorum=quorum))
+
+
+def test_no_plan_is_committed_here_and_aborted_there_because_an_island_says_that_it_has_committed() -> None:
+    for seed in range(20):
+        run = new_run("abcd", {random.Random(seed).choice("abcd"): [false_commits]}, seed, quorum=3)
+        commit_rounds(run)
+        assert all(len(outcomes) == 1 for outcomes in run.outcomes.values()), f"seed {seed}"
 
 
 @pytest.mark.parametrize("num_seeds", [8, pytest.param(100, marks=SLOW)])
 def test_after_a_freeze_and_a_death_beside_a_liar_the_others_commit(num_seeds: int) -> None:
     for seed in range(num_seeds):
         chance = random.Random(seed)
-        run = new_run("abcde", {chance.choice("abcde"): chance.sample(HABITS, 2)}, seed, quorum=3)
+        run = new_run("abcde", {chance.choice("abcde"): chance.sample(WITH_A_QUORUM, 2)}, seed, quorum=3)
         frozen, dying = chance.sample(run.honest, 2)
         commit_rounds(run, chance.randint(0, 1))
         run.pass_second()

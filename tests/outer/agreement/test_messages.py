@@ -17,7 +17,7 @@ from outer.agreement.messages import (
     Vote,
     VoteReceipt,
 )
-from outer.agreement.rules import Rules, find_objection, majority
+from outer.agreement.rules import Rules, find_behind, find_objection
 from outer.agreement.votes import VoteTable
 from outer.errors import MessageError
 from outer.leases.ledger import Ledger, Terms, reopen
@@ -25,6 +25,7 @@ from outer.network.endpoints import Endpoint
 from outer.network.messages import Message, check_carriers, pack_carriers, parse, unpack_carriers
 from outer.state.part_state import Position
 from outer.transfer.donor import Description, PartRequest, StateRequest
+from tests.outer.signers import public_of
 
 DIGESTS = {"x": "aa" * 16, "y": "bb" * 16, "z": "cc" * 16}
 NUM_PARTS = 5
@@ -36,6 +37,7 @@ def ready(island: str, digest: str = "x", round_number: int = 3, **changes: obje
     fields = {
         "island": island,
         "incarnation": "0123456789abcdef",
+        "key": public_of(island),
         "round": round_number,
         "attempt": 0,
         "tokens": 100,
@@ -93,9 +95,14 @@ MAJORITIES = [("xxy", "x"), ("xyy", "y"), ("xy", "x"), ("yx", "x"), ("zxyyx", "x
 
 
 @pytest.mark.parametrize(("digests", "expected"), MAJORITIES)
-def test_the_majority_is_the_most_frequent_digest_or_the_lowest(digests: str, expected: str) -> None:
-    held = [DIGESTS[digest] for digest in digests]
-    assert majority(held) == majority(held[::-1]) == DIGESTS[expected]
+def test_of_equal_histories_the_one_that_most_hold_survives_or_the_lowest_digest(digests: str, expected: str) -> None:
+    held = [Status(round=1, tokens=5, digest=DIGESTS[digest]) for digest in digests]
+    for order in (held, held[::-1]):
+        live = {f"island-{number}": status for number, status in enumerate(order)}
+        own = Status(round=1, tokens=5, digest="ff" * 16)
+        behind = find_behind("me", own, live, held.count, is_settled=True)
+        assert behind is not None
+        assert {live[donor].digest for donor in behind.donors} == {DIGESTS[expected]}
 
 
 def test_a_plan_knows_every_endpoint() -> None:

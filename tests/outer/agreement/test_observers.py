@@ -10,6 +10,7 @@ from outer.agreement.state_machine import RoundProtocol
 from outer.errors import MessageError
 from outer.network.deadlines import Deadlines
 from tests.outer.explore import START, Budget, World, agree, events, explore, forked, new_world, ready_of, walk
+from tests.outer.signers import claims_of
 
 LISTENERS = {"has_observers": True, "quorum": 1}
 WHOLE = {"2 islands, nothing wrong": ("ab", Budget())}
@@ -66,7 +67,9 @@ def test_whatever_crashes_or_is_lost_the_living_go_on_with_one_history(
 
 
 def node(name: str, others: str, **rules: object) -> RoundProtocol:
-    made = RoundProtocol(Knowledge(name, Rules(**(LISTENERS | rules)), Status(round=0, tokens=0, digest=START)))  # pyright: ignore[reportArgumentType]
+    made = RoundProtocol(
+        Knowledge(name, Rules(**(LISTENERS | rules)), Status(round=0, tokens=0, digest=START), claims_of(name))
+    )  # pyright: ignore[reportArgumentType]
     made.knowledge.add(others)
     return made
 

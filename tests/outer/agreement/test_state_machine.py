@@ -7,7 +7,7 @@ import pytest
 
 from outer.agreement.messages import Goodbye, OutcomeQuery, Plan, Status, Vote
 from outer.agreement.planner import TooFew
-from outer.agreement.rules import Behind, majority
+from outer.agreement.rules import Behind
 from outer.errors import MessageError
 from tests.outer.explore import (
     START,
@@ -23,6 +23,7 @@ from tests.outer.explore import (
     walk,
 )
 from tests.outer.protocols import gathering, node
+from tests.outer.signers import signed_yes
 
 ONCE = Budget(crashes=1, failed_reduces=1, dropped=1, duplicated=1, impatient=1)
 WHOLE = {
@@ -73,7 +74,7 @@ def findings(names: str, rounds: int, budget: Budget, bound: int) -> Findings:
 def breaks_a_vote(world: World) -> bool:
     """Whether an island has committed a plan on which a participant voted no."""
     cast = [(c, node.vote_table.votes.get((c.plan, name))) for c in world.commits for name, node in world.nodes.items()]
-    return any(vote is not None and vote.digest != digest_of(commit.plan) for commit, vote in cast)
+    return any(vote is not None and vote.digest != digest_of(commit.base + commit.plan) for commit, vote in cast)
 
 
 @pytest.mark.parametrize("case", WHOLE_CASES)
@@ -227,9 +228,12 @@ def test_start_islands_are_waited_for_before_the_first_round_only():
     assert isinstance(later.try_plan(is_late=False), Plan)
 
 
-def test_among_as_many_the_lower_digest_survives():
-    assert majority(["bb", "aa"]) == "aa"
-    assert majority(["bb", "aa", "bb"]) == "bb"
+@pytest.mark.parametrize("theirs,is_followed", [("aa", True), ("cc", False)])
+def test_among_as_many_the_lower_digest_survives(theirs, is_followed):
+    a = gathering("a", "b")
+    a.update_status(Status(round=1, tokens=50, digest="bb" * 8))
+    a.receive("b", Status(round=1, tokens=50, digest=theirs * 8))
+    assert isinstance(a.knowledge.behind(is_settled=True), Behind) == is_followed
 
 
 def test_whoever_was_asked_does_not_commit_on_votes_alone():
@@ -238,7 +242,7 @@ def test_whoever_was_asked_does_not_commit_on_votes_alone():
     assert isinstance(plan, Plan)
     a.vote(Vote.yes(plan, "a", "11" * 8))
     a.receive("b", OutcomeQuery(plan=plan.id, round=0))
-    a.receive("b", Vote(plan=plan.id, round=0, island="b", digest="11" * 8))
+    a.receive("b", signed_yes(plan, "b", "11" * 8))
     assert a.conclude(is_late=False) == "open"
 
 
@@ -248,7 +252,7 @@ def test_whoever_took_a_participant_for_lost_does_not_commit_on_votes_alone():
     assert isinstance(plan, Plan)
     a.vote(Vote.yes(plan, "a", "11" * 8))
     a.mark_lost("b")
-    a.receive("b", Vote(plan=plan.id, round=0, island="b", digest="11" * 8))
+    a.receive("b", signed_yes(plan, "b", "11" * 8))
     assert a.conclude(is_late=False) == "open"
 
 

@@ -12,6 +12,7 @@ from outer.agreement.suspicions import MAX_AMNESTIES, MAX_DISSENTS, MAX_TIES
 from outer.errors import MessageError
 from tests.outer.explore import digest_of, ready_of
 from tests.outer.protocols import gathering, node
+from tests.outer.signers import public_of, signed_yes
 
 # -- accusations --------------------------------------------------------------------------------------------------
 
@@ -132,7 +133,7 @@ def test_an_island_that_was_left_out_takes_part_in_the_next_round():
     a.update_status(Status(round=1, tokens=20, digest="11" * 8))
     a.prepare(ready_of(a))
     for other in "bc":
-        a.receive(other, ready_of(a).model_copy(update={"island": other}))
+        a.receive(other, ready_of(a).model_copy(update={"island": other, "key": public_of(other)}))
     assert names_of(a.try_plan(is_late=False)) == ["a", "b", "c"]
 
 
@@ -145,7 +146,7 @@ def differ(a: RoundProtocol, others: str, /, **digests: str) -> Plan:
     a.vote(Vote.yes(plan, "a", digests["a"]))
     for name in others:
         if name in digests:
-            a.receive(name, Vote.yes(plan, name, digests[name]))
+            a.receive(name, signed_yes(plan, name, digests[name]))
     return plan
 
 
@@ -164,7 +165,7 @@ def test_with_two_digests_the_vote_that_says_which_is_the_majoritys_is_waited_fo
     a = gathering("a", "bc", ready="bc")
     plan = differ(a, "bc", a=X, b=Y)
     assert a.conclude(is_late=False) == "open"
-    a.receive("c", Vote.yes(plan, "c", Y))
+    a.receive("c", signed_yes(plan, "c", Y))
     assert a.conclude(is_late=False) == "abort"
 
 
@@ -179,7 +180,7 @@ def test_the_minority_finds_out_by_itself_and_waits_for_the_others_state():
     a.update_status(taken)
     a.prepare(ready_of(a))
     for other in "bc":
-        a.receive(other, ready_of(a).model_copy(update={"island": other}))
+        a.receive(other, ready_of(a).model_copy(update={"island": other, "key": public_of(other)}))
     assert names_of(a.try_plan(is_late=False)) == ["a", "b", "c"]
 
 
@@ -192,7 +193,7 @@ def dissent(a: RoundProtocol, others: str, /, **digests: str) -> None:
     a.update_status(status)
     a.prepare(ready_of(a))
     for other in others:
-        a.receive(other, ready_of(a).model_copy(update={"island": other}))
+        a.receive(other, ready_of(a).model_copy(update={"island": other, "key": public_of(other)}))
 
 
 def test_an_island_whose_digest_differs_in_two_rounds_in_a_row_is_left_out_of_the_next_one():
@@ -306,5 +307,5 @@ def test_a_flood_of_one_islands_votes_leaves_room_for_the_others():
     with pytest.raises(MessageError, match="too many plans"):
         for number in range(10_000):
             a.receive("c", Vote(plan=f"{number:032x}", round=0, island="c"))
-    a.receive("b", Vote.yes(plan, "b", X))
+    a.receive("b", signed_yes(plan, "b", X))
     assert (plan.id, "b") in a.vote_table.votes

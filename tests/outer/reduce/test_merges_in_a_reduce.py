@@ -23,6 +23,7 @@ from outer.reduce.reducer import Reducer
 from outer.space.layout import Space
 from outer.transports.loopback import Hub, LoopbackTransport
 from tests.outer.islands import Spec
+from tests.outer.signers import public_of
 
 torch.set_num_threads(1)
 
@@ -94,6 +95,7 @@ class Islands:
         return Ready(
             island=name,
             incarnation="00000000",
+            key=public_of(name),
             round=round_number,
             attempt=0,
             tokens=tokens,

@@ -25,6 +25,7 @@ from outer.reduce.reducer import PARTS_IN_FLIGHT, Reducer
 from outer.space.layout import Space
 from outer.transports.loopback import Hub, LoopbackTransport
 from tests.outer.islands import Spec
+from tests.outer.signers import public_of
 
 torch.set_num_threads(1)
 
@@ -66,6 +67,7 @@ class Case:
                 Ready(
                     island=name,
                     incarnation="00000000",
+                    key=public_of(name),
                     round=0,
                     attempt=0,
                     base_tokens=0,
