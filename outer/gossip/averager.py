@@ -9,7 +9,7 @@ round takes; without any, an island goes on alone.
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -71,6 +71,9 @@ class GossipAverager:
     traffic: TrafficMeter
     share: float = 1.0
     """Not used in a gossip run; checkpoints contain it."""
+    proof: Proof = field(default_factory=Proof)
+    """Empty: gossip has no commits of all islands."""
+    memory: NoMemory = field(default_factory=NoMemory)
 
     def __post_init__(self) -> None:
         self._landed_at: float | None = None
@@ -78,15 +81,6 @@ class GossipAverager:
     @property
     def hooks(self) -> Hooks:
         return self.settings.hooks
-
-    @property
-    def memory(self) -> NoMemory:
-        return NoMemory()
-
-    @property
-    def proof(self) -> Proof:
-        """Gossip has no commits of all islands, so there is nothing to prove."""
-        return Proof()
 
     def resume(self, proof: Proof) -> None:
         """Partners learn this island's round when it enters."""

@@ -49,7 +49,8 @@ class Claims:
             if self.own is not None:
                 self.witnesses.admit(self.own)
         rank = claim.tokens, claim.round
-        self.certificates = {c: found for c, found in self.certificates.items() if (c.tokens, c.round) >= rank}
+        others = {c: found for c, found in self.certificates.items() if c != claim}
+        self.certificates = {c: found for c, found in others.items() if (c.tokens, c.round) >= rank}
         self.answered = {name: c for name, c in self.answered.items() if (c.tokens, c.round) >= rank}
 
     def restore(self, proof: Proof) -> None:
