@@ -25,7 +25,6 @@ from pydantic import Field
 from outer.agreement.proofs.certificate import (
     Certificate,
     Claim,
-    PlanId,
     Proof,
     ProofQuery,
     PublicKey,
@@ -37,6 +36,7 @@ from outer.errors import MessageError
 from outer.network.endpoints import Endpoint
 from outer.network.messages import MAX_RANKS, MAX_ROUND, MAX_TOKENS, Digest, IslandName, Message, check_carriers
 
+PlanId = Field(pattern=r"^[0-9a-f]{32}$")
 Outcome = Literal["commit", "abort", "open"]
 
 
@@ -158,7 +158,7 @@ class Plan(Message):
 class Vote(Message):
     """Result of the reduce on one participant: yes with the state that a commit leads to, or no with a cause."""
 
-    plan: PlanId
+    plan: str = PlanId
     round: int = Field(ge=0, lt=MAX_ROUND)
     island: IslandName
     digest: Digest | None = None
@@ -200,19 +200,19 @@ class Vote(Message):
 class VoteReceipt(Message):
     """Acknowledgement of a vote, with the outcome of the plan on the receiving island so far."""
 
-    plan: PlanId
+    plan: str = PlanId
     outcome: Outcome
 
 
 class OutcomeQuery(Message):
     """Question for the outcome of a plan. An island that replies "open" must query in turn before it commits."""
 
-    plan: PlanId
+    plan: str = PlanId
     round: int = Field(ge=0, lt=MAX_ROUND)
 
 
 class OutcomeReply(Message):
-    plan: PlanId
+    plan: str = PlanId
     outcome: Outcome
     certificate: Certificate | None = None
     """Proves a "commit"."""

@@ -11,7 +11,6 @@ from outer.agreement.messages import Ready
 from outer.agreement.peers import Identity, Peers
 from outer.agreement.proofs.certificate import Proof
 from outer.agreement.proofs.claims import Claims
-from outer.agreement.proofs.signer import Signer
 from outer.agreement.proofs.witnesses import Witnesses
 from outer.agreement.rules import build_rules
 from outer.agreement.running.driver import Interruption, ProtocolDriver
@@ -35,12 +34,11 @@ from outer.rounds.leader import Leader, build_status
 from outer.rounds.pace import Pace
 from outer.rounds.round import RoundRunner
 from outer.rounds.traffic_meter import TrafficMeter
-from outer.state.part_state import Position
 from outer.state.pseudo_gradient import Contribution
 from outer.state.replica import Replica
 from outer.transfer.cache import PartsCache
-from outer.transfer.catch_up import CatchUp, CaughtUpState, NothingTaken
-from outer.transfer.donor import Description, Donor
+from outer.transfer.catch_up import CatchUp, CaughtUpState, NothingTaken, believe_all, is_ahead
+from outer.transfer.donor import Donor
 from outer.transfer.donor_choice import DonorChoice
 from outer.transfer.download import Download
 from outer.transfer.download_plan import DownloadPlan
@@ -216,9 +214,7 @@ def build_agreed_averager(
     if ranks.is_leader:
         assert network.membership is not None, "the leader has a membership"
         peers = Peers(me.island, network.messenger, network.membership, pace.deadlines, identity.config_hash)
-        protocol = _build_protocol(config, me.island, replica, settings, network.signer)
-        on_no, on_wait = attempts.record_no_vote, settings.on_wait
-        driver = ProtocolDriver(protocol, peers, on_no=on_no, on_wait=on_wait, rejections=network.rejections)
+        driver = _build_driver(config, me.island, replica, settings, network, peers, attempts)
         leader = Leader(identity, addresses, replica, driver, network.membership, event_loop, donor)
     else:
         network.messenger.serve("vote", attempts.on_vote)
@@ -241,11 +237,8 @@ def build_agreed_averager(
         assert leader is not None, "only the leader chooses donors"
         return DonorChoice(leader.find_donors, leader.disbelieve, leader.believe)
 
-    def check(description: Description) -> None:
-        assert leader is not None, "only the leader checks descriptions"
-        leader.check(description)
-
-    catch_up = CatchUp(replica, build_download, event_loop, build_choice, partial(_is_ahead, replica), check)
+    check = believe_all if leader is None else leader.check
+    catch_up = CatchUp(replica, build_download, event_loop, build_choice, partial(is_ahead, replica), check)
     return AgreedAverager(runner, catch_up, identity.incarnation, config.start_islands, settings)
 
 
@@ -262,20 +255,21 @@ def _build_download(
     return Download(network.messenger, wanted, cache, partial(settings.hooks.reached, "fetch"))
 
 
-def _is_ahead(replica: Replica, position: Position) -> bool:
-    """Whether a state at this position survives the replica's, or may do so by its digest."""
-    own = replica.position
-    return (position.tokens, position.round) >= (own.tokens, own.round)
-
-
-def _build_protocol(
-    config: OuterConfig, island: str, replica: Replica, settings: LoopSettings, signer: Signer
-) -> RoundProtocol:
+def _build_driver(
+    config: OuterConfig,
+    island: str,
+    replica: Replica,
+    settings: LoopSettings,
+    network: Network,
+    peers: Peers,
+    attempts: Attempts,
+) -> ProtocolDriver:
     rules = build_rules(config, len(replica.space.parts), settings.max_tokens)
     refusals = partial(_find_refusals, replica, island, settings.index, config.start_islands)
     rules = replace(rules, find_refusals=refusals)
-    start = build_status(replica, is_coming=False)
-    return RoundProtocol(Knowledge(island, rules, start, Claims(Witnesses(signer))))
+    start, claims = build_status(replica, is_coming=False), Claims(Witnesses(network.signer))
+    protocol, on_no = RoundProtocol(Knowledge(island, rules, start, claims)), attempts.record_no_vote
+    return ProtocolDriver(protocol, peers, on_no=on_no, on_wait=settings.on_wait, rejections=network.rejections)
 
 
 def _find_refusals(

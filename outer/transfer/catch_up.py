@@ -28,6 +28,16 @@ MAX_CHASES = 50
 """Maximum number of times that the donors may commit further rounds while this island catches up."""
 
 
+def is_ahead(replica: Replica, position: Position) -> bool:
+    """Whether a state at this position survives the replica's, or may do so by its digest."""
+    own = replica.position
+    return (position.tokens, position.round) >= (own.tokens, own.round)
+
+
+def believe_all(description: Description) -> None:
+    """Default of `CatchUp.check`."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why a try failed. `is_wrong`: a state came, and it is not the one that the donors describe."""
@@ -64,7 +74,7 @@ class CatchUp:
     """Builds the choice of donors for one catch-up. Called on the leader."""
     is_ahead: Callable[[Position], bool]
     """Whether a state at this position survives the one that this island holds."""
-    check: Callable[[Description], None] = lambda description: None
+    check: Callable[[Description], None] = believe_all
     """Raises MessageError for a description without proof. Called on the leader, on the event loop."""
 
     def run(self) -> CaughtUpState | NothingTaken:

@@ -19,7 +19,7 @@ from outer.network.messages import MAX_ROUND, MAX_TOKENS, Digest, IslandName, Me
 MAX_PARTICIPANTS = 1024
 MAX_INTRODUCTIONS = 16
 
-PlanId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+PlanHash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 PublicKey = Annotated[str, Field(pattern=f"^{PUBLIC_KEY}$")]
 Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 Verify = Callable[[str, bytes, str], bool]
@@ -38,7 +38,7 @@ class Claim(NamedTuple):
 class Statement(Message):
     """What a participant signs with its yes vote: these islands take one state to the next."""
 
-    plan: PlanId
+    plan: PlanHash
     round: int = Field(ge=0, lt=MAX_ROUND)
     """The round that is committed. Afterwards one more round is committed than this number says."""
     base: Digest
