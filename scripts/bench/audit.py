@@ -65,6 +65,7 @@ class Island:
         return Ready(
             island=self.name,
             incarnation="00000000",
+            key="0" * 64,
             round=round_number,
             attempt=0,
             base_tokens=0,

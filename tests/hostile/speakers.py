@@ -66,6 +66,7 @@ class Speaker:
         own = {
             "island": self.name,
             "incarnation": self.incarnation,
+            "key": self.key.public,
             "first": 0,
             "units": 0,
             "epoch": "",

@@ -1,6 +1,7 @@
 """Support for tests of audits: plans of islands of one rank."""
 
 from outer.agreement.messages import Plan, Ready
+from tests.outer.signers import public_of
 
 
 def build_plan(names: str, attempt: int = 0) -> Plan:
@@ -9,6 +10,7 @@ def build_plan(names: str, attempt: int = 0) -> Plan:
         Ready(
             island=name,
             incarnation="00000000",
+            key=public_of(name),
             round=0,
             attempt=attempt,
             base_tokens=0,
