@@ -25,7 +25,7 @@ from outer.leases.ledger import find_refusals
 from outer.network.endpoints import Endpoint
 from outer.network.event_loop import EventLoopThread
 from outer.network.retry import backoff
-from outer.reduce.attempt import build_attempts
+from outer.reduce.attempt import Attempts, build_attempts
 from outer.reduce.reducer import Reducer
 from outer.report import LoopSettings, RoundReport
 from outer.rounds.averager import TakenState
