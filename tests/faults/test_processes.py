@@ -17,7 +17,7 @@ from tests.faults.cases import ROUND, ROUNDS, SHAPES
 from tests.faults.forked import train_at_pace
 from tests.faults.launched import LaunchedIsland, ended, launch, send
 from tests.faults.leftovers import nothing_left
-from tests.faults.waits import assert_one_history, last_round, until
+from tests.faults.waits import last_round, until
 from tests.swarm import Island, swarm
 
 STEP_SECONDS = 0.05
@@ -55,11 +55,22 @@ def running(folder: Path, transport: str, shape: str, address: str, **own: Any) 
             case = Case(islands, readers)
             yield case
             until(case.is_back, "the island's return", *readers.values())
-            assert_one_history(*readers.values())
+            check_one_history(list(readers.values()))
             # Now each leaves after its round under way. On a busy machine that may be a round of its own.
             (folder / folder.name / "stop-after-round").touch()
             until(lambda: all(island.exit_code is not None for island in islands.values()), "the end")
             assert {island.exit_code for island in islands.values()} == {0}, case.victim.log[-3000:]
+
+
+def check_one_history(islands: list[Island]) -> None:
+    """Check that rounds of several islands have one digest. One island alone may commit what is thrown away later."""
+    commits = [
+        record for island in islands for record in island.committed().values() if len(record["participants"]) > 1
+    ]
+    digests: dict[int, set[str]] = {}
+    for record in commits:
+        digests.setdefault(record["round"], set()).add(record["digest"])
+    assert {number: found for number, found in digests.items() if len(found) > 1} == {}
 
 
 def check_return(case: Case, word: str, key: str) -> None:
