@@ -129,6 +129,17 @@ class Knowledge:
         quorum = 1 if self.rules.below_quorum == "continue" else max(1, self.rules.quorum)
         return min(quorum, 2) if self.status.round == 0 else min(quorum, max(1, self.claims.num_signers))
 
+    @property
+    def strangers_count(self) -> bool:
+        """Whether islands count that this one does not know: it is alone, and knows too few to judge a claim."""
+        islands, witnesses = self.present - self.lost, self.claims.witnesses
+        is_alone = not any(name in islands and s.claim == self.status.claim for name, s in self.statuses.items())
+        return is_alone and witnesses.num_others < self.num_needed
+
+    def receive_proof(self, sender: str, proof: Proof) -> None:
+        """Process an island's reply to the question for the proof of its claim."""
+        self.claims.receive(sender, proof, self.num_needed, strangers_count=self.strangers_count)
+
     def is_proved(self, claim: Claim) -> bool:
         """Whether enough islands stand behind a claim to follow it."""
         return self.num_needed <= 1 or self._count(claim) >= self.num_needed
@@ -136,7 +147,7 @@ class Knowledge:
     def check_proof(self, claim: Claim, proof: Proof) -> None:
         """Raise MessageError unless enough islands stand behind a claim, by this proof or by their own words."""
         try:
-            self.claims.check(claim, proof, self.num_needed)
+            self.claims.check(claim, proof, self.num_needed, strangers_count=self.strangers_count)
         except MessageError:
             if not self.is_proved(claim):
                 raise
@@ -158,7 +169,7 @@ class Knowledge:
         claimants = [name for name, s in self.statuses.items() if name in islands and s.claim == claim]
         keys = [(name, key) for name in claimants if (key := self.signer.key_of(name)) is not None]
         own = [(self.me, self.signer.public)] if claim == self.status.claim else []
-        return self.claims.count(claim, own + keys)
+        return self.claims.count(claim, own + keys, strangers_count=self.strangers_count)
 
     def _weigh(self, status: Status) -> int:
         return self._count(status.claim)

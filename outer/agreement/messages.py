@@ -38,6 +38,7 @@ from outer.network.messages import MAX_RANKS, MAX_ROUND, MAX_TOKENS, Digest, Isl
 
 PlanId = Field(pattern=r"^[0-9a-f]{32}$")
 Outcome = Literal["commit", "abort", "open"]
+MAX_ATTEMPT = 1 << 31
 
 
 class Status(Message):
@@ -48,7 +49,7 @@ class Status(Message):
     """Tokens behind all committed pseudo-gradients. Of two histories the one with more tokens survives."""
     digest: Digest
     """Digest of the global params, the outer momentum and the data ledger."""
-    attempt: int = Field(default=0, ge=0, lt=1 << 20)
+    attempt: int = Field(default=0, ge=0, lt=MAX_ATTEMPT)
     """In a reply: the first attempt that the replying island would plan together with the asking one."""
     is_coming: bool = True
     """False while the island takes another island's state or leaves: others should not wait for it."""
@@ -72,7 +73,7 @@ class Ready(Message):
     key: PublicKey
     """The island's public key, with which it signs its vote."""
     round: int = Field(ge=0, lt=MAX_ROUND)
-    attempt: int = Field(ge=0, lt=1 << 20)
+    attempt: int = Field(ge=0, lt=MAX_ATTEMPT)
     """First attempt that the island would take part in. One ready message can be used in one plan only."""
     tokens: int = Field(ge=0, lt=1 << 53)
     """Tokens trained since the last round the island contributed to."""
@@ -116,7 +117,7 @@ class Plan(Message):
     """One attempt at a round with fixed participants in a fixed order."""
 
     round: int = Field(ge=0, lt=MAX_ROUND)
-    attempt: int = Field(ge=0, lt=1 << 20)
+    attempt: int = Field(ge=0, lt=MAX_ATTEMPT)
     planner: IslandName
     participants: list[Ready] = Field(min_length=1, max_length=1024)
 

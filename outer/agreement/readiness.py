@@ -4,8 +4,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from outer.agreement.messages import Plan, Ready
+from outer.errors import MessageError
 
 NEVER = (-1, -1)
+MAX_AHEAD = 1 << 12
+"""How far a peer may move this island's attempt number ahead at once, so that liars cannot use the numbers up."""
 
 
 @dataclass
@@ -16,8 +19,13 @@ class ReadyTable:
     used: dict[str, tuple[int, int]] = field(default_factory=dict)
     """(round, attempt) of the island's last ready message that is part of a plan seen here, by island."""
 
-    def add(self, ready: Ready) -> None:
-        """Remember an island's latest ready message. A restarted island (a new incarnation) starts afresh."""
+    def add(self, ready: Ready, own: tuple[int, int] = NEVER) -> None:
+        """Remember an island's latest ready message. A restarted island (a new incarnation) starts afresh.
+
+        `own`: this island's round and next attempt. Raises MessageError if the attempt lies too far ahead of it.
+        """
+        if ready.round == own[0] and ready.attempt > own[1] + 2 * MAX_AHEAD:
+            raise MessageError(f"attempt {ready.attempt} of {ready.island!r}, and this island's next is {own[1]}")
         earlier = self.latest.get(ready.island)
         if earlier is not None and earlier.incarnation != ready.incarnation:
             self.used.pop(ready.island, None)
@@ -29,6 +37,17 @@ class ReadyTable:
         """Mark the ready messages in a plan as used: the next attempt needs new ones."""
         for p in plan.participants:
             self.used[p.island] = max(self.used.get(p.island, NEVER), (plan.round, max(plan.attempt, p.attempt)))
+
+    def mark_refused(self, plan: Plan, own: Ready | None) -> None:
+        """Mark the ready messages in a plan that this island, with its own ready message, takes no part in.
+
+        A plan that is refused may claim any attempts, so they count no further than they are known here.
+        """
+        known = self.latest | ({own.island: own} if own is not None else {})
+        for p in plan.participants:
+            if p.island in known and known[p.island].round == plan.round:
+                attempt = min(p.attempt, known[p.island].attempt)
+                self.used[p.island] = max(self.used.get(p.island, NEVER), (plan.round, attempt))
 
     def next_attempt(self, island: str, round_number: int) -> int:
         """First attempt at this round that no plan with a ready message of the island has used."""

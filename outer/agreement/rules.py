@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outer.agreement.messages import Plan, Ready, Status
+from outer.agreement.readiness import MAX_AHEAD
 from outer.config import OuterConfig
 from outer.errors import MessageError
 
@@ -90,6 +91,8 @@ def find_objection(plan: Plan, own: Ready, rules: Rules, first_attempt: int = 0)
             check_ready(participant, rules)
         except MessageError as error:
             return str(error)
+    if plan.attempt != max(p.attempt for p in plan.participants) or plan.attempt > first_attempt + 2 * MAX_AHEAD:
+        return f"attempt {plan.attempt} does not follow from the participants' ready messages"
     return next(iter(rules.find_refusals(plan.participants).values()), None)
 
 

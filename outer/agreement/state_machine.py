@@ -39,7 +39,7 @@ from outer.agreement.messages import (
 )
 from outer.agreement.planner import Gathering, GiveUp, Hopeless, TooFew, build_gathering
 from outer.agreement.proofs.certificate import Proof, ProofQuery
-from outer.agreement.readiness import ReadyTable
+from outer.agreement.readiness import MAX_AHEAD, ReadyTable
 from outer.agreement.rules import Behind, find_objection
 from outer.agreement.suspicions import MAX_AMNESTIES, Suspicions, explain_accusations
 from outer.agreement.votes import VoteTable
@@ -227,13 +227,13 @@ class RoundProtocol:
             case ProofQuery():
                 return self.knowledge.claims.answer(message)
             case Proof():
-                self.knowledge.claims.receive(sender, message, self.knowledge.num_needed)
+                self.knowledge.receive_proof(sender, message)
         return None
 
     def _receive_ready(self, sender: str, ready: Ready) -> Status:
         self._check_sender(sender, ready.island)
         self.knowledge.check_ready(ready)
-        self.readies.add(ready)
+        self.readies.add(ready, (self.knowledge.status.round, self.next_attempt))
         return self._receive_status(sender, ready.status)
 
     def _receive_status(self, sender: str, status: Status) -> Status:
@@ -246,8 +246,8 @@ class RoundProtocol:
 
     def _renew_ready(self, status: Status) -> None:
         """Offer a later attempt if the peer has used this island's ready message in a plan that never arrived here."""
-        own, is_open = self.own, self.state == "gathering" and self.plan is None
-        if is_open and own is not None and status.round == own.round and status.attempt > own.attempt:
+        own, most = self.own if self.state == "gathering" and not self.plan else None, self.next_attempt + MAX_AHEAD
+        if own is not None and status.round == own.round and own.attempt < status.attempt <= most:
             self.own = own.model_copy(update={"attempt": status.attempt})
             self._send(self.knowledge.present, self.own)
 
@@ -283,7 +283,7 @@ class RoundProtocol:
         """Vote no, so that the other participants do not wait for this island."""
         self.vote_table.outcomes[plan.id] = (plan.round, "abort")
         if plan.round == self.knowledge.status.round and plan.planner not in self.suspicions.left_out(plan.attempt):
-            self.readies.mark_used(plan)
+            self.readies.mark_refused(plan, self.own)
         vote = Vote.no(plan, self.knowledge.me, cause)
         self.vote_table.add(vote)
         self._send(frozenset(plan.names) & (self.knowledge.present | {plan.planner}), vote)

@@ -12,7 +12,6 @@ from diloco.checkpoints.global_params import find_newest_checkpoint
 from diloco.records.metrics import RoundRecord
 from diloco.records.run_folder import read_run
 from diloco.report.data_account import data_account, distinct_commits, surviving_history
-from outer.agreement.rules import majority
 from outer.rounds.checkpoint import parse_facts
 from tests.faults.waits import all_records, assert_one_history
 from tests.swarm import Island, swarm
@@ -114,7 +113,8 @@ def surviving_checkpoint(run_dir: Path) -> tuple[str, str]:
     facts = {one.path.parts[-3]: parse_facts(one.facts["outer"]) for one in found}
     best = max((one.position.tokens, one.position.round) for one in facts.values())
     best_ones = {name: one for name, one in facts.items() if (one.position.tokens, one.position.round) == best}
-    digest = majority(one.digest for one in best_ones.values())
+    counts = Counter(one.digest for one in best_ones.values())
+    digest = min(counts, key=lambda digest: (-counts[digest], digest))
     return next(name for name, one in best_ones.items() if one.digest == digest), digest
 
 

@@ -119,7 +119,7 @@ def false_commits(run: "Run", liar: str, to: str, message: Message) -> Message |
 def made_up_states(run: "Run", liar: str, to: str, message: Message) -> Message | None:
     """Claims to be ahead with a state that it has made up and gives to whoever asks, and forges proofs of it.
 
-    It invents islands that sign, too, except for islands that know nobody from a commit yet: those cannot tell.
+    It invents islands that sign, too, except for islands that know too few others from commits: those cannot tell.
     """
     if isinstance(message, Status):
         here = run.nodes[liar].knowledge.status
@@ -129,7 +129,9 @@ def made_up_states(run: "Run", liar: str, to: str, message: Message) -> Message 
     if not isinstance(message, Proof) or claim is None:
         return message
     base = {"plan": "0" * 32, "base": digest_of(liar), "base_tokens": 0}
-    invented = [liar] if run.nodes[to].knowledge.claims.witnesses.is_new else [liar, "z1", "z2"]
+    knowledge = run.nodes[to].knowledge
+    cannot_tell = knowledge.strangers_count or not knowledge.claims.witnesses.num_others
+    invented = [liar] if cannot_tell else [liar, "z1", "z2"]
     islands = sorted(run.chance.choice([invented, list(run.nodes)]))
     statement = Statement(
         **base,

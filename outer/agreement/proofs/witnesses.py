@@ -2,8 +2,10 @@
 
 An island counts if `island.allow` lists its key, or, without such a list, if it is known from a commit: this island
 took part in it, or took the state that it led to, or enough islands that were known before took part in it. Such a
-certificate introduces its other participants, and is kept to introduce them to islands that were away. An island that
-knows no other from a commit cannot tell, so every island counts for it.
+certificate introduces its other participants, and is kept to introduce them to islands that were away. For an island
+that knows no other from a commit every island counts, because it cannot tell. So it does (`strangers_count`) for one
+that is alone and knows fewer others than must stand behind a claim: after a first commit with a liar only, it would
+otherwise never follow the others.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,13 +29,14 @@ class Witnesses:
     """The certificates from which they are known, the last MAX_INTRODUCTIONS."""
 
     @property
-    def is_new(self) -> bool:
-        """Whether this island knows no other from a commit."""
-        return all(key == self.signer.public for key in self.known.values())
+    def num_others(self) -> int:
+        """How many other islands this one knows from commits."""
+        return len(set(self.known.values()) - {self.signer.public})
 
-    def count(self, islands: Iterable[tuple[str, str]]) -> int:
+    def count(self, islands: Iterable[tuple[str, str]], *, strangers_count: bool = False) -> int:
         """How many of these islands, given with their keys, count. A key counts once."""
-        return len({key for island, key in islands if self._counts(island, key)})
+        can_tell = self.num_others > 0 and not strangers_count
+        return len({key for island, key in islands if self._counts(island, key, can_tell=can_tell)})
 
     def admit(self, certificate: Certificate) -> None:
         """This island has committed what the certificate says, or holds the state that it proves."""
@@ -46,7 +49,7 @@ class Witnesses:
 
     def introduce(self, certificates: Iterable[Certificate], needed: int) -> None:
         """Admit the participants of each certificate that `needed` islands have signed which count by then."""
-        for certificate in () if self.is_new else certificates:
+        for certificate in certificates if self.num_others else ():
             keys = certificate.keys
             is_news = any(self.known.get(island) != key for island, key in keys.items())
             if is_news and self._agrees_with(keys) and self.count(keys.items()) >= needed:
@@ -60,12 +63,10 @@ class Witnesses:
         """Whether these islands' names belong to these keys as far as this island knows."""
         return all(self.known.get(island, key) == key for island, key in keys.items())
 
-    def _counts(self, island: str, key: str) -> bool:
+    def _counts(self, island: str, key: str, *, can_tell: bool) -> bool:
         trusted = self.signer.trusts(island, key)
         if trusted is not None:
             return trusted
         if key == self.signer.public:
             return True
-        if self.is_new:
-            return self.signer.key_of(island) in (None, key)
-        return self.known.get(island) == key
+        return self.known.get(island) == key if can_tell else self.signer.key_of(island) in (None, key)

@@ -108,6 +108,7 @@ class _Waiters:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_idle = 0
+        self._is_closed = False
 
     def start(self, work: Callable[[], None]) -> None:
         """Run `work`, which must not raise, in an idle thread or a new one."""
@@ -119,8 +120,9 @@ class _Waiters:
             new_thread(self._serve)
 
     def close(self) -> None:
-        """End the idle threads."""
+        """End the idle threads now, and the others when their work is done."""
         with self._lock:
+            self._is_closed = True
             num_idle, self._num_idle = self._num_idle, 0
         for _ in range(num_idle):
             self._work.put(None)
@@ -129,6 +131,8 @@ class _Waiters:
         while (work := self._work.get()) is not None:
             work()
             with self._lock:
+                if self._is_closed:
+                    return
                 self._num_idle += 1
 
 

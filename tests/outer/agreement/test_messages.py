@@ -52,7 +52,8 @@ def ready(island: str, digest: str = "x", round_number: int = 3, **changes: obje
 
 
 def plan_of(*names: str, attempt: int = 0) -> Plan:
-    return Plan(round=3, attempt=attempt, planner=names[0], participants=[ready(name) for name in names])
+    others = [ready(name) for name in names[1:]]
+    return Plan(round=3, attempt=attempt, planner=names[0], participants=[ready(names[0], attempt=attempt), *others])
 
 
 def vote(plan: Plan, island: str, digest: str | None = "x") -> Vote:

@@ -237,7 +237,7 @@ def silent(a: RoundProtocol, others: str, quiet: str) -> Plan:
     assert a.conclude(is_late=True) == "abort"
     a.prepare(ready_of(a))
     for other in others:
-        a.receive(other, ready_of(a).model_copy(update={"island": other, "attempt": a.next_attempt}))
+        a.receive(other, ready_of(a).model_copy(update={"island": other, "key": public_of(other)}))
     return plan
 
 
@@ -255,7 +255,7 @@ def test_an_island_that_is_silent_in_two_rounds_in_a_row_is_left_out_of_the_next
         a.update_status(Status(round=number, tokens=20 * number, digest=f"{number}" * 16))
         a.prepare(ready_of(a))
         for other in "bc":
-            a.receive(other, ready_of(a).model_copy(update={"island": other}))
+            a.receive(other, ready_of(a).model_copy(update={"island": other, "key": public_of(other)}))
     assert names_of(attempted(a)) == ["a", "b"]
 
 
