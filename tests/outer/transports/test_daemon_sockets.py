@@ -32,6 +32,10 @@ def bound_socket(pid: int, *, listens: bool = False) -> Iterator[Path]:
             path.unlink(missing_ok=True)
 
 
+def own_sockets() -> set[Path]:
+    return set(socket_folder().glob(f"diloco-{os.getpid()}-*.sock"))
+
+
 def a_dead_pid() -> int:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
@@ -68,6 +72,8 @@ def test_a_daemon_that_cannot_reach_its_peers_leaves_no_socket() -> None:
     settings = DaemonSettings(
         ["/ip4/127.0.0.1/tcp/0"], bootstrap=[f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}"], connect_seconds=1
     )
+    # Daemons that earlier tests of this process have killed leave theirs until the process ends.
+    before = own_sockets()
     with pytest.raises(UnreachableError):
         run(start_daemon(settings))
-    assert not list(socket_folder().glob(f"diloco-{os.getpid()}-*.sock"))
+    assert own_sockets() <= before
