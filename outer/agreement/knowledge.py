@@ -131,10 +131,11 @@ class Knowledge:
 
     @property
     def strangers_count(self) -> bool:
-        """Whether islands count that this one does not know: it is alone, and knows too few to judge a claim."""
+        """Whether islands count that this one does not know: it knows too few, and those have long gone on."""
         islands, witnesses = self.present - self.lost, self.claims.witnesses
-        is_alone = not any(name in islands and s.claim == self.status.claim for name, s in self.statuses.items())
-        return is_alone and witnesses.num_others < self.num_needed
+        known = [s for name, s in self.statuses.items() if name in islands and name in witnesses.known]
+        have_gone_on = bool(known) and all(s.round > self.status.round + 1 for s in known)
+        return have_gone_on and witnesses.num_others < self.num_needed
 
     def receive_proof(self, sender: str, proof: Proof) -> None:
         """Process an island's reply to the question for the proof of its claim."""

@@ -4,8 +4,8 @@ An island counts if `island.allow` lists its key, or, without such a list, if it
 took part in it, or took the state that it led to, or enough islands that were known before took part in it. Such a
 certificate introduces its other participants, and is kept to introduce them to islands that were away. For an island
 that knows no other from a commit every island counts, because it cannot tell. So it does (`strangers_count`) for one
-that is alone and knows fewer others than must stand behind a claim: after a first commit with a liar only, it would
-otherwise never follow the others.
+that knows fewer others than must stand behind a claim, and those have gone on by two rounds or more: after a first
+commit with a liar only, it would otherwise never follow the others.
 """
 
 from collections.abc import Iterable, Mapping
