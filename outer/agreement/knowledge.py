@@ -31,6 +31,8 @@ class Knowledge:
     """Last known status by island."""
     doubted: dict[str, Status] = field(default_factory=dict)
     """Claims to be ahead that could not be made good, by island; see `disbelieve`."""
+    is_held_up: bool = False
+    """Whether this island has been ready for the round for longer than honest islands need to commit one."""
 
     def add(self, islands: Iterable[str]) -> None:
         """Record islands that are in the run."""
@@ -49,6 +51,12 @@ class Knowledge:
             raise MessageError(f"{island!r} claims round {status.round}, the run has {self.rules.max_round}")
         self.statuses[island] = status
         self.reported |= {island}
+
+    def hold(self, status: Status) -> None:
+        """Record that this island holds another state, from a commit or from donors."""
+        self.is_held_up = self.is_held_up and status.round == self.status.round
+        self.status = status
+        self.claims.hold(status.claim)
 
     def forget(self, island: str) -> None:
         """Remove an island that has left the run."""
@@ -123,23 +131,16 @@ class Knowledge:
     def num_needed(self) -> int:
         """How many islands that count must stand behind a claim to be ahead.
 
-        As many as commit a round; at the beginning two, because the others may go on from a run with a lower quorum,
-        and later no more than have signed this island's own state, for the same reason.
+        As many as commit a round, but no more than have signed this island's own state, because the others may go on
+        from a run with a lower quorum; two if nobody has signed it, or one if an island is held up at round 0.
         """
         quorum = 1 if self.rules.below_quorum == "continue" else max(1, self.rules.quorum)
-        return min(quorum, 2) if self.status.round == 0 else min(quorum, max(1, self.claims.num_signers))
-
-    @property
-    def strangers_count(self) -> bool:
-        """Whether islands count that this one does not know: it knows too few, and those have long gone on."""
-        islands, witnesses = self.present - self.lost, self.claims.witnesses
-        known = [s for name, s in self.statuses.items() if name in islands and name in witnesses.known]
-        have_gone_on = bool(known) and all(s.round > self.status.round + 1 for s in known)
-        return have_gone_on and witnesses.num_others < self.num_needed
+        few = 1 if self.is_held_up and self.status.round == 0 else 2
+        return min(quorum, self.claims.num_signers or few)
 
     def receive_proof(self, sender: str, proof: Proof) -> None:
         """Process an island's reply to the question for the proof of its claim."""
-        self.claims.receive(sender, proof, self.num_needed, strangers_count=self.strangers_count)
+        self.claims.receive(sender, proof, self.num_needed, is_held_up=self.is_held_up)
 
     def is_proved(self, claim: Claim) -> bool:
         """Whether enough islands stand behind a claim to follow it."""
@@ -148,7 +149,7 @@ class Knowledge:
     def check_proof(self, claim: Claim, proof: Proof) -> None:
         """Raise MessageError unless enough islands stand behind a claim, by this proof or by their own words."""
         try:
-            self.claims.check(claim, proof, self.num_needed, strangers_count=self.strangers_count)
+            self.claims.check(claim, proof, self.num_needed, is_held_up=self.is_held_up)
         except MessageError:
             if not self.is_proved(claim):
                 raise
@@ -170,7 +171,7 @@ class Knowledge:
         claimants = [name for name, s in self.statuses.items() if name in islands and s.claim == claim]
         keys = [(name, key) for name in claimants if (key := self.signer.key_of(name)) is not None]
         own = [(self.me, self.signer.public)] if claim == self.status.claim else []
-        return self.claims.count(claim, own + keys, strangers_count=self.strangers_count)
+        return self.claims.count(claim, own + keys, is_held_up=self.is_held_up)
 
     def _weigh(self, status: Status) -> int:
         return self._count(status.claim)

@@ -88,7 +88,7 @@ class Gathering:
             return None
         if too_few := self._check_quorum(allowed, is_settled=is_settled):
             return too_few
-        chosen = self._choose(allowed, is_late=is_late)
+        chosen = self._choose(allowed)
         if self._find_planner(chosen, is_late=is_late) != me or not is_settled:
             return None
         if self._is_early(chosen.values(), is_patient=is_patient):
@@ -102,7 +102,7 @@ class Gathering:
         allowed = {name: ready for name, ready in self._find_agreeing().items() if name not in self.excluded}
         if not allowed or (self.absent and not is_late):
             return None
-        return self._find_planner(self._choose(allowed, is_late=is_late), is_late=is_late)
+        return self._find_planner(self._choose(allowed), is_late=is_late)
 
     @property
     def ready(self) -> dict[str, Ready]:
@@ -120,11 +120,11 @@ class Gathering:
         allowed = {name: ready for name, ready in self._find_agreeing().items() if name not in self.excluded}
         return plan.planner in left_out and self._suffice({n: r for n, r in allowed.items() if n not in left_out})
 
-    def _choose(self, allowed: Mapping[str, Ready], *, is_late: bool) -> Mapping[str, Ready]:
+    def _choose(self, allowed: Mapping[str, Ready]) -> Mapping[str, Ready]:
         """The participants: those allowed, without the ones whose turn it is to be left out if there are enough."""
         left_out = self.left_out(max(ready.attempt for ready in allowed.values()))
         rest = {name: ready for name, ready in allowed.items() if name not in left_out}
-        return allowed if is_late or not self._suffice(rest) else rest
+        return rest if self._suffice(rest) else allowed
 
     def _find_planner(self, chosen: Mapping[str, Ready], *, is_late: bool) -> str:
         waited_for = set(chosen) if is_late else set(chosen) | self.absent

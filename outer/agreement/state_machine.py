@@ -73,8 +73,7 @@ class RoundProtocol:
             outcome = self.vote_table.outcomes.get(self.plan.id) if self.plan else None
             committed = self.plan.names if self.plan and outcome == (self.plan.round, "commit") else ()
             self.suspicions.begin_round(status.round, committed, self.vote_table.votes)
-        self.knowledge.status = status
-        self.knowledge.claims.hold(status.claim)
+        self.knowledge.hold(status)
         self.state, self.own, self.plan, self.is_querying = "training", None, None, False
         self.vote_table.prune(status.round)
 

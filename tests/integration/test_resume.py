@@ -149,7 +149,7 @@ def test_the_checkpoint_of_one_island_is_enough(tmp_path: Path) -> None:
     with swarm(tmp_path, *EACH_ROUND, islands=[{}, {}]) as made:
         for island in made.start_all():
             island.finish()
-    shutil.rmtree(tmp_path / "test" / "island-1")
+    shutil.rmtree(tmp_path / "test" / "island-1" / "checkpoints")  # Not its key, to which its name belongs.
     with swarm(tmp_path, *EACH_ROUND, f"outer.rounds={END}", "outer.quorum=2", islands=[{}, {}]) as made:
         for island in made.start_all():
             island.finish()

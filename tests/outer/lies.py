@@ -34,6 +34,8 @@ LATE, OVER, PLANLESS = 4, 6, 3
 LOST = 2
 """Seconds until an island that does not answer is found to be lost."""
 FIRST_DOUBT = 4
+HELD_UP = 30
+"""Seconds in one round after which an island counts as held up."""
 
 Habit = Callable[["Run", str, str, Message], Message | None]
 """What a liar makes of a message: (run, liar, receiver, message) to what it sends, or None to send nothing."""
@@ -119,7 +121,7 @@ def false_commits(run: "Run", liar: str, to: str, message: Message) -> Message |
 def made_up_states(run: "Run", liar: str, to: str, message: Message) -> Message | None:
     """Claims to be ahead with a state that it has made up and gives to whoever asks, and forges proofs of it.
 
-    It invents islands that sign, too, except for islands that know too few others from commits: those cannot tell.
+    It invents islands that sign, too, except for islands that know no other from a commit: those cannot tell.
     """
     if isinstance(message, Status):
         here = run.nodes[liar].knowledge.status
@@ -129,9 +131,8 @@ def made_up_states(run: "Run", liar: str, to: str, message: Message) -> Message 
     if not isinstance(message, Proof) or claim is None:
         return message
     base = {"plan": "0" * 32, "base": digest_of(liar), "base_tokens": 0}
-    knowledge = run.nodes[to].knowledge
-    cannot_tell = knowledge.strangers_count or not knowledge.claims.witnesses.num_others
-    invented = [liar] if cannot_tell else [liar, "z1", "z2"]
+    can_tell = run.nodes[to].knowledge.claims.witnesses.num_others > 0
+    invented = [liar, "z1", "z2"] if can_tell else [liar]
     islands = sorted(run.chance.choice([invented, list(run.nodes)]))
     statement = Statement(
         **base,
@@ -184,6 +185,8 @@ class Run:
     mail: list[tuple[str, str, Message, bool]] = field(default_factory=list)
     since: dict[str, tuple[object, int]] = field(default_factory=dict)
     """(state and attempt, second in which it began) by island."""
+    rounds: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """(round, second in which the island was first ready for it) by island."""
     doubts: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     """(second in which the doubt ends, failures) by island and liar."""
     gave_up: dict[str, str] = field(default_factory=dict)
@@ -271,6 +274,9 @@ class Run:
             self.since[name] = key, self.second
         waited = self.second - self.since[name][1]
         if node.state == "gathering":
+            if self.rounds.get(name, (-1, 0))[0] != node.knowledge.status.round:
+                self.rounds[name] = node.knowledge.status.round, self.second
+            node.knowledge.is_held_up = self.second - self.rounds[name][1] >= HELD_UP
             if waited >= PLANLESS and node.plan is None and node.pass_over(is_late=waited >= LATE):
                 self.since[name] = key, self.second
             decision = node.try_plan(is_late=waited >= LATE)
@@ -299,10 +305,13 @@ class Run:
         claimed = {d: node.knowledge.statuses[d] for d in behind.donors if d in self.awake}
         held = {d: self.nodes[d].knowledge.status for d in claimed if d not in self.liars}
         made_up = {d: s for d, s in claimed.items() if made_up_states in self.liars.get(d, [])}
-        if donors := held | made_up:
+        # All of them claim the same digest, so what a liar gives in place of an honest one's state is found out.
+        if donors := held or made_up:
             giver = min(donors)
             if giver in made_up and name not in self.liars:
                 self.fooled.append(name)
+            if giver in held:
+                node.knowledge.claims.restore(self.nodes[giver].knowledge.claims.prove(donors[giver].claim))
             node.update_status(donors[giver])
             return
         for donor in behind.donors:

@@ -67,11 +67,11 @@ class Claims:
         kept = {claim: c for claim, c in self.certificates.items() if claim != certificate.claim}
         self.certificates = dict(list(kept.items())[1 - MAX_CERTIFICATES :]) | {certificate.claim: certificate}
 
-    def count(self, claim: Claim, claimants: Iterable[tuple[str, str]] = (), *, strangers_count: bool = False) -> int:
+    def count(self, claim: Claim, claimants: Iterable[tuple[str, str]] = (), *, is_held_up: bool = False) -> int:
         """How many islands stand behind the claim that count. `claimants`: (island, key) of those that claim it."""
         certificate = self._find(claim)
         signers = certificate.keys.items() if certificate else ()
-        return self.witnesses.count([*claimants, *signers], strangers_count=strangers_count)
+        return self.witnesses.count([*claimants, *signers], is_held_up=is_held_up)
 
     def ask(self, island: str, claim: Claim) -> ProofQuery | None:
         """The question to put to an island about its claim, or None if it has been answered."""
@@ -85,18 +85,18 @@ class Claims:
         is_own = self.own is not None and (self.own.claim.round, self.own.claim.digest) == (query.round, query.digest)
         return self.prove(self.own.claim) if self.own is not None and is_own else Proof()
 
-    def receive(self, sender: str, proof: Proof, needed: int, *, strangers_count: bool = False) -> None:
+    def receive(self, sender: str, proof: Proof, needed: int, *, is_held_up: bool = False) -> None:
         """Process the reply to a question. `needed`: how many islands that count must stand behind a claim."""
         claim = self.asked.pop(sender, None)
         if claim is None:
             return
         self.answered[sender] = claim
         try:
-            self.check(claim, proof, needed, strangers_count=strangers_count)
+            self.check(claim, proof, needed, is_held_up=is_held_up)
         except MessageError as error:
             self.refused.append((sender, f"round {claim.round} with {claim.tokens} tokens: {error}"))
 
-    def check(self, claim: Claim, proof: Proof, needed: int, *, strangers_count: bool = False) -> None:
+    def check(self, claim: Claim, proof: Proof, needed: int, *, is_held_up: bool = False) -> None:
         """Remember what the proof proves. Raises MessageError if it does not prove the claim by itself."""
         self.witnesses.introduce(proof.introductions, needed)
         if proof.certificate is None:
@@ -105,7 +105,7 @@ class Claims:
             raise MessageError("the certificate is of another state")
         proof.certificate.check(self._signer.verify)
         self.add(proof.certificate)
-        if (num := self.count(claim, strangers_count=strangers_count)) < needed:
+        if (num := self.count(claim, is_held_up=is_held_up)) < needed:
             raise MessageError(f"{num} of the {needed} islands needed, that this island knows, have signed it")
 
     def _find(self, claim: Claim) -> Certificate | None:

@@ -2,10 +2,11 @@
 
 An island counts if `island.allow` lists its key, or, without such a list, if it is known from a commit: this island
 took part in it, or took the state that it led to, or enough islands that were known before took part in it. Such a
-certificate introduces its other participants, and is kept to introduce them to islands that were away. For an island
-that knows no other from a commit every island counts, because it cannot tell. So it does (`strangers_count`) for one
-that knows fewer others than must stand behind a claim, and those have gone on by two rounds or more: after a first
-commit with a liar only, it would otherwise never follow the others.
+certificate introduces its other participants, and is kept to introduce them to islands that were away.
+
+Every island counts (a) for an island that knows no other from a commit, because it cannot tell, (b) beside more than
+half of the others that it knows, at least two, and (c) for an island that is held up longer than honest islands need to
+commit: otherwise one that knows too few, or only those that have died since, would never follow the others.
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,10 +34,12 @@ class Witnesses:
         """How many other islands this one knows from commits."""
         return len(set(self.known.values()) - {self.signer.public})
 
-    def count(self, islands: Iterable[tuple[str, str]], *, strangers_count: bool = False) -> int:
+    def count(self, islands: Iterable[tuple[str, str]], *, is_held_up: bool = False) -> int:
         """How many of these islands, given with their keys, count. A key counts once."""
-        can_tell = self.num_others > 0 and not strangers_count
-        return len({key for island, key in islands if self._counts(island, key, can_tell=can_tell)})
+        islands = list(islands)
+        known = self._find_counting(islands, can_tell=True) - {self.signer.public}
+        knows_most = len(known) >= 2 and 2 * len(known) > self.num_others
+        return len(self._find_counting(islands, can_tell=self.num_others > 0 and not (is_held_up or knows_most)))
 
     def admit(self, certificate: Certificate) -> None:
         """This island has committed what the certificate says, or holds the state that it proves."""
@@ -62,6 +65,10 @@ class Witnesses:
     def _agrees_with(self, keys: Mapping[str, str]) -> bool:
         """Whether these islands' names belong to these keys as far as this island knows."""
         return all(self.known.get(island, key) == key for island, key in keys.items())
+
+    def _find_counting(self, islands: Iterable[tuple[str, str]], *, can_tell: bool) -> set[str]:
+        """Keys of those islands that count. `can_tell`: whether only known ones do."""
+        return {key for island, key in islands if self._counts(island, key, can_tell=can_tell)}
 
     def _counts(self, island: str, key: str, *, can_tell: bool) -> bool:
         trusted = self.signer.trusts(island, key)

@@ -14,7 +14,7 @@ from outer.agreement.proofs.certificate import ProofQuery
 from outer.agreement.rules import Behind
 from outer.agreement.running.doubts import Doubts
 from outer.agreement.running.failure_detector import PING_SECONDS, FailureDetector
-from outer.agreement.running.grace import GraceTimer, find_contributors
+from outer.agreement.running.grace import GraceTimer, HeldUpTimer, find_contributors
 from outer.agreement.running.limits import plan_limit, query_limit, vote_limit
 from outer.agreement.running.too_few import FewIslands
 from outer.agreement.running.waiting import WaitReporter, describe_gathering, describe_vote
@@ -57,6 +57,7 @@ class ProtocolDriver:
         self._changed = asyncio.Event()
         self._has_left = False
         self._planned_at = 0.0
+        self._held_up = HeldUpTimer(self._knowledge, peers.deadlines)
         self._few = FewIslands(self._knowledge, peers.deadlines)
         self._doubts = Doubts(self._knowledge)
         self._detector = FailureDetector(protocol, peers, self._send_outbox, self._end_reduce_with, self._changed.set)
@@ -88,6 +89,7 @@ class ProtocolDriver:
             await self._stop_if_left()
             self._detector.check_freeze()
             grace.update(_now(), self._detector.woke_at)
+            self._held_up.update(_now(), self._detector.woke_at)
             patience = grace.seconds_left
             decision = self.protocol.try_plan(is_late=grace.is_late, is_patient=patience > 0)
             self._send_outbox()

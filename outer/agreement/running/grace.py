@@ -4,9 +4,15 @@ Contributors wait for islands that are not ready as long as `Deadlines.grace` sa
 goes on without their progress, so contributors wait for them only as long as `Rules.grace_steps` inner steps take.
 """
 
+import logging
+
+from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Ready
+from outer.agreement.running.limits import held_up_limit
 from outer.agreement.state_machine import RoundProtocol
 from outer.network.deadlines import Deadlines
+
+log = logging.getLogger(__name__)
 
 
 def find_ready(protocol: RoundProtocol) -> list[Ready]:
@@ -51,3 +57,22 @@ class GraceTimer:
     def _contributors(self) -> list[Ready]:
         own = self._protocol.own
         return [*find_contributors(self._protocol), *([] if own is None or own.listens else [own])]
+
+
+class HeldUpTimer:
+    """Notes in `Knowledge.is_held_up` when an island has been ready for a round for longer than honest islands need."""
+
+    def __init__(self, knowledge: Knowledge, deadlines: Deadlines) -> None:
+        self._knowledge, self._deadlines = knowledge, deadlines
+        self._round, self._since = -1, 0.0
+
+    def update(self, now: float, woke_at: float) -> None:
+        """Call it while the island gathers. `now` and `woke_at` as for `GraceTimer.update`."""
+        number = self._knowledge.status.round
+        if number != self._round:
+            self._round, self._since = number, now
+        waited = now - max(self._since, woke_at)
+        is_held_up = waited > held_up_limit(self._deadlines)
+        if is_held_up and not self._knowledge.is_held_up:
+            log.info("round %d: held up for %.0f s; islands that are not known count from now on", number, waited)
+        self._knowledge.is_held_up = is_held_up

@@ -24,6 +24,11 @@ def query_limit(deadlines: Deadlines) -> float:
     return PING_SECONDS + deadlines.limit("call")
 
 
+def held_up_limit(deadlines: Deadlines) -> float:
+    """Seconds after which an island that is ready counts as held up: the bound T, or less while little is measured."""
+    return min(deadlines.initial_seconds / 2, commit_bound(deadlines, 1))
+
+
 def commit_bound(deadlines: Deadlines, num_waiting: int, num_absent: int = 0, num_attempts: int = 2) -> float:
     """Bound T, in seconds: `num_waiting` islands that are ready, connected and well commit within T of the last fault.
 
