@@ -160,6 +160,17 @@ def test_the_checkpoint_of_one_island_is_enough(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_an_island_alone_goes_on_with_a_second_one_and_a_quorum_of_two(tmp_path: Path) -> None:
+    with swarm(tmp_path, *EACH_ROUND, islands=[{}]) as made:
+        made.start(0).finish()
+    with swarm(tmp_path, *EACH_ROUND, f"outer.rounds={END}", "outer.quorum=2", islands=[{}, {}]) as made:
+        for island in made.start_all():
+            island.finish()
+        first, second = made.started
+        assert first.committed()[END - 1]["digest"] == second.committed()[END - 1]["digest"]
+
+
+@pytest.mark.slow
 def test_killed_in_any_step_it_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     with swarm(tmp_path / "whole", *EACH_ROUND, islands=[{}]) as made:
         made.start(0).finish()

@@ -78,6 +78,29 @@ def test_invented_islands_do_not_count_for_who_knows_others() -> None:
     assert not claims(a, "x") and not claims(a, "y")
 
 
+def test_beside_most_of_the_islands_that_it_knows_an_island_counts_others_too() -> None:
+    a = holding("a", "b", "c", "d", quorum=4)
+    assert not claims(a, "b", Proof(certificate=certificate_of("b", "x", "y", "z")))
+    assert claims(a, "c", Proof(certificate=certificate_of("b", "c", "x", "y")))
+
+
+def test_an_island_that_is_held_up_counts_islands_that_it_does_not_know_until_it_goes_on() -> None:
+    a = holding("a", "b", quorum=2)
+    proof = Proof(certificate=certificate_of("x", "y"))
+    assert not claims(a, "x", proof)
+    a.knowledge.is_held_up = True
+    assert claims(a, "x", proof)
+    a.update_status(AHEAD)
+    assert not a.knowledge.is_held_up
+
+
+def test_a_fresh_island_that_is_held_up_follows_an_island_that_was_alone_so_far() -> None:
+    a = node("a", "b", quorum=2)
+    assert not claims(a, "b", Proof(certificate=certificate_of("b")))
+    a.knowledge.is_held_up = True
+    assert claims(a, "b", Proof(certificate=certificate_of("b")))
+
+
 def test_invented_islands_do_not_count_where_the_operator_lists_the_keys() -> None:
     a = node("a", "bc", quorum=2)
     a.knowledge.signer.allowed = frozenset(map(public_of, "abc"))  # pyright: ignore[reportAttributeAccessIssue]
