@@ -13,6 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 
+from diloco.faults.spec import DAEMON
 from diloco.watch.signals import end_with_parent
 
 TERMINATE_SECONDS = 8.0
@@ -148,7 +149,7 @@ def find_processes(children: Sequence[Child]) -> set[int]:
 
 
 def find_process(child: Child, name: str) -> set[int]:
-    """The process id of the island's rank `rankN` or of its libp2p daemon, `daemon`; nothing if it does not run."""
+    """The process id of the island's rank `rankN` or of its libp2p daemon, DAEMON; nothing if it does not run."""
     rank = name.removeprefix("rank")
     found: set[int] = set()
     for pid in find_processes([child]) - {child.process.pid}:
@@ -157,7 +158,7 @@ def find_process(child: Child, name: str) -> set[int]:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             # What a rank starts inherits its variables and its session, which a rank leads.
             is_rank = not is_daemon and f"RANK={rank}".encode() in variables and os.getsid(pid) == pid
-            if is_daemon if name == "daemon" else is_rank:
+            if is_daemon if name == DAEMON else is_rank:
                 found.add(pid)
     return found
 

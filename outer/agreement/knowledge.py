@@ -100,8 +100,8 @@ class Knowledge:
     @property
     def agreeing(self) -> frozenset[str]:
         """The other live islands that hold this island's state and are on their way to its next round."""
-        here = self.status.rank, self.status.digest
-        return frozenset(name for name, s in self.live.items() if s.is_coming and (s.rank, s.digest) == here)
+        here = self.status.claim
+        return frozenset(name for name, s in self.live.items() if s.is_coming and s.claim == here)
 
     def behind(self, *, is_settled: bool) -> Behind | None:
         """The surviving history, or None if it is this island's. `is_settled`: all islands that count have reported."""
@@ -188,6 +188,7 @@ class Knowledge:
         self.doubted.pop(island, None)
 
     def _is_doubted(self, island: str, status: Status) -> bool:
-        claim = self.doubted.get(island)
-        is_same = claim is not None and (status.rank, status.digest) == (claim.rank, claim.digest)
-        return claim is not None and (status.rank > self.status.rank or (is_same and status.rank == self.status.rank))
+        doubted = self.doubted.get(island)
+        if doubted is None or status.rank < self.status.rank:
+            return False
+        return status.rank > self.status.rank or status.claim == doubted.claim

@@ -25,20 +25,20 @@ from pydantic import Field
 from outer.agreement.proofs.certificate import (
     Certificate,
     Claim,
+    PlanId,
     Proof,
     ProofQuery,
-    PublicKey,
-    Signature,
     Statement,
     Verify,
 )
 from outer.errors import MessageError
+from outer.identity.island_key import PublicKey, Signature
 from outer.network.endpoints import Endpoint
 from outer.network.messages import MAX_RANKS, MAX_ROUND, MAX_TOKENS, Digest, IslandName, Message, check_carriers
 
-PlanId = Field(pattern=r"^[0-9a-f]{32}$")
 Outcome = Literal["commit", "abort", "open"]
 MAX_ATTEMPT = 1 << 31
+"""No number of attempts is larger, so that a stranger's cannot be long."""
 
 
 class Status(Message):
@@ -159,7 +159,7 @@ class Plan(Message):
 class Vote(Message):
     """Result of the reduce on one participant: yes with the state that a commit leads to, or no with a cause."""
 
-    plan: str = PlanId
+    plan: PlanId
     round: int = Field(ge=0, lt=MAX_ROUND)
     island: IslandName
     digest: Digest | None = None
@@ -201,19 +201,19 @@ class Vote(Message):
 class VoteReceipt(Message):
     """Acknowledgement of a vote, with the outcome of the plan on the receiving island so far."""
 
-    plan: str = PlanId
+    plan: PlanId
     outcome: Outcome
 
 
 class OutcomeQuery(Message):
     """Question for the outcome of a plan. An island that replies "open" must query in turn before it commits."""
 
-    plan: str = PlanId
+    plan: PlanId
     round: int = Field(ge=0, lt=MAX_ROUND)
 
 
 class OutcomeReply(Message):
-    plan: str = PlanId
+    plan: PlanId
     outcome: Outcome
     certificate: Certificate | None = None
     """Proves a "commit"."""

@@ -16,31 +16,32 @@ import torch
 from blake3 import blake3
 from pydantic import Field
 
-from outer.agreement.messages import Plan, PlanId
+from outer.agreement.messages import Plan
+from outer.agreement.proofs.certificate import PlanId
 from outer.errors import PoisonError, TransportError
-from outer.identity.island_key import SIGNATURE_BYTES, IslandKey, verify
+from outer.identity.island_key import SIGNATURE_BYTES, IslandKey, Signature, verify
 from outer.identity.known_names import KnownNames
 from outer.network.messages import Message
 
 PAYLOAD_PURPOSE, STATEMENT_PURPOSE = "a payload of a round", "a mean of a round"
 
-Sha = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+"""A BLAKE3 hash in hexadecimal digits."""
 
 
 class SignedDigest(Message):
     """A contributor's payload of a part, by its digest, and the contributor's signature."""
 
-    digest: Sha
+    digest: Digest
     signature: Signature
 
 
 class Statement(Message):
     """A reducer's account of the mean of one part."""
 
-    plan: str = PlanId
+    plan: PlanId
     part: int = Field(ge=0, lt=1 << 32)
-    mean: Sha
+    mean: Digest
     """Digest of the encoded mean that it sent to all participants."""
     payloads: list[SignedDigest] = Field(max_length=1024)
     """Those that it is the mean of, in the order of the plan's contributors."""

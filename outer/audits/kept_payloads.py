@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from pydantic import Field
 
-from outer.agreement.messages import Plan, PlanId
+from outer.agreement.messages import Plan
+from outer.agreement.proofs.certificate import PlanId
 from outer.audits.commitments import (
     Commitments,
     SignedDigest,
@@ -37,14 +38,14 @@ MAX_SHOWN = 2
 class StatementRequest(Message):
     """Request for the statement about a part."""
 
-    plan: str = PlanId
+    plan: PlanId
     part: int = Field(ge=0, lt=1 << 32)
 
 
 class PayloadRequest(Message):
     """Request for the payload that `island` sent for a part."""
 
-    plan: str = PlanId
+    plan: PlanId
     part: int = Field(ge=0, lt=1 << 32)
     island: IslandName
 

@@ -9,11 +9,13 @@ import logging
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from pydantic import Field
 
 from outer.errors import InputError
 from outer.identity.files import file_beside
@@ -24,6 +26,10 @@ KEY_FILE = "island.key"
 """Name of the key's file in the island's folder."""
 PUBLIC_KEY = "[0-9a-f]{64}"
 SECRET_BYTES, SIGNATURE_BYTES = 32, 64
+PublicKey = Annotated[str, Field(pattern=f"^{PUBLIC_KEY}$")]
+"""Field of a message: a public key in hexadecimal digits."""
+Signature = Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * SIGNATURE_BYTES}}}$")]
+"""Field of a message: a signature in hexadecimal digits."""
 _PRIME = 2**255 - 19
 
 

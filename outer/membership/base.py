@@ -4,7 +4,7 @@ from typing import Protocol
 
 from pydantic import Field
 
-from outer.identity.island_key import PUBLIC_KEY
+from outer.identity.island_key import PublicKey
 from outer.network.messages import MAX_RANKS, MAX_ROUND, MAX_TOKENS, IslandName, Message
 
 
@@ -13,7 +13,7 @@ class Member(Message):
 
     island: IslandName
     incarnation: str = Field(min_length=8, max_length=32, pattern=r"^[0-9a-f]+$")
-    identity: str = Field(pattern=f"^{PUBLIC_KEY}$")
+    identity: PublicKey
     """The island's public key, the same for all its incarnations. Its records are signed with the other half."""
     config_hash: str = Field(min_length=16, max_length=64, pattern=r"^[0-9a-f]+$")
     control_addresses: list[str] = Field(min_length=1, max_length=MAX_RANKS)

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from outer.errors import InputError
-from outer.identity.island_key import PUBLIC_KEY, IslandKey, verify
+from outer.identity.island_key import IslandKey, PublicKey, Signature, verify
 from outer.membership.base import Member
 from outer.network.messages import IslandName, Message, RunName
 from outer.network.rejections import RefusedError
@@ -28,7 +28,6 @@ OptionalDigest = Annotated[str, Field(max_length=64, pattern=r"^[0-9a-f]*$")]
 
 Time = Annotated[int, Field(ge=0, lt=1 << 53)]
 """Milliseconds since 1970 on the clock of an island. Of its statements the one with the highest time counts."""
-Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 
 
 class SignedRecord(Message):
@@ -61,7 +60,7 @@ class Withdrawal(Message):
     run: RunName
     island: IslandName
     incarnation: str = Field(max_length=32)
-    key: str = Field(pattern=f"^{PUBLIC_KEY}$")
+    key: PublicKey
     time: Time
     signature: Signature
 

@@ -14,13 +14,13 @@ authenticates its streams already.
 import hashlib
 import hmac
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from pydantic import Field
 
 from outer.errors import MessageError
-from outer.identity.island_key import PUBLIC_KEY, verify
+from outer.identity.island_key import PublicKey, verify
 from outer.network.endpoints import Endpoint
 from outer.network.frames import MAX_HELLO_BYTES, VERSION, FrameStream, Header, Kind, PeerIds, refusal_error, view_of
 from outer.network.messages import IslandName, M, Message, parse
@@ -32,7 +32,6 @@ LACKS_KEY = "has no run key, and this run needs one: set island.run_key_file"
 HAS_KEY = "holds a run key, and this island has none: set island.run_key_file"
 
 HandshakeSide = Literal["dialer", "acceptor"]
-PublicKey = Annotated[str, Field(pattern=f"^{PUBLIC_KEY}$")]
 
 
 class Hello(Message):

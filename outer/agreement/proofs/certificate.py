@@ -13,15 +13,14 @@ from typing import Annotated, NamedTuple
 from pydantic import Field
 
 from outer.errors import MessageError
-from outer.identity.island_key import PUBLIC_KEY
+from outer.identity.island_key import PublicKey, Signature
 from outer.network.messages import MAX_ROUND, MAX_TOKENS, Digest, IslandName, Message
 
 MAX_PARTICIPANTS = 1024
 MAX_INTRODUCTIONS = 16
 
-PlanHash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-PublicKey = Annotated[str, Field(pattern=f"^{PUBLIC_KEY}$")]
-Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+PlanId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+"""Field of a message: `Plan.id`."""
 Verify = Callable[[str, bytes, str], bool]
 """(public key, text, signature) to whether the key's holder has signed the text."""
 
@@ -38,7 +37,7 @@ class Claim(NamedTuple):
 class Statement(Message):
     """What a participant signs with its yes vote: these islands take one state to the next."""
 
-    plan: PlanHash
+    plan: PlanId
     round: int = Field(ge=0, lt=MAX_ROUND)
     """The round that is committed. Afterwards one more round is committed than this number says."""
     base: Digest
