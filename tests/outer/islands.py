@@ -202,32 +202,42 @@ def _live(
         loop.close()
 
 
-class FailingTransport:
+class ForwardingTransport:
+    """A transport that hands everything to another one. Subclasses falsify some of it."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.traffic, self.address = inner.traffic, inner.address
+
+    async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
+        await self.inner.connect(epoch, addresses)
+
+    async def send(self, to: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
+        await self.inner.send(to, tag, payload)
+
+    async def recv(self, source: Endpoint, tag: Tag, num_bytes: int) -> torch.Tensor:
+        return await self.inner.recv(source, tag, num_bytes)
+
+    async def disconnect(self) -> None:
+        await self.inner.disconnect()
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+
+class FailingTransport(ForwardingTransport):
     """A transport on which one send fails: the first of `attempt`; with `is_fatal` the island dies there."""
 
     def __init__(self, hub: Hub, inner: Transport, attempt: tuple[int, int], *, is_fatal: bool) -> None:
-        self._hub, self._inner, self._attempt, self._is_fatal = hub, inner, attempt, is_fatal
-        self.traffic = inner.traffic
-        self.address = inner.address
-
-    async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
-        await self._inner.connect(epoch, addresses)
+        super().__init__(inner)
+        self._hub, self._attempt, self._is_fatal = hub, attempt, is_fatal
 
     async def send(self, to: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
         if (tag.round, tag.attempt) == self._attempt:
             if self._is_fatal:
                 self._hub.lose(self.address.removeprefix("loopback:").split("/")[0])
             raise MessageError("this send fails")
-        await self._inner.send(to, tag, payload)
-
-    async def recv(self, source: Endpoint, tag: Tag, num_bytes: int) -> torch.Tensor:
-        return await self._inner.recv(source, tag, num_bytes)
-
-    async def disconnect(self) -> None:
-        await self._inner.disconnect()
-
-    async def close(self) -> None:
-        await self._inner.close()
+        await super().send(to, tag, payload)
 
 
 def dies_in(round_number: int) -> Wrap:

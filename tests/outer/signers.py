@@ -1,9 +1,12 @@
-"""A signer without cryptography, for searches through many worlds."""
+"""A signer without cryptography, for searches through many worlds, and certificates by any signers."""
 
 import hashlib
+from collections.abc import Mapping
 
-from outer.agreement.messages import Plan, Vote
+from outer.agreement.messages import Plan, Status, Vote
+from outer.agreement.proofs.certificate import Certificate, Statement, build_certificate
 from outer.agreement.proofs.claims import Claims
+from outer.agreement.proofs.signer import Signer
 from outer.agreement.proofs.witnesses import Witnesses
 
 
@@ -49,3 +52,19 @@ def signed_yes(plan: Plan, island: str, digest: str) -> Vote:
     """An island's yes vote as it arrives at the others."""
     signature = FakeSigner(island).sign(plan.statement(digest).text)
     return Vote.yes(plan, island, digest).model_copy(update={"signature": signature})
+
+
+def certify(status: Status, signers: Mapping[str, Signer]) -> Certificate:
+    """The certificate of a state that these islands have committed, or of one that they have agreed to invent."""
+    names = sorted(signers)
+    statement = Statement(
+        plan="0" * 32,
+        round=status.round - 1,
+        base="bb" * 16,
+        base_tokens=status.tokens - 20,
+        tokens=status.tokens,
+        digest=status.digest,
+        islands=names,
+        keys=[signers[name].public for name in names],
+    )
+    return build_certificate(statement, {name: signers[name].sign(statement.text) for name in names})

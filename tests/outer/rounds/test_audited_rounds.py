@@ -23,7 +23,7 @@ from outer.report import CaughtUp, RoundReport
 from outer.rounds.agreed import AgreedAverager
 from outer.rounds.island_reduce import IslandReduce
 from outer.transports.base import Transport
-from tests.outer.islands import GUARD_SECONDS, Island, Spec, fails_in, run_islands, tensors
+from tests.outer.islands import GUARD_SECONDS, ForwardingTransport, Island, Spec, fails_in, run_islands, tensors
 from tests.outer.nets import key_of
 from tests.outer.rounds.test_disagreement import reports_of
 
@@ -248,29 +248,17 @@ def test_a_lying_auditor_costs_no_more_than_any_false_accusation(victims: str) -
     assert all(len(report.participants) == 3 for report in reports if report.is_committed)
 
 
-class TwoFacedReducer:
+class TwoFacedReducer(ForwardingTransport):
     """A transport that sends another mean to one island than to the others."""
 
     def __init__(self, inner: Transport, victim: str) -> None:
-        self._inner, self._victim = inner, victim
-        self.traffic, self.address = inner.traffic, inner.address
-
-    async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
-        await self._inner.connect(epoch, addresses)
+        super().__init__(inner)
+        self._victim = victim
 
     async def send(self, to: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
         if tag.leg is Leg.GATHER and to.island == self._victim:
             payload = (payload.view(torch.float32) * 2).view(torch.uint8)
-        await self._inner.send(to, tag, payload)
-
-    async def recv(self, source: Endpoint, tag: Tag, num_bytes: int) -> torch.Tensor:
-        return await self._inner.recv(source, tag, num_bytes)
-
-    async def disconnect(self) -> None:
-        await self._inner.disconnect()
-
-    async def close(self) -> None:
-        await self._inner.close()
+        await super().send(to, tag, payload)
 
 
 def test_a_reducer_that_tells_one_island_something_else_does_not_drive_it_out() -> None:

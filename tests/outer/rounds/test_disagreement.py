@@ -1,6 +1,6 @@
 """Whole islands, of which one computes wrongly or all send nan: the honest ones go on, or all stop and say why."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from outer.network.endpoints import Endpoint, Leg, Tag
 from outer.report import CaughtUp, RoundReport
 from outer.transports.base import Transport
 from outer.transports.loopback import Hub
-from tests.outer.islands import GUARD_SECONDS, Island, run_islands
+from tests.outer.islands import GUARD_SECONDS, ForwardingTransport, Island, run_islands
 
 torch.set_num_threads(1)
 
@@ -22,30 +22,18 @@ def config(num_islands: int, **changes: object) -> OuterConfig:
     return OuterConfig(**{**fields, **changes})
 
 
-class WrongMeans:
+class WrongMeans(ForwardingTransport):
     """A transport that falsifies the means that this island receives, as broken memory would."""
 
     def __init__(self, inner: Transport, is_wrong: Callable[[int], bool]) -> None:
-        self._inner, self._is_wrong = inner, is_wrong
-        self.traffic, self.address = inner.traffic, inner.address
-
-    async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
-        await self._inner.connect(epoch, addresses)
-
-    async def send(self, to: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
-        await self._inner.send(to, tag, payload)
+        super().__init__(inner)
+        self._is_wrong = is_wrong
 
     async def recv(self, source: Endpoint, tag: Tag, num_bytes: int) -> torch.Tensor:
-        payload = (await self._inner.recv(source, tag, num_bytes)).clone()
+        payload = (await super().recv(source, tag, num_bytes)).clone()
         if tag.leg is Leg.GATHER and self._is_wrong(tag.round):
             payload[0] ^= 1
         return payload
-
-    async def disconnect(self) -> None:
-        await self._inner.disconnect()
-
-    async def close(self) -> None:
-        await self._inner.close()
 
 
 def wrong_means(is_wrong: Callable[[int], bool]) -> Callable[[Hub, Transport], Transport]:

@@ -6,30 +6,18 @@ from outer.agreement.proofs.certificate import (
     Certificate,
     Proof,
     ProofQuery,
-    Statement,
-    build_certificate,
 )
 from outer.agreement.rules import Behind
 from outer.agreement.state_machine import RoundProtocol
 from tests.outer.explore import digest_after, ready_of
 from tests.outer.protocols import gathering, node
-from tests.outer.signers import FakeSigner, public_of, signed_yes
+from tests.outer.signers import FakeSigner, certify, public_of, signed_yes
 
 AHEAD = Status(round=5, tokens=500, digest="cc" * 8)
 
 
 def certificate_of(*names: str, status: Status = AHEAD) -> Certificate:
-    statement = Statement(
-        plan="0" * 32,
-        round=status.round - 1,
-        base="bb" * 8,
-        base_tokens=status.tokens - 20,
-        tokens=status.tokens,
-        digest=status.digest,
-        islands=sorted(names),
-        keys=[public_of(name) for name in sorted(names)],
-    )
-    return build_certificate(statement, {name: FakeSigner(name).sign(statement.text) for name in names})
+    return certify(status, {name: FakeSigner(name) for name in names})
 
 
 def holding(name: str, *others: str, **rules: object) -> RoundProtocol:

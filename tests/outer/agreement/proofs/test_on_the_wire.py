@@ -9,9 +9,8 @@ import pytest
 from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Status
 from outer.agreement.peers import Peers
-from outer.agreement.proofs.certificate import Proof, Statement, build_certificate
+from outer.agreement.proofs.certificate import Certificate, Proof
 from outer.agreement.proofs.claims import Claims
-from outer.agreement.proofs.signer import Signer
 from outer.agreement.proofs.witnesses import Witnesses
 from outer.agreement.rules import Rules
 from outer.agreement.running.driver import ProtocolDriver
@@ -28,27 +27,13 @@ from outer.transfer.donor_client import DonorClient, find_description
 from tests.outer.donors import NUM_PARTS, SPACE
 from tests.outer.membership.test_membership import wait_for
 from tests.outer.nets import Swarm, member, run, swarm
+from tests.outer.signers import certify
 
 KEY = RunKey(b"k" * 32)
 START = Status(round=0, tokens=0, digest="00" * 16)
 HELD = Status(round=3, tokens=300, digest="aa" * 16)
 MADE_UP = Status(round=9, tokens=9000, digest="bb" * 16)
 networks = pytest.mark.parametrize("kind", ["gloo", pytest.param("hivemind", marks=pytest.mark.slow)])
-
-
-def certify(status: Status, signers: dict[str, Signer]) -> Proof:
-    """The proof of a state that these islands have committed, or of one that they have agreed to invent."""
-    statement = Statement(
-        plan="0" * 32,
-        round=status.round - 1,
-        base="cc" * 16,
-        base_tokens=status.tokens - 20,
-        tokens=status.tokens,
-        digest=status.digest,
-        islands=sorted(signers),
-        keys=[signers[name].public for name in sorted(signers)],
-    )
-    return Proof(certificate=build_certificate(statement, {n: s.sign(statement.text) for n, s in signers.items()}))
 
 
 @dataclass
@@ -92,14 +77,15 @@ async def open_run(kind: str) -> AsyncIterator[tuple[Swarm, Honest, Honest, Netw
         a, b = await open_honest(place, "a"), await open_honest(place, "b")
         held = certify(HELD, {"a": a.network.signer, "b": b.network.signer})
         for island in (a, b):
-            island.knowledge.claims.restore(held)
+            island.knowledge.claims.restore(Proof(certificate=held))
             island.driver.protocol.update_status(HELD)
         liar, _ = await enter(place, "liar", MADE_UP)
         yield place, a, b, liar
 
 
-async def lie(liar: Network, proof: Proof, to: Honest) -> None:
+async def lie(liar: Network, certificate: Certificate, to: Honest) -> None:
     """Claim to be ahead, answer the question for a proof with this one, and give the state to whoever asks."""
+    proof = Proof(certificate=certificate)
     description = Description(
         digest=MADE_UP.digest,
         position=Position(round=MADE_UP.round, tokens=MADE_UP.tokens),
