@@ -26,8 +26,8 @@ from outer.agreement.rules import Behind, Rules
 from outer.agreement.state_machine import RoundProtocol
 from outer.errors import MessageError
 from outer.network.messages import Message
-from tests.outer.explore import START, digest_after, digest_of, has_no, ready_of
 from tests.outer.signers import FakeSigner, claims_of, public_of
+from tests.outer.world import START, digest_after, digest_of, has_no, ready_of
 
 LATE, OVER, PLANLESS = 4, 6, 3
 """Seconds until votes are late, until replies to a query are, and until a planner is passed over."""

@@ -4,8 +4,8 @@ from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Status
 from outer.agreement.rules import Rules
 from outer.agreement.state_machine import RoundProtocol
-from tests.outer.explore import START, ready_of
 from tests.outer.signers import claims_of
+from tests.outer.world import START, ready_of
 
 
 def node(name: str, others: str, **rules: object) -> RoundProtocol:

@@ -3,8 +3,8 @@
 from outer.agreement.messages import Plan, Status
 from outer.agreement.rules import Behind
 from outer.agreement.state_machine import RoundProtocol
-from tests.outer.explore import ready_of
 from tests.outer.protocols import gathering, node
+from tests.outer.world import ready_of
 
 
 def disbelieving(claim: Status) -> RoundProtocol:

@@ -9,8 +9,9 @@ from outer.agreement.running.grace import GraceTimer
 from outer.agreement.state_machine import RoundProtocol
 from outer.errors import MessageError
 from outer.network.deadlines import Deadlines
-from tests.outer.explore import START, Budget, World, agree, events, explore, forked, new_world, ready_of, walk
+from tests.outer.explore import agree, explore, forked, walk
 from tests.outer.signers import claims_of
+from tests.outer.world import START, Budget, World, events, new_world, ready_of
 
 LISTENERS = {"has_observers": True, "quorum": 1}
 WHOLE = {"2 islands, nothing wrong": ("ab", Budget())}

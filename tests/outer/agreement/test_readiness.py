@@ -5,8 +5,8 @@ import pytest
 from outer.agreement.messages import MAX_ATTEMPT, Plan, Status, Vote
 from outer.agreement.readiness import MAX_AHEAD
 from outer.errors import MessageError
-from tests.outer.explore import START, ready_of
 from tests.outer.protocols import gathering, node
+from tests.outer.world import START, ready_of
 
 FAR = MAX_ATTEMPT - 1
 

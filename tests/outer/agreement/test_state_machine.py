@@ -9,21 +9,10 @@ from outer.agreement.messages import Goodbye, OutcomeQuery, Plan, Status, Vote
 from outer.agreement.planner import TooFew
 from outer.agreement.rules import Behind
 from outer.errors import MessageError
-from tests.outer.explore import (
-    START,
-    Budget,
-    World,
-    agree,
-    digest_of,
-    events,
-    explore,
-    forked,
-    new_world,
-    ready_of,
-    walk,
-)
+from tests.outer.explore import agree, explore, forked, walk
 from tests.outer.protocols import gathering, node
 from tests.outer.signers import signed_yes
+from tests.outer.world import START, Budget, World, digest_of, events, new_world, ready_of
 
 ONCE = Budget(crashes=1, failed_reduces=1, dropped=1, duplicated=1, impatient=1)
 WHOLE = {

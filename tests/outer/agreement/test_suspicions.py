@@ -10,9 +10,9 @@ from outer.agreement.rules import Behind
 from outer.agreement.state_machine import RoundProtocol
 from outer.agreement.suspicions import MAX_AMNESTIES, MAX_DISSENTS, MAX_TIES
 from outer.errors import MessageError
-from tests.outer.explore import digest_of, ready_of
 from tests.outer.protocols import gathering, node
 from tests.outer.signers import public_of, signed_yes
+from tests.outer.world import digest_of, ready_of
 
 # -- accusations --------------------------------------------------------------------------------------------------
 

@@ -9,9 +9,9 @@ from outer.agreement.proofs.certificate import (
 )
 from outer.agreement.rules import Behind
 from outer.agreement.state_machine import RoundProtocol
-from tests.outer.explore import digest_after, ready_of
 from tests.outer.protocols import gathering, node
 from tests.outer.signers import FakeSigner, certify, public_of, signed_yes
+from tests.outer.world import digest_after, ready_of
 
 AHEAD = Status(round=5, tokens=500, digest="cc" * 8)
 
