@@ -19,8 +19,8 @@ from tests.outer.nets import member
 Saved = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
-def config(num_islands: int) -> OuterConfig:
-    return OuterConfig(start_islands=num_islands, transport="loopback", wait_seconds=GUARD_SECONDS)
+def config(num_islands: int, **changes: Any) -> OuterConfig:
+    return OuterConfig(start_islands=num_islands, transport="loopback", wait_seconds=GUARD_SECONDS, **changes)
 
 
 def run_and_save(names: str, rounds: dict[str, int]) -> dict[str, Saved]:
@@ -130,3 +130,30 @@ def test_a_joiner_goes_on_from_its_checkpoint_together_with_others_but_not_alone
         patch.setattr(agreed, "RESUME_SECONDS", 0.5)
         with pytest.raises(OuterError, match="this island joins a run"):
             run_islands({"a": joins}, config(2))
+
+
+@pytest.mark.parametrize(("has_proof", "entered_at"), [(True, 3), (False, 0)])
+def test_a_checkpoint_keeps_the_certificate_with_which_one_island_convinces_a_fresh_one(
+    has_proof: bool, entered_at: int
+) -> None:
+    tensors, facts = run_and_save("ab", {"a": 3, "b": 3})["a"]
+    facts = facts if has_proof else {name: value for name, value in facts.items() if name != "proof"}
+    has_begun, has_entered = threading.Event(), threading.Event()
+
+    def resumes(island: Island) -> int:
+        restore(island, (tensors, facts))
+        found = island.outer.begin().round
+        has_begun.set()
+        has_entered.wait(GUARD_SECONDS)
+        return found
+
+    def joins(island: Island) -> int:
+        has_begun.wait(GUARD_SECONDS)
+        found = island.outer.begin().round
+        has_entered.set()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreed, "RESUME_SECONDS", 0.5)  # The other island that was in the run does not come.
+        found = run_islands({"a": resumes, "c": joins}, config(1, quorum=2))
+    assert found == {"a": 3, "c": entered_at}
