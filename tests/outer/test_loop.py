@@ -253,7 +253,10 @@ def test_an_aborted_attempt_is_told_when_it_is_aborted_and_not_when_the_round_la
         return told
 
     found = run_islands(dict.fromkeys("ab", script), config(2), faults={"a": fails_in(0)})
-    assert list(found.values()) == [[(0, 0, True)]] * 2
+    for told in found.values():
+        # On a machine that stands still for seconds a further attempt may abort.
+        assert told
+        assert told == [(0, attempt, True) for attempt in range(len(told))]
 
 
 def test_an_island_that_missed_a_round_takes_the_state_and_goes_on() -> None:
