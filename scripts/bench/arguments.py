@@ -1,8 +1,11 @@
 """Command-line arguments that several benchmarks share."""
 
 import argparse
+import subprocess
+import sys
 from collections.abc import Callable, Collection
 
+CHECK_SECONDS = 120.0
 PLAIN = "outer.optimizer={lr: 1.0, momentum: 0.0, nesterov: false}"
 """Override that makes the outer step the plain mean of the islands' params, without outer momentum."""
 
@@ -23,3 +26,29 @@ def choices(allowed: Collection[str]) -> Callable[[str], list[str]]:
 def whole_numbers(text: str) -> list[int]:
     """Argparse type for a comma-separated list of whole numbers."""
     return [int(word) for word in text.split(",")]
+
+
+def add_torchft_python(parser: argparse.ArgumentParser) -> None:
+    """Add --torchft-python, whose value `require_torchft` checks when a contestant needs it."""
+    told = "python -m venv VENV; echo SITE > VENV/lib/python3.*/site-packages/diloco.pth; VENV/bin/pip install torchft"
+    parser.add_argument(
+        "--torchft-python",
+        default=sys.executable,
+        metavar="PATH",
+        help=f"Python with torchft, torch and what this project needs; default: this one. To make one: {told}, where "
+        f"SITE is the folder of this project's own packages, so that all contestants use the same torch",
+    )
+
+
+def require_torchft(parser: argparse.ArgumentParser, python: str) -> None:
+    """End the program with an error unless `python` can import torchft beside this project's packages."""
+    command = [python, "-c", "import torch, torchft, pydantic"]
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=CHECK_SECONDS)
+    except OSError as error:
+        parser.error(f"--torchft-python: got {python!r}, which does not start: {error}")
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        parser.error(
+            f"--torchft-python: got {python!r}, which cannot import torchft: {why}; --help says how to make one"
+        )

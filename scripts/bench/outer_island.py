@@ -1,9 +1,10 @@
 """One island of scripts/bench/outer.py. It reads commands, one JSON object per line, and answers each with one.
 
-{"do": "open", "what": ..., "seat": {...}}      -> {"bootstrap": [...], "address": ...}
+{"do": "open", "what": ..., "seat": {...}}      -> {"bootstrap": [...], "address": ..., "torch": ...}
 {"do": "connect", "addresses": [...]}           -> {}
-{"do": "prepare", "codec": ...}                 -> {}
-{"do": "reduce", "at": ..., "timeout": ...}     -> {"ended": ..., "sent_bytes": ..., "digest": ..., "flaw": ...}
+{"do": "prepare"}                               -> {}
+{"do": "run", "at": ..., "timeout": ...}        -> {"ended": ..., "cpu": ..., "sent_bytes": ..., "digest": ...,
+                                                    "flaw": ...}
 end of input, or an error (answered)            -> the process ends
 """
 
@@ -12,14 +13,38 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from diloco.watch.signals import end_with_parent
-from scripts.bench.contestants import BUILDERS, Contestant, IslandSpec, WrongResult
+from scripts.bench.contestants import Contestant, IslandSpec, WrongResult
+from scripts.bench.our_contestants import OurReduce, OurSync
+from scripts.bench.rival_contestants import Averager, PlainSync, Torch
 
 Message = dict[str, Any]
+
+
+def build_torchft(spec: IslandSpec) -> Contestant:
+    """Build torchft's contestant. Most Pythons do not have torchft."""
+    from scripts.bench.torchft_sync import TorchftSync
+
+    return TorchftSync(spec)
+
+
+BUILDERS: dict[str, Callable[[IslandSpec], Contestant]] = {
+    "torch": Torch,
+    "gloo": partial(OurReduce, "gloo"),
+    "hivemind": partial(OurReduce, "hivemind"),
+    "averager": Averager,
+    "plain-sync": PlainSync,
+    "torchft-sync": build_torchft,
+    "gloo-sync": partial(OurSync, "gloo"),
+    "hivemind-sync": partial(OurSync, "hivemind"),
+}
 
 
 class Island:
@@ -32,15 +57,16 @@ class Island:
         """Execute one command and return the reply."""
         if command["do"] == "open":
             self.contestant = BUILDERS[command["what"]](IslandSpec(**command["seat"]))
-            return {"bootstrap": self.contestant.bootstrap, "address": self.contestant.address}
+            opened = {"bootstrap": self.contestant.bootstrap, "address": self.contestant.address}
+            return opened | {"torch": torch.__version__}
         contestant = self.contestant
         assert contestant is not None, "open comes first"
         if command["do"] == "connect":
             contestant.connect(command["addresses"])
         elif command["do"] == "prepare":
-            contestant.prepare(command["codec"])
-        elif command["do"] == "reduce":
-            return _reduce(contestant, command)
+            contestant.prepare()
+        elif command["do"] == "run":
+            return _run(contestant, command)
         return {}
 
     def close(self) -> None:
@@ -70,18 +96,28 @@ def main() -> None:
         os._exit(0)
 
 
-def _reduce(contestant: Contestant, command: Message) -> Message:
-    before = contestant.sent_bytes()
+def _run(contestant: Contestant, command: Message) -> Message:
     # All processes share the machine's monotonic clock, so all islands start together.
     time.sleep(max(command["at"] - time.monotonic(), 0.0))
-    contestant.reduce(command["timeout"])
-    ended = time.monotonic()
+    before, cpu = contestant.sent_bytes(), cpu_seconds()
+    contestant.run(command["timeout"])
+    reply = {"ended": time.monotonic(), "cpu": cpu_seconds() - cpu}
     after = contestant.sent_bytes()
-    sent = None if before is None or after is None else after - before
+    reply |= {"sent_bytes": None if before is None or after is None else after - before, "flaw": ""}
     try:
-        return {"ended": ended, "sent_bytes": sent, "digest": contestant.digest(), "flaw": ""}
+        return reply | {"digest": contestant.digest()}
     except WrongResult as error:
-        return {"ended": ended, "sent_bytes": sent, "digest": "", "flaw": str(error)}
+        return reply | {"digest": "", "flaw": str(error)}
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process and its children, such as a libp2p daemon, so far."""
+    seconds, ticks = time.process_time(), 0
+    for path in Path("/proc/self/task").glob("*/children"):
+        for pid in path.read_text().split():
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return seconds + ticks / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":
