@@ -73,7 +73,7 @@ class SelfInflicted:
 
     def reached(self, phase: "Phase", round_number: int) -> None:
         """Kill or stop this process if a fault is due: in its round, or in the first later round with this phase."""
-        for fault in self._faults:
+        for fault in [*self._faults, *self._requested()]:
             is_here = fault.phase == phase and fault.round is not None and round_number >= fault.round
             # The claim outlives the process, so an island that is started again does not repeat the fault.
             if is_here and self._rank == 0 and claim(self._folder, fault):

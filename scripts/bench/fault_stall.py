@@ -10,7 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
+from diloco.faults.self_inflicted import request_fault
+from diloco.faults.spec import parse_fault
 from tests.faults.forked import POLL_SECONDS, RecordReader, open_forked_swarm, process_tree, train_at_pace
 from tests.swarm import Island, Swarm
 
@@ -21,6 +24,8 @@ QUIET_ROUNDS = 3
 """Rounds of all islands between two kills, after the round in which the killed island is back."""
 GUARD_SECONDS = 120.0
 FREEZE_SECONDS = 20.0
+Moment = Literal["any", "reduce"]
+"""When an island is killed: at a random moment of a round, or in the reduce, when the first mean has reached it."""
 
 
 class FaultBenchError(Exception):
@@ -85,6 +90,12 @@ class StallBench:
         self.islands[index].wait(10)
         self.islands[index] = self._made.start(index, train_at_pace(STEP_SECONDS))
 
+    def stop_in_reduce(self, index: int, round_number: int) -> None:
+        """Wait until the island stands still in the reduce of the round, so that all of its processes can be killed."""
+        island = self.islands[index]
+        request_fault(island.folder, parse_fault(f"freeze:{index}@round={round_number},phase=reducing"))
+        self.until(lambda: island.is_stopped, "the reduce of a round")
+
     def until(self, is_so: Callable[[], bool], what: str) -> None:
         """Read the islands' records until `is_so()` is true. Raises FaultBenchError."""
         deadline = time.monotonic() + GUARD_SECONDS
@@ -128,8 +139,8 @@ def open_bench(transport: str) -> Iterator[StallBench]:
         yield running
 
 
-def measure_stall(transport: str, kills: int, seed: int, *, with_daemon: bool) -> Stall:
-    """Kill an island at a random moment of a round `kills` times, with or without its libp2p daemon."""
+def measure_stall(transport: str, kills: int, seed: int, moment: Moment, *, with_daemon: bool) -> Stall:
+    """Kill an island at this moment of a round `kills` times, with or without its libp2p daemon."""
     draw = random.Random(seed)
     result = Stall(Timing(), Timing(), 0)
     num_void = 0
@@ -141,7 +152,10 @@ def measure_stall(transport: str, kills: int, seed: int, *, with_daemon: bool) -
             for number in range(returned + 1, last + 1):
                 result.quiet.add(running.watches, number)
             victim = draw.randrange(NUM_ISLANDS)
-            time.sleep(draw.uniform(0.05, 0.85) * median(result.quiet.rounds))
+            if moment == "any":
+                time.sleep(draw.uniform(0.05, 0.85) * median(result.quiet.rounds))
+            else:
+                running.stop_in_reduce(victim, last + 1)
             kill(running.islands[victim], with_daemon=with_daemon)
             survivors = [watch for i, watch in enumerate(running.watches) if i != victim]
             running.until(lambda s=survivors, n=last + 1: all(w.last >= n for w in s), "the round after a kill")

@@ -1,11 +1,13 @@
 """The cost of faults for a run: stalls, freezes, joins and storms, with real processes on this machine.
 
     python scripts/bench/faults.py [stall] [freeze] [join] [storm] [--transports gloo,hivemind]
-        [--kills 10] [--faults 50] [--params 25e6] [--seed 0] [--json FILE]
+        [--moments any,reduce] [--kills 10] [--faults 50] [--params 25e6] [--seed 0] [--json FILE]
 
-stall   One of 4 islands is killed at a random moment of a round. The stall is the survivors' next round, from commit
-        to commit, minus the median quiet round; nothing else is subtracted. Over hivemind the island is killed alone
-        and with its libp2p daemon, as when its machine dies. "noise" is the same difference without a kill.
+stall   One of 4 islands is killed, at a random moment of a round or in the middle of its reduce, when the first mean
+        has arrived. The stall is the survivors' next round, from commit to commit, minus the median quiet round;
+        nothing else is subtracted, so a kill in the reduce costs a second reduce, too. Over hivemind the island is
+        killed alone and with its libp2p daemon, as when its machine dies. "noise" is the same difference without a
+        kill.
 freeze  One of 4 islands is frozen for 20 s: when the others commit next, and when it is back in a committed round.
 join    A new island takes the state of 4 islands on links of 100 Mbit/s (needs root), then three do so at once.
 storm   Seeded faults of mixed kinds over 5 islands: how much is committed, and how much work is lost.
@@ -23,14 +25,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 # Run as a script, this folder would come first on the path, and `outer` would be a file here instead of the package.
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from scripts.bench.arguments import choices  # noqa: E402
 from scripts.bench.fault_join import Join, measure_joins  # noqa: E402
-from scripts.bench.fault_stall import FaultBenchError, Stall, measure_freeze, measure_stall  # noqa: E402
+from scripts.bench.fault_stall import FaultBenchError, Moment, Stall, measure_freeze, measure_stall  # noqa: E402
 from tests.faults.storm import StormSettings, run_storm  # noqa: E402
 
 TRANSPORTS = ("gloo", "hivemind")
@@ -41,12 +43,13 @@ Figures = dict[str, Any]
 
 
 def show_stall(transport: str, args: argparse.Namespace) -> Figures:
-    """Measure and print the stall; over hivemind both with and without the daemon."""
+    """Measure and print the stall by moment of the kill; over hivemind both with and without the daemon."""
     figures: Figures = {}
     for how in ("process", "process and daemon") if transport == "hivemind" else ("process",):
-        stall = measure_stall(transport, args.kills, args.seed, with_daemon=how != "process")
-        figures[how] = asdict(stall)
-        _print_stall(f"stall   {transport:<9}{how:<19}", stall, TARGETS[transport])
+        for moment in args.moments:
+            stall = measure_stall(transport, args.kills, args.seed, moment, with_daemon=how != "process")
+            figures[f"{how}, {moment}"] = asdict(stall)
+            _print_stall(f"stall   {transport:<9}{how:<19}{moment:<7}", stall, TARGETS[transport])
     return figures
 
 
@@ -55,8 +58,8 @@ def _print_stall(begin: str, stall: Stall, target: float) -> None:
     usual, middle, noise = median(quiet.rounds), median(stall.stalls), stall.noise
     indent = " " * len(begin)
     print(
-        f"{begin}median {middle:+.3f} s (target {target}), {middle / usual:+.1%} of a round of {usual:.2f} s; "
-        f"max {max(stall.stalls):+.3f} s; {len(stall.stalls)} kills"
+        f"{begin}median {middle:+.3f} s (target {target}), {middle / usual:+.1%} of a round of {usual:.2f} s, of which "
+        f"the reduce takes {median(quiet.reduces):.3f} s; max {max(stall.stalls):+.3f} s; {len(stall.stalls)} kills"
         + (f", {stall.num_void} more came too late" if stall.num_void else "")
     )
     print(f"{indent}noise: median {median(noise):+.3f} s, max {max(noise):+.3f} s; {len(noise)} rounds without a kill")
@@ -134,6 +137,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figures", nargs="*", metavar="FIGURE", help=f"any of {', '.join(FIGURES)}; default: all")
     parser.add_argument("--transports", type=choices(TRANSPORTS), default=list(TRANSPORTS))
+    moments = "when islands are killed in stall: at a random moment of a round, in the reduce"
+    parser.add_argument("--moments", type=choices(get_args(Moment)), default=list(get_args(Moment)), help=moments)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--faults", type=int, default=50, help="number of faults of the storm")
     parser.add_argument(

@@ -1,10 +1,13 @@
 """Wall clock to a fixed held-out loss on slow links: data-parallel training, DiLoCo, and DiLoCo sent in few bits.
 
     python -m scripts.bench.wallclock [--rows data-parallel,diloco] [--seeds 0,1] [--loss 2.35] [--plot FILE.png]
+    python -m scripts.bench.wallclock --torchft-python PATH --seeds 0,1,2,3,4 \\
+        --rows data-parallel,torchft,torchft-streaming,diloco,diloco-int4,streaming-fp32,streaming
 
 Four machines, each a network namespace with a link of its own (needs root), train the quickstart's model on its text:
-either data-parallel as one island of four ranks, whose gradients gloo all-reduces over the links in every step, or as
-four islands of one rank. All rows train on 4 x 1024 tokens per step with the same seed, learning rates and held-out
+either data-parallel, with gradients that gloo all-reduces over the links in every step, or as four islands of one rank.
+The rivals are torch's DistributedDataParallel and, where --torchft-python has it, torchft's DiLoCo; their loop is
+wallclock_machine.py. All rows train on 4 x 1024 tokens per step with the same seed, learning rates and held-out
 text, and are evaluated after the same steps. Islands and ranks share this machine's cores for all of their work. The
 clock runs from the first inner step and counts everything after it.
 
@@ -24,9 +27,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from scripts.bench.arguments import PLAIN, choices, whole_numbers
+from scripts.bench.arguments import PLAIN, add_torchft_python, choices, require_torchft, whole_numbers
 from scripts.bench.results import Results
-from scripts.bench.wallclock_runs import WallclockResult, WallclockRun, run_data_parallel, run_islands, seconds_to
+from scripts.bench.wallclock_runs import (
+    WallclockResult,
+    WallclockRun,
+    run_data_parallel,
+    run_islands,
+    run_rival,
+    seconds_to,
+)
 
 SHARED = (
     "optimizer.tokens_per_step=1024",
@@ -36,6 +46,7 @@ SHARED = (
 )
 """Overrides of every row: an island's share of a step, and how held-out loss is measured."""
 DATA_PARALLEL = "data-parallel"
+TORCHFT = "torchft"
 STEPS = 10
 """Inner steps in one unit of --rounds. Held-out loss is measured after every second unit."""
 
@@ -50,13 +61,24 @@ class Method:
     inner_steps: int = STEPS
     """Inner steps from one average of a parameter to the next; a divisor of STEPS."""
     is_data_parallel: bool = False
+    rival: str = ""
+    """The kind of rival in wallclock_machine.py; "" for our own training."""
 
 
 ROWS = {
     # It uses only the model, the text, the inner optimizer and the number of steps of the config.
-    DATA_PARALLEL: Method("data-parallel, AdamW, all-reduce in every step", "fedavg", is_data_parallel=True),
-    "data-parallel-muon": Method("data-parallel, Muon, all-reduce in every step", "muloco", is_data_parallel=True),
+    DATA_PARALLEL: Method("data-parallel, AdamW, torch's DDP", "fedavg", is_data_parallel=True, rival="ddp"),
+    "data-parallel-ours": Method("data-parallel, AdamW, our trainer", "fedavg", is_data_parallel=True),
+    "data-parallel-muon": Method("data-parallel, Muon, our trainer", "muloco", is_data_parallel=True),
+    TORCHFT: Method("torchft DiLoCo, plain mean every 10 steps, fp32", "fedavg", rival="torchft"),
+    "torchft-streaming": Method(
+        "torchft streaming, 5 fragments, delay 1, fp32", "streaming-diloco", (PLAIN,), rival="torchft-streaming"
+    ),
     "diloco": Method("DiLoCo, plain mean every 10 steps, fp32", "fedavg"),
+    "diloco-int4": Method("DiLoCo, plain mean every 10 steps, int4", "fedavg", ("outer.codec=int4",)),
+    "streaming-fp32": Method(
+        "Streaming DiLoCo, 5 fragments, delay 1, fp32", "streaming-diloco", (PLAIN, "outer.codec=fp32")
+    ),
     "streaming": Method(
         "Streaming DiLoCo, 5 fragments, delay 1, int4", "streaming-diloco", (PLAIN, "outer.codec=int4")
     ),
@@ -81,7 +103,7 @@ def main() -> None:
     for run in wanted:
         if (run.row, run.settings) in finished:
             continue
-        result = run_data_parallel(run) if ROWS[run.row].is_data_parallel else run_islands(run)
+        result = make_run(run, args.torchft_python)
         if result is None:
             sys.exit(f"{run.row} failed with seed {run.seed}; its last lines are above")
         results.add(result)
@@ -94,6 +116,13 @@ def main() -> None:
     print(f"{time.monotonic() - started_at:.0f} s in all, on {os.cpu_count()} cores that the machines share")
     if args.plot is not None:
         draw_plot(found, args)
+
+
+def make_run(run: WallclockRun, torchft_python: str) -> WallclockResult | None:
+    """Make one run. On failure, print the last lines to stderr and return None."""
+    if run.rival:
+        return run_rival(run, torchft_python if run.rival.startswith(TORCHFT) else sys.executable)
+    return run_data_parallel(run) if ROWS[run.row].is_data_parallel else run_islands(run)
 
 
 def _arguments() -> argparse.Namespace:
@@ -110,8 +139,12 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/wallclock"), help="FOLDER; default: runs/wallclock")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot of held-out loss against seconds")
+    add_torchft_python(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides for every row")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if any(ROWS[name].rival.startswith(TORCHFT) for name in args.rows):
+        require_torchft(parser, args.torchft_python)
+    return args
 
 
 def build_run(name: str, seed: int, args: argparse.Namespace) -> WallclockRun:
@@ -120,7 +153,7 @@ def build_run(name: str, seed: int, args: argparse.Namespace) -> WallclockRun:
     often = STEPS // row.inner_steps
     size = f"outer.inner_steps={row.inner_steps}", f"outer.rounds={args.rounds * often}"
     changes = f"seed={seed}", *size, f"evaluate.every_rounds={2 * often}", *SHARED, *row.changes, *args.overrides
-    return WallclockRun(name, seed, args.link, (f"configs/methods/{row.config}.yaml", *changes))
+    return WallclockRun(name, seed, args.link, (f"configs/methods/{row.config}.yaml", *changes), row.rival)
 
 
 # -- table -------------------------------------------------------------------------------------------------------
@@ -129,21 +162,23 @@ def build_run(name: str, seed: int, args: argparse.Namespace) -> WallclockRun:
 def print_table(results: Sequence[WallclockResult], args: argparse.Namespace) -> None:
     """Print a line for each row, averaged over the seeds."""
     compute = min((r.step_seconds for r in results if not ROWS[r.row].is_data_parallel), default=None)
-    theirs = mean_seconds([r for r in results if r.row == DATA_PARALLEL], args.loss)
-    print(f"{'':<47}{f's to {args.loss:g}':>11}{'ratio':>7}{'last loss':>11}{'step s':>8}{'network':>9}{'MB sent':>9}")
+    rivals = [mean_seconds([r for r in results if r.row == name], args.loss) for name in (DATA_PARALLEL, TORCHFT)]
+    columns = f"{'x DDP':>8}{'x torchft':>10}{'last loss':>11}{'step s':>8}{'network':>9}{'MB sent':>9}"
+    print(f"{'':<47}{f's to {args.loss:g}':>11}{columns}")
     for name in args.rows:
         found = [result for result in results if result.row == name]
         ours = mean_seconds(found, args.loss)
-        ratio = f"{theirs / ours:.2f}x" if ours and theirs else "-"
+        ratios = [f"{theirs / ours:.2f}" if ours and theirs else "-" for theirs in rivals]
         shares = [share for r in found if (share := network_share(r, compute)) is not None]
         print(
-            f"{ROWS[name].label:<47}{'never' if ours is None else f'{ours:.1f}':>11}{ratio:>7}"
+            f"{ROWS[name].label:<47}{'never' if ours is None else f'{ours:.1f}':>11}{ratios[0]:>8}{ratios[1]:>10}"
             f"{mean(r.curve[-1][1] for r in found):>11.4f}{mean(r.step_seconds for r in found):>8.3f}"
             f"{f'{mean(shares):.0%}' if shares else '-':>9}{mean(r.sent_bytes for r in found) / 1e6:>9.1f}"
         )
         for result in found if len(found) > 1 else []:
             seconds = seconds_to(result.curve, args.loss)
             print(f"    {'never' if seconds is None else f'{seconds:.1f} s'}: seed {result.seed}")
+    print("x DDP, x torchft: how many times as fast as these rows to the loss")
     print(
         "network: share of the run's time that was neither compute nor evaluation; MB sent: by a machine in the whole"
     )

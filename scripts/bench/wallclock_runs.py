@@ -3,8 +3,9 @@
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
@@ -22,6 +23,9 @@ REPLICAS = f"island.mesh={{dp_replicate: {MACHINES}, dp_shard: 1}}"
 """Every rank holds the whole model, and gradients are all-reduced."""
 LOG_LINES = 30
 POLL_SECONDS = 0.1
+GLOO_ENV = {"GLOO_SOCKET_IFNAME": "eth0"}
+StartMachine = Callable[[Sequence[Namespace], int, Sequence[str], Path], Child]
+"""(namespaces of all machines, number of this one, config and overrides, folder of the run) -> its process."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,13 @@ class WallclockRun:
     seed: int
     link: str
     arguments: tuple[str, ...]
+    rival: str = ""
+    """The kind of rival, for scripts/bench/wallclock_machine.py; "" for our own training."""
 
     @property
     def settings(self) -> str:
         """Settings that distinguish it from other runs of its row."""
-        return " ".join([self.link, *self.arguments])
+        return " ".join([self.link, *filter(None, [self.rival]), *self.arguments])
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,16 @@ def run_islands(run: WallclockRun) -> WallclockResult | None:
 
 def run_data_parallel(run: WallclockRun) -> WallclockResult | None:
     """Run one island of four ranks, each on its own link. On failure, print the last lines and return None."""
+    return run_machines(run, start_rank)
+
+
+def run_rival(run: WallclockRun, python: str) -> WallclockResult | None:
+    """Run a rival, which this Python can import, on four machines. On failure, print the last lines and return None."""
+    return run_machines(run, partial(start_rival, run.rival, python))
+
+
+def run_machines(run: WallclockRun, start_one: StartMachine) -> WallclockResult | None:
+    """Run four machines that `start_one` starts. On failure, print the last lines and return None."""
     load = os.getloadavg()[0]
     with (
         TemporaryDirectory(prefix="wallclock-") as name,
@@ -84,14 +100,16 @@ def run_data_parallel(run: WallclockRun) -> WallclockResult | None:
         folder, ranks = Path(name), []
         try:
             for number in range(MACHINES):
-                ranks.append(start_rank(namespaces, number, run.arguments, folder))
+                ranks.append(start_one(namespaces, number, run.arguments, folder))
             if not wait_for_ranks(ranks):
                 print(*(f"{rank.name}:\n{rank.log_tail(LOG_LINES)}" for rank in ranks), sep="\n", file=sys.stderr)
                 return None
         finally:
             stop(ranks)
         sent = mean(sent_bytes(namespace) for namespace in namespaces)
-        return build_result(run, [read_island(folder / "run" / BASELINE)], sent, load)
+        baseline = folder / "run" / BASELINE
+        machines = [read_island(baseline)] if baseline.exists() else read_run(folder / "run").islands
+        return build_result(run, machines, sent, load)
 
 
 def start_rank(namespaces: Sequence[Namespace], number: int, arguments: Sequence[str], folder: Path) -> Child:
@@ -101,7 +119,18 @@ def start_rank(namespaces: Sequence[Namespace], number: int, arguments: Sequence
     own = ["name=run", f"island.run_dir={folder}", REPLICAS, "--islands", str(MACHINES), "--ranks", str(MACHINES)]
     command = [sys.executable, "-m", "torch.distributed.run", *nodes, *meeting, "-m", "diloco", "baseline"]
     inside = namespaces[number].command(*command, *arguments, *own)
-    return start(f"rank {number}", inside, folder / f"rank-{number}.txt", {"GLOO_SOCKET_IFNAME": "eth0"})
+    return start(f"rank {number}", inside, folder / f"rank-{number}.txt", GLOO_ENV)
+
+
+def start_rival(
+    kind: str, python: str, namespaces: Sequence[Namespace], number: int, arguments: Sequence[str], folder: Path
+) -> Child:
+    """Start one machine of a rival in its namespace."""
+    env = {"RANK": str(number), "WORLD_SIZE": str(MACHINES), "HOST": namespaces[number].host}
+    env |= {"MASTER_ADDR": namespaces[0].host, "MASTER_PORT": str(PORT)}
+    words = [kind, *arguments, "name=run", f"island.run_dir={folder}"]
+    inside = namespaces[number].command(python, "-m", "scripts.bench.wallclock_machine", *words)
+    return start(f"machine {number}", inside, folder / f"machine-{number}.txt", GLOO_ENV | env)
 
 
 def wait_for_ranks(ranks: Sequence[Child]) -> bool:

@@ -57,19 +57,17 @@ def test_params_that_were_not_synchronised_are_a_wrong_result():
 def test_each_synchronisation_is_timed_and_gives_the_state_that_plain_torch_gives(tmp_path: Path):
     """A result that differs from plain torch's, or between the islands, would make its row a failure."""
     command = [sys.executable, "scripts/bench/outer.py", "--params", "3e5", "--links", "loopback", "--islands", "2"]
-    command += ["--what", "gloo,plain-sync,gloo-sync", "--codecs", "fp32,int4", "--repeats", "2"]
+    command += ["--what", "plain-sync,gloo-sync", "--codecs", "fp32,int4", "--repeats", "1"]
     done = subprocess.run(
         [*command, "--json", str(tmp_path / "rows.json")], cwd=ROOT, capture_output=True, text=True, timeout=RUN_SECONDS
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())
     names = [(row["what"], row["codec"]) for row in rows]
-    ours = [(what, codec) for what in ("gloo", "gloo-sync") for codec in ("fp32", "int4")]
-    assert sorted(names) == sorted([*ours, ("plain-sync", "fp32")])
+    assert names == [("plain-sync", "fp32"), ("gloo-sync", "fp32"), ("gloo-sync", "int4")]
     for row in rows:
-        assert row["failure"] == "" and row["flaws"] == [] and len(row["seconds"]) == 2, row
-    by_name = dict(zip(names, rows, strict=True))
-    assert by_name["gloo", "int4"]["counted_bytes"][0] < 0.2 * by_name["gloo", "fp32"]["counted_bytes"][0]
+        assert row["failure"] == "" and row["flaws"] == [] and len(row["seconds"]) == 1, row
+    assert rows[2]["counted_bytes"][0] < 0.2 * rows[1]["counted_bytes"][0], "int4 against fp32"
     assert "x torchft" in done.stdout
 
 

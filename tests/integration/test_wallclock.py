@@ -7,12 +7,25 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
+from diloco.assemble import build_trainer
+from diloco.config.schema import Config
 from diloco.network_emulation.namespaces import PREFIX
-from diloco.records.metrics import EvalRecord
+from diloco.records.metrics import EvalRecord, Metrics, Record
 from diloco.records.run_folder import IslandRecords
+from diloco.runtime.corpus import load_corpus
+from diloco.train import train_data_parallel
+from inner.config import MeshConfig
+from scripts.bench.wallclock_machine import train
+from scripts.bench.wallclock_rivals import GlobalParams, Machine, Rival, build_fragments
 from scripts.bench.wallclock_runs import build_curve, seconds_to
-from tests.swarm import TEXT
+from tests.harness import run_ranks
+from tests.inner.small import SIZES, build_model
+from tests.swarm import TEXT, Swarm
 
 ROOT = Path(__file__).parents[2]
 RUN_SECONDS = 800
@@ -36,6 +49,68 @@ def test_a_loss_counts_when_the_last_machine_has_measured_it_and_an_untrained_mo
     fast = IslandRecords("island-0", evals=[record(0, 5.5, 99.0), record(2, 3.0, 108.0), record(4, 2.0, 116.0)])
     slow = IslandRecords("island-1", evals=[record(0, 5.5, 101.0), record(2, 3.0, 109.0), record(4, 2.0, 115.0)])
     assert build_curve([fast, slow], 100.0) == [(9.0, 3.0), (16.0, 2.0)]
+
+
+def test_the_loop_of_the_rivals_trains_what_our_trainer_trains(tmp_path: Path):
+    """Two ranks with DistributedDataParallel, each step in four micro-batches, beside two replicas of our trainer."""
+    config = Swarm(tmp_path, ["outer.rounds=2"], [{}, {}], "").config
+    load_corpus(config.run, config.for_island(0))
+    for losses, difference in run_ranks(train_both, 2, config):
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 1
+        assert difference < 1e-5
+
+
+def train_both(rank: int, config: Config) -> tuple[list[list[float]], float]:
+    """Held-out losses of both, and the largest difference between their params."""
+    machine = Machine(config.run, config.for_island(0), rank, 2)
+    model = DistributedDataParallel(machine.model)
+    theirs, ours = Losses(), Losses()
+    train(machine, Rival(model, no_sync=model.no_sync, is_data_parallel=True), Metrics(Path(os.devnull), [theirs]))
+    island = config.for_island(0).model_copy(update={"ranks": 2, "mesh": MeshConfig(dp_replicate=2, dp_shard=1)})
+    trainer = build_trainer(config.run, island, machine.corpus, "cpu", num_islands=2)
+    metrics = Metrics(Path(os.devnull), [ours])
+    train_data_parallel(config.run, island, machine.corpus, trainer, 2, metrics)
+    found = dict(machine.model.named_parameters())
+    pairs = [(trainer.params.read(i), found[held.name]) for i, held in enumerate(trainer.params.slices)]
+    return [theirs.held_out, ours.held_out], max(
+        (mine - other.view_as(mine)).abs().max().item() for mine, other in pairs
+    )
+
+
+class Losses:
+    """A sink that keeps held-out losses."""
+
+    def __init__(self) -> None:
+        self.held_out: list[float] = []
+
+    def write(self, record: Record) -> None:
+        if isinstance(record, EvalRecord) and record.loss is not None:
+            self.held_out.append(record.loss)
+
+    def close(self) -> None: ...
+
+
+def test_the_fragments_of_a_rival_cover_each_parameter_once():
+    model = build_model()
+    names = [name for fragment in build_fragments(model) for name, _ in fragment.named_parameters()]
+    params = [param for fragment in build_fragments(model) for param in fragment.parameters()]
+    assert len(build_fragments(model)) == SIZES.num_layers + 1 and len(names) == len(params)
+    assert sorted(map(id, params)) == sorted(map(id, model.parameters()))
+
+
+def test_a_rival_is_evaluated_with_the_params_after_the_last_outer_step_and_goes_on_with_its_own():
+    model = nn.Linear(2, 1, bias=False)
+    outer = SGD(model.parameters(), lr=1.0)
+    shared = GlobalParams(model, [outer])
+    model.weight.grad = torch.ones_like(model.weight)
+    outer.step()
+    agreed = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight += 5
+    local = model.weight.detach().clone()
+    with shared.applied():
+        assert torch.equal(model.weight, agreed)
+    assert torch.equal(model.weight, local)
 
 
 def bench(folder: Path) -> str:

@@ -137,11 +137,11 @@ def test_a_burst_of_slowness_ends_after_its_seconds(tmp_path):
     assert hooks.slowness() == 2.0
 
 
-def reach_in_child(folder: Path, spec: str, rank: int, round_number: int) -> int:
+def reach_in_child(folder: Path, specs: list[str], rank: int, round_number: int) -> int:
     """Run all phases of a round in a child process and return its exit code."""
     pid = os.fork()
     if pid == 0:
-        hooks = build_hooks([spec], 1, rank, folder)
+        hooks = build_hooks(specs, 1, rank, folder)
         for phase in PHASES:
             hooks.reached(phase, round_number)
         os._exit(0)
@@ -150,10 +150,10 @@ def reach_in_child(folder: Path, spec: str, rank: int, round_number: int) -> int
 
 def test_an_island_kills_itself_at_its_phase_once_over_all_its_lives(tmp_path):
     spec = "kill:1@round=3,phase=decide"
-    assert reach_in_child(tmp_path, spec, 0, 2) == 0, "not before its round"
-    assert reach_in_child(tmp_path, spec, 1, 3) == 0, "rank 0 does it"
-    assert reach_in_child(tmp_path, spec, 0, 4) == -signal.SIGKILL, "at the first round from then on"
-    assert reach_in_child(tmp_path, spec, 0, 4) == 0, "not again after a restart"
+    assert reach_in_child(tmp_path, [spec], 0, 2) == 0, "not before its round"
+    assert reach_in_child(tmp_path, [spec], 1, 3) == 0, "rank 0 does it"
+    assert reach_in_child(tmp_path, [spec], 0, 4) == -signal.SIGKILL, "at the first round from then on"
+    assert reach_in_child(tmp_path, [spec], 0, 4) == 0, "not again after a restart"
 
 
 def test_an_island_freezes_itself_until_it_is_woken(tmp_path):
@@ -211,3 +211,11 @@ def test_a_fault_names_a_process_that_there_will_be(text, says):
     check_processes([parse_fault("kill:1@round=2,process=rank1")], [1, 2], has_daemon=False)
     with pytest.raises(ConfigError, match=says):
         check_processes([parse_fault(text)], [1, 2], has_daemon=False)
+
+
+def test_a_kill_at_a_phase_may_be_requested_of_an_island_that_runs(tmp_path):
+    (tmp_path / FAULTS_FOLDER).mkdir()
+    request_fault(tmp_path, parse_fault("kill:1@round=3,phase=reducing"))
+    assert reach_in_child(tmp_path, [], 0, 2) == 0, "not before its round"
+    assert reach_in_child(tmp_path, [], 0, 3) == -signal.SIGKILL
+    assert reach_in_child(tmp_path, [], 0, 3) == 0, "not again after a restart"
