@@ -111,13 +111,19 @@ def _run(contestant: Contestant, command: Message) -> Message:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and its children, such as a libp2p daemon, so far."""
-    seconds, ticks = time.process_time(), 0
-    for path in Path("/proc/self/task").glob("*/children"):
-        for pid in path.read_text().split():
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-    return seconds + ticks / os.sysconf("SC_CLK_TCK")
+    """CPU seconds of this process and of those that it has started, such as a libp2p daemon, so far."""
+    ticks = 0
+    for pid in descendants(os.getpid()):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def descendants(pid: int) -> list[int]:
+    """Pids of the processes that this one has started, and of those that they have started."""
+    lists = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    children = [int(word) for words in lists for word in words]
+    return children + [below for child in children for below in descendants(child)]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import median
 
 from scripts.bench.arguments import PLAIN, add_torchft_python, choices, require_torchft, whole_numbers
 from scripts.bench.results import Results
@@ -160,20 +160,20 @@ def build_run(name: str, seed: int, args: argparse.Namespace) -> WallclockRun:
 
 
 def print_table(results: Sequence[WallclockResult], args: argparse.Namespace) -> None:
-    """Print a line for each row, averaged over the seeds."""
+    """Print a line for each row, with medians over the seeds."""
     compute = min((r.step_seconds for r in results if not ROWS[r.row].is_data_parallel), default=None)
-    rivals = [mean_seconds([r for r in results if r.row == name], args.loss) for name in (DATA_PARALLEL, TORCHFT)]
+    rivals = [median_seconds([r for r in results if r.row == name], args.loss) for name in (DATA_PARALLEL, TORCHFT)]
     columns = f"{'x DDP':>8}{'x torchft':>10}{'last loss':>11}{'step s':>8}{'network':>9}{'MB sent':>9}"
     print(f"{'':<47}{f's to {args.loss:g}':>11}{columns}")
     for name in args.rows:
         found = [result for result in results if result.row == name]
-        ours = mean_seconds(found, args.loss)
+        ours = median_seconds(found, args.loss)
         ratios = [f"{theirs / ours:.2f}" if ours and theirs else "-" for theirs in rivals]
         shares = [share for r in found if (share := network_share(r, compute)) is not None]
         print(
             f"{ROWS[name].label:<47}{'never' if ours is None else f'{ours:.1f}':>11}{ratios[0]:>8}{ratios[1]:>10}"
-            f"{mean(r.curve[-1][1] for r in found):>11.4f}{mean(r.step_seconds for r in found):>8.3f}"
-            f"{f'{mean(shares):.0%}' if shares else '-':>9}{mean(r.sent_bytes for r in found) / 1e6:>9.1f}"
+            f"{median(r.curve[-1][1] for r in found):>11.4f}{median(r.step_seconds for r in found):>8.3f}"
+            f"{f'{median(shares):.0%}' if shares else '-':>9}{median(r.sent_bytes for r in found) / 1e6:>9.1f}"
         )
         for result in found if len(found) > 1 else []:
             seconds = seconds_to(result.curve, args.loss)
@@ -185,11 +185,11 @@ def print_table(results: Sequence[WallclockResult], args: argparse.Namespace) ->
     print(f"run, on the wire. Load before each run: {' '.join(f'{r.load:.1f}' for r in results)}")
 
 
-def mean_seconds(results: Sequence[WallclockResult], loss: float) -> float | None:
-    """Mean seconds to the loss. None if there are no runs or one never reaches it."""
+def median_seconds(results: Sequence[WallclockResult], loss: float) -> float | None:
+    """Median seconds to the loss. None if there are no runs or one never reaches it."""
     seconds = [seconds_to(result.curve, loss) for result in results]
     reached = [s for s in seconds if s is not None]
-    return mean(reached) if reached and len(reached) == len(seconds) else None
+    return median(reached) if reached and len(reached) == len(seconds) else None
 
 
 def network_share(result: WallclockResult, compute: float | None) -> float | None:
@@ -219,7 +219,7 @@ def draw_plot(results: Sequence[WallclockResult], args: argparse.Namespace) -> N
         axes.axhline(args.loss, color=INK, linestyle=":", linewidth=1.2)
         for name in args.rows:
             found = [result for result in results if result.row == name]
-            seconds = mean_seconds(found, args.loss)
+            seconds = median_seconds(found, args.loss)
             label = f"{ROWS[name].label}: {'never' if seconds is None else f'{seconds:.0f} s'}"
             for result in found:
                 axes.plot(*zip(*result.curve, strict=True), color=colors[name], linewidth=2.2, label=label)
