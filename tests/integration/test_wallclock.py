@@ -55,26 +55,20 @@ def test_the_loop_of_the_rivals_trains_what_our_trainer_trains(tmp_path: Path):
     """Two ranks with DistributedDataParallel, each step in four micro-batches, beside two replicas of our trainer."""
     config = Swarm(tmp_path, ["outer.rounds=2"], [{}, {}], "").config
     load_corpus(config.run, config.for_island(0))
-    for losses, difference in run_ranks(train_both, 2, config):
-        assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 2
-        assert difference < 1e-5
+    for theirs, ours in run_ranks(train_both, 2, config):
+        assert theirs == pytest.approx(ours, rel=1e-5) and len(ours) == 2
 
 
-def train_both(rank: int, config: Config) -> tuple[list[list[float]], float]:
-    """Held-out losses of both, and the largest difference between their params."""
+def train_both(rank: int, config: Config) -> list[list[float]]:
+    """Held-out losses of the rival and of our trainer."""
     machine = Machine(config.run, config.for_island(0), rank, 2)
     model = DistributedDataParallel(machine.model)
     theirs, ours = Losses(), Losses()
     train(machine, Rival(model, no_sync=model.no_sync, is_data_parallel=True), Metrics(Path(os.devnull), [theirs]))
     island = config.for_island(0).model_copy(update={"ranks": 2, "mesh": MeshConfig(dp_replicate=2, dp_shard=1)})
     trainer = build_trainer(config.run, island, machine.corpus, "cpu", num_islands=2)
-    metrics = Metrics(Path(os.devnull), [ours])
-    train_data_parallel(config.run, island, machine.corpus, trainer, 2, metrics)
-    found = dict(machine.model.named_parameters())
-    pairs = [(trainer.params.read(i), found[held.name]) for i, held in enumerate(trainer.params.slices)]
-    return [theirs.held_out, ours.held_out], max(
-        (mine - other.view_as(mine)).abs().max().item() for mine, other in pairs
-    )
+    train_data_parallel(config.run, island, machine.corpus, trainer, 2, Metrics(Path(os.devnull), [ours]))
+    return [theirs.held_out, ours.held_out]
 
 
 class Losses:
