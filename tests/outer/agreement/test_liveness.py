@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from tests.outer.lies import HABITS, WITH_A_QUORUM, Habit, Run, false_commits, new_run, seconds_until
+from tests.outer.habits import HABITS, WITH_A_QUORUM, Habit, false_commits
+from tests.outer.lies import Run, new_run, seconds_until
 
 BOUND = 60
 """Seconds for a round. A vote is late after 4 and given up after 6, and a planner is passed over after 3."""
