@@ -1,6 +1,5 @@
 """Deadlines derived from measured waits, instead of a fixed ladder of timeouts."""
 
-from collections import deque
 from statistics import median
 
 SPREAD = 8.0
@@ -25,7 +24,7 @@ class Deadlines:
     def __init__(self, initial_seconds: float, history: int = 32) -> None:
         self.initial_seconds = initial_seconds
         self._history = history
-        self._measured: dict[str, deque[float]] = {}
+        self._measured: dict[str, tuple[float, ...]] = {}  # Replaced as a whole, because several threads read it.
         self.num_freezes = 0
         """Freezes of this process so far. The failure detector counts them."""
 
@@ -36,7 +35,7 @@ class Deadlines:
         """
         if num_freezes is not None and num_freezes != self.num_freezes:
             return
-        self._measured.setdefault(kind, deque(maxlen=self._history)).append(seconds)
+        self._measured[kind] = (*self._measured.get(kind, ()), seconds)[-self._history :]
 
     def typical(self, kind: str) -> float | None:
         """Median of the last waits of a kind, in seconds, or None until three have been measured."""

@@ -1,5 +1,8 @@
 """Deadlines follow the measured waits."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from outer.network.deadlines import DEFAULT_FLOOR_SECONDS, FLOORS, MAX_FIRST_SECONDS, SPREAD, Deadlines
@@ -75,3 +78,20 @@ def test_the_grace_is_a_round_shared_by_those_who_wait() -> None:
 
 def test_short_rounds_do_not_make_the_grace_shorter_than_its_floor() -> None:
     assert make_deadlines(0.5, 0.5, 0.5, kind="round").grace(4) == FLOORS["grace"]
+
+
+def test_waits_are_recorded_while_another_thread_asks_for_the_limit() -> None:
+    deadlines, is_over = Deadlines(600), threading.Event()
+
+    def record() -> None:
+        while not is_over.is_set():
+            deadlines.observe("call", 1.0)
+
+    with ThreadPoolExecutor(1) as pool:
+        recording = pool.submit(record)
+        try:
+            for _ in range(3_000):
+                deadlines.limit("call")
+        finally:
+            is_over.set()
+        recording.result(60)
