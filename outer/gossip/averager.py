@@ -207,7 +207,7 @@ class GossipAverager:
         for part in snapshot.pseudo_grads:
             gradient = outer_gradient([shares[name][part] for name in sorted(shares)], own[part], self.config)
             # Kept for joiners, who follow this island alone.
-            means[part] = Mean(gradient, gradient.view(torch.uint8), b"")
+            means[part] = Mean(gradient, gradient.view(torch.uint8))
         self.replica.commit(means, position, 1, observes=False)
         now = time.monotonic()
         if self._landed_at is not None:

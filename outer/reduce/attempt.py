@@ -18,7 +18,7 @@ from outer.network.endpoints import Endpoint
 from outer.network.messages import parse
 from outer.reduce.auditor import Auditor
 from outer.reduce.payloads import Mean
-from outer.reduce.reducer import Reducer
+from outer.reduce.reducer import DigestAfter, Reducer
 from outer.space.layout import Space
 from outer.transports.base import Transport
 
@@ -43,11 +43,13 @@ class Attempts:
         """Causes of no votes, by plan and island."""
         self._no_vote_arrived = asyncio.Event()
 
-    async def run(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, Mean]:
-        """The means of this rank's parts. Raises OuterError, and then drops everything in flight."""
+    async def run(
+        self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor], digest_after: DigestAfter | None = None
+    ) -> dict[int, Mean]:
+        """The means of this rank's parts, as `Reducer.run`. Raises OuterError, and then drops everything in flight."""
         limit, self.num_audited = self._deadlines.limit("reduce"), 0
         self._no_votes = {plan.id: self._no_votes.get(plan.id, {})}
-        work = asyncio.create_task(self._connect_and_reduce(plan, pseudo_grads))
+        work = asyncio.create_task(self._connect_and_reduce(plan, pseudo_grads, digest_after))
         no_vote = asyncio.create_task(self._wait_for_no_vote(plan))
         try:
             await asyncio.wait({work, no_vote}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
@@ -102,14 +104,16 @@ class Attempts:
         self.epoch, self._members = "", ()
         await self._transport.disconnect()
 
-    async def _connect_and_reduce(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, Mean]:
+    async def _connect_and_reduce(
+        self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor], digest_after: DigestAfter | None
+    ) -> dict[int, Mean]:
         """Reduce and audit, after connecting if members changed or an attempt failed, as all see in the plan."""
         members = tuple(p.incarnation for p in plan.participants)
         is_connected = self.epoch and members == self._members and all(p.epoch == self.epoch for p in plan.participants)
         if not is_connected:
             await self._transport.connect(plan.id, plan.addresses)
             self.epoch, self._members = plan.id, members
-        means = await self.reducer.run(plan, pseudo_grads)
+        means = await self.reducer.run(plan, pseudo_grads, digest_after)
         if self._auditor is not None:
             self.num_audited = await self._auditor.run(plan, means)
         return means

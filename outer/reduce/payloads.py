@@ -9,17 +9,17 @@ from outer.codecs.base import Codec
 from outer.codecs.choice import CodecChoice
 from outer.errors import MessageError, NonFiniteError, OuterError, PoisonError
 from outer.reduce.error_feedback import ErrorFeedback
-from outer.space.digest import part_digest
 from outer.space.layout import Space, TensorKind
 
 
 @dataclass(frozen=True)
 class Mean:
-    """One part of the reduced mean: fp32 values, the bytes (1-D uint8) they were decoded from, and their digest."""
+    """One part of the reduced mean: fp32 values, and the bytes (1-D uint8) they were decoded from."""
 
     values: torch.Tensor
     payload: torch.Tensor
-    digest: bytes
+    digest_after: bytes | None = None
+    """Digest of the part's state after a commit of this mean; None if nobody has computed it yet."""
 
 
 class Payloads:
@@ -81,7 +81,7 @@ class Payloads:
     def decode_mean(self, part: int, payload: torch.Tensor, reducer: str) -> Mean:
         """Decode a mean from its reducer's payload. Raises PoisonError."""
         codec = self._codecs.mean_codec_for(self._space.parts[part])
-        return Mean(self._decode(part, payload, reducer, codec), payload, part_digest(payload))
+        return Mean(self._decode(part, payload, reducer, codec), payload)
 
     def find_overflow(
         self, part: int, payloads: Sequence[torch.Tensor], senders: Sequence[str], error: NonFiniteError

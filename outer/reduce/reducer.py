@@ -13,8 +13,8 @@ selects the merge rule (outer/merges) and the filters that leave outliers out of
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 PARTS_IN_FLIGHT = 48
 """Limit per rank. With too few, links to some peers idle; memory grows by one part's size for each part in flight."""
 DEFAULT_MERGE = MergeConfig()
+DigestAfter = Callable[[int, torch.Tensor, int], bytes]
+"""The digest of a part's state after a commit of this mean of so many islands. Called in threads."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,12 @@ class Reducer:
                 return min(islands) if len(islands) == 1 else None
         return None
 
-    async def run(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[int, Mean]:
+    async def run(
+        self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor], digest_after: DigestAfter | None = None
+    ) -> dict[int, Mean]:
         """The mean of each part that this rank carries. An observer passes {}. The caller must set a time limit.
+
+        With `digest_after` each part is also stepped and hashed as soon as its mean is here, while others still arrive.
 
         Raises TransportError, including PoisonError, which names an island whose payload must not enter a mean. Raises
         plain OuterError when this island's own pseudo-gradient is not finite.
@@ -132,7 +138,7 @@ class Reducer:
         last_round, last = self.last_means.get(space.fragment_of(plan.round), (-1, {}))
         # Means from before a missed commit are too old to predict the next one.
         last = last if last_round == plan.round - space.num_fragments else {}
-        attempt = _Attempt(self._rank, plan, last, self.filters.begin(plan.round, plan.names))
+        attempt = _Attempt(self._rank, plan, last, self.filters.begin(plan.round, plan.names), digest_after)
         for feedback in self.feedbacks:
             feedback.drop()
         self.filtered, self._awaited = attempt.filtered, attempt.awaited
@@ -159,7 +165,15 @@ class Reducer:
 class _Attempt:
     """One attempt at a round, from the view of one rank."""
 
-    def __init__(self, rank: _CarrierRank, plan: Plan, last: Mapping[int, Mean], filters: AttemptFilters) -> None:
+    def __init__(
+        self,
+        rank: _CarrierRank,
+        plan: Plan,
+        last: Mapping[int, Mean],
+        filters: AttemptFilters,
+        digest_after: DigestAfter | None,
+    ) -> None:
+        self._digest_after = digest_after
         self._transport, self._payloads, self._space, self._me = rank.transport, rank.payloads, rank.space, rank.me
         self._hooks, self._kept, self._plan, self._last, self._filters = rank.hooks, rank.kept, plan, last, filters
         self.filtered: Counter[str] = Counter()
@@ -186,7 +200,7 @@ class _Attempt:
             payload = await self._as_reducer(part, pseudo_grad)
         else:
             payload = await self._as_sender(part, pseudo_grad, reducer)
-        mean = await asyncio.to_thread(self._payloads.decode_mean, part, payload, reducer)
+        mean = await asyncio.to_thread(self._decode_mean, part, payload, reducer)
         self._reach("reducing")
         return mean
 
@@ -237,6 +251,10 @@ class _Attempt:
         last = self._last[part].values if part in self._last else None
         encoded = [each.payload for each in signed.values()]
         return encode_mean_of(part, encoded, self._plan, self._payloads, self._merge, self._filters, last)
+
+    def _decode_mean(self, part: int, payload: torch.Tensor, reducer: str) -> Mean:
+        mean, find = self._payloads.decode_mean(part, payload, reducer), self._digest_after
+        return replace(mean, digest_after=find and find(part, mean.values, len(self._contributors)))
 
     def _encode_own(self, part: int, pseudo_grad: torch.Tensor) -> torch.Tensor:
         """This island's payload. Raises OuterError when it cannot be sent."""

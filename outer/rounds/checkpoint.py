@@ -131,7 +131,7 @@ def restore(replica: Replica, memory: RoundMemory, facts: SavedFacts, tensors: M
     for prefix, feedback in zip(RESIDUALS, memory.feedbacks, strict=False):
         feedback.load(_by_part(prefix, tensors))
     no_bytes = torch.empty(0, dtype=torch.uint8)
-    last = {i: Mean(values, no_bytes, b"") for i, values in _by_part(LAST_MEAN, tensors).items()}
+    last = {i: Mean(values, no_bytes) for i, values in _by_part(LAST_MEAN, tensors).items()}
     for fragment, round_number in facts.last_rounds:
         mine = {i: mean for i, mean in last.items() if replica.space.parts[i].fragment == fragment}
         memory.last_means[fragment] = round_number, mine

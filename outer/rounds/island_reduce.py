@@ -24,11 +24,9 @@ class ReduceResult:
     """One rank's means, and the verdict of all ranks of the island, the same on each."""
 
     means: dict[int, Mean]
-    """By part that this rank carries."""
-    digest: str | None
-    """Digest of the means of all ranks, or None when the reduce failed on one."""
-    cause: str = ""
-    """Why it failed."""
+    """By part that this rank carries, each with the digest of the part after a commit of it."""
+    cause: str | None = None
+    """Why the reduce failed on one of the ranks; None if it has not."""
     at_fault: str | None = None
     """The island whose payload, mean or pseudo-gradient could not be used; None if the network failed."""
     num_audited: int = 0
@@ -53,11 +51,12 @@ class IslandReduce:
     def run(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> ReduceResult:
         """Reduce this rank's parts; empty `pseudo_grads` if the island observes. Never raises for a failed reduce."""
         if refused := self.distrust.find(plan):
-            return ReduceResult({}, None, at_fault=refused[0], cause=refused[1])
+            return ReduceResult({}, refused[1], at_fault=refused[0])
         means, failure = {}, None
         self.donor.is_busy = True
         try:
-            means = self.event_loop.run(self.attempts.run(plan, pseudo_grads))
+            digest_after = self.replica.carried.digest_after
+            means = self.event_loop.run(self.attempts.run(plan, pseudo_grads, digest_after))
         except OuterError as error:
             log.info("round %d attempt %d failed here: %s", plan.round, plan.attempt, error)
             failure = error
@@ -67,8 +66,7 @@ class IslandReduce:
         outcomes = ranks.gather(self._outcome(failure))
         num_audited, failed = sum(o.num_audited for o in outcomes), [o for o in outcomes if o.cause is not None]
         if not failed:
-            digests = {index: mean.digest for index, mean in means.items()}
-            return ReduceResult(means, self.replica.combine(digests, ranks), num_audited=num_audited)
+            return ReduceResult(means, num_audited=num_audited)
         # This island's own fault comes first, then a peer's: ranks without a fault only report what they were told.
         worst = min(failed, key=lambda o: (o.at_fault != self.island, o.at_fault is None, not o.is_wrong_mean))
         if worst.at_fault is not None and worst.at_fault != self.island:
@@ -77,7 +75,7 @@ class IslandReduce:
                 log.warning("round %d attempt %d: %s", plan.round, plan.attempt, worst.cause)
                 self.distrust.note(plan.round, worst.at_fault, is_wrong=worst.is_wrong_mean)
         is_stalled = worst.at_fault is None and any(outcome.is_stalled for outcome in outcomes)
-        return ReduceResult(means, None, worst.cause or "", worst.at_fault, num_audited, is_stalled)
+        return ReduceResult(means, worst.cause or "", worst.at_fault, num_audited, is_stalled)
 
     def drop(self) -> None:
         """Leave the transport group of an attempt that did not commit. Every rank calls it."""

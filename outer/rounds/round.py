@@ -60,19 +60,18 @@ class RoundRunner:
         result = self.reduce.run(plan, {} if snapshot is None else snapshot.pseudo_grads)
         reduced = time.monotonic()
         position = self._position_after(plan)
-        digest = None if result.digest is None else self._digest_after(plan, result, position)
+        digest = None if result.cause is not None else self.replica.digest_after(result.means, position)
         is_committed, cause = self._ranks.on_leader(lambda: self._decide(plan, result, digest))
         if is_committed:
             self.pace.deadlines.observe("reduce", reduced - planned, num_freezes)
             self._commit(plan, result, position, observes=snapshot is None)
-            self._check_digest(digest)
             self.update_status(is_coming=True, included=[p.incarnation for p in plan.contributors])
         else:
             self.reduce.drop()
             if self._ranks.on_leader(lambda: self._leader.has_dispute(plan)):
                 self.reduce.attempts.dispute(plan)
         if result.at_fault == self.island:
-            raise OuterError(result.cause)
+            raise OuterError(result.cause or "")
         sent, received = self.traffic.count()
         return RoundReport(
             round=plan.round,
@@ -147,10 +146,6 @@ class RoundRunner:
         ledger = settle(before.ledger, plan.participants, self.replica.terms)
         return Position(round=plan.round + 1, tokens=tokens, ledger=ledger)
 
-    def _digest_after(self, plan: Plan, result: ReduceResult, position: Position) -> str:
-        """Digest of the state that a commit of this mean leads to. Every rank computes it together."""
-        return self.replica.digest_after(result.means, position, len(plan.contributors))
-
     def _decide(self, plan: Plan, result: ReduceResult, digest: str | None) -> tuple[bool, str]:
         """Whether the attempt commits, and why it does not. `digest`: that of the state it leads to. Leader only."""
         self.hooks.reached("vote", plan.round)
@@ -159,7 +154,7 @@ class RoundRunner:
             vote = Vote.yes(plan, self.island, digest)
         else:
             accused = result.at_fault if result.at_fault != self.island else None
-            vote = Vote.no(plan, self.island, result.cause, accused, is_stalled=result.is_stalled)
+            vote = Vote.no(plan, self.island, result.cause or "", accused, is_stalled=result.is_stalled)
         if self._leader.decide(vote, on_sent):
             return True, ""
         cause, suspects = self._leader.explain_abort(plan)
@@ -181,14 +176,6 @@ class RoundRunner:
         shares = weights_of([p.weight for p in plan.participants])
         self.share = shares[plan.names.index(self.island)]
         self.pace.observe_commit(plan)
-
-    def _check_digest(self, voted: str | None) -> None:
-        """Raise OuterError if the committed state is not the one that this island has voted for and signed."""
-        if voted is not None and voted != self.replica.digest:
-            raise OuterError(
-                f"this island has committed a state with the digest {self.replica.digest}, and had computed {voted} "
-                "from the same mean before: its memory or its processor is faulty"
-            )
 
     @property
     def _ranks(self) -> RankGroup:

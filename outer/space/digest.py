@@ -1,6 +1,6 @@
 """Digests by which islands prove to each other that they hold the same bits."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from blake3 import blake3
@@ -10,6 +10,11 @@ DIGEST_BYTES = 16
 
 def part_digest(*tensors: torch.Tensor) -> bytes:
     """16 bytes of BLAKE3 over the raw bytes of CPU tensors, one after the other. Shapes and dtypes do not enter it."""
+    return stream_digest(tensors)
+
+
+def stream_digest(tensors: Iterable[torch.Tensor]) -> bytes:
+    """`part_digest` of tensors that need not exist at the same time: each is read before the next is asked for."""
     digest = blake3()
     for data in tensors:
         raw = torch.empty(0) if data.numel() == 0 else data.detach().contiguous().view(-1)

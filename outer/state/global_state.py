@@ -13,7 +13,7 @@ import torch
 from outer.config import OuterOptimizerConfig
 from outer.errors import MessageError
 from outer.state.optimizer import OuterOptimizer
-from outer.state.part_state import GIVEN_BYTES, PartHeader, PartState, Position, advance, raw_bytes
+from outer.state.part_state import GIVEN_BYTES, PartHeader, PartState, Position, advance, digest_after, raw_bytes
 
 LOG_BYTES_PER_PARAM = 8
 """Limit for the committed means kept for joiners. Beyond the size of a state, downloading a part again is as cheap."""
@@ -33,7 +33,7 @@ class GlobalState:
         self.parts = dict(parts)
         self._moments = frozenset(moments)
         self.position = Position(round=0, tokens=0)
-        self._config, self._num_islands = config, num_islands
+        self._config = config
         self.num_replaced = 0
         """Number of calls of `replace`, each of which begins another history."""
         self._log: deque[tuple[int, int, dict[int, torch.Tensor]]] = deque()
@@ -85,13 +85,14 @@ class GlobalState:
         payloads: Mapping[int, torch.Tensor] | None = None,
         num_given: int = 1,
         keeps_bases: bool = False,
+        digests: Mapping[int, bytes] | None = None,
     ) -> None:
         """One outer step of these parts: the only place where a round changes global params.
 
         `payloads` are the bytes (1-D uint8) from which every participant decoded the means; they are kept for joiners
         and must not be written to. Without them (None) joiners cannot follow this step and download parts again.
         `num_given` is the number of islands in each mean. `keeps_bases`: local params still start from the old values,
-        see `carry_over`.
+        see `carry_over`. `digests`: what `digest_after` has found for these means; None: they are computed when needed.
         """
         with self._lock:
             if keeps_bases:
@@ -101,6 +102,7 @@ class GlobalState:
             for index in self._moments & mean_pseudo_grads.keys():
                 self.parts[index].copy_(mean_pseudo_grads[index])
             self._forget_digests(mean_pseudo_grads)
+            self._digests |= digests or {}
             self._remember(position.round - 1, num_given, payloads)
             self.position = position
 
@@ -139,13 +141,13 @@ class GlobalState:
             self._digests[i] = self._state(i).digest
         return dict(self._digests)
 
-    def digests_after(self, means: Mapping[int, torch.Tensor], num_given: int) -> dict[int, bytes]:
-        """What `digests` will be after a `commit` of these means. The parts are stepped one by one, and thrown away."""
-        after = self.digests()
-        for i, mean in means.items():
-            config = None if i in self._moments else self._config
-            after[i] = advance(self._state(i), mean, config, num_given, self._num_islands).digest
-        return after
+    def digest_after(self, index: int, mean: torch.Tensor, num_given: int) -> bytes:
+        """The part's digest after a `commit` of this mean. Nothing changes. Several threads may ask for several parts.
+
+        If the state changes meanwhile, as after an attempt that was given up, the result means nothing.
+        """
+        step = None if index in self._moments else self._optimizer.next_step(index, num_given)
+        return digest_after(self._state(index), mean, step)
 
     def pack(self, index: int) -> bytes:
         """The bytes of a part for a joiner: one line of JSON (PartHeader), then params and momentum as raw fp32."""

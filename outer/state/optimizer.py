@@ -1,4 +1,4 @@
-"""The outer optimizer: torch.optim.SGD over the parts of the global params, or Delayed Nesterov (2401.09135).
+"""The outer optimizer: the step of torch.optim.SGD on parts of the global params, or Delayed Nesterov (2401.09135).
 
 In the delayed form each pseudo-gradient g of one of N islands is a push; c of 2401.09135 is 0:
 
@@ -10,10 +10,65 @@ the pushes since.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
+from torch.optim.sgd import sgd
 
 from outer.config import OuterOptimizerConfig
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """One outer step on the mean of `num_given` islands. It treats elements independently."""
+
+    config: OuterOptimizerConfig
+    num_given: int = 1
+    num_islands: int = 1
+    """N of Delayed Nesterov."""
+    pushes: int = 0
+    """Pushes of Delayed Nesterov since the momentum moved the part, before this step."""
+
+    @property
+    def pushes_after(self) -> int:
+        """`pushes` after this step."""
+        return (self.pushes + self.num_given) % self.num_islands if self.config.delayed else self.pushes
+
+    def apply(self, params: torch.Tensor, momentum: torch.Tensor, mean: torch.Tensor) -> None:
+        """Step `params` and `momentum` (fp32, in place), a part or any stretch of it, by the mean.
+
+        Without momentum in the config `momentum` is left alone. A part has the same bits however it is cut into
+        stretches of whole multiples of 64 elements.
+        """
+        if self.config.delayed:
+            self._push(params, momentum, mean)
+            return
+        has_momentum = self.config.momentum > 0
+        # foreach would use other kernels for batches of small parts; the plain loop gives the same bits on every mesh.
+        sgd(
+            [params],
+            [mean],
+            [momentum if has_momentum else None],
+            lr=self.config.lr,
+            momentum=self.config.momentum,
+            nesterov=self.config.nesterov and has_momentum,
+            weight_decay=0.0,
+            dampening=0.0,
+            maximize=False,
+            foreach=False,
+            fused=False,
+        )
+
+    def _push(self, params: torch.Tensor, momentum: torch.Tensor, mean: torch.Tensor) -> None:
+        """Apply `num_given` pushes at once; the momentum moves the part at most once."""
+        config = self.config
+        # Each product is rounded on its own: fused with the sum, the bits would depend on the machine.
+        push = mean * (self.num_given / self.num_islands)
+        params.sub_(push * config.lr)
+        momentum.add_(push)
+        if self.pushes + self.num_given >= self.num_islands:
+            params.sub_(momentum * (config.lr * config.momentum))
+            momentum.mul_(config.momentum)
 
 
 class OuterOptimizer:
@@ -27,20 +82,8 @@ class OuterOptimizer:
         """`num_islands` is N of Delayed Nesterov."""
         self._parts, self._config, self._num_islands = dict(parts), config, num_islands
         self._pushes = dict.fromkeys(parts, 0)
-        self._has_momentum = config.momentum > 0
-        # With more ranks than parts some ranks carry none, and SGD refuses an empty list.
-        params = [{"params": list(self._parts.values())}]
-        # foreach would use other kernels for batches of small parts; the plain loop gives the same bits on every mesh.
-        self._sgd = torch.optim.SGD(
-            params,
-            lr=config.lr,
-            momentum=config.momentum,
-            nesterov=config.nesterov and self._has_momentum,
-            foreach=False,
-        )
-        if self._has_momentum:
-            for values in self._parts.values():
-                self._sgd.state[values]["momentum_buffer"] = torch.zeros_like(values)
+        has_momentum = config.momentum > 0
+        self._momentum = {part: torch.zeros_like(v) for part, v in self._parts.items()} if has_momentum else {}
 
     def step(self, pseudo_grads: Mapping[int, torch.Tensor], num_given: int = 1) -> None:
         """Descend, part by part; parts not in `pseudo_grads` keep their values and momentum.
@@ -51,17 +94,17 @@ class OuterOptimizer:
             values = self._parts[part]
             got, expected = tuple(pseudo_grad.shape), tuple(values.shape)
             assert got == expected, f"part {part}: pseudo-gradient of shape {got}, expected {expected}"
-            if self._config.delayed:
-                self._push(part, pseudo_grad, num_given)
-            else:
-                values.grad = pseudo_grad
-        self._sgd.step()
-        self._sgd.zero_grad(set_to_none=True)
+            step = self.next_step(part, num_given)
+            step.apply(values, self._momentum.get(part, NONE), pseudo_grad)
+            self._pushes[part] = step.pushes_after
+
+    def next_step(self, part: int, num_given: int = 1) -> OuterStep:
+        """The step that `step` makes of the part with a mean of `num_given` islands."""
+        return OuterStep(self._config, num_given, self._num_islands, self._pushes[part])
 
     def momentum(self, part: int) -> torch.Tensor:
         """The part's momentum buffer itself, fp32; zeros when the optimizer has no momentum."""
-        values = self._parts[part]
-        return self._sgd.state[values]["momentum_buffer"] if self._has_momentum else torch.zeros_like(values)
+        return self._momentum[part] if self._momentum else torch.zeros_like(self._parts[part])
 
     def pushes(self, part: int) -> int:
         """Number of pushes since the momentum moved the part; 0 when the optimizer is not delayed."""
@@ -70,18 +113,9 @@ class OuterOptimizer:
     def set_momentum(self, part: int, values: torch.Tensor, pushes: int = 0) -> None:
         """Continue the part from another island's momentum, which is copied; does nothing without momentum."""
         self._pushes[part] = pushes
-        if self._has_momentum:
-            self.momentum(part).copy_(values)
+        if self._momentum:
+            self._momentum[part].copy_(values)
 
-    def _push(self, part: int, mean: torch.Tensor, num_given: int) -> None:
-        """Apply `num_given` pushes at once; the momentum moves the part at most once."""
-        values, momentum, config = self._parts[part], self.momentum(part), self._config
-        # Each product is rounded on its own: fused with the sum, the bits would depend on the machine.
-        push = mean * (num_given / self._num_islands)
-        values.sub_(push * config.lr)
-        momentum.add_(push)
-        self._pushes[part] += num_given
-        if self._pushes[part] >= self._num_islands:
-            values.sub_(momentum * (config.lr * config.momentum))
-            momentum.mul_(config.momentum)
-            self._pushes[part] %= self._num_islands
+
+NONE = torch.empty(0)
+"""The momentum buffer of an optimizer without momentum."""

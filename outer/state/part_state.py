@@ -1,5 +1,6 @@
 """The state of one part: params and momentum, as bytes for a joiner, and one outer step further."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,12 +11,14 @@ from outer.config import OuterOptimizerConfig
 from outer.errors import MessageError
 from outer.leases.ledger import Ledger
 from outer.network.messages import MAX_ROUND, Message, parse
-from outer.space.digest import part_digest
-from outer.state.optimizer import OuterOptimizer
+from outer.space.digest import part_digest, stream_digest
+from outer.state.optimizer import OuterStep
 
 GIVEN_BYTES = 2
 """Size of the number of contributors that stands before an encoded mean."""
 MAX_GIVEN = 1 << 16
+STRETCH_ELEMENTS = 1 << 16
+"""Elements that are stepped and hashed at once, so that they stay in a core's cache in between."""
 
 
 class Position(Message):
@@ -52,8 +55,7 @@ class PartState:
     @property
     def digest(self) -> bytes:
         """Digest of everything that decides the next outer step."""
-        pushes = [torch.tensor([float(self.pushes)])] if self.pushes else []
-        return part_digest(self.params, self.momentum, *pushes)
+        return part_digest(self.params, self.momentum, *_hashed_pushes(self.pushes))
 
     @property
     def num_bytes(self) -> int:
@@ -110,11 +112,34 @@ def advance(
         return replace(state, round=state.round + 1)
     if config is None:
         return replace(state, params=mean, round=state.round + 1)
-    params = state.params.clone()
-    optimizer = OuterOptimizer({0: params}, config, num_islands)
-    optimizer.set_momentum(0, state.momentum, state.pushes)
-    optimizer.step({0: mean}, num_given)
-    return PartState(params, optimizer.momentum(0), state.round + 1, optimizer.pushes(0))
+    params, momentum = state.params.clone(), state.momentum.clone()
+    step = OuterStep(config, num_given, num_islands, state.pushes)
+    step.apply(params, momentum, mean)
+    return PartState(params, momentum, state.round + 1, step.pushes_after)
+
+
+def digest_after(state: PartState, mean: torch.Tensor, step: OuterStep | None) -> bytes:
+    """The part's digest after this step by the mean, or (None) after the mean has replaced it. `state` stays as it is.
+
+    The stepped params never exist as a whole: only the momentum needs memory.
+    """
+    return part_digest(mean) if step is None else stream_digest(_stepped(state, mean, step))
+
+
+def _stepped(state: PartState, mean: torch.Tensor, step: OuterStep) -> Iterator[torch.Tensor]:
+    """What the digest of a stepped part covers, in its order. A tensor is overwritten when the next is asked for."""
+    momentum, room = state.momentum.clone(), torch.empty(min(STRETCH_ELEMENTS, mean.numel()))
+    for start in range(0, mean.numel(), STRETCH_ELEMENTS):
+        stretch = slice(start, start + STRETCH_ELEMENTS)
+        params = room[: mean[stretch].numel()].copy_(state.params[stretch])
+        step.apply(params, momentum[stretch], mean[stretch])
+        yield params
+    yield momentum
+    yield from _hashed_pushes(step.pushes_after)
+
+
+def _hashed_pushes(pushes: int) -> list[torch.Tensor]:
+    return [torch.tensor([float(pushes)])] if pushes else []
 
 
 def raw_bytes(values: torch.Tensor) -> bytes:

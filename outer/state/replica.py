@@ -65,13 +65,14 @@ class Replica:
 
         `observes`: this island contributed nothing; the caller must call `carry_over` next.
         """
+        values = {index: mean.values for index, mean in means.items()}
         payloads = {index: mean.payload for index, mean in means.items()}
-        self.carried.commit(_values(means), position, payloads, num_given, keeps_bases=observes)
+        self.carried.commit(values, position, payloads, num_given, keeps_bases=observes, digests=_digests_after(means))
         self.digest = self._compute_digest(self.ranks.background)
 
-    def digest_after(self, means: Mapping[int, Mean], position: Position, num_given: int) -> str:
-        """What `digest` will be after a `commit` with these arguments. Nothing changes."""
-        digests = self.carried.digests_after(_values(means), num_given)
+    def digest_after(self, means: Mapping[int, Mean], position: Position) -> str:
+        """What `digest` will be after a `commit` of these means, which say the digests of their parts after it."""
+        digests = self.carried.digests() | _digests_after(means)
         return state_digest(self.combine(digests, self.ranks.background), position.ledger.model_dump_json())
 
     def merge(self, round_number: int, mix: float) -> None:
@@ -146,5 +147,5 @@ class Replica:
         return state_digest(self.combine(self.carried.digests(), ranks), self.carried.position.ledger.model_dump_json())
 
 
-def _values(means: Mapping[int, Mean]) -> dict[int, torch.Tensor]:
-    return {index: mean.values for index, mean in means.items()}
+def _digests_after(means: Mapping[int, Mean]) -> dict[int, bytes]:
+    return {index: mean.digest_after for index, mean in means.items() if mean.digest_after is not None}

@@ -8,7 +8,8 @@ the state, merge. There are no inner steps. Every island is a process with one t
 so that the ratios hold on a busy machine, too.
 
 "CPU" is the process's own time (libp2p's daemon is a process of its own and not in it), the median of the islands.
-"held" and "peak" are resident memory beyond the process before its params existed; the local params are 4 of them.
+"held" and "peak" are resident memory beyond the process before its params existed; the local params are 4 of them. A
+second table splits the CPU time by stage (scripts/bench/round_stages.py).
 """
 
 import argparse
@@ -18,9 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -34,6 +35,7 @@ from outer.loop import build_loop
 from outer.network.event_loop import EventLoopThread
 from outer.space.ranks import RankGroup
 from scripts.bench.arguments import choices
+from scripts.bench.round_stages import STAGES, StageTimes
 from tests.outer.islands import FakeParams, identity_of
 from tests.outer.nets import key_of
 
@@ -71,6 +73,8 @@ class Cost:
     wall_ns: float
     held_bytes: float
     peak_bytes: float
+    stages: dict[str, float] = field(default_factory=dict)
+    """CPU ns of each stage; empty for the plain contestant."""
 
 
 def build_params(num_params: int) -> dict[str, torch.Tensor]:
@@ -81,15 +85,18 @@ def build_params(num_params: int) -> dict[str, torch.Tensor]:
 
 def measure(seat: Seat, tensors: dict[str, torch.Tensor], run_round: Callable[[], None], before: int) -> Cost:
     """Run the rounds and measure those after the first two."""
+    times = StageTimes()
     for _ in range(WARM_ROUNDS):
         run_round()
+    times.reset()
     cpu, wall, num_params = time.process_time(), time.monotonic(), sum(t.numel() for t in tensors.values())
     for _ in range(seat.num_rounds):
         run_round()
     each = seat.num_rounds * num_params
     cpu, wall = time.process_time() - cpu, time.monotonic() - wall
     held, peak = _memory("VmRSS") - before, _memory("VmHWM") - before
-    return Cost(cpu / each * 1e9, wall / each * 1e9, held / num_params, peak / num_params)
+    stages = {stage: seconds / each * 1e9 for stage, seconds in times.seconds.items()}
+    return Cost(cpu / each * 1e9, wall / each * 1e9, held / num_params, peak / num_params, stages)
 
 
 def run_plain(seat: Seat, before: int) -> Cost:
@@ -164,7 +171,14 @@ def run_contestant(what: str, num_islands: int, num_params: int, num_rounds: int
         finally:
             for child in children:
                 child.kill()
-    return Cost(*(median(values) for values in zip(*(asdict(c).values() for c in costs), strict=True)))
+    return middle(costs)
+
+
+def middle(costs: Sequence[Cost]) -> Cost:
+    """The median of each figure."""
+    numbers = [[c.cpu_ns, c.wall_ns, c.held_bytes, c.peak_bytes] for c in costs]
+    stages = {stage: median(c.stages[stage] for c in costs) for stage in costs[0].stages}
+    return Cost(*map(median, zip(*numbers, strict=True)), stages)
 
 
 @contextmanager
@@ -208,10 +222,21 @@ def main() -> None:
                 size = arguments.islands, int(arguments.params), arguments.rounds
                 costs.append(run_contestant(what, *size, Path(folder)))
     print(f"{arguments.islands} islands, {arguments.params:g} parameters, a round and island, for each parameter")
-    print(f"{'':12s}{'CPU ns':>9s}{'wall ns':>9s}{'held B':>9s}{'peak B':>9s}")
-    for what, costs in found.items():
-        cells = (median(values) for values in zip(*(asdict(c).values() for c in costs), strict=True))
-        print(f"{what:12s}" + "".join(f"{cell:9.1f}" for cell in cells))
+    print_tables({what: middle(costs) for what, costs in found.items()})
+
+
+def print_tables(costs: Mapping[str, Cost]) -> None:
+    """One line for each contestant, and one for each stage of ours."""
+    print(f"{'':14s}{'CPU ns':>11s}{'wall ns':>11s}{'held B':>11s}{'peak B':>11s}")
+    for what, cost in costs.items():
+        cells = (cost.cpu_ns, cost.wall_ns, cost.held_bytes, cost.peak_bytes)
+        print(f"{what:14s}" + "".join(f"{cell:11.1f}" for cell in cells))
+    staged = {what: cost for what, cost in costs.items() if cost.stages}
+    print(f"\n{'CPU ns by stage':18s}" + "".join(f"{what:>11s}" for what in staged))
+    for stage in STAGES:
+        print(f"{stage:18s}" + "".join(f"{cost.stages.get(stage, 0.0):11.2f}" for cost in staged.values()))
+    rest = (cost.cpu_ns - sum(cost.stages.values()) for cost in staged.values())
+    print(f"{'everything else':18s}" + "".join(f"{ns:11.2f}" for ns in rest))
 
 
 if __name__ == "__main__":

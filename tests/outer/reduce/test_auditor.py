@@ -21,6 +21,7 @@ from outer.network.endpoints import Endpoint
 from outer.reduce.attempt import build_attempts
 from outer.reduce.auditor import Auditor, audit_rate
 from outer.reduce.payloads import Mean, Payloads
+from outer.space.digest import part_digest
 from outer.space.layout import Space
 from outer.transports.loopback import Hub
 from tests.outer.audits.plans import build_plan
@@ -29,7 +30,7 @@ from tests.outer.nets import key_of
 
 NUM_PARTS = 4096
 SPACE = Space([Spec("w", (NUM_PARTS,))], part_elements=1)
-MEANS = dict.fromkeys(range(NUM_PARTS), Mean(torch.empty(0), torch.empty(0), b""))
+MEANS = dict.fromkeys(range(NUM_PARTS), Mean(torch.empty(0), torch.empty(0)))
 
 
 def build_auditor(island: str, probability: float, seed: int, codecs: CodecChoice) -> Auditor:
@@ -110,7 +111,7 @@ def test_an_observer_audits_and_is_audited() -> None:
         plan = Plan(round=0, attempt=0, planner="a", participants=participants)
         values = {part.index: torch.randn(part.num_elements) for part in space.parts}
         means = await asyncio.gather(*(a.run(plan, v) for a, v in zip(attempts, (values, values, {}), strict=True)))
-        assert len({tuple(mean[part].digest for part in sorted(mean)) for mean in means}) == 1
+        assert len({tuple(part_digest(mean[part].payload) for part in sorted(mean)) for mean in means}) == 1
         for network in networks:
             await network.close()
         return [each.num_audited for each in attempts]

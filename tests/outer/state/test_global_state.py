@@ -11,7 +11,7 @@ from outer.config import OuterOptimizerConfig
 from outer.errors import MessageError
 from outer.space.layout import Space
 from outer.state.global_state import GlobalState
-from outer.state.part_state import Position, advance, unpack, unpack_mean
+from outer.state.part_state import STRETCH_ELEMENTS, Position, advance, unpack, unpack_mean
 
 torch.set_num_threads(1)
 
@@ -186,7 +186,29 @@ def test_the_digests_after_a_commit_are_known_before_it(optimizer: dict, moments
     for number in range(4):
         means = {i: mean for i, mean in values(number).items() if i % 2 == number % 2}
         before = state.digests()
-        expected = state.digests_after(means, 1 + number % 2)
+        expected = before | {i: state.digest_after(i, mean, 1 + number % 2) for i, mean in means.items()}
         assert state.digests() == before, "nothing has changed"
         state.commit(means, Position(round=number + 1, tokens=10), num_given=1 + number % 2)
         assert state.digests() == expected != before
+
+
+@pytest.mark.parametrize("optimizer", [{"momentum": 0.0}, {"nesterov": False}, {}, {"delayed": True}], ids=str)
+@pytest.mark.parametrize("num_elements", [STRETCH_ELEMENTS, 2 * STRETCH_ELEMENTS + 13])
+def test_a_part_stepped_in_stretches_has_the_digest_of_the_part_stepped_whole(
+    optimizer: dict, num_elements: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start, *means = (torch.randn(num_elements, generator=generator) for _ in range(4))
+    state = GlobalState({0: start}, OuterOptimizerConfig(**optimizer), NUM_ISLANDS)
+    for number, mean in enumerate(means):
+        expected = state.digest_after(0, mean, 2)
+        state.commit({0: mean}, Position(round=number + 1, tokens=10), num_given=2)
+        assert state.digests()[0] == expected
+
+
+def test_a_commit_adopts_the_digests_that_were_found_before_it() -> None:
+    state, digest = stepped(1), bytes(16)
+    state.commit({0: values(5)[0]}, Position(round=2, tokens=20), digests={0: digest})
+    assert state.digests()[0] == digest
+    state.commit({0: values(6)[0]}, Position(round=3, tokens=30))
+    assert state.digests()[0] != digest, "it is forgotten with the next step"
