@@ -64,6 +64,12 @@ class LocalParams:
         for param in self._copies[index]:
             local_tensor(param).view(target.shape).copy_(values)
 
+    def live(self, index: int) -> Tensor | None:
+        """Slice `index` itself (2-D fp32), to be written in place, if it is on the CPU and exists once; else None."""
+        param, *others = self._copies[index]
+        tensor = local_tensor(param)
+        return None if others or tensor.device.type != "cpu" else tensor.view(self.slices[index].shape)
+
 
 def local_tensor(param: Tensor) -> Tensor:
     """This rank's shard of a parameter or gradient, detached but sharing its memory."""

@@ -13,10 +13,12 @@ import torch
 
 from outer.codecs import build_codec
 from outer.codecs.base import Codec
+from outer.codecs.cast import Fp32Codec
 from outer.codecs.choice import CodecChoice, build_codec_choice, build_space
 from outer.config import OuterConfig
 from outer.merges.mean import WeightedSum
 from outer.reduce.auditor import audit_rate
+from outer.reduce.reducer import PARTS_IN_FLIGHT
 from outer.space.digest import part_digest
 from outer.space.layout import Part, TensorSpec
 from outer.state.global_state import LOG_BYTES_PER_PARAM
@@ -46,7 +48,9 @@ class RoundBytes:
     last_bytes: int
     """Sent by a reducer after everything else has arrived: the mean of its last part, to every other island."""
     mean_bytes: int
-    """Size of all means, which is what is digested."""
+    """Size of all means as they are sent."""
+    payload_bytes: int
+    """Size of what an island contributes, encoded once."""
 
 
 def round_bytes(outer: OuterConfig, specs: tuple[TensorSpec, ...], num_islands: int) -> Sequence[RoundBytes]:
@@ -75,7 +79,8 @@ def _round_bytes(outer_json: str, specs: tuple[TensorSpec, ...], num_islands: in
 def _gossip_bytes(parts: Sequence[Part], codecs: CodecChoice, params: Codec, peers: int) -> RoundBytes:
     """Each of `peers` islands gets the pseudo-gradient and the params of every part."""
     payloads = sum(codecs.codec_for(p).num_bytes(p.num_elements) + params.num_bytes(p.num_elements) for p in parts)
-    return RoundBytes(sum(p.num_elements for p in parts), len(parts), peers * payloads, peers * payloads, 0, payloads)
+    num_elements = sum(part.num_elements for part in parts)
+    return RoundBytes(num_elements, len(parts), peers * payloads, peers * payloads, 0, payloads, payloads)
 
 
 def _reduce_bytes(parts: Sequence[Part], codecs: CodecChoice, num_islands: int, audits: float) -> RoundBytes:
@@ -84,12 +89,13 @@ def _reduce_bytes(parts: Sequence[Part], codecs: CodecChoice, num_islands: int, 
     Each part but the gathered ones is audited `audits` times on average, and then its reducer sends all its payloads.
     """
     peers = num_islands - 1
-    by_all = last_bytes = mean_bytes = 0
+    by_all = last_bytes = mean_bytes = payload_bytes = 0
     as_reducer = [0] * num_islands
     for part in parts:
         payload = codecs.codec_for(part).num_bytes(part.num_elements)
         mean = codecs.mean_codec_for(part).num_bytes(part.num_elements)
         mean_bytes += mean
+        payload_bytes += payload
         if codecs.gathers(part):
             by_all += peers * payload
         else:
@@ -98,7 +104,8 @@ def _reduce_bytes(parts: Sequence[Part], codecs: CodecChoice, num_islands: int, 
             last_bytes = peers * mean
     sent = [by_all + own for own in as_reducer]
     num_elements = sum(part.num_elements for part in parts)
-    return RoundBytes(num_elements, len(parts), sum(sent) / num_islands, max(sent), last_bytes, mean_bytes)
+    sent_bytes = sum(sent) / num_islands
+    return RoundBytes(num_elements, len(parts), sent_bytes, max(sent), last_bytes, mean_bytes, payload_bytes)
 
 
 def memory_bytes(
@@ -106,29 +113,47 @@ def memory_bytes(
 ) -> dict[str, float]:
     """Host memory of the outer loop on one rank, by purpose; ranks carry equal shares of the parts.
 
-    Raises InputError as `round_bytes` does.
+    The sum is held from the first round on, because a round's memory is kept for the next one. Local params are not in
+    it. Raises InputError as `round_bytes` does.
     """
-    rounds = round_bytes(outer, specs, num_islands)
     num_params = sum(prod(spec.shape) for spec in specs) / num_ranks
     num_moments = 2 * num_params if outer.moments else 0
-    largest = max(each.num_elements for each in rounds) / num_ranks
     memory = {"global params": FP32_BYTES * num_params}
     if num_moments:
         memory["averaged moments"] = FP32_BYTES * num_moments
     if (outer.gossip or outer.optimizer).momentum > 0:
         memory["outer momentum"] = FP32_BYTES * num_params
-    if outer.coding.feedback is not None:
-        memory["residuals of coding"] = FP32_BYTES * num_params * (1 + 1 / num_islands)
     if outer.merge.needs_last_mean:
         memory["last mean"] = FP32_BYTES * num_params
-    if outer.audit > 0:
-        memory["payloads kept for audits"] = max(each.mean_bytes for each in rounds) / num_ranks
-    memory["a round's snapshot and mean"] = 2 * FP32_BYTES * largest
+    rounds = round_bytes(outer, specs, num_islands)
+    largest = max(rounds, key=lambda each: each.num_elements)
+    memory |= {name: size / num_ranks for name, size in _memory_of_a_round(outer, largest, num_islands).items()}
+    if outer.coding.feedback is not None:
+        # Until the commit the old residuals are there as well as the new ones.
+        residuals = FP32_BYTES * (1 + 1 / num_islands)
+        memory["residuals of coding"] = residuals * (num_params + largest.num_elements / num_ranks)
+    memory["means for joiners, at most"] = LOG_BYTES_PER_PARAM * (num_params + num_moments)
+    return memory
+
+
+def _memory_of_a_round(outer: OuterConfig, sizes: RoundBytes, num_islands: int) -> dict[str, float]:
+    """Bytes of an island while a round is under way, by purpose."""
+    codecs, peers = build_codec_choice(outer), num_islands - 1
+    memory: dict[str, float] = {"a round's snapshot": FP32_BYTES * sizes.num_elements}
     if outer.gossip is not None:
         # The island's own share as encoded, and both tensors of every member's share as decoded.
         group_size = min(outer.gossip.group, num_islands)
-        memory["shares of a group"] = 2 * FP32_BYTES * group_size * num_params + rounds[0].mean_bytes / num_ranks
-    memory["means for joiners, at most"] = LOG_BYTES_PER_PARAM * (num_params + num_moments)
+        memory["a round's means"] = FP32_BYTES * sizes.num_elements
+        memory["shares of a group"] = 2 * FP32_BYTES * group_size * sizes.num_elements + sizes.mean_bytes
+        return memory
+    # Means in fp32 are read where they lie; others are decoded beside what joiners get.
+    is_fp32 = isinstance(codecs.mean, Fp32Codec)
+    memory["a round's means"] = sizes.mean_bytes + (0 if is_fp32 else FP32_BYTES * sizes.num_elements)
+    in_flight = min(1.0, PARTS_IN_FLIGHT / sizes.num_parts)
+    reduced = peers if codecs.is_gathered else peers / num_islands
+    memory["payloads that arrive, at most"] = sizes.payload_bytes * reduced * in_flight
+    if outer.audit > 0:
+        memory["payloads kept for audits"] = sizes.mean_bytes
     return memory
 
 

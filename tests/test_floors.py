@@ -22,8 +22,8 @@ FLOORS = {
     """,
     "outer": """
         config errors hooks
-        codecs.packing identity merges space
-        network
+        codecs.packing identity space
+        merges network
         codecs diagnostics leases transports transports.gloo
         agreement.proofs membership report
         agreement connect

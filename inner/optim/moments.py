@@ -60,6 +60,10 @@ class ParamsAndMoments:
         for moment in self._moments[number]:
             local_tensor(moment).view(target.shape).copy_(values)
 
+    def live(self, index: int) -> Tensor | None:
+        """Slice `index` itself, to be written in place, where that is possible (see LocalParams); else None."""
+        return self._params.live(index) if index < len(self._params.slices) else None
+
     def set_steps(self, steps: Mapping[str, int]) -> None:
         """Set the step counts of AdamW's bias correction, by parameter name; names that this rank lacks are ignored.
 

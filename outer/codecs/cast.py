@@ -6,6 +6,7 @@ import torch
 
 from outer.codecs.packing.checks import check_payload, check_values, flat_fp32, is_finite, non_finite_error
 from outer.errors import MessageError
+from outer.space.buffers import BUFFERS
 
 _FP16_SCALE_BYTES = 4
 _FP16_PEAK_EXPONENT = 15
@@ -65,7 +66,7 @@ class Bf16Codec:
     def decode(self, payload: torch.Tensor, num_elements: int) -> torch.Tensor:
         """Decode into 1-D fp32 values. Raises MessageError on a wrong size, inf or nan."""
         payload = check_payload(payload, self.num_bytes(num_elements), self.name)
-        return check_values(payload.view(torch.bfloat16).float(), self.name)
+        return check_values(BUFFERS.floats(num_elements).copy_(payload.view(torch.bfloat16)), self.name)
 
 
 class Fp16Codec:

@@ -15,6 +15,7 @@ from outer.codecs.packing.block_scales import (
     split_scales,
 )
 from outer.codecs.packing.checks import check_payload, flat_fp32
+from outer.space.buffers import BUFFERS
 
 _BLOCK = 128
 _LEVELS = 7
@@ -48,7 +49,7 @@ class Int4Codec:
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         values = flat_fp32(values)
-        scratch = values.abs()
+        scratch = torch.abs(values, out=BUFFERS.floats(values.numel()))
         peaks = finite_peaks(scratch, _BLOCK, values)
         steps = round_up((peaks / _LEVELS).clamp_(min=MIN_SCALE), _DROPPED_BITS).clamp_(max=_MAX_SCALE)
         multiply_blocks(values, steps.reciprocal(), _BLOCK, out=scratch)
@@ -71,7 +72,7 @@ class Int4Codec:
         scales = check_scales(scales, MIN_SCALE, _MAX_SCALE, self.name)
         # No encoder writes code 0, which would mean -8; it is read as -7.
         codes = unpack(packed, 4, num_elements).clamp_(min=_OFFSET - _LEVELS).view(torch.int8).sub_(_OFFSET)
-        values = codes.float()
+        values = BUFFERS.floats(num_elements).copy_(codes)
         multiply_blocks(values, scales, _BLOCK, out=values)
         return values
 

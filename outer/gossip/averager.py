@@ -182,7 +182,7 @@ class GossipAverager:
             bytes_received=received,
             reduce_seconds=time.monotonic() - came,
             wait_seconds=came - started,
-            pseudo_grad_norm=snapshot.norm,
+            pseudo_grad_norm=replica.norm(snapshot.pseudo_grads),
             gated={},
             cause="; ".join(f"without {name}: {why}" for name, why in lost.items()),
             is_own=True,

@@ -4,6 +4,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from outer.space.buffers import BUFFERS
+
+STRETCH_ELEMENTS = 1 << 15
+"""Elements that are multiplied and added at once, so that the product stays in a core's cache."""
+
 
 class WeightedSum:
     """Sum of weighted parts in fp32, in the order of the calls.
@@ -12,14 +17,16 @@ class WeightedSum:
     """
 
     def __init__(self, num_elements: int) -> None:
-        self._sum = torch.zeros(num_elements)
+        self._sum = BUFFERS.floats(num_elements).zero_()
+        self._product = torch.empty(min(num_elements, STRETCH_ELEMENTS))
 
     def add(self, values: torch.Tensor, weight: float) -> None:
         """Add weight * values (1-D fp32, CPU). The weight is rounded to fp32 first."""
         shape = self._sum.shape
         assert values.shape == shape, f"a part of shape {tuple(values.shape)} into a sum of {tuple(shape)}"
         # add_(values, alpha=weight) would fuse product and sum on machines with FMA and give other bits there.
-        self._sum.add_(values * weight)
+        for part, total in zip(values.split(STRETCH_ELEMENTS), self._sum.split(STRETCH_ELEMENTS), strict=True):
+            total.add_(torch.mul(part, weight, out=self._product[: part.numel()]))
 
     def result(self) -> torch.Tensor:
         """The sum so far, 1-D fp32. This is the internal tensor, so call it after the last `add`."""

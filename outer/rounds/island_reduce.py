@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -31,6 +31,8 @@ class ReduceResult:
     """The island whose payload, mean or pseudo-gradient could not be used; None if the network failed."""
     num_audited: int = 0
     """Parts that all ranks of the island have audited."""
+    norm: float = 0.0
+    """L2 norm of the pseudo-gradient over all ranks of the island, without moments; 0 if the island observed."""
     is_stalled: bool = False
     """Whether it took too long on a rank that cannot tell who held it up."""
 
@@ -52,21 +54,24 @@ class IslandReduce:
         """Reduce this rank's parts; empty `pseudo_grads` if the island observes. Never raises for a failed reduce."""
         if refused := self.distrust.find(plan):
             return ReduceResult({}, refused[1], at_fault=refused[0])
-        means, failure = {}, None
+        means, failure, squares = {}, None, 0.0
         self.donor.is_busy = True
         try:
             digest_after = self.replica.carried.digest_after
-            means = self.event_loop.run(self.attempts.run(plan, pseudo_grads, digest_after))
+            reduce = self.event_loop.start(self.attempts.run(plan, pseudo_grads, digest_after))
+            squares = self.replica.sum_of_squares(pseudo_grads)  # while the first payloads are on their way
+            means = reduce.result()
         except OuterError as error:
             log.info("round %d attempt %d failed here: %s", plan.round, plan.attempt, error)
             failure = error
         finally:
             self.donor.is_busy = False
         ranks = self.replica.ranks.background
-        outcomes = ranks.gather(self._outcome(failure))
+        outcomes = ranks.gather(replace(self._outcome(failure), squares=squares))
+        norm = sum(outcome.squares for outcome in outcomes) ** 0.5
         num_audited, failed = sum(o.num_audited for o in outcomes), [o for o in outcomes if o.cause is not None]
         if not failed:
-            return ReduceResult(means, num_audited=num_audited)
+            return ReduceResult(means, num_audited=num_audited, norm=norm)
         # This island's own fault comes first, then a peer's: ranks without a fault only report what they were told.
         worst = min(failed, key=lambda o: (o.at_fault != self.island, o.at_fault is None, not o.is_wrong_mean))
         if worst.at_fault is not None and worst.at_fault != self.island:
@@ -75,7 +80,7 @@ class IslandReduce:
                 log.warning("round %d attempt %d: %s", plan.round, plan.attempt, worst.cause)
                 self.distrust.note(plan.round, worst.at_fault, is_wrong=worst.is_wrong_mean)
         is_stalled = worst.at_fault is None and any(outcome.is_stalled for outcome in outcomes)
-        return ReduceResult(means, worst.cause or "", worst.at_fault, num_audited, is_stalled)
+        return ReduceResult(means, worst.cause or "", worst.at_fault, num_audited, norm, is_stalled)
 
     def drop(self) -> None:
         """Leave the transport group of an attempt that did not commit. Every rank calls it."""
@@ -105,3 +110,5 @@ class _Outcome:
     is_wrong_mean: bool = False
     is_stalled: bool = False
     """Whether it took too long, and nobody alone has held it up."""
+    squares: float = 0.0
+    """The squared L2 norm of this rank's pseudo-gradient."""

@@ -85,7 +85,7 @@ class RoundRunner:
             bytes_received=received,
             reduce_seconds=reduced - planned,
             wait_seconds=planned - started,
-            pseudo_grad_norm=0.0 if snapshot is None else snapshot.norm,
+            pseudo_grad_norm=result.norm,
             listeners=[p.island for p in plan.participants if p.listens],
             gated=dict(self.reduce.attempts.reducer.filtered),
             cause=cause,

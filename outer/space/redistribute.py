@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from outer.errors import InputError
+from outer.space.buffers import BUFFERS
 from outer.space.layout import Piece, SliceBounds, Space, matrix_cols
 from outer.space.ranks import RankGroup
 
@@ -27,6 +28,7 @@ class Params(Protocol):
     def slices(self) -> Sequence[SliceBounds]: ...
     def read(self, index: int) -> torch.Tensor: ...
     def write(self, index: int, values: torch.Tensor) -> None: ...
+    def live(self, index: int) -> torch.Tensor | None: ...
 
 
 class Rectangle(NamedTuple):
@@ -65,7 +67,7 @@ class Redistribution:
         self._scatters = [(sends, receives) for receives, sends in self._plan(holders, to_all_holders=True)]
 
     def gather(self, part_groups: Sequence[int] | None = None) -> dict[int, torch.Tensor]:
-        """The parts of the local params that this rank carries, 1-D fp32 on the CPU, freshly allocated.
+        """The parts of the local params that this rank carries, 1-D fp32 on the CPU, in memory of their own.
 
         Limited to these part groups; None gathers all.
         """
@@ -91,7 +93,7 @@ class Redistribution:
     def _gather(self, part_group: int) -> dict[int, torch.Tensor]:
         sends, receives = self._gathers[part_group]
         parts = {
-            i: torch.empty(self._space.parts[i].num_elements)
+            i: BUFFERS.floats(self._space.parts[i].num_elements)
             for i in self._space.parts_in[part_group]
             if self.carriers[i] == self._ranks.rank
         }
@@ -105,16 +107,23 @@ class Redistribution:
     def _scatter(self, parts: Mapping[int, torch.Tensor], part_group: int, mix: float) -> None:
         sends, receives = self._scatters[part_group]
         indices = {_slice_index(m) for moves in receives for m in moves}
-        buffers = {i: torch.empty(*_shape(self._params.slices[i])) for i in sorted(indices)}
+        # Params on the CPU are written where they lie.
+        live = {i: None if mix else self._params.live(i) for i in sorted(indices)}
+        buffers = {i: self._buffer(i) if values is None else values for i, values in live.items()}
         outgoing = [[_part_view(parts, m.piece) for m in moves] for moves in sends]
         incoming = [[_rectangle_view(buffers[_slice_index(m)], m.piece) for m in moves] for moves in receives]
         self._ranks.exchange(outgoing, incoming)
-        for index, values in buffers.items():
+        for index in [i for i in buffers if live[i] is None]:
+            values = buffers[index]
             if mix:
                 # Products and sum round separately, without a fused multiply-add, so that replicas on other machines
                 # get the same bits.
                 values = values * (1 - mix) + self._params.read(index) * mix
             self._params.write(index, values)
+
+    def _buffer(self, slice_index: int) -> torch.Tensor:
+        num_rows, num_cols = _shape(self._params.slices[slice_index])
+        return BUFFERS.floats(num_rows * num_cols).view(num_rows, num_cols)
 
     def _plan(self, holders: dict[Rectangle, list[int]], *, to_all_holders: bool) -> list[tuple[Moves, Moves]]:
         """For each part group, moves between this rank's slices and the carriers, and between its parts and holders.

@@ -11,6 +11,7 @@ from outer.config import OuterOptimizerConfig
 from outer.errors import MessageError
 from outer.leases.ledger import Ledger
 from outer.network.messages import MAX_ROUND, Message, parse
+from outer.space.buffers import BUFFERS
 from outer.space.digest import part_digest, stream_digest
 from outer.state.optimizer import OuterStep
 
@@ -128,7 +129,8 @@ def digest_after(state: PartState, mean: torch.Tensor, step: OuterStep | None) -
 
 def _stepped(state: PartState, mean: torch.Tensor, step: OuterStep) -> Iterator[torch.Tensor]:
     """What the digest of a stepped part covers, in its order. A tensor is overwritten when the next is asked for."""
-    momentum, room = state.momentum.clone(), torch.empty(min(STRETCH_ELEMENTS, mean.numel()))
+    momentum = BUFFERS.floats(state.momentum.numel()).copy_(state.momentum)
+    room = torch.empty(min(STRETCH_ELEMENTS, mean.numel()))
     for start in range(0, mean.numel(), STRETCH_ELEMENTS):
         stretch = slice(start, start + STRETCH_ELEMENTS)
         params = room[: mean[stretch].numel()].copy_(state.params[stretch])

@@ -22,8 +22,7 @@ class PendingProgress:
         fragment = replica.space.fragment_of(round_number)
         pseudo_grads = replica.pseudo_grads(round_number)
         weight = self.weights[fragment] + tokens
-        norm = replica.norm(pseudo_grads)
-        return Snapshot(round_number, fragment, pseudo_grads, norm, tokens, weight, self.cursor.read)
+        return Snapshot(round_number, fragment, pseudo_grads, tokens, weight, self.cursor.read)
 
     def settle(self, snapshot: Snapshot, position: Position) -> None:
         """The commit that led to this position contains the snapshot."""

@@ -22,8 +22,6 @@ class Snapshot:
     fragment: int
     pseudo_grads: dict[int, torch.Tensor]
     """By part index."""
-    norm: float
-    """L2 norm of the pseudo-gradient over all ranks of the island, without moments."""
     tokens: int
     """Tokens trained on since the last round was sent."""
     weight: int

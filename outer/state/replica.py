@@ -57,8 +57,12 @@ class Replica:
 
     def norm(self, pseudo_grads: Mapping[int, torch.Tensor]) -> float:
         """L2 norm over the parts of all ranks, without moments."""
+        return sum(self.ranks.background.gather(self.sum_of_squares(pseudo_grads))) ** 0.5
+
+    def sum_of_squares(self, pseudo_grads: Mapping[int, torch.Tensor]) -> float:
+        """The squared L2 norm of these parts of this rank, without moments."""
         own = [grad for index, grad in pseudo_grads.items() if not self.space.parts[index].is_moment]
-        return sum(self.ranks.gather(sum(map(sum_of_squares, own)))) ** 0.5
+        return sum(map(sum_of_squares, own))
 
     def commit(self, means: Mapping[int, Mean], position: Position, num_given: int, *, observes: bool) -> None:
         """One outer step on the parts in `means`, each the mean of `num_given` islands. Local params do not change.

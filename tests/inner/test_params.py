@@ -20,6 +20,8 @@ def params_on_a_rank(rank: int, degrees: Degrees) -> None:
         assert torch.equal(params.read(index), values)
         assert params.read(index).data_ptr() == views[index].data_ptr()
         assert not params.read(index).requires_grad
+        live = params.live(index)
+        assert live is not None and live.data_ptr() == views[index].data_ptr()
     with pytest.raises(AssertionError, match=params.slices[0].name):
         params.write(0, torch.zeros(1, 1))
 

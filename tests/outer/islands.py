@@ -63,6 +63,9 @@ class FakeParams:
         assert values.shape == self.values[index].shape
         self.values[index].copy_(values)
 
+    def live(self, index: int) -> torch.Tensor:
+        return self.values[index]
+
     def flat(self) -> torch.Tensor:
         """All that this rank holds, one after the other."""
         return torch.cat([values.flatten() for values in self.values])

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from outer.errors import PeerLost, first_line
 from outer.network.endpoints import MAX_PAYLOAD_BYTES, Endpoint, Messenger, Tag, Traffic
 from outer.network.frames import check_payload
+from outer.space.buffers import BUFFERS
 from outer.transports.gloo.addresses import AddressExchange
 from outer.transports.gloo.door import allow_many_files, check_listen_host
 from outer.transports.gloo.groups import GroupSpec, build_group, in_thread, new_thread, parse_address
@@ -62,7 +63,7 @@ class GlooTransport:
 
     async def recv(self, source: Endpoint, tag: Tag, num_bytes: int) -> torch.Tensor:
         group, rank = self._locate(source)
-        payload = torch.empty(num_bytes, dtype=torch.uint8)
+        payload = BUFFERS.bytes(num_bytes)
         await self._wait(source, lambda: group.recv([_non_empty(payload)], rank, gloo_tag(tag, num_bytes)))
         self.traffic.bytes_received += num_bytes + 2 * PREAMBLE_BYTES
         self.traffic.bytes_sent += PREAMBLE_BYTES

@@ -17,11 +17,12 @@ from outer.codecs import build_codec
 from outer.codecs.base import Codec
 from outer.codecs.choice import build_uniform_choice
 from outer.errors import OuterError
-from outer.network.endpoints import Endpoint
+from outer.network.endpoints import Endpoint, Tag
 from outer.network.frames import HEADER_BYTES
 from outer.network.messages import pack_carriers
 from outer.reduce.payloads import Mean
 from outer.reduce.reducer import PARTS_IN_FLIGHT, Reducer
+from outer.space.digest import part_digest
 from outer.space.layout import Space
 from outer.transports.loopback import Hub, LoopbackTransport
 from tests.outer.islands import Spec
@@ -244,3 +245,39 @@ def test_a_non_finite_pseudo_gradient_is_refused_by_its_parameters_name() -> Non
 
     with pytest.raises(OuterError, match=r"'layers.0.wq' holds nan"):
         asyncio.run(reduce_alone())
+
+
+def test_a_part_is_stepped_and_hashed_while_others_still_arrive() -> None:
+    case = fixed_case("fp32", 1024, {"a": 1, "b": 1})
+    last, hashed = len(case.space.parts) - 1, []
+
+    async def reduce_by_two() -> None:
+        are_others_hashed, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def digest_after(part: int, mean: torch.Tensor, num_given: int) -> bytes:
+            hashed.append(part)
+            if len(hashed) == last:
+                loop.call_soon_threadsafe(are_others_hashed.set)
+            return part_digest(mean, torch.tensor([float(num_given)]))
+
+        hub, plan = Hub(), case.plan()
+        a, b = (LoopbackTransport(hub, "run", Endpoint(name, 0), GUARD_SECONDS) for name in "ab")
+        receive = a.recv
+
+        async def hold_the_last_back(source: Endpoint, tag: Tag, num_bytes: int) -> torch.Tensor:
+            if tag.part == last:
+                await are_others_hashed.wait()
+            return await receive(source, tag, num_bytes)
+
+        a.recv = hold_the_last_back  # type: ignore[method-assign]
+        async with asyncio.timeout(GUARD_SECONDS):
+            await asyncio.gather(a.connect("0", plan.addresses), b.connect("0", plan.addresses))
+            (ra, rb), codecs = case.endpoints, build_uniform_choice(case.codec)
+            reducers = [Reducer(t, codecs, case.space, e) for t, e in ((a, ra), (b, rb))]
+            means, _ = await asyncio.gather(
+                reducers[0].run(plan, case.carried(ra), digest_after), reducers[1].run(plan, case.carried(rb))
+            )
+        assert all(m.digest_after == part_digest(m.values, torch.tensor([2.0])) for m in means.values())
+
+    asyncio.run(reduce_by_two())
+    assert hashed[-1] == last and sorted(hashed) == list(range(last + 1))
