@@ -25,7 +25,7 @@ from outer.reduce.attempt import Attempts
 from outer.reduce.payloads import Mean
 from outer.reduce.reducer import Reducer
 from outer.report import Waiting
-from outer.space.digest import combine_digests
+from outer.space.digest import combine_digests, part_digest
 from outer.space.layout import Space
 from outer.transports.loopback import Hub, LoopbackTransport
 from tests.outer.clock import GUARD_SECONDS, stand_still
@@ -203,7 +203,7 @@ class Leader:
         """Reduce on all ranks and return the digest of the mean."""
         found = await asyncio.gather(*(self._reduce(plan, rank) for rank in range(len(self.ranks))))
         means = {part: mean for each in found for part, mean in each.items()}
-        return combine_digests([means[part.index].digest for part in SPACE.parts])
+        return combine_digests([part_digest(means[part.index].payload) for part in SPACE.parts])
 
     async def _reduce(self, plan: Plan, rank: int) -> dict[int, Mean]:
         value = float(ord(self.name[0]))
