@@ -17,7 +17,7 @@ from outer.state.replica import Replica
 
 STAGES: dict[str, list[tuple[type, str]]] = {
     "snapshot": [(Replica, "pseudo_grads")],
-    "norm": [(Replica, "norm")],
+    "norm": [(Replica, "sum_of_squares")],
     "encode": [(Payloads, "check_own"), (Payloads, "encode")],
     "decode": [(Payloads, "decode")],
     "merge": [(_Attempt, "_merge_payloads")],
