@@ -149,6 +149,8 @@ def test_a_checkpoint_keeps_the_certificate_with_which_one_island_convinces_a_fr
 
     def joins(island: Island) -> int:
         has_begun.wait(GUARD_SECONDS)
+        assert isinstance(island.outer.averager, agreed.AgreedAverager)
+        island.outer.averager._joins = has_proof  # Then it waits until a donor has shown its proof.
         found = island.outer.begin().round
         has_entered.set()
         return found
