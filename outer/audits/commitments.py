@@ -25,14 +25,14 @@ from outer.network.messages import Message
 
 PAYLOAD_PURPOSE, STATEMENT_PURPOSE = "a payload of a round", "a mean of a round"
 
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-"""A BLAKE3 hash in hexadecimal digits."""
+FullDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+"""A whole BLAKE3 hash in hexadecimal digits."""
 
 
 class SignedDigest(Message):
     """A contributor's payload of a part, by its digest, and the contributor's signature."""
 
-    digest: Digest
+    digest: FullDigest
     signature: Signature
 
 
@@ -41,7 +41,7 @@ class Statement(Message):
 
     plan: PlanId
     part: int = Field(ge=0, lt=1 << 32)
-    mean: Digest
+    mean: FullDigest
     """Digest of the encoded mean that it sent to all participants."""
     payloads: list[SignedDigest] = Field(max_length=1024)
     """Those that it is the mean of, in the order of the plan's contributors."""

@@ -14,7 +14,7 @@ from outer.membership.rendezvous import serve_rendezvous
 from outer.network.endpoints import Endpoint
 from outer.network.event_loop import EventLoopThread
 from outer.reduce.reducer import Reducer
-from outer.space.digest import combine_digests
+from outer.space.digest import combine_digests, part_digest
 from outer.space.layout import Space
 from outer.space.ranks import RankGroup
 from scripts.bench.contestants import OUTER, SETUP_SECONDS, FakeModel, IslandSpec, build_shapes
@@ -96,7 +96,7 @@ class OurReduce:
         self._means = self._own.loop.run(self._reducer.run(self._plan, self._parts), timeout_seconds)
 
     def digest(self) -> str:
-        return combine_digests([self._means[part].digest for part in sorted(self._means)])
+        return combine_digests([part_digest(self._means[part].payload) for part in sorted(self._means)])
 
     def sent_bytes(self) -> int:
         return self._own.sent_bytes()

@@ -71,6 +71,19 @@ def test_each_synchronisation_is_timed_and_gives_the_state_that_plain_torch_give
     assert "x torchft" in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_SECONDS + 60)
+def test_each_reduce_is_timed_and_gives_all_islands_the_same(tmp_path: Path):
+    command = [sys.executable, "scripts/bench/outer.py", "--params", "3e5", "--links", "loopback", "--islands", "2"]
+    command += ["--what", "torch,gloo", "--codecs", "fp32", "--repeats", "1", "--json", str(tmp_path / "rows.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["what"] for row in rows] == ["torch", "gloo"]
+    for row in rows:
+        assert row["failure"] == "" and row["flaws"] == [] and len(row["seconds"]) == 1, row
+
+
 def test_a_python_without_torchft_is_refused_with_the_cure():
     command = [sys.executable, "scripts/bench/outer.py", "--links", "loopback", "--what", "torchft-sync"]
     done = subprocess.run(

@@ -37,9 +37,12 @@ class Witnesses:
     def count(self, islands: Iterable[tuple[str, str]], *, is_held_up: bool = False) -> int:
         """How many of these islands, given with their keys, count. A key counts once."""
         islands = list(islands)
-        known = self._find_counting(islands, can_tell=True) - {self.signer.public}
-        knows_most = len(known) >= 2 and 2 * len(known) > self.num_others
-        return len(self._find_counting(islands, can_tell=self.num_others > 0 and not (is_held_up or knows_most)))
+        counting = self._find_counting(islands, can_tell=True)
+        num_known, num_others = len(counting - {self.signer.public}), self.num_others
+        are_most = num_known >= 2 and 2 * num_known > num_others
+        if num_others == 0 or is_held_up or are_most:
+            counting = self._find_counting(islands, can_tell=False)
+        return len(counting)
 
     def admit(self, certificate: Certificate) -> None:
         """This island has committed what the certificate says, or holds the state that it proves."""
