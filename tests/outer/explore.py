@@ -70,6 +70,7 @@ def explore(world: World, max_states: int) -> Iterator[World]:
             stack += [step(here, event) for event in events(here)]
     finally:
         gc.enable()
+        _numbers.clear()
 
 
 def walk(world: World, seed: int, mishap: float = 0.1) -> World:

@@ -2,7 +2,8 @@
 
 import gc
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -35,11 +36,22 @@ def model() -> dict[str, torch.Tensor]:
     return {name: torch.zeros(shape) for name, shape in SHAPES.items()}
 
 
-def live_bytes() -> dict[int, int]:
-    """Bytes of all tensors of this process by address, free buffers included. Tensors that share memory count once."""
+@contextmanager
+def old_objects_put_aside() -> Iterator[None]:
+    """Within it the collector neither lists nor scans what earlier tests have left, which takes long."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def live_bytes() -> int:
+    """Bytes of all new tensors, free buffers included. Tensors that share memory count once."""
     gc.collect()
     storages = (each.untyped_storage() for each in gc.get_objects() if type(each) is torch.Tensor)
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class CountAtTheVote(NoHooks):
@@ -47,19 +59,17 @@ class CountAtTheVote(NoHooks):
 
     def __init__(self, num_islands: int, last_round: int) -> None:
         self._barrier, self._last_round = threading.Barrier(num_islands), last_round
-        # Earlier tests' tensors. They are kept, so that nothing new lies at their addresses.
-        self._old = [each for each in gc.get_objects() if type(each) is torch.Tensor]
-        self._before = live_bytes()
         self.num_bytes = 0
 
     def reached(self, phase: Phase, round_number: int) -> None:
-        # On a busy machine an attempt may fail, and an island come to a vote without the other.
-        with suppress(threading.BrokenBarrierError):
-            if (phase, round_number) == ("vote", self._last_round):
-                if self._barrier.wait(WAIT_SECONDS) == 0:
-                    new = (size for address, size in live_bytes().items() if address not in self._before)
-                    self.num_bytes = max(self.num_bytes, sum(new))
-                self._barrier.wait(WAIT_SECONDS)
+        if (phase, round_number) != ("vote", self._last_round) or self.num_bytes:
+            return
+        try:
+            if self._barrier.wait(WAIT_SECONDS) == 0:
+                self.num_bytes = live_bytes()
+            self._barrier.wait(WAIT_SECONDS)
+        except threading.BrokenBarrierError:
+            self._barrier.reset()  # On a busy machine an attempt may fail, and an island come to a vote alone.
 
 
 def rounds(count: int, island: Island) -> None:
@@ -80,7 +90,9 @@ def test_the_memory_of_a_round_is_what_the_plan_says(name: str) -> None:
     num_rounds = 5
     BUFFERS.__init__()
     meter = CountAtTheVote(2, num_rounds - 1)
-    run_islands(dict.fromkeys("ab", partial(rounds, num_rounds)), config, model=model, hooks=dict.fromkeys("ab", meter))
+    with old_objects_put_aside():
+        islands = dict.fromkeys("ab", partial(rounds, num_rounds))
+        run_islands(islands, config, model=model, hooks=dict.fromkeys("ab", meter))
     held = meter.num_bytes / 2 - LOCAL_BYTES
     most = sum(planned.values()) + log
     least = most if name == "fp32" else sum(planned.values())
