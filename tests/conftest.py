@@ -4,6 +4,8 @@ Python 3.11 mixes up its parser's state when two threads compile at once ("AST c
 and tests run islands as threads: what torch and hypothesis import at first use is imported here, by one thread.
 """
 
+import gc
+
 import hypothesis.internal.observability
 import torch
 import tqdm
@@ -16,3 +18,9 @@ assert hypothesis.internal.observability
 # No test asserts how long it takes: a busy machine would fail it.
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.load_profile("default")
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what was imported: on a busy machine a scan of it stops all islands for seconds."""
+    gc.collect()
+    gc.freeze()

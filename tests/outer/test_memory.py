@@ -2,8 +2,6 @@
 
 import gc
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -36,15 +34,10 @@ def model() -> dict[str, torch.Tensor]:
     return {name: torch.zeros(shape) for name, shape in SHAPES.items()}
 
 
-@contextmanager
-def old_objects_put_aside() -> Iterator[None]:
-    """Within it the collector neither lists nor scans what earlier tests have left, which takes long."""
+def put_old_objects_aside() -> None:
+    """From now on the collector neither lists nor scans what earlier tests have left, which takes long."""
     gc.collect()
     gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def live_bytes() -> int:
@@ -90,9 +83,8 @@ def test_the_memory_of_a_round_is_what_the_plan_says(name: str) -> None:
     num_rounds = 5
     BUFFERS.__init__()
     meter = CountAtTheVote(2, num_rounds - 1)
-    with old_objects_put_aside():
-        islands = dict.fromkeys("ab", partial(rounds, num_rounds))
-        run_islands(islands, config, model=model, hooks=dict.fromkeys("ab", meter))
+    put_old_objects_aside()
+    run_islands(dict.fromkeys("ab", partial(rounds, num_rounds)), config, model=model, hooks=dict.fromkeys("ab", meter))
     held = meter.num_bytes / 2 - LOCAL_BYTES
     most = sum(planned.values()) + log
     least = most if name == "fp32" else sum(planned.values())

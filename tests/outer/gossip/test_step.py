@@ -15,6 +15,7 @@ from outer.gossip.server import GossipServer, MeetReply, PublishedShare, TellRep
 from outer.gossip.shares import ShareCoding
 from outer.gossip.step import Share, build_optimizer_config, groups_of_round, outer_gradient
 from outer.membership.loopback import LoopbackMessenger
+from outer.network.deadlines import FLOORS, MAX_FIRST_SECONDS, MAX_SECONDS
 from outer.network.endpoints import Endpoint, Messenger
 from outer.network.messages import parse
 from outer.report import CaughtUp, RoundReport
@@ -142,6 +143,14 @@ def rounds(count: int, island: Island, *, finishes: bool = True) -> list[RoundRe
     if finishes:
         island.outer.finish()
     return found
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partners that answer late, because the machine is busy, are waited for."""
+    monkeypatch.setitem(FLOORS, "call", GUARD_SECONDS)
+    monkeypatch.setitem(MAX_SECONDS, "call", GUARD_SECONDS)
+    monkeypatch.setitem(MAX_FIRST_SECONDS, "call", GUARD_SECONDS)
 
 
 def test_a_group_of_all_with_equal_params_is_diloco_with_heavy_ball() -> None:
