@@ -29,7 +29,7 @@ class RankFailed(AssertionError):
     """A rank raised an exception, died or did not finish. The message holds its traceback."""
 
 
-def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 60) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 240) -> list[Any]:
     """Run fn(rank, *args) in a process per rank and return the results in rank order. Raises RankFailed."""
     _wait_for_threads()
     with socket.create_server(("127.0.0.1", 0)) as listener:

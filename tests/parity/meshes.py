@@ -97,7 +97,7 @@ class Life:
 @cache
 def lives(case: "Key") -> list[Life]:
     """Every rank's life, by rank."""
-    return run_ranks(live, case.value.degrees.num_ranks, case.value, timeout_seconds=280)
+    return run_ranks(live, case.value.degrees.num_ranks, case.value, timeout_seconds=600)
 
 
 @dataclass(frozen=True)

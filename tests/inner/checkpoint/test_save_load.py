@@ -88,7 +88,7 @@ def losses(trainer: Trainer, num_steps: int) -> list[float | None]:
 
 def run(fn: Callable[..., Any], mesh: Mesh, *args: Any) -> list[Any]:
     """Results of fn(rank, *args) on each rank of the mesh."""
-    return run_ranks(fn, mesh.degrees.num_ranks, *args, timeout_seconds=280)
+    return run_ranks(fn, mesh.degrees.num_ranks, *args, timeout_seconds=600)
 
 
 def open_checkpoints(folder: Path) -> Checkpoints:

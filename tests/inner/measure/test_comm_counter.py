@@ -236,7 +236,7 @@ def traffic(request: pytest.FixtureRequest) -> dict[str, list[tuple[int, list[Tr
         cases = {name: case for name, case in CASES.items() if name in wanted and case[0].num_ranks == num_ranks}
         if not cases:
             continue
-        for by_case in run_ranks(_step, num_ranks, cases, timeout_seconds=120):
+        for by_case in run_ranks(_step, num_ranks, cases, timeout_seconds=600):
             for name, result in by_case.items():
                 results.setdefault(name, []).append(result)
     return results

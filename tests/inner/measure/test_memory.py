@@ -221,7 +221,7 @@ def measured(request: pytest.FixtureRequest) -> dict[str, list[Measured]]:
         cases = {name: CASES[name] for name in CASES if name in wanted and CASES[name].degrees.num_ranks == num_ranks}
         if not cases:
             continue
-        for rank, by_case in enumerate(run_ranks(_measure_all, num_ranks, cases, timeout_seconds=120)):
+        for rank, by_case in enumerate(run_ranks(_measure_all, num_ranks, cases, timeout_seconds=600)):
             for name, result in by_case.items():
                 place = CASES[name].degrees.coordinates(rank)
                 if not any(place[axis] for axis in place if axis != "pp"):

@@ -54,7 +54,7 @@ def both(degrees: Degrees, recompute: Recompute = "none") -> tuple[Life, Life]:
     compiled = ParallelConfig(compile=True, recompute=recompute)
     num_ranks = degrees.num_ranks
     eager = run_ranks(live, num_ranks, degrees, ParallelConfig())
-    return eager[0], run_ranks(live, num_ranks, degrees, compiled, timeout_seconds=280)[0]
+    return eager[0], run_ranks(live, num_ranks, degrees, compiled, timeout_seconds=600)[0]
 
 
 CASES = {

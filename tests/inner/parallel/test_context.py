@@ -180,7 +180,7 @@ def long_sequence(rank: int, cp: int) -> list[float]:
 
 @pytest.fixture(scope="module", params=DEGREES)
 def life(request: pytest.FixtureRequest) -> tuple[int, list[Seen]]:
-    return request.param, run_ranks(attend_everywhere, request.param, request.param, timeout_seconds=120)
+    return request.param, run_ranks(attend_everywhere, request.param, request.param, timeout_seconds=600)
 
 
 @pytest.mark.parametrize("dtype", BANDS, ids=str)
