@@ -38,7 +38,7 @@ from outer.diagnostics import DiagnosticsServer, ProbeResponder
 from outer.hooks import Hooks
 from outer.identity.island_key import IslandKey
 from outer.loop import OuterLoop, build_loop
-from outer.network.event_loop import EventLoopThread
+from outer.network.event_loop import EventLoop
 from outer.report import LoopSettings
 from outer.space.ranks import RankGroup
 
@@ -56,7 +56,7 @@ class Runtime:
     trainer: Trainer
     outer: OuterLoop
     network: Network
-    event_loop: EventLoopThread
+    event_loop: EventLoop
     profiler: Profiler
     metrics: Metrics | None
     speed: MfuMeter | None

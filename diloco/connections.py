@@ -14,7 +14,7 @@ from outer.connect import Network, NetworkSettings, open_network
 from outer.identity.access import BANNED_FILE
 from outer.identity.island_key import KEY_FILE, IslandKey, load_island_key
 from outer.identity.known_names import NAMES_FILE
-from outer.network.event_loop import EventLoopThread
+from outer.network.event_loop import EventLoop, EventLoopThread
 from outer.network.run_key import load_run_key
 from outer.space.ranks import RankGroup
 from outer.transports.loopback import Hub
@@ -37,7 +37,7 @@ class Shared:
 @contextmanager
 def open_connections(
     config: RunConfig, island: IslandConfig, ranks: RankGroup, folder: Path, shared: Shared | None
-) -> Iterator[tuple[Network, EventLoopThread]]:
+) -> Iterator[tuple[Network, EventLoop]]:
     """The connections of one rank to other islands, and the event loop that owns them, until the block ends.
 
     Every rank of the island must enter it. `shared` is given if other islands run in this process.
@@ -74,7 +74,7 @@ def build_network_settings(
     )
 
 
-def connect(config: RunConfig, ranks: RankGroup, event_loop: EventLoopThread, settings: NetworkSettings) -> Network:
+def connect(config: RunConfig, ranks: RankGroup, event_loop: EventLoop, settings: NetworkSettings) -> Network:
     """Open the rank's connections to other islands. The leader checks that they run the same config."""
     leader_address = None
     network = None
@@ -104,7 +104,7 @@ def check_same_run(ours: RunConfig, theirs: str | None) -> None:
         )
 
 
-def close_network(network: Network, event_loop: EventLoopThread) -> None:
+def close_network(network: Network, event_loop: EventLoop) -> None:
     """Free the sockets and processes of a rank."""
     try:
         event_loop.run(network.close(), timeout_seconds=CLOSE_SECONDS)

@@ -28,7 +28,7 @@ from outer.leases.cursor import Cursor, LeaseCursor
 from outer.leases.ranges import count
 from outer.leases.static_cursor import StaticCursor
 from outer.network.deadlines import Deadlines
-from outer.network.event_loop import EventLoopThread
+from outer.network.event_loop import EventLoop
 from outer.report import CaughtUp, Landing, LoopSettings, RoundReport
 from outer.rounds import checkpoint
 from outer.rounds.agreed import AgreedAverager, build_agreed_averager
@@ -255,7 +255,7 @@ def build_loop(
     params: Params,
     ranks: RankGroup,
     network: Network,
-    event_loop: EventLoopThread,
+    event_loop: EventLoop,
     settings: LoopSettings | None = None,
 ) -> OuterLoop:
     """The outer loop of one rank, with the averager that the config asks for. Every rank calls it together."""

@@ -7,7 +7,6 @@ round takes; without any, an island goes on alone.
 """
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +28,7 @@ from outer.gossip.shares import ShareCoding, ShareDownload, Shares
 from outer.gossip.step import group_of, outer_gradient
 from outer.hooks import Hooks
 from outer.membership.base import Member
-from outer.network.event_loop import EventLoopThread
+from outer.network.event_loop import EventLoop
 from outer.reduce.payloads import Mean
 from outer.report import CaughtUp, LoopSettings, RoundReport
 from outer.rounds.agreed import DONOR_WAIT_SECONDS, NOBODY_TO_JOIN, RESUME_SECONDS
@@ -67,7 +66,7 @@ class GossipAverager:
     catch_up: CatchUp
     donor: Donor
     pace: Pace
-    event_loop: EventLoopThread
+    event_loop: EventLoop
     traffic: TrafficMeter
     share: float = 1.0
     """Not used in a gossip run; checkpoints contain it."""
@@ -149,13 +148,13 @@ class GossipAverager:
     # -- a round ----------------------------------------------------------------------------------------------
 
     def _run(self, snapshot: Snapshot) -> RoundReport:
-        started, number, replica = time.monotonic(), snapshot.round, self.replica
+        started, number, replica = self.event_loop.time(), snapshot.round, self.replica
         names = self._find_names(number)
         group = group_of(self.island, self.settings.seed, number, names, self.config.group)
         partners = [name for name in group if name != self.island]
         own = self._publish(snapshot, partners)
         met = self.exchange.meet(partners, number, len(replica.space.parts))
-        came = time.monotonic()
+        came = self.event_loop.time()
         if met.is_behind:
             self._catch_up("; ".join(met.lost.values()))
         self.donor.is_busy = True
@@ -180,7 +179,7 @@ class GossipAverager:
             units=snapshot.units,
             bytes_sent=sent,
             bytes_received=received,
-            reduce_seconds=time.monotonic() - came,
+            reduce_seconds=self.event_loop.time() - came,
             wait_seconds=came - started,
             pseudo_grad_norm=replica.norm(snapshot.pseudo_grads),
             gated={},
@@ -209,7 +208,7 @@ class GossipAverager:
             # Kept for joiners, who follow this island alone.
             means[part] = Mean(gradient, gradient.view(torch.uint8))
         self.replica.commit(means, position, 1, observes=False)
-        now = time.monotonic()
+        now = self.event_loop.time()
         if self._landed_at is not None:
             self.pace.deadlines.observe("round", now - self._landed_at)
         self._landed_at = now
@@ -230,7 +229,7 @@ class GossipAverager:
                 raise OuterError(f"round 0: {came} of {wanted} islands (outer.start_islands) came in {seconds:.0f} s")
 
     def _wait_for_donors(self) -> bool:
-        return wait_for_donors(self.find_donors, DONOR_WAIT_SECONDS if self.settings.joins else 0.0)
+        return wait_for_donors(self.find_donors, self.event_loop, DONOR_WAIT_SECONDS if self.settings.joins else 0.0)
 
     def _catch_up(self, cause: str) -> None:
         """Take the state of an island that is ahead and raise CaughtUp; return, to go on alone, if none can be taken.
@@ -254,7 +253,7 @@ def build_gossip_averager(
     identity: Identity,
     replica: Replica,
     network: Network,
-    event_loop: EventLoopThread,
+    event_loop: EventLoop,
     pace: Pace,
     settings: LoopSettings,
 ) -> GossipAverager:
@@ -290,7 +289,7 @@ def build_gossip_averager(
             replica,
             build_download,
             event_loop,
-            lambda: DonorChoice(find_donors),
+            lambda: DonorChoice(find_donors, event_loop.time),
             lambda position: position.round > replica.position.round,
         ),
         donor=donor,

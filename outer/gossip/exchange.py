@@ -12,7 +12,7 @@ from outer.gossip.partners import Met, Partners
 from outer.gossip.server import GossipServer, PublishedShare
 from outer.gossip.shares import ShareDownload, Shares
 from outer.gossip.step import Share
-from outer.network.event_loop import EventLoopThread
+from outer.network.event_loop import EventLoop
 from outer.space.ranks import RankGroup
 
 
@@ -25,7 +25,7 @@ class GossipExchange:
         server: GossipServer,
         partners: Partners | None,
         ranks: RankGroup,
-        event_loop: EventLoopThread,
+        event_loop: EventLoop,
     ) -> None:
         self._download, self._server, self._partners = download, server, partners
         self._ranks, self._event_loop = ranks, event_loop

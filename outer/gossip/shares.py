@@ -1,7 +1,6 @@
 """Shares of a gossip round, part by part: how they are encoded, and how a partner's share is fetched."""
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -74,7 +73,8 @@ class ShareDownload:
         return shares, {name: share for name, share in by_name.items() if isinstance(share, str)}
 
     async def _fetch(self, name: str, route: Route, round_number: int) -> Shares | str:
-        limit, started = self._deadlines.limit("gossip"), time.monotonic()
+        now = asyncio.get_running_loop().time
+        limit, started = self._deadlines.limit("gossip"), now()
         places, found = asyncio.Semaphore(TAKES_AT_ONCE), {}
 
         async def fetch(part: int) -> None:
@@ -95,7 +95,7 @@ class ShareDownload:
             if not isinstance(error, TransportError):
                 raise error from None
             return str(error)
-        self._deadlines.observe("gossip", time.monotonic() - started)
+        self._deadlines.observe("gossip", now() - started)
         return found
 
     def _decode(self, name: str, part: int, reply: bytes) -> Share:

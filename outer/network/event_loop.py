@@ -4,9 +4,10 @@ import asyncio
 import logging
 import selectors
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -15,6 +16,40 @@ MAX_SELECT_SECONDS = 3600.0  # the operating system rejects waits of more than s
 BEAT_SECONDS = 0.25
 FROZEN_SECONDS = 2.0
 """A gap of this length is a freeze. It is shorter than the least time after which others call an island lost."""
+
+
+class Joinable(Protocol):
+    """A thread that has been started."""
+
+    def join(self) -> None:
+        """Block until it has ended."""
+
+
+class EventLoop(Protocol):
+    """An event loop as the threads of a rank see it, with the clock on which they measure and wait."""
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start `work` on the loop."""
+        ...
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
+        """Run `work` on the loop and block until its result is there. Raises TimeoutError."""
+        ...
+
+    def try_to(self, work: Coroutine[Any, Any, object], timeout_seconds: float) -> bool:
+        """Run `work`, which nothing depends on (a goodbye), and return whether it finished in time."""
+        ...
+
+    def time(self) -> float:
+        """Seconds on the loop's clock."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Block the calling thread until so much time has passed on the loop's clock."""
+
+    def spawn(self, work: Callable[[], None], name: str) -> Joinable:
+        """Run `work`, which raises nothing, in a thread of its own that no process waits for at its end."""
+        ...
 
 
 class EventLoopThread:
@@ -30,7 +65,6 @@ class EventLoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
-        """Run `work` on the loop and block until its result is there. Raises TimeoutError."""
         future = self.start(work)
         try:
             return future.result(None if timeout_seconds is None else timeout_seconds * self._slowness)
@@ -39,12 +73,22 @@ class EventLoopThread:
             raise
 
     def try_to(self, work: Coroutine[Any, Any, object], timeout_seconds: float) -> bool:
-        """Run `work`, which nothing depends on (a goodbye), and return whether it finished in time."""
         try:
             self.run(work, timeout_seconds)
         except TimeoutError:
             return False
         return True
+
+    def time(self) -> float:
+        return self._loop.time()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds * self._slowness)
+
+    def spawn(self, work: Callable[[], None], name: str) -> Joinable:
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        thread.start()
+        return thread
 
     def close(self) -> None:
         """Cancel all running tasks and end the thread."""

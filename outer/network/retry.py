@@ -3,11 +3,18 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 MAX_DOUBLINGS = 64
 """More would overflow at last."""
+
+
+class Clock(Protocol):
+    """What a thread waits on. An `EventLoop` (event_loop.py) is one."""
+
+    def time(self) -> float: ...
+    def sleep(self, seconds: float) -> None: ...
 
 
 async def retry(attempt: Callable[[], Awaitable[T]], *, seconds: float, pause_seconds: float) -> T:
@@ -30,11 +37,24 @@ async def retry(attempt: Callable[[], Awaitable[T]], *, seconds: float, pause_se
         await asyncio.sleep(pause_seconds)
 
 
-def retry_blocking(attempt: Callable[[], T], *, seconds: float, pause_seconds: float) -> T:
-    """Like `retry`, for a thread without an event loop."""
-    deadline = time.monotonic() + seconds
-    while not (result := attempt()) and time.monotonic() < deadline:
-        time.sleep(pause_seconds)
+class WallClock:
+    """The machine's own time."""
+
+    def time(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+WALL_CLOCK = WallClock()
+
+
+def retry_blocking(attempt: Callable[[], T], clock: Clock = WALL_CLOCK, *, seconds: float, pause_seconds: float) -> T:
+    """Like `retry`, for a thread, whose waits are on `clock`."""
+    deadline = clock.time() + seconds
+    while not (result := attempt()) and clock.time() < deadline:
+        clock.sleep(pause_seconds)
     return result
 
 

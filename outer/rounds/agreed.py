@@ -1,7 +1,6 @@
 """Averaging by agreed rounds: all participants of a plan commit the same mean, or none commits."""
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +22,7 @@ from outer.errors import InputError, OuterError
 from outer.leases.cursor import LeaseCursor
 from outer.leases.ledger import find_refusals
 from outer.network.endpoints import Endpoint
-from outer.network.event_loop import EventLoopThread
+from outer.network.event_loop import EventLoop
 from outer.network.retry import backoff
 from outer.reduce.attempt import Attempts, build_attempts
 from outer.reduce.reducer import Reducer
@@ -72,6 +71,10 @@ class AgreedAverager:
         """Why the state of others could not be taken."""
 
     @property
+    def event_loop(self) -> EventLoop:
+        return self.runner.reduce.event_loop
+
+    @property
     def memory(self) -> Reducer:
         """Residuals, last means and norms that the reducer keeps."""
         return self.runner.reduce.attempts.reducer
@@ -115,7 +118,9 @@ class AgreedAverager:
                 raise OuterError(f"{failed} in a row, at last because: {reports[-1].cause}")
             if len(reports) >= ROTATE_AFTER and len(reports[-1].participants) > 1:
                 num_failures = len(reports) - ROTATE_AFTER + 1
-                time.sleep(backoff(num_failures, first_seconds=FIRST_PAUSE_SECONDS, max_seconds=MAX_PAUSE_SECONDS))
+                self.event_loop.sleep(
+                    backoff(num_failures, first_seconds=FIRST_PAUSE_SECONDS, max_seconds=MAX_PAUSE_SECONDS)
+                )
             reports.append(self.runner.attempt(contribution))
             if not reports[-1].is_committed:
                 self._on_abort(reports[-1])
@@ -162,7 +167,7 @@ class AgreedAverager:
         trained before would begin a history that is thrown away, so it waits for all, unless it is given a state that
         was committed since the others started: the run goes on already.
         """
-        deadline, has_taken, is_going_on = time.monotonic() + RESUME_SECONDS, False, False
+        deadline, has_taken, is_going_on = self.event_loop.time() + RESUME_SECONDS, False, False
         while not is_going_on and self.runner.replica.ranks.on_leader(partial(self._is_behind, deadline)):
             if (taken := self._take_state()) is not None:
                 is_going_on, has_taken = bool(taken.description.included), True
@@ -173,7 +178,7 @@ class AgreedAverager:
 
     def _is_behind(self, deadline: float) -> bool:
         """Whether an island with a better state comes until the deadline, or until all are there. Leader only."""
-        seconds = deadline - time.monotonic()
+        seconds = deadline - self.event_loop.time()
         return seconds > 0 and self._leader.wait_for_donors(seconds, self._start_islands)
 
     def _take_state(self) -> CaughtUpState | None:
@@ -199,7 +204,7 @@ def build_agreed_averager(
     identity: Identity,
     replica: Replica,
     network: Network,
-    event_loop: EventLoopThread,
+    event_loop: EventLoop,
     pace: Pace,
     cursor: LeaseCursor,
     settings: LoopSettings,
@@ -235,7 +240,7 @@ def build_agreed_averager(
 
     def build_choice() -> DonorChoice:
         assert leader is not None, "only the leader chooses donors"
-        return DonorChoice(leader.find_donors, leader.disbelieve, leader.believe)
+        return DonorChoice(leader.find_donors, event_loop.time, leader.disbelieve, leader.believe)
 
     check = believe_all if leader is None else leader.check
     catch_up = CatchUp(replica, build_download, event_loop, build_choice, partial(is_ahead, replica), check)

@@ -6,6 +6,7 @@ from typing import Protocol
 from outer.agreement.proofs.certificate import Proof
 from outer.agreement.running.driver import Interruption
 from outer.hooks import Hooks
+from outer.network.event_loop import EventLoop
 from outer.report import RoundReport
 from outer.rounds.checkpoint import RoundMemory
 from outer.state.pseudo_gradient import Contribution
@@ -36,6 +37,11 @@ class Averager(Protocol):
     @property
     def hooks(self) -> Hooks:
         """Hooks at the named phases of a round, for fault injection."""
+        ...
+
+    @property
+    def event_loop(self) -> EventLoop:
+        """Where its messages are sent, and the clock of its waits."""
         ...
 
     @property

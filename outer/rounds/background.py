@@ -1,7 +1,6 @@
 """A round that runs in a background thread while local params are trained, one at a time."""
 
 import threading
-import time
 
 from outer.report import RoundReport
 from outer.rounds.averager import Averager
@@ -18,8 +17,7 @@ class BackgroundRound:
         self._error: BaseException | None = None
         name = f"{threading.current_thread().name} round {snapshot.round}"
         # A daemon: a process that is told to stop does not wait for the other islands of its last round.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = averager.event_loop.spawn(self._run, name)
 
     @property
     def has_failed(self) -> bool:
@@ -31,11 +29,12 @@ class BackgroundRound:
 
         Raises the error that ended the round, if one did.
         """
-        started = time.monotonic()
+        now = self._averager.event_loop.time
+        started = now()
         self._thread.join()
         if self._error is not None:
             raise self._error
-        return self._reports, time.monotonic() - started
+        return self._reports, now() - started
 
     def _run(self) -> None:
         try:

@@ -9,7 +9,7 @@ import torch
 from outer.agreement.messages import Plan
 from outer.audits.distrust import Distrust
 from outer.errors import AuditError, DeadlineError, OuterError, PoisonError, StalledError, TransportError
-from outer.network.event_loop import EventLoopThread
+from outer.network.event_loop import EventLoop
 from outer.network.rejections import Rejections
 from outer.reduce.attempt import Attempts
 from outer.reduce.payloads import Mean
@@ -44,7 +44,7 @@ class IslandReduce:
     island: str
     replica: Replica
     attempts: Attempts
-    event_loop: EventLoopThread
+    event_loop: EventLoop
     rejections: Rejections
     donor: Donor
     """Serves fewer parts at once while a reduce runs."""

@@ -15,9 +15,9 @@ from outer.agreement.running.driver import Interruption, ProtocolDriver
 from outer.agreement.running.waiting import explain_abort
 from outer.leases.ranges import count
 from outer.membership.base import Member, Membership
-from outer.network.event_loop import EventLoopThread
+from outer.network.event_loop import EventLoop
 from outer.network.messages import pack_carriers
-from outer.network.retry import retry_blocking
+from outer.network.retry import Clock, retry_blocking
 from outer.state.pseudo_gradient import Snapshot
 from outer.state.replica import Replica
 from outer.transfer.donor import Description, Donor
@@ -36,7 +36,7 @@ class Leader:
     replica: Replica
     driver: ProtocolDriver
     membership: Membership
-    event_loop: EventLoopThread
+    event_loop: EventLoop
     donor: Donor
 
     def resume(self, proof: Proof) -> None:
@@ -145,7 +145,10 @@ class Leader:
         of this island or another.
         """
         return wait_for_donors(
-            self.find_donors, seconds, lambda: self._num_islands >= num_expected and not self._has_stragglers
+            self.find_donors,
+            self.event_loop,
+            seconds,
+            lambda: self._num_islands >= num_expected and not self._has_stragglers,
         )
 
     @property
@@ -233,9 +236,12 @@ def build_status(replica: Replica, *, is_coming: bool) -> Status:
 
 
 def wait_for_donors(
-    find_donors: Callable[[], Sequence[Member]], seconds: float, is_hopeless: Callable[[], bool] = lambda: False
+    find_donors: Callable[[], Sequence[Member]],
+    clock: Clock,
+    seconds: float,
+    is_hopeless: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Whether a donor is found within `seconds`. Stops waiting as soon as it is hopeless."""
+    """Whether a donor is found within `seconds` of the clock. Stops waiting as soon as it is hopeless."""
     found: list[Member] = []
 
     def is_decided() -> bool:
@@ -244,5 +250,5 @@ def wait_for_donors(
         found[:] = find_donors()
         return bool(found) or is_over
 
-    retry_blocking(is_decided, seconds=seconds, pause_seconds=POLL_SECONDS)
+    retry_blocking(is_decided, clock, seconds=seconds, pause_seconds=POLL_SECONDS)
     return bool(found)

@@ -64,10 +64,9 @@ class Pace:
         self._step_times.append(seconds)
         self.num_steps += 1
 
-    def observe_commit(self, plan: Plan) -> None:
-        """Record a commit. The time since the last one bounds how long islands wait for one another."""
+    def observe_commit(self, plan: Plan, now: float) -> None:
+        """Record a commit, `now` in seconds. The time since the last bounds how long islands wait for one another."""
         self._step_seconds = {p.island: p.step_seconds for p in plan.participants}
-        now = time.monotonic()
         if self._committed_at is not None:
             self.deadlines.observe("round", now - self._committed_at, self._num_freezes)
         self._committed_at, self._num_freezes = now, self.deadlines.num_freezes

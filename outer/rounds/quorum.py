@@ -10,7 +10,6 @@ it contributes to the next one.
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -95,13 +94,14 @@ class QuorumRounds:
         The committed round may lack this progress, if its plan had been fixed. With `holds` no further round is
         prepared after one that contains it, until `go_on` is called. Raises as `land`.
         """
-        started, wanted = time.monotonic(), self._num_landed + 1
+        now = self._averager.event_loop.time
+        started, wanted = now(), self._num_landed + 1
         snapshot = self._pending.snapshot(self.position.round, tokens)
         self._holds = holds
         self._contribution.put(snapshot)
         self._averager.runner.contribute(self._contribution)
         (committed,) = self._land(lambda: self._wait_for(wanted), snapshot.weight, snapshot)
-        waited = time.monotonic() - started
+        waited = now() - started
         return replace(committed, landing=Landing(committed.landing.reports, waited))
 
     def go_on(self) -> None:

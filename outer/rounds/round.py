@@ -7,7 +7,6 @@ Local params are not touched, so a round may run in a background thread while th
 other ranks through the background rank group.
 """
 
-import time
 from dataclasses import dataclass
 from functools import partial
 
@@ -53,12 +52,12 @@ class RoundRunner:
         Raises BehindError when others have committed without this island; OuterError when its own pseudo-gradient
         cannot be used, or too few islands come.
         """
-        started = time.monotonic()
+        started = self._now()
         plan = self._plan(contribution)
-        planned, num_freezes = time.monotonic(), self.pace.deadlines.num_freezes
+        planned, num_freezes = self._now(), self.pace.deadlines.num_freezes
         snapshot = self._find_contribution(plan, contribution)
         result = self.reduce.run(plan, {} if snapshot is None else snapshot.pseudo_grads)
-        reduced = time.monotonic()
+        reduced = self._now()
         position = self._position_after(plan)
         digest = None if result.cause is not None else self.replica.digest_after(result.means, position)
         is_committed, cause = self._ranks.on_leader(lambda: self._decide(plan, result, digest))
@@ -175,7 +174,10 @@ class RoundRunner:
         self.reduce.attempts.reducer.commit(plan.round, result.means)
         shares = weights_of([p.weight for p in plan.participants])
         self.share = shares[plan.names.index(self.island)]
-        self.pace.observe_commit(plan)
+        self.pace.observe_commit(plan, self._now())
+
+    def _now(self) -> float:
+        return self.reduce.event_loop.time()
 
     @property
     def _ranks(self) -> RankGroup:

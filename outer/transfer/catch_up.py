@@ -8,13 +8,12 @@ ahead of it, and goes on from its own state when nobody is.
 """
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from outer.errors import MessageError, TransportError
-from outer.network.event_loop import EventLoopThread
+from outer.network.event_loop import EventLoop
 from outer.state.part_state import Position
 from outer.state.replica import Replica
 from outer.transfer.donor import Description
@@ -69,7 +68,7 @@ class CatchUp:
 
     replica: Replica
     build_download: Callable[[], Download]
-    event_loop: EventLoopThread
+    event_loop: EventLoop
     build_choice: Callable[[], DonorChoice]
     """Builds the choice of donors for one catch-up. Called on the leader."""
     is_ahead: Callable[[Position], bool]
@@ -97,7 +96,7 @@ class CatchUp:
             causes.append(result.cause)
             if choice is not None:
                 choice.has_failed(is_wrong=result.is_wrong)
-            time.sleep(PAUSE_SECONDS)
+            self.event_loop.sleep(PAUSE_SECONDS)
         return NothingTaken(list(dict.fromkeys(causes)))
 
     def _download_state(self, download: Download) -> Description | Failure:

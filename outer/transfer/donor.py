@@ -9,7 +9,6 @@ A donor keeps no snapshot and waits for nobody: each part is of the round in whi
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Literal, TypeVar
@@ -197,14 +196,14 @@ class AdmissionGate:
     def __init__(self, limit: Callable[[], int]) -> None:
         self._limit = limit
         self._admitted_at: dict[Caller, float] = {}
-        """Callers that have a place, with the time (time.monotonic) at which they got it."""
+        """Callers that have a place, with the time of the event loop at which they got it."""
         self._waiting: dict[Caller, asyncio.Future[bool]] = {}
         self._deadlines = Deadlines(PART_SECONDS)
 
     async def enter(self, caller: Caller) -> bool:
         """Release the caller's earlier place and wait up to GATE_SECONDS for a new one. Returns whether it got one."""
         if caller in self._admitted_at:
-            self._deadlines.observe("part", time.monotonic() - self._admitted_at[caller])
+            self._deadlines.observe("part", _now() - self._admitted_at[caller])
             self.leave(caller)
         replaced = self._waiting.pop(caller, None)
         if replaced is not None and not replaced.done():
@@ -231,7 +230,7 @@ class AdmissionGate:
 
     def _admit(self) -> None:
         """Give free places to waiting callers, first to those whose island has the fewest, then in order of arrival."""
-        oldest = time.monotonic() - self._deadlines.limit("part")
+        oldest = _now() - self._deadlines.limit("part")
         self._admitted_at = {caller: at for caller, at in self._admitted_at.items() if at > oldest}
         while self._waiting and len(self._admitted_at) < self._limit():
             caller = min(
@@ -239,5 +238,9 @@ class AdmissionGate:
             )
             turn = self._waiting.pop(caller)
             if not turn.done():
-                self._admitted_at[caller] = time.monotonic()
+                self._admitted_at[caller] = _now()
                 turn.set_result(True)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

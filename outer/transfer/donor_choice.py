@@ -1,6 +1,5 @@
 """Which islands a joiner asks for their state, and when it gives up an island that claims a state it does not give."""
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,8 @@ class DonorChoice:
 
     find_donors: Callable[[], Sequence[Member]]
     """Finds the islands that hold the surviving history now; none if this island holds it."""
+    now: Callable[[], float]
+    """The clock of the waits, in seconds."""
     disbelieve: Callable[[Sequence[Member]], None] = ignore
     """Called with islands that have not given the state that they claim."""
     believe: Callable[[Sequence[Member]], None] = ignore
@@ -36,7 +37,7 @@ class DonorChoice:
         self._asked = [donor for donor in self.find_donors() if donor.island not in self._given_up]
         if self._is_one_by_one and self._asked:
             self._asked = [min(self._asked, key=lambda donor: (self._failures[donor.island], donor.island))]
-        self._started_at = time.monotonic()
+        self._started_at = self.now()
         return self._asked
 
     def has_failed(self, *, is_wrong: bool) -> None:
@@ -45,7 +46,7 @@ class DonorChoice:
             # One of them has sent wrong parts, and it is not known which one.
             self._is_one_by_one = True
             return
-        is_long = time.monotonic() - self._started_at > TRY_SECONDS
+        is_long = self.now() - self._started_at > TRY_SECONDS
         self._failures.update({donor.island: TRIES if is_long else 1 for donor in self._asked})
         given_up = [donor for donor in self._asked if self._failures[donor.island] >= TRIES]
         self._given_up |= {donor.island for donor in given_up}

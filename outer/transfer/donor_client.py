@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -42,15 +41,15 @@ class DonorClient:
         self.description: Description | None = None
         self.cause = "no answer"
         """Why the last request failed."""
-        self.suspended_until = 0.0
+        self.suspended_until = float("-inf")
         self._messenger, self._space = messenger, space
         self._carriers: list[int] = []
         self._lock, self._probe_lock = asyncio.Lock(), asyncio.Lock()
-        self._heard_at = time.monotonic()
+        self._heard_at = float("-inf")
 
     @property
     def is_usable(self) -> bool:
-        return time.monotonic() >= self.suspended_until
+        return asyncio.get_running_loop().time() >= self.suspended_until
 
     @property
     def round(self) -> int:
@@ -61,7 +60,7 @@ class DonorClient:
         """Do not ask the donor for SUSPENDED_SECONDS. While it is suspended, further errors are ignored."""
         if self.is_usable:
             log.warning("no more state from %s for %.0f s: %s", self.name, SUSPENDED_SECONDS, error)
-            self.suspended_until, self.cause = time.monotonic() + SUSPENDED_SECONDS, str(error)
+            self.suspended_until, self.cause = asyncio.get_running_loop().time() + SUSPENDED_SECONDS, str(error)
             self.description = None
 
     async def describe(self, round_number: int | None, seconds: float = DESCRIBE_SECONDS) -> Description:
@@ -70,7 +69,7 @@ class DonorClient:
         description = await call_message(
             self._messenger, address, "state", request, Description, timeout_seconds=seconds
         )
-        self._heard_at = time.monotonic()
+        self._heard_at = asyncio.get_running_loop().time()
         if description.fingerprint != self._space.fingerprint:
             raise MessageError("it trains another model: its parameters differ from this island's")
         if description.position.round == 0 or round_number not in (None, description.position.round):
@@ -99,7 +98,7 @@ class DonorClient:
         if not 0 <= request.part < len(self._carriers):
             raise MessageError("its description is missing")
         address, body = self.member.control_addresses[self._carriers[request.part]], request.encode()
-        started = time.monotonic()
+        started = asyncio.get_running_loop().time()
         call = asyncio.create_task(
             self._messenger.call(
                 address, kind, body, timeout_seconds=LONGEST_CALL_SECONDS, lane="bulk", longest=self._longest(request)
@@ -108,18 +107,18 @@ class DonorClient:
         try:
             while not call.done():
                 limit = max(deadlines.limit(kind), patience())
-                left = started + limit - time.monotonic()
+                left = started + limit - asyncio.get_running_loop().time()
                 if left <= 0:
                     raise DeadlineError(f"part {request.part} did not come within {limit:.0f} s")
                 await asyncio.wait([call], timeout=min(left, 1.0))
                 if not call.done():
                     await self._check_life()
             status, _, content = (await call).partition(b"\n")
-            self._heard_at = time.monotonic()
+            self._heard_at = asyncio.get_running_loop().time()
         finally:
             call.cancel()
         if content:
-            deadlines.observe(kind, time.monotonic() - started)
+            deadlines.observe(kind, asyncio.get_running_loop().time() - started)
         return status, content
 
     def _longest(self, request: PartRequest | MeanRequest) -> int:
@@ -129,7 +128,7 @@ class DonorClient:
     async def _check_life(self) -> None:
         """Raise TransportError if nothing was heard of the donor for QUIET_SECONDS and it does not answer now."""
         async with self._probe_lock:
-            if time.monotonic() - self._heard_at > QUIET_SECONDS:
+            if asyncio.get_running_loop().time() - self._heard_at > QUIET_SECONDS:
                 await self.describe(None, PROBE_SECONDS)
 
     async def release(self, worker: int | None = None) -> None:

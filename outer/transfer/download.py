@@ -10,7 +10,6 @@ a donor fails to serve goes back into the queue. Residuals of error feedback are
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 
 from outer.errors import TransportError
@@ -147,14 +146,15 @@ class Download:
 
     async def _watch(self, done: "asyncio.Task[None]", workers: "list[asyncio.Task[None]]") -> None:
         """Wait until `done`. Raises the error of a worker, and TransportError if no part has arrived for too long."""
-        started = logged_at = self.fetcher.arrived_at = time.monotonic()
+        clock = asyncio.get_running_loop().time
+        started = logged_at = self.fetcher.arrived_at = clock()
         bytes_before = self.fetcher.bytes_received
         while not done.done():
             await asyncio.wait([done, *workers], timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
             for worker in workers:
                 if worker.done() and not done.done():
                     worker.result()
-            now = time.monotonic()
+            now = clock()
             quiet = now - self.fetcher.arrived_at
             if quiet > max(PART_SECONDS, self.fetcher.deadlines.limit("part")):
                 raise TransportError(f"no part of the state has come for {quiet:.0f} s: {self._causes()}")
@@ -183,7 +183,7 @@ class Download:
     async def _wait_until_usable(self, donor: DonorClient) -> None:
         """Wait while the donor is suspended, then fetch its description. Raises TransportError when none is left."""
         while not donor.is_usable or donor.description is None:
-            await asyncio.sleep(max(0.0, donor.suspended_until - time.monotonic()))
+            await asyncio.sleep(max(0.0, donor.suspended_until - asyncio.get_running_loop().time()))
             try:
                 await donor.update_description()
                 if donor.description is not None:

@@ -1,7 +1,6 @@
 """Fetches single parts for a download: the part itself, or the means that bring it to the wanted round."""
 
 import asyncio
-import time
 from collections.abc import Callable
 
 import torch
@@ -30,7 +29,7 @@ class PartFetcher:
         self.bytes_received = 0
         """Size of all replies with parts or means."""
         self.arrived_at = 0.0
-        """Time of the last progress, on the clock of time.monotonic."""
+        """Time of the last progress, on the event loop's clock."""
         self.deadlines = Deadlines(PART_SECONDS)
         self._plan, self._cache, self._on_first_part = plan, cache, on_first_part
         self.tokens: dict[int, int] = {}
@@ -65,7 +64,7 @@ class PartFetcher:
                 return False
             else:
                 raise MessageError(f"it answers {status[:20]!r} when asked for part {part}")
-            self.arrived_at = time.monotonic()
+            self.arrived_at = asyncio.get_running_loop().time()
         return True
 
     def check_history(self, round_number: int, tokens: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from outer.config import OuterConfig
 from outer.errors import OuterError
 from outer.membership.base import Member
+from outer.network.retry import WallClock
 from outer.rounds import agreed
 from outer.rounds.leader import wait_for_donors
 from tests.outer.islands import GUARD_SECONDS, Island, run_islands
@@ -85,7 +86,7 @@ def test_an_island_that_comes_while_donors_are_looked_for_is_looked_at_before_th
         come.append(member("c"))
         return found
 
-    assert wait_for_donors(find_donors, GUARD_SECONDS, is_hopeless=lambda: bool(come))
+    assert wait_for_donors(find_donors, WallClock(), GUARD_SECONDS, is_hopeless=lambda: bool(come))
 
 
 def test_an_island_that_comes_back_to_a_run_that_goes_on_does_not_wait_for_one_that_is_gone() -> None:

@@ -1,5 +1,7 @@
 """Whom a joiner asks for a state, try after try, and whom it gives up."""
 
+import time
+
 from outer.membership.base import Member
 from outer.transfer import donor_choice
 from outer.transfer.donor_choice import TRIES, DonorChoice
@@ -13,7 +15,7 @@ def choice_of(*names: str) -> tuple[DonorChoice, list[str], list[str]]:
     def note(kept: list[str]):
         return lambda given: kept.extend(donor.island for donor in given)
 
-    return DonorChoice(lambda: donors, note(disbelieved), note(believed)), disbelieved, believed
+    return DonorChoice(lambda: donors, time.monotonic, note(disbelieved), note(believed)), disbelieved, believed
 
 
 def names(donors: list[Member]) -> list[str]:
@@ -49,7 +51,7 @@ def test_after_a_wrong_state_donors_are_asked_one_by_one_so_that_only_the_liar_i
 
 def test_who_leaves_and_who_comes_is_seen_at_each_try() -> None:
     now = ["a"]
-    choice = DonorChoice(lambda: [member(name, ["address"]) for name in now])
+    choice = DonorChoice(lambda: [member(name, ["address"]) for name in now], time.monotonic)
     assert names(choice.next()) == ["a"]
     now[:] = ["b"]
     assert names(choice.next()) == ["b"]
