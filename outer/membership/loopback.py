@@ -10,7 +10,7 @@ from outer.network.endpoints import Endpoint, Handler, Lane, Traffic
 from outer.network.frames import HEADER_BYTES, Kind
 from outer.network.messages import answer
 from outer.network.rpc import MAX_CALL_BYTES
-from outer.transports.loopback import Hub, call_on_loop
+from outer.transports.loopback import Hub, Parcel, call_on_loop
 
 
 class LoopbackMessenger:
@@ -47,7 +47,8 @@ class LoopbackMessenger:
             call_on_loop(self._loop, lambda: future.done() or future.set_result(reply))
 
         try:
-            self._hub.deliver(lambda: target.take_call(self.me, kind, body, on_reply, lane))
+            parcel = Parcel(self.island, target.island, kind, HEADER_BYTES + len(body), lane)
+            self._hub.deliver(parcel, lambda: target.take_call(self.me, kind, body, on_reply, lane))
             self._count(lane, sent=len(body))
             async with asyncio.timeout(timeout_seconds):
                 code, reply = await future
@@ -71,7 +72,8 @@ class LoopbackMessenger:
             self._count(lane, received=len(body))
             code, result = await answer(self._handlers.get(kind), source, kind, body)
             self._count(lane, sent=len(result))
-            reply((code, result))
+            parcel = Parcel(self.island, source.island, f"{kind}-reply", HEADER_BYTES + len(result), lane)
+            self._hub.deliver(parcel, lambda: reply((code, result)))
 
         call_on_loop(self._loop, lambda: self._loop.create_task(work()))
 

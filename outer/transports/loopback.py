@@ -5,19 +5,35 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from outer.errors import DeadlineError, MessageError, PeerLost
 from outer.identity.known_names import KnownNames
-from outer.network.endpoints import MAX_PAYLOAD_BYTES, Endpoint, Tag, Traffic
+from outer.network.endpoints import MAX_PAYLOAD_BYTES, Endpoint, Lane, Tag, Traffic
 from outer.network.event_loop import ChangeSignal
 from outer.network.frames import HEADER_BYTES, check_payload
 from outer.transports.mailbox import Mailbox
 
-DeliverySchedule = Callable[[Callable[[], None]], None]
-"""Called with a function that delivers one message. It may call that function at once, later, or in another order."""
+
+@dataclass(frozen=True)
+class Parcel:
+    """What is delivered from one island to another: a payload, a call, or the reply to a call."""
+
+    source: str
+    to: str
+    kind: str
+    """"payload", the kind of the call, or that kind with "-reply"."""
+    num_bytes: int
+    lane: Lane
+    tag: Tag | None = None
+    """Of a payload."""
+
+
+DeliverySchedule = Callable[[Parcel, Callable[[], None]], None]
+"""Called with a parcel and a function that delivers it, which it may call at once, later, or in another order."""
 
 
 LossListener = Callable[[str], None]
@@ -27,7 +43,7 @@ LossListener = Callable[[str], None]
 class Hub:
     """The network that the loopback islands of one process share. It may be used from all of their event loops."""
 
-    def __init__(self, delivery: DeliverySchedule = lambda deliver: deliver()) -> None:
+    def __init__(self, delivery: DeliverySchedule = lambda parcel, deliver: deliver()) -> None:
         self.lock = threading.RLock()
         self.deliver = delivery
         self.transports: dict[tuple[str, Endpoint], LoopbackTransport] = {}
@@ -126,7 +142,8 @@ class LoopbackTransport:
             raise PeerLost(to.island, f"{to} is not in this group")
         self.traffic.bytes_sent += HEADER_BYTES + copy.numel()
         epoch, me = self._epoch, self._me
-        self._hub.deliver(lambda: call_on_loop(target._loop, lambda: target._receive(epoch, me, tag, copy)))
+        parcel = Parcel(me.island, to.island, "payload", HEADER_BYTES + copy.numel(), "bulk", tag)
+        self._hub.deliver(parcel, lambda: call_on_loop(target._loop, lambda: target._receive(epoch, me, tag, copy)))
 
     async def recv(self, source: Endpoint, tag: Tag, num_bytes: int) -> torch.Tensor:
         return await self._mailbox.get(source, tag, num_bytes)

@@ -24,7 +24,7 @@ from outer.reduce.payloads import Mean
 from outer.reduce.reducer import PARTS_IN_FLIGHT, Reducer
 from outer.space.digest import part_digest
 from outer.space.layout import Space
-from outer.transports.loopback import Hub, LoopbackTransport
+from outer.transports.loopback import Hub, LoopbackTransport, Parcel
 from tests.outer.islands import Spec
 from tests.outer.signers import public_of
 
@@ -105,7 +105,7 @@ class Shuffler:
         self._rng = random.Random(seed)
         self._held: list[Callable[[], None]] = []
 
-    def __call__(self, deliver: Callable[[], None]) -> None:
+    def __call__(self, parcel: Parcel, deliver: Callable[[], None]) -> None:
         self._held.append(deliver)
         self._later(self._rng.randrange(40))
 

@@ -140,7 +140,7 @@ def test_closing_twice_is_harmless(kind):
 
 def test_loopback_delivers_late_and_out_of_order_across_event_loops():
     held: list = []
-    hub = Hub(delivery=held.append)
+    hub = Hub(delivery=lambda parcel, deliver: held.append(deliver))
     opened, sent = threading.Barrier(2), threading.Event()
 
     async def side(me: Endpoint, other: Endpoint) -> list[torch.Tensor]:
