@@ -3,7 +3,7 @@
 import signal
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -14,6 +14,7 @@ from diloco.config.check import bigram_baseline, check_run, count_params
 from diloco.config.init_weights import pin_weights_hash
 from diloco.config.schema import Config, dump_config, load_config
 from diloco.errors import ConfigError
+from diloco.faults.disturbances import NO_DISTURBANCES, Disturbances
 from diloco.faults.spec import BOOTSTRAP, check_processes, check_targets, parse_fault
 from diloco.faults.storm import storm
 from diloco.network_emulation.links import count_bytes, open_links, parse_links, relay_warning
@@ -30,31 +31,6 @@ from diloco.simulate.injector import FaultInjector
 from inner.files import write_atomically
 
 POLL_SECONDS = 0.05
-
-
-@dataclass(frozen=True)
-class Disturbances:
-    """Faults and links of a run, as on the command line. `storm` is the rate of random faults per island and minute."""
-
-    faults: tuple[str, ...] = ()
-    storm: float | None = None
-    storm_seed: int = 0
-    storm_count: int | None = None
-    netns: bool = False
-    links: tuple[str, ...] = ()
-
-    @property
-    def has_faults(self) -> bool:
-        """Whether any fault is injected."""
-        return bool(self.faults) or self.storm is not None
-
-    @property
-    def needs_net(self) -> bool:
-        """Whether the islands need network namespaces."""
-        return self.netns or bool(self.links) or any(parse_fault(spec).kind == "cut" for spec in self.faults)
-
-
-NO_DISTURBANCES = Disturbances()
 
 
 def simulate(

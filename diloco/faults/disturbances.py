@@ -1,0 +1,30 @@
+"""The faults and links that the command line asks for, whether islands are processes or modelled."""
+
+from dataclasses import dataclass
+
+from diloco.faults.spec import parse_fault
+
+
+@dataclass(frozen=True)
+class Disturbances:
+    """Faults and links of a run, as on the command line. `storm` is the rate of random faults per island and minute."""
+
+    faults: tuple[str, ...] = ()
+    storm: float | None = None
+    storm_seed: int = 0
+    storm_count: int | None = None
+    netns: bool = False
+    links: tuple[str, ...] = ()
+
+    @property
+    def has_faults(self) -> bool:
+        """Whether any fault is injected."""
+        return bool(self.faults) or self.storm is not None
+
+    @property
+    def needs_net(self) -> bool:
+        """Whether the islands need network namespaces."""
+        return self.netns or bool(self.links) or any(parse_fault(spec).kind == "cut" for spec in self.faults)
+
+
+NO_DISTURBANCES = Disturbances()
