@@ -7,9 +7,11 @@ What a program uses of it; everything else may change without notice (tests/test
     connect, diagnostics                    the network of one rank; what `diloco doctor` asks of it
     agreement.peers, space.ranks            who this island is, and its ranks
     identity.access, identity.island_key, identity.known_names      an island's key, owners of names, bans
-    network.deadlines, network.endpoints, network.event_loop, network.messages, network.retry, network.run_key
+    network.deadlines, network.endpoints, network.event_loop, network.frames, network.messages, network.retry,
+    network.run_key
     membership.base, membership.hivemind, membership.records, membership.rendezvous     records of islands, bootstraps
     transports.gloo.groups, transports.loopback        the address form of gloo; the hub of islands in one process
     rounds.quorum                           rounds that wait for a quorum only
-    codecs.choice, leases.ledger, rounds.checkpoint, space.fragments, state.part_state  types and formats that it shows
+    codecs.choice, leases.ledger, rounds.checkpoint, space.fragments, space.layout,
+    state.part_state                        types and formats that it shows
 """

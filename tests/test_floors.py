@@ -43,7 +43,7 @@ FLOORS = {
         checkpoints connections swarm
         assemble
         island
-        island_quorum simulate
+        island_quorum simulate virtual
         train
         cli
         __main__

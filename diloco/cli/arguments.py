@@ -57,6 +57,34 @@ InProcess = Annotated[
         "machine, with exactly the results of real processes. Example: --in-process --islands 32 --ranks 1.",
     ),
 ]
+Virtual = Annotated[
+    bool,
+    typer.Option(
+        "--virtual",
+        help="Run the outer loop of all islands on a virtual clock: hundreds of islands fit. Inner steps and links are "
+        "modelled, payloads are counted and not moved, nothing is written. Needs --step-seconds; takes --islands, "
+        "--link, --storm and the faults kill, freeze, slow and join. "
+        "Example: --virtual --islands 64 --step-seconds 0.5 --link 100mbit,rtt=50ms.",
+    ),
+]
+StepSeconds = Annotated[
+    str | None, typer.Option(metavar="TIME", help="With --virtual: time of an inner step on the fastest island.")
+]
+HostSeconds = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TIME",
+        help="With --virtual: time of an island's own work in a round, as coding and the outer step (default: 0).",
+    ),
+]
+Spread = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="With --virtual: extra step time of the last island, as a fraction of the first one's; the others lie "
+        "between. Example: --spread 0.2.",
+    ),
+]
 
 
 def with_resume(overrides: list[str] | None, resume: str | None) -> list[str]:

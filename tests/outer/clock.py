@@ -6,10 +6,9 @@ So a wait of ten minutes costs nothing, and a busy machine changes no result.
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
+from diloco.virtual.event_loop import InlineExecutor
 
 GUARD_SECONDS = 120.0
 """Simulated; far below the ten minutes that are waited for islands of which nothing is known."""
@@ -69,15 +68,3 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
     def stand_still(self, seconds: float) -> None:
         self._simulated.seconds += seconds
-
-
-class InlineExecutor(ThreadPoolExecutor):
-    """Does the work at once: a thread's time would not be in the simulated clock."""
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        future: Future[T] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - handed to the waiting task
-            future.set_exception(error)
-        return future

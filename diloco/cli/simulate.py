@@ -1,0 +1,83 @@
+"""`diloco simulate`: all islands of a run on this machine. Importing this does not import torch."""
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+
+from diloco.cli import arguments as args
+
+
+def simulate(
+    config: args.ConfigPath,
+    overrides: args.Overrides = None,
+    islands: args.NumIslands = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Processes per island (default: as in CONFIG).")] = None,
+    baseline: Annotated[
+        bool, typer.Option("--baseline", help="Also train a data-parallel baseline on the same tokens.")
+    ] = False,
+    fault: args.Faults = None,
+    storm: args.Storm = None,
+    storm_seed: args.StormSeed = 0,
+    storm_count: args.StormCount = None,
+    netns: args.Netns = False,
+    link: args.LinkOptions = None,
+    in_process: args.InProcess = False,
+    virtual: args.Virtual = False,
+    step_seconds: args.StepSeconds = None,
+    spread: args.Spread = None,
+    host_seconds: args.HostSeconds = None,
+) -> None:
+    """Run all islands of a config on this machine, as real processes, and write a report.
+
+    A fault is written KIND:WHO@WHEN,OPTION=VALUE. WHO is an island's index. WHEN is round=N
+    (the island has begun round N; the first is 0), step=N (it has made N inner steps) or
+    second=S (S seconds after the run's first commit).
+
+    \b
+    kill:1@round=3,back=5          SIGKILL island 1; restart it after 5 s, if back is given
+    kill:bootstrap@round=2,back=5  kill the bootstrap process
+    leave:1@round=6                SIGTERM; back as above
+    freeze:1@round=3,seconds=20    SIGSTOP, then SIGCONT
+    kill:1@round=3,phase=decide    kill or freeze at this point of the round
+    kill:1@round=3,process=rank1   kill or freeze one process only: rank0, rank1, ... or daemon (libp2p's)
+    slow:2x3                       make each inner step take 3 times as long
+    corrupt:1@round=4              flip one bit of a payload that the island sends
+    nan:1@round=4                  send a payload of NaN
+    poison:1@round=5,rounds=1      multiply the pseudo-gradient by -10; without rounds, for good
+    join:@round=4                  add one island, by diloco join
+    cut:0-1@step=40,seconds=15     cut the link between two islands; needs root
+    cut:0@step=40                  cut one island off; cut:0+1-2+3@step=40 separates groups
+    """
+    check_storm(storm, storm_seed, storm_count)
+    given = {"--ranks": ranks, "--baseline": baseline, "--netns": netns, "--in-process": in_process}
+    modelled = {"--step-seconds": step_seconds, "--spread": spread, "--host-seconds": host_seconds}
+    check_modelled(given, modelled, virtual=virtual)
+    from diloco.faults.disturbances import Disturbances
+
+    disturbances = Disturbances(tuple(fault or ()), storm, storm_seed, storm_count, netns, tuple(link or ()))
+    if virtual:
+        from diloco.virtual.simulate import VirtualRequest, simulate_virtually
+
+        request = VirtualRequest(islands, step_seconds, spread or 0.0, host_seconds, disturbances)
+        raise typer.Exit(simulate_virtually(config, overrides or [], request))
+    from diloco.simulate.launch import simulate as run
+
+    options = {"with_baseline": baseline, "in_process": in_process}
+    raise typer.Exit(run(config, overrides or [], islands, ranks, disturbances=disturbances, **options))
+
+
+def check_storm(rate: float | None, seed: int, count: int | None) -> None:
+    """Raise BadParameter for a storm that cannot be."""
+    if rate is not None and not 0 < rate < float("inf"):
+        raise typer.BadParameter(f"got {rate}; allowed: a number above 0, for example 2", param_hint="--storm")
+    if rate is None and (seed or count):
+        raise typer.BadParameter("there is no storm without --storm RATE", param_hint="--storm-seed, --storm-count")
+
+
+def check_modelled(of_processes: Mapping[str, object], of_models: Mapping[str, object], *, virtual: bool) -> None:
+    """Raise BadParameter for an option of real processes with --virtual, or one of modelled islands without it."""
+    if virtual and (given := [name for name, value in of_processes.items() if value]):
+        raise typer.BadParameter("--virtual starts no processes; leave it out", param_hint=", ".join(given))
+    if not virtual and (given := [name for name, value in of_models.items() if value is not None]):
+        raise typer.BadParameter("only --virtual models inner steps; add --virtual", param_hint=", ".join(given))

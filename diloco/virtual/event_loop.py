@@ -1,0 +1,198 @@
+"""An event loop and threads on virtual time, with which an island runs the same code as on a real machine.
+
+One thing runs at a time. The world calls a machine's event loop or resumes one of its threads, and goes on when the
+loop has nothing left to do now, or the thread waits. So what runs in which order follows from virtual time alone.
+"""
+
+import asyncio
+import selectors
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from math import inf
+from typing import Any, TypeVar
+
+from diloco.virtual.world import TICK_SECONDS, Machine
+
+T = TypeVar("T")
+_CURRENT = threading.local()
+"""The virtual thread of a thread of the operating system."""
+
+
+class VirtualEventLoop:
+    """Implements outer.network.event_loop.EventLoop on a machine's virtual time. Only its threads may call it."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine, self._loop = machine, _Loop(machine)
+        self._loop.set_default_executor(InlineExecutor())
+        self._threads: list[VirtualThread] = []
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
+        future = self.start(work if timeout_seconds is None else asyncio.wait_for(work, timeout_seconds))
+        thread = _current()
+        future.add_done_callback(lambda done: thread.resume_at(self.time()))
+        thread.wait()
+        return future.result()
+
+    def try_to(self, work: Coroutine[Any, Any, object], timeout_seconds: float) -> bool:
+        try:
+            self.run(work, timeout_seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def time(self) -> float:
+        return self._machine.world.now
+
+    def sleep(self, seconds: float) -> None:
+        thread = _current()
+        thread.resume_at(self.time() + seconds)
+        thread.wait()
+
+    def spawn(self, work: Callable[[], None], name: str) -> "VirtualThread":
+        self._threads = [thread for thread in self._threads if not thread.is_over]
+        self._threads.append(VirtualThread(self._machine, work, name))
+        return self._threads[-1]
+
+    def close(self) -> None:
+        """End all threads and tasks, wherever they are. Called when the world stands still."""
+        for thread in self._threads:
+            thread.give_up()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_forever()  # Until it is idle.
+        self._loop.close()
+
+
+class VirtualThread:
+    """A thread that starts at once in virtual time. When it is resumed, the world waits until it waits or ends."""
+
+    def __init__(self, machine: Machine, work: Callable[[], None], name: str) -> None:
+        self._machine, self._work = machine, work
+        self.is_over = False
+        self._is_given_up = False
+        self._joining: list[VirtualThread] = []
+        self._turn, self._pause = threading.Lock(), threading.Lock()
+        self._turn.acquire()
+        self._pause.acquire()
+        # A daemon: nobody waits for one that is not given up in an orderly way.
+        threading.Thread(target=self._live, name=name, daemon=True).start()
+        self.resume_at(machine.world.now)
+
+    def resume_at(self, when: float) -> None:
+        """Go on at this time. Each `wait` needs exactly one call."""
+        self._machine.at(when, self._resume)
+
+    def wait(self) -> None:
+        """Called on this thread: let the world go on until the thread is resumed."""
+        if not self._is_given_up:
+            self._pause.release()
+            self._turn.acquire()
+        if self._is_given_up:
+            raise _GivenUp
+
+    def give_up(self) -> None:
+        """End the thread where it waits. Called when the world stands still."""
+        if not self.is_over:
+            self._is_given_up = True
+            self._resume()
+
+    def join(self) -> None:
+        """Called on another thread of the machine: wait until this one has ended."""
+        if not self.is_over:
+            self._joining.append(_current())
+            _current().wait()
+
+    def _resume(self) -> None:
+        self._turn.release()
+        self._pause.acquire()
+
+    def _live(self) -> None:
+        self._turn.acquire()
+        _CURRENT.thread = self
+        try:
+            if not self._is_given_up:
+                self._work()
+        except _GivenUp:
+            pass
+        finally:
+            self.is_over = True
+            for thread in self._joining:
+                thread.resume_at(self._machine.world.now)
+            self._pause.release()
+
+
+class _GivenUp(BaseException):
+    """Ends a thread of a machine that is no longer simulated."""
+
+
+class InlineExecutor(ThreadPoolExecutor):
+    """Does the work at once: a thread's time would not be in the simulated clock."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - handed to the waiting task
+            future.set_exception(error)
+        return future
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Runs until it has nothing to do now, and then asks its machine to run it again at its next deadline."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._wakes_at = inf
+        self._is_active = False
+        self._idle_seconds = inf
+        super().__init__(_IdleSelector(self._on_select))
+
+    def time(self) -> float:
+        return self._machine.world.now
+
+    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, context: Any = None) -> Any:
+        handle = super().call_soon_threadsafe(callback, *args, context=context)
+        if not self._is_active:
+            self._wake_at(self.time())
+        return handle
+
+    def _wake_at(self, when: float) -> None:
+        if when < self._wakes_at:
+            self._wakes_at = when
+            self._machine.at(when, partial(self._run_if_due, when))
+
+    def _run_if_due(self, when: float) -> None:
+        if when != self._wakes_at:
+            return  # An earlier run has asked for another time.
+        self._wakes_at, self._is_active = inf, True
+        self.run_forever()
+        self._is_active = False
+        self._wake_at(self.time() + self._idle_seconds)
+
+    def _on_select(self, seconds: float) -> None:
+        if seconds == 0:
+            self._machine.world.now += TICK_SECONDS
+            return
+        self._idle_seconds = seconds
+        self.stop()
+
+
+class _IdleSelector(selectors.SelectSelector):
+    """Waits for nothing. `on_select` is called with the seconds for which the loop would wait; infinite: for ever."""
+
+    def __init__(self, on_select: Callable[[float], None]) -> None:
+        super().__init__()
+        self._on_select = on_select
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._on_select(inf if timeout is None else timeout)
+        return []
+
+
+def _current() -> VirtualThread:
+    return _CURRENT.thread

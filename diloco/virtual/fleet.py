@@ -1,0 +1,108 @@
+"""The islands of a virtual run: started, killed, frozen, slowed down and started again."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diloco.virtual.island import LandedRound, Seat, VirtualIsland
+from diloco.virtual.network import Counts, VirtualNetwork
+from diloco.virtual.world import Machine, World
+from outer.transports.loopback import Hub
+
+START_SECONDS = 1.0
+"""Islands start at random times within this, so that they do not all speak at the same moment for ever."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What had been counted when the first island committed a round."""
+
+    num_rounds: int
+    """Rounds committed by then."""
+    at: float
+    """Virtual seconds."""
+    counts: Counts
+    cpu_seconds: dict[str, float]
+    """By island, over all of its processes."""
+    link_seconds: float
+    """For how long the busiest direction of any link had been in use."""
+
+    def since(self, earlier: "Totals") -> "Totals":
+        """What has been counted since then."""
+        cpu = {name: seconds - earlier.cpu_seconds.get(name, 0.0) for name, seconds in self.cpu_seconds.items()}
+        seconds = self.link_seconds - earlier.link_seconds
+        return Totals(self.num_rounds, self.at, self.counts.since(earlier.counts), cpu, seconds)
+
+
+class VirtualFleet:
+    """The processes of all islands. `islands` are those that came last, by index."""
+
+    def __init__(self, world: World, hub: Hub, network: VirtualNetwork, seed: int) -> None:
+        self.world, self._hub, self._network = world, hub, network
+        self._chance = random.Random(seed)
+        self.islands: dict[int, VirtualIsland] = {}
+        self.processes: list[VirtualIsland] = []
+        """All that have ever been started."""
+        self.totals: dict[int, Totals] = {}
+        """By number of committed rounds."""
+        self.first_commit_at: float | None = None
+
+    def start(self, seat: Seat, *, joins: bool) -> None:
+        """Start a process of the island, which takes the state of others if it `joins`."""
+        incarnation = sum(each.seat.index == seat.index for each in self.processes)
+        self._hub.heal(seat.name)
+        after = self._chance.uniform(0.0, START_SECONDS)
+        machine = Machine(self.world, seat.name)
+        island = VirtualIsland(seat, machine, incarnation=incarnation, joins=joins, start_after=after)
+        self.islands[seat.index] = island
+        self.processes.append(island)
+
+    def kill(self, index: int) -> None:
+        """End the island's process at once; its connections break."""
+        island = self.islands[index]
+        island.machine.is_dead = True
+        island.diary.ended_at = island.diary.ended_at or self.world.now
+        self._hub.lose(island.seat.name)
+
+    def freeze(self, index: int, seconds: float) -> None:
+        """Stop everything on the island's machine for so long; its connections stay open."""
+        self.islands[index].machine.frozen_until = self.world.now + seconds
+
+    def watch(self) -> None:
+        """Note what is new: processes that have ended, and rounds that were committed for the first time."""
+        for index, island in self.islands.items():
+            if island.is_over and not island.machine.is_dead:
+                self.kill(index)
+        done = self.num_rounds
+        if done and self.first_commit_at is None:
+            self.first_commit_at = self.world.now
+        if done not in self.totals:
+            self.totals[done] = self._count()
+
+    def close(self) -> None:
+        """The simulation is over: free the threads and event loops of all processes."""
+        for island in self.processes:
+            island.close()
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds committed by any island."""
+        return max((island.diary.rounds[-1].number + 1 for island in self.processes if island.diary.rounds), default=0)
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether an island has come to the end of the run."""
+        return any(
+            island.diary.ended_at and not island.diary.error and not island.was_killed for island in self.processes
+        )
+
+    @property
+    def landed(self) -> Sequence[tuple[VirtualIsland, LandedRound]]:
+        """All rounds that islands have made, with the process that made them."""
+        return [(island, landed) for island in self.processes for landed in island.diary.rounds]
+
+    def _count(self) -> Totals:
+        cpu: dict[str, float] = {}
+        for island in self.processes:
+            cpu[island.seat.name] = cpu.get(island.seat.name, 0.0) + island.machine.cpu_seconds
+        return Totals(self.num_rounds, self.world.now, self._network.counts.copy(), cpu, self._network.busiest_seconds)

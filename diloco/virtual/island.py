@@ -1,0 +1,205 @@
+"""One life of a virtual island: enter the run -> (inner steps -> round) x rounds -> leave, as in diloco/island.py."""
+
+import logging
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+from diloco.virtual.event_loop import VirtualEventLoop
+from diloco.virtual.stand_in import StandIn, StandInParams
+from diloco.virtual.world import Machine
+from outer.agreement.peers import Identity
+from outer.connect import NetworkSettings, open_network
+from outer.hooks import NoHooks, Phase
+from outer.identity.island_key import IslandKey
+from outer.loop import OuterLoop, build_loop
+from outer.report import CaughtUp, LoopSettings
+from outer.space.ranks import RankGroup
+from outer.transports.loopback import Hub
+
+log = logging.getLogger(__name__)
+
+RUN = "virtual"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What an island has in a virtual run, whatever becomes of its processes."""
+
+    name: str
+    index: int
+    step_seconds: float
+    host_seconds: float
+    """Time of its own work in a round, between its reduce and its vote."""
+    stand_in: StandIn
+    hub: Hub
+    tokens_per_step: int
+    config_hash: str
+    seed: int
+
+
+@dataclass
+class LandedRound:
+    """A round that an island has made and that was committed, with times in virtual seconds."""
+
+    number: int
+    num_steps: int
+    """Inner steps that the commit contains of this island."""
+    num_attempts: int
+    ready_at: float
+    planned_at: float
+    reduced_at: float
+    voted_at: float
+    committed_at: float
+    landed_at: float
+    digest: str
+    """Digest of the state that the commit led to."""
+
+
+@dataclass
+class Diary:
+    """What happened to one process of an island."""
+
+    begun_at: float
+    entered_at: float | None = None
+    """When it had entered the run, with a state if it needed one."""
+    ended_at: float | None = None
+    error: str = ""
+    rounds: list[LandedRound] = field(default_factory=list)
+    num_steps: int = 0
+    """Inner steps made."""
+    num_caught_up: int = 0
+    round: int = -1
+    """The round for which inner steps are made."""
+
+
+class PhaseTimes(NoHooks):
+    """Hooks that note when the island came to each phase of each round: to "plan" first, to the others last.
+
+    They also let the time of the island's own work pass, where the real work is done in no time.
+    """
+
+    def __init__(self, loop: VirtualEventLoop, host_seconds: float) -> None:
+        self._loop, self._host_seconds = loop, host_seconds
+        self.times: dict[tuple[int, Phase], float] = {}
+
+    def reached(self, phase: Phase, round_number: int) -> None:
+        if phase != "plan" or (round_number, phase) not in self.times:
+            self.times[round_number, phase] = self._loop.time()
+        if phase == "vote" and self._host_seconds:
+            self._loop.sleep(self._host_seconds)  # The reduce is done here, and this is the thread of the round.
+
+
+class VirtualIsland:
+    """One process of an island. It begins to live when it is built, on a machine of its own."""
+
+    def __init__(self, seat: Seat, machine: Machine, *, incarnation: int, joins: bool, start_after: float) -> None:
+        """`incarnation`: how many processes the island has had before. It starts after so many virtual seconds."""
+        self.seat, self.machine, self._joins, self._start_after = seat, machine, joins, start_after
+        self.slowness = 1.0
+        """Factor on the time of its inner steps."""
+        self.was_killed = False
+        """Whether a fault has ended it."""
+        self.diary = Diary(begun_at=machine.world.now)
+        self._incarnation = sha256(f"{seat.name} {incarnation}".encode()).hexdigest()[:16]
+        self._loop = VirtualEventLoop(machine)
+        self._phases = PhaseTimes(self._loop, seat.host_seconds)
+        self._made = self._sent = 0
+        """Inner steps since the last launch, and in the round in flight."""
+        self._loop.spawn(self._live, seat.name)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process has ended, by itself or not."""
+        return self.machine.is_dead or self.diary.ended_at is not None
+
+    @property
+    def is_down(self) -> bool:
+        """Whether it takes no part now: it has ended, is frozen, or has not entered the run yet."""
+        machine = self.machine
+        return self.is_over or machine.frozen_until > machine.world.now or self.diary.entered_at is None
+
+    def close(self) -> None:
+        """Free the threads and the event loop, when the simulation is over."""
+        self._loop.close()
+
+    def _live(self) -> None:
+        try:
+            self._train()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the simulation reports it as the end of this island
+            log.warning("%s has failed: %s", self.seat.name, error)
+            self.diary.error = f"{type(error).__name__}: {error}"
+        self.diary.ended_at = self._loop.time()
+
+    def _train(self) -> None:
+        self._loop.sleep(self._start_after)
+        params = StandInParams(self.seat.stand_in.specs, self.seat.index)
+        outer, rounds = self._open(params), self.seat.stand_in.config.num_rounds
+        outer.begin()
+        self.diary.entered_at = self._loop.time()
+        while outer.position.round < rounds:
+            try:
+                if outer.round < rounds:
+                    self._inner_steps(outer, params)
+                    self._made, self._sent = 0, self._made
+                    outer.launch(self._sent * self.seat.tokens_per_step)
+                if outer.schedule.delay == 0 or outer.round == rounds:
+                    self._land(outer)
+            except CaughtUp as caught:
+                self.diary.num_caught_up += 1
+                self._made, self._sent = self._made + self._sent if caught.is_kept else 0, 0
+        outer.finish()
+
+    def _open(self, params: StandInParams) -> OuterLoop:
+        seat = self.seat
+        key = IslandKey(sha256(f"{seat.seed} {seat.name}".encode()).digest())
+        settings = NetworkSettings(RUN, seat.name, 0, hub=seat.hub, island_key=key, connect_seconds=60.0)
+        network = self._loop.run(open_network("loopback", settings))
+        identity = Identity(seat.name, self._incarnation, key.public, seat.config_hash)
+        own = LoopSettings(
+            max_tokens=2 * seat.stand_in.config.inner_steps * seat.tokens_per_step,
+            joins=self._joins,
+            index=seat.index,
+            seed=seat.seed,
+            hooks=self._phases,
+            now=self._loop.time,
+        )
+        return build_loop(seat.stand_in.config, identity, params, RankGroup(), network, self._loop, own)
+
+    def _inner_steps(self, outer: OuterLoop, params: StandInParams) -> None:
+        if outer.cursor.num_left == 0 and outer.in_flight is not None:
+            self._land(outer)  # Only a commit gives this island more data.
+        self.diary.round, made, last = outer.round, 0, outer.inner_steps()
+        while outer.cursor.num_left > 0:
+            outer.cursor.next_unit()
+            seconds = self.seat.step_seconds * self.slowness
+            self._loop.sleep(seconds)
+            params.train()
+            outer.pace.observe_step(seconds)
+            made, self._made = made + 1, self._made + 1
+            self.diary.num_steps += 1
+            is_over = made >= last or outer.interruption(last - made) or outer.cursor.num_left == 0
+            if outer.in_flight is not None and (is_over or made >= outer.schedule.delay):
+                self._land(outer)
+            if is_over:
+                return
+
+    def _land(self, outer: OuterLoop) -> None:
+        """Wait for the commit of the round in flight, and note its times. Raises CaughtUp."""
+        number = outer.in_flight
+        assert number is not None, "a round is in flight"
+        landing = outer.land()
+        times = self._phases.times
+        landed = LandedRound(
+            number=number,
+            num_steps=self._sent,
+            num_attempts=len(landing.reports),
+            ready_at=times[number, "plan"],
+            planned_at=times[number, "send"],
+            reduced_at=times[number, "vote"],
+            voted_at=times[number, "decide"],
+            committed_at=times[number, "apply"],
+            landed_at=self._loop.time(),
+            digest=landing.reports[-1].digest,
+        )
+        self.diary.rounds.append(landed)
+        self._sent = 0

@@ -1,0 +1,99 @@
+"""Modelled links between virtual islands. They carry no bytes: they count them, and deliver each message in its time.
+
+A payload leaves over its sender's uplink, after the payloads that were sent before it, and comes in over its receiver's
+downlink, after those that came before it. Small messages have connections of their own: they take bandwidth and do not
+wait behind payloads. Packets are never lost, and TCP's slow start is not modelled.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from diloco.network_emulation.links import AccessLink
+from diloco.virtual.stand_in import StandIn
+from diloco.virtual.world import World
+from outer.network.endpoints import Tag
+from outer.transports.loopback import Parcel
+
+UNSHAPED = AccessLink(rate=float("inf"))
+MAX_REFUSAL_BYTES = 96
+"""A reply with a part of a state is longer, even that of a stand-in. Shorter ones say that the donor is busy."""
+
+
+@dataclass
+class Counts:
+    """Messages and their bytes, by kind."""
+
+    messages: Counter[str] = field(default_factory=Counter)
+    num_bytes: Counter[str] = field(default_factory=Counter)
+
+    def copy(self) -> "Counts":
+        return Counts(self.messages.copy(), self.num_bytes.copy())
+
+    def since(self, earlier: "Counts") -> "Counts":
+        """What has been sent since then."""
+        return Counts(self.messages - earlier.messages, self.num_bytes - earlier.num_bytes)
+
+
+@dataclass
+class Way:
+    """One direction of an island's link."""
+
+    free_at: float = 0.0
+    """When all payloads so far have passed."""
+    busy_seconds: float = 0.0
+
+
+@dataclass
+class VirtualNetwork:
+    """The links of all islands. `deliver` is the hub's delivery schedule."""
+
+    world: World
+    stand_in: StandIn
+    link_of: Callable[[str], AccessLink | None]
+    """The link of an island, or None if it is not limited."""
+    payload_share: float
+    """Share of a link's rate that payloads get."""
+    counts: Counts = field(default_factory=Counts)
+    """What has been sent so far."""
+    up: dict[str, Way] = field(default_factory=dict)
+    down: dict[str, Way] = field(default_factory=dict)
+
+    def deliver(self, parcel: Parcel, deliver: Callable[[], None]) -> None:
+        """Count the parcel and call `deliver` when it has arrived."""
+        size = self.size_of(parcel)
+        self.counts.messages[parcel.kind] += 1
+        self.counts.num_bytes[parcel.kind] += size
+        self.world.at(self._arrival(parcel, size), deliver)
+
+    @property
+    def busiest_seconds(self) -> float:
+        """For how long the busiest direction of any link has been in use."""
+        return max((way.busy_seconds for way in (*self.up.values(), *self.down.values())), default=0.0)
+
+    def size_of(self, parcel: Parcel) -> int:
+        """Bytes of what the parcel stands for in a real run."""
+        if isinstance(parcel.tag, Tag):
+            return self.stand_in.payload_bytes(parcel.tag)
+        if parcel.kind in ("part-reply", "mean-reply") and parcel.num_bytes > MAX_REFUSAL_BYTES:
+            is_part = parcel.kind == "part-reply"
+            return self.stand_in.part_bytes if is_part else self.stand_in.mean_bytes
+        return parcel.num_bytes
+
+    def _arrival(self, parcel: Parcel, size: int) -> float:
+        """When the parcel has arrived."""
+        source, target = self.link_of(parcel.source) or UNSHAPED, self.link_of(parcel.to) or UNSHAPED
+        share = self.payload_share if parcel.lane == "bulk" else 1.0
+        sending, receiving = 8 * size / (source.rate * share), 8 * size / (target.rate * share)
+        up, down = self.up.setdefault(parcel.source, Way()), self.down.setdefault(parcel.to, Way())
+        up.busy_seconds += sending
+        down.busy_seconds += receiving
+        # Each of two links adds half of its round trip to that between the islands, so a quarter to one way.
+        trip = (source.rtt + target.rtt) / 4
+        if parcel.lane == "control":
+            return self.world.now + trip + max(sending, receiving)
+        begun = max(self.world.now, up.free_at)
+        up.free_at = begun + sending
+        # The first bytes arrive while the last ones are sent.
+        down.free_at = max(up.free_at, max(begun, down.free_at) + receiving)
+        return down.free_at + trip

@@ -1,0 +1,155 @@
+"""What a virtual run measured: utilisation, time to commit, messages and bytes, and the first bottleneck."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+from diloco.virtual.fleet import Totals, VirtualFleet
+from diloco.virtual.island import LandedRound, VirtualIsland
+
+REPLY = "-reply"
+LINK_IS_FULL = 0.6
+"""Share of the reduce for which the busiest link is in use, from which on it is the link that limits the reduce."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The parts of a round in seconds, on average over islands and rounds."""
+
+    compute: float
+    """Inner steps."""
+    others: float
+    """Waiting until the last participant was ready."""
+    plan: float
+    reduce: float
+    host: float
+    """The island's own work between its reduce and its vote."""
+    vote: float
+
+    @property
+    def round(self) -> float:
+        return self.compute + self.others + self.plan + self.reduce + self.host + self.vote
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """Rates and counts are those after the first commit, which has waited for all islands to start."""
+
+    num_islands: int
+    num_rounds: int
+    num_attempts: int
+    """Attempts at these rounds by the island that made most."""
+    utilisation: float | None
+    """Share of the islands' time in inner steps that a commit contains; None if there was one round only."""
+    commit_seconds: Sequence[float]
+    """From the moment at which the last participant was ready to the commit, by round and island, sorted."""
+    terms: Terms
+    messages: Mapping[str, float]
+    """Messages that an island sends in a round, replies included, by kind."""
+    sent_bytes: Mapping[str, float]
+    """Their bytes, by kind."""
+    link_share: float
+    """Share of the time for which the busiest direction of a link was in use."""
+    cpu_seconds: float
+    """Real processor time that an island's code took in a round, on average over islands."""
+    busiest_cpu: tuple[str, float]
+    """The island whose code took most, and how much in a round."""
+    virtual_seconds: float
+    bottleneck: str
+    num_steps_lost: int
+    """Inner steps that no commit contains."""
+    num_caught_up: int
+    """Times that an island took the state of others after it had entered the run."""
+    errors: Mapping[str, str]
+    """Why islands ended that no fault has ended, by name."""
+
+
+def measure(fleet: VirtualFleet) -> Results:
+    """The results of a run that is over."""
+    landed, processes = fleet.landed, fleet.processes
+    terms, commit_seconds = _find_terms(landed)
+    rounds, seconds, totals = _steady_totals(fleet)
+    shares = max(rounds, 1) * len(fleet.islands)
+    cpu = {name: value / max(rounds, 1) for name, value in totals.cpu_seconds.items()}
+    busiest = max(cpu, key=lambda name: cpu[name])
+    link_share = totals.link_seconds / seconds if seconds else 0.0
+    made, kept = sum(p.diary.num_steps for p in processes), sum(each.num_steps for _, each in landed)
+    return Results(
+        num_islands=len(fleet.islands),
+        num_rounds=fleet.num_rounds,
+        num_attempts=max((sum(each.num_attempts for each in p.diary.rounds) for p in processes), default=0),
+        utilisation=_find_utilisation(processes),
+        commit_seconds=commit_seconds,
+        terms=terms,
+        messages=_by_kind(totals.counts.messages, shares),
+        sent_bytes=_by_kind(totals.counts.num_bytes, shares),
+        link_share=link_share,
+        cpu_seconds=sum(cpu.values()) / len(fleet.islands),
+        busiest_cpu=(busiest, cpu[busiest]),
+        virtual_seconds=fleet.world.now,
+        bottleneck=_find_bottleneck(terms, link_share, busiest, cpu[busiest]),
+        num_steps_lost=made - kept,
+        num_caught_up=sum(p.diary.num_caught_up for p in processes),
+        errors={p.seat.name: p.diary.error for p in processes if p.diary.error},
+    )
+
+
+def quantile(sorted_values: Sequence[float], share: float) -> float:
+    """The value below which this share of the values lies."""
+    return sorted_values[min(int(share * len(sorted_values)), len(sorted_values) - 1)] if sorted_values else 0.0
+
+
+def _find_terms(landed: Sequence[tuple[VirtualIsland, LandedRound]]) -> tuple[Terms, list[float]]:
+    """The mean terms of a round, and the times to commit, sorted."""
+    ready: dict[int, float] = defaultdict(float)
+    for _, each in landed:
+        ready[each.number] = max(ready[each.number], each.ready_at)
+    if not landed:
+        return Terms(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), []
+    terms = Terms(
+        compute=mean(each.num_steps * island.seat.step_seconds for island, each in landed),
+        others=mean(ready[each.number] - each.ready_at for _, each in landed),
+        plan=mean(max(each.planned_at - ready[each.number], 0.0) for _, each in landed),
+        reduce=mean(each.reduced_at - each.planned_at for _, each in landed),
+        host=mean(each.voted_at - each.reduced_at for _, each in landed),
+        vote=mean(each.committed_at - each.voted_at for _, each in landed),
+    )
+    return terms, sorted(each.committed_at - ready[each.number] for _, each in landed)
+
+
+def _find_utilisation(processes: Sequence[VirtualIsland]) -> float | None:
+    """Committed inner steps' share of the time between each process's first and last landing."""
+    windows = [(p, p.diary.rounds) for p in processes if len(p.diary.rounds) > 1]
+    total = sum(rounds[-1].landed_at - rounds[0].landed_at for _, rounds in windows)
+    steps = sum(p.seat.step_seconds * sum(each.num_steps for each in rounds[1:]) for p, rounds in windows)
+    return steps / total if total else None
+
+
+def _steady_totals(fleet: VirtualFleet) -> tuple[int, float, Totals]:
+    """Rounds after the first commit, their virtual seconds, and what was counted in them."""
+    last = fleet.totals[fleet.num_rounds]
+    begun = min((number for number in fleet.totals if number > 0), default=0)
+    first = fleet.totals[begun if begun < fleet.num_rounds else 0]
+    return last.num_rounds - first.num_rounds, last.at - first.at, last.since(first)
+
+
+def _by_kind(counts: Mapping[str, int], shares: int) -> dict[str, float]:
+    """Counts by kind of message for one island and round, replies with their calls."""
+    by_kind: dict[str, float] = defaultdict(float)
+    for kind, number in counts.items():
+        by_kind[kind.removesuffix(REPLY)] += number / shares
+    return dict(sorted(by_kind.items(), key=lambda item: -item[1]))
+
+
+def _find_bottleneck(terms: Terms, link_share: float, busiest: str, cpu_seconds: float) -> str:
+    """The longest term of a round apart from inner steps, in words."""
+    is_full = link_share * terms.round > LINK_IS_FULL * terms.reduce
+    causes = {
+        "slow islands: the others wait for them": terms.others,
+        "round trips of small messages": terms.plan + terms.vote,
+        "the links: payloads" if is_full else "round trips and queues of payloads": terms.reduce,
+        "the islands' own work in a round": terms.host,
+        f"the processor of {busiest}: its part in the protocol": cpu_seconds,
+    }
+    return max(causes, key=lambda cause: causes[cause])

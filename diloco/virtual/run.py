@@ -1,0 +1,92 @@
+"""A run on virtual time: its islands, links and faults, from the first start to the end."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from diloco.faults.spec import Fault
+from diloco.network_emulation.links import AccessLink, Links
+from diloco.planning.predict import MANY_PEERS_SHARE, PAYLOAD_SHARE
+from diloco.virtual.faults import VirtualFaults
+from diloco.virtual.fleet import VirtualFleet
+from diloco.virtual.island import Seat
+from diloco.virtual.network import VirtualNetwork
+from diloco.virtual.stand_in import build_stand_in
+from diloco.virtual.world import World
+from inner.param_spec import ParamSpec
+from outer.config import OuterConfig
+from outer.transports.loopback import Hub
+
+MOST_PERIODS, MOST_SECONDS = 20, 3600.0
+"""A run is given up when its rounds take so many times as long as their inner steps, and so much longer."""
+
+
+NO_LINKS = Links()
+
+
+@dataclass(frozen=True, kw_only=True)
+class VirtualRun:
+    """What is simulated."""
+
+    outer: OuterConfig
+    specs: tuple[ParamSpec, ...]
+    """Parameters of the run's model."""
+    num_islands: int
+    step_seconds: float
+    """Time of an inner step on the first island."""
+    spread: float = 0.0
+    """Extra step time of the last island, as a fraction of the first one's; the others lie between."""
+    host_seconds: float = 0.0
+    """Time of an island's own work in a round, between its reduce and its vote: coding, outer step, digests, copies."""
+    links: Links = NO_LINKS
+    tokens_per_step: int = 1
+    config_hash: str = "0" * 32
+    seed: int = 0
+    faults: Sequence[Fault] = ()
+    storm: Iterable[Fault] = ()
+
+    def step_seconds_of(self, index: int) -> float:
+        """Time of an inner step on an island. Those that join are as fast as the first one."""
+        place = index / max(self.num_islands - 1, 1) if index < self.num_islands else 0.0
+        return self.step_seconds * (1 + self.spread * place)
+
+
+def run_virtually(run: VirtualRun) -> VirtualFleet:
+    """The islands of the run after its end. Raises ConfigError when it does not end."""
+    torch.set_num_threads(1)
+    outer = run.outer.model_copy(update={"start_islands": run.num_islands})
+    slowest = run.step_seconds * (1 + run.spread)
+    world = World(outer.rounds * (MOST_PERIODS * outer.inner_steps * slowest + MOST_SECONDS))
+    stand_in = build_stand_in(run.specs, outer, run.num_islands)
+    share = PAYLOAD_SHARE[outer.transport] * (MANY_PEERS_SHARE if run.num_islands > 2 else 1.0)
+    network = VirtualNetwork(world, stand_in, lambda name: _find_link(run.links, name), share)
+    hub = Hub(network.deliver)
+    fleet = VirtualFleet(world, hub, network, run.seed)
+
+    def seat_of(index: int) -> Seat:
+        return Seat(
+            name=f"island-{index}",
+            index=index,
+            step_seconds=run.step_seconds_of(index),
+            host_seconds=run.host_seconds,
+            stand_in=stand_in,
+            hub=hub,
+            tokens_per_step=run.tokens_per_step,
+            config_hash=run.config_hash,
+            seed=run.seed,
+        )
+
+    try:
+        for index in range(run.num_islands):
+            fleet.start(seat_of(index), joins=False)
+        faults = VirtualFaults(fleet, run.faults, run.storm, seat_of)
+        world.run(lambda: faults.is_over)
+        fleet.watch()
+    finally:
+        fleet.close()
+    return fleet
+
+
+def _find_link(links: Links, island: str) -> AccessLink | None:
+    return links.of(int(island.removeprefix("island-")))

@@ -1,0 +1,105 @@
+"""A stand-in for the run's model: one number for each payload, of which the real payload's size is known.
+
+Islands train, reduce, digest and hand over the stand-in with the real code. The bytes that are counted are those of the
+real parts, by the run's codec. Where a model has very many parts, several of them are one payload of the stand-in.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from inner.param_spec import ParamSlice, ParamSpec
+from outer.codecs.choice import CodecChoice, build_codec_choice, build_space
+from outer.config import CodingConfig, MergeConfig, OuterConfig
+from outer.network.endpoints import Leg, Tag
+from outer.network.frames import HEADER_BYTES
+from outer.space.layout import Part, Space
+
+FP32_BYTES = 4
+PARTS_PER_ISLAND = 4
+MIN_PARTS = 16
+"""With fewer parts than islands, some islands reduce nothing, as in a real run."""
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """The small model, the outer config that goes with it, and the sizes of what it stands for."""
+
+    specs: tuple[ParamSpec, ...]
+    config: OuterConfig
+    sizes: dict[Leg, list[int]]
+    """Bytes of each part's payload, headers included, by leg of the reduce."""
+    part_bytes: int
+    """Bytes of a part of the state as a donor sends it, on average."""
+    mean_bytes: int
+    """Bytes of a part's encoded mean, on average."""
+
+    def payload_bytes(self, tag: Tag) -> int:
+        """Size of the payload with this tag."""
+        return self.sizes[tag.leg][tag.part]
+
+
+class StandInParams:
+    """The local params of a virtual island: `outer.space.redistribute.Params` for a StandIn."""
+
+    def __init__(self, specs: Sequence[ParamSpec], index: int) -> None:
+        self.specs = specs
+        self.slices = [ParamSlice(spec.name, *((0, size) for size in spec.matrix_shape)) for spec in specs]
+        self._values = [torch.zeros(spec.matrix_shape) for spec in specs]
+        self._progress = 1e-3 * (1 + index)
+
+    def read(self, index: int) -> torch.Tensor:
+        return self._values[index]
+
+    def write(self, index: int, values: torch.Tensor) -> None:
+        self._values[index].copy_(values)
+
+    def train(self) -> None:
+        """One inner step. Islands train at different speeds, so their pseudo-gradients differ."""
+        for values in self._values:
+            values += self._progress
+
+
+def build_stand_in(specs: Sequence[ParamSpec], outer: OuterConfig, num_islands: int) -> StandIn:
+    """The stand-in for a model with these parameters in a run of so many islands."""
+    real, codecs = build_space(specs, outer), build_codec_choice(outer)
+    most = max(MIN_PARTS, PARTS_PER_ISLAND * num_islands)
+    by_fragment = [[p for p in real.parts if p.fragment == fragment] for fragment in range(real.num_fragments)]
+    small_specs = [ParamSpec(_name(f, len(by_fragment)), (min(len(p), most), 1)) for f, p in enumerate(by_fragment)]
+    config = outer.model_copy(
+        update={
+            "codec": "fp32",
+            "coding": CodingConfig(),
+            "merge": MergeConfig(),
+            "transport": "loopback",
+            "fragment_pattern": "sequential",
+            "part_elements": 1,
+        }
+    )
+    small = build_space(small_specs, config)
+    sizes = {leg: _sizes(by_fragment, small, codecs, leg) for leg in Leg}
+    tensors = 2 if outer.optimizer.momentum > 0 else 1
+    return StandIn(
+        specs=tuple(small_specs),
+        config=config,
+        sizes=sizes,
+        part_bytes=FP32_BYTES * tensors * real.num_elements // len(small.parts),
+        mean_bytes=sum(sizes[Leg.GATHER]) // len(small.parts),
+    )
+
+
+def _sizes(by_fragment: Sequence[Sequence[Part]], small: Space, codecs: CodecChoice, leg: Leg) -> list[int]:
+    """Bytes by part of the stand-in: those of the real parts that are dealt to it in turn."""
+    sizes = [0] * len(small.parts)
+    for fragment, parts in enumerate(by_fragment):
+        standing_in = [part.index for part in small.parts if part.fragment == fragment]
+        for number, part in enumerate(parts):
+            codec = codecs.codec_for(part) if leg is Leg.REDUCE else codecs.mean_codec_for(part)
+            sizes[standing_in[number % len(standing_in)]] += HEADER_BYTES + codec.num_bytes(part.num_elements)
+    return sizes
+
+
+def _name(fragment: int, num_fragments: int) -> str:
+    """A name that the sequential pattern puts into this fragment: the last one has what is in no layer."""
+    return "rest" if fragment == num_fragments - 1 else f"layers.{fragment}"
