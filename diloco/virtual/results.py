@@ -88,7 +88,7 @@ def measure(fleet: VirtualFleet) -> Results:
         cpu_seconds=sum(cpu.values()) / len(fleet.islands),
         busiest_cpu=(busiest, cpu[busiest]),
         virtual_seconds=fleet.world.now,
-        bottleneck=_find_bottleneck(terms, link_share, busiest, cpu[busiest]),
+        bottleneck=_find_bottleneck(terms, link_share, sum(cpu.values()) / len(fleet.islands)),
         num_steps_lost=made - kept,
         num_caught_up=sum(p.diary.num_caught_up for p in processes),
         errors={p.seat.name: p.diary.error for p in processes if p.diary.error},
@@ -142,7 +142,7 @@ def _by_kind(counts: Mapping[str, int], shares: int) -> dict[str, float]:
     return dict(sorted(by_kind.items(), key=lambda item: -item[1]))
 
 
-def _find_bottleneck(terms: Terms, link_share: float, busiest: str, cpu_seconds: float) -> str:
+def _find_bottleneck(terms: Terms, link_share: float, cpu_seconds: float) -> str:
     """The longest term of a round apart from inner steps, in words."""
     is_full = link_share * terms.round > LINK_IS_FULL * terms.reduce
     causes = {
@@ -150,6 +150,6 @@ def _find_bottleneck(terms: Terms, link_share: float, busiest: str, cpu_seconds:
         "round trips of small messages": terms.plan + terms.vote,
         "the links: payloads" if is_full else "round trips and queues of payloads": terms.reduce,
         "the islands' own work in a round": terms.host,
-        f"the processor of {busiest}: its part in the protocol": cpu_seconds,
+        "the islands' processors: their part in the protocol": cpu_seconds,
     }
     return max(causes, key=lambda cause: causes[cause])

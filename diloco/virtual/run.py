@@ -7,7 +7,7 @@ import torch
 
 from diloco.faults.spec import Fault
 from diloco.network_emulation.links import AccessLink, Links
-from diloco.planning.predict import MANY_PEERS_SHARE, PAYLOAD_SHARE
+from diloco.planning.predict import PAYLOAD_SHARE
 from diloco.virtual.faults import VirtualFaults
 from diloco.virtual.fleet import VirtualFleet
 from diloco.virtual.island import Seat
@@ -59,7 +59,7 @@ def run_virtually(run: VirtualRun) -> VirtualFleet:
     slowest = run.step_seconds * (1 + run.spread)
     world = World(outer.rounds * (MOST_PERIODS * outer.inner_steps * slowest + MOST_SECONDS))
     stand_in = build_stand_in(run.specs, outer, run.num_islands)
-    share = PAYLOAD_SHARE[outer.transport] * (MANY_PEERS_SHARE if run.num_islands > 2 else 1.0)
+    share = PAYLOAD_SHARE[outer.transport]  # That links wait for one another comes out by itself.
     network = VirtualNetwork(world, stand_in, lambda name: _find_link(run.links, name), share)
     hub = Hub(network.deliver)
     fleet = VirtualFleet(world, hub, network, run.seed)
