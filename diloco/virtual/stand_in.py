@@ -55,6 +55,9 @@ class StandInParams:
     def write(self, index: int, values: torch.Tensor) -> None:
         self._values[index].copy_(values)
 
+    def live(self, index: int) -> torch.Tensor:
+        return self._values[index]
+
     def train(self) -> None:
         """One inner step. Islands train at different speeds, so their pseudo-gradients differ."""
         for values in self._values:
