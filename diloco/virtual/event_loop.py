@@ -31,12 +31,14 @@ class VirtualEventLoop:
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def run(self, work: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
-        future = self.start(work if timeout_seconds is None else asyncio.wait_for(work, timeout_seconds))
+    def wait_for(self, started: Future[T]) -> T:
         thread = _current()
-        future.add_done_callback(lambda done: thread.resume_at(self.time()))
+        started.add_done_callback(lambda done: thread.resume_at(self.time()))
         thread.wait()
-        return future.result()
+        return started.result()
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
+        return self.wait_for(self.start(work if timeout_seconds is None else asyncio.wait_for(work, timeout_seconds)))
 
     def try_to(self, work: Coroutine[Any, Any, object], timeout_seconds: float) -> bool:
         try:

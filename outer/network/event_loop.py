@@ -32,6 +32,10 @@ class EventLoop(Protocol):
         """Start `work` on the loop."""
         ...
 
+    def wait_for(self, started: Future[T]) -> T:
+        """Block until what `start` has returned is done, and return its result."""
+        ...
+
     def run(self, work: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
         """Run `work` on the loop and block until its result is there. Raises TimeoutError."""
         ...
@@ -63,6 +67,9 @@ class EventLoopThread:
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def wait_for(self, started: Future[T]) -> T:
+        return started.result()
 
     def run(self, work: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
         future = self.start(work)

@@ -60,7 +60,7 @@ class IslandReduce:
             digest_after = self.replica.carried.digest_after
             reduce = self.event_loop.start(self.attempts.run(plan, pseudo_grads, digest_after))
             squares = self.replica.sum_of_squares(pseudo_grads)  # while the first payloads are on their way
-            means = reduce.result()
+            means = self.event_loop.wait_for(reduce)
         except OuterError as error:
             log.info("round %d attempt %d failed here: %s", plan.round, plan.attempt, error)
             failure = error
