@@ -5,6 +5,8 @@ Status          all islands        "I hold this state": sent each second and whe
 Ready           all islands        "I could take part in an attempt at round r from this state"      Status
 Plan            its participants   "attempt a at round r is made by these islands, in this order"    -
 Vote            its participants   "I have the mean, with this digest" or "I have none, because"     VoteReceipt
+VoteList        its participants   "these are the votes of all", from the planner                    VoteReceipt
+Settled         its participants   "all have the votes of all: commit", from the planner             VoteReceipt
 OutcomeQuery    its participants   "a vote or its receipt is missing: what came of this plan?"       OutcomeReply
 ProofQuery      one that is ahead  "why should I believe that you hold this state?"                  Proof
 Goodbye         all islands        "I leave the run; do not wait for me"                             -
@@ -16,7 +18,7 @@ A yes vote is signed. The votes of all participants make a certificate of the co
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Literal
 
@@ -198,8 +200,41 @@ class Vote(Message):
         return verify(key, plan.statement(self.digest).text, self.signature)
 
 
+class VoteList(Message):
+    """The yes votes of all participants of a plan, which the planner passes on to each of them."""
+
+    plan: PlanId
+    round: int = Field(ge=0, lt=MAX_ROUND)
+    digests: list[Digest] = Field(min_length=1, max_length=1024)
+    """By participant, in the order of the plan."""
+    signatures: list[Signature] = Field(min_length=1, max_length=1024)
+
+    @classmethod
+    def of(cls, plan: Plan, votes: Mapping[str, Vote]) -> "VoteList | None":
+        """The list of these votes by island, or None while one is missing or a no."""
+        cast = [votes[name] for name in plan.names if name in votes]
+        if len(cast) < len(plan.names) or any(vote.digest is None for vote in cast):
+            return None
+        digests, signatures = [vote.digest or "" for vote in cast], [vote.signature or "" for vote in cast]
+        return cls(plan=plan.id, round=plan.round, digests=digests, signatures=signatures)
+
+    def votes(self, plan: Plan) -> list[Vote]:
+        """The votes on `plan`, in its order. Raises MessageError unless there is one of each participant."""
+        if not len(self.digests) == len(self.signatures) == len(plan.names):
+            raise MessageError(f"{len(self.digests)} votes of {len(plan.names)} participants")
+        cast = zip(plan.names, self.digests, self.signatures, strict=True)
+        return [Vote.yes(plan, name, digest).model_copy(update={"signature": by}) for name, digest, by in cast]
+
+
+class Settled(Message):
+    """Word of the planner that all participants have acknowledged the votes of all."""
+
+    plan: PlanId
+    round: int = Field(ge=0, lt=MAX_ROUND)
+
+
 class VoteReceipt(Message):
-    """Acknowledgement of a vote, with the outcome of the plan on the receiving island so far."""
+    """Acknowledgement of a vote or of the votes of all, with the outcome of the plan on the receiving island so far."""
 
     plan: PlanId
     outcome: Outcome
@@ -231,6 +266,8 @@ REPLIES: dict[type[Message], type[Message]] = {
     Ready: Status,
     Status: Status,
     Vote: VoteReceipt,
+    VoteList: VoteReceipt,
+    Settled: VoteReceipt,
     OutcomeQuery: OutcomeReply,
     ProofQuery: Proof,
 }

@@ -11,6 +11,8 @@ from outer.errors import MessageError
 
 GRACE_SHARE = 0.1
 """Share of their inner steps' duration for which contributors wait for observers."""
+DIRECT_ISLANDS = 4
+"""Up to so many islands send their messages to each other; among more of them one passes messages on."""
 OBSERVER_FIELDS = {"listens": True, "tokens": 0, "weight": 0, "units": 0}
 """Fields of an observer's ready message."""
 
@@ -32,6 +34,7 @@ class Rules:
     """Whether islands take part as observers while they train. Then `quorum` counts contributors only."""
     grace_steps: float = 0.0
     """Number of inner steps for whose duration contributors wait for observers."""
+    direct_islands: int = DIRECT_ISLANDS
 
 
 @dataclass(frozen=True)

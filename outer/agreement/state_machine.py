@@ -33,8 +33,10 @@ from outer.agreement.messages import (
     OutcomeReply,
     Plan,
     Ready,
+    Settled,
     Status,
     Vote,
+    VoteList,
     VoteReceipt,
 )
 from outer.agreement.planner import Gathering, GiveUp, Hopeless, TooFew, build_gathering
@@ -42,6 +44,7 @@ from outer.agreement.proofs.certificate import Proof, ProofQuery
 from outer.agreement.readiness import MAX_AHEAD, ReadyTable
 from outer.agreement.rules import Behind, find_objection
 from outer.agreement.suspicions import MAX_AMNESTIES, Suspicions, explain_accusations
+from outer.agreement.vote_exchange import VoteExchange
 from outer.agreement.votes import VoteTable
 from outer.errors import MessageError
 from outer.network.messages import Message
@@ -63,8 +66,13 @@ class RoundProtocol:
     plan: Plan | None = None
     is_querying: bool = False
     """Whether this island has asked the other participants for the outcome of the plan."""
+    exchange: VoteExchange = field(init=False)
+    """How this island's vote on the plan reaches the others."""
     outbox: list[tuple[str, Message]] = field(default_factory=list)
     """Messages to send, each with the island that receives it."""
+
+    def __post_init__(self) -> None:
+        self.exchange = VoteExchange(self.knowledge.me)
 
     # -- the island's own actions -------------------------------------------------------------------------------
     def update_status(self, status: Status) -> None:
@@ -129,37 +137,52 @@ class RoundProtocol:
         assert self.plan is not None and vote.plan == self.plan.id, "an island votes on the plan it takes part in"
         self.state = "voting"
         self.vote_table.add(signed := vote.signed(self.plan, self.knowledge.signer.sign))
-        self._send(self.others, signed)
+        self._send_all(self.exchange.vote(signed))
 
-    def conclude(self, *, is_late: bool, is_over: bool = False) -> Outcome:
+    def conclude(self, *, is_late: bool, is_over: bool = False, is_slow: bool = False) -> Outcome:
         """Outcome of the plan, "open" while it is not known. `is_late`: missing votes are not waited for any longer.
 
-        `is_over`: nor are missing replies to this island's query, so the outcome is known.
+        `is_over`: nor are missing replies to this island's query, so the outcome is known. `is_slow`: the planner has
+        had its time to pass the votes on. It comes before `is_late`.
         """
         assert self.plan is not None, "an island concludes the plan it takes part in"
-        reachable = self.others - self.knowledge.lost
-        silent = self.vote_table.pending(self.plan) & reachable
-        outcome = self.vote_table.decide(self.plan, reachable, is_late=is_late)
-        if outcome == "query":
-            if not self.is_querying:
-                self._send_query(self.plan)
-            self.is_querying = True
-            outcome = self.vote_table.resolve(self.plan, frozenset() if is_over else reachable)
+        self._send_all(self.exchange.go_on(self.vote_table, self.knowledge.lost, is_slow=is_slow or is_late))
+        outcome = self._find_outcome(self.plan, is_late=is_late, is_over=is_over)
         if outcome != "open":
-            if is_late and outcome == "abort":
-                self.suspicions.silent[self.plan.id] = silent
-            self.vote_table.outcomes[self.plan.id] = (self.plan.round, outcome)
-            if outcome == "commit":
-                self.knowledge.claims.add(self.vote_table.certify(self.plan))
             self.state, self.own, self.is_querying = "training", None, False
         return outcome
+
+    def _find_outcome(self, plan: Plan, *, is_late: bool, is_over: bool) -> Outcome:
+        if plan.id in self.vote_table.outcomes:
+            return self.vote_table.outcomes[plan.id][1]  # The planner was told so already.
+        reachable = self.others - self.knowledge.lost
+        silent = self.vote_table.pending(plan) & reachable
+        outcome = self.vote_table.decide(plan, reachable, is_late=is_late)
+        if outcome == "query":
+            if not self.is_querying:
+                self._send_query(plan)
+            self.is_querying = True
+            outcome = self.vote_table.resolve(plan, frozenset() if is_over else reachable)
+        elif outcome == "commit" and self.exchange.holds_back(self.vote_table):
+            return "open"
+        if is_late and outcome == "abort":
+            self.suspicions.silent[plan.id] = silent
+        self._record(plan, outcome)
+        return outcome
+
+    def _record(self, plan: Plan, outcome: Outcome) -> None:
+        """The outcome of the plan on this island is final, unless it is open."""
+        if outcome != "open":
+            self.vote_table.outcomes[plan.id] = (plan.round, outcome)
+        if outcome == "commit":
+            self.knowledge.claims.add(self.vote_table.certify(plan))
 
     def resend(self) -> None:
         """Send again every message of the current state that may have been lost."""
         if self.state == "gathering" and self.own is not None:
             self._send(self.knowledge.present, self.own)
         if self.state == "voting" and self.plan is not None:
-            self._send(self.vote_table.pending(self.plan), self.vote_table.votes[self.plan.id, self.knowledge.me])
+            self._send_all(self.exchange.repeat(self.vote_table))
             if self.is_querying:
                 self._send_query(self.plan)
 
@@ -217,6 +240,8 @@ class RoundProtocol:
                 self._check_sender(sender, message.island)
                 is_own_plan = message.plan in self.suspicions.plans
                 return self.vote_table.answer_vote(message, self.knowledge, self.plan, is_own_plan=is_own_plan)
+            case VoteList() | Settled():
+                return self._receive_votes(sender, message)
             case OutcomeQuery():
                 participants = self.suspicions.plans.get(message.plan)
                 return self.vote_table.answer_query(sender, message, self.knowledge, participants)
@@ -260,6 +285,20 @@ class RoundProtocol:
         elif plan.id not in self.vote_table.outcomes:
             self._refuse(plan, cause)
 
+    def _receive_votes(self, sender: str, message: VoteList | Settled) -> VoteReceipt:
+        """What the planner passes on. After `Settled` this island commits, and says so at once."""
+        plan, table = self.plan, self.vote_table
+        if plan is not None and message.plan == plan.id and sender == plan.planner and self.state == "voting":
+            if isinstance(message, VoteList):
+                table.add_list(message, plan, self.knowledge.signer.verify)
+            else:
+                table.settle(plan)
+                self.exchange.is_settled = True
+                if plan.id not in table.outcomes and table.decide(plan, self.others, is_late=False) == "commit":
+                    self._record(plan, "commit")
+        is_near = self.knowledge.is_near(message.round)
+        return VoteReceipt(plan=message.plan, outcome=table.outcome_of(message.plan, is_near=is_near))
+
     # -- plans --------------------------------------------------------------------------------------------------
     def _find_objection(self, plan: Plan) -> str | None:
         """Why this island does not take part in the plan, or None."""
@@ -274,6 +313,7 @@ class RoundProtocol:
 
     def _accept(self, plan: Plan) -> None:
         self.plan, self.state, self.is_querying = plan, "reducing", False
+        self.exchange.begin(plan, self.knowledge.rules.direct_islands)
         self.vote_table.drop_unsigned(plan, self.knowledge.signer.verify)
         self.readies.mark_used(plan)
         self.suspicions.take_part(plan)
@@ -293,6 +333,10 @@ class RoundProtocol:
 
     def _send(self, islands: Iterable[str], message: Message) -> None:
         self.outbox += [(name, message) for name in sorted(islands) if name != self.knowledge.me]
+
+    def _send_all(self, messages: Iterable[tuple[Iterable[str], Message]]) -> None:
+        for islands, message in messages:
+            self._send(islands, message)
 
     def _check_sender(self, sender: str, claimed: str) -> None:
         if sender != claimed:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from outer.agreement.knowledge import Knowledge
-from outer.agreement.messages import Outcome, OutcomeQuery, OutcomeReply, Plan, Vote, VoteReceipt
+from outer.agreement.messages import Outcome, OutcomeQuery, OutcomeReply, Plan, Vote, VoteList, VoteReceipt
 from outer.agreement.proofs.certificate import Certificate, Verify, build_certificate
 from outer.errors import MessageError
 from outer.network.rejections import RefusedError
@@ -82,6 +82,20 @@ class VoteTable:
             raise MessageError(f"a vote on round {vote.round}, {knowledge.me!r} is in round {knowledge.status.round}")
         return VoteReceipt(plan=vote.plan, outcome=self.outcome_of(vote.plan, is_near=is_near))
 
+    def add_list(self, message: VoteList, plan: Plan, verify: Verify) -> None:
+        """Remember the votes of all participants. Raises MessageError unless each has signed its vote."""
+        votes = message.votes(plan)
+        for vote in votes:
+            if not vote.is_signed(plan, verify):
+                raise RefusedError("vote", f"{plan.planner!r} passes on a vote that {vote.island!r} has not signed")
+        for vote in votes:
+            self.add(vote)
+
+    def settle(self, plan: Plan) -> None:
+        """The planner says that all participants have the votes of all, and this island has them."""
+        if len(self.cast(plan)) == len(plan.names):
+            self.receipts = {(plan.id, name): "open" for name in plan.names} | self.receipts
+
     def answer_query(
         self, sender: str, query: OutcomeQuery, knowledge: Knowledge, participants: Collection[str] | None
     ) -> OutcomeReply:
@@ -99,9 +113,13 @@ class VoteTable:
         certificate = self.certificates.get(query.plan) if outcome == "commit" else None
         return OutcomeReply(plan=query.plan, outcome=outcome, certificate=certificate)
 
+    def cast(self, plan: Plan) -> dict[str, Vote]:
+        """The participants' votes on the plan that are known, by island."""
+        return {name: vote for name in plan.names if (vote := self.votes.get((plan.id, name)))}
+
     def tally(self, plan: Plan) -> Outcome:
         """Outcome of the votes: abort on one no or two digests, commit when all are yes, otherwise open."""
-        cast = [vote for name in plan.names if (vote := self.votes.get((plan.id, name)))]
+        cast = self.cast(plan).values()
         if any(v.digest is None for v in cast) or len({v.digest for v in cast}) > 1:
             return "abort"
         return "commit" if len(cast) == len(plan.names) else "open"
@@ -127,7 +145,7 @@ class VoteTable:
 
         If nobody alone held up a reduce, those that cast no vote either are to blame: a no ends the reduce of all.
         """
-        cast = [vote for name in plan.names if (vote := self.votes.get((plan.id, name)))]
+        cast = self.cast(plan).values()
         has_blame = any(vote.accused in plan.names or vote.is_stalled for vote in cast)
         has_blame = has_blame or all(vote.digest is not None for vote in cast)
         return has_blame and any((plan.id, name) not in self.votes for name in reachable)

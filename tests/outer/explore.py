@@ -12,11 +12,12 @@ from outer.agreement.proofs.witnesses import Witnesses
 from outer.agreement.readiness import ReadyTable
 from outer.agreement.state_machine import RoundProtocol
 from outer.agreement.suspicions import Suspicions
+from outer.agreement.vote_exchange import VoteExchange
 from outer.agreement.votes import VoteTable
 from outer.network.messages import Message
 from tests.outer.world import Budget, Commit, World, copy_node, events, is_mishap, step, think
 
-Tables = Knowledge | Claims | Witnesses | ReadyTable | VoteTable | Suspicions
+Tables = Knowledge | Claims | Witnesses | ReadyTable | VoteTable | VoteExchange | Suspicions
 _numbers: dict[int, tuple[object, int]] = {}
 """(value, hash of its contents) by id. The value is kept so that its id is not reused."""
 

@@ -23,8 +23,9 @@ from tests.outer.habits import Habit, made_up_states
 from tests.outer.signers import claims_of
 from tests.outer.world import START, digest_after, has_no, ready_of
 
-LATE, OVER, PLANLESS = 4, 6, 3
-"""Seconds until votes are late, until replies to a query are, and until a planner is passed over."""
+SLOW, LATE, OVER, PLANLESS = 2, 4, 6, 3
+"""Seconds until the planner is slow to pass on votes, until votes are late, until replies to a query are, and until a
+planner is passed over."""
 LOST = 2
 """Seconds until an island that does not answer is found to be lost."""
 FIRST_DOUBT = 4
@@ -149,7 +150,7 @@ class Run:
         elif node.state == "voting":
             plan = node.plan
             assert plan is not None
-            outcome = node.conclude(is_late=waited >= LATE, is_over=waited >= OVER)
+            outcome = node.conclude(is_late=waited >= LATE, is_over=waited >= OVER, is_slow=waited >= SLOW)
             if outcome != "open" and name not in self.liars:
                 self.outcomes.setdefault(plan.id, set()).add(outcome)
             if outcome == "commit":

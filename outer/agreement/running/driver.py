@@ -7,7 +7,17 @@ from contextlib import suppress
 from functools import partial
 from typing import Literal
 
-from outer.agreement.messages import REPLIES, Goodbye, OutcomeQuery, Plan, Ready, Status, Vote
+from outer.agreement.messages import (
+    REPLIES,
+    Goodbye,
+    OutcomeQuery,
+    Plan,
+    Ready,
+    Settled,
+    Status,
+    Vote,
+    VoteList,
+)
 from outer.agreement.peers import Peers, kind_of
 from outer.agreement.planner import GiveUp, TooFew
 from outer.agreement.proofs.certificate import ProofQuery
@@ -61,7 +71,7 @@ class ProtocolDriver:
         self._few = FewIslands(self._knowledge, peers.deadlines)
         self._doubts = Doubts(self._knowledge)
         self._detector = FailureDetector(protocol, peers, self._send_outbox, self._end_reduce_with, self._changed.set)
-        for model in (Ready, Status, Plan, Vote, OutcomeQuery, ProofQuery, Goodbye):
+        for model in (Ready, Status, Plan, Vote, VoteList, Settled, OutcomeQuery, ProofQuery, Goodbye):
             peers.messenger.serve(kind_of(model), partial(self._on_message, model))
 
     # -- the calls of the outer loop ------------------------------------------------------------------------------
@@ -130,7 +140,8 @@ class ProtocolDriver:
             # After a freeze all votes may be here although this island's own vote has reached nobody.
             self._detector.check_freeze()
             late = _now() - max(started, self._detector.woke_at) - limit
-            outcome = self.protocol.conclude(is_late=late > 0, is_over=late > query_limit(self._deadlines))
+            is_slow, is_over = late > -limit / 2, late > query_limit(self._deadlines)
+            outcome = self.protocol.conclude(is_late=late > 0, is_over=is_over, is_slow=is_slow)
             if outcome != "open":
                 break
             self._send_outbox()

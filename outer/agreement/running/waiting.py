@@ -53,6 +53,8 @@ def describe_gathering(protocol: RoundProtocol, decision: object, seconds: float
 def describe_vote(protocol: RoundProtocol, plan: Plan, seconds: float) -> Waiting:
     """Whose vote, or receipt of this island's vote, is missing."""
     votes, islands = protocol.vote_table.votes, {}
+    if not protocol.exchange.is_direct and plan.planner != protocol.knowledge.me:
+        return Waiting(plan.round, "voting", seconds, {plan.planner: "it has not passed on the votes of all"})
     for name in protocol.vote_table.pending(plan) - {protocol.knowledge.me}:
         missing = "it has not acknowledged this island's vote" if (plan.id, name) in votes else "it has not voted"
         islands[name] = "it is lost" if name in protocol.knowledge.lost else missing
