@@ -52,6 +52,13 @@ class Knowledge:
         self.statuses[island] = status
         self.reported |= {island}
 
+    def presume(self, islands: Iterable[str], status: Status) -> None:
+        """Record that islands hold a state, or soon will: they have signed its commit together with this one."""
+        for name in islands:
+            known = self.statuses.get(name)
+            if name in self.present and (known is None or known.rank < status.rank):
+                self.statuses[name] = status
+
     def hold(self, status: Status) -> None:
         """Record that this island holds another state, from a commit or from donors."""
         self.is_held_up = self.is_held_up and status.round == self.status.round

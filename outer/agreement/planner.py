@@ -6,9 +6,9 @@ No island is the permanent leader of the run. Every ready island applies the sam
 2. Islands that hold the same state agree. Islands whose data overlap, and those that made earlier attempts fail
    (suspicions.py), are excluded. If nothing can be planned without them (`Hopeless`), they are forgiven.
 3. If fewer islands agree than `Rules.quorum` demands, the island waits or gives up (`TooFew`).
-4. The planner is the first by name of the islands that agree or are still awaited. It fixes the plan when no live
-   island is awaited any more. Once the grace period is over, the first by name of the agreeing islands plans at once.
-   A planner that does not plan is passed over.
+4. The planner is the coordinator (coordination.py). Where there is none it is the first by name of the islands that
+   agree or are still awaited. It fixes the plan when no live island is awaited any more. Once the grace period is over,
+   the first by name of the agreeing islands plans at once. A planner that does not plan is passed over.
 
 A lost island is neither counted nor awaited, so when the planner dies, the next island by name takes over.
 """
@@ -69,6 +69,10 @@ class Gathering:
     """Islands whose turn it is to be left out of an attempt because many have failed."""
     passed_over: frozenset[str] = frozenset()
     """Islands that should have planned and did not."""
+    coordinator: str | None = None
+    """The island that collects the ready messages, if there is one. It plans, too."""
+    num_ready: int = 0
+    """How many islands are ready as another island says that is the coordinator."""
 
     def decide(self, *, is_late: bool, is_patient: bool) -> Plan | Behind | TooFew | Hopeless | None:
         """The plan if this island is the planner and may fix it now, a reason against planning, or None to wait.
@@ -99,6 +103,8 @@ class Gathering:
 
     def find_planner(self, *, is_late: bool) -> str | None:
         """The island whose plan this island waits for, or None while others are awaited."""
+        if self.coordinator not in (None, self.own.island):
+            return self.coordinator if self.num_ready > len(self.live) else None
         allowed = {name: ready for name, ready in self._find_agreeing().items() if name not in self.excluded}
         if not allowed or (self.absent and not is_late):
             return None
@@ -128,6 +134,8 @@ class Gathering:
 
     def _find_planner(self, chosen: Mapping[str, Ready], *, is_late: bool) -> str:
         waited_for = set(chosen) if is_late else set(chosen) | self.absent
+        if self.coordinator in waited_for:
+            return self.coordinator
         return min(waited_for - self.passed_over or chosen)
 
     def _is_hopeless(self, allowed: Mapping[str, Ready], agreeing: Mapping[str, Ready], *, is_late: bool) -> bool:

@@ -22,9 +22,10 @@ islands of the other take its state, if enough islands stand behind it (proofs/c
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from outer.agreement.coordination import Coordination
 from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import (
     Goodbye,
@@ -68,19 +69,24 @@ class RoundProtocol:
     """Whether this island has asked the other participants for the outcome of the plan."""
     exchange: VoteExchange = field(init=False)
     """How this island's vote on the plan reaches the others."""
+    coordination: Coordination = field(init=False)
+    """Who collects the ready messages of this round."""
     outbox: list[tuple[str, Message]] = field(default_factory=list)
     """Messages to send, each with the island that receives it."""
 
     def __post_init__(self) -> None:
-        self.exchange = VoteExchange(self.knowledge.me)
+        self.exchange, self.coordination = VoteExchange(self.knowledge.me), Coordination(self.knowledge.me)
 
     # -- the island's own actions -------------------------------------------------------------------------------
     def update_status(self, status: Status) -> None:
         """Enter the training state with a new committed state, from a commit or from donors."""
         if (status.round, status.digest) != (self.knowledge.status.round, self.knowledge.status.digest):
             outcome = self.vote_table.outcomes.get(self.plan.id) if self.plan else None
-            committed = self.plan.names if self.plan and outcome == (self.plan.round, "commit") else ()
-            self.suspicions.begin_round(status.round, committed, self.vote_table.votes)
+            committed = self.plan if self.plan and outcome == (self.plan.round, "commit") else None
+            self.suspicions.begin_round(status.round, committed.names if committed else (), self.vote_table.votes)
+            self.coordination.begin_round(committed, self.knowledge.rules)
+            self.knowledge.add(self.coordination.crew)
+            self.knowledge.presume(self.coordination.crew, status)
         self.knowledge.hold(status)
         self.state, self.own, self.plan, self.is_querying = "training", None, None, False
         self.vote_table.prune(status.round)
@@ -90,13 +96,15 @@ class RoundProtocol:
         assert own.status.rank == self.knowledge.status.rank, "a ready for another state than this island's"
         self.state, self.own, self.plan, self.is_querying = "gathering", own, None, False
         self.knowledge.status, self.knowledge.reported = own.status, frozenset()
-        self._send(self.knowledge.present, own)
+        if own.attempt > 0:
+            self.coordination.turn_direct()
+        self._send_ready(own)
 
     def contribute(self, own: Ready) -> None:
         """Turn from an observer into a contributor of this gathering. Has no effect once the plan is fixed."""
         if self.state == "gathering" and self.plan is None and self.own is not None and self.own.round == own.round:
             self.own = own.model_copy(update={"attempt": self.own.attempt})
-            self._send(self.knowledge.present, self.own)
+            self._send_ready(self.own)
 
     def try_plan(self, *, is_late: bool, is_patient: bool = False) -> Plan | Behind | TooFew | GiveUp | None:
         """Decide while gathering: the plan to take part in, a reason against planning, or None to wait.
@@ -107,6 +115,8 @@ class RoundProtocol:
             return self.plan
         if cause := self.suspicions.find_end(self.knowledge, self.vote_table.votes):
             return GiveUp(cause)
+        if self.coordination.coordinator not in (None, self.knowledge.me):
+            return self._wait_for_coordinator(is_late=is_late)
         decision = self.gathering.decide(is_late=is_late, is_patient=is_patient)
         if isinstance(decision, Hopeless):
             is_last = self.suspicions.num_amnesties >= MAX_AMNESTIES
@@ -116,17 +126,29 @@ class RoundProtocol:
                 self.suspicions.forgive()
                 decision = self.gathering.decide(is_late=is_late, is_patient=is_patient)
         if isinstance(decision, Behind):
-            self.state, self.own = "training", None
+            self._stop_gathering()
         elif isinstance(decision, Plan):
             self._accept(decision)
             self._send(self.others, decision)
         return None if isinstance(decision, Hopeless) else decision
+
+    def _wait_for_coordinator(self, *, is_late: bool) -> Behind | None:
+        """What `try_plan` returns while another island collects the ready messages."""
+        if behind := self.knowledge.behind(is_settled=False):
+            self._stop_gathering()
+        elif is_late or self.knowledge.is_held_up:
+            self._write_to_all()
+        return behind
+
+    def _stop_gathering(self) -> None:
+        self.state, self.own = "training", None
 
     def pass_over(self, *, is_late: bool) -> str | None:
         """Wait no longer for the plan of the island that should make one. Returns its name, if it is another."""
         planner = self.gathering.find_planner(is_late=is_late)
         if planner in (None, self.knowledge.me):
             return None
+        self._write_to_all()
         self.suspicions.passed_over |= {planner}
         if self.knowledge.me in self.gathering.excluded:
             self.suspicions.forgive()  # The others do not go on without this island, perhaps for a reason like its own.
@@ -180,7 +202,7 @@ class RoundProtocol:
     def resend(self) -> None:
         """Send again every message of the current state that may have been lost."""
         if self.state == "gathering" and self.own is not None:
-            self._send(self.knowledge.present, self.own)
+            self._send_ready(self.own)
         if self.state == "voting" and self.plan is not None:
             self._send_all(self.exchange.repeat(self.vote_table))
             if self.is_querying:
@@ -195,7 +217,8 @@ class RoundProtocol:
     def gathering(self) -> Gathering:
         """What this island knows about the others while it gathers."""
         assert self.own is not None, "an island considers plans when it is ready"
-        return build_gathering(self.own, self.knowledge, self.readies, self.suspicions, self.vote_table.votes)
+        made = build_gathering(self.own, self.knowledge, self.readies, self.suspicions, self.vote_table.votes)
+        return replace(made, coordinator=self.coordination.coordinator, num_ready=self.coordination.num_ready)
 
     @property
     def others(self) -> frozenset[str]:
@@ -206,6 +229,7 @@ class RoundProtocol:
     def remove(self, island: str) -> None:
         """Record that an island has left the run. Unlike a lost one it cannot have given this island up."""
         self.knowledge.forget(island)
+        self.coordination.leave(island)
         self.readies.latest.pop(island, None)
         if island in self.others:
             self.knowledge.lost |= {island}  # The open plan no longer waits for its vote.
@@ -213,6 +237,8 @@ class RoundProtocol:
     def mark_lost(self, island: str) -> None:
         """Record that an island does not answer or that its connection broke."""
         self.knowledge.lost |= {island}
+        if island == self.coordination.coordinator:
+            self._write_to_all()
         if island in self.others:
             self.require_query()
 
@@ -265,15 +291,26 @@ class RoundProtocol:
         if self.plan is None and (query := self.knowledge.ask_for_proof(sender)):
             self._send([sender], query)
         self._renew_ready(status)
-        own = self.knowledge.status
-        return own.model_copy(update={"attempt": self.readies.next_attempt(sender, own.round)})
+        if sender == self.coordination.coordinator:
+            self._hear_coordinator(status)
+        own, num_ready = self.knowledge.status, 0
+        if self.coordination.is_mine and status.round == own.round:
+            num_ready = len(self.readies.usable(own.round, self.knowledge.awaited)) + (self.own is not None)
+        attempt = self.readies.next_attempt(sender, own.round)
+        return own.model_copy(update={"attempt": attempt, "num_ready": num_ready})
+
+    def _hear_coordinator(self, status: Status) -> None:
+        if not status.is_coming:
+            self._write_to_all()
+        elif status.round == self.knowledge.status.round:
+            self.coordination.num_ready = max(self.coordination.num_ready, status.num_ready)
 
     def _renew_ready(self, status: Status) -> None:
         """Offer a later attempt if the peer has used this island's ready message in a plan that never arrived here."""
         own, most = self.own if self.state == "gathering" and not self.plan else None, self.next_attempt + MAX_AHEAD
         if own is not None and status.round == own.round and own.attempt < status.attempt <= most:
             self.own = own.model_copy(update={"attempt": status.attempt})
-            self._send(self.knowledge.present, self.own)
+            self._send_ready(self.own)
 
     def _receive_plan(self, sender: str, plan: Plan) -> None:
         self._check_sender(sender, plan.planner)
@@ -326,6 +363,16 @@ class RoundProtocol:
         vote = Vote.no(plan, self.knowledge.me, cause)
         self.vote_table.add(vote)
         self._send(frozenset(plan.names) & (self.knowledge.present | {plan.planner}), vote)
+
+    def _send_ready(self, own: Ready) -> None:
+        self._send(self.coordination.receivers(self.knowledge.present), own)
+
+    def _write_to_all(self) -> None:
+        """Rely on no coordinator until the next commit."""
+        if not self.coordination.is_direct:
+            self.coordination.turn_direct()
+            if self.state == "gathering" and self.own is not None and self.plan is None:
+                self._send_ready(self.own)
 
     def _send_query(self, plan: Plan) -> None:
         asked = self.vote_table.without_reply(plan) & self.others - self.knowledge.lost

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from copy import copy
 
+from outer.agreement.coordination import Coordination
 from outer.agreement.knowledge import Knowledge
 from outer.agreement.proofs.claims import Claims
 from outer.agreement.proofs.witnesses import Witnesses
@@ -17,7 +18,7 @@ from outer.agreement.votes import VoteTable
 from outer.network.messages import Message
 from tests.outer.world import Budget, Commit, World, copy_node, events, is_mishap, step, think
 
-Tables = Knowledge | Claims | Witnesses | ReadyTable | VoteTable | VoteExchange | Suspicions
+Tables = Knowledge | Claims | Witnesses | ReadyTable | VoteTable | VoteExchange | Coordination | Suspicions
 _numbers: dict[int, tuple[object, int]] = {}
 """(value, hash of its contents) by id. The value is kept so that its id is not reused."""
 
@@ -92,27 +93,35 @@ def settle(world: World) -> World:
     """Continue without mishaps: messages arrive, dead islands are noticed, lost messages are repeated."""
     world = copy(world)
     world.budget = Budget()
+    direct = direct_islands(world)
     for _ in range(60):
         while found := events(world):
             world = step(world, found[-1])
         if world.is_over and not world.flying and agree(world):
             return world
-        world = _pass_time(world)
+        # The grace begins anew for an island that no longer relies on a coordinator.
+        patient, direct = direct_islands(world) - direct, direct_islands(world)
+        world = _pass_time(world, patient)
     return world
 
 
-def _pass_time(world: World) -> World:
-    """Let a second pass: all islands repeat their messages, send their status and time out."""
+def direct_islands(world: World) -> frozenset[str]:
+    """The islands that write to all."""
+    return frozenset(name for name in world.live if world.nodes[name].coordination.is_direct)
+
+
+def _pass_time(world: World, patient: frozenset[str]) -> World:
+    """Let a second pass: all islands repeat their messages, send their status and, but for the patient, time out."""
     for name in world.live:
         world = step(world, ("repeat", name))
         node = world.nodes[name]
-        for other in world.live:
-            if other != name:
-                world.flying += ((name, other, node.knowledge.status, False),)
+        for other in node.coordination.receivers(frozenset(world.live)) - {name}:
+            world.flying += ((name, other, node.knowledge.status, False),)
     while world.flying:
         world = step(world, ("deliver", "0"))
     for name in world.live:
-        if world.nodes[name].state in ("gathering", "voting"):
+        state = world.nodes[name].state
+        if state == "voting" or (state == "gathering" and name not in patient):
             world = copy(world)
             node = copy_node(world, name)
             think(world, node, is_late=True)

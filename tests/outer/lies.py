@@ -82,13 +82,20 @@ class Run:
                 if me == name and until == self.second:
                     node.knowledge.believe(liar)
             node.resend()
-            node.outbox += [(other, node.knowledge.status) for other in self.nodes if other != name]
+            node.outbox += [(other, node.knowledge.status) for other in sorted(self._pinged(name))]
             self.flush(name)
         for _ in range(400):
             if not self.step():
                 break
         for name in self.awake:
             self.think(name)
+
+    def _pinged(self, name: str) -> frozenset[str]:
+        """The islands to which an island sends its status in this second."""
+        coordination, others = self.nodes[name].coordination, frozenset(self.nodes) - {name}
+        if coordination.coordinator is None or coordination.is_mine:
+            return others
+        return frozenset([coordination.coordinator, sorted(others)[self.second % len(others)]])
 
     def step(self) -> bool:
         """One island does something, or one message arrives. Returns False if there is nothing to do."""
@@ -130,7 +137,8 @@ class Run:
     def think(self, name: str) -> None:
         """What the driver does after a change."""
         node = self.nodes[name]
-        key = node.state, None if node.own is None else node.own.attempt, node.knowledge.status.round
+        attempt, is_direct = None if node.own is None else node.own.attempt, node.coordination.is_direct
+        key = node.state, attempt, node.knowledge.status.round, is_direct
         if self.since.get(name, (None, 0))[0] != key:
             self.since[name] = key, self.second
         waited = self.second - self.since[name][1]
@@ -197,7 +205,7 @@ class Run:
         """Islands that have not answered for some time are found to be lost."""
         gone = self.dead | {name for name, left in self.asleep.items() if left > LOST}
         for name in self.awake:
-            for other in gone - self.nodes[name].knowledge.lost - {name}:
+            for other in (gone & self._pinged(name)) - self.nodes[name].knowledge.lost - {name}:
                 self.nodes[name].mark_lost(other)
 
 

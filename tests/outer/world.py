@@ -264,7 +264,7 @@ def copy_node(world: World, name: str) -> RoundProtocol:
     node = copy(world.nodes[name])
     node.knowledge, node.readies = copy(node.knowledge), copy(node.readies)
     node.vote_table, node.suspicions = copy(node.vote_table), copy(node.suspicions)
-    node.exchange = copy(node.exchange)
+    node.exchange, node.coordination = copy(node.exchange), copy(node.coordination)
     node.knowledge.claims = claims = copy(node.knowledge.claims)
     claims.witnesses = copy(claims.witnesses)
     for tables in (

@@ -178,7 +178,8 @@ class ProtocolDriver:
         """
         if self._knowledge.behind(is_settled=False) is not None:
             return "behind"
-        num_waiting, rules = len(find_contributors(self.protocol)), self._knowledge.rules
+        num_ready, rules = self.protocol.coordination.num_ready, self._knowledge.rules
+        num_waiting = max(len(find_contributors(self.protocol)), num_ready)
         may_go_on = num_waiting >= rules.quorum or rules.below_quorum != "wait"
         if num_waiting and (entered_late or (may_go_on and seconds_left > self._deadlines.grace(num_waiting))):
             return "waited for"
@@ -242,6 +243,7 @@ class ProtocolDriver:
 
     async def _on_message(self, model: type[Message], source: Endpoint, body: bytes) -> bytes:
         message, sender = parse(model, body), source.island
+        self._detector.hear(sender)
         reply = self.protocol.receive(sender, message)
         match message:
             case Ready():
@@ -280,6 +282,7 @@ class ProtocolDriver:
         except MessageError as error:
             log.info("%s refused %s: %s", island, kind, error)
         else:
+            self._detector.hear(island)
             if (model := REPLIES.get(type(message))) is not None:
                 try:
                     self.protocol.receive(island, parse(model, reply))

@@ -1,7 +1,9 @@
 """Failure detection between islands: which islands are in the run, which of them live, and whether this process froze.
 
-Each second every island sends its status to all others (a ping) and reads the membership records again. An island that
-does not answer a call, or whose connection breaks twice, is lost until it is heard from again.
+Each second every island sends its status to others (a ping) and reads the membership records again. Where there is a
+coordinator (coordination.py), all ping it, and it pings those from which it hears nothing; each of the others also
+pings one more island, in turn. Otherwise all ping all. An island that does not answer a call, or whose connection
+breaks twice, is lost until it is heard from again.
 
 A process that stood still (suspended, stopped, swapped out) must not blame others for calls that failed meanwhile, and
 must not commit an open plan before it has asked the others what came of it, because they may have given it up.
@@ -9,7 +11,7 @@ must not commit an open plan before it has asked the others what came of it, bec
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from outer.agreement.peers import Peers
@@ -20,6 +22,8 @@ log = logging.getLogger(__name__)
 
 PING_SECONDS = 1.0
 """Interval between pings, and between repetitions of messages that may have been lost."""
+SILENT_SECONDS = 2.0
+"""Time after its last message from which on the coordinator pings an island."""
 
 
 @dataclass
@@ -35,6 +39,8 @@ class FailureDetector:
     on_removed: Callable[[], None]
     woke_at: float = float("-inf")
     """End of this process's last freeze, in seconds of the event loop's clock."""
+    _heard_at: dict[str, float] = field(default_factory=dict)
+    _num_pings: int = 0
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
     _freeze_detector: FreezeDetector = field(default_factory=FreezeDetector)
 
@@ -61,10 +67,28 @@ class FailureDetector:
                 self.on_removed()
         knowledge.add(self.peers.members)
 
+    def hear(self, island: str) -> None:
+        """A message of the island has arrived."""
+        self._heard_at[island] = asyncio.get_running_loop().time()
+
     def ping(self) -> None:
-        """Queue this island's status for every other island."""
+        """Queue this island's status for the islands that wait for it."""
         knowledge = self.protocol.knowledge
-        self.protocol.outbox += [(name, knowledge.status) for name in sorted(knowledge.present)]
+        self._queue(self.protocol.coordination.receivers(knowledge.present))
+
+    def _queue(self, islands: Collection[str]) -> None:
+        self.protocol.outbox += [(name, self.protocol.knowledge.status) for name in sorted(islands)]
+
+    def _find_watched(self) -> frozenset[str]:
+        """The islands, besides those that wait for this one's status, to ping in this second."""
+        present, coordination = self.protocol.knowledge.present, self.protocol.coordination
+        if coordination.coordinator is None or not present:
+            return frozenset()
+        if coordination.is_mine:
+            since = asyncio.get_running_loop().time() - SILENT_SECONDS
+            return frozenset(name for name in present if self._heard_at.get(name, since) <= since)
+        self._num_pings += 1
+        return frozenset([sorted(present)[self._num_pings % len(present)]])
 
     def check_freeze(self) -> None:
         """If this process has stood still since the last check, forbid a commit of the open plan on votes alone."""
@@ -89,6 +113,7 @@ class FailureDetector:
             await self.find_members()
             if self.protocol.state != "gathering":  # Its ready message holds the status, too.
                 self.ping()
+            self._queue(self._find_watched())
             self.protocol.resend()
             self.send()
 

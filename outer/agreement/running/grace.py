@@ -32,26 +32,36 @@ class GraceTimer:
     def __init__(self, protocol: RoundProtocol, deadlines: Deadlines) -> None:
         self._protocol, self._deadlines = protocol, deadlines
         self._since: float | None = None
+        self._is_direct = protocol.coordination.is_direct
         self.waited = 0.0
         """Seconds since there is a contributor, or since this process woke from a freeze if that was later."""
 
     def update(self, now: float, woke_at: float) -> None:
         """Measure the waiting time at `now`. `woke_at`: end of this process's last freeze."""
-        if self._since is None and self._contributors:
+        is_direct = self._protocol.coordination.is_direct
+        if is_direct and not self._is_direct:
+            self._since = None  # The others' ready messages are still to come, because the coordinator had them.
+        self._is_direct = is_direct
+        if self._since is None and self._num_contributors:
             self._since = now
         self.waited = 0.0 if self._since is None else now - max(self._since, woke_at)
 
     @property
     def is_late(self) -> bool:
         """Whether the grace period is over: islands that are not ready are not waited for any longer."""
-        num_absent = len(self._protocol.knowledge.awaited) - len(find_ready(self._protocol))
-        return self.waited > self._deadlines.grace(max(1, len(self._contributors)), num_absent)
+        num_islands = len(self._protocol.knowledge.awaited) + 1
+        num_ready = max(len(find_ready(self._protocol)) + 1, self._protocol.coordination.num_ready)
+        return self.waited > self._deadlines.grace(max(1, self._num_contributors), max(0, num_islands - num_ready))
 
     @property
     def seconds_left(self) -> float:
         """Seconds that contributors still wait for observers to finish their inner steps."""
         fastest = min((ready.step_seconds for ready in self._contributors), default=0.0)
         return max(0.0, self._protocol.knowledge.rules.grace_steps * fastest - self.waited)
+
+    @property
+    def _num_contributors(self) -> int:
+        return max(len(self._contributors), self._protocol.coordination.num_ready)
 
     @property
     def _contributors(self) -> list[Ready]:

@@ -1,6 +1,6 @@
 """How long an island waits for others in an attempt at a round. All limits follow from what this run measured."""
 
-from outer.agreement.running.failure_detector import PING_SECONDS
+from outer.agreement.running.failure_detector import PING_SECONDS, SILENT_SECONDS
 from outer.network.deadlines import DEFAULT_FLOOR_SECONDS, Deadlines
 
 FIRST_VOTE_REDUCES = 4.0
@@ -34,7 +34,7 @@ def commit_bound(deadlines: Deadlines, num_waiting: int, num_absent: int = 0, nu
 
         T = detect + grace + num_attempts x (plan + reduce + vote + query)
 
-    detect    1 s + limit of a call: who is dead or frozen is found to be lost
+    detect    3 s + limit of a call: who is dead or frozen is found to be lost
     grace     while `num_absent` islands live and are not ready; 0 if there are none
     plan, reduce, vote, query    limits of an attempt, each at its worst
 
@@ -42,7 +42,7 @@ def commit_bound(deadlines: Deadlines, num_waiting: int, num_absent: int = 0, nu
     that lies or keeps silent costs one attempt more if it can be told. Otherwise minorities are left out in turn
     (suspicions.py): with n islands and one liar that is after at most 6 + 3 n attempts, with pauses of up to 2 s.
     """
-    detect = query_limit(deadlines)
+    detect = SILENT_SECONDS + PING_SECONDS + deadlines.limit("call")
     grace = deadlines.grace(num_waiting, num_absent) if num_absent else 0.0
     reduce = deadlines.limit("reduce")
     attempt = plan_limit(deadlines) + reduce + vote_limit(deadlines, reduce) + query_limit(deadlines)

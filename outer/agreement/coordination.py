@@ -1,0 +1,59 @@
+"""Which island collects the ready messages of a round, so that not all have to write to all.
+
+After a commit its participants (the crew) know that all of them hold the same state. In the next round they send their
+ready messages to one of them, the coordinator: the fastest, by the speeds in the last plan. It makes the plan, says how
+many islands are ready, and finds out who is lost; the others watch it.
+
+An island that has not taken part in the last commit writes to all. So does, until the next commit, every island that
+finds the coordinator lost, slow or away, and every one after a failed attempt.
+"""
+
+from dataclasses import dataclass
+
+from outer.agreement.messages import Plan
+from outer.agreement.rules import Rules
+
+
+@dataclass
+class Coordination:
+    """One island's view of it. Its fields hold immutable values."""
+
+    me: str
+    crew: tuple[str, ...] = ()
+    """The participants of the last commit that have not left since, in the order in which they coordinate."""
+    is_direct: bool = True
+    """Whether this island writes to all others in this round."""
+    num_ready: int = 0
+    """How many islands are ready for this round, as the coordinator has said."""
+
+    def begin_round(self, plan: Plan | None, rules: Rules) -> None:
+        """A new state begins. `plan`: by whose commit; None if the state was taken from others."""
+        is_calm = plan is not None and len(plan.names) > rules.direct_islands and not rules.has_observers
+        speeds = {p.island: p.step_seconds or float("inf") for p in plan.participants} if plan and is_calm else {}
+        self.crew = tuple(sorted(speeds, key=lambda name: (speeds[name], name)))
+        self.is_direct, self.num_ready = not is_calm, 0
+
+    def turn_direct(self) -> None:
+        """From now on write to all, until the next commit."""
+        self.is_direct, self.num_ready = True, 0
+
+    def leave(self, island: str) -> None:
+        """The island has left the run, and all were told."""
+        self.crew = tuple(name for name in self.crew if name != island)
+
+    @property
+    def coordinator(self) -> str | None:
+        """The coordinator of this round; None if this island writes to all."""
+        return None if self.is_direct or not self.crew else self.crew[0]
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this island is the coordinator."""
+        return self.coordinator == self.me
+
+    def receivers(self, present: frozenset[str]) -> frozenset[str]:
+        """The islands, of those in the run, that are to hear from this one that it is ready, or of its status."""
+        if self.coordinator is None:
+            return present
+        # Who is not in the crew knows of no coordinator, and hears from this one.
+        return present - frozenset(self.crew) if self.is_mine else present & {self.coordinator}
