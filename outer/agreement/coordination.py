@@ -5,13 +5,15 @@ ready messages to one of them, the coordinator: the fastest, by the speeds in th
 many islands are ready, and finds out who is lost; the others watch it.
 
 An island that has not taken part in the last commit writes to all. So does, until the next commit, every island that
-finds the coordinator lost, slow or away, and every one after a failed attempt.
+finds the coordinator lost, slow or away, and every one after a failed attempt. An island does not rely for some rounds
+on a coordinator that was slow.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from outer.agreement.messages import Plan
+from outer.agreement.messages import Plan, Status
 from outer.agreement.rules import Rules
+from outer.agreement.suspicions import Streak
 
 
 @dataclass
@@ -25,17 +27,34 @@ class Coordination:
     """Whether this island writes to all others in this round."""
     num_ready: int = 0
     """How many islands are ready for this round, as the coordinator has said."""
+    slow: dict[str, Streak] = field(default_factory=dict)
+    """Coordinators whose plans did not come in time."""
 
-    def begin_round(self, plan: Plan | None, rules: Rules) -> None:
-        """A new state begins. `plan`: by whose commit; None if the state was taken from others."""
+    def begin_round(self, number: int, plan: Plan | None, rules: Rules) -> None:
+        """Round `number` begins. `plan`: by whose commit; None if the state was taken from others."""
         is_calm = plan is not None and len(plan.names) > rules.direct_islands and not rules.has_observers
         speeds = {p.island: p.step_seconds or float("inf") for p in plan.participants} if plan and is_calm else {}
         self.crew = tuple(sorted(speeds, key=lambda name: (speeds[name], name)))
-        self.is_direct, self.num_ready = not is_calm, 0
+        is_slow = any(self.slow[name].until > number for name in self.crew[:1] if name in self.slow)
+        self.is_direct, self.num_ready = not is_calm or is_slow, 0
 
     def turn_direct(self) -> None:
         """From now on write to all, until the next commit."""
         self.is_direct, self.num_ready = True, 0
+
+    def hear(self, sender: str, status: Status, number: int) -> bool:
+        """What the coordinator says in round `number`. Returns False if it is away, so that it cannot be relied on."""
+        if sender != self.coordinator:
+            return True
+        if status.round == number:
+            self.num_ready = max(self.num_ready, status.num_ready)
+        return status.is_coming
+
+    def find_slow(self, number: int) -> None:
+        """The coordinator has had its time in round `number`."""
+        if self.coordinator not in (None, self.me):
+            earlier = self.slow.get(self.coordinator, Streak())
+            self.slow[self.coordinator] = earlier.add(number + 1)
 
     def leave(self, island: str) -> None:
         """The island has left the run, and all were told."""

@@ -31,6 +31,8 @@ class Knowledge:
     """Last known status by island."""
     doubted: dict[str, Status] = field(default_factory=dict)
     """Claims to be ahead that could not be made good, by island; see `disbelieve`."""
+    presumed: frozenset[str] = frozenset()
+    """Islands whose status follows from a commit that they have signed, and that have not confirmed it yet."""
     is_held_up: bool = False
     """Whether this island has been ready for the round for longer than honest islands need to commit one."""
 
@@ -51,6 +53,7 @@ class Knowledge:
             raise MessageError(f"{island!r} claims round {status.round}, the run has {self.rules.max_round}")
         self.statuses[island] = status
         self.reported |= {island}
+        self.presumed -= {island}
 
     def presume(self, islands: Iterable[str], status: Status) -> None:
         """Record that islands hold a state, or soon will: they have signed its commit together with this one."""
@@ -58,6 +61,7 @@ class Knowledge:
             known = self.statuses.get(name)
             if name in self.present and (known is None or known.rank < status.rank):
                 self.statuses[name] = status
+                self.presumed |= {name}
 
     def hold(self, status: Status) -> None:
         """Record that this island holds another state, from a commit or from donors."""
@@ -70,6 +74,7 @@ class Knowledge:
         self.present -= {island}
         self.lost -= {island}
         self.reported -= {island}
+        self.presumed -= {island}
         self.statuses.pop(island, None)
 
     def is_near(self, round_number: int) -> bool:

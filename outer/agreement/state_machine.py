@@ -65,17 +65,15 @@ class RoundProtocol:
     own: Ready | None = None
     """This island's ready message while it takes part in an attempt."""
     plan: Plan | None = None
-    is_querying: bool = False
-    """Whether this island has asked the other participants for the outcome of the plan."""
-    exchange: VoteExchange = field(init=False)
-    """How this island's vote on the plan reaches the others."""
+    exchange: VoteExchange = field(default_factory=VoteExchange)
+    """The votes on the plan."""
     coordination: Coordination = field(init=False)
     """Who collects the ready messages of this round."""
     outbox: list[tuple[str, Message]] = field(default_factory=list)
     """Messages to send, each with the island that receives it."""
 
     def __post_init__(self) -> None:
-        self.exchange, self.coordination = VoteExchange(self.knowledge.me), Coordination(self.knowledge.me)
+        self.coordination = Coordination(self.knowledge.me)
 
     # -- the island's own actions -------------------------------------------------------------------------------
     def update_status(self, status: Status) -> None:
@@ -84,17 +82,19 @@ class RoundProtocol:
             outcome = self.vote_table.outcomes.get(self.plan.id) if self.plan else None
             committed = self.plan if self.plan and outcome == (self.plan.round, "commit") else None
             self.suspicions.begin_round(status.round, committed.names if committed else (), self.vote_table.votes)
-            self.coordination.begin_round(committed, self.knowledge.rules)
+            self.coordination.begin_round(status.round, committed, self.knowledge.rules)
             self.knowledge.add(self.coordination.crew)
             self.knowledge.presume(self.coordination.crew, status)
         self.knowledge.hold(status)
-        self.state, self.own, self.plan, self.is_querying = "training", None, None, False
+        self.state, self.own, self.plan = "training", None, None
+        self.exchange.end()
         self.vote_table.prune(status.round)
 
     def prepare(self, own: Ready) -> None:
         """Start to gather, as a contributor or as an observer that still trains. `own.attempt` is `next_attempt`."""
         assert own.status.rank == self.knowledge.status.rank, "a ready for another state than this island's"
-        self.state, self.own, self.plan, self.is_querying = "gathering", own, None, False
+        self.state, self.own, self.plan = "gathering", own, None
+        self.exchange.end()
         self.knowledge.status, self.knowledge.reported = own.status, frozenset()
         if own.attempt > 0:
             self.coordination.turn_direct()
@@ -137,7 +137,7 @@ class RoundProtocol:
         if behind := self.knowledge.behind(is_settled=False):
             self._stop_gathering()
         elif is_late or self.knowledge.is_held_up:
-            self._write_to_all()
+            self._give_up_coordinator()
         return behind
 
     def _stop_gathering(self) -> None:
@@ -148,7 +148,7 @@ class RoundProtocol:
         planner = self.gathering.find_planner(is_late=is_late)
         if planner in (None, self.knowledge.me):
             return None
-        self._write_to_all()
+        self._give_up_coordinator()
         self.suspicions.passed_over |= {planner}
         if self.knowledge.me in self.gathering.excluded:
             self.suspicions.forgive()  # The others do not go on without this island, perhaps for a reason like its own.
@@ -156,10 +156,9 @@ class RoundProtocol:
 
     def vote(self, vote: Vote) -> None:
         """Cast this island's vote on the plan: yes with the state that a commit leads to, or no with a cause."""
-        assert self.plan is not None and vote.plan == self.plan.id, "an island votes on the plan it takes part in"
         self.state = "voting"
-        self.vote_table.add(signed := vote.signed(self.plan, self.knowledge.signer.sign))
-        self._send_all(self.exchange.vote(signed))
+        self.exchange.vote(vote, self.vote_table, self.knowledge)
+        self._send_votes()
 
     def conclude(self, *, is_late: bool, is_over: bool = False, is_slow: bool = False) -> Outcome:
         """Outcome of the plan, "open" while it is not known. `is_late`: missing votes are not waited for any longer.
@@ -168,45 +167,24 @@ class RoundProtocol:
         had its time to pass the votes on. It comes before `is_late`.
         """
         assert self.plan is not None, "an island concludes the plan it takes part in"
-        self._send_all(self.exchange.go_on(self.vote_table, self.knowledge.lost, is_slow=is_slow or is_late))
-        outcome = self._find_outcome(self.plan, is_late=is_late, is_over=is_over)
-        if outcome != "open":
-            self.state, self.own, self.is_querying = "training", None, False
-        return outcome
-
-    def _find_outcome(self, plan: Plan, *, is_late: bool, is_over: bool) -> Outcome:
-        if plan.id in self.vote_table.outcomes:
-            return self.vote_table.outcomes[plan.id][1]  # The planner was told so already.
         reachable = self.others - self.knowledge.lost
-        silent = self.vote_table.pending(plan) & reachable
-        outcome = self.vote_table.decide(plan, reachable, is_late=is_late)
-        if outcome == "query":
-            if not self.is_querying:
-                self._send_query(plan)
-            self.is_querying = True
-            outcome = self.vote_table.resolve(plan, frozenset() if is_over else reachable)
-        elif outcome == "commit" and self.exchange.holds_back(self.vote_table):
-            return "open"
+        silent = self.vote_table.pending(self.plan) & reachable
+        times = {"is_late": is_late, "is_over": is_over, "is_slow": is_slow}
+        outcome = self.exchange.conclude(self.vote_table, self.knowledge, **times)
+        self._send_votes()
         if is_late and outcome == "abort":
-            self.suspicions.silent[plan.id] = silent
-        self._record(plan, outcome)
-        return outcome
-
-    def _record(self, plan: Plan, outcome: Outcome) -> None:
-        """The outcome of the plan on this island is final, unless it is open."""
+            self.suspicions.silent[self.plan.id] = silent
         if outcome != "open":
-            self.vote_table.outcomes[plan.id] = (plan.round, outcome)
-        if outcome == "commit":
-            self.knowledge.claims.add(self.vote_table.certify(plan))
+            self.state, self.own = "training", None
+        return outcome
 
     def resend(self) -> None:
         """Send again every message of the current state that may have been lost."""
         if self.state == "gathering" and self.own is not None:
             self._send_ready(self.own)
-        if self.state == "voting" and self.plan is not None:
-            self._send_all(self.exchange.repeat(self.vote_table))
-            if self.is_querying:
-                self._send_query(self.plan)
+        if self.state == "voting":
+            self.exchange.repeat(self.vote_table, self.knowledge)
+            self._send_votes()
 
     @property
     def next_attempt(self) -> int:
@@ -238,9 +216,16 @@ class RoundProtocol:
         """Record that an island does not answer or that its connection broke."""
         self.knowledge.lost |= {island}
         if island == self.coordination.coordinator:
-            self._write_to_all()
+            self.write_to_all()
         if island in self.others:
             self.require_query()
+
+    def write_to_all(self) -> None:
+        """Rely on no coordinator until the next commit."""
+        if not self.coordination.is_direct:
+            self.coordination.turn_direct()
+            if self.state == "gathering" and self.own is not None and self.plan is None:
+                self._send_ready(self.own)
 
     def require_query(self) -> None:
         """Never commit the open plan on votes alone, because the others may have given this island up."""
@@ -267,7 +252,8 @@ class RoundProtocol:
                 is_own_plan = message.plan in self.suspicions.plans
                 return self.vote_table.answer_vote(message, self.knowledge, self.plan, is_own_plan=is_own_plan)
             case VoteList() | Settled():
-                return self._receive_votes(sender, message)
+                has_voted = self.state == "voting"
+                return self.exchange.receive(sender, message, self.vote_table, self.knowledge, has_voted=has_voted)
             case OutcomeQuery():
                 participants = self.suspicions.plans.get(message.plan)
                 return self.vote_table.answer_query(sender, message, self.knowledge, participants)
@@ -291,19 +277,13 @@ class RoundProtocol:
         if self.plan is None and (query := self.knowledge.ask_for_proof(sender)):
             self._send([sender], query)
         self._renew_ready(status)
-        if sender == self.coordination.coordinator:
-            self._hear_coordinator(status)
-        own, num_ready = self.knowledge.status, 0
+        own = self.knowledge.status
+        if not self.coordination.hear(sender, status, own.round):
+            self.write_to_all()
+        attempt, num_ready = self.readies.next_attempt(sender, own.round), 0
         if self.coordination.is_mine and status.round == own.round:
             num_ready = len(self.readies.usable(own.round, self.knowledge.awaited)) + (self.own is not None)
-        attempt = self.readies.next_attempt(sender, own.round)
         return own.model_copy(update={"attempt": attempt, "num_ready": num_ready})
-
-    def _hear_coordinator(self, status: Status) -> None:
-        if not status.is_coming:
-            self._write_to_all()
-        elif status.round == self.knowledge.status.round:
-            self.coordination.num_ready = max(self.coordination.num_ready, status.num_ready)
 
     def _renew_ready(self, status: Status) -> None:
         """Offer a later attempt if the peer has used this island's ready message in a plan that never arrived here."""
@@ -322,20 +302,6 @@ class RoundProtocol:
         elif plan.id not in self.vote_table.outcomes:
             self._refuse(plan, cause)
 
-    def _receive_votes(self, sender: str, message: VoteList | Settled) -> VoteReceipt:
-        """What the planner passes on. After `Settled` this island commits, and says so at once."""
-        plan, table = self.plan, self.vote_table
-        if plan is not None and message.plan == plan.id and sender == plan.planner and self.state == "voting":
-            if isinstance(message, VoteList):
-                table.add_list(message, plan, self.knowledge.signer.verify)
-            else:
-                table.settle(plan)
-                self.exchange.is_settled = True
-                if plan.id not in table.outcomes and table.decide(plan, self.others, is_late=False) == "commit":
-                    self._record(plan, "commit")
-        is_near = self.knowledge.is_near(message.round)
-        return VoteReceipt(plan=message.plan, outcome=table.outcome_of(message.plan, is_near=is_near))
-
     # -- plans --------------------------------------------------------------------------------------------------
     def _find_objection(self, plan: Plan) -> str | None:
         """Why this island does not take part in the plan, or None."""
@@ -349,7 +315,7 @@ class RoundProtocol:
         return objection or self.knowledge.find_wrong_key(plan.participants)
 
     def _accept(self, plan: Plan) -> None:
-        self.plan, self.state, self.is_querying = plan, "reducing", False
+        self.plan, self.state = plan, "reducing"
         self.exchange.begin(plan, self.knowledge.rules.direct_islands)
         self.vote_table.drop_unsigned(plan, self.knowledge.signer.verify)
         self.readies.mark_used(plan)
@@ -367,23 +333,17 @@ class RoundProtocol:
     def _send_ready(self, own: Ready) -> None:
         self._send(self.coordination.receivers(self.knowledge.present), own)
 
-    def _write_to_all(self) -> None:
-        """Rely on no coordinator until the next commit."""
-        if not self.coordination.is_direct:
-            self.coordination.turn_direct()
-            if self.state == "gathering" and self.own is not None and self.plan is None:
-                self._send_ready(self.own)
-
-    def _send_query(self, plan: Plan) -> None:
-        asked = self.vote_table.without_reply(plan) & self.others - self.knowledge.lost
-        self._send(asked, OutcomeQuery(plan=plan.id, round=plan.round))
+    def _give_up_coordinator(self) -> None:
+        self.coordination.find_slow(self.knowledge.status.round)
+        self.write_to_all()
 
     def _send(self, islands: Iterable[str], message: Message) -> None:
         self.outbox += [(name, message) for name in sorted(islands) if name != self.knowledge.me]
 
-    def _send_all(self, messages: Iterable[tuple[Iterable[str], Message]]) -> None:
-        for islands, message in messages:
+    def _send_votes(self) -> None:
+        for islands, message in self.exchange.outbox:
             self._send(islands, message)
+        self.exchange.outbox = []
 
     def _check_sender(self, sender: str, claimed: str) -> None:
         if sender != claimed:

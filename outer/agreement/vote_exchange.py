@@ -12,96 +12,150 @@ vote to each of the others, which acknowledge it. An island commits when it has 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from outer.agreement.messages import Plan, Settled, Vote, VoteList
+from outer.agreement.knowledge import Knowledge
+from outer.agreement.messages import Outcome, OutcomeQuery, Plan, Settled, Vote, VoteList, VoteReceipt
 from outer.agreement.votes import VoteTable
+from outer.network.messages import Message
 
 
 @dataclass
 class VoteExchange:
-    """One island's part in it. Its fields hold immutable values."""
+    """One island's part in it. All values in its fields are immutable."""
 
-    me: str
     plan: Plan | None = None
+    """The plan in which this island takes part."""
     is_direct: bool = True
     """Whether this island sends its vote to each of the others."""
     passed_on: VoteList | Settled | None = None
     """What this island has sent last as the planner."""
     is_settled: bool = False
     """Whether the planner has told this island that all have the votes of all."""
+    is_querying: bool = False
+    """Whether this island has asked the other participants for the outcome of the plan."""
+    outbox: list[tuple[Iterable[str], Message]] = field(default_factory=list)
+    """Messages to send, each with the islands that receive it."""
 
     def begin(self, plan: Plan, direct_islands: int) -> None:
         """This island takes part in the plan. `direct_islands`: up to so many participants vote from each to each."""
-        self.plan, self.passed_on, self.is_settled = plan, None, False
+        self.plan, self.passed_on, self.is_settled, self.is_querying = plan, None, False, False
         self.is_direct = len(plan.names) <= direct_islands
 
-    def vote(self, vote: Vote) -> list[tuple[Iterable[str], Vote]]:
-        """What to send when this island votes."""
-        assert self.plan is not None, "an island votes on the plan it takes part in"
+    def end(self) -> None:
+        """This island takes part in no plan."""
+        self.plan, self.is_querying = None, False
+
+    def vote(self, vote: Vote, table: VoteTable, knowledge: Knowledge) -> None:
+        """Cast this island's vote."""
+        assert self.plan is not None and vote.plan == self.plan.id, "an island votes on the plan it takes part in"
+        table.add(signed := vote.signed(self.plan, knowledge.signer.sign))
         if vote.digest is None:
             self.is_direct = True  # The others need not wait for each other any longer.
-        if self.is_direct:
-            return [(self._others, vote)]
-        return [({self.plan.planner} - {self.me}, vote)]
+        others = self._others(knowledge.me)
+        self.outbox.append((others if self.is_direct else others & {self.plan.planner}, signed))
 
-    def go_on(
-        self, table: VoteTable, lost: frozenset[str], *, is_slow: bool
-    ) -> list[tuple[Iterable[str], Vote | VoteList | Settled]]:
-        """What to send next. `is_slow`: the planner has had its time."""
-        if self.plan is None or self.is_direct or (self.plan.id, self.me) not in table.votes:
-            return []
-        if is_slow or self.plan.planner in lost or self._is_in_doubt(table):
+    def conclude(
+        self, table: VoteTable, knowledge: Knowledge, *, is_late: bool, is_over: bool, is_slow: bool
+    ) -> Outcome:
+        """Outcome of the plan on this island. See `RoundProtocol.conclude`."""
+        assert self.plan is not None, "an island concludes the plan it takes part in"
+        self._go_on(self.plan, table, knowledge, is_slow=is_slow or is_late)
+        if self.plan.id in table.outcomes:
+            return table.outcomes[self.plan.id][1]  # The planner has been told so already.
+        reachable = self._others(knowledge.me) - knowledge.lost
+        outcome = table.decide(self.plan, reachable, is_late=is_late)
+        if outcome == "query":
+            if not self.is_querying:
+                self._query(self.plan, table, reachable)
+            self.is_querying = True
+            outcome = table.resolve(self.plan, frozenset() if is_over else reachable)
+        elif outcome == "commit" and self._holds_back(self.plan, table, knowledge.me):
+            return "open"
+        _record(self.plan, outcome, table, knowledge)
+        return outcome
+
+    def repeat(self, table: VoteTable, knowledge: Knowledge) -> None:
+        """Send again what may have been lost."""
+        if self.plan is None or (own := table.votes.get((self.plan.id, knowledge.me))) is None:
+            return
+        others = self._others(knowledge.me)
+        pending, planner = table.pending(self.plan) & others, self.plan.planner
+        if self.is_direct:
+            self.outbox.append((pending, own))
+        elif planner != knowledge.me and (self.plan.id, planner) not in table.receipts:
+            self.outbox.append(({planner}, own))
+        elif self.passed_on is not None:
+            self.outbox.append((others if isinstance(self.passed_on, Settled) else pending, self.passed_on))
+        if self.is_querying:
+            self._query(self.plan, table, others - knowledge.lost)
+
+    def receive(
+        self, sender: str, message: VoteList | Settled, table: VoteTable, knowledge: Knowledge, *, has_voted: bool
+    ) -> VoteReceipt:
+        """Process what the planner passes on. After `Settled` this island commits, and says so at once.
+
+        `has_voted`: on the plan under way. Raises MessageError if a vote is missing or is not signed.
+        """
+        plan = self.plan
+        if plan is not None and message.plan == plan.id and sender == plan.planner and has_voted:
+            if isinstance(message, VoteList):
+                table.add_list(message, plan, knowledge.signer.verify)
+            else:
+                table.settle(plan)
+                self.is_settled = True
+                if table.decide(plan, self._others(knowledge.me), is_late=False) == "commit":
+                    _record(plan, "commit", table, knowledge)
+        is_near = knowledge.is_near(message.round)
+        return VoteReceipt(plan=message.plan, outcome=table.outcome_of(message.plan, is_near=is_near))
+
+    def _others(self, me: str) -> frozenset[str]:
+        return frozenset(self.plan.names) - {me} if self.plan is not None else frozenset()
+
+    def _go_on(self, plan: Plan, table: VoteTable, knowledge: Knowledge, *, is_slow: bool) -> None:
+        """Pass votes on, or rely on the planner no longer. `is_slow`: it has had its time."""
+        if self.is_direct:
+            return
+        if is_slow or plan.planner in knowledge.lost or _is_in_doubt(plan, table):
             self.is_direct = True
-            return self.repeat(table)
-        message = self._find_next(self.plan, table)
-        self.passed_on = message or self.passed_on
-        return [(self._others, message)] if message else []
+            self.repeat(table, knowledge)
+        elif plan.planner == knowledge.me and (message := self._find_next(plan, table, knowledge.me)):
+            self.passed_on = message
+            self.outbox.append((self._others(knowledge.me), message))
 
-    def repeat(self, table: VoteTable) -> list[tuple[Iterable[str], Vote | VoteList | Settled]]:
-        """What to send again because it may have been lost."""
-        if self.plan is None or (own := table.votes.get((self.plan.id, self.me))) is None:
-            return []
-        pending = table.pending(self.plan) & self._others
-        if self.is_direct:
-            return [(pending, own)]
-        if self.plan.planner != self.me:
-            has_receipt = (self.plan.id, self.plan.planner) in table.receipts
-            return [] if has_receipt else [({self.plan.planner}, own)]
+    def _find_next(self, plan: Plan, table: VoteTable, me: str) -> VoteList | Settled | None:
+        """What the planner passes on next, if it is time to do so."""
         if self.passed_on is None:
-            return []
-        return [(self._others if isinstance(self.passed_on, Settled) else pending, self.passed_on)]
+            return VoteList.of(plan, table.cast(plan))
+        has_all = table.tally(plan) == "commit" and not table.pending(plan) & self._others(me)
+        is_over = isinstance(self.passed_on, Settled)
+        return Settled(plan=plan.id, round=plan.round) if has_all and not is_over else None
 
-    def holds_back(self, table: VoteTable) -> bool:
+    def _holds_back(self, plan: Plan, table: VoteTable, me: str) -> bool:
         """Whether this island must not commit yet, although it has all votes, and all have its own.
 
         The others could not find out by themselves that it has committed.
         """
-        if self.plan is None or self.is_direct or not self._others:
+        if self.is_direct or not self._others(me):
             return False
-        if self.plan.planner != self.me:
+        if plan.planner != me:
             return not self.is_settled
-        return all(table.receipts.get((self.plan.id, name)) != "commit" for name in self._others)
+        return all(table.receipts.get((plan.id, name)) != "commit" for name in self._others(me))
 
-    @property
-    def _is_passing(self) -> bool:
-        return self.plan is not None and self.plan.planner == self.me and not self.is_direct
+    def _query(self, plan: Plan, table: VoteTable, reachable: frozenset[str]) -> None:
+        asked = table.without_reply(plan) & reachable
+        self.outbox.append((asked, OutcomeQuery(plan=plan.id, round=plan.round)))
 
-    @property
-    def _others(self) -> frozenset[str]:
-        return frozenset(self.plan.names) - {self.me} if self.plan is not None else frozenset()
 
-    def _is_in_doubt(self, table: VoteTable) -> bool:
-        """Whether the plan may not commit and votes are missing, which say why."""
-        assert self.plan is not None, "asked about the plan under way"
-        is_complete = len(table.cast(self.plan)) == len(self.plan.names)
-        return self.plan.id in table.query_first or (table.tally(self.plan) == "abort" and not is_complete)
+def _is_in_doubt(plan: Plan, table: VoteTable) -> bool:
+    """Whether the plan may not commit and votes are missing, which say why."""
+    is_complete = len(table.cast(plan)) == len(plan.names)
+    return plan.id in table.query_first or (table.tally(plan) == "abort" and not is_complete)
 
-    def _find_next(self, plan: Plan, table: VoteTable) -> VoteList | Settled | None:
-        """What the planner passes on next, if it is time to do so."""
-        if not self._is_passing or isinstance(self.passed_on, Settled):
-            return None
-        if self.passed_on is None:
-            return VoteList.of(plan, table.cast(plan))
-        has_all = table.tally(plan) == "commit" and not table.pending(plan) & self._others
-        return Settled(plan=plan.id, round=plan.round) if has_all else None
+
+def _record(plan: Plan, outcome: Outcome, table: VoteTable, knowledge: Knowledge) -> None:
+    """The outcome of the plan on this island is final, unless it is open."""
+    if outcome != "open":
+        table.outcomes[plan.id] = (plan.round, outcome)
+    if outcome == "commit":
+        knowledge.claims.add(table.certify(plan))

@@ -9,8 +9,10 @@ from outer.agreement.messages import (
     OutcomeReply,
     Plan,
     Ready,
+    Settled,
     Status,
     Vote,
+    VoteList,
     VoteReceipt,
 )
 from outer.agreement.proofs.certificate import Certificate, Proof, Statement, build_certificate
@@ -91,6 +93,27 @@ def never_ready(run: "Run", liar: str, to: str, message: Message) -> Message | N
     return message if not isinstance(message, Ready) or run.chance.random() < 0.3 else None
 
 
+def no_lists(run: "Run", liar: str, to: str, message: Message) -> Message | None:
+    return None if isinstance(message, VoteList) else message
+
+
+def lists_to_some(run: "Run", liar: str, to: str, message: Message) -> Message | None:
+    return None if isinstance(message, VoteList | Settled) and run.chance.random() < 0.5 else message
+
+
+def settled_too_early(run: "Run", liar: str, to: str, message: Message) -> Message | None:
+    if isinstance(message, VoteList):
+        run.send(liar, to, Settled(plan=message.plan, round=message.round))
+    return message
+
+
+def miscounts(run: "Run", liar: str, to: str, message: Message) -> Message | None:
+    """As the coordinator it says that few are ready, or more than there are."""
+    if not isinstance(message, Status):
+        return message
+    return message.model_copy(update={"num_ready": run.chance.choice([0, 1, 9])})
+
+
 def false_commits(run: "Run", liar: str, to: str, message: Message) -> Message | None:
     """Keeps its votes from some, and tells some of those who ask that it has committed."""
     if isinstance(message, Vote):
@@ -151,6 +174,10 @@ HABITS: list[Habit] = [
     comes_and_goes,
     never_ready,
     false_commits,
+    no_lists,
+    lists_to_some,
+    settled_too_early,
+    miscounts,
 ]
 WITH_A_QUORUM = [*HABITS, made_up_states]
 """With a quorum of one, an island alone may make a history, so it may make one up, too."""

@@ -275,6 +275,8 @@ def copy_node(world: World, name: str) -> RoundProtocol:
         node.readies,
         node.vote_table,
         node.suspicions,
+        node.exchange,
+        node.coordination,
     ):
         vars(tables).update((key, copy(value)) for key, value in vars(tables).items() if isinstance(value, dict | list))
     world.nodes = world.nodes | {name: node}

@@ -188,9 +188,17 @@ class ProtocolDriver:
     async def linger(self, seconds: float) -> bool:
         """Wait until all live islands have caught up. Returns True if this island's history does not survive."""
         deadline = _now() + seconds
-        while _now() < deadline and any(s.rank < self._knowledge.status.rank for s in self._knowledge.live.values()):
+        self.protocol.write_to_all()  # Nobody else asks all of them for their status.
+        self._detector.ping()
+        self._send_outbox()
+        while _now() < deadline and self._has_stragglers():
             await self._wait_for_change(deadline - _now())
         return self._knowledge.behind(is_settled=True) is not None
+
+    def _has_stragglers(self) -> bool:
+        """Whether a live island is behind this one, or has not said yet that it is not."""
+        knows = self._knowledge
+        return any(name in knows.presumed or s.rank < knows.status.rank for name, s in knows.live.items())
 
     async def find_donors(self) -> list[Member]:
         """Membership records of the islands that hold the surviving history; empty if this island holds it.

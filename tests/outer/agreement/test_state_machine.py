@@ -7,7 +7,7 @@ import pytest
 
 from outer.agreement.messages import Goodbye, OutcomeQuery, Plan, Status, Vote
 from outer.agreement.planner import TooFew
-from outer.agreement.rules import Behind
+from outer.agreement.rules import DIRECT_ISLANDS, Behind
 from outer.errors import MessageError
 from tests.outer.explore import agree, explore, forked, walk
 from tests.outer.protocols import gathering, node
@@ -15,10 +15,15 @@ from tests.outer.signers import signed_yes
 from tests.outer.world import START, Budget, World, digest_of, events, new_world, ready_of
 
 ONCE = Budget(crashes=1, failed_reduces=1, dropped=1, duplicated=1, impatient=1)
+PASSED_ON = 0
+"""Up to so many islands write to each other: to none, so the coordinator and the planner pass everything on."""
+WRITE_TO = [pytest.param(DIRECT_ISLANDS, id="to each other"), pytest.param(PASSED_ON, id="passed on")]
 WHOLE = {
     "2 islands, nothing wrong": ("ab", 1, Budget()),
     "2 islands, 2 rounds, nothing wrong": ("ab", 2, Budget()),
     "2 islands, a crash": ("ab", 1, Budget(crashes=1)),
+    "2 islands, nothing wrong, passed on": ("ab", 1, Budget(), PASSED_ON),
+    "2 islands, a crash, passed on": ("ab", 1, Budget(crashes=1), PASSED_ON),
 }
 """Cases whose reachable worlds are all searched."""
 WHOLE_CASES = [pytest.param(case, marks=[pytest.mark.slow] if "2 rounds" in case else []) for case in WHOLE]
@@ -27,6 +32,8 @@ BOUNDED = {
     "3 islands, a crash": ("abc", 1, Budget(crashes=1)),
     "3 islands, a failed reduce, a lost message": ("abc", 1, Budget(failed_reduces=1, dropped=1)),
     "4 islands, a crash, patience runs out": ("abcd", 1, Budget(crashes=1, impatient=1)),
+    "2 islands, everything once, passed on": ("ab", 1, ONCE, PASSED_ON),
+    "3 islands, a crash, passed on": ("abc", 1, Budget(crashes=1), PASSED_ON),
 }
 CRASHES = Budget(crashes=2, failed_reduces=2, duplicated=2, impatient=3)
 LOSSES = Budget(crashes=2, failed_reduces=2, duplicated=2, dropped=4)
@@ -48,9 +55,9 @@ class Findings:
 
 
 @cache
-def findings(names: str, rounds: int, budget: Budget, bound: int) -> Findings:
+def findings(bound: int, names: str, rounds: int, budget: Budget, direct_islands: int = DIRECT_ISLANDS) -> Findings:
     found = Findings()
-    for world in explore(new_world(names, rounds, budget), bound):
+    for world in explore(new_world(names, rounds, budget, direct_islands=direct_islands), bound):
         found.num_worlds += 1
         if forked(world) or breaks_a_vote(world):
             found.wrong.append(world)
@@ -68,14 +75,14 @@ def breaks_a_vote(world: World) -> bool:
 
 @pytest.mark.parametrize("case", WHOLE_CASES)
 def test_no_order_of_events_makes_two_results_of_one_round(case):
-    found = findings(*WHOLE[case], 20_000)
+    found = findings(20_000, *WHOLE[case])
     assert not found.wrong
     assert 100 < found.num_worlds < 20_000, "not all worlds were seen"
 
 
 @pytest.mark.parametrize("case", WHOLE_CASES)
 def test_every_history_ends_with_all_rounds_committed_alike(case):
-    found = findings(*WHOLE[case], 20_000)
+    found = findings(20_000, *WHOLE[case])
     assert found.num_ends
     assert not found.unfinished
 
@@ -83,7 +90,7 @@ def test_every_history_ends_with_all_rounds_committed_alike(case):
 @pytest.mark.parametrize("bound", [2_500, pytest.param(60_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", BOUNDED)
 def test_in_larger_cases_no_order_that_was_tried_makes_two_results_of_one_round(case, bound):
-    found = findings(*BOUNDED[case], bound)
+    found = findings(bound, *BOUNDED[case])
     assert not found.wrong
     assert found.num_worlds == bound
 
@@ -91,9 +98,10 @@ def test_in_larger_cases_no_order_that_was_tried_makes_two_results_of_one_round(
 @pytest.mark.parametrize("num_seeds", SEEDS)
 @pytest.mark.parametrize("budget", [CRASHES, LOSSES], ids=["crashes", "losses"])
 @pytest.mark.parametrize("names", ["abc", "abcd"])
-def test_whatever_crashes_fails_or_is_lost_the_living_go_on_with_one_history(names, budget, num_seeds):
+@pytest.mark.parametrize("direct_islands", WRITE_TO)
+def test_whatever_crashes_fails_or_is_lost_the_living_go_on_with_one_history(direct_islands, names, budget, num_seeds):
     for seed in range(num_seeds):
-        world = walk(new_world(names, 3, budget), seed)
+        world = walk(new_world(names, 3, budget, direct_islands=direct_islands), seed)
         assert not forked(world), f"seed {seed}"
         assert world.is_over, f"seed {seed}: the islands are stuck"
         assert agree(world), f"seed {seed}"
@@ -102,25 +110,28 @@ def test_whatever_crashes_fails_or_is_lost_the_living_go_on_with_one_history(nam
 @pytest.mark.parametrize(
     "names, bound", [("ab", 20_000), ("abc", 2_500), pytest.param("abc", 60_000, marks=pytest.mark.slow)]
 )
-def test_an_island_that_freezes_has_committed_nothing_that_the_others_do_not(names, bound):
-    for world in explore(new_world(names, 1, Budget(freezes=1)), bound):
+@pytest.mark.parametrize("direct_islands", WRITE_TO)
+def test_an_island_that_freezes_has_committed_nothing_that_the_others_do_not(direct_islands, names, bound):
+    for world in explore(new_world(names, 1, Budget(freezes=1), direct_islands=direct_islands), bound):
         assert not forked(world, with_dead=True)
 
 
 @pytest.mark.parametrize("num_seeds", SEEDS)
 @pytest.mark.parametrize("names", ["abc", "abcd"])
-def test_what_a_frozen_island_has_committed_is_what_the_others_commit(names, num_seeds):
+@pytest.mark.parametrize("direct_islands", WRITE_TO)
+def test_what_a_frozen_island_has_committed_is_what_the_others_commit(direct_islands, names, num_seeds):
     for seed in range(num_seeds):
-        world = walk(new_world(names, 3, Budget(freezes=1)), seed, mishap=0.05)
+        world = walk(new_world(names, 3, Budget(freezes=1), direct_islands=direct_islands), seed, mishap=0.05)
         assert not forked(world, with_dead=True), f"seed {seed}"
         assert world.is_over and agree(world), f"seed {seed}"
 
 
 @pytest.mark.parametrize("num_seeds", SEEDS)
 @pytest.mark.parametrize("names", ["abc", "abcd"])
-def test_after_false_alarms_one_history_survives(names, num_seeds):
+@pytest.mark.parametrize("direct_islands", WRITE_TO)
+def test_after_false_alarms_one_history_survives(direct_islands, names, num_seeds):
     for seed in range(num_seeds):
-        world = walk(new_world(names, 3, ALARMS), seed, mishap=0.3)
+        world = walk(new_world(names, 3, ALARMS, direct_islands=direct_islands), seed, mishap=0.3)
         assert world.is_over, f"seed {seed}: the islands are stuck"
         assert agree(world), f"seed {seed}"
 
