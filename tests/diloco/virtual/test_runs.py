@@ -45,6 +45,13 @@ def test_eight_islands_commit_every_round_at_the_first_attempt() -> None:
     check_digests(fleet)
 
 
+@pytest.mark.parametrize("islands", [8, pytest.param(32, marks=pytest.mark.slow)])
+def test_a_round_takes_an_island_few_messages_however_many_islands_there_are(islands: int) -> None:
+    found = measure(simulate("outer.inner_steps=10", islands=islands)).messages
+    assert sum(found[kind] for kind in ("ready", "plan", "vote", "votelist", "settled")) <= 12
+    assert found["status"] <= 5 * 20, "two calls a second, with their replies, in rounds of 20 s"
+
+
 def test_the_same_run_comes_out_the_same() -> None:
     def run() -> tuple:
         fleet = simulate(links=("50mbit,rtt=80ms", "1:20mbit"), storm=6.0, storm_seed=3, islands=5)
