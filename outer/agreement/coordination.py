@@ -9,6 +9,7 @@ finds the coordinator lost, slow or away, and every one after a failed attempt. 
 on a coordinator that was slow.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from outer.agreement.messages import Plan, Status
@@ -27,6 +28,8 @@ class Coordination:
     """Whether this island writes to all others in this round."""
     num_ready: int = 0
     """How many islands are ready for this round, as the coordinator has said."""
+    said: int | None = None
+    """What `num_ready` was when this island had been held up, until the others' own messages show that it was wrong."""
     slow: dict[str, Streak] = field(default_factory=dict)
     """Coordinators whose plans did not come in time."""
 
@@ -36,11 +39,24 @@ class Coordination:
         speeds = {p.island: p.step_seconds or float("inf") for p in plan.participants} if plan and is_calm else {}
         self.crew = tuple(sorted(speeds, key=lambda name: (speeds[name], name)))
         is_slow = any(self.slow[name].until > number for name in self.crew[:1] if name in self.slow)
-        self.is_direct, self.num_ready = not is_calm or is_slow, 0
+        self.is_direct, self.num_ready, self.said = not is_calm or is_slow, 0, None
 
     def turn_direct(self) -> None:
         """From now on write to all, until the next commit."""
         self.is_direct, self.num_ready = True, 0
+
+    def hold_up(self) -> None:
+        """This island has been ready for long. `compare` finds out whether the coordinator has said the truth."""
+        self.said = self.num_ready
+
+    def compare(self, ready: Collection[str], number: int) -> None:
+        """Compare what the coordinator said with the islands of which this one knows by now that they are ready.
+
+        Those that write to all have told the coordinator long before.
+        """
+        if self.said is not None and len(frozenset(self.crew) & frozenset(ready)) > self.said:
+            self.said = None
+            self._note_slow(self.crew[0], number)
 
     def hear(self, sender: str, status: Status, number: int) -> bool:
         """What the coordinator says in round `number`. Returns False if it is away, so that it cannot be relied on."""
@@ -53,8 +69,10 @@ class Coordination:
     def find_slow(self, number: int) -> None:
         """The coordinator has had its time in round `number`."""
         if self.coordinator not in (None, self.me):
-            earlier = self.slow.get(self.coordinator, Streak())
-            self.slow[self.coordinator] = earlier.add(number + 1)
+            self._note_slow(self.crew[0], number)
+
+    def _note_slow(self, island: str, number: int) -> None:
+        self.slow[island] = self.slow.get(island, Streak()).add(number + 1)
 
     def leave(self, island: str) -> None:
         """The island has left the run, and all were told."""

@@ -136,8 +136,11 @@ class RoundProtocol:
         """What `try_plan` returns while another island collects the ready messages."""
         if behind := self.knowledge.behind(is_settled=False):
             self._stop_gathering()
-        elif is_late or self.knowledge.is_held_up:
+        elif is_late:
             self._give_up_coordinator()
+        elif self.knowledge.is_held_up:
+            self.coordination.hold_up()
+            self.write_to_all()
         return behind
 
     def _stop_gathering(self) -> None:
@@ -269,7 +272,10 @@ class RoundProtocol:
     def _receive_ready(self, sender: str, ready: Ready) -> Status:
         self._check_sender(sender, ready.island)
         self.knowledge.check_ready(ready)
-        self.readies.add(ready, (self.knowledge.status.round, self.next_attempt))
+        number = self.knowledge.status.round
+        self.readies.add(ready, (number, self.next_attempt))
+        if self.own is not None:
+            self.coordination.compare([self.knowledge.me, *self.readies.usable(number, self.knowledge.present)], number)
         return self._receive_status(sender, ready.status)
 
     def _receive_status(self, sender: str, status: Status) -> Status:

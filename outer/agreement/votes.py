@@ -94,7 +94,8 @@ class VoteTable:
     def settle(self, plan: Plan) -> None:
         """The planner says that all participants have the votes of all, and this island has them."""
         if len(self.cast(plan)) == len(plan.names):
-            self.receipts = {(plan.id, name): "open" for name in plan.names} | self.receipts
+            for name in plan.names:
+                self.receipts.setdefault((plan.id, name), "open")
 
     def answer_query(
         self, sender: str, query: OutcomeQuery, knowledge: Knowledge, participants: Collection[str] | None

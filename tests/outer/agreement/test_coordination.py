@@ -138,6 +138,18 @@ def test_an_island_writes_to_all_when_it_is_held_up() -> None:
     assert sent(b, Ready) == {"a", "c", "d"}
 
 
+def test_a_coordinator_that_said_that_fewer_were_ready_is_found_out() -> None:
+    b = wait_for_the_coordinator()
+    b.receive("a", b.knowledge.status.model_copy(update={"num_ready": 2}))
+    b.knowledge.is_held_up = True
+    b.try_plan(is_late=False)
+    islands = after_a_commit("abcd")
+    b.receive("a", ready_of(islands["a"]))
+    assert not b.coordination.slow, "these are the two of which it spoke"
+    b.receive("c", ready_of(islands["c"]))
+    assert b.coordination.slow.keys() == {"a"}
+
+
 def test_a_coordinator_that_knows_of_all_and_makes_no_plan_is_passed_over() -> None:
     b = wait_for_the_coordinator()
     assert b.pass_over(is_late=False) is None, "it is not known whether all are ready"
