@@ -32,7 +32,7 @@ from inner.mesh import IslandMesh, resolve_degrees
 from inner.model.sizes import resolve_sizes
 from inner.optim.moments import ParamsAndMoments
 from inner.trainer import Trainer, TrainerSettings
-from outer.agreement.peers import Identity
+from outer.agreement.running.peers import Identity
 from outer.connect import Network
 from outer.diagnostics import DiagnosticsServer, ProbeResponder
 from outer.hooks import Hooks

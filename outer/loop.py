@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from outer.agreement.peers import Identity
 from outer.agreement.running.driver import Interruption
+from outer.agreement.running.peers import Identity
 from outer.config import OuterConfig
 from outer.connect import Network
 from outer.errors import BehindError

@@ -7,7 +7,7 @@ from hashlib import sha256
 from diloco.virtual.event_loop import VirtualEventLoop
 from diloco.virtual.stand_in import StandIn, StandInParams
 from diloco.virtual.world import Machine
-from outer.agreement.peers import Identity
+from outer.agreement.running.peers import Identity
 from outer.connect import NetworkSettings, open_network
 from outer.hooks import NoHooks, Phase
 from outer.identity.island_key import IslandKey

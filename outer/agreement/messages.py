@@ -264,6 +264,8 @@ class Goodbye(Message):
     """Inner steps of the round that the island had made when it left."""
 
 
+CALLS = (Ready, Status, Plan, Vote, VoteList, Settled, OutcomeQuery, ProofQuery, Goodbye)
+"""Types of the messages that an island sends by itself. The others are replies."""
 REPLIES: dict[type[Message], type[Message]] = {
     Ready: Status,
     Status: Status,

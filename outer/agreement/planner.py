@@ -16,9 +16,8 @@ A lost island is neither counted nor awaited, so when the planner dies, the next
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from outer.agreement.knowledge import Knowledge
+from outer.agreement.knowledge import Knowledge, ReadyTable
 from outer.agreement.messages import Plan, Ready, Status
-from outer.agreement.readiness import ReadyTable
 from outer.agreement.rules import Behind, Rules
 from outer.agreement.suspicions import Suspicions, Votes
 

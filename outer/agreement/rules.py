@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outer.agreement.messages import Plan, Ready, Status
-from outer.agreement.readiness import MAX_AHEAD
 from outer.config import OuterConfig
 from outer.errors import MessageError
 
+MAX_AHEAD = 1 << 12
+"""How far a peer may move this island's attempt number ahead at once, so that liars cannot use the numbers up."""
 GRACE_SHARE = 0.1
 """Share of their inner steps' duration for which contributors wait for observers."""
 DIRECT_ISLANDS = 4

@@ -21,12 +21,6 @@ When a partition or a false alarm lets two histories grow, the one with the high
 islands of the other take its state, if enough islands stand behind it (proofs/claims.py).
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import Literal
-
-from outer.agreement.coordination import Coordination
-from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import (
     Goodbye,
     Outcome,
@@ -40,40 +34,17 @@ from outer.agreement.messages import (
     VoteList,
     VoteReceipt,
 )
-from outer.agreement.planner import Gathering, GiveUp, Hopeless, TooFew, build_gathering
+from outer.agreement.planner import GiveUp, Hopeless, TooFew
 from outer.agreement.proofs.certificate import Proof, ProofQuery
-from outer.agreement.readiness import MAX_AHEAD, ReadyTable
-from outer.agreement.rules import Behind, find_objection
-from outer.agreement.suspicions import MAX_AMNESTIES, Suspicions, explain_accusations
-from outer.agreement.vote_exchange import VoteExchange
-from outer.agreement.votes import VoteTable
+from outer.agreement.round_state import RoundState
+from outer.agreement.rules import MAX_AHEAD, Behind, find_objection
+from outer.agreement.suspicions import MAX_AMNESTIES, explain_accusations
 from outer.errors import MessageError
 from outer.network.messages import Message
 
-State = Literal["training", "gathering", "reducing", "voting"]
 
-
-@dataclass
-class RoundProtocol:
-    """The protocol on one island. All values in its tables are immutable: copying the tables copies the state."""
-
-    knowledge: Knowledge
-    readies: ReadyTable = field(default_factory=ReadyTable)
-    vote_table: VoteTable = field(default_factory=VoteTable)
-    suspicions: Suspicions = field(default_factory=Suspicions)
-    state: State = "training"
-    own: Ready | None = None
-    """This island's ready message while it takes part in an attempt."""
-    plan: Plan | None = None
-    exchange: VoteExchange = field(default_factory=VoteExchange)
-    """The votes on the plan."""
-    coordination: Coordination = field(init=False)
-    """Who collects the ready messages of this round."""
-    outbox: list[tuple[str, Message]] = field(default_factory=list)
-    """Messages to send, each with the island that receives it."""
-
-    def __post_init__(self) -> None:
-        self.coordination = Coordination(self.knowledge.me)
+class RoundProtocol(RoundState):
+    """The protocol on one island."""
 
     # -- the island's own actions -------------------------------------------------------------------------------
     def update_status(self, status: Status) -> None:
@@ -98,13 +69,13 @@ class RoundProtocol:
         self.knowledge.status, self.knowledge.reported = own.status, frozenset()
         if own.attempt > 0:
             self.coordination.turn_direct()
-        self._send_ready(own)
+        self.send_ready(own)
 
     def contribute(self, own: Ready) -> None:
         """Turn from an observer into a contributor of this gathering. Has no effect once the plan is fixed."""
         if self.state == "gathering" and self.plan is None and self.own is not None and self.own.round == own.round:
             self.own = own.model_copy(update={"attempt": self.own.attempt})
-            self._send_ready(self.own)
+            self.send_ready(self.own)
 
     def try_plan(self, *, is_late: bool, is_patient: bool = False) -> Plan | Behind | TooFew | GiveUp | None:
         """Decide while gathering: the plan to take part in, a reason against planning, or None to wait.
@@ -129,7 +100,7 @@ class RoundProtocol:
             self._stop_gathering()
         elif isinstance(decision, Plan):
             self._accept(decision)
-            self._send(self.others, decision)
+            self.send(self.others, decision)
         return None if isinstance(decision, Hopeless) else decision
 
     def _wait_for_coordinator(self, *, is_late: bool) -> Behind | None:
@@ -161,7 +132,7 @@ class RoundProtocol:
         """Cast this island's vote on the plan: yes with the state that a commit leads to, or no with a cause."""
         self.state = "voting"
         self.exchange.vote(vote, self.vote_table, self.knowledge)
-        self._send_votes()
+        self.send_votes()
 
     def conclude(self, *, is_late: bool, is_over: bool = False, is_slow: bool = False) -> Outcome:
         """Outcome of the plan, "open" while it is not known. `is_late`: missing votes are not waited for any longer.
@@ -174,7 +145,7 @@ class RoundProtocol:
         silent = self.vote_table.pending(self.plan) & reachable
         times = {"is_late": is_late, "is_over": is_over, "is_slow": is_slow}
         outcome = self.exchange.conclude(self.vote_table, self.knowledge, **times)
-        self._send_votes()
+        self.send_votes()
         if is_late and outcome == "abort":
             self.suspicions.silent[self.plan.id] = silent
         if outcome != "open":
@@ -184,27 +155,10 @@ class RoundProtocol:
     def resend(self) -> None:
         """Send again every message of the current state that may have been lost."""
         if self.state == "gathering" and self.own is not None:
-            self._send_ready(self.own)
+            self.send_ready(self.own)
         if self.state == "voting":
             self.exchange.repeat(self.vote_table, self.knowledge)
-            self._send_votes()
-
-    @property
-    def next_attempt(self) -> int:
-        """First attempt at this round that no plan with this island's ready message has used."""
-        return self.readies.next_attempt(self.knowledge.me, self.knowledge.status.round)
-
-    @property
-    def gathering(self) -> Gathering:
-        """What this island knows about the others while it gathers."""
-        assert self.own is not None, "an island considers plans when it is ready"
-        made = build_gathering(self.own, self.knowledge, self.readies, self.suspicions, self.vote_table.votes)
-        return replace(made, coordinator=self.coordination.coordinator, num_ready=self.coordination.num_ready)
-
-    @property
-    def others(self) -> frozenset[str]:
-        """The other participants of the plan."""
-        return frozenset(self.plan.names) - {self.knowledge.me} if self.plan else frozenset()
+            self.send_votes()
 
     # -- islands come, go and fail ------------------------------------------------------------------------------
     def remove(self, island: str) -> None:
@@ -222,18 +176,6 @@ class RoundProtocol:
             self.write_to_all()
         if island in self.others:
             self.require_query()
-
-    def write_to_all(self) -> None:
-        """Rely on no coordinator until the next commit."""
-        if not self.coordination.is_direct:
-            self.coordination.turn_direct()
-            if self.state == "gathering" and self.own is not None and self.plan is None:
-                self._send_ready(self.own)
-
-    def require_query(self) -> None:
-        """Never commit the open plan on votes alone, because the others may have given this island up."""
-        if self.plan is not None and self.state in ("reducing", "voting"):
-            self.vote_table.query_first[self.plan.id] = self.plan.round
 
     # -- messages from peers ------------------------------------------------------------------------------------
     def receive(self, sender: str, message: Message) -> Message | None:
@@ -281,7 +223,7 @@ class RoundProtocol:
     def _receive_status(self, sender: str, status: Status) -> Status:
         self.knowledge.record(sender, status)
         if self.plan is None and (query := self.knowledge.ask_for_proof(sender)):
-            self._send([sender], query)
+            self.send([sender], query)
         self._renew_ready(status)
         own = self.knowledge.status
         if not self.coordination.hear(sender, status, own.round):
@@ -296,7 +238,7 @@ class RoundProtocol:
         own, most = self.own if self.state == "gathering" and not self.plan else None, self.next_attempt + MAX_AHEAD
         if own is not None and status.round == own.round and own.attempt < status.attempt <= most:
             self.own = own.model_copy(update={"attempt": status.attempt})
-            self._send_ready(self.own)
+            self.send_ready(self.own)
 
     def _receive_plan(self, sender: str, plan: Plan) -> None:
         self._check_sender(sender, plan.planner)
@@ -334,22 +276,11 @@ class RoundProtocol:
             self.readies.mark_refused(plan, self.own)
         vote = Vote.no(plan, self.knowledge.me, cause)
         self.vote_table.add(vote)
-        self._send(frozenset(plan.names) & (self.knowledge.present | {plan.planner}), vote)
-
-    def _send_ready(self, own: Ready) -> None:
-        self._send(self.coordination.receivers(self.knowledge.present), own)
+        self.send(frozenset(plan.names) & (self.knowledge.present | {plan.planner}), vote)
 
     def _give_up_coordinator(self) -> None:
         self.coordination.find_slow(self.knowledge.status.round)
         self.write_to_all()
-
-    def _send(self, islands: Iterable[str], message: Message) -> None:
-        self.outbox += [(name, message) for name in sorted(islands) if name != self.knowledge.me]
-
-    def _send_votes(self) -> None:
-        for islands, message in self.exchange.outbox:
-            self._send(islands, message)
-        self.exchange.outbox = []
 
     def _check_sender(self, sender: str, claimed: str) -> None:
         if sender != claimed:

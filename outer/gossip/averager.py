@@ -14,8 +14,8 @@ from typing import Literal
 
 import torch
 
-from outer.agreement.peers import Identity
 from outer.agreement.proofs.certificate import Proof
+from outer.agreement.running.peers import Identity
 from outer.codecs.cast import Fp32Codec
 from outer.codecs.choice import build_uniform_choice
 from outer.config import GossipConfig, OuterConfig

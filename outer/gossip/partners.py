@@ -8,7 +8,7 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from outer.agreement.peers import Identity, Peers
+from outer.agreement.running.peers import Identity, Peers
 from outer.connect import Network
 from outer.errors import DeadlineError, TransportError
 from outer.gossip.server import GossipServer, Meet, MeetReply, Tell, TellReply

@@ -7,12 +7,12 @@ from functools import partial
 
 from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Ready
-from outer.agreement.peers import Identity, Peers
 from outer.agreement.proofs.certificate import Proof
 from outer.agreement.proofs.claims import Claims
 from outer.agreement.proofs.witnesses import Witnesses
 from outer.agreement.rules import build_rules
 from outer.agreement.running.driver import Interruption, ProtocolDriver
+from outer.agreement.running.peers import Identity, Peers
 from outer.agreement.state_machine import RoundProtocol
 from outer.agreement.suspicions import ROTATE_AFTER
 from outer.codecs.choice import build_codec_choice

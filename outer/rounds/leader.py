@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outer.agreement.messages import Goodbye, Plan, Ready, Status, Vote
-from outer.agreement.peers import Identity
 from outer.agreement.proofs.certificate import Proof
 from outer.agreement.proofs.claims import Claims
 from outer.agreement.running.driver import Interruption, ProtocolDriver
+from outer.agreement.running.peers import Identity
 from outer.agreement.running.waiting import explain_abort
 from outer.leases.ranges import count
 from outer.membership.base import Member, Membership

@@ -12,7 +12,7 @@ from typing import Any
 
 from diloco.config.schema import Config
 from outer.agreement.messages import Ready, Status
-from outer.agreement.peers import kind_of
+from outer.agreement.running.peers import kind_of
 from outer.connect import Network, NetworkSettings, open_network
 from outer.errors import OuterError
 from outer.identity.island_key import IslandKey

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from copy import copy
 
 from outer.agreement.coordination import Coordination
-from outer.agreement.knowledge import Knowledge
+from outer.agreement.knowledge import Knowledge, ReadyTable
 from outer.agreement.proofs.claims import Claims
 from outer.agreement.proofs.witnesses import Witnesses
-from outer.agreement.readiness import ReadyTable
 from outer.agreement.state_machine import RoundProtocol
 from outer.agreement.suspicions import Suspicions
 from outer.agreement.vote_exchange import VoteExchange

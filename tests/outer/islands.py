@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from outer.agreement.peers import Identity
+from outer.agreement.running.peers import Identity
 from outer.config import OuterConfig
 from outer.connect import Network, NetworkSettings, open_network
 from outer.errors import BehindError, MessageError

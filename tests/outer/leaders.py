@@ -8,9 +8,9 @@ import torch
 
 from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Goodbye, Plan, Ready, Status, Vote
-from outer.agreement.peers import Peers
 from outer.agreement.rules import Rules
 from outer.agreement.running.driver import ProtocolDriver
+from outer.agreement.running.peers import Peers
 from outer.agreement.state_machine import RoundProtocol
 from outer.codecs import build_codec
 from outer.codecs.choice import build_uniform_choice

@@ -1,4 +1,4 @@
-"""Claims of other islands that could not be made good, and how long they are not believed.
+"""Claims of other islands that could not be made good, how long they are not believed, and whom to believe instead.
 
 An island may claim to be ahead although nobody can fetch its state: it lies, or its link is broken. Such a claim must
 neither hold up the islands that are well nor make them download for ever.
@@ -6,10 +6,12 @@ neither hold up the islands that are well nor make them download for ever.
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Status
+from outer.membership.base import Member
 from outer.network.rejections import Rejections
 from outer.network.retry import backoff
 
@@ -37,6 +39,25 @@ class Doubts:
         self._ends[island] = asyncio.get_running_loop().call_later(seconds, self.knowledge.believe, island)
         claimed = f"round {claim.round} with {claim.tokens} tokens"
         log.warning("%s claims %s, which nobody can give: it is not believed for %g s", island, claimed, seconds)
+
+    def find_donors(self, members: Mapping[str, Member]) -> list[Member]:
+        """Records, of those given by island, of the islands that hold the surviving history; empty if this one does.
+
+        An island whose state cannot be fetched, because nobody knows its addresses, is disbelieved.
+        """
+        knows = self.knowledge
+        while behind := knows.behind(is_settled=True):
+            if found := [members[name] for name in behind.donors if name in members]:
+                return found
+            for name in behind.donors:
+                self.add(name, knows.statuses[name])
+        if knows.status.round > 0:
+            return []  # It has a state of its own, and records outlive their islands.
+        # Islands that have not sent their status yet are known by their records.
+        silent = members.keys() - knows.doubted - knows.lost - knows.statuses.keys()
+        ahead = [m for name, m in members.items() if name in silent and (m.tokens, m.round) > knows.status.rank]
+        best = max(((m.tokens, m.round) for m in ahead), default=None)
+        return [m for m in ahead if (m.tokens, m.round) == best]
 
     def report_refused(self, rejections: Rejections) -> None:
         """Log and count the claims to be ahead that were not proved."""

@@ -7,25 +7,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Literal
 
-from outer.agreement.messages import (
-    REPLIES,
-    Goodbye,
-    OutcomeQuery,
-    Plan,
-    Ready,
-    Settled,
-    Status,
-    Vote,
-    VoteList,
-)
-from outer.agreement.peers import Peers, kind_of
+from outer.agreement.messages import CALLS, REPLIES, Goodbye, Plan, Ready, Status, Vote
 from outer.agreement.planner import GiveUp, TooFew
-from outer.agreement.proofs.certificate import ProofQuery
 from outer.agreement.rules import Behind
 from outer.agreement.running.doubts import Doubts
 from outer.agreement.running.failure_detector import PING_SECONDS, FailureDetector
 from outer.agreement.running.grace import GraceTimer, HeldUpTimer, find_contributors
 from outer.agreement.running.limits import plan_limit, query_limit, vote_limit
+from outer.agreement.running.peers import Peers, kind_of
 from outer.agreement.running.too_few import FewIslands
 from outer.agreement.running.waiting import WaitReporter, describe_gathering, describe_vote
 from outer.agreement.state_machine import RoundProtocol
@@ -71,7 +60,7 @@ class ProtocolDriver:
         self._few = FewIslands(self._knowledge, peers.deadlines)
         self._doubts = Doubts(self._knowledge)
         self._detector = FailureDetector(protocol, peers, self._send_outbox, self._end_reduce_with, self._changed.set)
-        for model in (Ready, Status, Plan, Vote, VoteList, Settled, OutcomeQuery, ProofQuery, Goodbye):
+        for model in CALLS:
             peers.messenger.serve(kind_of(model), partial(self._on_message, model))
 
     # -- the calls of the outer loop ------------------------------------------------------------------------------
@@ -191,35 +180,14 @@ class ProtocolDriver:
         self.protocol.write_to_all()  # Nobody else asks all of them for their status.
         self._detector.ping()
         self._send_outbox()
-        while _now() < deadline and self._has_stragglers():
+        while _now() < deadline and self._knowledge.has_stragglers:
             await self._wait_for_change(deadline - _now())
         return self._knowledge.behind(is_settled=True) is not None
 
-    def _has_stragglers(self) -> bool:
-        """Whether a live island is behind this one, or has not said yet that it is not."""
-        knows = self._knowledge
-        return any(name in knows.presumed or s.rank < knows.status.rank for name, s in knows.live.items())
-
     async def find_donors(self) -> list[Member]:
-        """Membership records of the islands that hold the surviving history; empty if this island holds it.
-
-        An island whose state cannot be fetched, because nobody knows its addresses, is disbelieved.
-        """
+        """Membership records of the islands that hold the surviving history; empty if this island holds it."""
         await self._detector.find_members()
-        members = self._peers.members
-        while behind := self._knowledge.behind(is_settled=True):
-            if found := [members[name] for name in behind.donors if name in members]:
-                return found
-            for name in behind.donors:
-                self._doubts.add(name, self._knowledge.statuses[name])
-        if self._knowledge.status.round > 0:
-            return []  # It has a state of its own, and records outlive their islands.
-        # Islands that have not sent their status yet are known by their records.
-        knows = self._knowledge
-        silent = members.keys() - knows.doubted - knows.lost - knows.statuses.keys()
-        ahead = [m for name, m in members.items() if name in silent and (m.tokens, m.round) > knows.status.rank]
-        best = max(((m.tokens, m.round) for m in ahead), default=None)
-        return [m for m in ahead if (m.tokens, m.round) == best]
+        return self._doubts.find_donors(self._peers.members)
 
     async def disbelieve(self, donors: Sequence[Member]) -> None:
         """The state that these records or the islands' statuses claim could not be taken: ignore it for a while.

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from outer.agreement.peers import Peers
+from outer.agreement.running.peers import Peers
 from outer.agreement.state_machine import RoundProtocol
 from outer.network.event_loop import BEAT_SECONDS, FreezeDetector
 

@@ -239,8 +239,8 @@ def test_the_bound_is_the_sum_that_its_description_says() -> None:
                 a.deadlines.observe(kind, 1.0)
         attempt = plan_limit(a.deadlines) + 11.0 + vote_limit(a.deadlines, 0.0) + query_limit(a.deadlines)
         assert (plan_limit(a.deadlines), vote_limit(a.deadlines, 0.0), query_limit(a.deadlines)) == (10.0, 11.0, 5.0)
-        assert commit_bound(a.deadlines, num_waiting=2) == 5.0 + 2 * attempt
-        assert commit_bound(a.deadlines, num_waiting=2, num_absent=1) == 5.0 + 3.0 + 2 * attempt
+        assert commit_bound(a.deadlines, num_waiting=2) == 7.0 + 2 * attempt
+        assert commit_bound(a.deadlines, num_waiting=2, num_absent=1) == 7.0 + 3.0 + 2 * attempt
 
     run(test)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from outer.agreement.messages import MAX_ATTEMPT, Plan, Status, Vote
-from outer.agreement.readiness import MAX_AHEAD
+from outer.agreement.rules import MAX_AHEAD
 from outer.errors import MessageError
 from tests.outer.protocols import gathering, node
 from tests.outer.world import START, ready_of

@@ -8,12 +8,12 @@ import pytest
 
 from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Status
-from outer.agreement.peers import Peers
 from outer.agreement.proofs.certificate import Certificate, Proof
 from outer.agreement.proofs.claims import Claims
 from outer.agreement.proofs.witnesses import Witnesses
 from outer.agreement.rules import Rules
 from outer.agreement.running.driver import ProtocolDriver
+from outer.agreement.running.peers import Peers
 from outer.agreement.state_machine import RoundProtocol
 from outer.connect import Network
 from outer.errors import MessageError

@@ -1,0 +1,79 @@
+"""What one island holds while it takes part in rounds: its tables, its own ready message, the plan, and its outbox."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from outer.agreement.coordination import Coordination
+from outer.agreement.knowledge import Knowledge, ReadyTable
+from outer.agreement.messages import Plan, Ready
+from outer.agreement.planner import Gathering, build_gathering
+from outer.agreement.suspicions import Suspicions
+from outer.agreement.vote_exchange import VoteExchange
+from outer.agreement.votes import VoteTable
+from outer.network.messages import Message
+
+State = Literal["training", "gathering", "reducing", "voting"]
+
+
+@dataclass
+class RoundState:
+    """All values in its tables are immutable: copying the tables copies the state."""
+
+    knowledge: Knowledge
+    readies: ReadyTable = field(default_factory=ReadyTable)
+    vote_table: VoteTable = field(default_factory=VoteTable)
+    suspicions: Suspicions = field(default_factory=Suspicions)
+    state: State = "training"
+    own: Ready | None = None
+    """This island's ready message while it takes part in an attempt."""
+    plan: Plan | None = None
+    exchange: VoteExchange = field(default_factory=VoteExchange)
+    """The votes on the plan."""
+    coordination: Coordination = field(init=False)
+    """Who collects the ready messages of this round."""
+    outbox: list[tuple[str, Message]] = field(default_factory=list)
+    """Messages to send, each with the island that receives it."""
+
+    def __post_init__(self) -> None:
+        self.coordination = Coordination(self.knowledge.me)
+
+    @property
+    def next_attempt(self) -> int:
+        """First attempt at this round that no plan with this island's ready message has used."""
+        return self.readies.next_attempt(self.knowledge.me, self.knowledge.status.round)
+
+    @property
+    def gathering(self) -> Gathering:
+        """What this island knows about the others while it gathers."""
+        assert self.own is not None, "an island considers plans when it is ready"
+        made = build_gathering(self.own, self.knowledge, self.readies, self.suspicions, self.vote_table.votes)
+        return replace(made, coordinator=self.coordination.coordinator, num_ready=self.coordination.num_ready)
+
+    @property
+    def others(self) -> frozenset[str]:
+        """The other participants of the plan."""
+        return frozenset(self.plan.names) - {self.knowledge.me} if self.plan else frozenset()
+
+    def write_to_all(self) -> None:
+        """Rely on no coordinator until the next commit."""
+        if not self.coordination.is_direct:
+            self.coordination.turn_direct()
+            if self.state == "gathering" and self.own is not None and self.plan is None:
+                self.send_ready(self.own)
+
+    def require_query(self) -> None:
+        """Never commit the open plan on votes alone, because the others may have given this island up."""
+        if self.plan is not None and self.state in ("reducing", "voting"):
+            self.vote_table.query_first[self.plan.id] = self.plan.round
+
+    def send_ready(self, own: Ready) -> None:
+        self.send(self.coordination.receivers(self.knowledge.present), own)
+
+    def send(self, islands: Iterable[str], message: Message) -> None:
+        self.outbox += [(name, message) for name in sorted(islands) if name != self.knowledge.me]
+
+    def send_votes(self) -> None:
+        for islands, message in self.exchange.outbox:
+            self.send(islands, message)
+        self.exchange.outbox = []
