@@ -34,7 +34,7 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """Rates and counts are those after the first commit, which has waited for all islands to start."""
+    """Rates and counts are those after the first commit, which has waited for all islands to start, up to the last."""
 
     num_islands: int
     num_rounds: int
@@ -127,10 +127,13 @@ def _find_utilisation(processes: Sequence[VirtualIsland]) -> float | None:
 
 
 def _steady_totals(fleet: VirtualFleet) -> tuple[int, float, Totals]:
-    """Rounds after the first commit, their virtual seconds, and what was counted in them."""
-    last = fleet.totals[fleet.num_rounds]
+    """Rounds after the first commit and before the last one, their virtual seconds, and what was counted in them.
+
+    The last round counts only if there are no others: at its commit islands begin to leave.
+    """
     begun = min((number for number in fleet.totals if number > 0), default=0)
-    first = fleet.totals[begun if begun < fleet.num_rounds else 0]
+    ended = max((number for number in fleet.totals if begun < number < fleet.num_rounds), default=fleet.num_rounds)
+    first, last = fleet.totals[begun if begun < ended else 0], fleet.totals[ended]
     return last.num_rounds - first.num_rounds, last.at - first.at, last.since(first)
 
 

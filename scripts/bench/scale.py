@@ -18,10 +18,10 @@ from diloco.virtual.run import run_virtually
 from diloco.virtual.simulate import VirtualRequest, build_run
 from scripts.bench.arguments import whole_numbers
 
-CONTROL = ("ready", "plan", "vote", "status")
+CONTROL = ("ready", "plan", "vote", "votelist", "settled", "status")
 COLUMNS = (
-    "| islands | utilisation | commit: median, p90, max | ready, plan, vote, status | all small | payloads "
-    "| MB sent | link in use | CPU a round: island, most | first bottleneck |"
+    "| islands | utilisation | commit: median, p90, max | ready, plan, vote, list, settled, status | all small "
+    "| payloads | MB sent | link in use | CPU a round: island, most | first bottleneck |"
 )
 
 
@@ -47,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
     parser.add_argument("--islands", type=whole_numbers, default=[8, 16, 32, 64])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--step-seconds", default="0.5")
     parser.add_argument("--spread", type=float, default=0.0)
     parser.add_argument("--link", default="100mbit,rtt=50ms")
