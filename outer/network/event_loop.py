@@ -103,6 +103,8 @@ class EventLoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
         if not self._thread.is_alive():
+            # Other threads may have started work since, and would wait for it for ever.
+            self._loop.run_until_complete(_cancel_others())
             self._loop.close()
 
 

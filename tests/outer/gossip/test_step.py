@@ -145,7 +145,7 @@ def rounds(count: int, island: Island, *, finishes: bool = True) -> list[RoundRe
     return found
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Partners that answer late, because the machine is busy, are waited for."""
     monkeypatch.setitem(FLOORS, "call", GUARD_SECONDS)
@@ -153,6 +153,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MAX_FIRST_SECONDS, "call", GUARD_SECONDS)
 
 
+@pytest.mark.usefixtures("patience")
 def test_a_group_of_all_with_equal_params_is_diloco_with_heavy_ball() -> None:
     def script(island: Island) -> torch.Tensor:
         rounds(5, island)
@@ -172,6 +173,7 @@ def test_a_group_of_all_with_equal_params_is_diloco_with_heavy_ball() -> None:
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int8", "topk"])
+@pytest.mark.usefixtures("patience")
 def test_reports_name_the_same_groups_on_every_island(codec: str) -> None:
     names = "abcde"
     reports = run_islands(dict.fromkeys(names, partial(rounds, 4)), config(5, codec=codec))
@@ -184,6 +186,7 @@ def test_reports_name_the_same_groups_on_every_island(codec: str) -> None:
             assert report.bytes_sent > 0 and report.bytes_received > 0
 
 
+@pytest.mark.usefixtures("patience")
 def test_islands_hold_params_of_their_own_and_in_a_group_the_same_progress_counts() -> None:
     def script(island: Island) -> tuple[str, list[RoundReport]]:
         reports = rounds(3, island)

@@ -1,11 +1,16 @@
 """The training threads' use of a rank's event loop."""
 
 import asyncio
+import threading
+from concurrent.futures import CancelledError
+from contextlib import suppress
 
 import pytest
 
 from outer.errors import OuterError
 from outer.network.event_loop import EventLoopThread
+
+GUARD_SECONDS = 40.0
 
 
 @pytest.fixture
@@ -27,3 +32,23 @@ def test_an_error_that_is_no_lateness_is_raised(loop: EventLoopThread):
 
     with pytest.raises(OuterError, match="the disk is full"):
         loop.try_to(break_down(), 60)
+
+
+def test_a_thread_that_starts_work_while_the_loop_closes_does_not_wait_for_ever() -> None:
+    loop, begun = EventLoopThread(), threading.Event()
+
+    async def wait() -> None:
+        begun.set()
+        await asyncio.sleep(600)
+
+    def work() -> None:
+        for _ in range(2):  # The second time while the loop closes, or after it.
+            with suppress(CancelledError, RuntimeError):
+                loop.run(wait())
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    assert begun.wait(GUARD_SECONDS)
+    loop.close()
+    thread.join(GUARD_SECONDS)
+    assert not thread.is_alive()
