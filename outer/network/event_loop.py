@@ -62,7 +62,7 @@ class EventLoopThread:
     def __init__(self, slowness: float = 1.0) -> None:
         self._slowness = slowness
         self._loop = asyncio.new_event_loop() if slowness == 1.0 else SlowLoop(slowness)
-        self._thread = threading.Thread(target=self._loop.run_forever, name="outer-loop", daemon=True)
+        self._thread = threading.Thread(target=self._live, name="outer-loop", daemon=True)
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -103,9 +103,12 @@ class EventLoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
         if not self._thread.is_alive():
-            # Other threads may have started work since, and would wait for it for ever.
-            self._loop.run_until_complete(_cancel_others())
             self._loop.close()
+
+    def _live(self) -> None:
+        self._loop.run_forever()
+        # Other threads may have started work while the loop was closed, and would wait for it for ever.
+        self._loop.run_until_complete(_cancel_others())
 
 
 class SlowLoop(asyncio.SelectorEventLoop):
