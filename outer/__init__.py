@@ -5,7 +5,7 @@ What a program uses of it; everything else may change without notice (tests/test
     config, errors, hooks, report, cost     settings, errors, named phases of a round, what happened, what a round costs
     loop                                    build_loop and OuterLoop: begin, launch, land, finish; read this first
     connect, diagnostics                    the network of one rank; what `diloco doctor` asks of it
-    agreement.running.peers, space.ranks            who this island is, and its ranks
+    agreement.running.peers, space.ranks    who this island is, and its ranks
     identity.access, identity.island_key, identity.known_names      an island's key, owners of names, bans
     network.deadlines, network.endpoints, network.event_loop, network.frames, network.messages, network.retry,
     network.run_key

@@ -61,7 +61,7 @@ Virtual = Annotated[
     bool,
     typer.Option(
         "--virtual",
-        help="Run the outer loop of all islands on a virtual clock: hundreds of islands fit. Inner steps and links are "
+        help="Run the outer loop of all islands on a virtual clock: 64 islands fit. Inner steps and links are "
         "modelled, payloads are counted and not moved, nothing is written. Needs --step-seconds; takes --islands, "
         "--link, --storm and the faults kill, freeze, slow and join. "
         "Example: --virtual --islands 64 --step-seconds 0.5 --link 100mbit,rtt=50ms.",

@@ -14,14 +14,15 @@ from math import inf
 from typing import Any, TypeVar
 
 from diloco.virtual.world import TICK_SECONDS, Machine
+from outer.network.event_loop import EventLoop
 
 T = TypeVar("T")
 _CURRENT = threading.local()
 """The virtual thread of a thread of the operating system."""
 
 
-class VirtualEventLoop:
-    """Implements outer.network.event_loop.EventLoop on a machine's virtual time. Only its threads may call it."""
+class VirtualEventLoop(EventLoop):
+    """An event loop on a machine's virtual time. Only its threads may call it."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine, self._loop = machine, _Loop(machine)
@@ -39,13 +40,6 @@ class VirtualEventLoop:
 
     def run(self, work: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
         return self.wait_for(self.start(work if timeout_seconds is None else asyncio.wait_for(work, timeout_seconds)))
-
-    def try_to(self, work: Coroutine[Any, Any, object], timeout_seconds: float) -> bool:
-        try:
-            self.run(work, timeout_seconds)
-        except TimeoutError:
-            return False
-        return True
 
     def time(self) -> float:
         return self._machine.world.now

@@ -68,7 +68,7 @@ class Coordination:
 
     def find_slow(self, number: int) -> None:
         """The coordinator has had its time in round `number`."""
-        if self.coordinator not in (None, self.me):
+        if self.is_led:
             self._note_slow(self.crew[0], number)
 
     def _note_slow(self, island: str, number: int) -> None:
@@ -87,6 +87,11 @@ class Coordination:
     def is_mine(self) -> bool:
         """Whether this island is the coordinator."""
         return self.coordinator == self.me
+
+    @property
+    def is_led(self) -> bool:
+        """Whether another island is the coordinator."""
+        return self.coordinator not in (None, self.me)
 
     def receivers(self, present: frozenset[str]) -> frozenset[str]:
         """The islands, of those in the run, that are to hear from this one that it is ready, or of its status."""

@@ -16,6 +16,7 @@ A lost island is neither counted nor awaited, so when the planner dies, the next
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from outer.agreement.coordination import Coordination
 from outer.agreement.knowledge import Knowledge, ReadyTable
 from outer.agreement.messages import Plan, Ready, Status
 from outer.agreement.rules import Behind, Rules
@@ -62,16 +63,13 @@ class Gathering:
     readies: ReadyTable
     find_behind: Callable[..., Behind | None]
     """`Knowledge.behind`."""
+    coordination: Coordination
     excluded: Mapping[str, str]
     """Islands that are left out because of earlier attempts at this round, with the reason."""
     left_out: Callable[[int], frozenset[str]] = lambda attempt: frozenset()
     """Islands whose turn it is to be left out of an attempt because many have failed."""
     passed_over: frozenset[str] = frozenset()
     """Islands that should have planned and did not."""
-    coordinator: str | None = None
-    """The island that collects the ready messages, if there is one. It plans, too."""
-    num_ready: int = 0
-    """How many islands are ready as another island says that is the coordinator."""
 
     def decide(self, *, is_late: bool, is_patient: bool) -> Plan | Behind | TooFew | Hopeless | None:
         """The plan if this island is the planner and may fix it now, a reason against planning, or None to wait.
@@ -102,8 +100,8 @@ class Gathering:
 
     def find_planner(self, *, is_late: bool) -> str | None:
         """The island whose plan this island waits for, or None while others are awaited."""
-        if self.coordinator not in (None, self.own.island):
-            return self.coordinator if self.num_ready > len(self.live) else None
+        if self.coordination.is_led:
+            return self.coordination.coordinator if self.coordination.num_ready > len(self.live) else None
         allowed = {name: ready for name, ready in self._find_agreeing().items() if name not in self.excluded}
         if not allowed or (self.absent and not is_late):
             return None
@@ -133,8 +131,8 @@ class Gathering:
 
     def _find_planner(self, chosen: Mapping[str, Ready], *, is_late: bool) -> str:
         waited_for = set(chosen) if is_late else set(chosen) | self.absent
-        if self.coordinator in waited_for:
-            return self.coordinator
+        if (coordinator := self.coordination.coordinator) in waited_for:
+            return coordinator
         return min(waited_for - self.passed_over or chosen)
 
     def _is_hopeless(self, allowed: Mapping[str, Ready], agreeing: Mapping[str, Ready], *, is_late: bool) -> bool:
@@ -178,7 +176,12 @@ class Gathering:
 
 
 def build_gathering(
-    own: Ready, knowledge: Knowledge, readies: ReadyTable, suspicions: Suspicions, votes: Votes
+    own: Ready,
+    knowledge: Knowledge,
+    readies: ReadyTable,
+    coordination: Coordination,
+    suspicions: Suspicions,
+    votes: Votes,
 ) -> Gathering:
     """What an island knows about the others while it gathers. `own`: its ready message."""
     excluded = suspicions.excluded(knowledge.status.round, votes) if knowledge.awaited else {}
@@ -191,6 +194,7 @@ def build_gathering(
         knowledge.live,
         readies,
         knowledge.behind,
+        coordination,
         excluded,
         suspicions.left_out,
         suspicions.passed_over,

@@ -1,7 +1,7 @@
-"""What one island holds while it takes part in rounds: its tables, its own ready message, the plan, and its outbox."""
+"""What one island holds while it takes part in rounds: its tables, its own ready message, and its outbox."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from outer.agreement.coordination import Coordination
@@ -27,9 +27,8 @@ class RoundState:
     state: State = "training"
     own: Ready | None = None
     """This island's ready message while it takes part in an attempt."""
-    plan: Plan | None = None
     exchange: VoteExchange = field(default_factory=VoteExchange)
-    """The votes on the plan."""
+    """The plan in which this island takes part, and how its votes are exchanged."""
     coordination: Coordination = field(init=False)
     """Who collects the ready messages of this round."""
     outbox: list[tuple[str, Message]] = field(default_factory=list)
@@ -47,13 +46,18 @@ class RoundState:
     def gathering(self) -> Gathering:
         """What this island knows about the others while it gathers."""
         assert self.own is not None, "an island considers plans when it is ready"
-        made = build_gathering(self.own, self.knowledge, self.readies, self.suspicions, self.vote_table.votes)
-        return replace(made, coordinator=self.coordination.coordinator, num_ready=self.coordination.num_ready)
+        votes = self.vote_table.votes
+        return build_gathering(self.own, self.knowledge, self.readies, self.coordination, self.suspicions, votes)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in which this island takes part."""
+        return self.exchange.plan
 
     @property
     def others(self) -> frozenset[str]:
         """The other participants of the plan."""
-        return frozenset(self.plan.names) - {self.knowledge.me} if self.plan else frozenset()
+        return self.exchange.others(self.knowledge.me)
 
     def write_to_all(self) -> None:
         """Rely on no coordinator until the next commit."""

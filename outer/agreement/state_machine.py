@@ -57,14 +57,14 @@ class RoundProtocol(RoundState):
             self.knowledge.add(self.coordination.crew)
             self.knowledge.presume(self.coordination.crew, status)
         self.knowledge.hold(status)
-        self.state, self.own, self.plan = "training", None, None
+        self.state, self.own = "training", None
         self.exchange.end()
         self.vote_table.prune(status.round)
 
     def prepare(self, own: Ready) -> None:
         """Start to gather, as a contributor or as an observer that still trains. `own.attempt` is `next_attempt`."""
         assert own.status.rank == self.knowledge.status.rank, "a ready for another state than this island's"
-        self.state, self.own, self.plan = "gathering", own, None
+        self.state, self.own = "gathering", own
         self.exchange.end()
         self.knowledge.status, self.knowledge.reported = own.status, frozenset()
         if own.attempt > 0:
@@ -86,7 +86,7 @@ class RoundProtocol(RoundState):
             return self.plan
         if cause := self.suspicions.find_end(self.knowledge, self.vote_table.votes):
             return GiveUp(cause)
-        if self.coordination.coordinator not in (None, self.knowledge.me):
+        if self.coordination.is_led:
             return self._wait_for_coordinator(is_late=is_late)
         decision = self.gathering.decide(is_late=is_late, is_patient=is_patient)
         if isinstance(decision, Hopeless):
@@ -263,7 +263,7 @@ class RoundProtocol(RoundState):
         return objection or self.knowledge.find_wrong_key(plan.participants)
 
     def _accept(self, plan: Plan) -> None:
-        self.plan, self.state = plan, "reducing"
+        self.state = "reducing"
         self.exchange.begin(plan, self.knowledge.rules.direct_islands)
         self.vote_table.drop_unsigned(plan, self.knowledge.signer.verify)
         self.readies.mark_used(plan)

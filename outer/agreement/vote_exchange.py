@@ -52,7 +52,7 @@ class VoteExchange:
         table.add(signed := vote.signed(self.plan, knowledge.signer.sign))
         if vote.digest is None:
             self.is_direct = True  # The others need not wait for each other any longer.
-        others = self._others(knowledge.me)
+        others = self.others(knowledge.me)
         self.outbox.append((others if self.is_direct else others & {self.plan.planner}, signed))
 
     def conclude(
@@ -63,7 +63,7 @@ class VoteExchange:
         self._go_on(self.plan, table, knowledge, is_slow=is_slow or is_late)
         if self.plan.id in table.outcomes:
             return table.outcomes[self.plan.id][1]  # The planner has been told so already.
-        reachable = self._others(knowledge.me) - knowledge.lost
+        reachable = self.others(knowledge.me) - knowledge.lost
         outcome = table.decide(self.plan, reachable, is_late=is_late)
         if outcome == "query":
             if not self.is_querying:
@@ -79,7 +79,7 @@ class VoteExchange:
         """Send again what may have been lost."""
         if self.plan is None or (own := table.votes.get((self.plan.id, knowledge.me))) is None:
             return
-        others = self._others(knowledge.me)
+        others = self.others(knowledge.me)
         pending, planner = table.pending(self.plan) & others, self.plan.planner
         if self.is_direct:
             self.outbox.append((pending, own))
@@ -104,12 +104,13 @@ class VoteExchange:
             else:
                 table.settle(plan)
                 self.is_settled = True
-                if table.decide(plan, self._others(knowledge.me), is_late=False) == "commit":
+                if table.decide(plan, self.others(knowledge.me), is_late=False) == "commit":
                     _record(plan, "commit", table, knowledge)
         is_near = knowledge.is_near(message.round)
         return VoteReceipt(plan=message.plan, outcome=table.outcome_of(message.plan, is_near=is_near))
 
-    def _others(self, me: str) -> frozenset[str]:
+    def others(self, me: str) -> frozenset[str]:
+        """The participants without this island."""
         return frozenset(self.plan.names) - {me} if self.plan is not None else frozenset()
 
     def _go_on(self, plan: Plan, table: VoteTable, knowledge: Knowledge, *, is_slow: bool) -> None:
@@ -121,13 +122,13 @@ class VoteExchange:
             self.repeat(table, knowledge)
         elif plan.planner == knowledge.me and (message := self._find_next(plan, table, knowledge.me)):
             self.passed_on = message
-            self.outbox.append((self._others(knowledge.me), message))
+            self.outbox.append((self.others(knowledge.me), message))
 
     def _find_next(self, plan: Plan, table: VoteTable, me: str) -> VoteList | Settled | None:
         """What the planner passes on next, if it is time to do so."""
         if self.passed_on is None:
             return VoteList.of(plan, table.cast(plan))
-        has_all = table.tally(plan) == "commit" and not table.pending(plan) & self._others(me)
+        has_all = table.tally(plan) == "commit" and not table.pending(plan) & self.others(me)
         is_over = isinstance(self.passed_on, Settled)
         return Settled(plan=plan.id, round=plan.round) if has_all and not is_over else None
 
@@ -136,11 +137,11 @@ class VoteExchange:
 
         The others could not find out by themselves that it has committed.
         """
-        if self.is_direct or not self._others(me):
+        if self.is_direct or not self.others(me):
             return False
         if plan.planner != me:
             return not self.is_settled
-        return all(table.receipts.get((plan.id, name)) != "commit" for name in self._others(me))
+        return all(table.receipts.get((plan.id, name)) != "commit" for name in self.others(me))
 
     def _query(self, plan: Plan, table: VoteTable, reachable: frozenset[str]) -> None:
         asked = table.without_reply(plan) & reachable

@@ -14,6 +14,7 @@ from outer.errors import DeadlineError, TransportError
 from outer.gossip.server import GossipServer, Meet, MeetReply, Tell, TellReply
 from outer.membership.base import Member
 from outer.network.deadlines import Deadlines
+from outer.network.event_loop import loop_time
 from outer.network.messages import MAX_RANKS, check_carriers, parse, unpack_carriers
 from outer.network.retry import retry
 from outer.state.part_state import Position
@@ -149,14 +150,14 @@ class Partners:
     async def _meet(self, name: str, round_number: int) -> MeetReply | str:
         """The partner's reply, or why there is none."""
         limit = self._deadlines.grace(1)
-        deadline = _now() + limit
+        deadline = loop_time() + limit
         body = Meet(round=round_number).encode()
         try:
             while True:
                 reply = parse(MeetReply, await self._peers.call(name, "meet", body))
                 if reply.status != "not yet":
                     return reply
-                if _now() > deadline:
+                if loop_time() > deadline:
                     return f"it has not come to the end of round {round_number} within {limit:.0f} s"
         except TransportError as error:
             return str(error)
@@ -171,21 +172,17 @@ class Partners:
         """Why the pair does not count, or "" when the partner says that it has this island's whole share."""
         body = Tell(round=round_number, has_all=True).encode()
         limit = self._deadlines.limit("gossip")
-        deadline = _now() + limit
+        deadline = loop_time() + limit
         theirs = self._server.theirs
         try:
             while name not in theirs:
                 reply = parse(TellReply, await self._peers.call(name, "tell", body))
                 if reply.status != "open":
                     theirs.setdefault(name, reply.status == "yes")
-                elif _now() > deadline:
+                elif loop_time() > deadline:
                     raise DeadlineError(f"it has not taken this island's share within {limit:.0f} s")
         except TransportError as error:
             # It may have answered before it was lost; then its answer counts.
             if name not in theirs:
                 return str(error)
         return "" if theirs[name] else "it goes on without this island"
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

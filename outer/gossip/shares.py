@@ -15,6 +15,7 @@ from outer.gossip.partners import Route
 from outer.gossip.server import Take
 from outer.gossip.step import Share
 from outer.network.deadlines import Deadlines
+from outer.network.event_loop import loop_time
 from outer.space.layout import Part, Space
 
 TAKES_AT_ONCE = 8
@@ -73,8 +74,7 @@ class ShareDownload:
         return shares, {name: share for name, share in by_name.items() if isinstance(share, str)}
 
     async def _fetch(self, name: str, route: Route, round_number: int) -> Shares | str:
-        now = asyncio.get_running_loop().time
-        limit, started = self._deadlines.limit("gossip"), now()
+        limit, started = self._deadlines.limit("gossip"), loop_time()
         places, found = asyncio.Semaphore(TAKES_AT_ONCE), {}
 
         async def fetch(part: int) -> None:
@@ -95,7 +95,7 @@ class ShareDownload:
             if not isinstance(error, TransportError):
                 raise error from None
             return str(error)
-        self._deadlines.observe("gossip", now() - started)
+        self._deadlines.observe("gossip", loop_time() - started)
         return found
 
     def _decode(self, name: str, part: int, reply: bytes) -> Share:

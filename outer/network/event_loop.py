@@ -42,7 +42,11 @@ class EventLoop(Protocol):
 
     def try_to(self, work: Coroutine[Any, Any, object], timeout_seconds: float) -> bool:
         """Run `work`, which nothing depends on (a goodbye), and return whether it finished in time."""
-        ...
+        try:
+            self.run(work, timeout_seconds)
+        except TimeoutError:
+            return False
+        return True
 
     def time(self) -> float:
         """Seconds on the loop's clock."""
@@ -56,7 +60,7 @@ class EventLoop(Protocol):
         ...
 
 
-class EventLoopThread:
+class EventLoopThread(EventLoop):
     """Runs an event loop in a thread of its own, so that peers are answered while the training threads compute."""
 
     def __init__(self, slowness: float = 1.0) -> None:
@@ -78,13 +82,6 @@ class EventLoopThread:
         except BaseException:
             future.cancel()
             raise
-
-    def try_to(self, work: Coroutine[Any, Any, object], timeout_seconds: float) -> bool:
-        try:
-            self.run(work, timeout_seconds)
-        except TimeoutError:
-            return False
-        return True
 
     def time(self) -> float:
         return self._loop.time()
@@ -134,6 +131,11 @@ class SlowSelector(selectors.DefaultSelector):
         return super().select(None if timeout is None else min(timeout * self._slowness, MAX_SELECT_SECONDS))
 
 
+def loop_time() -> float:
+    """Seconds on the clock of the running event loop. Called on the loop."""
+    return asyncio.get_running_loop().time()
+
+
 class ChangeSignal:
     """Wakes the tasks of one event loop that wait for a condition, each time that its state may have changed."""
 
@@ -166,7 +168,7 @@ class FreezeDetector:
 
     def was_frozen(self) -> bool:
         """Whether the process has stood still since the last call."""
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         seconds = 0.0 if self._asked_at is None else now - self._asked_at
         self._asked_at = now
         if seconds > FROZEN_SECONDS:

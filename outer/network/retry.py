@@ -5,6 +5,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
+from outer.network.event_loop import loop_time
+
 T = TypeVar("T")
 MAX_DOUBLINGS = 64
 """More would overflow at last."""
@@ -28,11 +30,10 @@ async def retry(attempt: Callable[[], Awaitable[T]], *, seconds: float, pause_se
     >>> asyncio.run(retry(ask, seconds=10, pause_seconds=0))
     'ready'
     """
-    now = asyncio.get_running_loop().time
-    deadline = now() + seconds
+    deadline = loop_time() + seconds
     while True:
         result = await attempt()
-        if result or now() >= deadline:
+        if result or loop_time() >= deadline:
             return result
         await asyncio.sleep(pause_seconds)
 

@@ -19,6 +19,7 @@ from outer.agreement.proofs.certificate import Claim, Proof
 from outer.errors import TransportError
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Endpoint, Messenger
+from outer.network.event_loop import loop_time
 from outer.network.messages import MAX_ROUND, Digest, Message, pack_carriers, parse
 from outer.state.global_state import GlobalState
 from outer.state.part_state import Position
@@ -203,7 +204,7 @@ class AdmissionGate:
     async def enter(self, caller: Caller) -> bool:
         """Release the caller's earlier place and wait up to GATE_SECONDS for a new one. Returns whether it got one."""
         if caller in self._admitted_at:
-            self._deadlines.observe("part", _now() - self._admitted_at[caller])
+            self._deadlines.observe("part", loop_time() - self._admitted_at[caller])
             self.leave(caller)
         replaced = self._waiting.pop(caller, None)
         if replaced is not None and not replaced.done():
@@ -230,7 +231,7 @@ class AdmissionGate:
 
     def _admit(self) -> None:
         """Give free places to waiting callers, first to those whose island has the fewest, then in order of arrival."""
-        oldest = _now() - self._deadlines.limit("part")
+        oldest = loop_time() - self._deadlines.limit("part")
         self._admitted_at = {caller: at for caller, at in self._admitted_at.items() if at > oldest}
         while self._waiting and len(self._admitted_at) < self._limit():
             caller = min(
@@ -238,9 +239,5 @@ class AdmissionGate:
             )
             turn = self._waiting.pop(caller)
             if not turn.done():
-                self._admitted_at[caller] = _now()
+                self._admitted_at[caller] = loop_time()
                 turn.set_result(True)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

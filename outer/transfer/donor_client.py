@@ -9,6 +9,7 @@ from outer.errors import DeadlineError, MessageError, PeerLost, TransportError
 from outer.membership.base import Member
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Messenger
+from outer.network.event_loop import loop_time
 from outer.network.messages import call_message, check_carriers, unpack_carriers
 from outer.network.retry import retry
 from outer.space.digest import state_digest
@@ -49,7 +50,7 @@ class DonorClient:
 
     @property
     def is_usable(self) -> bool:
-        return asyncio.get_running_loop().time() >= self.suspended_until
+        return loop_time() >= self.suspended_until
 
     @property
     def round(self) -> int:
@@ -60,7 +61,7 @@ class DonorClient:
         """Do not ask the donor for SUSPENDED_SECONDS. While it is suspended, further errors are ignored."""
         if self.is_usable:
             log.warning("no more state from %s for %.0f s: %s", self.name, SUSPENDED_SECONDS, error)
-            self.suspended_until, self.cause = asyncio.get_running_loop().time() + SUSPENDED_SECONDS, str(error)
+            self.suspended_until, self.cause = loop_time() + SUSPENDED_SECONDS, str(error)
             self.description = None
 
     async def describe(self, round_number: int | None, seconds: float = DESCRIBE_SECONDS) -> Description:
@@ -69,7 +70,7 @@ class DonorClient:
         description = await call_message(
             self._messenger, address, "state", request, Description, timeout_seconds=seconds
         )
-        self._heard_at = asyncio.get_running_loop().time()
+        self._heard_at = loop_time()
         if description.fingerprint != self._space.fingerprint:
             raise MessageError("it trains another model: its parameters differ from this island's")
         if description.position.round == 0 or round_number not in (None, description.position.round):
@@ -98,7 +99,7 @@ class DonorClient:
         if not 0 <= request.part < len(self._carriers):
             raise MessageError("its description is missing")
         address, body = self.member.control_addresses[self._carriers[request.part]], request.encode()
-        started = asyncio.get_running_loop().time()
+        started = loop_time()
         call = asyncio.create_task(
             self._messenger.call(
                 address, kind, body, timeout_seconds=LONGEST_CALL_SECONDS, lane="bulk", longest=self._longest(request)
@@ -107,18 +108,18 @@ class DonorClient:
         try:
             while not call.done():
                 limit = max(deadlines.limit(kind), patience())
-                left = started + limit - asyncio.get_running_loop().time()
+                left = started + limit - loop_time()
                 if left <= 0:
                     raise DeadlineError(f"part {request.part} did not come within {limit:.0f} s")
                 await asyncio.wait([call], timeout=min(left, 1.0))
                 if not call.done():
                     await self._check_life()
             status, _, content = (await call).partition(b"\n")
-            self._heard_at = asyncio.get_running_loop().time()
+            self._heard_at = loop_time()
         finally:
             call.cancel()
         if content:
-            deadlines.observe(kind, asyncio.get_running_loop().time() - started)
+            deadlines.observe(kind, loop_time() - started)
         return status, content
 
     def _longest(self, request: PartRequest | MeanRequest) -> int:
@@ -128,7 +129,7 @@ class DonorClient:
     async def _check_life(self) -> None:
         """Raise TransportError if nothing was heard of the donor for QUIET_SECONDS and it does not answer now."""
         async with self._probe_lock:
-            if asyncio.get_running_loop().time() - self._heard_at > QUIET_SECONDS:
+            if loop_time() - self._heard_at > QUIET_SECONDS:
                 await self.describe(None, PROBE_SECONDS)
 
     async def release(self, worker: int | None = None) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from outer.errors import TransportError
 from outer.membership.base import Member
 from outer.network.endpoints import Messenger
+from outer.network.event_loop import loop_time
 from outer.transfer.cache import PartsCache
 from outer.transfer.donor import PART_SECONDS, Description
 from outer.transfer.donor_client import DonorClient, find_description
@@ -146,15 +147,14 @@ class Download:
 
     async def _watch(self, done: "asyncio.Task[None]", workers: "list[asyncio.Task[None]]") -> None:
         """Wait until `done`. Raises the error of a worker, and TransportError if no part has arrived for too long."""
-        clock = asyncio.get_running_loop().time
-        started = logged_at = self.fetcher.arrived_at = clock()
+        started = logged_at = self.fetcher.arrived_at = loop_time()
         bytes_before = self.fetcher.bytes_received
         while not done.done():
             await asyncio.wait([done, *workers], timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
             for worker in workers:
                 if worker.done() and not done.done():
                     worker.result()
-            now = clock()
+            now = loop_time()
             quiet = now - self.fetcher.arrived_at
             if quiet > max(PART_SECONDS, self.fetcher.deadlines.limit("part")):
                 raise TransportError(f"no part of the state has come for {quiet:.0f} s: {self._causes()}")
@@ -183,7 +183,7 @@ class Download:
     async def _wait_until_usable(self, donor: DonorClient) -> None:
         """Wait while the donor is suspended, then fetch its description. Raises TransportError when none is left."""
         while not donor.is_usable or donor.description is None:
-            await asyncio.sleep(max(0.0, donor.suspended_until - asyncio.get_running_loop().time()))
+            await asyncio.sleep(max(0.0, donor.suspended_until - loop_time()))
             try:
                 await donor.update_description()
                 if donor.description is not None:

@@ -7,6 +7,7 @@ import torch
 
 from outer.errors import MessageError
 from outer.network.deadlines import Deadlines
+from outer.network.event_loop import loop_time
 from outer.state.part_state import PartState, advance, unpack, unpack_mean
 from outer.transfer.cache import PartsCache
 from outer.transfer.donor import PART_SECONDS, MeanRequest, PartRequest
@@ -64,7 +65,7 @@ class PartFetcher:
                 return False
             else:
                 raise MessageError(f"it answers {status[:20]!r} when asked for part {part}")
-            self.arrived_at = asyncio.get_running_loop().time()
+            self.arrived_at = loop_time()
         return True
 
     def check_history(self, round_number: int, tokens: int) -> None:

@@ -1,11 +1,17 @@
 """Single islands of the round protocol, for tests that take it step by step."""
 
+import pytest
+
 from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Status
-from outer.agreement.rules import Rules
+from outer.agreement.rules import DIRECT_ISLANDS, Rules
 from outer.agreement.state_machine import RoundProtocol
 from tests.outer.signers import claims_of
 from tests.outer.world import START, ready_of
+
+PASSED_ON = 0
+"""Up to so many islands write to each other: to none, so the coordinator and the planner pass everything on."""
+WRITE_TO = [pytest.param(DIRECT_ISLANDS, id="to each other"), pytest.param(PASSED_ON, id="passed on")]
 
 
 def node(name: str, others: str, **rules: object) -> RoundProtocol:

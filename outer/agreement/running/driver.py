@@ -21,6 +21,7 @@ from outer.agreement.state_machine import RoundProtocol
 from outer.errors import BehindError, DeadlineError, MessageError, OuterError, PeerLost
 from outer.membership.base import Member
 from outer.network.endpoints import Endpoint
+from outer.network.event_loop import loop_time
 from outer.network.messages import Message, parse
 from outer.network.rejections import Rejections
 from outer.report import Waiting
@@ -82,20 +83,20 @@ class ProtocolDriver:
         self._send_outbox()
         on_sent()
         await self._detector.find_members()
-        grace, warned_at = GraceTimer(self.protocol, self._deadlines), _now()
-        waits, started, planless_since = WaitReporter(_now(), self._on_wait), _now(), None
+        grace, warned_at = GraceTimer(self.protocol, self._deadlines), loop_time()
+        waits, started, planless_since = WaitReporter(loop_time(), self._on_wait), loop_time(), None
         while True:
             await self._stop_if_left()
             self._detector.check_freeze()
-            grace.update(_now(), self._detector.woke_at)
-            self._held_up.update(_now(), self._detector.woke_at)
+            grace.update(loop_time(), self._detector.woke_at)
+            self._held_up.update(loop_time(), self._detector.woke_at)
             patience = grace.seconds_left
             decision = self.protocol.try_plan(is_late=grace.is_late, is_patient=patience > 0)
             self._send_outbox()
             match decision:
                 case Plan():
                     waits.end()
-                    self._planned_at = _now()
+                    self._planned_at = loop_time()
                     self._few.on_plan(decision)
                     return decision
                 case Behind():
@@ -104,10 +105,12 @@ class ProtocolDriver:
                 case GiveUp(cause):
                     raise OuterError(cause)
                 case TooFew():
-                    warned_at = self._few.check(decision, grace.waited, warned_at, _now())
+                    warned_at = self._few.check(decision, grace.waited, warned_at, loop_time())
             planless_since = self._pass_over(planless_since, is_late=grace.is_late) if decision is None else None
-            describe = partial(describe_gathering, self.protocol, decision, _now() - started, is_late=grace.is_late)
-            waits.report(_now(), describe)
+            describe = partial(
+                describe_gathering, self.protocol, decision, loop_time() - started, is_late=grace.is_late
+            )
+            waits.report(loop_time(), describe)
             await self._wait_for_change(min(PING_SECONDS, patience or PING_SECONDS))
 
     async def contribute(self, own: Ready) -> None:
@@ -122,34 +125,35 @@ class ProtocolDriver:
         self.protocol.vote(vote)
         self._send_outbox()
         on_sent()
-        started, plan, num_freezes = _now(), self.protocol.plan, self._deadlines.num_freezes
+        started, plan, num_freezes = loop_time(), self.protocol.plan, self._deadlines.num_freezes
         limit, waits = vote_limit(self._deadlines, started - self._planned_at), WaitReporter(started, self._on_wait)
         assert plan is not None, "an island votes on the plan it takes part in"
         while True:
             # After a freeze all votes may be here although this island's own vote has reached nobody.
             self._detector.check_freeze()
-            late = _now() - max(started, self._detector.woke_at) - limit
+            late = loop_time() - max(started, self._detector.woke_at) - limit
             is_slow, is_over = late > -limit / 2, late > query_limit(self._deadlines)
             outcome = self.protocol.conclude(is_late=late > 0, is_over=is_over, is_slow=is_slow)
             if outcome != "open":
                 break
             self._send_outbox()
-            waits.report(_now(), partial(describe_vote, self.protocol, plan, _now() - started))
+            waits.report(loop_time(), partial(describe_vote, self.protocol, plan, loop_time() - started))
             await self._wait_for_change(PING_SECONDS)
             await self._stop_if_left()
         waits.end()
         self._send_outbox()
         self._changed.set()
         if outcome == "commit":
-            self._deadlines.observe("vote", _now() - started, num_freezes)
+            self._deadlines.observe("vote", loop_time() - started, num_freezes)
             self._few.on_commit(plan)
         return outcome == "commit"
 
     async def say_goodbye(self, goodbye: Goodbye) -> None:
         """Tell all islands that this one leaves. Islands that do not answer soon will find it lost instead."""
-        deadline = _now() + GOODBYE_SECONDS  # For an attempt in progress, because the others need this island's vote.
-        while self.protocol.state in ("reducing", "voting") and _now() < deadline:
-            await self._wait_for_change(deadline - _now())
+        # An attempt in progress may end first, because the others need this island's vote.
+        deadline = loop_time() + GOODBYE_SECONDS
+        while self.protocol.state in ("reducing", "voting") and loop_time() < deadline:
+            await self._wait_for_change(deadline - loop_time())
         self._has_left = True
         self._detector.stop()
         # A ping that crosses the goodbye is still answered: nobody should wait for this island.
@@ -176,12 +180,12 @@ class ProtocolDriver:
 
     async def linger(self, seconds: float) -> bool:
         """Wait until all live islands have caught up. Returns True if this island's history does not survive."""
-        deadline = _now() + seconds
+        deadline = loop_time() + seconds
         self.protocol.write_to_all()  # Nobody else asks all of them for their status.
         self._detector.ping()
         self._send_outbox()
-        while _now() < deadline and self._knowledge.has_stragglers:
-            await self._wait_for_change(deadline - _now())
+        while loop_time() < deadline and self._knowledge.has_stragglers:
+            await self._wait_for_change(deadline - loop_time())
         return self._knowledge.behind(is_settled=True) is not None
 
     async def find_donors(self) -> list[Member]:
@@ -207,8 +211,8 @@ class ProtocolDriver:
     def _pass_over(self, since: float | None, *, is_late: bool) -> float | None:
         """Plan without the island that should do so once it has had its time; since when it has not done so."""
         planner = self.protocol.gathering.find_planner(is_late=is_late)
-        since = None if planner in (None, self._knowledge.me) else since or _now()
-        if since is None or _now() - max(since, self._detector.woke_at) < plan_limit(self._deadlines):
+        since = None if planner in (None, self._knowledge.me) else since or loop_time()
+        if since is None or loop_time() - max(since, self._detector.woke_at) < plan_limit(self._deadlines):
             return since
         planner = self.protocol.pass_over(is_late=is_late)
         log.warning("round %d: %s makes no plan; the next by name does", self._knowledge.status.round, planner)
@@ -219,8 +223,8 @@ class ProtocolDriver:
 
     async def _on_message(self, model: type[Message], source: Endpoint, body: bytes) -> bytes:
         message, sender = parse(model, body), source.island
-        self._detector.hear(sender)
         reply = self.protocol.receive(sender, message)
+        self._detector.hear(sender)
         match message:
             case Ready():
                 self._peers.direct_addresses[sender] = message.control_addresses
@@ -248,7 +252,7 @@ class ProtocolDriver:
 
     async def _call(self, island: str, message: Message) -> None:
         """Send one message and process the reply. A no goes to all ranks of the island: each must end its reduce."""
-        kind, body, called_at = kind_of(type(message)), message.encode(), _now()
+        kind, body, called_at = kind_of(type(message)), message.encode(), loop_time()
         if isinstance(message, Vote) and message.digest is None:
             self._peers.notify_other_ranks(island, kind, body)
         try:
@@ -284,7 +288,3 @@ class ProtocolDriver:
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
         self._changed.clear()
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from outer.agreement.running.peers import Peers
 from outer.agreement.state_machine import RoundProtocol
-from outer.network.event_loop import BEAT_SECONDS, FreezeDetector
+from outer.network.event_loop import BEAT_SECONDS, FreezeDetector, loop_time
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +66,11 @@ class FailureDetector:
                 self.peers.direct_addresses.pop(name, None)
                 self.on_removed()
         knowledge.add(self.peers.members)
+        self._heard_at = {name: at for name, at in self._heard_at.items() if name in knowledge.present}
 
     def hear(self, island: str) -> None:
         """A message of the island has arrived."""
-        self._heard_at[island] = asyncio.get_running_loop().time()
+        self._heard_at[island] = loop_time()
 
     def ping(self) -> None:
         """Queue this island's status for the islands that wait for it."""
@@ -85,7 +86,7 @@ class FailureDetector:
         if coordination.coordinator is None or not present:
             return frozenset()
         if coordination.is_mine:
-            since = asyncio.get_running_loop().time() - SILENT_SECONDS
+            since = loop_time() - SILENT_SECONDS
             return frozenset(name for name in present if self._heard_at.get(name, since) <= since)
         self._num_pings += 1
         return frozenset([sorted(present)[self._num_pings % len(present)]])
@@ -93,7 +94,7 @@ class FailureDetector:
     def check_freeze(self) -> None:
         """If this process has stood still since the last check, forbid a commit of the open plan on votes alone."""
         if self._freeze_detector.was_frozen():
-            self.woke_at = asyncio.get_running_loop().time()
+            self.woke_at = loop_time()
             self.peers.deadlines.num_freezes += 1
             self.protocol.require_query()
 

@@ -10,6 +10,7 @@ from outer.errors import PeerLost, TransportError
 from outer.membership.base import Member, Membership
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Messenger
+from outer.network.event_loop import loop_time
 from outer.network.messages import Message
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Peers:
     async def call(self, island: str, kind: str, body: bytes) -> bytes:
         """Call the island's leader, twice if the connection breaks. Raises PeerLost, DeadlineError or MessageError."""
         for is_last in (False, True):
-            addresses, started = self.addresses(island), asyncio.get_running_loop().time()
+            addresses, started = self.addresses(island), loop_time()
             num_freezes = self.deadlines.num_freezes
             if not addresses:
                 raise PeerLost(island, "its address is not known")
@@ -75,7 +76,7 @@ class Peers:
                     raise
             else:
                 self.check_freeze()
-                self.deadlines.observe("call", asyncio.get_running_loop().time() - started, num_freezes)
+                self.deadlines.observe("call", loop_time() - started, num_freezes)
                 return reply
         raise AssertionError("the last try returns or raises")
 

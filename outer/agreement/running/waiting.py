@@ -40,10 +40,9 @@ def describe_gathering(protocol: RoundProtocol, decision: object, seconds: float
     knowledge, excluded, islands = protocol.knowledge, protocol.gathering.excluded, {}
     if knowledge.me in excluded:
         cause = f"this island is left out: {excluded[knowledge.me]}"
-    coordination = protocol.coordination
-    if coordination.coordinator not in (None, knowledge.me):
-        num_islands = len(knowledge.awaited) + 1
-        islands[coordination.coordinator] = f"it knows of {coordination.num_ready} of {num_islands} that are ready"
+    if protocol.coordination.is_led:
+        why = f"it knows of {protocol.coordination.num_ready} of {len(knowledge.awaited) + 1} that are ready"
+        islands[protocol.coordination.coordinator] = why
         return Waiting(knowledge.status.round, "gathering", seconds, islands, cause)
     for name in knowledge.present:
         why = f"it is left out: {excluded[name]}" if name in excluded else _why_not_ready(protocol, name)

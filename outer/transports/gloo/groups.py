@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from outer.errors import DeadlineError, MessageError, PeerLost, TransportError, first_line
 from outer.network.endpoints import ISLAND_NAME, Endpoint
+from outer.network.event_loop import loop_time
 from outer.transports.gloo.addresses import AddressExchange, AddressStore, check_gloo_address
 from outer.transports.gloo.door import close_door
 
@@ -81,10 +82,10 @@ async def _first_result(
     asking: "Mapping[Endpoint, asyncio.Task[None]]",
 ) -> dist.ProcessGroupGloo:
     """The group, or the error of the first endpoint that is lost. An endpoint's task ends early only by an error."""
-    deadline = asyncio.get_running_loop().time() + spec.seconds + MARGIN_SECONDS
+    deadline = loop_time() + spec.seconds + MARGIN_SECONDS
     pending: set[asyncio.Task] = {building, *asking.values()}
     while not building.done() and not any(map(_has_failed, asking.values())):
-        left = deadline - asyncio.get_running_loop().time()
+        left = deadline - loop_time()
         done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             break

@@ -4,11 +4,10 @@ import random
 
 import pytest
 
-from outer.agreement.rules import DIRECT_ISLANDS
 from tests.outer.habits import HABITS, WITH_A_QUORUM, Habit, false_commits
 from tests.outer.lies import Run, new_run, seconds_until
+from tests.outer.protocols import WRITE_TO
 
-WRITE_TO = [pytest.param(DIRECT_ISLANDS, id="to each other"), pytest.param(0, id="passed on")]
 BOUND = 60
 """Seconds for a round. A vote is late after 4 and given up after 6, and a planner is passed over after 3."""
 SLOW = pytest.mark.slow

@@ -10,14 +10,11 @@ from outer.agreement.planner import TooFew
 from outer.agreement.rules import DIRECT_ISLANDS, Behind
 from outer.errors import MessageError
 from tests.outer.explore import agree, explore, forked, walk
-from tests.outer.protocols import gathering, node
+from tests.outer.protocols import PASSED_ON, WRITE_TO, gathering, node
 from tests.outer.signers import signed_yes
 from tests.outer.world import START, Budget, World, digest_of, events, new_world, ready_of
 
 ONCE = Budget(crashes=1, failed_reduces=1, dropped=1, duplicated=1, impatient=1)
-PASSED_ON = 0
-"""Up to so many islands write to each other: to none, so the coordinator and the planner pass everything on."""
-WRITE_TO = [pytest.param(DIRECT_ISLANDS, id="to each other"), pytest.param(PASSED_ON, id="passed on")]
 WHOLE = {
     "2 islands, nothing wrong": ("ab", 1, Budget()),
     "2 islands, 2 rounds, nothing wrong": ("ab", 2, Budget()),

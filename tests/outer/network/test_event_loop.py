@@ -9,8 +9,7 @@ import pytest
 
 from outer.errors import OuterError
 from outer.network.event_loop import EventLoopThread
-
-GUARD_SECONDS = 40.0
+from tests.outer.islands import GUARD_SECONDS
 
 
 @pytest.fixture
