@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outer.agreement.messages import Plan, Ready, Status
 from outer.agreement.proofs.certificate import Claim, Proof, ProofQuery
@@ -12,6 +13,20 @@ from outer.errors import MessageError
 
 MAX_ISLANDS = 1024
 NEVER = (-1, -1)
+
+
+class Judged(NamedTuple):
+    """The islands that are not lost, by what becomes of their claims."""
+
+    live: dict[str, Status]
+    """Last known status of those that are believed, by island."""
+    unproved: frozenset[str]
+    """Those whose claim to be ahead is neither proved nor refuted yet."""
+    awaited: frozenset[str]
+    """Those that may take part in a round: all whose claims are not disbelieved.
+
+    Islands whose claim is not proved yet are among them, until they have been asked for the proof and gave none.
+    """
 
 
 @dataclass
@@ -82,39 +97,36 @@ class Knowledge:
         """Whether a round is within one of this island's. Messages on other rounds would only fill the memory."""
         return abs(round_number - self.status.round) <= 1
 
+    def judge_claims(self) -> "Judged":
+        """Which of the other islands are believed, and which may take part in a round."""
+        live, unproved, refused = {}, set(), set()
+        for name, status in self.statuses.items():
+            if name not in self.present or name in self.lost:
+                continue
+            if self._is_doubted(name, status):
+                refused.add(name)
+            elif not self._is_rival(status) or self.is_proved(status.claim):
+                live[name] = status
+            elif self.claims.answered.get(name) == status.claim:
+                refused.add(name)
+            else:
+                unproved.add(name)
+        return Judged(live, frozenset(unproved), self.present - self.lost - refused)
+
     @property
     def live(self) -> dict[str, Status]:
         """Last known status of the other islands that are not lost and whose claims are believed, by island."""
-        islands = self.present - self.lost
-        heard = {name: s for name, s in self.statuses.items() if name in islands and not self._is_doubted(name, s)}
-        return {name: s for name, s in heard.items() if not self._is_rival(s) or self.is_proved(s.claim)}
+        return self.judge_claims().live
 
     @property
     def awaited(self) -> frozenset[str]:
-        """The other islands that may take part in a round: they are not lost, and their claims are not disbelieved.
-
-        Islands whose claim is not proved yet are among them, until they have been asked for the proof and gave none.
-        """
-        return self.present - self.lost - (self.statuses.keys() - self.live.keys() - self.unproved)
-
-    @property
-    def unproved(self) -> frozenset[str]:
-        """Live islands whose claim to be ahead is neither proved nor refuted yet."""
-        return frozenset(
-            name
-            for name, s in self.statuses.items()
-            if name in self.present - self.lost
-            and not self._is_doubted(name, s)
-            and self._is_rival(s)
-            and self.claims.answered.get(name) != s.claim
-            and not self.is_proved(s.claim)
-        )
+        """The other islands that may take part in a round. See `Judged`."""
+        return self.judge_claims().awaited
 
     @property
     def agreeing(self) -> frozenset[str]:
         """The other live islands that hold this island's state and are on their way to its next round."""
-        here = self.status.claim
-        return frozenset(name for name, s in self.live.items() if s.is_coming and s.claim == here)
+        return frozenset(name for name, s in self.live.items() if s.is_coming and s.agrees_with(self.status))
 
     @property
     def has_stragglers(self) -> bool:
@@ -123,7 +135,7 @@ class Knowledge:
 
     def behind(self, *, is_settled: bool) -> Behind | None:
         """The surviving history, or None if it is this island's. `is_settled`: all islands that count have reported."""
-        return find_behind(self.me, self.status, self.live, self._weigh, is_settled=is_settled)
+        return find_behind(self.me, self.status, self.live, self.weigh, is_settled=is_settled)
 
     def check_ready(self, ready: Ready) -> None:
         """Raise MessageError when an island's ready message makes an impossible claim or names another's key."""
@@ -180,8 +192,9 @@ class Knowledge:
 
     def _is_rival(self, status: Status) -> bool:
         """Whether a status claims a state that may survive this island's."""
-        is_start = status.rank == (0, 0)  # Nobody has signed that.
-        return status.claim != self.status.claim and status.rank >= self.status.rank and not is_start
+        if status.agrees_with(self.status) or status.rank < self.status.rank:
+            return False
+        return status.rank != (0, 0)  # Nobody has signed that.
 
     def _count(self, claim: Claim) -> int:
         """How many islands that count stand behind a claim, with this one."""
@@ -191,7 +204,8 @@ class Knowledge:
         own = [(self.me, self.signer.public)] if claim == self.status.claim else []
         return self.claims.count(claim, own + keys, is_held_up=self.is_held_up)
 
-    def _weigh(self, status: Status) -> int:
+    def weigh(self, status: Status) -> int:
+        """How many islands that count stand behind the state of a status."""
         return self._count(status.claim)
 
     def disbelieve(self, island: str, claim: Status) -> None:

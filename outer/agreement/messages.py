@@ -68,6 +68,10 @@ class Status(Message):
         """The state, without what else the status says."""
         return Claim(self.round, self.tokens, self.digest)
 
+    def agrees_with(self, other: "Status") -> bool:
+        """Whether both claim the same state."""
+        return (self.digest, self.tokens, self.round) == (other.digest, other.tokens, other.round)
+
 
 class Ready(Message):
     """Offer of an island to take part in a plan of `round`, as a contributor or as an observer."""
@@ -125,10 +129,15 @@ class Plan(Message):
     planner: IslandName
     participants: list[Ready] = Field(min_length=1, max_length=1024)
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """Names of the participants in the order in which their pseudo-gradients are summed."""
         return [p.island for p in self.participants]
+
+    @cached_property
+    def keys(self) -> dict[str, str]:
+        """Public keys of the participants, by island."""
+        return {p.island: p.key for p in self.participants}
 
     @property
     def contributors(self) -> list[Ready]:
@@ -142,17 +151,25 @@ class Plan(Message):
 
     def statement(self, digest: str) -> Statement:
         """What a participant signs that votes for the state with this digest."""
-        base = self.participants[0]
-        return Statement(
-            plan=self.id,
-            round=self.round,
-            base=base.digest,
-            base_tokens=base.base_tokens,
-            tokens=base.base_tokens + sum(p.tokens for p in self.participants),
-            digest=digest,
-            islands=self.names,
-            keys=[p.key for p in self.participants],
-        )
+        if digest not in self._statements:
+            base = self.participants[0]
+            self._statements.clear()
+            self._statements[digest] = Statement(
+                plan=self.id,
+                round=self.round,
+                base=base.digest,
+                base_tokens=base.base_tokens,
+                tokens=base.base_tokens + sum(p.tokens for p in self.participants),
+                digest=digest,
+                islands=self.names,
+                keys=[p.key for p in self.participants],
+            )
+        return self._statements[digest]
+
+    @cached_property
+    def _statements(self) -> dict[str, Statement]:
+        """The last statement by its digest, because the votes of all are checked against the same one."""
+        return {}
 
     @property
     def addresses(self) -> dict[Endpoint, str]:
@@ -196,7 +213,7 @@ class Vote(Message):
         """Whether the participant with the voter's name has signed it. A no needs no signature."""
         if self.digest is None:
             return True
-        key = next((p.key for p in plan.participants if p.island == self.island), None)
+        key = plan.keys.get(self.island)
         if key is None or self.signature is None:
             return False
         return verify(key, plan.statement(self.digest).text, self.signature)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from outer.agreement.coordination import Coordination
 from outer.agreement.knowledge import Knowledge, ReadyTable
 from outer.agreement.messages import Plan, Ready, Status
-from outer.agreement.rules import Behind, Rules
+from outer.agreement.rules import Behind, Rules, find_behind
 from outer.agreement.suspicions import Suspicions, Votes
 
 
@@ -61,8 +61,8 @@ class Gathering:
     statuses: Mapping[str, Status]
     """Last known status of the live islands, by island."""
     readies: ReadyTable
-    find_behind: Callable[..., Behind | None]
-    """`Knowledge.behind`."""
+    weigh: Callable[[Status], int]
+    """`Knowledge.weigh`."""
     coordination: Coordination
     excluded: Mapping[str, str]
     """Islands that are left out because of earlier attempts at this round, with the reason."""
@@ -78,7 +78,7 @@ class Gathering:
         """
         me, absent, agreeing = self.own.island, self.absent, self._find_agreeing()
         is_settled = is_late or not absent
-        if behind := self.find_behind(is_settled=is_settled):
+        if behind := find_behind(me, self.status, self.statuses, self.weigh, is_settled=is_settled):
             return behind
         if me not in agreeing:
             return None  # The others go on without this island. It takes their state afterwards.
@@ -184,16 +184,17 @@ def build_gathering(
     votes: Votes,
 ) -> Gathering:
     """What an island knows about the others while it gathers. `own`: its ready message."""
-    excluded = suspicions.excluded(knowledge.status.round, votes) if knowledge.awaited else {}
+    judged = knowledge.judge_claims()
+    excluded = suspicions.excluded(knowledge.status.round, votes) if judged.awaited else {}
     return Gathering(
         own,
         knowledge.status,
         knowledge.rules,
-        knowledge.awaited,
+        judged.awaited,
         knowledge.reported,
-        knowledge.live,
+        judged.live,
         readies,
-        knowledge.behind,
+        knowledge.weigh,
         coordination,
         excluded,
         suspicions.left_out,

@@ -119,8 +119,9 @@ def find_behind(
         if not is_settled:
             return None  # Islands that have not reported yet count in the majority, too.
         rivals[me] = own
-    best = min(rivals.values(), key=lambda s: (-weigh(s), s.digest))
-    if best.claim == own.claim:
+    states = {s.claim: s for s in rivals.values()}
+    best = min(states.values(), key=lambda s: (-weigh(s), s.digest)) if len(states) > 1 else next(iter(states.values()))
+    if best.agrees_with(own):
         return None
     donors = tuple(sorted(name for name, theirs in rivals.items() if theirs.digest == best.digest))
     return Behind(

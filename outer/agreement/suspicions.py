@@ -128,7 +128,7 @@ class Suspicions:
 
     def find_end(self, knowledge: Knowledge, votes: Votes) -> str | None:
         """Why the island of `knowledge` cannot go on, because of digests that differ, or None."""
-        ties = self.find_ties(knowledge.agreeing | {knowledge.me}, votes)
+        ties = self.find_ties(knowledge.agreeing | {knowledge.me}, votes) if len(self.plans) >= MAX_TIES else []
         if len(ties) >= MAX_TIES:
             return explain_tie(knowledge.status.round, ties)
         own = self.dissents.get(knowledge.me)

@@ -13,7 +13,7 @@ committed state, and every participant derives the next ledger from the same pla
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import chain
 from operator import itemgetter
 from typing import Annotated, Protocol
@@ -80,6 +80,11 @@ class Ledger(Message):
         if len(np.unique(units)) < len(units):
             raise ValueError("a unit is leased or returned twice")
         return self
+
+    @cached_property
+    def unnamed(self) -> dict[int, Ranges]:
+        """Leases of islands whose names are not known yet, by their first unit."""
+        return {lease.runs[0][0]: lease.runs for name, lease in self.leases.items() if name.startswith("#")}
 
     @property
     def trained(self) -> int:
@@ -200,8 +205,7 @@ def _find_claimed_lease(ledger: Ledger, claim: Claim, terms: Terms) -> Ranges | 
         return own.runs if own.runs[0][0] == claim.first else None
     if ledger.frontier <= claim.first < ledger.frontier + NUM_SPARES * terms.spare:
         return (range(claim.first, claim.first + terms.spare),)
-    unnamed = (lease.runs for name, lease in ledger.leases.items() if name.startswith("#"))
-    return next((ranges for ranges in unnamed if ranges[0][0] == claim.first), None)
+    return ledger.unnamed.get(claim.first)
 
 
 def _find_new_observers(ledger: Ledger, claims: Sequence[Claim], begun: dict[int, str], terms: Terms) -> list[Claim]:
@@ -218,10 +222,10 @@ def _find_new_observers(ledger: Ledger, claims: Sequence[Claim], begun: dict[int
 
 def _find_overlap(ledger: Ledger, first: int, begun: Mapping[int, str], terms: Terms) -> str | None:
     """Island that began with this unit, or so close to it beyond the frontier that both may have read some units."""
-    for unit, island in begun.items():
-        if unit == first or (min(unit, first) >= ledger.frontier and abs(unit - first) < terms.spare):
-            return island
-    return None
+    if first in begun or first < ledger.frontier:
+        return begun.get(first)
+    near = (island for unit, island in begun.items() if unit >= ledger.frontier and abs(unit - first) < terms.spare)
+    return next(near, None)
 
 
 def _end_lapsed(leases: Mapping[str, Lease], present: set[str]) -> tuple[dict[str, Lease], list[range]]:

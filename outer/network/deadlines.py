@@ -25,6 +25,8 @@ class Deadlines:
         self.initial_seconds = initial_seconds
         self._history = history
         self._measured: dict[str, tuple[float, ...]] = {}  # Replaced as a whole, because several threads read it.
+        self._limits: dict[str, tuple[tuple[float, ...], float]] = {}
+        """By kind: the measured waits, and the limit that follows from them."""
         self.num_freezes = 0
         """Freezes of this process so far. The failure detector counts them."""
 
@@ -44,13 +46,14 @@ class Deadlines:
 
     def limit(self, kind: str) -> float:
         """Longest time that a wait of this kind may take now, in seconds."""
-        middle = self.typical(kind)
-        if middle is None:
+        measured = self._measured.get(kind, ())
+        if len(measured) < 3:
             return min(self.initial_seconds, MAX_FIRST_SECONDS.get(kind, self.initial_seconds))
-        measured, floor = self._measured[kind], FLOORS.get(kind, DEFAULT_FLOOR_SECONDS)
-        deviation = median(abs(m - middle) for m in measured)
-        limit = min(middle + max(floor, SPREAD * deviation), MAX_GROWTH * max(measured) + floor)
-        return min(limit, MAX_SECONDS.get(kind, limit))
+        known, limit = self._limits.get(kind, ((), 0.0))
+        if known is not measured:
+            limit = _find_limit(kind, measured)
+            self._limits[kind] = measured, limit
+        return limit
 
     def grace(self, num_waiting: int, num_absent: int = 1) -> float:
         """Time that `num_waiting` islands wait for `num_absent` islands that live but are not ready, in seconds.
@@ -61,3 +64,10 @@ class Deadlines:
         if (a_round := self.typical("round")) is None:
             return self.initial_seconds
         return max(FLOORS["grace"], a_round * max(num_absent, 1) / max(num_waiting, 1))
+
+
+def _find_limit(kind: str, measured: tuple[float, ...]) -> float:
+    middle, floor = median(measured), FLOORS.get(kind, DEFAULT_FLOOR_SECONDS)
+    deviation = median(abs(m - middle) for m in measured)
+    limit = min(middle + max(floor, SPREAD * deviation), MAX_GROWTH * max(measured) + floor)
+    return min(limit, MAX_SECONDS.get(kind, limit))

@@ -23,7 +23,7 @@ from outer.transports.loopback import Hub
 
 KINDS = ["loopback", "gloo", "hivemind"]
 A, B, C = Endpoint("a", 0), Endpoint("b", 0), Endpoint("c", 0)
-TEST_SECONDS = 60
+TEST_SECONDS = 120
 ROOT = Path(__file__).parents[2]
 
 torch.set_num_threads(1)

@@ -15,15 +15,15 @@ from outer.network.deadlines import Deadlines
 log = logging.getLogger(__name__)
 
 
-def find_ready(protocol: RoundProtocol) -> list[Ready]:
-    """Latest ready messages of the other live islands for this island's round."""
-    live, number = protocol.knowledge.awaited, protocol.knowledge.status.round
-    return [ready for name, ready in protocol.readies.latest.items() if name in live and ready.round == number]
+def find_ready(protocol: RoundProtocol, awaited: frozenset[str]) -> list[Ready]:
+    """Latest ready messages of these islands for this island's round."""
+    number = protocol.knowledge.status.round
+    return [ready for name, ready in protocol.readies.latest.items() if name in awaited and ready.round == number]
 
 
 def find_contributors(protocol: RoundProtocol) -> list[Ready]:
-    """Like `find_ready`, without the observers."""
-    return [ready for ready in find_ready(protocol) if not ready.listens]
+    """Those of the other islands that may take part and are no observers."""
+    return [ready for ready in find_ready(protocol, protocol.knowledge.awaited) if not ready.listens]
 
 
 class GraceTimer:
@@ -33,11 +33,15 @@ class GraceTimer:
         self._protocol, self._deadlines = protocol, deadlines
         self._since: float | None = None
         self._is_direct = protocol.coordination.is_direct
+        self._num_absent = self._num_contributors = 0
+        self._step_seconds = 0.0
+        """Of the fastest contributor."""
         self.waited = 0.0
         """Seconds since there is a contributor, or since this process woke from a freeze if that was later."""
 
     def update(self, now: float, woke_at: float) -> None:
-        """Measure the waiting time at `now`. `woke_at`: end of this process's last freeze."""
+        """See who is ready, and measure the waiting time at `now`. `woke_at`: end of this process's last freeze."""
+        self._count()
         is_direct = self._protocol.coordination.is_direct
         if is_direct and not self._is_direct:
             self._since = None  # The others' ready messages are still to come, because the coordinator had them.
@@ -49,24 +53,20 @@ class GraceTimer:
     @property
     def is_late(self) -> bool:
         """Whether the grace period is over: islands that are not ready are not waited for any longer."""
-        num_islands = len(self._protocol.knowledge.awaited) + 1
-        num_ready = max(len(find_ready(self._protocol)) + 1, self._protocol.coordination.num_ready)
-        return self.waited > self._deadlines.grace(max(1, self._num_contributors), max(0, num_islands - num_ready))
+        return self.waited > self._deadlines.grace(max(1, self._num_contributors), self._num_absent)
 
     @property
     def seconds_left(self) -> float:
         """Seconds that contributors still wait for observers to finish their inner steps."""
-        fastest = min((ready.step_seconds for ready in self._contributors), default=0.0)
-        return max(0.0, self._protocol.knowledge.rules.grace_steps * fastest - self.waited)
+        return max(0.0, self._protocol.knowledge.rules.grace_steps * self._step_seconds - self.waited)
 
-    @property
-    def _num_contributors(self) -> int:
-        return max(len(self._contributors), self._protocol.coordination.num_ready)
-
-    @property
-    def _contributors(self) -> list[Ready]:
-        own = self._protocol.own
-        return [*find_contributors(self._protocol), *([] if own is None or own.listens else [own])]
+    def _count(self) -> None:
+        awaited, own = self._protocol.knowledge.awaited, self._protocol.own
+        ready, num_ready = find_ready(self._protocol, awaited), self._protocol.coordination.num_ready
+        contributors = [each for each in [*ready, *([own] if own else [])] if not each.listens]
+        self._num_absent = max(0, len(awaited) + 1 - max(len(ready) + 1, num_ready))
+        self._num_contributors = max(len(contributors), num_ready)
+        self._step_seconds = min((each.step_seconds for each in contributors), default=0.0)
 
 
 class HeldUpTimer:

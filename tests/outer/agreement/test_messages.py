@@ -106,6 +106,22 @@ def test_of_equal_histories_the_one_that_most_hold_survives_or_the_lowest_digest
         assert {live[donor].digest for donor in behind.donors} == {DIGESTS[expected]}
 
 
+@pytest.mark.parametrize(("digests", "num_weighed"), [("xxxx", 0), ("xxxy", 2)])
+def test_each_state_is_weighed_once_however_many_hold_it(digests: str, num_weighed: int) -> None:
+    live = {name: Status(round=1, tokens=5, digest=DIGESTS[d]) for name, d in zip("abcd", digests, strict=True)}
+    weighed: list[Status] = []
+    find_behind("me", live["a"], live, lambda status: weighed.append(status) or 1, is_settled=True)
+    assert len(weighed) == num_weighed
+
+
+def test_a_plan_makes_the_statement_of_a_digest_once_and_keeps_no_others() -> None:
+    plan = plan_of("a", "b")
+    first = plan.statement(DIGESTS["x"])
+    assert plan.statement(DIGESTS["x"]) is first
+    assert plan.statement(DIGESTS["y"]).digest == DIGESTS["y"]
+    assert plan.statement(DIGESTS["x"]) == first and plan.statement(DIGESTS["x"]) is not first
+
+
 def test_a_plan_knows_every_endpoint() -> None:
     plan = plan_of("a", "c", "d")
     assert plan.names == ["a", "c", "d"]
