@@ -86,6 +86,8 @@ class RoundReport:
     """Observers: participants that contributed nothing because they were still training."""
     audited: int = 0
     """Number of parts of other reducers that this island recomputed."""
+    planner: str = ""
+    """The island that planned the attempt: among more than four, the coordinator. Empty in a gossip run."""
 
     @property
     def unit_triples(self) -> list[list[int]]:

@@ -79,6 +79,8 @@ class RoundRecord:
     """Participants that contributed nothing to the round because they were still training."""
     audited: int = 0
     """Number of parts that others reduced and this island recomputed."""
+    planner: str = ""
+    """The island that planned the attempt: among more than four, the coordinator. Empty with gossip."""
     time: float = field(default_factory=time.time)
     """The end of the attempt, which consists of the wait and then the reduce."""
     kind: Literal["round"] = "round"

@@ -76,8 +76,10 @@ class RunQuery(Message):
     """Body of `members` and `config`: a question about a run."""
 
     run: RunName
-    seen: OptionalDigest = ""
-    """Digest of the records that the caller knows. If it is empty, the answer comes at once."""
+    server: OptionalDigest = ""
+    """Id of the process from which the caller has its records."""
+    seen: int = Field(default=0, ge=0, lt=1 << 53)
+    """Number of the last change there that the caller knows; 0 if it knows none. Then the answer comes at once."""
 
 
 class Records(Message):
@@ -85,9 +87,14 @@ class Records(Message):
 
     server: OptionalDigest
     """Random id of the serving process."""
-    digest: OptionalDigest
-    records: dict[IslandName, SignedRecord] | None
-    """By island, or None if the caller knows them already."""
+    version: int = Field(ge=0, lt=1 << 53)
+    """Number of the last change to the run's records."""
+    records: dict[IslandName, SignedRecord]
+    """By island: those that have changed since the change that the caller has seen."""
+    gone: list[IslandName] = Field(default=[], max_length=1 << 12)
+    """Islands whose records have been removed since then."""
+    is_whole: bool
+    """Whether `records` has all of them. Then the caller forgets all others."""
     has_config: bool
 
 

@@ -4,10 +4,11 @@ It stores nothing that the islands do not know: after a restart at the same addr
 whom a name belongs to may have been said by others first. With a folder it remembers that over restarts.
 """
 
-import hashlib
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count, repeat
 from pathlib import Path
 
 from outer.errors import InputError, MessageError
@@ -46,6 +47,8 @@ MAX_CALL_BYTES = MAX_RECORD_BYTES + MAX_CONFIG_BYTES
 NAMES_SECONDS = 60.0
 """A rendezvous forgets whom the names of a run belong to when the run has had no island for so long."""
 NAMES_PREFIX, NAMES_SUFFIX = "names-", ".json"
+UNKNOWN = 1
+"""Stands for the last change to the records of a run that is not known here."""
 HOLD_SECONDS = 1.0
 """A caller that knows all records gets its reply at the next change, or after this time."""
 
@@ -55,26 +58,59 @@ class _Record:
     member: Member
     signed: SignedRecord
     expires_at: float
+    version: int
+    """Number of the change that brought it."""
 
 
 @dataclass
 class _RunRecords:
+    changes: Iterator[int]
+    """Numbers for changes: of any two the later one is higher, over all runs of the server."""
     config: str | None = None
     records: dict[str, _Record] = field(default_factory=dict)  # by island
+    gone: dict[str, int] = field(default_factory=dict)
+    """Islands whose records were removed, with the number of that change, the oldest first."""
+    version: int = field(init=False)
+    """Number of the last change."""
+    _first: int = field(init=False)
+    """Number of the change from which on all are known here."""
     names: KnownNames = field(default_factory=KnownNames)
     """The owners of names, and the times of their newest statements."""
     used_at: float = 0.0
     lived_at: float = field(default_factory=time.monotonic)
     names_path: Path | None = None
 
-    @property
-    def digest(self) -> str:
-        texts = sorted(record.signed.text for record in self.records.values())
-        return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:32]
+    def __post_init__(self) -> None:
+        self.version = self._first = next(self.changes)
+
+    def put(self, member: Member, signed: SignedRecord, expires_at: float) -> bool:
+        """Store an island's record. Returns whether it says something new."""
+        known = self.records.get(member.island)
+        if known is not None and known.signed.text == signed.text:
+            self.records[member.island] = _Record(member, signed, expires_at, known.version)
+            return False
+        self.version = next(self.changes)
+        self.gone.pop(member.island, None)
+        self.records[member.island] = _Record(member, signed, expires_at, self.version)
+        return True
+
+    def remove(self, island: str) -> None:
+        """Remove an island's record, which there is."""
+        del self.records[island]
+        self.version = self.gone[island] = next(self.changes)
+        while len(self.gone) > MAX_RECORDS:
+            self._first = self.gone.pop(next(iter(self.gone)))
+
+    def since(self, seen: int) -> tuple[dict[str, SignedRecord], list[str], bool]:
+        """What has changed since the change `seen`: records, islands without one now, and whether that is all."""
+        is_whole = not self._first <= seen <= self.version
+        changed = {name: record.signed for name, record in self.records.items() if is_whole or record.version > seen}
+        return changed, [name for name, version in self.gone.items() if version > seen and not is_whole], is_whole
 
     def drop_dead(self) -> None:
         now = time.monotonic()
-        self.records = {island: record for island, record in self.records.items() if record.expires_at > now}
+        for island in [island for island, record in self.records.items() if record.expires_at <= now]:
+            self.remove(island)
         if self.records:
             self.lived_at = now
         elif now - self.lived_at > NAMES_SECONDS:
@@ -97,7 +133,7 @@ class RecordServer:
 
     def __init__(self, folder: Path | None = None) -> None:
         """`folder` keeps the owners of names over restarts. Raises InputError when a file there cannot be read."""
-        self._id, self._folder = secrets.token_hex(8), folder
+        self._id, self._folder, self._changes = secrets.token_hex(8), folder, count(UNKNOWN + 1)
         self._runs = {} if folder is None else {name: self._new_run(name) for name in _remembered_runs(folder)}
         self._changed = ChangeSignal()
         self.handlers: dict[str, Handler] = {
@@ -124,14 +160,14 @@ class RecordServer:
         return self._keep(announcement)
 
     async def _members(self, source: Endpoint, body: bytes) -> bytes:
-        """Reply with the run's records. A caller that knows them all waits for a change."""
+        """Reply with what has changed in the run's records. A caller that knows all of it waits for a change."""
         query = parse(RunQuery, body)
-        await self._changed.wait_until(lambda: self._find_run(query.run).digest != query.seen, HOLD_SECONDS)
+        seen = query.seen if query.server == self._id else 0
+        await self._changed.wait_until(lambda: self._find_run(query.run).version != seen, HOLD_SECONDS)
         run = self._find_run(query.run)
-        signed = {island: record.signed for island, record in run.records.items()}
-        records = None if run.digest == query.seen else signed
-        has_config = run.config is not None
-        return Records(server=self._id, digest=run.digest, records=records, has_config=has_config).encode()
+        records, gone, is_whole = run.since(seen)
+        about = {"is_whole": is_whole, "has_config": run.config is not None}
+        return Records(server=self._id, version=run.version, records=records, gone=gone, **about).encode()
 
     async def _publish(self, source: Endpoint, body: bytes) -> bytes:
         publication = parse(Publication, body)
@@ -151,7 +187,7 @@ class RecordServer:
         is_new = run.check_owner(withdrawal.island, withdrawal.key, withdrawal.time)
         record = run.records.get(withdrawal.island)
         if is_new and record is not None and record.member.incarnation == withdrawal.incarnation:
-            del run.records[withdrawal.island]
+            run.remove(withdrawal.island)
             self._changed.notify()
         return b""
 
@@ -168,11 +204,9 @@ class RecordServer:
         signed = announcement.record
         member, run = open_record(announcement.run, signed), self._find_or_create_run(announcement.run)
         self._check_room(run, member.island, len(signed.text))
-        if run.check_owner(member.island, member.identity, signed.time):
-            known = run.records.get(member.island)
-            run.records[member.island] = _Record(member, signed, time.monotonic() + announcement.life_seconds)
-            if known is None or known.signed.text != signed.text:
-                self._changed.notify()
+        is_new = run.check_owner(member.island, member.identity, signed.time)
+        if is_new and run.put(member, signed, time.monotonic() + announcement.life_seconds):
+            self._changed.notify()
         return Kept(newest=run.names.newest(member.island)).encode()
 
     def _check_room(self, run: _RunRecords, island: str, length: int) -> None:
@@ -187,7 +221,7 @@ class RecordServer:
 
     def _find_run(self, name: str) -> _RunRecords:
         """The run with its live records. An unknown run is returned empty and is not stored."""
-        run = self._runs.get(name) or _RunRecords()
+        run = self._runs.get(name) or _RunRecords(repeat(UNKNOWN))
         run.drop_dead()
         return run
 
@@ -206,7 +240,7 @@ class RecordServer:
 
     def _new_run(self, name: str) -> _RunRecords:
         path = None if self._folder is None else self._folder / f"{NAMES_PREFIX}{name}{NAMES_SUFFIX}"
-        return _RunRecords(names=KnownNames(path), names_path=path)
+        return _RunRecords(self._changes, names=KnownNames(path), names_path=path)
 
 
 def _remembered_runs(folder: Path) -> list[str]:

@@ -24,8 +24,8 @@ class RendezvousLink:
         self.cause = "no answer"
         self.is_announced = False
         """Whether this incarnation has announced itself to the rendezvous."""
-        self.digest, self._server = "", ""
-        """Digest of the records that the rendezvous has sent, and the id of the process that sent them."""
+        self.version, self.server = 0, ""
+        """Number of the last change that is known here, and the id of the process that sent it."""
         self._members: dict[str, Member] = {}
         self._previous: dict[str, Member] = {}
         """Records from before a loss. They count until `_trusted_from`: it may return with fewer islands."""
@@ -43,23 +43,24 @@ class RendezvousLink:
         self._previous.pop(island, None)
         self._members.pop(island, None)
 
-    def on_answer(self, records: Records, members: Mapping[str, Member] | None) -> None:
-        """Note an answer and the members in its records, or None if they have not changed.
+    def on_answer(self, records: Records, members: Mapping[str, Member]) -> None:
+        """Note an answer and the members in its records, as far as they count.
 
         It may be the first answer after a loss, and may come from another process than before.
         """
         was_lost = self.has_answered and not self.is_up
         if was_lost:
             log.info("the rendezvous %s is back", self.address)
-        if was_lost or self._server not in ("", records.server):
+        if was_lost or self.server not in ("", records.server):
             self._previous, self._trusted_from = self.known(), time.monotonic() + self._grace_seconds
             self.wake.set()
-        self.has_answered, self.is_up, self._server = True, True, records.server
-        if members is not None:
-            self._members, self.digest = dict(members), records.digest
+        self.has_answered, self.is_up, self.server = True, True, records.server
+        changed = {*self._members} if records.is_whole else {*records.records, *records.gone}
+        kept = {name: member for name, member in self._members.items() if name not in changed}
+        self._members, self.version = kept | dict(members), records.version
 
     def on_lost(self, error: TransportError) -> None:
         self.cause = first_line(error)
         if self.is_up:
             log.warning("the rendezvous %s is lost (%s); training goes on without it", self.address, self.cause)
-        self.is_up, self.digest = False, ""
+        self.is_up, self.version = False, 0

@@ -181,9 +181,9 @@ class TcpMembership:
             await asyncio.sleep(PAUSE_SECONDS if link.is_up else RETRY_SECONDS)
 
     async def _ask(self, link: RendezvousLink) -> None:
-        records = parse(Records, await self._call(link, "members", RunQuery(run=self._run_id, seen=link.digest)))
-        members = None if records.records is None else open_records(self._run_id, records.records, self._auth)
-        link.on_answer(records, members)
+        query = RunQuery(run=self._run_id, server=link.server, seen=link.version)
+        records = parse(Records, await self._call(link, "members", query))
+        link.on_answer(records, open_records(self._run_id, records.records, self._auth))
         if self._config is not None and not records.has_config:
             # A rendezvous that refuses the config also refuses the record, which `_beat` logs.
             with suppress(MessageError):

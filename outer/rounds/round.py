@@ -76,6 +76,7 @@ class RoundRunner:
             round=plan.round,
             attempt=plan.attempt,
             participants=plan.names,
+            planner=plan.planner,
             is_committed=is_committed,
             digest=self.replica.digest,
             base=plan.participants[0].digest,

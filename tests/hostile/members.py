@@ -134,7 +134,7 @@ async def _replay_at_the_rendezvous(config: Config, thief: Speaker) -> None:
     while True:
         query = RunQuery(run=config.name).encode()
         seen.append(parse(Records, await messenger.call(target, "members", query, timeout_seconds=CALL_SECONDS)))
-        for record in itertools.chain.from_iterable((records.records or {}).values() for records in seen[-20:]):
+        for record in itertools.chain.from_iterable(records.records.values() for records in seen[-20:]):
             body = Announcement(run=config.name, record=record, life_seconds=60).encode()
             for kind in ("announce", "beat"):
                 with suppress(OuterError):

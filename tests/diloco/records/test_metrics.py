@@ -65,6 +65,7 @@ def test_the_record_of_an_attempt_has_all_that_the_report_says(is_committed: boo
         cause="" if is_committed else "island 'island-1' is lost",
         is_own=True,
         listeners=["island-2"],
+        planner="island-1",
     )
     ledger = Ledger(frontier=9, returned=(range(7, 9),))
     record = RoundRecord.from_report(report, steps=5, tokens=640, waited_seconds=2.0, ledger=ledger)
@@ -90,6 +91,7 @@ def test_the_record_of_an_attempt_has_all_that_the_report_says(is_committed: boo
         trained_units=7,
         open_units=2,
         listeners=("island-2",),
+        planner="island-1",
         time=record.time,
     )
 

@@ -1,5 +1,6 @@
 """The records that a rendezvous keeps: what it refuses, and how much it takes."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -7,9 +8,10 @@ import pytest
 
 from outer.errors import InputError, MessageError
 from outer.membership import rendezvous as limits
-from outer.membership.records import Announcement, Publication, sign_record
+from outer.membership.records import Announcement, Publication, Records, RunQuery, sign_record, sign_withdrawal
 from outer.membership.rendezvous import MAX_RUNS, RecordServer
 from outer.network.endpoints import Endpoint
+from outer.network.messages import parse
 from tests.outer.nets import key_of, member, run
 
 
@@ -41,7 +43,8 @@ MALFORMED = [
     ("beat", make_record(record={"text": "{}", "time": 1, "signature": "0" * 128})),
     ("beat", announcement("a", signed_by="b")),
     ("members", b'{"run": 1}'),
-    ("members", b'{"run": "run", "seen": "not hex"}'),
+    ("members", b'{"run": "run", "seen": -1}'),
+    ("members", b'{"run": "run", "server": "not hex"}'),
     ("publish", json.dumps({"run": "run", "text": "x" * (1 << 16) + "x"}).encode()),
     ("publish", json.dumps({"run": "run", "text": "\u20ac" * (1 << 15)}).encode()),
     ("leave", b'{"run": "run", "island": "a b", "incarnation": "00"}'),
@@ -98,6 +101,72 @@ def test_a_rendezvous_serves_so_many_live_runs_and_forgets_the_dead_first():
         assert "run-5" not in server._runs
         with pytest.raises(MessageError, match=f"serves {MAX_RUNS} runs already"):
             await ask(server, "announce", announcement("a", run_id="two-more"))
+
+    run(main())
+
+
+async def look(server: RecordServer, last: Records | None = None) -> Records:
+    """Ask for the records, or for what has changed since the `last` answer."""
+    query = RunQuery(run="run") if last is None else RunQuery(run="run", server=last.server, seen=last.version)
+    return parse(Records, await ask(server, "members", query.encode()))
+
+
+def names(records: Records) -> tuple[list[str], list[str], bool]:
+    return sorted(records.records), records.gone, records.is_whole
+
+
+def test_who_knows_the_records_gets_what_has_changed_and_nothing_else(monkeypatch):
+    monkeypatch.setattr(limits, "HOLD_SECONDS", 0.01)
+
+    async def main() -> None:
+        server = RecordServer()
+        assert names(nobody := await look(server)) == ([], [], True)
+        assert names(await look(server, nobody)) == ([], [], False)
+        for island in "abc":
+            await ask(server, "announce", announcement(island))
+        assert names(first := await look(server, nobody)) == (["a", "b", "c"], [], True)
+        await ask(server, "beat", announcement("a", time_ms=2))
+        assert names(same := await look(server, first)) == ([], [], False)
+        await ask(server, "beat", announcement("b", time_ms=2, round=5))
+        await ask(server, "leave", sign_withdrawal(key_of("c"), "run", member("c"), 3).encode())
+        assert names(second := await look(server, same)) == (["b"], ["c"], False)
+        await ask(server, "announce", announcement("c", time_ms=4))
+        assert names(await look(server, second)) == (["c"], [], False)
+        assert names(await look(server, first)) == (["b", "c"], [], False)
+
+    run(main())
+
+
+def test_who_has_missed_more_than_is_remembered_or_knows_another_process_gets_all(monkeypatch):
+    monkeypatch.setattr(limits, "HOLD_SECONDS", 0.01)
+    monkeypatch.setattr(limits, "MAX_RECORDS", 3)
+
+    async def main() -> None:
+        server = RecordServer()
+        await ask(server, "announce", announcement("a"))
+        first = await look(server)
+        for number in range(4):
+            name = f"island-{number}"
+            await ask(server, "announce", announcement(name))
+            await ask(server, "leave", sign_withdrawal(key_of(name), "run", member(name), 3).encode())
+        assert names(await look(server, first)) == (["a"], [], True)
+        other = RecordServer()
+        await ask(other, "announce", announcement("b"))
+        assert names(await look(other, first)) == (["b"], [], True)
+
+    run(main())
+
+
+def test_a_record_that_is_not_renewed_is_gone(monkeypatch):
+    monkeypatch.setattr(limits, "HOLD_SECONDS", 0.5)
+
+    async def main() -> None:
+        server = RecordServer()
+        short = parse(Announcement, announcement("a")).model_copy(update={"life_seconds": 0.05})
+        await ask(server, "announce", short.encode())
+        first = await look(server)
+        await asyncio.sleep(0.1)
+        assert names(await look(server, first)) == ([], ["a"], False)
 
     run(main())
 

@@ -40,7 +40,9 @@ def test_records_of_a_hostile_rendezvous_are_checked():
     }
 
     async def members(source: Endpoint, body: bytes) -> bytes:
-        return json.dumps({"server": "0", "digest": "00", "records": records, "has_config": False}).encode()
+        return json.dumps(
+            {"server": "0", "version": 1, "records": records, "is_whole": True, "has_config": False}
+        ).encode()
 
     async def main() -> None:
         messenger = StreamMessenger(RENDEZVOUS, Endpoint("x", 0), dial, Traffic())
@@ -55,7 +57,7 @@ def test_records_of_a_hostile_rendezvous_are_checked():
 
 def test_a_rendezvous_that_answers_nonsense_is_as_good_as_none():
     async def members(source: Endpoint, body: bytes) -> bytes:
-        return b'{"server": "0", "digest": "00", "records": {"a b": "x"}, "has_config": false}'
+        return b'{"server": "0", "version": 1, "records": {"a b": "x"}, "is_whole": true, "has_config": false}'
 
     async def main() -> None:
         messenger = StreamMessenger(RENDEZVOUS, Endpoint("x", 0), dial, Traffic())

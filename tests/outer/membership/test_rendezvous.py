@@ -12,12 +12,12 @@ import pytest
 
 from outer.connect import find_runs
 from outer.errors import InputError
-from outer.membership.records import Records, RunInfo
+from outer.membership.records import Records, RunInfo, sign_record
 from outer.membership.rendezvous import Rendezvous, serve_rendezvous
 from outer.membership.rendezvous_link import RendezvousLink
 from outer.membership.tcp import TcpMembership, open_membership
 from tests.outer.membership.test_membership import wait_for
-from tests.outer.nets import ROOT, A, B, C, Swarm, member, run
+from tests.outer.nets import ROOT, A, B, C, Swarm, key_of, member, run
 from tests.outer.rendezvous import open_memberships, rendezvous
 
 
@@ -147,12 +147,24 @@ def test_a_rendezvous_that_comes_back_empty_is_not_believed_at_once(caplog):
 
 def test_another_process_at_the_same_address_is_noticed_without_a_loss():
     link = RendezvousLink("tcp://127.0.0.1:1", grace_seconds=60)
-    link.on_answer(Records(server="1", digest="aa", records={}, has_config=True), {"b": member("b")})
-    link.on_answer(Records(server="1", digest="bb", records={}, has_config=True), {"c": member("c")})
+    link.on_answer(Records(server="1", version=5, records={}, is_whole=True, has_config=True), {"b": member("b")})
+    link.on_answer(Records(server="1", version=6, records={}, is_whole=True, has_config=True), {"c": member("c")})
     assert link.known() == {"c": member("c")}
-    link.on_answer(Records(server="2", digest="cc", records={}, has_config=False), {})
+    link.on_answer(Records(server="2", version=7, records={}, is_whole=True, has_config=False), {})
     assert link.known() == {"c": member("c")}
     assert link.wake.is_set()
+
+
+def test_a_link_keeps_what_has_not_changed_and_drops_what_is_gone_or_refused():
+    link = RendezvousLink("tcp://127.0.0.1:1", grace_seconds=60)
+    signed = {name: sign_record(key_of(name), "run", member(name), 1) for name in "abcd"}
+    whole = Records(server="1", version=5, records=signed, is_whole=True, has_config=True)
+    link.on_answer(whole, {name: member(name) for name in "abcd"})
+    changed = {"b": signed["b"], "d": signed["d"]}
+    part = Records(server="1", version=9, records=changed, gone=["c"], is_whole=False, has_config=True)
+    link.on_answer(part, {"b": member("b", round=2)})
+    assert link.known() == {"a": member("a"), "b": member("b", round=2)}, "d is refused"
+    assert link.version == 9
 
 
 def test_one_of_several_rendezvous_is_enough():
