@@ -100,7 +100,7 @@ class Trainer:
             load_weights(self.params, self.stages, settings.init_from)
         names = [spec.name for spec in self.params.specs]
         self.optimizers = build_optimizers(self.stages, names, optimizer_config)
-        self._cutter = Cutter(layout.positions, settings.seq_len, settings.eos_id)
+        self._cutter = Cutter(layout.positions.to(self._device), settings.seq_len, settings.eos_id)
         self._tied_ends = build_tied_group(layout)
         self._runner = build_pipeline(
             layout, self.stages, settings.micro_batch, self.micro_batches_per_step
@@ -129,13 +129,15 @@ class Trainer:
         raise TrainingStopped on all ranks.
         """
         started_at = time.perf_counter()
+        mine = len(micro_batches)
+        # Counted where the text is, so that the host does not wait for the device.
+        tokens, num_windows = self._sum_over_ranks([self._counted_tokens(micro_batches), mine])
+        assert num_windows == mine * self.mesh.degrees.num_ranks > 0, f"{mine} here, {num_windows}"
         windows = [window.to(self._device) for window in micro_batches]
-        tokens, num_windows = self._sum_over_ranks([self._counted_tokens(windows), len(windows)])
-        assert num_windows == len(windows) * self.mesh.degrees.num_ranks > 0, f"{len(windows)} here, {num_windows}"
         my_loss = self._runner.backward([self._cutter(window) for window in windows], scale=1.0 / max(tokens, 1.0))
         sum_tied(self.stages, self._tied_ends)
         # All ranks decide alike because the sums are the same on all of them.
-        loss_sum, norm_2 = self._sum_over_ranks([self._counted_loss(my_loss), squared_norm(self.stages).item()])
+        loss_sum, norm_2 = self._add_up(torch.stack([self._counted_loss(my_loss), squared_norm(self.stages)]))
         is_skipped = tokens == 0 or not math.isfinite(loss_sum) or not math.isfinite(norm_2)
 
         lr = lr_at(self.inner_step, self.settings.total_steps, self._config)
@@ -161,7 +163,8 @@ class Trainer:
         Every rank must call it, and ranks with equal data_rank with the same windows. The number of windows may differ
         between data ranks and may be zero.
         """
-        mine = [window.to(self._device) for window in windows]
+        here = list(windows)
+        mine = [window.to(self._device) for window in here]
         most = torch.tensor(len(mine), device=self._device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         # A forward is collective, so all ranks must run the same number.
@@ -170,7 +173,8 @@ class Trainer:
         my_loss = self._counted_loss(self._runner.evaluate([self._cutter(window) for window in windows]))
         for stage in self.stages:
             free_gathered_weights(stage)
-        loss_sum, tokens = self._sum_over_ranks([my_loss, self._counted_tokens(mine)])
+        (loss_sum,) = self._add_up(my_loss.unsqueeze(0))
+        (tokens,) = self._sum_over_ranks([self._counted_tokens(here)])
         return loss_sum, int(tokens)
 
     def _counted_tokens(self, windows: Sequence[Tensor]) -> int:
@@ -178,13 +182,17 @@ class Trainer:
         at = self.mesh.at
         return sum(map(num_targets, windows)) if at["pp"] == at["cp"] == at["tp"] == 0 else 0
 
-    def _counted_loss(self, loss: Tensor) -> float:
+    def _counted_loss(self, loss: Tensor) -> Tensor:
         """The loss on the first tensor-parallel rank and 0 on the others, which have the same loss."""
-        return loss.item() if self.mesh.at["tp"] == 0 else 0.0
+        return loss if self.mesh.at["tp"] == 0 else torch.zeros_like(loss)
 
-    def _sum_over_ranks(self, values: list[float]) -> list[float]:
+    def _sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Sum each value over the island's ranks in fp64. Every rank must call it."""
-        total = torch.tensor(values, dtype=torch.float64, device=self._device)
+        return self._add_up(torch.tensor(values, dtype=torch.float64, device=self._device))
+
+    def _add_up(self, values: Tensor) -> list[float]:
+        """Like `_sum_over_ranks`, for a 1-D tensor on the device. The host waits for the device once."""
+        total = values.double()
         dist.all_reduce(total)
         return total.tolist()
 

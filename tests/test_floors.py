@@ -19,6 +19,7 @@ FLOORS = {
         huggingface optim parallel.context parallel.pipeline
         checkpoint parallel
         measure trainer
+        dry_run
     """,
     "outer": """
         config errors hooks

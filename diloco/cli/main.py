@@ -152,13 +152,23 @@ def mesh(
     memory: Annotated[
         str | None, typer.Option(help="Memory per rank, for example 80GB; exits 1 if a step does not fit.")
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Also make a step of three ranks at full size on a device that computes nothing, without a GPU, and "
+            "compare memory and traffic with the plan. Takes seconds for 1B parameters and minutes for 70B.",
+        ),
+    ] = False,
 ) -> None:
     """Draw an island's mesh without starting it: the ranks, their traffic, the pipeline and the memory."""
     from rich.console import Console
 
+    from diloco.planning.dry_run import show_dry_run
     from diloco.planning.mesh_picture import show_mesh
 
-    raise typer.Exit(0 if show_mesh(config, overrides or [], island, memory, Console()) else 1)
+    rehearse = show_dry_run if dry_run else None
+    raise typer.Exit(0 if show_mesh(config, overrides or [], island, memory, Console(), rehearse) else 1)
 
 
 @app.command()

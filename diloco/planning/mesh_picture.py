@@ -4,7 +4,7 @@ It starts no process and no process group; torch is imported only to read the or
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -68,8 +68,17 @@ class StepPlan:
         return estimate_memory(self.work, self.optimizer, self.device_type)
 
 
-def show_mesh(path: Path, overrides: list[str], index: int, memory: str | None, console: Console) -> bool:
+def show_mesh(
+    path: Path,
+    overrides: list[str],
+    index: int,
+    memory: str | None,
+    console: Console,
+    rehearse: Callable[[RunConfig, IslandConfig, StepPlan, Console], bool] | None = None,
+) -> bool:
     """Print the mesh of one island. Returns False if a step does not fit into `memory` (None sets no limit).
+
+    `rehearse` (dry_run.py) makes a step and prints it; its False is returned, too.
 
     Raises ConfigError or InputError.
     """
@@ -90,14 +99,15 @@ def show_mesh(path: Path, overrides: list[str], index: int, memory: str | None, 
         print_section(console, *pipeline(plan, width))
     where = "the CPU" if plan.device_type == "cpu" else "a GPU"
     print_section(console, f"What a rank holds on {where} (estimate)", memory_table(plan, width))
+    is_sound = rehearse is None or rehearse(config.run, island, plan, console)
     if limit is None:
-        return True
+        return is_sound
     fits = max(each.peak for each in plan.memory) <= limit
     console.print()
     print_text(
         console, advice(work, plan.optimizer, limit, plan.device_type), style="bold green" if fits else "bold red"
     )
-    return fits
+    return fits and is_sound
 
 
 def parse_bytes(text: str) -> int:

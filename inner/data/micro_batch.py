@@ -23,7 +23,7 @@ class Cutter:
     """Cuts windows into micro-batches of the positions that this rank holds."""
 
     positions_S: Tensor
-    """Positions of the sequence that this rank holds, int64."""
+    """Positions of the sequence that this rank holds, int64, on the device of the windows."""
     seq_len: int
     eos_id: int | None
     """Token that ends a document; None if attention ignores document boundaries."""
@@ -35,9 +35,8 @@ class Cutter:
         if len(self.positions_S) == self.seq_len:
             return MicroBatch(tokens_BS, targets_BS, documents_BS)
         assert tokens_BS.shape[1] == self.seq_len, f"{tokens_BS.shape[1]} positions, the mesh has {self.seq_len}"
-        positions_S = self.positions_S.to(window_BT.device)
-        documents_BS = None if documents_BS is None else documents_BS[:, positions_S]
-        return MicroBatch(tokens_BS[:, positions_S], targets_BS[:, positions_S], documents_BS)
+        documents_BS = None if documents_BS is None else documents_BS[:, self.positions_S]
+        return MicroBatch(tokens_BS[:, self.positions_S], targets_BS[:, self.positions_S], documents_BS)
 
 
 def document_numbers(tokens_BS: Tensor, eos_id: int) -> Tensor:

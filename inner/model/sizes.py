@@ -43,6 +43,8 @@ PRESETS: dict[str, ModelSizes] = {
     "1b": _llama3(dim=2048, num_layers=16, num_heads=32, ffn_dim=8192, tie_embeddings=True),
     "3b": _llama3(dim=3072, num_layers=28, num_heads=24, ffn_dim=8192, tie_embeddings=True),
     "8b": _llama3(dim=4096, num_layers=32, num_heads=32, ffn_dim=14336, tie_embeddings=False),
+    "70b": _llama3(dim=8192, num_layers=80, num_heads=64, ffn_dim=28672, tie_embeddings=False),
+    "405b": _llama3(dim=16384, num_layers=126, num_heads=128, ffn_dim=53248, tie_embeddings=False),
 }
 
 _REQUIRED = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim")

@@ -81,6 +81,22 @@ def test_thirty_two_islands_in_one_process_compute_what_real_processes_do(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_sixty_four_islands_train_in_one_process_and_learn(tmp_path):
+    settings = [*PLAIN, "data.seq_len=8", "optimizer.tokens_per_step=128", "outer.rounds=4"]
+    with swarm(tmp_path, *settings, islands=[ONE] * 64) as islands:
+        process = together(islands)
+        process.finish(580)
+        found = [folder_of(process, index) for index in range(64)]
+    for number in range(4):
+        rounds = [island.committed()[number] for island in found]
+        assert len({r["digest"] for r in rounds}) == 1
+        assert all(len(r["participants"]) == 64 for r in rounds)
+    losses = [record["loss"] for record in found[0].records("eval")]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
 def test_recomputing_and_bfloat16_are_the_same_in_threads(tmp_path):
     assert_same_as_real(tmp_path, RECOMPUTING, 3)
 

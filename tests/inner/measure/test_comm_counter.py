@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from inner.config import OptimizerConfig, ParallelConfig
+from inner.dry_run.comm_counter import CommCounter, island_groups
 from inner.measure.traffic import TrafficRow, expected_traffic
 from inner.measure.workload import Workload
 from inner.mesh import Degrees
 from inner.model.sizes import ModelSizes
 from tests.harness import run_ranks
 from tests.inner import small
-from tests.inner.comm_counter import CommCounter, island_groups
 
 ROOT = Path(__file__).parents[3]
 

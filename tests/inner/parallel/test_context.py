@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from inner.config import ContextMethod
+from inner.dry_run.comm_counter import CommCounter
 from inner.errors import InputError
 from inner.model.attention import Attend, causal_attention
 from inner.model.transformer import rotate
 from inner.parallel.context.build import build_attend, rank_positions
 from inner.parallel.layout_check import check_context
 from tests.harness import run_ranks
-from tests.inner.comm_counter import CommCounter
 from tests.inner.sequences import (
     BANDS,
     B,

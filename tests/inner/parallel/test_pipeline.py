@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from inner.config import ParallelConfig
+from inner.dry_run.comm_counter import CommCounter, island_groups
 from inner.mesh import Degrees
 from tests.harness import RankFailed, run_ranks
-from tests.inner.comm_counter import CommCounter, island_groups
 from tests.inner.small import OPTIMIZER, SEQ_LEN, SIZES, batch, build_trainer
 
 MICRO_BATCHES = 8

@@ -1,0 +1,141 @@
+"""`diloco mesh --dry-run`: an inner step of some ranks on an accelerator that computes nothing, beside the plan.
+
+Each rank is rehearsed by a process of its own (`python -m inner.dry_run`), which needs neither a GPU nor other ranks.
+"""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter
+from rich.console import Console
+from rich.table import Table
+
+from diloco.config.schema import IslandConfig, RunConfig
+from diloco.errors import ConfigError
+from diloco.formatting import human_bytes, human_count, human_seconds
+from diloco.planning.mesh_picture import StepPlan, print_section, print_text
+from diloco.planning.mesh_traffic import plain_table
+from inner.dry_run.case import Rehearsal, RehearsalResult
+from inner.measure.memory import estimate_memory
+from inner.measure.traffic import TrafficRow, expected_traffic
+
+LIMIT_SECONDS = 3600.0
+"""Longest time for one rank."""
+EOS_ID = 0
+"""Any token will do: texts have no values here."""
+SCALARS = "scalars"
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank has done, and what was planned."""
+
+    done: RehearsalResult
+    planned_peak: int
+    planned_traffic: list[TrafficRow]
+
+    @property
+    def traffic(self) -> list[TrafficRow]:
+        """What the rank has sent, without bookkeeping of a few bytes."""
+        return [row for row in self.done.traffic if row.op != SCALARS]
+
+    @property
+    def is_as_planned(self) -> bool:
+        """Whether it has sent exactly what was planned."""
+        return sorted(self.traffic) == sorted(self.planned_traffic)
+
+    @property
+    def differences(self) -> list[str]:
+        """Lines about the traffic that was not planned, or not so."""
+        planned = {(row.axis, row.op): row for row in self.planned_traffic}
+        done = {(row.axis, row.op): row for row in self.traffic}
+        lines = []
+        for key in sorted(planned.keys() | done.keys()):
+            if (here := done.get(key)) != (there := planned.get(key)):
+                lines.append(f"rank {self.done.rank}, {' '.join(key)}: {_amount(here)}; planned: {_amount(there)}")
+        return lines
+
+
+def show_dry_run(run: RunConfig, island: IslandConfig, plan: StepPlan, console: Console) -> bool:
+    """Rehearse the first, a middle and the last rank and print what they did.
+
+    Returns False if a rank sent from the wrong device. Raises ConfigError if a rehearsal fails.
+    """
+    num_ranks = plan.work.degrees.num_ranks
+    reports = []
+    for rank in sorted({0, num_ranks // 2, num_ranks - 1}):
+        with console.status(f"dry run of rank {rank} of {num_ranks}"):
+            reports.append(_report(run, island, plan, rank))
+    seconds = human_seconds(max(report.done.seconds for report in reports))
+    print_section(console, f"Dry run of a step on a device that computes nothing ({seconds} a rank)", _table(reports))
+    notes = [line for report in reports for line in report.differences]
+    if island.parallel.compile:
+        notes.append("torch.compile is left out of a dry run")
+    if notes:
+        print_text(console, "\n".join(notes))
+    print_section(console, "Where host and device wait for each other in a step of rank 0", _crossings(reports[0].done))
+    misplaced = [f"rank {report.done.rank}: {what}" for report in reports for what in report.done.misplaced]
+    if misplaced:
+        print_text(console, "\n".join(["sent from the wrong device:", *misplaced]), style="bold red")
+    return not misplaced
+
+
+def _report(run: RunConfig, island: IslandConfig, plan: StepPlan, rank: int) -> RankReport:
+    case = Rehearsal(
+        sizes=plan.work.sizes,
+        degrees=plan.work.degrees,
+        parallel=island.parallel.model_copy(update={"compile": False}),
+        optimizer=run.optimizer,
+        seq_len=run.data.seq_len,
+        micro_batch=island.micro_batch,
+        compute_dtype=island.compute_dtype,
+        eos_id=EOS_ID if run.data.document_mask else None,
+        rank=rank,
+    )
+    done, work = rehearse_apart(case), plan.work
+    pp_rank = done.coordinates["pp"]
+    peak = estimate_memory(work, plan.optimizer, "cuda")[pp_rank].peak
+    return RankReport(done, peak, expected_traffic(work, pp_rank))
+
+
+def rehearse_apart(case: Rehearsal) -> RehearsalResult:
+    """Rehearse in another process. Raises ConfigError with what it has said if it fails or takes too long."""
+    command = [sys.executable, "-m", "inner.dry_run"]
+    body = TypeAdapter(Rehearsal).dump_json(case)
+    try:
+        ended = subprocess.run(command, input=body, capture_output=True, timeout=LIMIT_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"--dry-run: rank {case.rank} did not finish a step within {LIMIT_SECONDS:g} s") from None
+    if ended.returncode:
+        said = ended.stderr.decode(errors="replace").strip()
+        raise ConfigError(f"--dry-run: rank {case.rank} has failed: {said[-2000:]}")
+    return TypeAdapter(RehearsalResult).validate_json(ended.stdout)
+
+
+def _table(reports: list[RankReport]) -> Table:
+    table = plain_table(("rank", "place"), ("parameters", "peak", "estimate", "", "sent", "as planned"))
+    for report in reports:
+        done, rows = report.done, report.traffic
+        table.add_row(
+            str(done.rank),
+            f"pp {done.coordinates['pp']}",
+            human_count(done.num_params),
+            human_bytes(done.peak_bytes),
+            human_bytes(report.planned_peak),
+            f"{100 * (done.peak_bytes / report.planned_peak - 1):+.1f} %",
+            human_bytes(sum(row.sent_bytes for row in rows)),
+            "yes" if report.is_as_planned else "no",
+        )
+    return table
+
+
+def _crossings(done: RehearsalResult) -> Table:
+    table = plain_table(("what, where",), ("times",))
+    for what, times in sorted(done.crossings.items(), key=lambda item: (-item[1], item[0])):
+        table.add_row(what, str(times))
+    return table
+
+
+def _amount(row: TrafficRow | None) -> str:
+    return "nothing" if row is None else f"{human_bytes(row.sent_bytes)} in {row.calls} calls"

@@ -1,0 +1,64 @@
+"""torch chooses some kernels by the name of the device. Here it chooses for the dry run's device as it does for CUDA.
+
+Without this it would fall back to formulas that keep what no GPU keeps, as the whole matrix of attention scores.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inner.dry_run.accelerator import DEVICE_TYPE
+
+aten = torch.ops.aten
+_attention, _rms_norm = F.scaled_dot_product_attention, F.rms_norm
+
+
+def choose_as_cuda_does() -> None:
+    """For the rest of this process."""
+    F.scaled_dot_product_attention = _fused_attention
+    F.rms_norm = _fused_rms_norm
+
+
+def _fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, **options: Any
+) -> Tensor:
+    if query.device.type != DEVICE_TYPE:
+        return _attention(query, key, value, attn_mask, dropout_p, **options)
+    is_causal = bool(options.get("is_causal"))
+    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
+    # The other kernel wants keys and values for each head, and a bias instead of a mask.
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    bias = None if attn_mask is None else _make_bias(attn_mask, query)
+    return aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal)[0]
+
+
+def _make_bias(mask: Tensor, query: Tensor) -> Tensor:
+    bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, float("-inf"))
+    return bias.expand(query.shape[0], query.shape[1], -1, -1)
+
+
+def _fused_rms_norm(
+    values: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    if values.device.type != DEVICE_TYPE:
+        return _rms_norm(values, normalized_shape, weight, eps)
+    return _FusedRmsNorm.apply(values, weight)
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """Keeps what CUDA's kernel keeps: its input, the weight, and a number in fp32 for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(values, weight, torch.empty_like(values[..., :1], dtype=torch.float32))
+        return torch.empty_like(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        values, weight, _ = ctx.saved_tensors
+        rows = tuple(range(values.ndim - 1))
+        return torch.empty_like(values), None if weight is None else grads[0].sum(rows).to(weight.dtype)

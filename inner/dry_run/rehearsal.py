@@ -1,0 +1,79 @@
+"""One inner step of one rank on the dry run's device: the trainer as it is, at its real size."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from inner.dry_run.accelerator import DEVICE_TYPE
+from inner.dry_run.case import Rehearsal, RehearsalResult
+from inner.dry_run.comm_counter import CommCounter, island_groups
+from inner.dry_run.step_tracker import StepTracker
+from inner.dry_run.world import enter_world, without_values
+from inner.mesh import IslandMesh
+from inner.params import local_tensor
+from inner.trainer import Trainer, TrainerSettings
+
+DEVICE = f"{DEVICE_TYPE}:0"
+
+
+class RehearsingTrainer(Trainer):
+    """A Trainer whose sums over the ranks are as if all ranks had the same values."""
+
+    def _sum_over_ranks(self, values: list[float]) -> list[float]:
+        super()._sum_over_ranks(values)
+        return [value * self.mesh.degrees.num_ranks for value in values]
+
+
+def rehearse(case: Rehearsal) -> RehearsalResult:
+    """Make two inner steps and report on the second. Call it once in a process, which is of no use afterwards.
+
+    Raises InputError if the mesh does not fit the model.
+    """
+    started = time.perf_counter()
+    enter_world(case.degrees.num_ranks, case.rank)
+    mesh = IslandMesh(case.degrees, DEVICE_TYPE)
+    with without_values():
+        trainer = _build(case, mesh)
+        windows = _make_windows(case, trainer.micro_batches_per_step)
+        with StepTracker():
+            trainer.step(windows)
+        with CommCounter(island_groups(mesh)) as counter, StepTracker(_state_of(trainer)) as tracker:
+            trainer.step(windows)
+    return RehearsalResult(
+        rank=case.rank,
+        coordinates=dict(mesh.at),
+        num_params=sum(local_tensor(param).numel() for stage in trainer.stages for param in stage.parameters()),
+        peak_bytes=tracker.peak_bytes,
+        traffic=counter.rows,
+        crossings=dict(tracker.crossings),
+        misplaced=dict(tracker.misplaced),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _build(case: Rehearsal, mesh: IslandMesh) -> Trainer:
+    settings = TrainerSettings(
+        device=DEVICE,
+        compute_dtype=case.compute_dtype,
+        micro_batch=case.micro_batch,
+        seq_len=case.seq_len,
+        seed=0,
+        total_steps=100,
+        eos_id=case.eos_id,
+    )
+    return RehearsingTrainer(case.sizes, case.optimizer, mesh, case.parallel, settings)
+
+
+def _make_windows(case: Rehearsal, count: int) -> list[Tensor]:
+    return [torch.empty(case.micro_batch, case.seq_len + 1, dtype=torch.int64) for _ in range(count)]
+
+
+def _state_of(trainer: Trainer) -> Sequence[Tensor]:
+    """All tensors that a step leaves behind."""
+    params = [param for stage in trainer.stages for param in stage.parameters()]
+    buffers = [buffer for stage in trainer.stages for buffer in stage.buffers()]
+    states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+    moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return [*params, *buffers, *moments]

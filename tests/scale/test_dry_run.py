@@ -1,0 +1,135 @@
+"""Inner steps at real sizes on a device that computes nothing: memory, traffic, and crossings between host and device.
+
+Each case is one rank in a process of its own. The default suite runs small ones; all: scripts/test tests/scale -m ""
+"""
+
+import json
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from diloco.errors import ConfigError
+from diloco.planning.dry_run import SCALARS, rehearse_apart
+from inner.config import OptimizerConfig, ParallelConfig
+from inner.dry_run.case import Rehearsal, RehearsalResult
+from inner.measure.memory import estimate_memory
+from inner.measure.traffic import expected_traffic
+from inner.measure.workload import Workload
+from inner.mesh import Degrees
+from inner.model.sizes import PRESETS
+
+MOST_READS = 4
+"""Numbers that the host reads from the device in a step: tokens and micro-batches, then loss and norm."""
+
+
+@dataclass(frozen=True)
+class Case:
+    preset: str
+    degrees: Degrees
+    num_layers: int = 0
+    """0: all of the preset's."""
+    seq_len: int = 2048
+    num_micro_batches: int = 2
+    rank: int = 0
+    optimizer: str = "adamw"
+    parallel: dict[str, Any] = field(default_factory=dict)
+    masks_documents: bool = False
+    spread: float = 0.05
+    """Largest share by which the peak may differ from the estimate."""
+
+    @property
+    def work(self) -> Workload:
+        sizes = PRESETS[self.preset]
+        return Workload(
+            sizes=replace(sizes, num_layers=self.num_layers) if self.num_layers else sizes,
+            degrees=self.degrees,
+            parallel=ParallelConfig.model_validate(self.parallel),
+            seq_len=self.seq_len,
+            micro_batch=1,
+            num_micro_batches=self.num_micro_batches,
+            compute_itemsize=2,
+        )
+
+    @property
+    def rehearsal(self) -> Rehearsal:
+        work = self.work
+        tokens = self.num_micro_batches * self.seq_len * self.degrees.num_data_ranks
+        return Rehearsal(
+            sizes=work.sizes,
+            degrees=self.degrees,
+            parallel=work.parallel,
+            optimizer=OptimizerConfig.model_validate({"name": self.optimizer, "tokens_per_step": tokens}),
+            seq_len=self.seq_len,
+            micro_batch=1,
+            compute_dtype="bfloat16",
+            eos_id=0 if self.masks_documents else None,
+            rank=self.rank,
+        )
+
+
+CASES = {
+    "1b on 8": Case("1b", Degrees(dp_shard=8)),
+    "8b, 4 layers, context of 4": Case("8b", Degrees(dp_shard=2, cp=4), num_layers=4, parallel={"context": "ulysses"}),
+    "8b, 4 layers, documents": Case("8b", Degrees(dp_shard=8), num_layers=4, masks_documents=True),
+}
+SLOW = {
+    "8b on 8": Case("8b", Degrees(dp_shard=8), seq_len=8192, num_micro_batches=1),
+    "8b on 8, 4 micro-batches": Case(
+        "8b", Degrees(dp_shard=8), seq_len=8192, num_micro_batches=4, parallel={"recompute": "full"}
+    ),
+    "8b on 64": Case(
+        "8b", Degrees(dp_shard=64), seq_len=8192, num_micro_batches=1, rank=63, parallel={"recompute": "selective"}
+    ),
+    "8b, 4 layers, ZeRO-2": Case("8b", Degrees(dp_shard=8), num_layers=4, parallel={"zero": 2}),
+    "8b, 4 layers, keys gathered": Case(
+        "8b", Degrees(dp_shard=2, cp=4), num_layers=4, parallel={"context": "all_gather"}
+    ),
+    "8b, 4 layers, ring": Case("8b", Degrees(dp_shard=2, cp=4), num_layers=4, rank=7),
+}
+
+
+@cache
+def rehearsed(name: str) -> RehearsalResult:
+    return rehearse_apart((CASES | SLOW)[name].rehearsal)
+
+
+each_case = pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]) for name in SLOW)]
+)
+
+
+@each_case
+def test_a_rank_sends_exactly_what_the_formula_says(name: str) -> None:
+    done = rehearsed(name)
+    sent = sorted(row for row in done.traffic if row.op != SCALARS)
+    assert sent == sorted(expected_traffic((CASES | SLOW)[name].work, done.coordinates["pp"]))
+
+
+@each_case
+def test_the_peak_is_near_the_estimate(name: str) -> None:
+    case, done = (CASES | SLOW)[name], rehearsed(name)
+    expected = estimate_memory(case.work, case.optimizer, "cuda")[done.coordinates["pp"]].peak
+    assert done.peak_bytes == pytest.approx(expected, rel=case.spread)
+
+
+@each_case
+def test_the_host_reads_a_few_numbers_and_sends_the_text(name: str) -> None:
+    done = rehearsed(name)
+    reads = sum(times for what, times in done.crossings.items() if what.startswith("read by the host"))
+    others = {what: times for what, times in done.crossings.items() if not what.startswith("read by the host")}
+    assert reads <= MOST_READS
+    # The micro-batches, and the number of tokens for the first sum.
+    assert sum(others.values()) <= (CASES | SLOW)[name].num_micro_batches + 1, json.dumps(others, indent=1)
+
+
+@each_case
+def test_everything_is_sent_from_the_device(name: str) -> None:
+    assert not rehearsed(name).misplaced
+
+
+def test_a_mesh_that_does_not_fit_is_refused_with_its_cause() -> None:
+    case = Case("1b", Degrees(tp=3), num_layers=1).rehearsal
+    with pytest.raises(ConfigError, match=r"rank 0 has failed: .*tp"):
+        rehearse_apart(case)
