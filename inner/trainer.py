@@ -173,8 +173,8 @@ class Trainer:
         my_loss = self._counted_loss(self._runner.evaluate([self._cutter(window) for window in windows]))
         for stage in self.stages:
             free_gathered_weights(stage)
-        (loss_sum,) = self._add_up(my_loss.unsqueeze(0))
-        (tokens,) = self._sum_over_ranks([self._counted_tokens(here)])
+        my_tokens = torch.tensor(self._counted_tokens(here), dtype=torch.float64, device=self._device)
+        loss_sum, tokens = self._add_up(torch.stack([my_loss.double(), my_tokens]))
         return loss_sum, int(tokens)
 
     def _counted_tokens(self, windows: Sequence[Tensor]) -> int:

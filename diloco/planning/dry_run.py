@@ -5,7 +5,7 @@ Each rank is rehearsed by a process of its own (`python -m inner.dry_run`), whic
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import TypeAdapter
 from rich.console import Console
@@ -17,14 +17,12 @@ from diloco.formatting import human_bytes, human_count, human_seconds
 from diloco.planning.mesh_picture import StepPlan, print_section, print_text
 from diloco.planning.mesh_traffic import plain_table
 from inner.dry_run.case import Rehearsal, RehearsalResult
-from inner.measure.memory import estimate_memory
-from inner.measure.traffic import TrafficRow, expected_traffic
+from inner.measure.traffic import SCALARS, TrafficRow, expected_traffic
 
 LIMIT_SECONDS = 3600.0
 """Longest time for one rank."""
 EOS_ID = 0
 """Any token will do: texts have no values here."""
-SCALARS = "scalars"
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,7 @@ def show_dry_run(run: RunConfig, island: IslandConfig, plan: StepPlan, console: 
 
     Returns False if a rank sent from the wrong device. Raises ConfigError if a rehearsal fails.
     """
-    num_ranks = plan.work.degrees.num_ranks
-    reports = []
+    plan, num_ranks, reports = replace(plan, device_type="cuda"), plan.work.degrees.num_ranks, []
     for rank in sorted({0, num_ranks // 2, num_ranks - 1}):
         with console.status(f"dry run of rank {rank} of {num_ranks}"):
             reports.append(_report(run, island, plan, rank))
@@ -93,10 +90,9 @@ def _report(run: RunConfig, island: IslandConfig, plan: StepPlan, rank: int) -> 
         eos_id=EOS_ID if run.data.document_mask else None,
         rank=rank,
     )
-    done, work = rehearse_apart(case), plan.work
+    done = rehearse_apart(case)
     pp_rank = done.coordinates["pp"]
-    peak = estimate_memory(work, plan.optimizer, "cuda")[pp_rank].peak
-    return RankReport(done, peak, expected_traffic(work, pp_rank))
+    return RankReport(done, plan.memory[pp_rank].peak, expected_traffic(plan.work, pp_rank))
 
 
 def rehearse_apart(case: Rehearsal) -> RehearsalResult:

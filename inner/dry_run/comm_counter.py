@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from inner.measure.traffic import OTHER, TrafficRow, sent_bytes
+from inner.measure.traffic import OTHER, SCALARS, TrafficRow, sent_bytes
 from inner.mesh import IslandMesh
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
@@ -96,7 +96,7 @@ class CommCounter(TorchDispatchMode):
         sent = sent_bytes(op, size, group.size())
         # DTensor caches may hold groups of an equal mesh that was built earlier.
         axis = self._axis_of.get(group.group_name) or self._axis_of.get(_ranks(group), OTHER)
-        key = axis, op if size > SCALARS_BYTES else "scalars"
+        key = axis, op if size > SCALARS_BYTES else SCALARS
         calls, total = self._totals.get(key, (0, 0))
         self._totals[key] = calls + 1, total + sent
 

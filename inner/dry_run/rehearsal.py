@@ -21,7 +21,7 @@ DEVICE = f"{DEVICE_TYPE}:0"
 class RehearsingTrainer(Trainer):
     """A Trainer whose sums over the ranks are as if all ranks had the same values."""
 
-    def _sum_over_ranks(self, values: list[float]) -> list[float]:
+    def _sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         super()._sum_over_ranks(values)
         return [value * self.mesh.degrees.num_ranks for value in values]
 
@@ -45,7 +45,7 @@ def rehearse(case: Rehearsal) -> RehearsalResult:
         rank=case.rank,
         coordinates=dict(mesh.at),
         num_params=sum(local_tensor(param).numel() for stage in trainer.stages for param in stage.parameters()),
-        peak_bytes=tracker.peak_bytes,
+        peak_bytes=tracker.peak,
         traffic=counter.rows,
         crossings=dict(tracker.crossings),
         misplaced=dict(tracker.misplaced),

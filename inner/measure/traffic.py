@@ -11,6 +11,8 @@ GRADIENT_BYTES = 4
 """Bytes per element: gradients are reduced in fp32."""
 OTHER = "other"
 """Axis name for groups that do not lie along an axis of the mesh."""
+SCALARS = "scalars"
+"""Operation of collectives of a few bytes: losses, norms, counts. They are bookkeeping and not predicted."""
 
 
 @dataclass(frozen=True, order=True)

@@ -20,8 +20,6 @@ class Judged(NamedTuple):
 
     live: dict[str, Status]
     """Last known status of those that are believed, by island."""
-    unproved: frozenset[str]
-    """Those whose claim to be ahead is neither proved nor refuted yet."""
     awaited: frozenset[str]
     """Those that may take part in a round: all whose claims are not disbelieved.
 
@@ -97,21 +95,18 @@ class Knowledge:
         """Whether a round is within one of this island's. Messages on other rounds would only fill the memory."""
         return abs(round_number - self.status.round) <= 1
 
-    def judge_claims(self) -> "Judged":
+    def judge_claims(self) -> Judged:
         """Which of the other islands are believed, and which may take part in a round."""
-        live, unproved, refused = {}, set(), set()
+        live, refused = {}, set()
         for name, status in self.statuses.items():
             if name not in self.present or name in self.lost:
                 continue
-            if self._is_doubted(name, status):
-                refused.add(name)
-            elif not self._is_rival(status) or self.is_proved(status.claim):
+            is_doubted = self._is_doubted(name, status)
+            if not is_doubted and (not self._is_rival(status) or self.is_proved(status.claim)):
                 live[name] = status
-            elif self.claims.answered.get(name) == status.claim:
+            elif is_doubted or self.claims.answered.get(name) == status.claim:
                 refused.add(name)
-            else:
-                unproved.add(name)
-        return Judged(live, frozenset(unproved), self.present - self.lost - refused)
+        return Judged(live, self.present - self.lost - refused)
 
     @property
     def live(self) -> dict[str, Status]:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from inner.config import OptimizerConfig, ParallelConfig
 from inner.dry_run.comm_counter import CommCounter, island_groups
-from inner.measure.traffic import TrafficRow, expected_traffic
+from inner.measure.traffic import SCALARS, TrafficRow, expected_traffic
 from inner.measure.workload import Workload
 from inner.mesh import Degrees
 from inner.model.sizes import ModelSizes
@@ -224,7 +224,7 @@ def _traffic(
         compute_itemsize=2 if dtype == "bfloat16" else 4,
     )
     pp_rank = trainer.mesh.at["pp"]
-    return pp_rank, [row for row in ledger.rows if row.op != "scalars"], expected_traffic(work, pp_rank)
+    return pp_rank, [row for row in ledger.rows if row.op != SCALARS], expected_traffic(work, pp_rank)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,3 @@
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
@@ -7,11 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from inner.config import OptimizerConfig, ParallelConfig
+from inner.dry_run.live_bytes import LiveBytes, plain_tensor
 from inner.measure.activations import ActivationMemory, loss_memory
 from inner.measure.advice import advice
 from inner.measure.memory import MEMORY_PARTS, MemoryEstimate, estimate_memory
@@ -121,51 +118,8 @@ def _knows_kept(case: Case) -> bool:
     return case.degrees.num_ranks == case.degrees.tp
 
 
-class Live(TorchDispatchMode):
-    """Bytes of all live storages, now and at the peak, over the operations of this thread; `start` is alive before."""
-
-    def __init__(self, start: Iterable[Tensor]) -> None:
-        super().__init__()
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self.peak = 0
-        self._see(start)
-
-    @property
-    def now(self) -> int:
-        alive = {key: storage for key, seen in self._storages.items() if (storage := seen()) is not None}
-        self._storages = {key: self._storages[key] for key in alive}
-        return sum(storage.nbytes() for storage in alive.values())
-
-    def _see(self, values: Any) -> bool:
-        """Whether there is a new storage."""
-        is_new = False
-        for tensor in tree_leaves(values):
-            if isinstance(tensor, Tensor):
-                storage = _plain(tensor).untyped_storage()
-                seen = self._storages.get(storage._cdata)
-                if seen is None or seen() is None:
-                    self._storages[storage._cdata] = weakref.ref(storage)
-                    is_new = True
-        return is_new
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
-        if self._see([args, out]):
-            self.peak = max(self.peak, self.now)
-        return out
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """The plain tensor inside a DTensor or an asynchronous tensor."""
-    while type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor.elem  # pyright: ignore
-    return tensor
-
-
 def _size(tensors: Iterable[Tensor]) -> int:
-    return sum(_plain(tensor).nbytes for tensor in tensors)
+    return sum(plain_tensor(tensor).nbytes for tensor in tensors)
 
 
 @dataclass(frozen=True)
@@ -192,7 +146,7 @@ def _measure(case: Case) -> Measured:
     states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
     moments = [value for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim]
     buffers = [buffer for stage in trainer.stages for buffer in stage.buffers()]
-    with Live(params + moments + buffers) as live:
+    with LiveBytes(params + moments + buffers, "cpu") as live:
         trainer.step(windows)
     kept = _kept(trainer, windows[0]) if _knows_kept(case) else None
     return Measured(trainer.mesh.at["pp"], _size(params), _size(moments), live.peak, kept)
@@ -203,7 +157,7 @@ def _kept(trainer: Trainer, window: Tensor) -> int:
     micro_batch = trainer._cutter(window)
     model = trainer.stages[0]
     sharded = list(model.parameters())
-    with Live([*sharded, *model.buffers()]) as live:
+    with LiveBytes([*sharded, *model.buffers()], "cpu") as live:
         before = live.now
         loss = model(micro_batch.tokens_BS, targets_BS=micro_batch.targets_BS)
         left = live.now - before
