@@ -108,7 +108,12 @@ class ProtocolDriver:
                     warned_at = self._few.check(decision, grace.waited, warned_at, loop_time())
             planless_since = self._pass_over(planless_since, is_late=grace.is_late) if decision is None else None
             describe = partial(
-                describe_gathering, self.protocol, decision, loop_time() - started, is_late=grace.is_late
+                describe_gathering,
+                self.protocol,
+                decision,
+                self._detector.losses,
+                loop_time() - started,
+                is_late=grace.is_late,
             )
             waits.report(loop_time(), describe)
             await self._wait_for_change(min(PING_SECONDS, patience or PING_SECONDS))

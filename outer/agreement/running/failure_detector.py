@@ -39,6 +39,8 @@ class FailureDetector:
     on_removed: Callable[[], None]
     woke_at: float = float("-inf")
     """End of this process's last freeze, in seconds of the event loop's clock."""
+    losses: dict[str, str] = field(default_factory=dict)
+    """Why islands of the run were last found to be lost."""
     _heard_at: dict[str, float] = field(default_factory=dict)
     _num_pings: int = 0
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -67,6 +69,7 @@ class FailureDetector:
                 self.on_removed()
         knowledge.add(self.peers.members)
         self._heard_at = {name: at for name, at in self._heard_at.items() if name in knowledge.present}
+        self.losses = {name: cause for name, cause in self.losses.items() if name in knowledge.present}
 
     def hear(self, island: str) -> None:
         """A message of the island has arrived."""
@@ -106,6 +109,7 @@ class FailureDetector:
         if island not in self.protocol.knowledge.lost:
             log.info("%s is lost: %s", island, cause)
         self.protocol.mark_lost(island)
+        self.losses[island] = cause
         self.on_lost(island, f"it is lost: {cause}")
 
     async def _ping_forever(self) -> None:

@@ -1,7 +1,7 @@
 """Says whom an island waits for and why, when a gathering or a vote makes no progress."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from outer.agreement.messages import Plan
 from outer.agreement.planner import TooFew
@@ -34,8 +34,13 @@ class WaitReporter:
             self._on_wait(None)
 
 
-def describe_gathering(protocol: RoundProtocol, decision: object, seconds: float, *, is_late: bool) -> Waiting:
-    """Whom the gathering waits for. `decision`: what `RoundProtocol.try_plan` has returned."""
+def describe_gathering(
+    protocol: RoundProtocol, decision: object, losses: Mapping[str, str], seconds: float, *, is_late: bool
+) -> Waiting:
+    """Whom the gathering waits for.
+
+    `decision`: what `RoundProtocol.try_plan` has returned. `losses`: why islands were found to be lost.
+    """
     cause = f"{decision.present} of {decision.needed} islands came" if isinstance(decision, TooFew) else ""
     knowledge, excluded, islands = protocol.knowledge, protocol.gathering.excluded, {}
     if knowledge.me in excluded:
@@ -45,7 +50,7 @@ def describe_gathering(protocol: RoundProtocol, decision: object, seconds: float
         islands[protocol.coordination.coordinator] = why
         return Waiting(knowledge.status.round, "gathering", seconds, islands, cause)
     for name in knowledge.present:
-        why = f"it is left out: {excluded[name]}" if name in excluded else _why_not_ready(protocol, name)
+        why = f"it is left out: {excluded[name]}" if name in excluded else _why_not_ready(protocol, name, losses)
         if why:
             islands[name] = why
     planner = protocol.gathering.find_planner(is_late=is_late)
@@ -78,12 +83,12 @@ def explain_abort(protocol: RoundProtocol, plan: Plan) -> tuple[str, dict[str, s
     return "; ".join(f"{name}: {why}" for name, why in causes) or "a vote is missing", suspects
 
 
-def _why_not_ready(protocol: RoundProtocol, name: str) -> str:
+def _why_not_ready(protocol: RoundProtocol, name: str, losses: Mapping[str, str]) -> str:
     """Why an island that is in the run takes no part in the gathering; empty if it does."""
     knowledge = protocol.knowledge
     status, own = knowledge.statuses.get(name), knowledge.status
     if name in knowledge.lost:
-        return "it is lost: it does not answer"
+        return f"it is lost: {losses.get(name, 'it does not answer')}"
     if name not in knowledge.awaited:
         return "it claims to be ahead, and its state could not be taken"
     ready = protocol.readies.usable(own.round, [name]).get(name)
