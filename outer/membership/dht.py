@@ -1,6 +1,7 @@
 """Opens a node of hivemind's DHT and connects it to its peers."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -12,18 +13,22 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from outer.errors import InputError, UnreachableError, first_line
 from outer.membership.owned_records import MAX_AHEAD_SECONDS, OwnedRecords
-from outer.membership.records import MAX_RECORD_BYTES
 from outer.network.retry import retry
 from outer.transports.hivemind_addresses import PeerAddress, parse_address, unreachable_message
 from outer.transports.hivemind_daemon import Daemon
 
 RPC_SECONDS = 2.0
 RETRY_SECONDS = 0.2
-MAX_VALUE_BYTES = MAX_RECORD_BYTES + (1 << 12)
-"""Limit for a value in the DHT: a record with its seal and signature."""
+MAX_VALUE_BYTES = 1 << 17
+"""Limit for a value in the DHT: the longest config, or the record of an island of some 500 ranks, with its seal."""
 MAX_SUBKEY_LENGTH = 512
-MAX_ENTRIES, MAX_STORED_BYTES = 1 << 14, 1 << 26
-"""Limits for what this node keeps for others. Beyond them it takes nothing new; what is there can be renewed."""
+MAX_KEY_BYTES = 1 << 21
+"""Limit for all values under a key. An island reads all records of its run each second, those of strangers, too."""
+MAX_ENTRIES, MAX_STORED_BYTES = 1 << 14, 1 << 24
+"""Limits for what this node keeps for others. Beyond them it takes nothing new; what is there can be renewed.
+
+A node hands over what it keeps to every node that it meets, and needs many times as much memory while it does so.
+"""
 RECOUNT_SECONDS = 1.0
 """What has expired makes room after this time; counting at each store would let a stranger stop the event loop."""
 
@@ -56,6 +61,7 @@ class BoundedStorage(DHTLocalStorage):
     def __init__(self) -> None:
         super().__init__()
         self._sizes: dict[tuple[Any, str | None], int] = {}  # bytes by key and subkey
+        self._key_bytes: Counter[Any] = Counter()
         self._num_bytes, self._counted_at = 0, 0.0
 
     def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
@@ -80,10 +86,11 @@ class BoundedStorage(DHTLocalStorage):
         if now - self._counted_at > RECOUNT_SECONDS:
             self._count(now)
         size = self._sizes.get((key, subkey))
-        total = self._num_bytes - (size or 0) + len(value)
-        if total > MAX_STORED_BYTES or (size is None and len(self._sizes) >= MAX_ENTRIES):
+        more = len(value) - (size or 0)
+        of_key, total = self._key_bytes[key] + more, self._num_bytes + more
+        if of_key > MAX_KEY_BYTES or total > MAX_STORED_BYTES or (size is None and len(self._sizes) >= MAX_ENTRIES):
             return False
-        self._sizes[key, subkey], self._num_bytes = len(value), total
+        self._sizes[key, subkey], self._key_bytes[key], self._num_bytes = len(value), of_key, total
         return True
 
     def _count(self, now: float) -> None:
@@ -95,7 +102,10 @@ class BoundedStorage(DHTLocalStorage):
                 self._sizes |= {(key, subkey): len(entry.value) for subkey, entry in value.items()}
             else:
                 self._sizes[key, None] = len(value)
-        self._num_bytes, self._counted_at = sum(self._sizes.values()), now
+        self._key_bytes, self._counted_at = Counter(), now
+        for (key, _), size in self._sizes.items():
+            self._key_bytes[key] += size
+        self._num_bytes = self._key_bytes.total()
 
 
 def bootstrap_addresses(bootstrap: Sequence[str]) -> dict[str, PeerAddress]:

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from hivemind.dht import DHTNode
 
 from outer.errors import InputError, MessageError
+from outer.identity.island_key import SIGNATURE_BYTES
 from outer.membership.base import Member
+from outer.membership.dht import MAX_VALUE_BYTES
 from outer.membership.owned_records import make_subkey, parse_subkey
 from outer.membership.records import MAX_CONFIG_BYTES, MAX_RECORD_BYTES, RUNS_KEY, check_record, parse_record
 from outer.network.rejections import RefusedError
@@ -45,7 +47,13 @@ class DhtRecord:
 
 
 async def store_record(dht: DHTNode, run_id: str, auth: PeerAuth, island: str, body: bytes, expires_at: float) -> None:
+    """Store an island's own record. Raises InputError if it is so long that no node would keep it."""
     sealed = seal(auth.key, _member_purpose(run_id, island), body)
+    if (size := len(sealed) + SIGNATURE_BYTES) > MAX_VALUE_BYTES:
+        raise InputError(
+            f"island.ranks: the record of {island!r} with the addresses of all its ranks is {size} bytes long, at most "
+            f"{MAX_VALUE_BYTES} are allowed in hivemind's DHT; use fewer ranks, or outer.transport=gloo"
+        )
     await dht.store(_members_key(run_id), sealed, expires_at, subkey=make_subkey(island, auth.island))
 
 

@@ -123,6 +123,7 @@ def vandalises_the_dht(config: Config, index: int) -> None:
             await store_config(dht, config.name, auth, "name: other\n", later)
             for number in range(20):
                 await dht.store(f"{config.name}/members", secrets.token_bytes(1 << 19), later, subkey=f"x{number}")
-                await store_record(dht, f"run-{secrets.token_hex(4)}", auth, "x", bytes(1 << 19), later)
+                await store_record(dht, config.name, auth, f"x{number}", bytes(100_000), later)
+                await store_record(dht, f"run-{secrets.token_hex(4)}", auth, "x", bytes(100_000), later)
 
     asyncio.run(main())

@@ -36,6 +36,16 @@ def test_a_full_storage_takes_nothing_new_and_renews_what_it_has(monkeypatch: py
     assert not storage.store_subkey(KEY, "new", bytes(100), later())
 
 
+def test_one_key_does_not_fill_the_storage(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dht, "MAX_KEY_BYTES", 500)
+    storage = BoundedStorage()
+    assert storage.store_subkey(KEY, "member", bytes(100), later())
+    kept = [storage.store_subkey(KEY, f"{number}", bytes(100), later()) for number in range(20)]
+    assert sum(kept) == 4
+    assert storage.store_subkey(KEY, "member", bytes(100), later(20))
+    assert storage.store_subkey(OTHER, "member", bytes(100), later())
+
+
 def test_the_number_of_values_has_a_limit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dht, "MAX_ENTRIES", 5)
     storage = BoundedStorage()
