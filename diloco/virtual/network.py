@@ -1,18 +1,20 @@
 """Modelled links between virtual islands. They carry no bytes: they count them, and deliver each message in its time.
 
 A payload leaves over its sender's uplink, after the payloads that were sent before it, and comes in over its receiver's
-downlink, after those that came before it. Small messages have connections of their own: they take bandwidth and do not
-wait behind payloads. Packets are never lost, and TCP's slow start is not modelled.
+downlink, after those that came before it. Small messages have connections of their own and wait for each other in the
+same way, but not for payloads, and neither slows the other down. Packets are never lost, and TCP's slow start is not
+modelled.
 """
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import get_args
 
 from diloco.network_emulation.links import AccessLink
 from diloco.virtual.stand_in import StandIn
 from diloco.virtual.world import World
-from outer.network.endpoints import Tag
+from outer.network.endpoints import Lane, Tag
 from outer.transports.loopback import Parcel
 
 UNSHAPED = AccessLink(rate=float("inf"))
@@ -39,9 +41,15 @@ class Counts:
 class Way:
     """One direction of an island's link."""
 
-    free_at: float = 0.0
-    """When all payloads so far have passed."""
+    free_at: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(get_args(Lane), 0.0))
+    """When all messages of a lane so far have passed."""
     busy_seconds: float = 0.0
+
+    def pass_through(self, lane: Lane, now: float, seconds: float) -> float:
+        """A message takes the way for so long, after those that came before. Returns when it has passed."""
+        self.busy_seconds += seconds
+        self.free_at[lane] = max(self.free_at[lane], now) + seconds
+        return self.free_at[lane]
 
 
 @dataclass
@@ -86,14 +94,9 @@ class VirtualNetwork:
         share = self.payload_share if parcel.lane == "bulk" else 1.0
         sending, receiving = 8 * size / (source.rate * share), 8 * size / (target.rate * share)
         up, down = self.up.setdefault(parcel.source, Way()), self.down.setdefault(parcel.to, Way())
-        up.busy_seconds += sending
-        down.busy_seconds += receiving
-        # Each of two links adds half of its round trip to that between the islands, so a quarter to one way.
-        trip = (source.rtt + target.rtt) / 4
-        if parcel.lane == "control":
-            return self.world.now + trip + max(sending, receiving)
-        begun = max(self.world.now, up.free_at)
-        up.free_at = begun + sending
+        sent_at = up.pass_through(parcel.lane, self.world.now, sending)
         # The first bytes arrive while the last ones are sent.
-        down.free_at = max(up.free_at, max(begun, down.free_at) + receiving)
-        return down.free_at + trip
+        arrived_at = max(sent_at, down.pass_through(parcel.lane, sent_at - sending, receiving))
+        down.free_at[parcel.lane] = arrived_at
+        # Each of two links adds half of its round trip to that between the islands, so a quarter to one way.
+        return arrived_at + (source.rtt + target.rtt) / 4
