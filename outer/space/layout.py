@@ -22,7 +22,7 @@ from math import prod
 from typing import Literal, Protocol
 
 MIN_PARTS = 16
-"""A small model is cut into more parts than part_elements asks for, so that all islands share the reduction."""
+"""A small model is cut into so many parts, or one for each island, whatever part_elements is: all share the reduce."""
 
 
 TensorKind = Literal["params", "exp_avg", "exp_avg_sq"]
@@ -105,6 +105,8 @@ class Piece:
 class Space:
     """The flat vector of `specs`, cut into parts of at most `part_elements`, at multiples of `block_elements`.
 
+    Each part group has at least `min_parts` parts, if it has as many blocks.
+
     `part_groups` contain every name once; None puts all names into one part group, in the order of `specs`.
     """
 
@@ -114,6 +116,7 @@ class Space:
         part_elements: int,
         block_elements: int = 1,
         part_groups: Sequence[PartGroup] | None = None,
+        min_parts: int = MIN_PARTS,
     ) -> None:
         everything = PartGroup(tuple(spec.name for spec in specs))
         self.part_groups = [everything] if part_groups is None else list(part_groups)
@@ -128,7 +131,7 @@ class Space:
         for number, group in enumerate(self.part_groups):
             start = self.num_elements if not group.names else self.offsets[group.names[0]]
             stop = start + sum(prod(shapes[name]) for name in group.names)
-            step = part_length(stop - start, part_elements, block_elements)
+            step = part_length(stop - start, part_elements, block_elements, min_parts)
             for a in range(start, stop, step):
                 bounds = len(self.parts), a, min(a + step, stop)
                 self.parts.append(Part(*bounds, group.fragment, group.is_fine, group.kind, number))
@@ -202,9 +205,9 @@ class Space:
         return self.parts[bisect_right(self._bounds, first) - 1 : bisect_right(self._bounds, last)]
 
 
-def part_length(num_elements: int, part_elements: int, block_elements: int) -> int:
+def part_length(num_elements: int, part_elements: int, block_elements: int, min_parts: int = MIN_PARTS) -> int:
     """Elements of every part but the last: a multiple of `block_elements`, and at least one block."""
-    wanted = min(part_elements, -(-num_elements // MIN_PARTS))
+    wanted = min(part_elements, -(-num_elements // min_parts))
     return max(wanted // block_elements, 1) * block_elements
 
 

@@ -2,10 +2,13 @@
 
 from math import prod
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outer.codecs.choice import build_space
+from outer.config import OuterConfig
 from outer.space.layout import Space, part_length, rectangles
 from tests.outer.islands import Held, Spec
 
@@ -78,12 +81,20 @@ def test_parts_cover_the_flat_vector_at_multiples_of_the_block(
     assert all(0 < part.num_elements <= max(part_elements, block) for part in space.parts)
 
 
-@given(num_elements=st.integers(0, 10**7), part_elements=st.integers(256, 1 << 20))
+@given(num_elements=st.integers(0, 10**7), part_elements=st.integers(256, 1 << 20), min_parts=st.integers(1, 300))
 @settings(max_examples=100, deadline=None)
-def test_a_model_of_many_blocks_has_at_least_sixteen_parts(num_elements: int, part_elements: int) -> None:
-    step = part_length(num_elements, part_elements, 256)
+def test_a_model_of_many_blocks_has_at_least_so_many_parts(
+    num_elements: int, part_elements: int, min_parts: int
+) -> None:
+    step = part_length(num_elements, part_elements, 256, min_parts)
     assert step % 256 == 0 and step <= max(part_elements, 256)
-    assert step == 256 or -(-num_elements // step) >= 16
+    assert step == 256 or -(-num_elements // step) >= min_parts
+
+
+@pytest.mark.parametrize(("islands", "parts"), [(2, 16), (40, 40)])
+def test_the_space_of_a_run_has_a_part_for_each_island(islands: int, parts: int) -> None:
+    config = OuterConfig(start_islands=islands, codec="fp32")
+    assert len(build_space([Spec("w", (parts * 10,))], config).parts) == parts
 
 
 def test_parts_and_fingerprint_depend_on_names_shapes_and_cuts_alone() -> None:
