@@ -92,7 +92,7 @@ def build_trainer(
     degrees = resolve_degrees(island.mesh, island.ranks)
     settings = TrainerSettings(
         device=device,
-        compute_dtype=island.compute_dtype,
+        compute_dtype=island.resolve_compute_dtype(device),
         micro_batch=island.micro_batch,
         seq_len=config.data.seq_len,
         seed=config.seed,

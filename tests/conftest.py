@@ -1,12 +1,15 @@
-"""Imports that must not come late.
+"""Imports that must not come late, and the device that tests compute on.
 
 Python 3.11 mixes up its parser's state when two threads compile at once ("AST constructor recursion depth mismatch"),
 and tests run islands as threads: what torch and hypothesis import at first use is imported here, by one thread.
 """
 
 import gc
+import os
+import re
 
 import hypothesis.internal.observability
+import pytest
 import torch
 import tqdm
 
@@ -18,6 +21,17 @@ assert hypothesis.internal.observability
 # No test asserts how long it takes: a busy machine would fail it.
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.load_profile("default")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the machine's GPUs from the tests and what they start, unless `-m gpu` selects the tests that need one."""
+    if not wants_gpu(config.option.markexpr):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def wants_gpu(markers: str) -> bool:
+    """Whether an expression for -m asks for the tests marked gpu."""
+    return re.search(r"(?<!not )\bgpu\b", markers) is not None
 
 
 def pytest_collection_finish() -> None:

@@ -22,9 +22,13 @@ def launch(
     with the status of the rank that failed, 143 after SIGTERM, and 0 when the run is over.
     """
     from diloco.config.schema import load_config
+    from diloco.runtime.devices import choose_device, list_gpus
     from diloco.runtime.processes import become_island
 
     values = with_resume(overrides, resume) + ([] if ranks is None else [f"island.ranks={ranks}"])
     resolved = load_config(config, values)
-    num_ranks = resolved.for_island(resolved.island.index).ranks
+    island = resolved.for_island(resolved.island.index)
+    num_ranks = island.ranks
+    if island.device == "cuda":
+        choose_device(island.device, 0, num_ranks, len(list_gpus()))
     become_island(num_ranks, ["train", str(config), *values], max_restarts)

@@ -115,7 +115,12 @@ class IslandConfig(Section):
     micro_batch: int = Field(default=8, ge=1)
     """Number of sequences in one forward pass on one rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """auto is CUDA if this machine has a GPU for each of the island's ranks on it, else the CPU."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto is bfloat16 on CUDA and float32 on the CPU. Weights, gradients and their sums stay in fp32."""
+    matmul_precision: Literal["highest", "high"] = "high"
+    """CUDA only: `high` multiplies fp32 matrices with TF32's mantissas of 10 bits, several times as fast; `highest`
+    with all 23 bits."""
     bootstrap: tuple[str, ...] = ()
     """Addresses of the swarm that `diloco bootstrap` has printed."""
     listen_host: str = "127.0.0.1"
@@ -161,6 +166,12 @@ class IslandConfig(Section):
     def label(self) -> str:
         """The name of the island in the run: `name`, or else `island-<index>`."""
         return self.name or f"island-{self.index}"
+
+    def resolve_compute_dtype(self, device: str) -> Literal["float32", "bfloat16"]:
+        """The dtype in which the model computes on `device`, for example `cpu`, `cuda` or `cuda:3`."""
+        if self.compute_dtype != "auto":
+            return self.compute_dtype
+        return "bfloat16" if device.startswith("cuda") else "float32"
 
 
 class Config(RunConfig):

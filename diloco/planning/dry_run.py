@@ -86,7 +86,7 @@ def _report(run: RunConfig, island: IslandConfig, plan: StepPlan, rank: int) -> 
         optimizer=run.optimizer,
         seq_len=run.data.seq_len,
         micro_batch=island.micro_batch,
-        compute_dtype=island.compute_dtype,
+        compute_dtype=island.resolve_compute_dtype(plan.device_type),
         eos_id=EOS_ID if run.data.document_mask else None,
         rank=rank,
     )

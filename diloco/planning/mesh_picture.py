@@ -98,7 +98,8 @@ def show_mesh(
     if work.degrees.pp > 1:
         print_section(console, *pipeline(plan, width))
     where = "the CPU" if plan.device_type == "cpu" else "a GPU"
-    print_section(console, f"What a rank holds on {where} (estimate)", memory_table(plan, width))
+    dtype = island.resolve_compute_dtype(plan.device_type)
+    print_section(console, f"What a rank holds on {where}, computing in {dtype} (estimate)", memory_table(plan, width))
     is_sound = rehearse is None or rehearse(config.run, island, plan, console)
     if limit is None:
         return is_sound
@@ -135,6 +136,7 @@ def build_step_plan(run: RunConfig, island: IslandConfig) -> StepPlan:
     """The inner step of an island."""
     degrees = resolve_degrees(island.mesh, island.ranks)
     vocab_size, is_assumed = vocabulary(run)
+    device_type = "cpu" if island.device == "cpu" else "cuda"
     work = Workload(
         sizes=resolve_sizes(run.model, vocab_size),
         degrees=degrees,
@@ -144,9 +146,9 @@ def build_step_plan(run: RunConfig, island: IslandConfig) -> StepPlan:
         num_micro_batches=accumulation_steps(
             run.optimizer.tokens_per_step, run.data.seq_len, island.micro_batch, degrees.num_data_ranks
         ),
-        compute_itemsize=ITEMSIZES[island.compute_dtype],
+        compute_itemsize=ITEMSIZES[island.resolve_compute_dtype(device_type)],
     )
-    return StepPlan(work, run.optimizer.name, "cpu" if island.device == "cpu" else "cuda", is_assumed)
+    return StepPlan(work, run.optimizer.name, device_type, is_assumed)
 
 
 def vocabulary(run: RunConfig) -> tuple[int, bool]:

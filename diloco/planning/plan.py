@@ -131,11 +131,10 @@ def _peak(config: Config, flops: str | None) -> tuple[float, str]:
             "rank, for example --flops 400T"
         )
     device = "cuda:0" if has_gpu and island.device != "cpu" else "cpu"
-    peak = peak_flops(device, island.compute_dtype)
+    dtype = island.resolve_compute_dtype(device)
+    peak = peak_flops(device, dtype)
     if peak is None:
-        raise ConfigError(
-            f"this machine's {device} cannot multiply {island.compute_dtype}; give --step-seconds or --flops"
-        )
+        raise ConfigError(f"this machine's {device} cannot multiply {dtype}; give --step-seconds or --flops")
     return peak, f"{_flops(peak)} a rank, measured on this machine's {'CPU' if device == 'cpu' else 'GPU'}"
 
 

@@ -1,5 +1,6 @@
 """The device and the torch.distributed process groups of one rank."""
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -11,34 +12,45 @@ import torch.distributed as dist
 
 from diloco.config.schema import IslandConfig
 from diloco.errors import ConfigError
+from diloco.runtime.devices import choose_device, explain_cpu, list_gpus
 from diloco.runtime.rank_launcher import STORE
 from outer.space.ranks import RankGroup
 
 GROUP_SECONDS = 1800.0
 """Time-out of the collectives among an island's ranks. Waits of the outer loop have deadlines of their own."""
+LOCAL_SIZE = "LOCAL_WORLD_SIZE"
+DEVICE_KEY = "device"
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
+log = logging.getLogger(__name__)
 
 
 def pick_device(island: IslandConfig) -> str:
-    """`cpu` or `cuda:<local rank>`. Raises ConfigError if the config asks for CUDA and there is none."""
-    if island.device == "cpu" or (island.device == "auto" and not torch.cuda.is_available()):
-        return "cpu"
-    if not torch.cuda.is_available():
-        raise ConfigError("island.device is 'cuda', but torch finds no CUDA device; use auto or cpu")
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    """The device of this rank; the node's first rank logs why it is the CPU. Raises ConfigError as choose_device."""
+    local_rank, num_local_ranks = (int(os.environ.get(name, n)) for name, n in (("LOCAL_RANK", 0), (LOCAL_SIZE, 1)))
+    num_gpus = 0 if island.device == "cpu" else len(list_gpus())
+    device = choose_device(island.device, local_rank, num_local_ranks, num_gpus)
+    if local_rank == 0 and (why := explain_cpu(island.device, num_local_ranks, num_gpus)):
+        log.log(logging.WARNING if num_gpus else logging.INFO, why)
+    return device
 
 
 @contextmanager
 def open_process_group(island: IslandConfig, device: str) -> Iterator[RankGroup]:
     """Initialise torch.distributed for the island's ranks and yield their RankGroup. Every rank must enter it."""
-    torch.set_num_threads(1) if device == "cpu" else torch.cuda.set_device(device)
+    if device == "cpu":
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision(island.matmul_precision)
     if "RANK" not in os.environ:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", LOCAL_SIZE: "1"}
     backend, timeout = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", timedelta(seconds=GROUP_SECONDS)
-    if os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE"):
+    if os.environ["WORLD_SIZE"] == os.environ.get(LOCAL_SIZE):
         # On one node no other machine has to reach a rank, whatever interface the cluster's settings name.
         os.environ |= {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
     store, rank, size = find_store(timeout)
+    check_same_device(store, rank, device)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     if dist.get_world_size() != island.ranks:
         raise ConfigError(
@@ -52,6 +64,18 @@ def open_process_group(island: IslandConfig, device: str) -> Iterator[RankGroup]
     group, background = (dist.new_group(backend="gloo", timeout=timeout, group_desc=name) for name in names)
     assert not isinstance(group, int) and not isinstance(background, int), "every rank is in the group of all ranks"
     yield RankGroup(group, background)
+
+
+def check_same_device(store: dist.Store, rank: int, device: str) -> None:
+    """Raise ConfigError if this rank and rank 0 compute on different kinds of devices. Every rank must call it."""
+    kind = device.split(":")[0]
+    if rank == 0:
+        store.set(DEVICE_KEY, kind)
+    elif (first := store.get(DEVICE_KEY).decode()) != kind:
+        raise ConfigError(
+            f"rank {rank} of the island computes on {kind}, and rank 0 on {first}: its nodes have different numbers of "
+            "GPUs; start as many ranks on each node as it has GPUs, or set island.device to cpu"
+        )
 
 
 def find_store(timeout: timedelta) -> tuple[dist.Store, int, int]:

@@ -33,13 +33,17 @@ _numbers = itertools.count()
 
 @dataclass
 class Child:
-    """A started process, the log file with its output, and the value of MARK in it and all its descendants."""
+    """A started process, the log file with its output, and the value of MARK in it and all its descendants.
+
+    `env` holds the environment variables that it was given besides this process's own.
+    """
 
     name: str
     process: subprocess.Popen[bytes]
     log: Path
     command: tuple[str, ...]
     mark: str
+    env: Mapping[str, str]
 
     @property
     def exit_code(self) -> int | None:
@@ -64,6 +68,7 @@ def start(name: str, command: Sequence[str], log: Path, env: Mapping[str, str] |
     """Start `command` with its output appended to `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     mark = f"{os.getpid()}-{next(_numbers)}"
+    env = dict(env or {})
     ours = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", MARK: mark}
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -71,11 +76,11 @@ def start(name: str, command: Sequence[str], log: Path, env: Mapping[str, str] |
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=KEEP_MEMORY | os.environ | ours | dict(env or {}),
+            env=KEEP_MEMORY | os.environ | ours | env,
             start_new_session=True,
             preexec_fn=end_with_parent,
         )
-    return Child(name, process, log, tuple(command), mark)
+    return Child(name, process, log, tuple(command), mark, env)
 
 
 def island_command(

@@ -31,7 +31,7 @@ class MfuMeter:
 def build_mfu_meter(config: RunConfig, island: IslandConfig, corpus: Corpus, device: str) -> MfuMeter:
     """The meter of an island with this config. Measures the device's peak, which takes less than a second."""
     flops = flops_per_token(resolve_sizes(config.model, corpus.vocab_size), config.data.seq_len)
-    return MfuMeter(flops.total, peak_flops(device, island.compute_dtype), island.ranks)
+    return MfuMeter(flops.total, peak_flops(device, island.resolve_compute_dtype(device)), island.ranks)
 
 
 def make_step_record(result: StepResult, tokens: int, speed: MfuMeter, batch: StepBatch) -> StepRecord:

@@ -15,6 +15,7 @@ from diloco.faults.self_inflicted import FAULTS_FOLDER
 from diloco.faults.spec import BOOTSTRAP, Fault, Target
 from diloco.network_emulation.links import Links, attach
 from diloco.network_emulation.namespaces import Namespace, Net
+from diloco.runtime.devices import GpuShares
 from diloco.runtime.processes import Child, island_command, kill, start
 from diloco.swarm.bootstrap import PREFIX
 
@@ -37,6 +38,7 @@ class Fleet:
     injects_faults: bool = False
     """Whether faults may be requested from running islands."""
     namespaces: dict[Target, Namespace] = field(default_factory=dict)
+    gpus: GpuShares = field(default_factory=GpuShares)
 
     def child(self, target: Target) -> Child | None:
         """The target's current process, None if it was never started."""
@@ -50,7 +52,7 @@ class Fleet:
         if target in self.joined:
             self.add_joiner(target)
             return
-        new = start(old.name, old.command, old.log)
+        new = start(old.name, old.command, old.log, old.env)
         self.started.append(new)
         if isinstance(target, str):
             self.bootstrap = new
@@ -84,6 +86,7 @@ def start_joiner(config: Config, index: int, address: str, faults: Sequence[Faul
     """Start an island like the config's last one with the command `diloco join`, or restart one that joined before."""
     island = config.for_island(len(config.islands) - 1).model_copy(update={"index": index, "name": None})
     island = own_the_places(config.run, island)  # the operator of this machine has written the run's config
+    fleet.gpus.give_spare(index, island)
     folder = fleet.run_dir / island.label
     if (folder / "config.yaml").exists():
         command = island_command(island.ranks, ["train", str(folder / "config.yaml")])
@@ -118,10 +121,10 @@ def island_overrides(island: IslandConfig, index: int, faults: Sequence[Fault], 
 
 
 def start_child(fleet: Fleet, target: Target, name: str, command: Sequence[str], log: Path) -> Child:
-    """Start a process in the target's namespace, if it has one."""
+    """Start a process in the target's namespace, if it has one, with the target's GPUs."""
     if target in fleet.namespaces:
         command = fleet.namespaces[target].command(*command)
-    child = start(name, command, log)
+    child = start(name, command, log, fleet.gpus.environment(target))
     fleet.started.append(child)
     return child
 

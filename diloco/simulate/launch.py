@@ -23,6 +23,7 @@ from diloco.records.run_folder import BASELINE, RunFacts, island_folders, write_
 from diloco.report.html import write_report
 from diloco.report.summary import write_summary
 from diloco.report.summary_table import print_summary
+from diloco.runtime.devices import GpuShares, explain_shares, list_gpus, share_gpus
 from diloco.runtime.processes import Child, island_command, stop
 from diloco.simulate.dashboard import Dashboard, print_failure
 from diloco.simulate.fleet import Fleet, assign_namespace, start_bootstrap, start_child, start_island, start_joiner
@@ -51,9 +52,10 @@ def simulate(
         check_transport(config)
     links = parse_links(disturbances.links, len(config.islands))
     check_disturbances(disturbances, config)
+    console = Console()
+    gpus = GpuShares() if in_process else share_machine(config, console)
     facts, run_dir = prepare_run(config, with_baseline=with_baseline)
     config = config.model_copy(update={"name": run_dir.name})
-    console = Console()
     console.print(
         f"{facts.num_islands} islands, {facts.num_params:,} parameters, {config.total_steps} inner steps: {run_dir}"
     )
@@ -62,7 +64,8 @@ def simulate(
         signal.signal(number, signal.default_int_handler)
     try:
         with open_links(links) if disturbances.needs_net else nullcontext() as net:
-            fleet = Fleet(run_dir, started, net=net, links=links, injects_faults=disturbances.has_faults)
+            fleet = Fleet(run_dir, started, net=net, links=links, gpus=gpus)
+            fleet.injects_faults = disturbances.has_faults
             if net is not None and (warning := relay_warning(net, links, len(config.islands))):
                 console.print(warning)
             try:
@@ -116,6 +119,15 @@ def prepare_run(config: Config, *, with_baseline: bool) -> tuple[RunFacts, Path]
     )
     write_facts(run_dir, facts)
     return facts, run_dir
+
+
+def share_machine(config: Config, console: Console) -> GpuShares:
+    """The GPUs of each island; says so if there are some, but not enough. Raises ConfigError as share_gpus."""
+    islands, gpus = [config.for_island(index) for index in range(len(config.islands))], list_gpus()
+    shares = share_gpus(islands, gpus)
+    if line := explain_shares(islands, gpus):
+        console.print(line, soft_wrap=True)
+    return shares
 
 
 def check_disturbances(disturbances: Disturbances, config: Config) -> None:
