@@ -1,21 +1,35 @@
-"""Diagnoses why an island hangs: finds the ranks that did not enter a collective in which others wait."""
+"""Diagnoses why an island hangs: finds the ranks that did not enter a collective in which others wait.
 
+gloo's collectives block the training thread, so a rank waits in the last one that it has entered. NCCL's only enqueue a
+kernel: the training thread goes on, enqueues more, and waits where it reads a number from the GPU. What the rank waits
+for is the first collective of a group that has not completed.
+"""
+
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
 @dataclass(frozen=True)
 class GroupState:
-    """The last collective that a rank has entered in a process group, according to torch's flight recorder."""
+    """The collective that a rank waits for in a process group, or else its last one, by torch's flight recorder."""
 
     name: str
+    """Of the group and its backend: a group may have one for each type of device, with sequences of their own."""
     purpose: str
     ranks: tuple[int, ...]
     sequence: int
+    entered: int
+    """Sequence number of the last collective that the rank has entered, with NCCL enqueued."""
     operation: str
     is_waiting: bool
-    """Whether the collective has not returned yet."""
+    """Whether the collective has not completed yet."""
+
+    @property
+    def blocks(self) -> bool:
+        """Whether the rank's thread waits in the collective itself."""
+        return self.is_waiting and not self.operation.startswith("nccl:")
 
     def __str__(self) -> str:
         return f"{self.operation} {self.sequence} of {self.purpose} (ranks {format_ranks(self.ranks)})"
@@ -29,14 +43,19 @@ class RankState:
     work: str
     seconds: float
     location: str
-    is_in_torch: bool
-    """Whether that line is in torch and so may wait for other ranks: gloo does not record point-to-point calls."""
+    may_wait: bool
+    """Whether that line is in torch or reads a tensor, and so may wait for other ranks: not all waits are recorded."""
     groups: tuple[GroupState, ...] = ()
 
     @property
     def waits(self) -> list[GroupState]:
-        """The collectives in which the rank waits."""
+        """The collectives of this rank that have not completed."""
         return [group for group in self.groups if group.is_waiting]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether one of them keeps the rank from entering others. NCCL's do only where the thread waits for them."""
+        return any(group.blocks for group in self.waits) or (bool(self.waits) and self.may_wait)
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.work} for {self.seconds:.0f} s, at {self.location}"
@@ -51,22 +70,36 @@ def from_values(values: dict[str, Any]) -> RankState:
 def group_states(
     entries: Iterable[Mapping[str, Any]], groups: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> list[GroupState]:
-    """The last collective in each of the island's process groups, from a trace of torch's flight recorder.
+    """The state of each of the island's process groups, from a trace of torch's flight recorder.
 
     `entries` is the trace in the order in which the collectives began; `groups` has purpose and ranks by group name.
     """
-    last = {entry["process_group"][0]: entry for entry in entries if not entry["is_p2p"]}
-    return [
-        GroupState(name, *groups[name], entry["collective_seq_id"], entry["profiling_name"], not entry["retired"])
-        for name, entry in last.items()
-        if name in groups
-    ]
+    found: dict[str, GroupState] = {}
+    for entry in entries:
+        name, operation, sequence = entry["process_group"][0], entry["profiling_name"], entry["collective_seq_id"]
+        if entry["is_p2p"] or name not in groups:
+            continue
+        name_of_backend = f"{name}/{operation.partition(':')[0]}"
+        earlier = found.get(name_of_backend)
+        if earlier is not None and earlier.is_waiting:
+            found[name_of_backend] = replace(earlier, entered=sequence)
+        else:
+            values = sequence, sequence, operation, not is_complete(entry)
+            found[name_of_backend] = GroupState(name_of_backend, *groups[name], *values)
+    return list(found.values())
+
+
+def is_complete(entry: Mapping[str, Any]) -> bool:
+    """Whether a collective of the trace is over. Gloo's are retired then; NCCL's kernels are also asked themselves."""
+    return entry["retired"] or entry["state"] == "completed"
 
 
 def verdict(states: Mapping[int, RankState], num_ranks: int) -> str:
     """One line that names the ranks that keep the others waiting. `states` has the ranks that have answered."""
     silent = [rank for rank in range(num_ranks) if rank not in states]
-    absent = {rank: group for rank, group in find_absences(states).items() if rank in silent or not states[rank].waits}
+    absent = {
+        rank: group for rank, group in find_absences(states).items() if rank in silent or not states[rank].is_held
+    }
     if absent:
         return "; ".join(describe_absence(rank, group, states) for rank, group in sorted(absent.items()))
     if silent:
@@ -75,7 +108,7 @@ def verdict(states: Mapping[int, RankState], num_ranks: int) -> str:
     if waiting:
         waits = "; ".join(f"rank {state.rank} in {state.waits[0]}" for state in waiting)
         return f"every rank waits for others, in different collectives or over a network that is gone: {waits}"
-    busy = [state for state in states.values() if not state.is_in_torch] or list(states.values())
+    busy = [state for state in states.values() if not state.may_wait] or list(states.values())
     return "no collective is waited for; " + "; ".join(str(state) for state in busy)
 
 
@@ -85,7 +118,7 @@ def find_absences(states: Mapping[int, RankState]) -> dict[int, GroupState]:
     for state in states.values():
         for group in state.waits:
             for rank in group.ranks:
-                entered = [g.sequence for g in states[rank].groups if g.name == group.name] if rank in states else [-1]
+                entered = [g.entered for g in states[rank].groups if g.name == group.name] if rank in states else [-1]
                 if max(entered, default=0) < group.sequence:
                     absent.setdefault(rank, group)
     return absent
@@ -96,6 +129,11 @@ def describe_absence(rank: int, group: GroupState, states: Mapping[int, RankStat
     waiting = [s.rank for s in states.values() if any(g.name == group.name for g in s.waits)]
     where = str(states[rank]) if rank in states else "it did not answer: frozen, dead or without its interpreter"
     return f"rank {rank} did not come to {group}, where rank {format_ranks(waiting)} waits; {where}"
+
+
+def reads_tensor(code: str) -> bool:
+    """Whether an expression in execution copies a tensor to the host, which waits for all that the GPU has to do."""
+    return re.search(r"\.(item|tolist|cpu|synchronize)\(\)$", code) is not None
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -8,6 +8,7 @@ each process exits with status HUNG, so that the island is started again.
 
 import faulthandler
 import json
+import linecache
 import logging
 import os
 import sys
@@ -17,14 +18,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
 from diloco.watch.activity import ActivityMonitor
-from diloco.watch.hang_verdict import RankState, from_values, group_states, verdict
+from diloco.watch.hang_verdict import RankState, from_values, group_states, reads_tensor, verdict
 from diloco.watch.signals import end_after
 from outer.network.retry import retry_blocking
 
@@ -188,9 +191,18 @@ def island_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def find_location(thread: int) -> tuple[str, bool]:
-    """The `file:line in function` that a thread is executing, and whether that is inside torch."""
+    """The `file:line in function` that a thread is executing, and whether it may wait there for other ranks."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return "its end", False
     name = frame.f_code.co_filename
-    return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}", f"{os.sep}torch{os.sep}" in name
+    may_wait = f"{os.sep}torch{os.sep}" in name or reads_tensor(expression_of(frame))
+    return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}", may_wait
+
+
+def expression_of(frame: FrameType) -> str:
+    """The part of its line that a frame is executing, such as `sums.tolist()`; empty if the source is not there."""
+    line, _, first, last = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    # Columns count bytes.
+    text = linecache.getline(frame.f_code.co_filename, line or 0).encode()
+    return text[first:last].decode(errors="replace")

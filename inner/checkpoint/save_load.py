@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Protocol, TextIO
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -95,7 +96,8 @@ class Checkpoints:
         partial = run_on_first_rank(self._group, begin)
         # DTensors stay DTensors, with their shards on the CPU.
         copies = {name: copies[0].to("cpu", copy=True) for name, copies in live.items()}
-        self._writing = _in_background(lambda: self._write(copies, partial, manifest))
+        device = next(param.device for _, param in state.named_params(trainer.stages))
+        self._writing = _in_background(lambda: self._write(copies, partial, manifest), device)
         if wait:
             self.wait(self._timeout_seconds)
 
@@ -238,12 +240,15 @@ class Checkpoints:
             log.warning("checkpoint passed over: %s", problem)
 
 
-def _in_background(work: Callable[[], None]) -> Future[None]:
-    """Run `work` on a daemon thread, which does not keep the process alive."""
+def _in_background(work: Callable[[], None], device: torch.device) -> Future[None]:
+    """Run `work` on a daemon thread, which does not keep the process alive, with `device` as its current device."""
     future: Future[None] = Future()
 
     def run() -> None:
         try:
+            # The current device of a new thread is GPU 0, on which torch's writer would open a context for every rank.
+            if device.type != "cpu":
+                torch.get_device_module(device).set_device(device)
             future.set_result(work())
         except BaseException as error:  # noqa: BLE001 - raised where the result is read
             future.set_exception(error)

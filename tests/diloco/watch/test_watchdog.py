@@ -3,8 +3,9 @@
 import json
 import os
 import signal
+import sys
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from diloco.config.schema import dump_config
 from diloco.runtime.process_group import open_process_group
 from diloco.runtime.processes import island_command, kill, start
 from diloco.watch.activity import FIRST_SECONDS, FLOOR_SECONDS, ActivityMonitor
-from diloco.watch.hang_verdict import GroupState, RankState, from_values, group_states, verdict
-from diloco.watch.watchdog import HUNG, Watchdog, WatchedRank
+from diloco.watch.hang_verdict import GroupState, RankState, from_values, group_states, reads_tensor, verdict
+from diloco.watch.watchdog import HUNG, Watchdog, WatchedRank, expression_of
 from tests.swarm import swarm
 
 
@@ -47,12 +48,12 @@ def test_a_wait_for_other_islands_has_no_limit_here_and_is_no_measure():
     assert activity.work.limit_seconds == pytest.approx(FLOOR_SECONDS + 12.0)
 
 
-def group(sequence, *, waits, name="0", ranks=(0, 1, 2), operation="gloo:all_reduce"):
-    return GroupState(name, f"group {name}", ranks, sequence, operation, waits)
+def group(sequence, *, waits, name="0", ranks=(0, 1, 2), operation="gloo:all_reduce", entered=None):
+    return GroupState(name, f"group {name}", ranks, sequence, entered or sequence, operation, waits)
 
 
-def rank(number, *groups, in_torch=True):
-    return RankState(number, "inner step", 7.0, f"file.py:{number}", in_torch, groups)
+def rank(number, *groups, may_wait=True):
+    return RankState(number, "inner step", 7.0, f"file.py:{number}", may_wait, groups)
 
 
 def verdict_of(*states, num_ranks=3):
@@ -89,22 +90,85 @@ def test_ranks_that_wait_for_one_another_are_all_named():
 
 
 def test_without_a_collective_the_rank_outside_of_torch_is_named():
-    text = verdict_of(rank(0), rank(1, in_torch=False), rank(2))
+    text = verdict_of(rank(0), rank(1, may_wait=False), rank(2))
     assert "rank 1: inner step" in text and "rank 0" not in text
 
 
-def test_of_a_trace_the_last_collective_of_each_group_of_the_island_counts():
-    def entry(name, sequence, *, retired=True, p2p=False):
-        return {
-            "process_group": [name, "purpose"],
-            "collective_seq_id": sequence,
-            "profiling_name": "gloo:all_reduce",
-            "retired": retired,
-            "is_p2p": p2p,
-        }
+def entry(name, sequence, *, retired=True, p2p=False, operation="gloo:all_reduce", state="scheduled"):
+    """An entry of torch's flight recorder. gloo's stay `scheduled`; NCCL's become `started` and `completed`."""
+    return {
+        "process_group": [name, "purpose"],
+        "collective_seq_id": sequence,
+        "profiling_name": operation,
+        "retired": retired,
+        "is_p2p": p2p,
+        "state": state,
+    }
 
+
+def nccl(name, *states, operation="nccl:all_reduce"):
+    """The entries of a group's collectives 1, 2, ... in these states, as NCCL's watchdog leaves them in a hang."""
+    return [
+        entry(name, number, retired=False, operation=operation, state=state)
+        for number, state in enumerate(states, start=1)
+    ]
+
+
+GROUPS = {"0": ("group 0", (0, 1, 2)), "1": ("group 1", (0, 1, 2))}
+
+
+def test_of_a_trace_the_last_collective_of_each_group_of_the_island_counts():
     trace = [entry("0", 1), entry("elsewhere", 7), entry("0", 2, retired=False), entry("0", 0, p2p=True)]
-    assert group_states(trace, {"0": ("group 0", (0, 1, 2))}) == [group(2, waits=True)]
+    assert group_states(trace, GROUPS) == [replace(group(2, waits=True), name="0/gloo")]
+
+
+def test_of_nccl_s_trace_the_first_collective_that_has_not_completed_holds_the_rank():
+    (found,) = group_states(nccl("0", "completed", "started", "scheduled", "scheduled"), GROUPS)
+    assert (found.sequence, found.entered, found.is_waiting) == (2, 4, True)
+
+
+def test_a_group_s_collectives_over_gloo_and_nccl_are_counted_apart():
+    trace = [*nccl("0", "completed", "completed"), entry("0", 7)]
+    assert [(state.name, state.sequence) for state in group_states(trace, GROUPS)] == [("0/nccl", 2), ("0/gloo", 7)]
+
+
+def nccl_rank(number, trace, *, may_wait):
+    return rank(number, *group_states(trace, GROUPS), may_wait=may_wait)
+
+
+def test_of_ranks_that_have_enqueued_ahead_the_one_that_has_not_come_is_named():
+    # Ranks 0 and 2 have enqueued two collectives more, and wait where they read the second's result.
+    ahead = nccl("0", "completed", "started", "scheduled")
+    late = nccl("0", "completed")
+    text = verdict_of(
+        nccl_rank(0, ahead, may_wait=True), nccl_rank(1, late, may_wait=False), nccl_rank(2, ahead, may_wait=True)
+    )
+    assert text.startswith("rank 1 did not come to nccl:all_reduce 2 of group 0 (ranks 0 1 2), where rank 0 2 waits")
+
+
+def test_a_rank_whose_thread_is_elsewhere_is_named_although_its_gpu_waits_in_another_collective():
+    # Rank 1 has enqueued group 1's collective, for which the others come too late, and hangs in its own code.
+    late = [*nccl("0", "completed"), *nccl("1", "started", operation="nccl:all_gather")]
+    text = verdict_of(
+        nccl_rank(0, nccl("0", "completed", "started"), may_wait=True),
+        nccl_rank(1, late, may_wait=False),
+        nccl_rank(2, nccl("0", "completed", "started"), may_wait=True),
+    )
+    assert text.startswith("rank 1 did not come to nccl:all_reduce 2") and "; rank 0 did not come" not in text
+
+
+def test_a_rank_that_reads_a_number_from_the_gpu_waits_and_is_not_to_blame():
+    sums, at_read = torch.ones(3), []
+
+    class Watched:
+        def tolist(self):
+            at_read.append(expression_of(sys._getframe(1)))
+            return sums.tolist()
+
+    watched = Watched()
+    total = sum(watched.tolist()) + len(at_read)
+    assert (total, at_read, reads_tensor(at_read[0])) == (4.0, ["watched.tolist()"], True)
+    assert not reads_tensor("read_batches(path)")
 
 
 def test_a_state_travels_as_json():

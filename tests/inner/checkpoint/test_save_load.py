@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import current_thread
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from inner.checkpoint.save_load import Checkpoints
+from inner.checkpoint.save_load import Checkpoints, _in_background
 from inner.checkpoint.state import live_tensors
 from inner.config import ParallelConfig
 from inner.mesh import Degrees
@@ -261,6 +263,14 @@ def changed_on_a_rank(rank: int, folder: Path) -> list[dict[str, str]]:
     checkpoints.wait(60)
     checkpoints.load(trainer, checkpoints.at(1))
     return [before, after, digests(trainer)]
+
+
+def test_the_writing_thread_s_current_device_is_the_trainer_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: dict[str, int | None] = {}
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.update({current_thread().name: device.index}))
+    _in_background(lambda: None, torch.device("cuda:3")).result(60)
+    _in_background(lambda: None, torch.device("cpu")).result(60)
+    assert current == {"checkpoint": 3}
 
 
 def test_second_save_waits_for_the_first(tmp_path: Path) -> None:
