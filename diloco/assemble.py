@@ -197,6 +197,7 @@ def build_loop_settings(
         joins=island.joins,
         index=island.index,
         seed=config.seed,
+        link_kbit=round(1000 * (island.link_mbit or 0)),
         cache_dir=folder / "incoming",
         hooks=hooks,
         on_wait=rounds.on_wait,

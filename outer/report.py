@@ -43,6 +43,8 @@ class LoopSettings:
     """Which of the first leases of data belongs to this island; from start_islands on, none."""
     seed: int = 0
     """The run's seed; it decides the partners of each gossip round."""
+    link_kbit: int = 0
+    """Rate of the island's link in kbit/s; 0 if it is not known."""
     cache_dir: Path | None = None
     """Folder that keeps parts during a download. Without it a restarted island downloads all parts again."""
     hooks: Hooks = NO_HOOKS

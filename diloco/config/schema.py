@@ -127,6 +127,9 @@ class IslandConfig(Section):
     listen_port: int = Field(default=0, ge=0, le=65535)
     announce_host: str | None = None
     """Address at which other islands reach this one, if it differs from listen_host (NAT, cloud)."""
+    link_mbit: float | None = Field(default=None, ge=0.001)
+    """Rate of this island's link to the others in Mbit/s, the slower of its directions. Islands with slow links reduce
+    fewer parts, if all islands give theirs."""
     run_key_file: str | None = None
     """A file with the run key, the same on every island. Peers without the key cannot join or send messages."""
     allow: tuple[str, ...] = ()

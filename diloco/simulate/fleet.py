@@ -111,6 +111,8 @@ def island_overrides(island: IslandConfig, index: int, faults: Sequence[Fault], 
     overrides = [f"island.run_dir={fleet.run_dir.parent}"]
     if index in fleet.namespaces:
         overrides.append(f"island.listen_host={fleet.namespaces[index].host}")
+    if (link := fleet.links.of(index)) is not None and island.link_mbit is None:
+        overrides.append(f"island.link_mbit={link.rate / 1e6:g}")
     specs = [*island.faults, *(str(fault) for fault in faults if fault.is_self_inflicted and index in fault.targets)]
     if specs:
         overrides.append(f"island.faults={json.dumps(specs)}")

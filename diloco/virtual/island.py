@@ -30,6 +30,8 @@ class Seat:
     step_seconds: float
     host_seconds: float
     """Time of its own work in a round, between its reduce and its vote."""
+    link_kbit: int
+    """Rate of its link, as it tells the others; 0 if it is not limited."""
     stand_in: StandIn
     hub: Hub
     tokens_per_step: int
@@ -160,6 +162,7 @@ class VirtualIsland:
             joins=self._joins,
             index=seat.index,
             seed=seat.seed,
+            link_kbit=seat.link_kbit,
             hooks=self._phases,
             now=self._loop.time,
         )

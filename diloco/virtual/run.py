@@ -65,11 +65,13 @@ def run_virtually(run: VirtualRun) -> VirtualFleet:
     fleet = VirtualFleet(world, hub, network, run.seed)
 
     def seat_of(index: int) -> Seat:
+        link = run.links.of(index)
         return Seat(
             name=f"island-{index}",
             index=index,
             step_seconds=run.step_seconds_of(index),
             host_seconds=run.host_seconds,
+            link_kbit=round(link.rate / 1000) if link else 0,
             stand_in=stand_in,
             hub=hub,
             tokens_per_step=run.tokens_per_step,

@@ -98,6 +98,8 @@ class Ready(Message):
     """Data units that the progress has read: the first `units` of the island's lease, which begins with `first`."""
     step_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Median duration of an inner step in seconds; 0 if it has not been measured."""
+    link_kbit: int = Field(default=0, ge=0, lt=1 << 53)
+    """Rate of the island's link in kbit/s, by which parts are assigned to their reducers; 0 if it is not known."""
     carriers: list[tuple[int, int]] = Field(max_length=1 << 20)
     """Carrier rank of each part, run-length coded as (rank, number of parts)."""
     epoch: str = Field(default="", max_length=96, pattern=r"^[A-Za-z0-9._-]*$")

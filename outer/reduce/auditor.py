@@ -25,6 +25,7 @@ from outer.merges import build_merge
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Endpoint, Lane, Messenger
 from outer.network.messages import parse, unpack_carriers
+from outer.reduce.assignment import Assignment
 from outer.reduce.filters import OutlierFilters
 from outer.reduce.means import encode_mean_of
 from outer.reduce.payloads import Mean, Payloads
@@ -68,10 +69,11 @@ class Auditor:
         """
         self.awaited = Counter()
         chosen, gate = self.choose(plan, means), asyncio.Semaphore(AUDITS_AT_ONCE)
+        reducer_of = Assignment(plan).reducer_of
         try:
             async with asyncio.TaskGroup() as tasks:
                 for part in chosen:
-                    tasks.create_task(self._audit(plan, part, means[part], gate))
+                    tasks.create_task(self._audit(plan, part, reducer_of(part), means[part], gate))
         except BaseExceptionGroup as group:
             raise first_cause(group) from None
         self.disputed -= set(plan.names)
@@ -81,7 +83,8 @@ class Auditor:
         """Draw the parts to audit: of those in `means` that another island has reduced."""
         rate = 1.0 if self.disputed & set(plan.names) else audit_rate(self.probability, len(plan.names))
         reduced = [part for part in sorted(means) if not self.payloads.are_gathered(part)]
-        return [part for part in reduced if _reducer_of(plan, part) != self.me.island and self.draws.random() < rate]
+        reducer_of = Assignment(plan).reducer_of
+        return [part for part in reduced if reducer_of(part) != self.me.island and self.draws.random() < rate]
 
     @property
     def stalled_by(self) -> str | None:
@@ -89,8 +92,7 @@ class Auditor:
         islands = {island for island, count in self.awaited.items() if count}
         return min(islands) if len(islands) == 1 else None
 
-    async def _audit(self, plan: Plan, part: int, mean: Mean, gate: asyncio.Semaphore) -> None:
-        reducer = _reducer_of(plan, part)
+    async def _audit(self, plan: Plan, part: int, reducer: str, mean: Mean, gate: asyncio.Semaphore) -> None:
         self.awaited[reducer] += 1
         async with gate:
             case = _Case(self, plan, part, reducer, mean.payload)
@@ -195,7 +197,3 @@ def audit_rate(probability: float, num_participants: int) -> float:
     if num_participants < 2:
         return 0.0
     return 1 - (1 - probability) ** (1 / (num_participants - 1))
-
-
-def _reducer_of(plan: Plan, part: int) -> str:
-    return plan.names[part % len(plan.names)]

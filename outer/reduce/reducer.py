@@ -29,6 +29,7 @@ from outer.identity.island_key import SIGNATURE_BYTES
 from outer.merges import build_merge
 from outer.network.endpoints import Endpoint, Leg, Tag
 from outer.network.messages import unpack_carriers
+from outer.reduce.assignment import Assignment
 from outer.reduce.filters import AttemptFilters, OutlierFilters
 from outer.reduce.means import encode_mean_of
 from outer.reduce.payloads import Mean, Payloads
@@ -179,7 +180,7 @@ class _Attempt:
         self.filtered: Counter[str] = Counter()
         self.awaited: Counter[tuple[Leg, str]] = Counter()
         self._reached: set[Phase] = set()
-        self._merge = build_merge(rank.config)
+        self._merge, self._assignment = build_merge(rank.config), Assignment(plan)
         self._contributors = [p.island for p in plan.contributors]
         self._others = [name for name in plan.names if name != self._me.island]
         self._carriers = {p.island: unpack_carriers(p.carriers) for p in plan.participants}
@@ -193,7 +194,7 @@ class _Attempt:
 
     async def reduce(self, part: int, pseudo_grad: torch.Tensor | None) -> Mean:
         """Reduce one part with the other participants, and return its mean. `pseudo_grad` is None on an observer."""
-        reducer = self._plan.names[part % len(self._plan.names)]
+        reducer = self._assignment.reducer_of(part)
         if self._payloads.are_gathered(part):
             payload = await self._make_mean(part, pseudo_grad, to_all=True)
         elif reducer == self._me.island:

@@ -220,7 +220,7 @@ def build_agreed_averager(
         assert network.membership is not None, "the leader has a membership"
         peers = Peers(me.island, network.messenger, network.membership, pace.deadlines, identity.config_hash)
         driver = _build_driver(config, me.island, replica, settings, network, peers, attempts)
-        leader = Leader(identity, addresses, replica, driver, network.membership, event_loop, donor)
+        leader = Leader(identity, addresses, replica, driver, network.membership, event_loop, donor, settings.link_kbit)
     else:
         network.messenger.serve("vote", attempts.on_vote)
     runner = RoundRunner(

@@ -38,6 +38,8 @@ class Leader:
     membership: Membership
     event_loop: EventLoop
     donor: Donor
+    link_kbit: int = 0
+    """Rate of the island's link; 0 if it is not known."""
 
     def resume(self, proof: Proof) -> None:
         """The replica holds the state of a checkpoint, which was saved with `proof`. Call it before `announce`."""
@@ -93,6 +95,7 @@ class Leader:
             first=first_unit,
             units=count(units),
             step_seconds=step_seconds,
+            link_kbit=self.link_kbit,
             carriers=pack_carriers(self.replica.redistribution.carriers),
             epoch=epoch,
             transport_addresses=[transport for transport, _ in self.addresses],

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from outer.errors import OuterError
 from outer.network.endpoints import Endpoint, Tag
 from outer.network.frames import HEADER_BYTES
 from outer.network.messages import pack_carriers
+from outer.reduce.assignment import Assignment
 from outer.reduce.payloads import Mean
 from outer.reduce.reducer import PARTS_IN_FLIGHT, Reducer
 from outer.space.digest import part_digest
@@ -42,6 +43,8 @@ class Case:
     carriers: dict[str, list[int]]
     tokens: dict[str, int]
     seed: int
+    links: dict[str, int] = field(default_factory=dict)
+    """Rates in kbit/s, of islands that say theirs."""
 
     @property
     def names(self) -> list[str]:
@@ -75,6 +78,7 @@ class Case:
                     tokens=self.tokens[name],
                     weight=self.tokens[name],
                     digest="0" * 32,
+                    link_kbit=self.links.get(name, 0),
                     carriers=pack_carriers(self.carriers[name]),
                     transport_addresses=addresses,
                     control_addresses=addresses,
@@ -95,7 +99,8 @@ def cases(draw: st.DrawFn) -> Case:
     ranks = {f"i{k}": draw(st.integers(1, 3)) for k in range(islands)}
     carriers = {name: [rng.randrange(n) for _ in space.parts] for name, n in ranks.items()}
     tokens = {name: draw(st.sampled_from([0, 1, 7, 1000])) for name in ranks}
-    return Case(space, codec, carriers, tokens, seed)
+    links = {name: draw(st.integers(1, 1000)) for name in ranks} if draw(st.booleans()) else {}
+    return Case(space, codec, carriers, tokens, seed, links)
 
 
 class Shuffler:
@@ -159,9 +164,9 @@ def exact_mean(case: Case, part: int) -> torch.Tensor:
 
 def bytes_of(case: Case, island: str) -> int:
     """Expected bytes: a reducer sends the mean to all others, which send their part to the reducer."""
-    total = 0
+    total, assignment = 0, Assignment(case.plan())
     for part in case.space.parts:
-        is_reducer = case.names[part.index % len(case.names)] == island
+        is_reducer = assignment.reducer_of(part.index) == island
         messages = len(case.names) - 1 if is_reducer else 1
         total += messages * (case.codec.num_bytes(part.num_elements) + HEADER_BYTES)
     return total
@@ -209,6 +214,16 @@ def test_the_result_is_the_mean_weighted_by_tokens(codec: str, tolerance: float)
         largest = max(float(case.pseudo_grad(name, index).abs().max()) for name in case.names)
         error = (mean.values.double() - exact_mean(case, index)).abs().max()
         assert float(error) <= tolerance * largest
+
+
+def test_an_island_with_a_slow_link_sends_little_more_than_its_own_pseudo_gradient() -> None:
+    links = {"a": 100, "b": 100, "c": 100, "d": 20}
+    case = fixed_case("fp32", 256 * 300, dict.fromkeys("abcd", 1), links=links)
+    _, sent = run(reduce_on_all(case))
+    model, fast = 300 * (case.codec.num_bytes(256) + HEADER_BYTES), 5 / 3
+    assert sent == {
+        name: pytest.approx(model * share, rel=0.02) for name, share in zip("abcd", [fast] * 3 + [1], strict=True)
+    }
 
 
 def test_an_islands_own_part_is_coded_too() -> None:

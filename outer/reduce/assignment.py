@@ -1,0 +1,62 @@
+"""Which participant of a plan reduces which part: equal shares, or larger ones where the link is faster.
+
+Of a model of P bytes, an island that reduces the share s of the parts sends (1 - s) P of its own pseudo-gradient to the
+other reducers, and the means s P to n - 1 islands. Over a link of rate u that takes
+
+    T = (1 + s (n - 2)) P / u
+
+The shares add up to 1, so the round takes at least T = (2 n - 2) P / (sum of all u), and at least P / u on the slowest
+link. An island that ends by then has a share of (T u / P - 1) / (n - 2) at most. Of all such shares the most equal ones
+are taken. With two islands both send P, whatever the shares.
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from outer.agreement.messages import Plan
+
+SLOTS_PER_ISLAND = 16
+"""Parts of one turn over all islands, for each island: the precision of unequal shares."""
+
+
+class Assignment:
+    """The reducer of each part in a plan. Every participant computes the same from the plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        shares = reduce_shares([p.link_kbit for p in plan.participants])
+        self._turn = [plan.names[index] for index in take_turns(shares, SLOTS_PER_ISLAND * len(shares))]
+
+    def reducer_of(self, part: int) -> str:
+        return self._turn[part % len(self._turn)]
+
+
+def reduce_shares(rates: Sequence[int]) -> list[Fraction]:
+    """The share of the parts that each of the islands reduces. Equal ones if a rate is 0, which is not known.
+
+    >>> [str(share) for share in reduce_shares([100, 100, 100, 100])]
+    ['1/4', '1/4', '1/4', '1/4']
+    >>> [str(share) for share in reduce_shares([100, 100, 100, 20])]
+    ['1/3', '1/3', '1/3', '0']
+    >>> [str(share) for share in reduce_shares([100, 90, 80])]
+    ['13/27', '1/3', '5/27']
+    """
+    num_islands = len(rates)
+    if num_islands <= 2 or 0 in rates:
+        return [Fraction(1, num_islands)] * num_islands
+    time = max(Fraction(2 * num_islands - 2, sum(rates)), Fraction(1, min(rates)))
+    shares, rest = [Fraction(0)] * num_islands, Fraction(1)
+    for place, index in enumerate(sorted(range(num_islands), key=lambda index: rates[index])):
+        shares[index] = min((time * rates[index] - 1) / (num_islands - 2), rest / (num_islands - place))
+        rest -= shares[index]
+    return shares
+
+
+def take_turns(shares: Sequence[Fraction], num_slots: int) -> list[int]:
+    """Indices in an order in which each has its share of `num_slots` places, spread evenly. The shares add up to 1."""
+    counts = [int(share * num_slots) for share in shares]
+    rest = sorted(range(len(shares)), key=lambda index: (counts[index] - shares[index] * num_slots, index))
+    for index in rest[: num_slots - sum(counts)]:
+        counts[index] += 1
+    # The division of two whole numbers is rounded in the same way everywhere.
+    places = [((2 * k + 1) / (2 * count), index) for index, count in enumerate(counts) for k in range(count)]
+    return [index for _, index in sorted(places)]
