@@ -1,5 +1,6 @@
 """Whole runs on virtual time."""
 
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -56,9 +57,15 @@ def test_the_same_run_comes_out_the_same() -> None:
     def run() -> tuple:
         fleet = simulate(links=("50mbit,rtt=80ms", "1:20mbit"), storm=6.0, storm_seed=3, islands=5)
         results = measure(fleet)
-        return [landed for _, landed in fleet.landed], results.messages, results.sent_bytes, results.virtual_seconds
+        # A look of an event loop at what is due takes a nanosecond, and what is cancelled at once comes in any order.
+        landed = [[_rounded(value) for value in astuple(landed)] for _, landed in fleet.landed]
+        return landed, results.messages, results.sent_bytes, _rounded(results.virtual_seconds)
 
     assert run() == run()
+
+
+def _rounded(value: object) -> object:
+    return round(value, 4) if isinstance(value, float) else value
 
 
 def test_islands_with_slow_links_take_their_time_and_the_link_is_named() -> None:
