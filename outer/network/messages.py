@@ -1,7 +1,9 @@
 """Base class of messages between islands, the types of their common fields, and both ends of a call."""
 
 import logging
+import zlib
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import Annotated, TypeVar
 
@@ -16,6 +18,10 @@ log = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 1 << 27
 """Limit for a reply, unless its caller knows how long it can be. A part of a model's state must fit."""
+LONG_BYTES, MAX_INFLATED_BYTES = 1 << 12, 1 << 24
+"""Lengths between which the agreement's messages are compressed: plans of many islands repeat themselves."""
+ZLIB = b"\x78"
+"""First byte of what zlib has compressed."""
 MAX_RANKS = 4096
 MAX_ROUND = 1 << 30
 MAX_TOKENS = 1 << 62
@@ -47,6 +53,26 @@ def parse(model: type[M], body: str | bytes) -> M:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])[:200]
         raise MessageError(f"not a {model.__name__}: {where}: {first['msg'][:200]}") from None
+
+
+@lru_cache(maxsize=8)  # A coordinator sends the same plan to every island.
+def deflate(body: bytes) -> bytes:
+    """The bytes of a message, compressed (zlib) if they are long."""
+    return zlib.compress(body, 1) if LONG_BYTES < len(body) <= MAX_INFLATED_BYTES else body
+
+
+def inflate(body: bytes) -> bytes:
+    """The inverse of `deflate`. Raises MessageError if the result would be too long, or something is missing."""
+    if body[:1] != ZLIB:
+        return body  # JSON begins with a brace.
+    stream = zlib.decompressobj()
+    try:
+        inflated = stream.decompress(body, MAX_INFLATED_BYTES)
+    except zlib.error as error:
+        raise MessageError(f"a compressed message that cannot be read: {error}") from None
+    if not stream.eof or stream.unused_data:
+        raise MessageError(f"a compressed message that is cut off, or has more than {MAX_INFLATED_BYTES} bytes")
+    return inflated
 
 
 async def call_message(

@@ -15,7 +15,7 @@ from outer.errors import DeadlineError, MessageError, StalledError, TransportErr
 from outer.hooks import Hooks
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Endpoint
-from outer.network.messages import parse
+from outer.network.messages import inflate, parse
 from outer.reduce.auditor import Auditor
 from outer.reduce.payloads import Mean
 from outer.reduce.reducer import DigestAfter, Reducer
@@ -94,7 +94,7 @@ class Attempts:
 
     async def on_vote(self, source: Endpoint, body: bytes) -> bytes:
         """Answer the call `vote` on ranks other than the leader, which are sent only no votes."""
-        vote = parse(Vote, body)
+        vote = parse(Vote, inflate(body))
         if vote.digest is not None or vote.island != source.island:
             raise MessageError("only an island's own no is sent to this rank")
         self.record_no_vote(vote.plan, vote.island, vote.cause)

@@ -22,7 +22,7 @@ from outer.errors import BehindError, DeadlineError, MessageError, OuterError, P
 from outer.membership.base import Member
 from outer.network.endpoints import Endpoint
 from outer.network.event_loop import loop_time
-from outer.network.messages import Message, parse
+from outer.network.messages import Message, deflate, inflate, parse
 from outer.network.rejections import Rejections
 from outer.report import Waiting
 
@@ -227,7 +227,7 @@ class ProtocolDriver:
     # -- messages -------------------------------------------------------------------------------------------------
 
     async def _on_message(self, model: type[Message], source: Endpoint, body: bytes) -> bytes:
-        message, sender = parse(model, body), source.island
+        message, sender = parse(model, inflate(body)), source.island
         reply = self.protocol.receive(sender, message)
         self._detector.hear(sender)
         match message:
@@ -257,7 +257,7 @@ class ProtocolDriver:
 
     async def _call(self, island: str, message: Message) -> None:
         """Send one message and process the reply. A no goes to all ranks of the island: each must end its reduce."""
-        kind, body, called_at = kind_of(type(message)), message.encode(), loop_time()
+        kind, body, called_at = kind_of(type(message)), deflate(message.encode()), loop_time()
         if isinstance(message, Vote) and message.digest is None:
             self._peers.notify_other_ranks(island, kind, body)
         try:
