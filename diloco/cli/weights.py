@@ -36,8 +36,8 @@ def export(
 ) -> None:
     """Export a run's global params as a Hugging Face model: safetensors, config.json, tokenizer.
 
-    transformers loads it as a Llama (as a Qwen3 with model.qk_norm), without any code of this
-    project. A run with model.init_from=OUT starts from it.
+    transformers loads it as a Llama (with model.qk_norm as a Qwen3, with model.qkv_bias as a Qwen2),
+    without any code of this project. A run with model.init_from=OUT starts from it.
     """
     from diloco.checkpoints.signing import SignatureOptions
     from diloco.checkpoints.weights import open_weights

@@ -32,8 +32,10 @@ NOT_FROM_SWARM: dict[str, Origin] = {
 }
 FROM_SWARM = {
     "": "name seed",
-    "model": "init_sha256 preset dim num_layers num_heads num_kv_heads ffn_dim vocab_size rope_theta norm_eps qk_norm "
-    "tie_embeddings",
+    "model": "init_sha256 preset dim num_layers num_heads num_kv_heads head_dim ffn_dim vocab_size rope_theta norm_eps "
+    "qk_norm qkv_bias tie_embeddings",
+    "model.rope_scaling": "rope_type factor original_max_position_embeddings low_freq_factor high_freq_factor "
+    "attention_factor beta_fast beta_slow",
     "data": "source dataset_config split text_field max_tokens seq_len document_mask heldout_fraction",
     "data.mixture": "source dataset_config split text_field max_tokens name weight",
     "optimizer": "name lr betas eps muon_momentum weight_decay clip_norm schedule warmup_steps decay_steps "

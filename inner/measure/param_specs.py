@@ -12,25 +12,25 @@ def param_specs(sizes: ModelSizes) -> tuple[ParamSpec, ...]:
     table = sizes.vocab_size, sizes.dim
     specs = [ParamSpec("embed.weight", table)]
     for layer in range(sizes.num_layers):
-        specs += [ParamSpec(f"layers.{layer}.{name}.weight", shape) for name, shape in _block_shapes(sizes).items()]
+        specs += [ParamSpec(f"layers.{layer}.{name}", shape) for name, shape in _block_shapes(sizes).items()]
     specs.append(ParamSpec("norm.weight", (sizes.dim,)))
     return tuple(specs if sizes.tie_embeddings else [*specs, ParamSpec("head.weight", table)])
 
 
 def _block_shapes(sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
-    kv_dim = sizes.num_kv_heads * sizes.head_dim
-    head_norms = ("attention.q_norm", "attention.k_norm") if sizes.qk_norm else ()
-    return {
-        "attention_norm": (sizes.dim,),
-        "attention.q_proj": (sizes.dim, sizes.dim),
-        "attention.k_proj": (kv_dim, sizes.dim),
-        "attention.v_proj": (kv_dim, sizes.dim),
-        "attention.out_proj": (sizes.dim, sizes.dim),
+    shapes: dict[str, tuple[int, ...]] = {"attention_norm.weight": (sizes.dim,)}
+    for name, width in (("q", sizes.q_dim), ("k", sizes.kv_dim), ("v", sizes.kv_dim)):
+        shapes[f"attention.{name}_proj.weight"] = (width, sizes.dim)
+        if sizes.qkv_bias:
+            shapes[f"attention.{name}_proj.bias"] = (width,)
+    head_norms = ("attention.q_norm.weight", "attention.k_norm.weight") if sizes.qk_norm else ()
+    return shapes | {
+        "attention.out_proj.weight": (sizes.dim, sizes.q_dim),
         **dict.fromkeys(head_norms, (sizes.head_dim,)),
-        "ffn_norm": (sizes.dim,),
-        "ffn.gate_proj": (sizes.ffn_dim, sizes.dim),
-        "ffn.up_proj": (sizes.ffn_dim, sizes.dim),
-        "ffn.down_proj": (sizes.dim, sizes.ffn_dim),
+        "ffn_norm.weight": (sizes.dim,),
+        "ffn.gate_proj.weight": (sizes.ffn_dim, sizes.dim),
+        "ffn.up_proj.weight": (sizes.ffn_dim, sizes.dim),
+        "ffn.down_proj.weight": (sizes.dim, sizes.ffn_dim),
     }
 
 

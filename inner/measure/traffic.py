@@ -107,8 +107,9 @@ def _count_tensor(tally: _Tally, work: Workload, stage: Stage) -> None:
         tally.add("tp", "all_reduce", num_micro_batches * reduces, whole)
     if work.sizes.num_kv_heads < work.degrees.tp:
         # Each rank projects all key-value heads and uses one.
-        table = work.sizes.num_kv_heads * work.sizes.head_dim * work.sizes.dim
-        tally.add("tp", "all_reduce", 2 * num_layers, table * GRADIENT_BYTES)
+        kv_dim = work.sizes.kv_dim
+        tally.add("tp", "all_reduce", 2 * num_layers, kv_dim * work.sizes.dim * GRADIENT_BYTES)
+        tally.add("tp", "all_reduce", 2 * num_layers * work.sizes.qkv_bias, kv_dim * GRADIENT_BYTES)
     if stage.is_last:
         _count_loss(tally, work)
 

@@ -80,7 +80,8 @@ class Workload:
         heads, ffn = -(-self.sizes.num_heads // tp), -(-self.sizes.ffn_dim // tp)
         norms = [(dim, 1), (dim, 1)] + ([(head_dim, 1), (head_dim, 1)] if self.sizes.qk_norm else [])
         attention = [(heads * head_dim, dim), (dim, heads * head_dim)] + 2 * [(kv_heads * head_dim, dim)]
-        return FsdpParamGroup(tuple(norms + attention + [(ffn, dim), (ffn, dim), (dim, ffn)]))
+        biases = [(heads * head_dim, 1)] + 2 * [(kv_heads * head_dim, 1)] if self.sizes.qkv_bias else []
+        return FsdpParamGroup(tuple(norms + attention + biases + [(ffn, dim), (ffn, dim), (dim, ffn)]))
 
     @property
     def table(self) -> "FsdpParamGroup":

@@ -72,7 +72,7 @@ def generate(
     The model must have positions for prompt and new tokens. `generator` is a CPU generator for any model device.
     """
     num_positions = len(prompt) + max_tokens
-    assert prompt and num_positions <= model.rope_2SP.shape[1], f"{num_positions} positions, {len(prompt)} of a prompt"
+    assert prompt and num_positions <= model.rope_2SE.shape[1], f"{num_positions} positions, {len(prompt)} of a prompt"
     attentions = [layer.attention for layer in model.blocks()]
     original_attends = [attention.attend for attention in attentions]
     for attention in attentions:
@@ -80,7 +80,7 @@ def generate(
     try:
         new, begin = list(prompt), 0
         for _ in range(max_tokens):
-            logits_V = last_logits(model, torch.tensor([new], device=model.rope_2SP.device), begin)[0]
+            logits_V = last_logits(model, torch.tensor([new], device=model.rope_2SE.device), begin)[0]
             begin += len(new)
             new = [draw(logits_V.cpu(), sampling, generator)]
             yield new[0]
@@ -93,9 +93,9 @@ def last_logits(model: Transformer, tokens_BS: Tensor, begin: int) -> Tensor:
     """Logits (B, V) for the token after the last of `tokens_BS`, whose positions start at `begin`; fp32."""
     assert model.embed is not None and model.norm is not None and model.head is not None, "a whole model"
     x_BSD = model.embed(tokens_BS)
-    rope_2SP = model.rope_2SP[:, begin : begin + tokens_BS.shape[1]]
+    rope_2SE = model.rope_2SE[:, begin : begin + tokens_BS.shape[1]]
     for layer in model.blocks():
-        x_BSD = layer(x_BSD, rope_2SP)
+        x_BSD = layer(x_BSD, rope_2SE)
     return model.head(model.norm(x_BSD[:, -1:]), model.embed.weight, None)[:, 0].float()
 
 

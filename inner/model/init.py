@@ -33,6 +33,8 @@ def initial_values(spec: ParamSpec, seed: int, num_layers: int) -> Tensor:
     """Initial value of a full parameter as a matrix, fp32 on the CPU. Every rank draws it in full, then slices it."""
     if spec.name.endswith("norm.weight"):
         return torch.ones(spec.matrix_shape)
+    if spec.name.endswith(".bias"):
+        return torch.zeros(spec.matrix_shape)
     # Each layer adds two outputs to the residual stream, whose variance must not grow with depth.
     std = STD / math.sqrt(2 * num_layers) if spec.name.endswith(RESIDUAL_OUTPUTS) else STD
     digest = hashlib.sha256(f"{seed}/{spec.name}".encode()).digest()

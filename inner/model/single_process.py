@@ -16,7 +16,7 @@ def build_whole_model(sizes: ModelSizes, tensors: Mapping[str, Tensor], num_posi
         model = Transformer(sizes, torch.arange(num_positions, device="cpu"))
     # With assign=True the model shares the tensors' memory on the CPU.
     model.load_state_dict(dict(tensors), assign=True)
-    model.rope_2SP = torch.empty_like(model.rope_2SP, device="cpu")
+    model.rope_2SE = torch.empty_like(model.rope_2SE, device="cpu")
     model.fill_tables()
     return model.requires_grad_(False).to(device)
 
@@ -25,7 +25,7 @@ def build_whole_model(sizes: ModelSizes, tensors: Mapping[str, Tensor], num_posi
 def summed_loss(model: Transformer, windows: Iterable[Tensor], seq_len: int, eos_id: int | None) -> tuple[float, int]:
     """Summed loss in nats and number of targets over int64 windows (B, seq_len + 1); `eos_id` ends a document."""
     cut = Cutter(torch.arange(seq_len), seq_len, eos_id)
-    device = model.rope_2SP.device
+    device = model.rope_2SE.device
     loss, tokens = 0.0, 0
     for window in windows:
         tokens_BS, targets_BS, documents_BS = cut(window.to(device))

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import partial
 
-from inner.config import ModelConfig
+from inner.config import ModelConfig, RopeScaling
 from inner.errors import InputError, nearest_multiples
 
 BYTE_VOCAB_SIZE = 260
@@ -20,14 +20,28 @@ class ModelSizes:
     num_kv_heads: int
     ffn_dim: int
     vocab_size: int
+    own_head_dim: int | None = None
+    """Size of a head where it is not dim / num_heads."""
     rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     qk_norm: bool = False
+    qkv_bias: bool = False
     tie_embeddings: bool = False
 
     @property
     def head_dim(self) -> int:
-        return self.dim // self.num_heads
+        return self.own_head_dim or self.dim // self.num_heads
+
+    @property
+    def q_dim(self) -> int:
+        """Width of the queries of all heads, and of the result of attention."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Width of the keys of all heads, and of the values."""
+        return self.num_kv_heads * self.head_dim
 
 
 _bytes = partial(ModelSizes, vocab_size=BYTE_VOCAB_SIZE)
@@ -52,17 +66,20 @@ _REQUIRED = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim")
 
 def num_params(sizes: ModelSizes) -> int:
     """Exact number of parameters. Tied embeddings are counted once."""
-    kv_dim = sizes.num_kv_heads * sizes.head_dim
-    attention = 2 * sizes.dim * sizes.dim + 2 * sizes.dim * kv_dim
+    attention = 2 * sizes.dim * (sizes.q_dim + sizes.kv_dim)
+    biases = sizes.q_dim + 2 * sizes.kv_dim if sizes.qkv_bias else 0
     norms = 2 * sizes.dim + (2 * sizes.head_dim if sizes.qk_norm else 0)
-    layer = attention + norms + 3 * sizes.dim * sizes.ffn_dim
+    layer = attention + biases + norms + 3 * sizes.dim * sizes.ffn_dim
     num_tables = 1 if sizes.tie_embeddings else 2
     return num_tables * sizes.vocab_size * sizes.dim + sizes.num_layers * layer + sizes.dim
 
 
 def resolve_sizes(config: ModelConfig, vocab_size: int) -> ModelSizes:
     """Apply the config to its preset; `vocab_size` is the tokenizer's. Raises InputError if the sizes do not fit."""
-    overrides = config.model_dump(include={field.name for field in fields(ModelSizes)}, exclude_none=True)
+    given = {field.name: getattr(config, field.name, None) for field in fields(ModelSizes)}
+    overrides = {name: value for name, value in given.items() if value is not None}
+    if config.head_dim is not None:
+        overrides["own_head_dim"] = config.head_dim
     if overrides.setdefault("vocab_size", vocab_size) < vocab_size:
         raise InputError(
             f"model.vocab_size ({config.vocab_size}) is smaller than the tokenizer's ({vocab_size}); "
@@ -87,14 +104,23 @@ def resolve_sizes(config: ModelConfig, vocab_size: int) -> ModelSizes:
 
 def _check_heads(sizes: ModelSizes) -> None:
     """Raise InputError unless head sizes are even (RoPE rotates pairs) and key-value heads are shared evenly."""
-    if sizes.dim % (2 * sizes.num_heads):
+    if sizes.own_head_dim is not None and sizes.own_head_dim % 2:
+        raise InputError(
+            f"model.head_dim ({sizes.own_head_dim}) must be even; try {nearest_multiples(sizes.own_head_dim, 2)}"
+        )
+    if sizes.own_head_dim is None and sizes.dim % (2 * sizes.num_heads):
         raise InputError(
             f"model.dim ({sizes.dim}) must be a multiple of 2 x num_heads ({sizes.num_heads}); "
-            f"try model.dim {nearest_multiples(sizes.dim, 2 * sizes.num_heads)}"
+            f"try model.dim {nearest_multiples(sizes.dim, 2 * sizes.num_heads)}, or set model.head_dim"
         )
     if sizes.num_heads % sizes.num_kv_heads:
         divisors = [n for n in range(1, sizes.num_heads + 1) if sizes.num_heads % n == 0]
         raise InputError(
             f"model.num_heads ({sizes.num_heads}) must be a multiple of num_kv_heads "
             f"({sizes.num_kv_heads}); try num_kv_heads {', '.join(map(str, divisors))}"
+        )
+    if sizes.qk_norm and sizes.qkv_bias:
+        raise InputError(
+            "model.qk_norm and model.qkv_bias are both true; no model type of transformers has both, so the weights "
+            "could not be exported; set one to false"
         )

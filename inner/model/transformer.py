@@ -1,6 +1,6 @@
 """A Llama-style decoder without any knowledge of ranks.
 
-Shape suffixes: B sequences, S positions, V vocabulary, D dim, H heads, K key-value heads, E head size, P = E/2.
+Shape suffixes: B sequences, S positions, V vocabulary, D dim, H heads, K key-value heads, E head size.
 A parameter's full name does not depend on the parallel layout: layers.<number>.<module>.weight. Parallelism replaces
 plain attributes: Attention.attend and .kv_heads, Head.cross_entropy, Transformer.enter.
 """
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from inner.model.attention import Attend, causal_attention
 from inner.model.loss import LOSS_CHUNK, ChunkedCrossEntropy
+from inner.model.rope import rope_table, rotate
 from inner.model.sizes import ModelSizes
 from inner.model.stage import Stage
 
@@ -26,18 +27,17 @@ class Attention(nn.Module):
     def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
         self.head_dim = sizes.head_dim
-        kv_dim = sizes.num_kv_heads * sizes.head_dim
-        self.q_proj = nn.Linear(sizes.dim, sizes.dim, bias=False)
-        self.k_proj = nn.Linear(sizes.dim, kv_dim, bias=False)
-        self.v_proj = nn.Linear(sizes.dim, kv_dim, bias=False)
-        self.out_proj = nn.Linear(sizes.dim, sizes.dim, bias=False)
+        self.q_proj = nn.Linear(sizes.dim, sizes.q_dim, bias=sizes.qkv_bias)
+        self.k_proj = nn.Linear(sizes.dim, sizes.kv_dim, bias=sizes.qkv_bias)
+        self.v_proj = nn.Linear(sizes.dim, sizes.kv_dim, bias=sizes.qkv_bias)
+        self.out_proj = nn.Linear(sizes.q_dim, sizes.dim, bias=False)
         self.q_norm = nn.RMSNorm(sizes.head_dim, eps=sizes.norm_eps) if sizes.qk_norm else None
         self.k_norm = nn.RMSNorm(sizes.head_dim, eps=sizes.norm_eps) if sizes.qk_norm else None
         self.attend: Attend = causal_attention
         self.kv_heads: slice | None = None
         """The projected key-value heads that this rank's query heads read. None: all."""
 
-    def forward(self, x_BSD: Tensor, rope_2SP: Tensor, documents_BS: Tensor | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, rope_2SE: Tensor, documents_BS: Tensor | None = None) -> Tensor:
         q_BSHE = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         k_BSKE = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         v_BSKE = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
@@ -45,7 +45,7 @@ class Attention(nn.Module):
             k_BSKE, v_BSKE = k_BSKE[:, :, self.kv_heads], v_BSKE[:, :, self.kv_heads]
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHE, k_BSKE = self.q_norm(q_BSHE), self.k_norm(k_BSKE)
-        q_BSHE, k_BSKE = rotate(q_BSHE, rope_2SP), rotate(k_BSKE, rope_2SP)
+        q_BSHE, k_BSKE = rotate(q_BSHE, rope_2SE), rotate(k_BSKE, rope_2SE)
         return self.out_proj(self.attend(q_BSHE, k_BSKE, v_BSKE, documents_BS).flatten(-2))
 
 
@@ -72,8 +72,8 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
         self.ffn = FeedForward(sizes)
 
-    def forward(self, x_BSD: Tensor, rope_2SP: Tensor, documents_BS: Tensor | None = None) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope_2SP, documents_BS)
+    def forward(self, x_BSD: Tensor, rope_2SE: Tensor, documents_BS: Tensor | None = None) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope_2SE, documents_BS)
         return x_BSD + self.ffn(self.ffn_norm(x_BSD))
 
 
@@ -98,10 +98,12 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """The model, or one pipeline stage of it. Build it on the meta device, then call `initialise`."""
 
-    rope_2SP: Tensor
+    rope_2SE: Tensor
 
-    def __init__(self, sizes: ModelSizes, positions_S: Tensor, stage: Stage | None = None) -> None:
-        """`positions_S` are the positions of the inputs in the sequence, int64 on the CPU."""
+    def __init__(
+        self, sizes: ModelSizes, positions_S: Tensor, stage: Stage | None = None, seq_len: int | None = None
+    ) -> None:
+        """`positions_S` are the positions of the inputs in a sequence of `seq_len` (None: they are all), int64, CPU."""
         super().__init__()
         self.sizes = sizes
         self.stage = stage = stage or Stage(0, range(sizes.num_layers), is_first=True, is_last=True)
@@ -113,7 +115,8 @@ class Transformer(nn.Module):
         self.enter: Callable[[Tensor], Tensor] | None = None
         """Applied to the embedded tokens before the first block."""
         self._positions_S = positions_S
-        self.register_buffer("rope_2SP", torch.empty(2, len(positions_S), sizes.head_dim // 2), persistent=False)
+        self._seq_len = len(positions_S) if seq_len is None else seq_len
+        self.register_buffer("rope_2SE", torch.empty(2, len(positions_S), sizes.head_dim), persistent=False)
 
     def blocks(self) -> Iterator[Block]:
         for layer in self.layers.values():
@@ -122,7 +125,7 @@ class Transformer(nn.Module):
 
     def fill_tables(self) -> None:
         """Recompute the non-persistent buffers in fp32. Call it after to_empty()."""
-        self.rope_2SP.copy_(rope_table(self.sizes.rope_theta, self.sizes.head_dim, self._positions_S))
+        self.rope_2SE.copy_(rope_table(self.sizes, self._positions_S, self._seq_len))
 
     def forward(self, x: Tensor, *, targets_BS: Tensor | None = None, documents_BS: Tensor | None = None) -> Tensor:
         """Map tokens (B, S), or a stage's input (B, S, D), to the summed loss, the logits or the stage's output.
@@ -134,24 +137,7 @@ class Transformer(nn.Module):
         if self.stage.is_first and self.enter is not None:
             x_BSD = self.enter(x_BSD)
         for layer in self.layers.values():
-            x_BSD = layer(x_BSD, self.rope_2SP, documents_BS)
+            x_BSD = layer(x_BSD, self.rope_2SE, documents_BS)
         if self.norm is None or self.head is None:
             return x_BSD
         return self.head(self.norm(x_BSD), None if self.embed is None else self.embed.weight, targets_BS)
-
-
-def rope_table(theta: float, head_dim: int, positions_S: Tensor) -> Tensor:
-    """Cosines and sines (2, S, P) of the RoPE angles, fp32 on the CPU."""
-    exponents_P = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    angles_SP = torch.outer(positions_S.float(), theta**-exponents_P)
-    return torch.stack((angles_SP.cos(), angles_SP.sin()))
-
-
-def rotate(x_BSHE: Tensor, rope_2SP: Tensor) -> Tensor:
-    """Apply RoPE: rotate the pairs (e, e + P) of each head. Computed in fp32 and cast back."""
-    cos_SHP, sin_SHP = rope_2SP[:, : x_BSHE.shape[1], None]
-    # Rotating whole heads at once takes fewer passes than each half separately.
-    cos_SHE, sin_SHE = torch.cat((cos_SHP, cos_SHP), dim=-1), torch.cat((-sin_SHP, sin_SHP), dim=-1)
-    fp32_BSHE = x_BSHE.float()
-    turned_BSHE = fp32_BSHE * cos_SHE + fp32_BSHE.roll(cos_SHP.shape[-1], dims=-1) * sin_SHE
-    return turned_BSHE.to(x_BSHE.dtype)

@@ -60,7 +60,7 @@ def build_stages(layout: Layout) -> list[Transformer]:
 def _build_stage(layout: Layout, stage: Stage) -> Transformer:
     parallel, degrees = layout.parallel, layout.mesh.degrees
     with torch.device("meta"):
-        model = Transformer(layout.sizes, layout.positions, stage)
+        model = Transformer(layout.sizes, layout.positions, stage, layout.seq_len)
     if model.head is not None:
         model.head.cross_entropy = ChunkedCrossEntropy(parallel.loss_chunk)
     if degrees.cp > 1:

@@ -31,7 +31,7 @@ def tensors_of(model: Transformer) -> dict[str, Tensor]:
 
 def write_folder(out: Path, model: Transformer, dtype: Dtype = "float32", **export: Any) -> Path:
     """An export of the model, with the byte tokenizer."""
-    wanted = Export(model.sizes, model.rope_2SP.shape[1], "bytes", dtype)
+    wanted = Export(model.sizes, model.rope_2SE.shape[1], "bytes", dtype)
     save_model(tensors_of(model), replace(wanted, **export), out)
     return out
 

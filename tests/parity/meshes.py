@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from inner.config import ParallelConfig
+from inner.config import ParallelConfig, RopeScaling
 from inner.mesh import Degrees
 from inner.model.sizes import ModelSizes
 from inner.param_spec import ParamSlice, ParamSpec
@@ -28,6 +28,14 @@ HELDOUT = 5
 GROUPED = ModelSizes(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True)
 # One table read at both ends of the pipeline, one key-value head, layers that no number of stages divides.
 TIED = replace(GROUPED, num_layers=7, num_kv_heads=1, tie_embeddings=True, qk_norm=False)
+# Biases of queries, keys and values, heads wider than dim / heads, RoPE that depends on the length of the sequence.
+QWEN = replace(
+    GROUPED,
+    own_head_dim=12,
+    qk_norm=False,
+    qkv_bias=True,
+    rope_scaling=RopeScaling(rope_type="dynamic", factor=4.0, original_max_position_embeddings=8),
+)
 # Ulysses spreads key-value heads over ranks.
 MANY_HEADS = replace(GROUPED, num_kv_heads=4)
 
@@ -53,7 +61,8 @@ class Case:
             words.append(self.parallel.schedule)
         if self.degrees.cp > 1:
             words.append(self.parallel.context)
-        words += [name for name, sizes in (("tied", TIED), ("heads", MANY_HEADS)) if self.sizes == sizes]
+        named = {"tied": TIED, "qwen": QWEN, "heads": MANY_HEADS}
+        words += [name for name, sizes in named.items() if self.sizes == sizes]
         words += ["documents"] if "eos_id" in self.settings else []
         words += ["bf16"] if self.settings["compute_dtype"] == "bfloat16" else []
         others = self.parallel.model_dump(exclude_defaults=True, exclude={"schedule", "context"})

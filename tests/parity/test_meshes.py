@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.inner.small import OPTIMIZER, batch
-from tests.parity.meshes import EOS, MANY_HEADS, TIED, Case, Life, case, of
+from tests.parity.meshes import EOS, MANY_HEADS, QWEN, TIED, Case, Life, case, of
 
 FEW = [
     case("dp_shard2"),
@@ -26,6 +26,9 @@ FEW = [
     case("pp2 tp2", micro_batch=6, schedule="interleaved_zero_bubble"),
     case("pp2 cp2", schedule="zbv", eos_id=EOS),
     case("pp4", TIED),
+    case("dp_shard2", QWEN),
+    case("tp2", QWEN, micro_batch=6),
+    case("pp2", QWEN),
 ]
 REST = [
     case("pp2", schedule="interleaved_zero_bubble", recompute="attention"),
@@ -33,6 +36,8 @@ REST = [
     case("pp2 tp2", TIED, micro_batch=6, schedule="interleaved_zero_bubble"),
     case("dp_shard2 tp2", TIED, micro_batch=6),
     case("tp4", micro_batch=6),
+    case("tp4", QWEN, micro_batch=6),
+    case("dp_shard2 cp2 tp2", QWEN, recompute="selective"),
     case("cp2 tp2", micro_batch=6, context="all_gather", eos_id=EOS),
     case("dp_replicate2", zero=2),
     case("dp_shard3", micro_batch=2),

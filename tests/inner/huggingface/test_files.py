@@ -171,18 +171,26 @@ def test_an_index_names_files_beside_it_that_are_there(folder):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"model_type": "gpt2"}, "model_type is 'gpt2'; allowed: llama, qwen3"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type 'llama3'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn'"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; allowed: llama, mistral, qwen2, qwen3"),
+        ({"model_type": "mixtral"}, "model_type is 'mixtral'"),
+        ({"model_type": "olmo2"}, "model_type is 'olmo2'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}, "rope_type 'longrope'; allowed: default, linear"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3 needs low_freq_factor, high_freq_factor"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: Field required"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling.factor: Input should be greater"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "rope_scaling has mscale 0.7"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "low_freq_factor": 1.0}}, "does not use low_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention"),
+        ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"use_sliding_window": True, "sliding_window": 64}, "sliding_window is 64"),
+        ({"model_type": "mistral", "sliding_window": ..., "use_sliding_window": ...}, "sliding_window is 4096"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"head_dim": 16}, "head_dim is 16; allowed: hidden_size / num_attention_heads = 32 / 4"),
         ({"hidden_size": ...}, "hidden_size is missing"),
+        ({"num_key_value_heads": ...}, "num_key_value_heads is missing"),
+        ({"head_dim": "wide"}, "head_dim: got 'wide'"),
         ({"intermediate_size": -1}, "intermediate_size: got -1"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers: got 'two'"),
     ],
@@ -198,6 +206,21 @@ def test_a_config_gives_every_size(folder):
     assert resolve_sizes(read_model_config(folder), 260) == BYTE_SIZES
     change_config(folder, rope_theta=..., rope_parameters={"rope_type": "default", "rope_theta": 77.0})
     assert resolve_sizes(read_model_config(folder), 260) == replace(BYTE_SIZES, rope_theta=77.0)
+
+
+def test_heads_may_have_a_size_of_their_own(folder):
+    change_config(folder, head_dim=16)
+    assert resolve_sizes(read_model_config(folder), 260) == replace(BYTE_SIZES, own_head_dim=16)
+    change_config(folder, head_dim=...)
+    assert resolve_sizes(read_model_config(folder), 260).head_dim == 128  # The default of Qwen3.
+
+
+def test_the_length_in_pre_training_is_that_of_the_config_unless_the_scaling_says_it(folder):
+    for rope_type, given, expected in (("yarn", 16, 16), ("yarn", ..., 32), ("dynamic", 16, 32)):
+        scaling = {"rope_type": rope_type, "factor": 2.0, "original_max_position_embeddings": given}
+        change_config(folder, rope_scaling={key: value for key, value in scaling.items() if value is not ...})
+        found = read_model_config(folder).rope_scaling
+        assert found is not None and found.original_length == expected
 
 
 def test_sizes_that_contradict_the_folder_are_refused(folder):

@@ -145,9 +145,13 @@ def test_a_collective_in_another_thread_of_autograd_is_counted():
 
 SIZES = ModelSizes(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True)
 TIED = replace(SIZES, tie_embeddings=True)
+BIASED = replace(SIZES, qk_norm=False, qkv_bias=True, own_head_dim=12)
 SEQ_LEN, MICRO_BATCH = 16, 3
 CASES: dict[str, tuple[Degrees, ParallelConfig, ModelSizes, str, int]] = {
     "FSDP": (Degrees(dp_shard=2), ParallelConfig(), SIZES, "float32", 2),
+    "FSDP, biases": (Degrees(dp_shard=2), ParallelConfig(), BIASED, "float32", 2),
+    "tensor parallel, biases": (Degrees(tp=4), ParallelConfig(), BIASED, "float32", 1),
+    "ring, wide heads": (Degrees(cp=2, tp=2), ParallelConfig(), BIASED, "float32", 1),
     "FSDP in bfloat16, tied": (Degrees(dp_shard=4), ParallelConfig(), TIED, "bfloat16", 1),
     "ZeRO-2": (Degrees(dp_shard=2), ParallelConfig(zero=2), SIZES, "float32", 2),
     "replicas": (Degrees(dp_replicate=2), ParallelConfig(), SIZES, "float32", 2),

@@ -21,6 +21,9 @@ MODELS = {
     "normed queries and keys": ModelSizes(
         dim=96, num_layers=2, num_heads=6, num_kv_heads=3, ffn_dim=128, vocab_size=61, qk_norm=True
     ),
+    "biases and wide heads": ModelSizes(
+        dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=61, qkv_bias=True, own_head_dim=32
+    ),
 }
 KINDS: tuple[Recompute, ...] = ("none", "attention", "selective", "full")
 

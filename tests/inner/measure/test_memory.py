@@ -21,6 +21,7 @@ from tests.inner import small
 
 SIZES = ModelSizes(dim=128, num_layers=4, num_heads=8, num_kv_heads=2, ffn_dim=320, vocab_size=512, qk_norm=True)
 TIED = replace(SIZES, tie_embeddings=True)
+BIASED = replace(SIZES, qk_norm=False, qkv_bias=True, own_head_dim=32)
 SEQ_LEN, MICRO_BATCH = 64, 4
 
 
@@ -76,6 +77,8 @@ GRID = {
     )
 }
 MESHES = {
+    "biases and wide heads": Case(Degrees(dp_shard=2), sizes=BIASED),
+    "biases and wide heads, tensor": Case(Degrees(tp=2), sizes=BIASED),
     "fsdp 4": Case(Degrees(dp_shard=4), num_micro_batches=1),
     "fsdp 4, full, bfloat16": Case(Degrees(dp_shard=4), ParallelConfig(recompute="full"), dtype="bfloat16"),
     "ZeRO-2": Case(Degrees(dp_shard=2), ParallelConfig(zero=2)),

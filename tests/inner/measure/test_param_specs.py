@@ -13,6 +13,8 @@ SIZES = {name: PRESETS[name] for name in ("1m", "15m", "1b", "8b")}
 SIZES |= {
     "qk_norm": replace(PRESETS["1m"], qk_norm=True),
     "tied": replace(PRESETS["1m"], tie_embeddings=True),
+    "qkv_bias": replace(PRESETS["1m"], qkv_bias=True),
+    "heads of their own size": replace(PRESETS["1m"], qk_norm=True, own_head_dim=48),
     "no gqa": replace(PRESETS["1m"], num_kv_heads=PRESETS["1m"].num_heads),
     "one kv head": replace(PRESETS["1m"], num_kv_heads=1),
 }

@@ -1,13 +1,14 @@
 """Initial values of single parameters. test_parity tests that meshes agree."""
 
 import math
+from dataclasses import replace
 
 import torch
 
 from inner.model.init import initial_values, initialise
 from inner.param_spec import ParamSpec
 from inner.params import LocalParams
-from tests.inner.small import build_model
+from tests.inner.small import SIZES, build_model
 
 
 def values(name: str, seed: int = 0, num_layers: int = 8) -> torch.Tensor:
@@ -36,13 +37,19 @@ def test_residual_outputs_shrink_with_depth() -> None:
 
 
 def test_all_norms_are_ones_and_tables_are_filled() -> None:
-    expected = build_model().rope_2SP.clone()
+    expected = build_model().rope_2SE.clone()
     model = build_model()
     model.to_empty(device="cpu")
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.data.fill_(torch.nan)
     initialise(LocalParams(model, [model]), [model], seed=0)
-    assert torch.equal(model.rope_2SP, expected)
+    assert torch.equal(model.rope_2SE, expected)
     for name, param in model.named_parameters():
         assert torch.isfinite(param).all(), name
         assert bool((param == 1).all()) == name.endswith("norm.weight"), name
+
+
+def test_biases_begin_at_zero() -> None:
+    model = build_model(replace(SIZES, qk_norm=False, qkv_bias=True))
+    biases = [param for name, param in model.named_parameters() if name.endswith(".bias")]
+    assert len(biases) == 3 * SIZES.num_layers and not any(param.any() for param in biases)

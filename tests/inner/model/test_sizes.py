@@ -29,6 +29,11 @@ def test_small_presets_are_about_their_name(name: str) -> None:
     assert num_params(PRESETS[name]) == pytest.approx(int(name[:-1]) * 1e6, rel=0.06)
 
 
+def test_closed_form_counts_biases_and_heads_of_their_own_size() -> None:
+    sizes = resolve_sizes(ModelConfig(preset="1m", qkv_bias=True, head_dim=48), vocab_size=300)
+    assert num_params(sizes) == sum(param.numel() for param in Transformer(sizes, torch.arange(8)).parameters())
+
+
 @pytest.mark.parametrize("tie_embeddings", [False, True])
 def test_closed_form_counts_qk_norm_and_tied_embeddings(tie_embeddings: bool) -> None:
     config = ModelConfig(preset="1m", qk_norm=True, tie_embeddings=tie_embeddings)
@@ -68,6 +73,14 @@ def test_no_preset_names_what_is_missing() -> None:
 
 def test_heads_that_do_not_cut_dim_name_a_dim_that_works() -> None:
     expect_error(ModelConfig(preset="1m", num_heads=6), "model.dim (128)", "num_heads (6)", "120 or 132")
+
+
+def test_heads_of_an_odd_size_name_a_size_that_works() -> None:
+    expect_error(ModelConfig(preset="1m", head_dim=33), "model.head_dim (33)", "32 or 34")
+
+
+def test_what_could_not_be_exported_is_refused_before_it_is_trained() -> None:
+    expect_error(ModelConfig(preset="1m", qk_norm=True, qkv_bias=True), "model.qk_norm and model.qkv_bias", "exported")
 
 
 def test_key_value_heads_that_do_not_divide_name_those_that_do() -> None:

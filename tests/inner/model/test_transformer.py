@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from inner.model.rope import rope_table, rotate
 from inner.model.sizes import ModelSizes
-from inner.model.transformer import Transformer, rope_table, rotate
+from inner.model.transformer import Transformer
 from tests.inner.small import SIZES, build_model
 
 
@@ -80,7 +81,7 @@ def test_a_later_token_changes_no_earlier_logits() -> None:
 
 
 def test_rotated_products_depend_on_distance_alone() -> None:
-    table = rope_table(100.0, 8, torch.arange(20))
+    table = rope_table(replace(SIZES, rope_theta=100.0), torch.arange(20), 20)
     q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(1))
 
     def product(at_q: int, at_k: int) -> float:
@@ -94,7 +95,7 @@ def test_rotated_products_depend_on_distance_alone() -> None:
 
 
 def test_rotation_keeps_the_dtype_and_computes_in_fp32() -> None:
-    table = rope_table(1.0, 8, torch.arange(300))
+    table = rope_table(replace(SIZES, rope_theta=1.0), torch.arange(300), 300)
     x = torch.ones(1, 300, 1, 8, dtype=torch.bfloat16)
     assert rotate(x, table).dtype == torch.bfloat16
     assert torch.equal(rotate(x, table), rotate(x.float(), table).bfloat16())

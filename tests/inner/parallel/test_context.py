@@ -16,7 +16,7 @@ from inner.config import ContextMethod
 from inner.dry_run.comm_counter import CommCounter
 from inner.errors import InputError
 from inner.model.attention import Attend, causal_attention
-from inner.model.transformer import rotate
+from inner.model.rope import rotate
 from inner.parallel.context.build import build_attend, rank_positions
 from inner.parallel.layout_check import check_context
 from tests.harness import run_ranks
@@ -158,7 +158,8 @@ def rotated(attend: Attend, rank: int, cp: int, method: ContextMethod) -> tuple[
 
     def turn(x: Tensor, at: Tensor) -> Tensor:
         angles = torch.outer(at.float(), 0.3 ** torch.arange(E // 2))
-        return rotate(x, torch.stack((angles.cos(), angles.sin())))
+        cos, sin = angles.cos(), angles.sin()
+        return rotate(x, torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))))
 
     everywhere, by_place = torch.arange(seq_len), torch.arange(len(here))
     whole = causal_attention(turn(q, everywhere), turn(k, everywhere), v)[:, here]

@@ -176,7 +176,7 @@ def hidden_pass(kind: Recompute, is_split: bool) -> tuple[list[Tensor | None], C
 
 def blocks(model: Transformer, x_BSD: Tensor) -> Tensor:
     for layer in model.layers.children():
-        x_BSD = layer(x_BSD, model.rope_2SP, None)
+        x_BSD = layer(x_BSD, model.rope_2SE, None)
     return x_BSD
 
 

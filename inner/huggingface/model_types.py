@@ -1,0 +1,105 @@
+"""The model types of transformers that are read and written here, and what is refused of a config.json. No torch here.
+
+All are the same decoder with small differences: Llama 1 to 3.2, SmolLM 1 and 2, Mistral, Qwen2 and 2.5, Qwen3, and
+others whose config.json names one of these types.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from inner.huggingface.rope_settings import find_unsupported_rope
+from inner.model.sizes import ModelSizes
+
+SIZES = {
+    "dim": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+}
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """A model type: what distinguishes it, and what transformers assumes where its config.json says nothing."""
+
+    architecture: str
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    head_dim: int | None = None
+    """Size of a head if it is not given. None: dim / num_heads."""
+    num_kv_heads_is_optional: bool = False
+    slides_by_default: bool = True
+    """Whether a sliding_window is in use without use_sliding_window."""
+    sliding_window: int | None = None
+    """The window if the config.json has no such key."""
+
+
+MODEL_TYPES = {
+    "llama": ModelType("LlamaForCausalLM", num_kv_heads_is_optional=True),
+    "mistral": ModelType("MistralForCausalLM", sliding_window=4096),
+    "qwen2": ModelType("Qwen2ForCausalLM", qkv_bias=True, slides_by_default=False),
+    "qwen3": ModelType("Qwen3ForCausalLM", qk_norm=True, head_dim=128, slides_by_default=False),
+}
+FIXED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+"""Keys for which this model supports only one value."""
+
+
+def choose_model_type(sizes: ModelSizes) -> str:
+    """The model type as which transformers computes this model."""
+    if sizes.qk_norm:
+        return "qwen3"
+    if sizes.qkv_bias:
+        return "qwen2"
+    # transformers refuses a Llama whose width is no multiple of its heads, also if the heads have a size of their own.
+    return "mistral" if sizes.dim % sizes.num_heads else "llama"
+
+
+def build_type_keys(model_type: str) -> dict[str, Any]:
+    """The keys of a config.json that name the type and switch off what this model does not have."""
+    keys: dict[str, Any] = {"architectures": [MODEL_TYPES[model_type].architecture], "model_type": model_type}
+    if model_type in ("llama", "qwen3"):
+        keys["attention_bias"] = False
+    if model_type == "llama":
+        return keys | {"mlp_bias": False}
+    keys |= {"sliding_window": None}
+    return keys if model_type == "mistral" else keys | {"use_sliding_window": False}
+
+
+def find_unsupported(config: dict[str, Any]) -> Iterator[str]:
+    """Messages about features of a config.json that this model does not support."""
+    name = config.get("model_type")
+    if name not in MODEL_TYPES:
+        yield f"model_type is {name!r}; allowed: {', '.join(MODEL_TYPES)}"
+        return
+    model_type = MODEL_TYPES[name]
+    required = [key for ours, key in SIZES.items() if ours != "num_kv_heads"]
+    yield from (f"{key} is missing" for key in required if config.get(key) is None)
+    if "num_key_value_heads" not in config and not model_type.num_kv_heads_is_optional:
+        yield "num_key_value_heads is missing"
+    for key, only in FIXED.items():
+        if config.get(key, only) != only:
+            yield f"{key} is {config[key]!r}; allowed: {only!r}"
+    window = config.get("sliding_window", model_type.sliding_window)
+    if window is not None and config.get("use_sliding_window", model_type.slides_by_default):
+        yield f"sliding_window is {window!r}; attention here sees the whole sequence"
+    if unknown := set(config.get("layer_types") or ()) - {"full_attention"}:
+        yield f"layer_types has {', '.join(map(repr, sorted(unknown)))}; allowed: 'full_attention'"
+    yield from find_unsupported_rope(config)
+
+
+def read_head_dim(config: dict[str, Any]) -> int | None:
+    """The size of a head if it is not dim / num_heads, as in the config or by the type's default; else None."""
+    head_dim = config.get("head_dim") or MODEL_TYPES[config["model_type"]].head_dim
+    dim, num_heads = config["hidden_size"], config["num_attention_heads"]
+    if head_dim is None or not isinstance(dim, int) or not isinstance(num_heads, int):
+        return None
+    return head_dim if head_dim * num_heads != dim else None

@@ -1,0 +1,82 @@
+"""Converts RoPE settings between a Hugging Face config.json and the model config. No torch here."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from inner.config import ROPE_KEYS, RopeScaling
+from inner.model.sizes import ModelSizes
+
+DEFAULT_THETA = 10000.0
+"""For every model type that is supported, if the config.json leaves it out."""
+IGNORED = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+"""Keys of the settings that are read or checked by themselves."""
+NO_CHANGE = {"truncate": True, "mscale": None, "mscale_all_dim": None}
+"""Keys that may be there with the value that changes nothing."""
+
+
+def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a config.json: `rope_parameters` in transformers 5, `rope_scaling` in older versions."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        return {"rope_type": str(rope)}  # One setting per layer type, or an unknown form.
+    return rope
+
+
+def read_theta(config: dict[str, Any]) -> float:
+    return rope_settings(config).get("rope_theta") or config.get("rope_theta", DEFAULT_THETA)
+
+
+def read_scaling(config: dict[str, Any]) -> RopeScaling | None:
+    """The scaling of a config.json; None without one. Raises pydantic's ValidationError if its values do not fit."""
+    rope, rope_type = rope_settings(config), _type_of(config)
+    if rope_type == "default":
+        return None
+    values = {key: value for key, value in rope.items() if key not in IGNORED | NO_CHANGE.keys()}
+    length = config.get("max_position_embeddings")
+    if rope_type == "dynamic":
+        # transformers measures a sequence by the config's length, whatever the settings say.
+        values["original_max_position_embeddings"] = length
+    elif rope_type in ("llama3", "yarn"):
+        values.setdefault("original_max_position_embeddings", length)
+    return RopeScaling.model_validate({"rope_type": rope_type, **values})
+
+
+def find_unsupported_rope(config: dict[str, Any]) -> Iterator[str]:
+    """Messages about settings of RoPE that this model does not compute."""
+    rope, rope_type = rope_settings(config), _type_of(config)
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        yield f"partial_rotary_factor is {rope['partial_rotary_factor']!r}; allowed: 1.0"
+    if rope_type == "default":
+        return
+    if rope_type not in ROPE_KEYS:
+        yield f"rope_scaling has rope_type {rope_type!r}; allowed: default, {', '.join(ROPE_KEYS)}"
+        return
+    unused = rope.keys() - RopeScaling.model_fields.keys() - IGNORED
+    if other := sorted(key for key in unused if rope[key] != NO_CHANGE.get(key, ...)):
+        yield f"rope_scaling has {', '.join(f'{key} {rope[key]!r}' for key in other)}, which is not computed here"
+        return
+    try:
+        read_scaling(config)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(["rope_scaling", *map(str, problem["loc"])])
+        yield f"{where}: {problem['msg'].removeprefix('Value error, ')}"
+
+
+def build_rope_settings(sizes: ModelSizes, seq_len: int) -> dict[str, Any]:
+    """The keys of a config.json that say how RoPE is computed, for a model trained on sequences of `seq_len`."""
+    scaling = sizes.rope_scaling
+    # Dynamic scaling begins where the config's length ends.
+    is_dynamic = scaling is not None and scaling.rope_type == "dynamic"
+    return {
+        "rope_theta": sizes.rope_theta,
+        "rope_scaling": None if scaling is None else scaling.model_dump(exclude_none=True),
+        "max_position_embeddings": scaling.original_length if scaling is not None and is_dynamic else seq_len,
+    }
+
+
+def _type_of(config: dict[str, Any]) -> str:
+    rope = rope_settings(config)
+    return rope.get("rope_type") or rope.get("type") or "default"

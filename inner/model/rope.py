@@ -1,0 +1,86 @@
+"""Rotary position embedding (RoPE), and the scalings of its frequencies for sequences longer than in pre-training.
+
+Pair e of a head of size E turns by position x f_e with f_e = theta^(-2 e / E). A scaling by `factor` keeps a share s_e
+of each frequency and divides the rest: f_e (s_e + (1 - s_e) / factor). N is the length of the pre-training sequences.
+
+    linear   s = 0: all positions are interpolated
+    llama3   s = (N f_e / 2 pi - low_freq_factor) / (high_freq_factor - low_freq_factor), within 0 and 1
+    yarn     s falls from 1 to 0 between the pairs that turn beta_fast and beta_slow times over N positions (2309.00071,
+             section 3.2); cosines and sines are multiplied by attention_factor (section 3.4)
+    dynamic  changes theta instead, for sequences of S > N: theta (factor S / N - factor + 1)^(E / (E - 2))
+
+Shape suffixes: B sequences, S positions, H heads, E head size, P = E/2.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from inner.config import RopeScaling
+from inner.model.sizes import ModelSizes
+
+
+def rope_table(sizes: ModelSizes, positions_S: Tensor, seq_len: int) -> Tensor:
+    """What `rotate` multiplies with: (cos, cos) and (-sin, sin) of the angles at some positions of a sequence.
+
+    (2, S, E), fp32 on the CPU. `seq_len` is the length of the whole sequence. The table has both halves of a head,
+    because each layer would keep one that it puts together itself for the backward.
+    """
+    angles_SP = torch.outer(positions_S.float(), rope_frequencies(sizes, seq_len))
+    cos_SP, sin_SP = angles_SP.cos(), angles_SP.sin()
+    table_2SE = torch.stack((torch.cat((cos_SP, cos_SP), dim=-1), torch.cat((-sin_SP, sin_SP), dim=-1)))
+    return table_2SE * attention_factor(sizes.rope_scaling)
+
+
+def rope_frequencies(sizes: ModelSizes, seq_len: int) -> Tensor:
+    """Angle per position of each pair (P), fp32 on the CPU. Only dynamic scaling depends on `seq_len`."""
+    scaling, theta = sizes.rope_scaling, sizes.rope_theta
+    if scaling is not None and scaling.rope_type == "dynamic":
+        theta *= _dynamic_growth(scaling, sizes.head_dim, seq_len)
+    exponents_P = torch.arange(0, sizes.head_dim, 2, dtype=torch.float32) / sizes.head_dim
+    frequencies_P = theta**-exponents_P
+    if scaling is None or scaling.rope_type == "dynamic":
+        return frequencies_P
+    kept_P = _kept_share(frequencies_P, scaling, theta)
+    return frequencies_P * (kept_P + (1 - kept_P) / scaling.factor)
+
+
+def attention_factor(scaling: RopeScaling | None) -> float:
+    """What cosines and sines are multiplied by; 1 except for yarn."""
+    if scaling is None or scaling.rope_type != "yarn":
+        return 1.0
+    return scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
+
+
+def rotate(x_BSHE: Tensor, rope_2SE: Tensor) -> Tensor:
+    """Apply RoPE: rotate the pairs (e, e + P) of each head. Computed in fp32 and cast back."""
+    cos_SHE, sin_SHE = rope_2SE[:, : x_BSHE.shape[1], None]
+    fp32_BSHE = x_BSHE.float()
+    # Rotating whole heads at once takes fewer passes than each half separately.
+    turned_BSHE = fp32_BSHE * cos_SHE + fp32_BSHE.roll(x_BSHE.shape[-1] // 2, dims=-1) * sin_SHE
+    return turned_BSHE.to(x_BSHE.dtype)
+
+
+def _dynamic_growth(scaling: RopeScaling, head_dim: int, seq_len: int) -> float:
+    """What theta is multiplied by; 1 for sequences up to the original length."""
+    stretch = max(seq_len / scaling.original_length, 1.0)
+    return (scaling.factor * stretch - scaling.factor + 1) ** (head_dim / (head_dim - 2))
+
+
+def _kept_share(frequencies_P: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
+    """Share s of each frequency that is not divided."""
+    if scaling.rope_type == "llama3":
+        low, high = scaling.low_freq_factor or 1.0, scaling.high_freq_factor or 4.0
+        turns_P = scaling.original_length * frequencies_P / (2 * math.pi)
+        return ((turns_P - low) / (high - low)).clamp(0, 1)
+    if scaling.rope_type == "yarn":
+        num_pairs = len(frequencies_P)
+        fast, slow = (
+            num_pairs * math.log(scaling.original_length / (2 * math.pi * turns)) / math.log(theta)
+            for turns in (scaling.beta_fast or 32.0, scaling.beta_slow or 1.0)
+        )
+        first, last = max(math.floor(fast), 0), min(math.ceil(slow), 2 * num_pairs - 1)
+        # Where both are the same pair, the share falls at once.
+        return 1 - ((torch.arange(num_pairs) - first) / max(last - first, 0.001)).clamp(0, 1)
+    return torch.zeros_like(frequencies_P)
