@@ -1,0 +1,60 @@
+"""Training on the device against training on the CPU in fp32: losses and gradient norms from equal weights and text."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+from inner.config import ParallelConfig
+from inner.model.sizes import PRESETS
+from inner.trainer import StepResult
+from scripts.gpu_report.place import Place, Row, guarded
+from scripts.gpu_report.training import TINY, TrainingCase, one_rank
+
+STEPS = 10
+FIRST_LOSS = {"float32": 1e-4, "bfloat16": 5e-3}
+"""Largest relative difference of the first loss, by dtype; later ones may drift further, by TIMES_LATER."""
+TIMES_LATER = 20.0
+
+
+def compare_with_cpu(place: Place) -> Iterator[Row]:
+    compiles = (False, True) if place.with_compile else (False,)
+    with one_rank(place):
+        for dtype, masks, recompute, compiled in product(
+            ("float32", "bfloat16"), (False, True), ("none", "selective", "full"), compiles
+        ):
+            if compiled and recompute == "selective":
+                continue  # Compiling takes longest, and each kind of recomputation has a case.
+            parallel = ParallelConfig.model_validate({"recompute": recompute, "compile": compiled})
+            case = replace(build_case(place, masks=masks), dtype=dtype, parallel=parallel)
+            words = [dtype, f"recompute {recompute}", *["documents"] * masks, *["compiled"] * compiled]
+            yield from guarded(", ".join(words), lambda case=case: compare(place, case))
+
+
+def build_case(place: Place, *, masks: bool) -> TrainingCase:
+    sizes, seq_len = (TINY, 32) if place.is_tiny else (PRESETS["1m"], 256)
+    return TrainingCase(sizes, seq_len, 2, "float32", num_micro_batches=2, masks_documents=masks)
+
+
+def compare(place: Place, case: TrainingCase) -> Row:
+    expected, found = train_on_cpu(build_case(place, masks=case.masks_documents)), train(case, place.first)
+    first, last = (_difference(found[i].loss, expected[i].loss) for i in (0, -1))
+    norm = _difference(found[0].grad_norm, expected[0].grad_norm)
+    limit = FIRST_LOSS[case.dtype]
+    is_close = first <= limit and max(norm, last) <= TIMES_LATER * limit
+    return {"first_loss": first, "first_norm": norm, f"loss_{STEPS}": last, "ok": is_close}
+
+
+@cache
+def train_on_cpu(case: TrainingCase) -> tuple[StepResult, ...]:
+    return train(case, "cpu")
+
+
+def train(case: TrainingCase, device: str) -> tuple[StepResult, ...]:
+    trainer = case.build(device)
+    return tuple(trainer.step(case.windows(step)) for step in range(STEPS))
+
+
+def _difference(found: float | None, expected: float | None) -> float:
+    """Relative difference; infinite if a step was skipped."""
+    return float("inf") if found is None or expected is None else abs(found - expected) / abs(expected)

@@ -1,0 +1,54 @@
+"""Where the report runs, and what a row of it is. Imports no torch before it is asked for devices."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+Row = dict[str, Any]
+"""One line of a section: a `name`, figures with their unit in the key, and `ok` if something is expected of it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The device of the report. On a CPU everything has a tiny size."""
+
+    device: str
+    """cuda or cpu."""
+    with_compile: bool = True
+
+    @property
+    def is_tiny(self) -> bool:
+        return self.device == "cpu"
+
+    @property
+    def patience(self) -> int:
+        """What time limits are multiplied by: they are made for GPUs, and a CPU may be busy with other work."""
+        return 10 if self.is_tiny else 1
+
+    @property
+    def arguments(self) -> list[str]:
+        """The arguments of the command that mean this place."""
+        return ["--device", self.device, "--compile" if self.with_compile else "--no-compile"]
+
+    @property
+    def first(self) -> str:
+        """The first device, named as in torch."""
+        return "cpu" if self.is_tiny else "cuda:0"
+
+    @cached_property
+    def num_devices(self) -> int:
+        if self.is_tiny:
+            return 1
+        import torch
+
+        return torch.cuda.device_count()
+
+
+def guarded(name: str, measure: Callable[[], Row]) -> Iterator[Row]:
+    """The row that `measure` gives, or one that says why there is none: the section goes on with the next."""
+    try:
+        yield {"name": name, **measure()}
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        yield {"name": name, "problem": text if len(text) < 500 else f"{text[:200]} ... {text[-300:]}", "ok": False}

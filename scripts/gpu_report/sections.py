@@ -1,0 +1,140 @@
+"""The sections of the report, and how each runs in a process of its own. Imports no torch."""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+from scripts.gpu_report.place import Place, Row
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = "scripts.gpu_report"
+END_SECONDS = 15.0
+"""How long a section that is out of time may take to end what it has started."""
+LAST_CHARACTERS = 1500
+"""Of what a failed section has said."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section: a generator of rows."""
+
+    name: str
+    source: str
+    """Where the generator is, MODULE:FUNCTION."""
+    limit_seconds: float
+
+
+def load_section(source: str) -> Callable[[Place], Iterator[Row]]:
+    module, _, function = source.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+SECTIONS = (
+    Section("environment", f"{HERE}.environment:describe", 60),
+    Section("numerics", f"{HERE}.numerics:compare_with_cpu", 120),
+    Section("memory", f"{HERE}.memory:compare_peaks", 90),
+    Section("speed-150m", f"{HERE}.speed:measure_150m", 90),
+    Section("speed-1b", f"{HERE}.speed:measure_1b", 120),
+    Section("speed-8b-layers", f"{HERE}.speed:measure_8b_layers", 150),
+    Section("step", f"{HERE}.step:watch_a_step", 90),
+    Section("outer", f"{HERE}.outer:time_the_seam", 90),
+)
+"""In the order in which they run."""
+
+
+@dataclass
+class SectionReport:
+    """What became of a section."""
+
+    name: str
+    status: str
+    """ended, failed, out of time, or left out."""
+    problem: str = ""
+    rows: list[Row] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it ended, and no row has failed or differs from what was expected."""
+        return self.status == "ended" and all(row.get("ok", True) for row in self.rows)
+
+    def values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("name", "status", "problem", "seconds", "rows")}
+
+    def text(self) -> str:
+        head = f"\n== {self.name}: {self.status}, {self.seconds:.0f} s"
+        lines = [head + (f"\n   {self.problem}" if self.problem else "")]
+        for row in self.rows:
+            values = ", ".join(f"{key} {_format(value)}" for key, value in row.items() if key not in ("name", "ok"))
+            mark = "  " if row.get("ok", True) else "! "
+            lines.append(f"{mark} {row['name']:32s} {values}")
+        return "\n".join(lines)
+
+
+def _format(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def run_apart(section: Section, place: Place, limit_seconds: float) -> SectionReport:
+    """Run a section in a process of its own, for at most `limit_seconds`."""
+    command = [sys.executable, "-m", "scripts.gpu_report", "--section", section.source, *place.arguments]
+    started = time.monotonic()
+    with TemporaryFile() as output, TemporaryFile() as errors:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=errors, start_new_session=True)
+        try:
+            process.wait(limit_seconds)
+            status = "failed" if process.returncode else "ended"
+        except subprocess.TimeoutExpired:
+            status = "out of time"
+        finally:
+            _end(process)
+        rows = _read_rows(_content(output))
+        problem = "" if status == "ended" else _explain(status, limit_seconds, process.returncode, _content(errors))
+    return SectionReport(section.name, status, problem, rows, time.monotonic() - started)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a section, if it has not ended, and what it has left behind in its session."""
+    process.terminate()
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _content(file: Any) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def _read_rows(text: str) -> list[Row]:
+    """The rows among the lines of a section; libraries may write there, too."""
+    rows = []
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and "name" in row:
+            rows.append(row)
+    return rows
+
+
+def _explain(status: str, limit_seconds: float, returncode: int, errors: str) -> str:
+    cause = f"it did not end within {limit_seconds:.0f} s" if status == "out of time" else f"exit status {returncode}"
+    said = errors.strip()[-LAST_CHARACTERS:]
+    return f"{cause}; its last words: {said}" if said else cause

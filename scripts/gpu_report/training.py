@@ -1,0 +1,99 @@
+"""Builds the real trainer in this process for a section, and the text that it trains on."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from diloco.config.schema import IslandConfig
+from diloco.runtime.process_group import open_process_group
+from inner.config import OptimizerConfig, ParallelConfig
+from inner.measure.workload import Workload
+from inner.mesh import Degrees, IslandMesh
+from inner.model.sizes import ModelSizes
+from inner.trainer import Trainer, TrainerSettings
+from outer.space.ranks import RankGroup
+from scripts.gpu_report.place import Place
+
+TINY = ModelSizes(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=128, vocab_size=260)
+EOS = 7
+
+
+@dataclass(frozen=True)
+class TrainingCase:
+    """A model and how one rank trains it."""
+
+    sizes: ModelSizes
+    seq_len: int
+    micro_batch: int
+    dtype: str = "bfloat16"
+    num_micro_batches: int = 1
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    masks_documents: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an inner step."""
+        return self.num_micro_batches * self.micro_batch * self.seq_len
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        return OptimizerConfig(lr=1e-3, warmup_steps=2, tokens_per_step=self.tokens)
+
+    @property
+    def work(self) -> Workload:
+        return Workload(
+            sizes=self.sizes,
+            degrees=Degrees(),
+            parallel=self.parallel,
+            seq_len=self.seq_len,
+            micro_batch=self.micro_batch,
+            num_micro_batches=self.num_micro_batches,
+            compute_itemsize=2 if self.dtype == "bfloat16" else 4,
+        )
+
+    def build(self, device: str) -> Trainer:
+        """The trainer of an island of one rank. `one_rank` comes first. Frees the memory of trainers before it."""
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        settings = TrainerSettings(
+            device=device,
+            compute_dtype=self.dtype,
+            micro_batch=self.micro_batch,
+            seq_len=self.seq_len,
+            seed=1,
+            total_steps=1000,
+            eos_id=EOS if self.masks_documents else None,
+        )
+        mesh = IslandMesh(Degrees(), torch.device(device).type)
+        return Trainer(self.sizes, self.optimizer, mesh, self.parallel, settings)
+
+    def windows(self, step: int) -> list[Tensor]:
+        """A step's text, the same on every device: random, with a pattern that can be learned."""
+        generator = torch.Generator().manual_seed(step)
+        shape = self.num_micro_batches, self.micro_batch, self.seq_len + 1
+        windows = torch.randint(0, self.sizes.vocab_size, shape, generator=generator)
+        windows[..., 1::2] = windows[..., 0:-1:2] // 2
+        return list(windows)
+
+
+@contextmanager
+def one_rank(place: Place) -> Iterator[RankGroup]:
+    """This process is an island of one rank, with the groups that a run would have."""
+    # Products in fp32 are exact, not TF32, as they are compared with the CPU's.
+    island = IslandConfig.model_validate({"device": place.device, "matmul_precision": "highest"})
+    with open_process_group(island, place.first) as ranks:
+        try:
+            yield ranks
+        finally:
+            dist.destroy_process_group()
+
+
+def wait_for_device(place: Place) -> None:
+    if not place.is_tiny:
+        torch.cuda.synchronize()
