@@ -236,6 +236,7 @@ class MeshConfig(Section):
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "breadth_first", "interleaved_zero_bubble", "zbv", "dualpipev"]
 ContextMethod = Literal["ring", "all_gather", "ulysses"]
 Recompute = Literal["none", "attention", "selective", "full"]
+Accumulate = Literal["sharded", "whole"]
 
 
 class ParallelConfig(Section):
@@ -243,6 +244,9 @@ class ParallelConfig(Section):
 
     zero: Literal[2, 3] | None = None
     """FSDP: 3 frees a block's gathered weights after its forward, 2 keeps them. None: 2 with a pipeline, else 3."""
+    accumulate: Accumulate = "sharded"
+    """How gradients of several micro-batches add up. `sharded`: each micro-batch reduces them over the shards. `whole`:
+    every rank keeps whole gradients until the last one, which sends less and needs 4 bytes for each parameter."""
     sequence_parallel: bool = True
     """With tensor parallelism: also split norms and the residual stream along the sequence."""
     loss_chunk: int = Field(default=4096, ge=1)
@@ -262,6 +266,10 @@ class ParallelConfig(Section):
     def frees_after_forward(self, pp: int) -> bool:
         """Whether blocks free their gathered weights after the forward. Pipelines would gather them per micro-batch."""
         return (self.zero or (3 if pp == 1 else 2)) == 3
+
+    def reduces_each_micro_batch(self, num_shards: int) -> bool:
+        """Whether each micro-batch reduces its gradients over the shards. A single shard is whole anyway."""
+        return self.accumulate == "sharded" and num_shards > 1
 
     def splits_stream(self, tp: int) -> bool:
         """Whether a tp rank holds only its share of the positions of the residual stream."""

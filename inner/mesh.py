@@ -51,6 +51,11 @@ class Degrees:
         """Number of ranks over which FSDP shards a weight."""
         return self.dp_shard * self.cp
 
+    @property
+    def num_copies(self) -> int:
+        """Number of ranks that compute with the same weights, each on other tokens."""
+        return self.dp_replicate * self.fsdp
+
     def coordinates(self, rank: int) -> dict[str, int]:
         place = {}
         for axis, degree in reversed(list(zip(AXES, self.sizes, strict=True))):

@@ -19,11 +19,10 @@ from inner.model.init import initialise
 from inner.model.sizes import ModelSizes
 from inner.model.transformer import Transformer
 from inner.optim.build import build_optimizers, lr_at, set_lr
-from inner.optim.gradients import scale_gradients, squared_norm, sum_tied
-from inner.parallel.build import Layout, build_pipeline, build_stages, build_tied_group
-from inner.parallel.fsdp import free_gathered_weights
+from inner.optim.gradients import scale_gradients, squared_norm, sum_over_tensor_ranks, sum_tied
+from inner.parallel.build import Layout, build_runner, build_stages, build_tied_group
 from inner.parallel.layout_check import check_layout
-from inner.parallel.one_stage import OneStage
+from inner.parallel.weights.fsdp import free_gathered_weights
 from inner.params import LocalParams
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -88,6 +87,7 @@ class Trainer:
         self._config = optimizer_config
         self._device = torch.device(settings.device)
         self._skipped_in_a_row = 0
+        self._splits_stream = parallel.splits_stream(mesh.degrees.tp)
         check_layout(sizes, mesh.degrees, parallel, settings.seq_len, self.micro_batches_per_step)
         layout = Layout(sizes, settings.seq_len, mesh, parallel, COMPUTE_DTYPES[settings.compute_dtype], self._device)
         self.stages = build_stages(layout)
@@ -102,9 +102,7 @@ class Trainer:
         self.optimizers = build_optimizers(self.stages, names, optimizer_config)
         self._cutter = Cutter(layout.positions.to(self._device), settings.seq_len, settings.eos_id)
         self._tied_ends = build_tied_group(layout)
-        self._runner = build_pipeline(
-            layout, self.stages, settings.micro_batch, self.micro_batches_per_step
-        ) or OneStage(self.stages[0], self._device)
+        self._runner = build_runner(layout, self.stages, settings.micro_batch, self.micro_batches_per_step)
 
     @property
     def data_rank(self) -> int:
@@ -135,7 +133,7 @@ class Trainer:
         assert num_windows == mine * self.mesh.degrees.num_ranks > 0, f"{mine} here, {num_windows}"
         windows = [window.to(self._device) for window in micro_batches]
         my_loss = self._runner.backward([self._cutter(window) for window in windows], scale=1.0 / max(tokens, 1.0))
-        sum_tied(self.stages, self._tied_ends)
+        self._sum_gradients()
         # All ranks decide alike because the sums are the same on all of them.
         loss_sum, norm_2 = self._add_up(torch.stack([self._counted_loss(my_loss), squared_norm(self.stages)]))
         is_skipped = tokens == 0 or not math.isfinite(loss_sum) or not math.isfinite(norm_2)
@@ -195,6 +193,13 @@ class Trainer:
         total = values.double()
         dist.all_reduce(total)
         return total.tolist()
+
+    def _sum_gradients(self) -> None:
+        """Add up what different ranks, or stages of a rank, have of the gradient of the same weight."""
+        sum_tied(self.stages, self._tied_ends)
+        if self.mesh.degrees.tp > 1:
+            group = self.mesh.tp.get_group()
+            sum_over_tensor_ranks(self.stages, group, splits_stream=self._splits_stream)
 
     def _update(self, lr: float, norm: float) -> None:
         """Clip the gradients and step the optimizers. `norm` is the gradient norm over the whole mesh."""

@@ -16,7 +16,8 @@ FLOORS = {
         data.sources mesh params
         data
         model
-        huggingface optim parallel.context parallel.pipeline
+        huggingface optim parallel.context parallel.weights
+        parallel.pipeline
         checkpoint parallel
         measure trainer
         dry_run

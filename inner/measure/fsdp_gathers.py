@@ -12,8 +12,9 @@ MANAGED_STAGES = 3
 
 @dataclass
 class StageGathers:
-    """Number of all-gathers of a stage in one inner step: of the tables and the last norm (root), and of each layer."""
+    """Number of all-gathers of a stage in one inner step, see Workload.embedding, .root and .block."""
 
+    embedding: int = 0
     root: int = 0
     block: int = 0
 
@@ -21,34 +22,35 @@ class StageGathers:
 def count_gathers(work: Workload, pp_rank: int) -> dict[int, StageGathers]:
     """All-gathers of each stage of a pipeline coordinate, by stage index.
 
-    A forward or backward gathers the weights that it needs and that are not there. A block's weights are freed after
-    its forward under ZeRO-3, after its backward (in a pipeline only after the last one), and when its stage is not
-    among the next to compute.
+    A forward or backward gathers the weights that it needs and that are not there. The weights of a block and of the
+    embedding are freed after their forward under ZeRO-3, after their backward (in a pipeline only after the last one),
+    and when their stage is not among the next to compute. The backward of the embedding needs no weights.
     """
     order = work.orders[pp_rank]
     is_pipeline = work.degrees.pp > 1
     is_managed = is_pipeline and work.parallel.schedule not in ONE_STAGE_PER_RANK
     gathers = {stage.index: StageGathers() for stage in work.stages_at(pp_rank)}
+    embeddings: set[int] = set()
     roots: set[int] = set()
     blocks: set[int] = set()
     kept: set[int] = set()
     for number, action in enumerate(order):
-        needed = {action.stage}
+        scheduled: set[int] = set()
         if is_managed:
             soon = _next_stages(order, number)
-            roots &= soon
-            blocks &= soon
-            needed |= soon - kept
-            kept = soon
+            embeddings, roots, blocks = embeddings & soon, roots & soon, blocks & soon
+            scheduled, kept = soon - kept, soon
+        needed = scheduled | {action.stage}
+        to_embed = needed if action.kind == "forward" else scheduled
         for stage in needed:
+            gathers[stage].embedding += stage in to_embed - embeddings
             gathers[stage].root += stage not in roots
             gathers[stage].block += stage not in blocks
-        roots |= needed
-        blocks |= needed
+        embeddings, roots, blocks = embeddings | to_embed, roots | needed, blocks | needed
         if action.kind == "forward" and work.frees_after_forward:
-            blocks.discard(action.stage)
+            embeddings, blocks = embeddings - {action.stage}, blocks - {action.stage}
         if action.kind == "backward" and not is_pipeline:
-            roots, blocks = set(), set()
+            embeddings, roots, blocks = set(), set(), set()
     return gathers
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from inner.measure.activations import FP32, TOKEN_IDS, ActivationMemory, loss_memory
 from inner.measure.fsdp_gathers import MANAGED_STAGES
+from inner.measure.gradients import StageGradients
 from inner.measure.workload import FsdpParamGroup, Workload
 from inner.model.stage import Stage
 from inner.parallel.pipeline.stages import ONE_STAGE_PER_RANK
@@ -20,7 +21,7 @@ class MemoryEstimate:
     optimizer: int
     """State of the inner optimizer."""
     gradients: int
-    """fp32; with several micro-batches each rank accumulates whole gradients, which the last micro-batch shards."""
+    """fp32, in shards or whole; and those of the layer that is being reduced."""
     gathered: int
     """Whole weights in the compute dtype."""
     activations: int
@@ -46,8 +47,10 @@ def _estimate_rank(rank: "_Rank", optimizer: str) -> MemoryEstimate:
     params = sum(FP32 * group.shard_numel(work.degrees.fsdp) for group in rank.groups)
     optimizer_state = optimizer_bytes(work, rank.stages, optimizer)
     snapshots = rank.snapshots()
-    # When the optimizer steps, only gradients are left; fused AdamW and SGD need no memory of their own.
-    beside = max(params, rank.gathered + rank.buffers + max(snapshot.total for snapshot in snapshots))
+    # When the optimizer steps, only gradients are left, and a single rank's copies in the compute dtype: fused AdamW
+    # and SGD need no memory of their own.
+    in_update = params + (rank.gathered if work.degrees.num_copies == 1 else 0)
+    beside = max(in_update, rank.gathered + rank.buffers + max(snapshot.total for snapshot in snapshots))
     return MemoryEstimate(
         params=params,
         optimizer=optimizer_state,
@@ -65,21 +68,13 @@ def optimizer_bytes(work: Workload, stages: list[Stage], optimizer: str) -> int:
     """Two moments of every weight for AdamW; with Muon, matrices of the layers have only one."""
     if optimizer == "sgd":
         return 0
-    groups = [group for stage in stages for group in _param_groups(work, stage)]
+    groups = [group for stage in stages for group in work.param_groups(stage)]
     total = sum(2 * FP32 * group.shard_numel(work.degrees.fsdp) for group in groups)
     if optimizer == "muon":
         num_layers = sum(len(stage.layers) for stage in stages)
         matrices = FsdpParamGroup(tuple(shape for shape in work.block.shapes if shape[1] > 1))
         total -= FP32 * num_layers * matrices.shard_numel(work.degrees.fsdp)
     return total
-
-
-def _param_groups(work: Workload, stage: Stage) -> list[FsdpParamGroup]:
-    return [work.root(stage)] + [work.block] * len(stage.layers)
-
-
-def _numel(work: Workload, stage: Stage) -> int:
-    return sum(group.numel for group in _param_groups(work, stage))
 
 
 @dataclass(frozen=True)
@@ -110,16 +105,22 @@ class _Rank:
 
     @property
     def groups(self) -> list[FsdpParamGroup]:
-        return [group for stage in self.stages for group in _param_groups(self.work, stage)]
+        return [group for stage in self.stages for group in self.work.param_groups(stage)]
 
     @property
     def gathered(self) -> int:
-        """With ZeRO-3 the root, the current block and the prefetched next one; otherwise the rank's whole stages."""
+        """With ZeRO-3 the root, the current block and the prefetched next one; otherwise the rank's whole stages.
+
+        A single rank gathers nothing: it has copies in the compute dtype, or none if that is the masters'.
+        """
         work, itemsize = self.work, self.work.compute_itemsize
+        if work.degrees.num_copies == 1:
+            return itemsize * sum(work.numel(stage) for stage in self.stages) if itemsize < FP32 else 0
         if work.degrees.pp == 1 and work.frees_after_forward:
             num_blocks = min(2 if work.degrees.fsdp > 1 else 1, work.sizes.num_layers)
-            return itemsize * (work.root(self.stages[0]).numel + num_blocks * work.block.numel)
-        by_stage = sorted((_numel(work, stage) for stage in self.stages), reverse=True)
+            blocks = num_blocks * work.block.numel
+            return itemsize * max(work.root(self.stages[0]).numel + blocks, work.embedding(self.stages[0]).numel)
+        by_stage = sorted((work.numel(stage) for stage in self.stages), reverse=True)
         most = len(by_stage) if work.degrees.pp == 1 or work.parallel.schedule in ONE_STAGE_PER_RANK else MANAGED_STAGES
         return itemsize * sum(by_stage[:most])
 
@@ -149,48 +150,42 @@ class _Rank:
         snapshots: list[_Snapshot] = []
         for action in self.work.orders[self.pp_rank]:
             stage = stages[action.stage]
-            started = [stages[index] for index, number in num_backwards.items() if number]
-            gradients = sum(FP32 * _numel(self.work, other) for other in started)
+            held = {index: StageGradients(self.work, stages[index], number) for index, number in num_backwards.items()}
+            gradients = sum(stage_gradients.before for stage_gradients in held.values())
             if action.kind == "forward":
                 kept += self._kept(stage)
                 snapshots.append(_Snapshot(kept, gradients, losses * loss.kept + loss.forward * stage.is_last))
                 losses += stage.is_last
                 continue
+            now = _Snapshot(kept, gradients, losses * loss.kept)
+            new = held[action.stage]
             if action.kind != "weight_backward":
-                now = _Snapshot(kept, gradients, losses * loss.kept)
-                snapshots += self._backward(stage, now, num_backwards[action.stage])
+                snapshots += self._backward(stage, now, None if action.kind == "input_backward" else new)
             if action.kind != "backward":
                 split = self.activations.split_backward * len(stage.layers) + loss.kept * stage.is_last
                 kept += split if action.kind == "input_backward" else -split
-                snapshots.append(_Snapshot(kept, gradients, losses * loss.kept))
             if action.kind != "input_backward":
                 kept -= self._kept(stage)
                 losses -= stage.is_last
                 num_backwards[action.stage] += 1
+            at_end = {"backward": new.at_end, "weight_backward": new.all_at_once}.get(action.kind, new.before)
+            snapshots.append(_Snapshot(kept, gradients - new.before + at_end, losses * loss.kept))
         return snapshots
 
-    def _backward(self, stage: Stage, now: _Snapshot, number: int) -> list[_Snapshot]:
-        """Snapshots in the backward of micro-batch `number`: the loss, then each layer from the last to the first.
+    def _backward(self, stage: Stage, now: _Snapshot, new: StageGradients | None) -> list[_Snapshot]:
+        """Snapshots in a backward: the loss, then each layer from the last to the first.
 
-        The first micro-batch allocates the gradients, and in the last one each layer shards its own.
+        `new` is None in the half of a split backward that computes the gradients of inputs alone.
         """
-        work, recompute = self.work, self.work.parallel.recompute
-        block, shard = FP32 * work.block.numel, FP32 * work.block.shard_numel(work.degrees.fsdp)
-        # A pipeline shards the gradients of a stage only after all micro-batches.
-        is_first, is_last = number == 0, number == work.num_micro_batches - 1 and work.degrees.pp == 1
-        loss = loss_memory(work).kept * stage.is_last
+        recompute = self.work.parallel.recompute
+        loss = loss_memory(self.work).kept * stage.is_last
         snapshots = [replace(now, loss=now.loss + loss)]
-        # The root's gradients stay until the end.
-        gradients = now.gradients + work.compute_itemsize * work.root(stage).numel * is_first
-        for done in range(len(stage.layers) if is_first or is_last else 1):
-            allocated = done * block * is_first
-            # The previous layer is still being sent from a buffer of its own.
-            reduced = (done * (shard - block) + min(done, 1) * block) * is_last
+        working = self.activations.backward(recompute)
+        others = now.gradients - (new.before if new else 0)
+        if new:
+            snapshots.append(replace(now, gradients=others + new.at_root, loss=now.loss - loss))
+        for done in range(len(stage.layers)):
             kept = now.activations - done * self.activations.block(recompute)
-            working = self.activations.backward(recompute)
-            snapshots.append(_Snapshot(kept, gradients + allocated + reduced, now.loss - loss, working))
-        if is_last:
-            root, root_shard = work.root(stage).numel, work.root(stage).shard_numel(work.degrees.fsdp)
-            own = root * (work.compute_itemsize if is_first else FP32)
-            snapshots.append(_Snapshot(0, len(stage.layers) * shard + own + FP32 * (root + root_shard)))
+            gradients = others + (new.after(done) if new else 0)
+            snapshots.append(_Snapshot(kept, gradients, now.loss - loss, working))
         return snapshots

@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 
 from inner.measure.fsdp_gathers import StageGathers, count_gathers
-from inner.measure.workload import Workload
+from inner.measure.workload import FsdpParamGroup, Workload
 from inner.mesh import Degrees
 from inner.model.stage import Stage
 
 GRADIENT_BYTES = 4
 """Bytes per element: gradients are reduced in fp32."""
+DOCUMENT_BYTES = 8
+"""Bytes of the document number of a position."""
 OTHER = "other"
 """Axis name for groups that do not lie along an axis of the mesh."""
 SCALARS = "scalars"
@@ -56,6 +58,7 @@ def expected_traffic(work: Workload, pp_rank: int = 0) -> list[TrafficRow]:
         _count_tensor(tally, work, stage)
         _count_context(tally, work, stage)
         _count_pipeline(tally, work, stage)
+    _count_replicated(tally, work, work.stages_at(pp_rank))
     _count_tied(tally, work, pp_rank)
     return tally.rows
 
@@ -81,11 +84,13 @@ class _Tally:
 
 
 def _count_fsdp(tally: _Tally, work: Workload, stage: Stage, gathers: StageGathers) -> None:
-    """Weights are gathered whenever they were freed; gradients are reduced once, in the last micro-batch."""
-    for group, count in ((work.root(stage), gathers.root), *[(work.block, gathers.block)] * len(stage.layers)):
+    """Weights are gathered whenever they were freed; only the last micro-batch reduces gradients over replicas."""
+    reduces = work.num_micro_batches if work.reduces_each_micro_batch else 1
+    ends = (work.embedding(stage), gathers.embedding), (work.root(stage), gathers.root)
+    for group, count in (*ends, *[(work.block, gathers.block)] * len(stage.layers)):
         shard = group.shard_numel(work.degrees.fsdp)
         tally.add("fsdp", "all_gather", count, shard * work.compute_itemsize)
-        tally.add("fsdp", "reduce_scatter", 1, shard * work.degrees.fsdp * GRADIENT_BYTES)
+        tally.add("fsdp", "reduce_scatter", reduces, shard * work.degrees.fsdp * GRADIENT_BYTES)
         tally.add("dp_replicate", "all_reduce", 1, shard * GRADIENT_BYTES)
 
 
@@ -101,17 +106,24 @@ def _count_tensor(tally: _Tally, work: Workload, stage: Stage) -> None:
         scatters = 4 * num_layers + repeats + stage.is_first + stage.is_last
         tally.add("tp", "all_gather", num_micro_batches * gathers, piece)
         tally.add("tp", "reduce_scatter", num_micro_batches * scatters, whole)
-        tally.add("tp", "all_reduce", 2 * num_layers + stage.is_last, work.sizes.dim * GRADIENT_BYTES)
     else:
         reduces = 4 * num_layers + repeats + stage.is_first + stage.is_last
         tally.add("tp", "all_reduce", num_micro_batches * reduces, whole)
-    if work.sizes.num_kv_heads < work.degrees.tp:
-        # Each rank projects all key-value heads and uses one.
-        kv_dim = work.sizes.kv_dim
-        tally.add("tp", "all_reduce", 2 * num_layers, kv_dim * work.sizes.dim * GRADIENT_BYTES)
-        tally.add("tp", "all_reduce", 2 * num_layers * work.sizes.qkv_bias, kv_dim * GRADIENT_BYTES)
     if stage.is_last:
         _count_loss(tally, work)
+
+
+def _count_replicated(tally: _Tally, work: Workload, stages: list[Stage]) -> None:
+    """Gradients of weights that all ranks of tp hold are summed over them at once, after all micro-batches."""
+    sizes, splits_stream = work.sizes, work.parallel.splits_stream(work.degrees.tp)
+    block = [(sizes.dim, 1)] * (2 * splits_stream) + [(sizes.head_dim, 1)] * (2 * sizes.qk_norm)
+    if sizes.num_kv_heads < work.degrees.tp:
+        # Each rank projects all key-value heads and uses one.
+        block += [(sizes.kv_dim, sizes.dim), (sizes.kv_dim, 1)][: 1 + sizes.qkv_bias] * 2
+    shapes = [shape for stage in stages for shape in block * len(stage.layers)]
+    shapes += [(sizes.dim, 1)] * (splits_stream and stages[-1].is_last)
+    shard = FsdpParamGroup(tuple(shapes)).shard_numel(work.degrees.fsdp)
+    tally.add("tp", "all_reduce", 1, shard * GRADIENT_BYTES)
 
 
 def _count_loss(tally: _Tally, work: Workload) -> None:
@@ -125,22 +137,26 @@ def _count_loss(tally: _Tally, work: Workload) -> None:
 def _count_context(tally: _Tally, work: Workload, stage: Stage) -> None:
     """Keys and values visit each rank, forward and backward, and their fp32 gradients return; ulysses exchanges heads.
 
-    A block that is recomputed repeats its exchange.
+    A block that is recomputed repeats its exchange. With a document mask, document numbers go with the keys.
     """
     backwards = work.num_micro_batches * len(stage.layers)
     forwards = backwards * (1 if work.parallel.recompute == "none" else 2)
     others = work.degrees.cp - 1
     q_numel, kv_numel = work.q_numel, 2 * work.kv_numel
     itemsize = work.compute_itemsize
+    documents = DOCUMENT_BYTES * work.tokens * work.masks_documents
     if work.parallel.context == "ring":
         tally.add("cp", "send", (forwards + backwards) * others, kv_numel * itemsize)
         tally.add("cp", "send", backwards * others, kv_numel * GRADIENT_BYTES)
+        tally.add("cp", "send", (forwards + backwards) * others, documents)
     elif work.parallel.context == "all_gather":
         tally.add("cp", "all_gather", forwards + backwards, kv_numel * itemsize)
         tally.add("cp", "all_to_all", backwards, kv_numel * GRADIENT_BYTES * work.degrees.cp)
+        tally.add("cp", "all_gather", forwards + backwards, documents)
     else:
         tally.add("cp", "all_to_all", forwards + backwards, (q_numel + kv_numel) * itemsize)
         tally.add("cp", "all_to_all", forwards + backwards, q_numel * itemsize)
+        tally.add("cp", "all_gather", forwards, documents)
 
 
 def _count_pipeline(tally: _Tally, work: Workload, stage: Stage) -> None:

@@ -24,6 +24,8 @@ class Workload:
     """Micro-batches of one rank."""
     compute_itemsize: int
     """Bytes per element in the compute dtype."""
+    masks_documents: bool = False
+    """Whether attention stays within documents."""
 
     @property
     def tokens(self) -> int:
@@ -50,6 +52,11 @@ class Workload:
     def frees_after_forward(self) -> bool:
         """Whether blocks free their weights after the forward (ZeRO-3)."""
         return self.parallel.frees_after_forward(self.degrees.pp)
+
+    @property
+    def reduces_each_micro_batch(self) -> bool:
+        """Whether gradients accumulate in shards."""
+        return self.parallel.reduces_each_micro_batch(self.degrees.fsdp)
 
     @cached_property
     def stages(self) -> list[Stage]:
@@ -88,11 +95,22 @@ class Workload:
         """Parameters of the embedding, or of the head."""
         return FsdpParamGroup(((-(-self.sizes.vocab_size // self.degrees.tp), self.sizes.dim),))
 
+    def embedding(self, stage: Stage) -> "FsdpParamGroup":
+        """The table of the embedding, unless the head has the same."""
+        return FsdpParamGroup(self.table.shapes * (stage.is_first and not self.sizes.tie_embeddings))
+
     def root(self, stage: Stage) -> "FsdpParamGroup":
-        """Parameters of a stage outside its layers: tables and the last norm."""
-        ends = stage.is_first, stage.is_last
-        num_tables = any(ends) if self.sizes.tie_embeddings else sum(ends)
-        return FsdpParamGroup(self.table.shapes * num_tables + ((self.sizes.dim, 1),) * stage.is_last)
+        """Other parameters of a stage outside its layers: the last norm and the head, or the table of a tied model."""
+        has_table = stage.is_last or (stage.is_first and self.sizes.tie_embeddings)
+        return FsdpParamGroup(self.table.shapes * has_table + ((self.sizes.dim, 1),) * stage.is_last)
+
+    def param_groups(self, stage: Stage) -> list["FsdpParamGroup"]:
+        """All parameters of a stage, by what FSDP gathers and reduces together."""
+        return [self.embedding(stage), self.root(stage)] + [self.block] * len(stage.layers)
+
+    def numel(self, stage: Stage) -> int:
+        """Number of parameters of a stage."""
+        return sum(group.numel for group in self.param_groups(stage))
 
 
 @dataclass(frozen=True)

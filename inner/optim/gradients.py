@@ -28,6 +28,31 @@ def sum_tied(stages: Sequence[Transformer], ends: dist.ProcessGroup | None) -> N
         dist.all_reduce(grads[0], group=ends)
 
 
+def sum_over_tensor_ranks(stages: Sequence[Transformer], group: dist.ProcessGroup, *, splits_stream: bool) -> None:
+    """Sum the gradients of weights that every rank of `tp` holds and uses for its own positions or heads.
+
+    Once a step for all of them, in fp32. Every rank of the group must call it.
+    """
+    named = [(name, param) for model in stages for name, param in model.named_parameters()]
+    grads = [
+        local_tensor(param.grad)
+        for name, param in named
+        # Without sequence parallelism all ranks norm the same stream, and have its whole gradient.
+        if param.grad is not None and _is_on_all_tensor_ranks(param) and (splits_stream or ".attention." in name)
+    ]
+    if grads:
+        total = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(total, group=group)
+        for grad, values in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(values.view_as(grad))
+
+
+def _is_on_all_tensor_ranks(param: Tensor) -> bool:
+    """Whether a parameter of a tensor-parallel model is replicated over tp, the last axis of its mesh."""
+    assert isinstance(param, DTensor), "tensor parallelism makes DTensors of all parameters"
+    return isinstance(param.placements[-1], Replicate)
+
+
 def squared_norm(stages: Sequence[Transformer]) -> Tensor:
     """This rank's contribution to the squared 2-norm of the model's gradient, 0-dim fp32.
 

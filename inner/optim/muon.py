@@ -41,25 +41,27 @@ class Muon(torch.optim.Optimizer):
                 param.mul_(1.0 - group["lr"] * group["weight_decay"])
                 param.add_(update, alpha=-0.2 * math.sqrt(max(param.shape)) * group["lr"])
 
-    def _nesterov_momentum(self, param: Tensor, momentum: float) -> DTensor:
+    def _nesterov_momentum(self, param: Tensor, momentum: float) -> Tensor:
         """Nesterov momentum of the gradient, sharded like the parameter."""
-        assert isinstance(param.grad, DTensor), "parallelise the model first"
+        assert param.grad is not None, "step() leaves out parameters without a gradient"
         state = self.state[param]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(param)
         average = state["momentum_buffer"].lerp_(param.grad, 1.0 - momentum)
-        ahead = param.grad.lerp(average, momentum)
-        assert isinstance(ahead, DTensor)
-        return ahead
+        return param.grad.lerp(average, momentum)
 
 
-def orthogonalise(matrices: list[DTensor]) -> Iterator[DTensor]:
+def orthogonalise(matrices: list[Tensor]) -> Iterator[Tensor]:
     """Orthogonalise each matrix and keep its sharding. Every rank of their mesh must call it with the same list."""
-    if matrices:
-        mesh = matrices[0].device_mesh
-        axis = max(range(mesh.ndim), key=mesh.size)
-        for first in range(0, len(matrices), mesh.size(axis)):
-            yield from _orthogonalise_one_per_rank(matrices[first : first + mesh.size(axis)], axis)
+    sharded = [matrix for matrix in matrices if isinstance(matrix, DTensor)]
+    if not sharded:
+        yield from map(newton_schulz, matrices)
+        return
+    assert len(sharded) == len(matrices), "a model is either sharded or on one rank"
+    mesh = sharded[0].device_mesh
+    axis = max(range(mesh.ndim), key=mesh.size)
+    for first in range(0, len(sharded), mesh.size(axis)):
+        yield from _orthogonalise_one_per_rank(sharded[first : first + mesh.size(axis)], axis)
 
 
 def _orthogonalise_one_per_rank(matrices: list[DTensor], axis: int) -> Iterator[DTensor]:

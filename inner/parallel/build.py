@@ -16,12 +16,14 @@ from inner.model.stage import Stage
 from inner.model.transformer import Transformer
 from inner.parallel.compile import compile_blocks
 from inner.parallel.context.build import build_attend, rank_positions
-from inner.parallel.fsdp import apply_fsdp
+from inner.parallel.one_stage import OneStage
 from inner.parallel.pipeline.evaluation import LocalStages, StreamShape
 from inner.parallel.pipeline.stages import plan_stages, ranks_of_stages, stages_at
 from inner.parallel.pipeline.step import Pipeline
 from inner.parallel.recompute import apply_recompute
 from inner.parallel.tensor import apply_tensor_parallel
+from inner.parallel.weights.compute_copies import ComputeCopies
+from inner.parallel.weights.fsdp import apply_fsdp
 
 
 @dataclass(frozen=True)
@@ -71,22 +73,25 @@ def _build_stage(layout: Layout, stage: Stage) -> Transformer:
     apply_recompute(model, parallel.recompute)
     if parallel.compile:
         compile_blocks(model, layout.device.type)
-    apply_fsdp(model, layout.mesh.fsdp, layout.compute_dtype, reshard=parallel.frees_after_forward(degrees.pp))
+    if degrees.num_copies > 1:
+        apply_fsdp(model, layout.mesh.fsdp, layout.compute_dtype, reshard=parallel.frees_after_forward(degrees.pp))
     return model.to_empty(device=layout.device)
 
 
-def build_pipeline(
+def build_runner(
     layout: Layout, stages: Sequence[Transformer], micro_batch: int, num_micro_batches: int
-) -> Pipeline | None:
-    """Build the schedule over this rank's stages; None without pipeline parallelism. Every rank must call it."""
+) -> OneStage | Pipeline:
+    """Build what runs this rank's stages over the micro-batches of a step. Every rank must call it."""
     degrees = layout.mesh.degrees
+    copies = ComputeCopies(stages, layout.compute_dtype)
+    reduces_each = layout.parallel.reduces_each_micro_batch(degrees.fsdp)
     if degrees.pp == 1:
-        return None
+        return OneStage(stages[0], layout.device, copies, reduces_each=reduces_each)
     num_positions = len(layout.positions)
     stream_positions = num_positions // degrees.tp if layout.parallel.splits_stream(degrees.tp) else num_positions
     stream = StreamShape(micro_batch, num_positions, stream_positions, layout.sizes.dim, layout.compute_dtype)
     local = LocalStages(stages, layout.stage_ranks, layout.mesh.pp_group, stream, layout.device)
-    return Pipeline(local, layout.parallel.schedule, num_micro_batches)
+    return Pipeline(local, copies, layout.parallel.schedule, num_micro_batches, reduces_each=reduces_each)
 
 
 def build_tied_group(layout: Layout) -> dist.ProcessGroup | None:

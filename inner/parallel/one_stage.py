@@ -7,30 +7,37 @@ from torch import Tensor
 
 from inner.data.micro_batch import MicroBatch
 from inner.model.transformer import Transformer
-from inner.parallel.fsdp import set_gradient_sync
+from inner.parallel.weights.compute_copies import ComputeCopies
+from inner.parallel.weights.gradient_sync import set_gradient_sync
 
 
 class OneStage:
     """Runs a whole model. Every rank of its FSDP mesh must make each call, with the same number of micro-batches."""
 
-    def __init__(self, model: Transformer, device: torch.device) -> None:
+    def __init__(self, model: Transformer, device: torch.device, copies: ComputeCopies, *, reduces_each: bool) -> None:
+        """`reduces_each`: whether every micro-batch, not only the last, reduces its gradients over the shards."""
         self._model = model
         self._device = device
+        self._copies = copies
+        self._reduces_each = reduces_each
 
     def backward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
         """Accumulate gradients of `scale` times the summed loss, and return that loss (0-dim fp32)."""
         total = torch.zeros((), device=self._device)
-        for number, micro_batch in enumerate(micro_batches):
-            set_gradient_sync(self._model, is_last=number == len(micro_batches) - 1)
-            loss = self._loss(micro_batch)
-            (loss * scale).backward()
-            total += loss.detach()
+        with self._copies:
+            for number, micro_batch in enumerate(micro_batches):
+                is_last = number == len(micro_batches) - 1
+                set_gradient_sync(self._model, over_shards=is_last or self._reduces_each, over_replicas=is_last)
+                loss = self._loss(micro_batch)
+                (loss * scale).backward()
+                total += loss.detach()
         return total
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """The summed loss (0-dim fp32), without gradients."""
-        return sum(map(self._loss, micro_batches), start=torch.zeros((), device=self._device))
+        with self._copies:
+            return sum(map(self._loss, micro_batches), start=torch.zeros((), device=self._device))
 
     def _loss(self, batch: MicroBatch) -> Tensor:
         return self._model(batch.tokens_BS, targets_BS=batch.targets_BS, documents_BS=batch.documents_BS)

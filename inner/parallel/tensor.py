@@ -8,8 +8,10 @@ head                       rows (vocabulary)                     logits stay sha
 """
 
 from functools import partial
+from types import MethodType
 
 import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -19,35 +21,33 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
 from inner.model.loss import ChunkedCrossEntropy, VocabShard
 from inner.model.transformer import Block, Head, Transformer
 
-POSITIONS, HEADS = 1, 2
-"""Dimensions of x_BSD and q_BSHE."""
+POSITIONS = 1
+"""Dimension of x_BSD."""
 
 
 def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
     """Shard every parameter over the 1-D `mesh`, and activations with them. Every rank must call it, before FSDP."""
     stream: Placement = Shard(POSITIONS) if sequence_parallel else Replicate()
-    norm = SequenceParallel(sequence_dim=POSITIONS) if sequence_parallel else ReplicatedModule()
     for layer in model.blocks():
-        _split_block(layer, mesh, stream, norm)
+        _split_block(layer, mesh, stream)
     plan: dict[str, ParallelStyle] = {}
     if model.embed is not None:
-        plan["embed"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
+        plan["embed"] = VocabParallelEmbedding(stream)
         # The embedding returns an asynchronous tensor, which a compiled block cannot take as input.
         model.enter = funcol.wait_tensor
     if model.norm is not None:
-        plan |= {"norm": norm, "head": VocabParallelHead(stream)}
+        plan |= {"norm": LocalModule(), "head": VocabParallelHead(stream)}
     if plan:
         parallelize_module(model, mesh, plan)
 
 
-def _split_block(layer: Block, mesh: DeviceMesh, stream: Placement, norm: ParallelStyle) -> None:
+def _split_block(layer: Block, mesh: DeviceMesh, stream: Placement) -> None:
     attention = layer.attention
     kv_heads = attention.k_proj.out_features // attention.head_dim
     shares_kv_heads = kv_heads < mesh.size()
@@ -56,50 +56,70 @@ def _split_block(layer: Block, mesh: DeviceMesh, stream: Placement, norm: Parall
         mine = mesh.get_local_rank() * kv_heads // mesh.size()
         attention.kv_heads = slice(mine, mine + 1)
     whole, rows = Replicate(), ColwiseParallel()
-    kv_rows = ReplicatedModule(gradient=Partial()) if shares_kv_heads else rows
+    kv_rows = LocalModule() if shares_kv_heads else rows
     columns = RowwiseParallel(output_layouts=stream)
     plan: dict[str, ParallelStyle] = {
-        "attention_norm": norm,
+        "attention_norm": LocalModule(),
         # A single gather serves q, k and v.
         "attention": PrepareModuleInput(input_layouts=(stream, None, None), desired_input_layouts=(whole, None, None)),
         "attention.q_proj": rows,
         "attention.k_proj": kv_rows,
         "attention.v_proj": kv_rows,
         "attention.out_proj": columns,
-        "ffn_norm": norm,
+        "ffn_norm": LocalModule(),
         "ffn": PrepareModuleInput(input_layouts=stream, desired_input_layouts=whole),
         "ffn.gate_proj": rows,
         "ffn.up_proj": rows,
         "ffn.down_proj": columns,
     }
     if attention.q_norm is not None:
-        # Each rank norms its own heads, so the weight's gradient is a sum over ranks, as under sequence parallelism.
-        per_head = SequenceParallel(sequence_dim=HEADS, use_local_output=True)
-        plan |= {"attention.q_norm": per_head, "attention.k_norm": per_head}
+        plan |= {"attention.q_norm": LocalModule(), "attention.k_norm": LocalModule()}
     parallelize_module(layer, mesh, plan)
 
 
-class ReplicatedModule(ParallelStyle):
-    """Every rank computes the same result from the same input; `gradient` is the placement of the output's gradient."""
+class LocalModule(ParallelStyle):
+    """Every rank holds the whole weight and computes with it on what it has of the input, without DTensor.
 
-    def __init__(self, gradient: Placement | None = None) -> None:
-        self.gradient = gradient or Replicate()
+    Where ranks have different inputs, the gradient is a part of the sum over them: see gradients.sum_over_tensor_ranks.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _distribute(module, device_mesh, Replicate())
-        module.register_forward_pre_hook(partial(_to_dtensor, device_mesh))
-        module.register_forward_hook(partial(_to_local, self.gradient))
+        module.forward = MethodType(_forward_locally, module)
         return module
 
 
-def _to_dtensor(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    x = inputs[0]
-    return (x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False),)
+def _forward_locally(module: nn.Linear | nn.RMSNorm, x: Tensor) -> Tensor:
+    weight = _local(module.weight)
+    if isinstance(module, nn.RMSNorm):
+        return F.rms_norm(x, module.normalized_shape, weight, module.eps)
+    # Each rank goes on with other columns of the result, so it has a part of the gradient of x.
+    x_BSD = x.to_local(grad_placements=[Partial()]) if isinstance(x, DTensor) else x
+    return F.linear(x_BSD, weight, None if module.bias is None else _local(module.bias))
 
 
-def _to_local(gradient: Placement, _: nn.Module, __: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    assert isinstance(output, DTensor)
-    return output.to_local(grad_placements=[gradient])
+class VocabParallelEmbedding(ParallelStyle):
+    """Each rank looks up the tokens of its rows of the vocabulary; the sum over ranks is the stream.
+
+    DTensor's own would compute the gradient of the whole table on every rank.
+    """
+
+    def __init__(self, stream: Placement) -> None:
+        self.stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, device_mesh, Shard(0))
+        module.forward = MethodType(partial(_embed_here, device_mesh, self.stream), module)
+        return module
+
+
+def _embed_here(mesh: DeviceMesh, stream: Placement, module: nn.Embedding, tokens_BS: Tensor) -> Tensor:
+    weight_VD = _local(module.weight)
+    rows_BS = tokens_BS - _first_row(module.weight)
+    is_elsewhere_BS = (rows_BS < 0) | (rows_BS >= weight_VD.shape[0])
+    x_BSD = F.embedding(rows_BS.masked_fill(is_elsewhere_BS, 0), weight_VD)
+    x_BSD = x_BSD.masked_fill(is_elsewhere_BS[..., None], 0.0)
+    return DTensor.from_local(x_BSD, mesh, [Partial()], run_check=False).redistribute(placements=[stream]).to_local()
 
 
 class VocabParallelHead(ParallelStyle):
@@ -129,10 +149,20 @@ class VocabParallelHead(ParallelStyle):
 
 def _sharded_cross_entropy(mesh: DeviceMesh, chunk: int, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
     """Summed cross-entropy over a table whose rows are sharded over the ranks of `mesh`."""
-    assert isinstance(weight_VD, DTensor)
-    _, offset = compute_local_shape_and_global_offset(weight_VD.shape, mesh, weight_VD.placements)
-    shard = VocabShard(mesh.get_group(), start=offset[0])
-    return ChunkedCrossEntropy(chunk, shard)(x_TD, weight_VD.to_local(), targets_T)
+    shard = VocabShard(mesh.get_group(), start=_first_row(weight_VD))
+    return ChunkedCrossEntropy(chunk, shard)(x_TD, _local(weight_VD), targets_T)
+
+
+def _local(weight: Tensor) -> Tensor:
+    """This rank's rows of a weight, or all of it; gradients flow back."""
+    assert isinstance(weight, DTensor)
+    return weight.to_local()
+
+
+def _first_row(weight: Tensor) -> int:
+    """Index of this rank's first row."""
+    assert isinstance(weight, DTensor)
+    return compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)[1][0]
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:

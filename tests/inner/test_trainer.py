@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from inner.config import ParallelConfig
 from inner.errors import InputError, TrainingStopped
 from inner.mesh import Degrees
 from inner.trainer import StepResult, Trainer
@@ -43,13 +44,14 @@ class CountOps(TorchDispatchMode):
 # Each function named `..._on_a_rank` runs on every rank of a group; several claims share one group.
 
 
-def accumulation_on_a_rank(rank: int, degrees: Degrees) -> dict[str, Any]:
+def accumulation_on_a_rank(rank: int, degrees: Degrees, accumulate: str) -> dict[str, Any]:
     """The same steps with many micro-batches and with few, and the collectives of each."""
     found: dict[str, Any] = {"params": [], "losses": [], "reductions": []}
     # SGD: AdamW would blow up the rounding of elements whose gradient is nearly zero.
     config = OPTIMIZER.model_copy(update={"name": "sgd", "lr": 0.3})
     for micro_batch in (1, 6):
-        trainer = build_trainer(degrees, config=config, micro_batch=micro_batch)
+        parallel = ParallelConfig.model_validate({"accumulate": accumulate})
+        trainer = build_trainer(degrees, config=config, parallel=parallel, micro_batch=micro_batch)
         train(trainer, 1)
         with CountOps() as ops:
             results = train(trainer, 4)
@@ -60,21 +62,26 @@ def accumulation_on_a_rank(rank: int, degrees: Degrees) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def accumulated() -> list[dict[str, Any]]:
-    return run_ranks(accumulation_on_a_rank, 2, FSDP2)
+def accumulated() -> dict[str, list[dict[str, Any]]]:
+    return {how: run_ranks(accumulation_on_a_rank, 2, FSDP2, how) for how in ("sharded", "whole")}
 
 
-def test_many_small_micro_batches_equal_few_large_ones(accumulated: list[dict[str, Any]]) -> None:
-    for found in accumulated:
+@pytest.mark.parametrize("how", ["sharded", "whole"])
+def test_many_small_micro_batches_equal_few_large_ones(accumulated: dict[str, list[dict[str, Any]]], how: str) -> None:
+    for found in accumulated[how]:
         assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-6)
         errors = [relative_error(*pair) for pair in zip(*found["params"], strict=True)]
         assert max(errors) < 1e-6
 
 
-def test_gradients_cross_the_mesh_once_however_many_micro_batches(accumulated: list[dict[str, Any]]) -> None:
-    for found in accumulated:
-        num_units = SIZES.num_layers + 1
-        assert found["reductions"] == [4 * num_units, 4 * num_units]
+@pytest.mark.parametrize(("how", "times"), [("sharded", 6), ("whole", 1)])
+def test_gradients_cross_the_mesh_in_each_micro_batch_or_once(
+    accumulated: dict[str, list[dict[str, Any]]], how: str, times: int
+) -> None:
+    for found in accumulated[how]:
+        # The layers, the embedding, and norm and head. One step has six micro-batches, another one.
+        num_units = SIZES.num_layers + 2
+        assert found["reductions"] == [4 * num_units * times, 4 * num_units]
 
 
 def precision_on_a_rank(rank: int) -> dict[str, Any]:

@@ -50,6 +50,7 @@ class Case:
             micro_batch=1,
             num_micro_batches=self.num_micro_batches,
             compute_itemsize=2,
+            masks_documents=self.masks_documents,
         )
 
     @property
@@ -73,12 +74,30 @@ CASES = {
     "1b on 8": Case("1b", Degrees(dp_shard=8)),
     "8b, 4 layers, context of 4": Case("8b", Degrees(dp_shard=2, cp=4), num_layers=4, parallel={"context": "ulysses"}),
     "8b, 4 layers, documents": Case("8b", Degrees(dp_shard=8), num_layers=4, masks_documents=True),
+    "8b, 2 layers, tensor parallel": Case("8b", Degrees(tp=8), num_layers=2, rank=3),
+    "8b, 8 layers on 128, the last rank": Case(
+        "8b", Degrees(pp=4, dp_shard=2, cp=2, tp=8), num_layers=8, num_micro_batches=4, rank=127
+    ),
 }
 SLOW = {
     "8b on 8": Case("8b", Degrees(dp_shard=8), seq_len=8192, num_micro_batches=1),
     "8b on 8, 4 micro-batches": Case(
         "8b", Degrees(dp_shard=8), seq_len=8192, num_micro_batches=4, parallel={"recompute": "full"}
     ),
+    "8b on 8, 4 micro-batches, nothing recomputed": Case("8b", Degrees(dp_shard=8), seq_len=8192, num_micro_batches=4),
+    "8b, 8 layers, 1f1b, the last rank": Case(
+        "8b", Degrees(pp=4, dp_shard=2), num_layers=8, num_micro_batches=4, rank=7
+    ),
+    "8b, 8 layers, zbv, the last rank": Case(
+        "8b", Degrees(pp=4, dp_shard=2), num_layers=8, num_micro_batches=4, rank=7, parallel={"schedule": "zbv"}
+    ),
+    "8b, 8 layers, whole gradients": Case(
+        "8b", Degrees(pp=4, dp_shard=2), num_layers=8, num_micro_batches=4, rank=4, parallel={"accumulate": "whole"}
+    ),
+    "8b, 4 layers, tensor parallel, recomputed": Case(
+        "8b", Degrees(dp_shard=8, tp=8), num_layers=4, parallel={"recompute": "selective"}
+    ),
+    "8b, 4 layers, ring, documents": Case("8b", Degrees(dp_shard=2, cp=4), num_layers=4, masks_documents=True),
     "8b on 64": Case(
         "8b", Degrees(dp_shard=64), seq_len=8192, num_micro_batches=1, rank=63, parallel={"recompute": "selective"}
     ),
@@ -112,6 +131,15 @@ def test_the_peak_is_near_the_estimate(name: str) -> None:
     case, done = (CASES | SLOW)[name], rehearsed(name)
     expected = estimate_memory(case.work, case.optimizer, "cuda")[done.coordinates["pp"]].peak
     assert done.peak_bytes == pytest.approx(expected, rel=case.spread)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", ["8b on 8, 4 micro-batches", "8b on 8, 4 micro-batches, nothing recomputed"])
+def test_8b_with_4_micro_batches_fits_into_8_gpus_of_80_gb(name: str) -> None:
+    case = SLOW[name]
+    assert estimate_memory(case.work, case.optimizer, "cuda")[0].peak < 80e9
+    assert rehearsed(name).peak_bytes < 80e9
 
 
 @each_case

@@ -1,31 +1,44 @@
 """One training step of a pipeline: torch's schedules run a rank's stages over all micro-batches of the step."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.pipelining.stage import stage_backward, stage_backward_input, stage_backward_weight
 
 from inner.config import Schedule
 from inner.data.micro_batch import MicroBatch
 from inner.model.transformer import Transformer
 from inner.parallel.pipeline.evaluation import LocalStages, PipelineEvaluator, check_shapes
 from inner.parallel.pipeline.stages import ONE_STAGE_PER_RANK, TORCH_NAMES
+from inner.parallel.weights.compute_copies import ComputeCopies
+from inner.parallel.weights.gradient_sync import keep_weights, one_backward, set_gradient_sync
 
 
 class Pipeline:
     """This rank's stages driven by a schedule. Every rank of the pp group must build it and make each call."""
 
-    def __init__(self, local: LocalStages, schedule: Schedule, num_micro_batches: int) -> None:
+    def __init__(
+        self,
+        local: LocalStages,
+        copies: ComputeCopies,
+        schedule: Schedule,
+        num_micro_batches: int,
+        *,
+        reduces_each: bool,
+    ) -> None:
+        """`reduces_each`: as in OneStage."""
+        self._copies = copies
         self._local = local
         self._num_micro_batches = num_micro_batches
         self._has_first = local.stages[0].stage.is_first
         self._has_last = any(model.stage.is_last for model in local.stages)
         self._scale = 1.0
         self._forward_only = PipelineEvaluator(local)
-        stages = [_build_torch_stage(model, local) for model in local.stages]
+        stages = [_ReducingStage(model, local, copies, reduces_each) for model in local.stages]
         kind: Any = get_schedule_class(TORCH_NAMES[schedule])
         mine = stages[0] if schedule in ONE_STAGE_PER_RANK else stages
         # Losses are scaled here: torch would divide accumulated gradients by the micro-batches again in every step.
@@ -45,19 +58,21 @@ class Pipeline:
         if documents is not None:
             stage_inputs["documents_BS"] = documents
         losses: list[Tensor] = []
-        self._schedule.step(
-            *([tokens] if self._has_first else []),
-            # The last stage computes the loss from targets_BS; the schedule requires a target anyway.
-            target=targets if self._has_last else None,
-            losses=losses if self._has_last else None,
-            return_outputs=False,
-            **stage_inputs,
-        )
+        with self._copies:
+            self._schedule.step(
+                *([tokens] if self._has_first else []),
+                # The last stage computes the loss from targets_BS; the schedule requires a target anyway.
+                target=targets if self._has_last else None,
+                losses=losses if self._has_last else None,
+                return_outputs=False,
+                **stage_inputs,
+            )
         return sum(losses, start=torch.zeros((), device=self._local.device)).detach() / scale
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """The summed loss, as from backward(), of any number of micro-batches, without gradients."""
-        return self._forward_only(micro_batches)
+        with self._copies:
+            return self._forward_only(micro_batches)
 
     def _scaled(self, loss: Tensor, _: Tensor) -> Tensor:
         return loss * self._scale
@@ -69,17 +84,47 @@ def _concatenate(column: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(tensors) if tensors else None
 
 
-def _build_torch_stage(model: Transformer, local: LocalStages) -> PipelineStage:
-    """Build torch's stage with known shapes: torch would infer them from a run that leaves gradients behind."""
-    stream, stage = local.stream, model.stage
-    hidden = torch.empty(stream.micro_batch, stream.stream_positions, stream.dim, dtype=stream.dtype, device="meta")
-    tokens = torch.empty(stream.micro_batch, stream.positions, dtype=torch.int64, device="meta")
-    return PipelineStage(
-        model,
-        stage.index,
-        len(local.ranks),
-        local.device,
-        input_args=tokens if stage.is_first else hidden.clone().requires_grad_(),
-        output_args=(torch.empty((), device="meta") if stage.is_last else hidden).requires_grad_(),
-        group=local.group,
-    )
+class _ReducingStage(PipelineStage):
+    """torch's stage, except that it reduces gradients in the backward, as OneStage does.
+
+    torch would keep whole gradients until all micro-batches are done, and add up those of split backwards in the
+    compute dtype.
+    """
+
+    def __init__(self, model: Transformer, local: LocalStages, copies: ComputeCopies, reduces_each: bool) -> None:
+        # With known shapes: torch would infer them from a run that leaves gradients behind.
+        stream, stage = local.stream, model.stage
+        hidden = torch.empty(stream.micro_batch, stream.stream_positions, stream.dim, dtype=stream.dtype, device="meta")
+        tokens = torch.empty(stream.micro_batch, stream.positions, dtype=torch.int64, device="meta")
+        super().__init__(
+            model,
+            stage.index,
+            len(local.ranks),
+            local.device,
+            input_args=tokens if stage.is_first else hidden.clone().requires_grad_(),
+            output_args=(torch.empty((), device="meta") if stage.is_last else hidden).requires_grad_(),
+            group=local.group,
+        )
+        self._model = model
+        self._copies = copies
+        self._reduces_each = reduces_each
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Literal["full", "input", "weight"], bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[Any, Any]:
+        """Called by torch for a backward, or for one half of a split one. Returns gradients of the inputs, and groups
+        of parameters that the other half needs."""
+        # The schedule frees weights when the stage is done.
+        keep_weights(self._model)
+        reduces = backward_type != "input" and (last_backward or self._reduces_each)
+        set_gradient_sync(self._model, over_shards=reduces, over_replicas=last_backward)
+        output = bwd_kwargs["stage_output"]
+        if backward_type == "full":
+            return stage_backward(output, bwd_kwargs["output_grads"], bwd_kwargs["input_values"]), None
+        with one_backward(self._model):
+            weights = self._model.parameters()
+            if backward_type == "input":
+                return stage_backward_input(output, bwd_kwargs["output_grads"], bwd_kwargs["input_values"], weights)
+            gradients = stage_backward_weight(weights, bwd_kwargs["param_groups"])
+        self._copies.add_gradients()
+        return gradients, None

@@ -153,17 +153,40 @@ CASES: dict[str, tuple[Degrees, ParallelConfig, ModelSizes, str, int]] = {
     "tensor parallel, biases": (Degrees(tp=4), ParallelConfig(), BIASED, "float32", 1),
     "ring, wide heads": (Degrees(cp=2, tp=2), ParallelConfig(), BIASED, "float32", 1),
     "FSDP in bfloat16, tied": (Degrees(dp_shard=4), ParallelConfig(), TIED, "bfloat16", 1),
+    "FSDP, whole gradients": (Degrees(dp_shard=2), ParallelConfig(accumulate="whole"), SIZES, "bfloat16", 3),
     "ZeRO-2": (Degrees(dp_shard=2), ParallelConfig(zero=2), SIZES, "float32", 2),
     "replicas": (Degrees(dp_replicate=2), ParallelConfig(), SIZES, "float32", 2),
     "HSDP": (Degrees(dp_replicate=2, dp_shard=2), ParallelConfig(), SIZES, "float32", 2),
+    "HSDP, whole gradients": (
+        Degrees(dp_replicate=2, dp_shard=2),
+        ParallelConfig(accumulate="whole"),
+        SIZES,
+        "float32",
+        2,
+    ),
     "tensor parallel": (Degrees(tp=2), ParallelConfig(), SIZES, "float32", 2),
     "tensor without sequence parallel": (Degrees(tp=2), ParallelConfig(sequence_parallel=False), SIZES, "float32", 2),
     "tensor parallel, blocks repeated": (Degrees(tp=2), ParallelConfig(recompute="full"), SIZES, "float32", 1),
     "more ranks than key-value heads": (Degrees(tp=4), ParallelConfig(), SIZES, "float32", 1),
     "loss in chunks": (Degrees(tp=2), ParallelConfig(loss_chunk=24), SIZES, "float32", 1),
     "FSDP and tensor": (Degrees(dp_shard=2, tp=2), ParallelConfig(), TIED, "bfloat16", 2),
+    "FSDP and tensor, whole gradients": (
+        Degrees(dp_shard=2, tp=2),
+        ParallelConfig(accumulate="whole"),
+        SIZES,
+        "bfloat16",
+        2,
+    ),
     "1F1B": (Degrees(pp=2), ParallelConfig(), SIZES, "float32", 4),
     "1F1B, FSDP, tied": (Degrees(pp=2, dp_shard=2), ParallelConfig(), TIED, "float32", 4),
+    "1F1B, HSDP": (Degrees(pp=2, dp_replicate=2, dp_shard=2), ParallelConfig(), SIZES, "float32", 3),
+    "1F1B, FSDP, whole gradients": (
+        Degrees(pp=2, dp_shard=2),
+        ParallelConfig(accumulate="whole"),
+        SIZES,
+        "bfloat16",
+        4,
+    ),
     "1F1B, ZeRO-3": (Degrees(pp=2, dp_shard=2), ParallelConfig(zero=3), SIZES, "float32", 4),
     "interleaved": (
         Degrees(pp=2, dp_shard=2),
@@ -192,8 +215,8 @@ CASES: dict[str, tuple[Degrees, ParallelConfig, ModelSizes, str, int]] = {
     "1F1B and tensor": (Degrees(pp=2, tp=2), ParallelConfig(), SIZES, "float32", 2),
     "four dimensions": (Degrees(pp=2, cp=2, tp=2), ParallelConfig(), SIZES, "float32", 2),
 }
-SLOW = ["four dimensions"]
-"""Each pair of its dimensions is in another case."""
+SLOW = ["four dimensions", "1F1B, HSDP", "HSDP, whole gradients", "FSDP and tensor, whole gradients"]
+"""What each of them has is in other cases, too."""
 
 
 def _step(rank: int, cases: dict[str, Any]) -> dict[str, tuple[int, list[TrafficRow], list[TrafficRow]]]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from inner.config import ParallelConfig, Recompute
@@ -41,7 +42,8 @@ def live(_: int, degrees: Degrees, parallel: ParallelConfig) -> Life:
     gradients: list[Tensor] = []
 
     def keep_gradients(*_: Any) -> None:
-        gradients.extend(param.grad.full_tensor() for param in model.parameters())  # pyright: ignore
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        gradients.extend(grad.full_tensor() if isinstance(grad, DTensor) else grad.clone() for grad in grads)
 
     register_optimizer_step_pre_hook(keep_gradients)
     result = trainer.step(share(trainer, batch(0)))

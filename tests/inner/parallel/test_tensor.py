@@ -1,11 +1,13 @@
-"""Memory that tensor and context parallelism keep for the backward; parity is tested in tests/parity."""
+"""Memory that tensor and context parallelism need; parity is tested in tests/parity."""
 
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from inner.config import ParallelConfig
 from inner.mesh import Degrees
@@ -81,3 +83,30 @@ def test_without_sequence_parallel_every_rank_keeps_the_stream(of_one_process: i
 @pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
 def test_context_parallel_over_two_ranks_keeps_half(of_one_process: int, method: str) -> None:
     assert 0.45 < kept(Degrees(cp=2), context=method) / of_one_process < 0.57
+
+
+class TableGradients(TorchDispatchMode):
+    """Rows of each gradient of an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.embedding_dense_backward.default:
+            self.rows.append(out.shape[0])
+        return out
+
+
+def table_gradients_on_a_rank(rank: int) -> list[int]:
+    trainer = build_trainer(Degrees(tp=2), SIZES, micro_batch=SEQUENCES)
+    with TableGradients() as seen:
+        trainer.step([batch(0)])
+    return seen.rows
+
+
+def test_a_tensor_rank_computes_the_gradient_of_its_own_rows_of_the_embedding() -> None:
+    assert run_ranks(table_gradients_on_a_rank, 2) == [[31], [30]]

@@ -1,6 +1,10 @@
-"""FSDP within an island: one code path for one process, replicas (DDP), shards (ZeRO-2 and ZeRO-3) and both (HSDP)."""
+"""FSDP within an island: one code path for replicas (DDP), shards (ZeRO-2 and ZeRO-3) and both (HSDP).
+
+A mesh of one rank needs none of it, and the functions here do nothing there: see compute_copies.py.
+"""
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import nn
@@ -23,25 +27,24 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, compute_dtype: torch.dtype,
     last = replace(inside, output_dtype=torch.float32)
     for layer in model.blocks():
         fully_shard(layer, mesh=mesh, mp_policy=inside, reshard_after_forward=reshard)
-    # The backward needs the root's parameters first, so freeing them would only gather them twice.
+    if model.embed is not None and not model.sizes.tie_embeddings:
+        fully_shard(model.embed, mesh=mesh, mp_policy=inside, reshard_after_forward=reshard)
+        # The backward of an embedding needs no weights.
+        cast(FSDPModule, model.embed).set_unshard_in_backward(False)
+    # The backward needs these first, so freeing them would only gather them twice. A tied table is one of them.
+    if model.norm is not None and model.head is not None and not model.sizes.tie_embeddings:
+        fully_shard([model.norm, model.head], mesh=mesh, mp_policy=inside, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=last if model.stage.is_last else inside, reshard_after_forward=False)
     for module in fsdp_modules(model):
         # Losses are already divided by the global token count, so gradients are summed. force_sum is for gloo, which
-        # lacks PREMUL_SUM. A single rank would copy its gradients in order to divide them.
+        # lacks PREMUL_SUM.
         module.set_force_sum_reduction_for_comms(True)
-        if mesh.size() > 1:
-            module.set_gradient_divide_factor(1.0)
+        module.set_gradient_divide_factor(1.0)
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """The modules wrapped by FSDP: every block and the root."""
+    """The modules wrapped by FSDP: every block, the ends of the model, and the root."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def set_gradient_sync(model: nn.Module, is_last: bool) -> None:
-    """Reduce gradients over the mesh only in the last micro-batch's backward; before that they accumulate locally."""
-    assert isinstance(model, FSDPModule), "apply_fsdp() comes first"
-    model.set_requires_gradient_sync(is_last)
 
 
 def free_gathered_weights(model: nn.Module) -> None:
