@@ -17,7 +17,7 @@ SLOWNESS = 3
 LOSS_STEP = 0.3
 """Largest rise of this tiny model's held-out loss from one round to the next, in nats per token."""
 
-SHARD2: dict[str, Any] = {"ranks": 2, "mesh": {"dp_shard": 2}}
+SHARD2: dict[str, Any] = {"ranks": 2, "mesh": {"dp_shard": 2}, "micro_batch": 2}
 PP2_TP2: dict[str, Any] = {
     "ranks": 4,
     "mesh": {"pp": 2, "tp": 2},

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.errors import FINAL_STATUS
 from tests.damage import flip, truncate
 from tests.faults.dying import MIRROR, POINTS, die_at
 from tests.faults.saving import (
@@ -142,7 +143,7 @@ def test_when_all_are_damaged_it_says_so_and_begins_anew_when_told_to(
     for file in (run / "island-0" / "checkpoints").glob("*/.metadata"):
         flip(file)
     refused = place.run(tmp_path)
-    assert refused.status == 2 and "Traceback" not in refused.text
+    assert refused.status == FINAL_STATUS and "Traceback" not in refused.text
     assert "none of the 3 checkpoints is whole" in refused.text and ".metadata: damaged" in refused.text
     place.run(tmp_path, "--resume", "never").well()
     assert not events(run / "island-0", "resumed")
@@ -201,7 +202,7 @@ def test_checkpoints_that_can_no_longer_be_written_are_said_and_the_old_ones_sta
 def test_a_read_only_folder_is_refused_at_the_start(place: SavingRun, tmp_path: Path, disk: Path, what: str) -> None:
     remount(disk, "ro")
     refused = place.run(tmp_path, f"island.{what}={disk}")
-    assert refused.status in (1, 2) and "Traceback" not in refused.text
+    assert refused.status in (1, FINAL_STATUS) and "Traceback" not in refused.text
     assert f"{disk}" in refused.text and "Read-only file system" in refused.text
 
 
@@ -211,7 +212,7 @@ def test_a_read_only_folder_is_refused_at_the_start(place: SavingRun, tmp_path: 
 def test_two_islands_of_a_config_with_one_name_are_refused_before_any_starts(place: SavingRun, tmp_path: Path) -> None:
     islands = "islands=[{name: a}, {name: a}]"
     refused = place.end(place.arguments("simulate", tmp_path, islands, "outer.transport=gloo"))
-    assert refused.status == 2 and "islands[1].name: 'a' is the name of islands[0], too" in refused.text
+    assert refused.status == FINAL_STATUS and "islands[1].name: 'a' is the name of islands[0], too" in refused.text
     assert not (tmp_path / "test").exists()
 
 
@@ -228,7 +229,7 @@ def test_a_second_command_in_the_same_folder_is_refused_and_the_first_goes_on(
     process.signal(signal.SIGCONT)
     is_run = shared == "the run's folder"
     expected = "a running island uses the folder" if is_run else "another process saves checkpoints here"
-    assert refused.status == 2 and expected in refused.text and "Traceback" not in refused.text
+    assert refused.status == FINAL_STATUS and expected in refused.text and "Traceback" not in refused.text
     wait_for_end(process).well()
     assert digests(island) == whole
     assert "failed" not in (tmp_path / "test" / "LOGBOOK.md").read_text()
