@@ -24,6 +24,8 @@ class IslandFacts:
     """The run's config. A newer version may not load it."""
     params: list[tuple[str, list[Count]]] = field(default_factory=list)
     """Name and shape of every parameter, in the canonical order."""
+    reading_order: Count = 1
+    """Version of the reading order in which `outer` accounts for the text."""
 
 
 _FACTS = TypeAdapter(IslandFacts)

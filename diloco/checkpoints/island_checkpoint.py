@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from diloco.runtime.progress import ResumedState, ResumePoint
 from inner.checkpoint.manifest import Signer
 from inner.checkpoint.save_load import Checkpoints
 from inner.checkpoint.tensor_reader import CheckpointFailed
+from inner.data.mixture import READING_ORDER
 from inner.errors import InputError
 from inner.trainer import Trainer
 from outer.loop import OuterLoop
@@ -76,8 +76,9 @@ class IslandCheckpoints:
         tensors, facts = self._outer.save()
         run = self._run.model_dump(mode="json")
         params = [(spec.name, list(spec.shape)) for spec in self._trainer.params.specs]
+        saved = IslandFacts(facts, point, tokens, run, params, READING_ORDER)
         try:
-            self._files.save(self._trainer, asdict(IslandFacts(facts, point, tokens, run, params)), tensors)
+            self._files.save(self._trainer, asdict(saved), tensors)
         except (InputError, CheckpointFailed, TimeoutError) as error:
             return str(error)
         self._files.when_written(self._copy)
@@ -102,7 +103,7 @@ class IslandCheckpoints:
             digest=self._outer.digest,
             point=facts.place,
             tokens=facts.tokens,
-            changed=changed_keys(self._run, facts.run),
+            changed=find_changes(self._run, facts),
         )
 
     def _copy(self) -> None:
@@ -154,9 +155,12 @@ def push(mirror: Mirror, folder: Path) -> None:
         log.error("%s; training goes on", error)
 
 
-def changed_keys(run: RunConfig, saved: dict[str, Any]) -> list[str]:
-    """One line for each key of the run's config that differs from the saved config."""
+def find_changes(run: RunConfig, facts: IslandFacts) -> list[str]:
+    """One line for each key of the run's config that differs from the saved config, and for another reading order."""
+    order = []
+    if facts.reading_order != READING_ORDER:
+        order = ["the reading order is of another version: text of this epoch may be read twice, or not at all"]
     try:
-        return differing_keys(run, RunConfig(**saved))
+        return differing_keys(run, RunConfig(**facts.run)) + order
     except ValueError as error:
-        return [f"the saved config is of another version: {' '.join(str(error).split())}"]
+        return [f"the saved config is of another version: {' '.join(str(error).split())}", *order]

@@ -1,21 +1,32 @@
-"""Initial weights. They depend on (seed, parameter name) alone, so all meshes and islands get the same bits.
+"""Initial weights. They follow from (seed, parameter name, row, column), so all meshes and islands get the same bits.
 
-torch's own initialisers cannot be used: on a CPU mesh they give every shard the same numbers.
+Islands whose processors differ must agree, so nothing here may round differently on another one: random integers choose
+from a table of normal values, and the table is computed by additions, multiplications, divisions and square roots in
+fp64, each rounded by itself as IEEE 754 says. torch's own initialisers are neither: they have other paths for other
+vector units, and on a CPU mesh they give every shard the same numbers.
 """
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from inner.model.transformer import Transformer
-from inner.param_spec import ParamSpec
+from inner.param_spec import ParamSlice, ParamSpec
 from inner.params import LocalParams
 
 STD = 0.02
 RESIDUAL_OUTPUTS = ("out_proj.weight", "down_proj.weight")
+WORDS_PER_COUNT = 4
+"""Words of 64 bits that Philox gives for each value of its counter."""
+DRAWS_PER_COUNT = 4 * WORDS_PER_COUNT
+"""Draws of 16 bits in them."""
+BLOCK_DRAWS = 1 << 18
+"""About so many values are drawn at once, so that they stay in the processor's cache."""
 
 
 def initialise(params: LocalParams, stages: Sequence[Transformer], seed: int) -> None:
@@ -23,20 +34,87 @@ def initialise(params: LocalParams, stages: Sequence[Transformer], seed: int) ->
     num_layers = stages[0].sizes.num_layers
     specs = {spec.name: spec for spec in params.specs}
     for index, param_slice in enumerate(params.slices):
-        values = initial_values(specs[param_slice.name], seed, num_layers)
-        params.write(index, values[slice(*param_slice.rows), slice(*param_slice.cols)])
+        params.write(index, initial_values(specs[param_slice.name], param_slice, seed, num_layers))
     for stage in stages:
         stage.fill_tables()
 
 
-def initial_values(spec: ParamSpec, seed: int, num_layers: int) -> Tensor:
-    """Initial value of a full parameter as a matrix, fp32 on the CPU. Every rank draws it in full, then slices it."""
+def initial_values(spec: ParamSpec, held: ParamSlice, seed: int, num_layers: int) -> Tensor:
+    """The slice `held` of a parameter's initial value, 2-D fp32 on the CPU. Only the rows of the slice are drawn."""
     if spec.name.endswith("norm.weight"):
-        return torch.ones(spec.matrix_shape)
+        return torch.ones(held.shape)
     if spec.name.endswith(".bias"):
-        return torch.zeros(spec.matrix_shape)
+        return torch.zeros(held.shape)
     # Each layer adds two outputs to the residual stream, whose variance must not grow with depth.
     std = STD / math.sqrt(2 * num_layers) if spec.name.endswith(RESIDUAL_OUTPUTS) else STD
-    digest = hashlib.sha256(f"{seed}/{spec.name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.empty(spec.matrix_shape).normal_(0.0, std, generator=generator)
+    values = torch.empty(held.shape)
+    fill_normal(values, f"{seed}/{spec.name}", held.rows[0], held.cols[0], spec.matrix_shape[1], std)
+    return values
+
+
+# An operator of torch, so that a dry run, whose tensors hold no values, does not draw any.
+@torch.library.custom_op("diloco::fill_normal", mutates_args={"values"})
+def fill_normal(values: Tensor, key: str, row: int, col: int, num_cols: int, std: float) -> None:
+    """Fill `values` (2-D fp32 on the CPU) with the rectangle at (row, col) of a normal matrix with `num_cols` columns.
+
+    The matrix follows from `key` alone; each row is drawn in full.
+    """
+    table, target = normal_table() * np.float32(std), values.numpy()
+    for start, draws in random_rows(key, row, row + len(target), num_cols):
+        target[start - row : start - row + len(draws)] = table[draws[:, col : col + target.shape[1]]]
+
+
+@fill_normal.register_fake
+def _(values: Tensor, key: str, row: int, col: int, num_cols: int, std: float) -> None:
+    """Nothing to fill."""
+
+
+def random_rows(key: str, first: int, end: int, num_cols: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield rows [first, end) of a matrix of random uint16 in blocks, each with the number of its first row.
+
+    A row depends on `key` and its number alone: Philox is counter-based, and numpy has frozen its stream.
+    """
+    words = np.frombuffer(hashlib.sha256(key.encode()).digest()[:16], dtype="<u8")
+    counts_per_row = -(-num_cols // DRAWS_PER_COUNT)
+    rows_per_block = max(1, BLOCK_DRAWS // (counts_per_row * DRAWS_PER_COUNT))
+    for start in range(first, end, rows_per_block):
+        num_rows = min(rows_per_block, end - start)
+        generator = np.random.Philox(key=words, counter=start * counts_per_row)
+        raw = generator.random_raw(num_rows * counts_per_row * WORDS_PER_COUNT)
+        yield start, raw.astype("<u8", copy=False).view("<u2").reshape(num_rows, -1)[:, :num_cols]
+
+
+@cache
+def normal_table() -> np.ndarray:
+    """The quantiles (i + 1/2) / 65536 of the standard normal distribution, fp32 [65536], for i = 0, 1, ...
+
+    The largest is 4.32. Algorithm AS 241 of Wichura (1988), PPND7: to about 7 digits.
+    """
+    centred = (np.arange(1 << 15) + 0.5) / (1 << 16)  # p - 1/2 of the upper half; exact
+    r = 0.180625 - centred * centred
+    near = centred * polynomial(r, (3.3871327179e00, 5.0434271938e01, 1.5929113202e02, 5.9109374720e01))
+    near /= polynomial(r, (1.0, 1.7895169469e01, 7.8757757664e01, 6.7187563600e01))
+    s = np.sqrt(-log(0.5 - centred)) - 1.6
+    far = polynomial(s, (1.4234372777e00, 2.7568153900e00, 1.3067284816e00, 1.7023821103e-1))
+    far /= polynomial(s, (1.0, 7.3700164250e-1, 1.2021132975e-1))
+    upper = np.where(centred <= 0.425, near, far).astype(np.float32)
+    return np.concatenate([-upper[::-1], upper])
+
+
+def polynomial(x: np.ndarray, coefficients: Sequence[float]) -> np.ndarray:
+    """c0 + c1 x + c2 x^2 + ..., by Horner's rule, every operation rounded by itself."""
+    value = np.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        value = value * x + coefficient
+    return value
+
+
+def log(x: np.ndarray) -> np.ndarray:
+    """Natural logarithm of x > 0 in fp64, to about 12 digits. That of a C library may differ in its last bit.
+
+    log(m 2^k) = k log 2 + 2 artanh(u) with u = (m - 1) / (m + 1), artanh(u) = u + u^3 / 3 + u^5 / 5 + ...
+    """
+    m, k = np.frexp(x)  # 1/2 <= m < 1
+    u = (m - 1) / (m + 1)
+    series = polynomial(u * u, [1 / n for n in range(1, 26, 2)])
+    return k * 0.6931471805599453 + 2 * u * series

@@ -25,7 +25,7 @@ from outer.network.rejections import BODY_SECONDS, RefusedError, Rejections, pri
 from outer.network.run_key import MAC_BYTES, FrameMacs
 
 MAGIC = b"DLCO"
-VERSION = 6
+VERSION = 7
 _HEADER = struct.Struct("!4sBB8sHIIBIQQ")
 HEADER_BYTES = _HEADER.size
 PIECE_BYTES = 1 << 18

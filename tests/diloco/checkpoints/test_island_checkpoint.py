@@ -1,12 +1,16 @@
 """Where an island saves is opened by all its ranks, or by none."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from diloco.checkpoints.island_checkpoint import open_checkpoints
+from diloco.checkpoints.facts import IslandFacts
+from diloco.checkpoints.island_checkpoint import find_changes, open_checkpoints
 from diloco.config.schema import IslandConfig, RunConfig
+from diloco.runtime.progress import NO_PROGRESS, ResumePoint
+from inner.data.mixture import READING_ORDER
 from inner.errors import InputError
 from tests.harness import run_ranks
 
@@ -20,6 +24,14 @@ def opened_on_a_rank(rank: int, folder: Path) -> str:
     with pytest.raises(InputError) as error, open_checkpoints(RunConfig(), island, folder, NOTHING, NOTHING):
         raise AssertionError("there is no such mirror")
     return str(error.value)
+
+
+def test_a_checkpoint_of_another_reading_order_is_told() -> None:
+    run = RunConfig()
+    ours = IslandFacts({}, ResumePoint(0, NO_PROGRESS), 0, run.model_dump(mode="json"), reading_order=READING_ORDER)
+    assert find_changes(run, ours) == []
+    (change,) = find_changes(run, replace(ours, reading_order=1))
+    assert "reading order" in change
 
 
 def test_a_mirror_that_cannot_be_used_is_an_error_on_every_rank(tmp_path: Path) -> None:

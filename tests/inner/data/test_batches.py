@@ -84,7 +84,7 @@ def test_each_epoch_has_its_own_order() -> None:
 
 def test_the_order_is_the_same_on_every_machine() -> None:
     order = SequenceOrder(10, seed=42)
-    assert [order[i] for i in range(10)] == [7, 6, 8, 0, 4, 3, 5, 1, 9, 2]
+    assert [order[i] for i in range(10)] == [7, 3, 5, 0, 8, 1, 9, 4, 6, 2]
 
 
 def test_text_too_short_for_a_window_says_the_numbers() -> None:

@@ -1,7 +1,8 @@
 """Mixtures: shares of sources, reproducibility, random access, and each sequence once per epoch."""
 
+import math
 from collections import Counter
-from itertools import pairwise
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,38 @@ def corpus_of(weights: list[float], train_windows: list[int], heldout_windows: l
 
 def row(first: int, windows: int) -> np.ndarray:
     return np.arange(first, first + windows * SEQ_LEN + 1, dtype=np.uint16)
+
+
+@given(size=st.integers(1, 3000), seed=st.integers(0, 2**64), epoch=st.integers(0, 2**40))
+@settings(max_examples=50, deadline=None)
+def test_an_epoch_visits_each_sequence_once(size: int, seed: int, epoch: int) -> None:
+    order = SequenceOrder(size, seed)
+    assert sorted(order[epoch * size + index] for index in range(size)) == list(range(size))
+
+
+def test_an_order_of_as_many_sequences_as_there_may_ever_be_takes_no_memory() -> None:
+    order = SequenceOrder(10**15, seed=1)
+    read = [order[position] for position in range(1000)]
+    assert len(set(read)) == 1000
+    assert all(0.2 < np.mean(np.array(read) < 10**15 * share) / share < 1.8 for share in (0.1, 0.5))
+
+
+def test_all_orders_of_a_few_sequences_are_equally_frequent() -> None:
+    size, num_draws = 4, 2400
+    found = Counter(tuple(SequenceOrder(size, seed)[index] for index in range(size)) for seed in range(num_draws))
+    expected = num_draws / math.factorial(size)
+    chi_squared = sum((found[order] - expected) ** 2 / expected for order in permutations(range(size)))
+    assert chi_squared < 45, "of 23 degrees of freedom: four standard deviations above the mean"
+
+
+def test_neighbours_in_the_order_are_not_neighbours_in_the_text() -> None:
+    size = 1000
+    orders = np.array([[SequenceOrder(size, seed)[index] for index in range(size)] for seed in range(10)])
+    steps = np.diff(orders) % size
+    assert 5 < sum(np.isin(steps, (1, size - 1)).sum(axis=1)) < 40, "two in each of ten random orders"
+    assert len(np.unique(steps)) > 0.99 * size
+    correlations = [np.corrcoef(np.arange(size), order)[0, 1] for order in orders]
+    assert np.abs(correlations).max() < 4 / math.sqrt(size)
 
 
 @pytest.mark.parametrize("weights", [[0.7, 0.2, 0.1], [0.97, 0.01, 0.01, 0.01]])
