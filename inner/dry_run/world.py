@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import InferenceMode
+from torch.distributed.tensor import DTensor, placement_types
 from torch.distributed.tensor import _utils as tensor_utils
-from torch.distributed.tensor import placement_types
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
 
 from inner.dry_run.accelerator import DEVICE_TYPE, register
@@ -27,6 +28,7 @@ _MESH_METHODS = (
     "get_coordinate",
     "get_local_rank",
 )
+_TO_EMPTY = nn.Module.to_empty
 _SHARD_METHODS = ("local_shard_size_and_offset", "_local_shard_size_and_offset")
 
 
@@ -67,6 +69,7 @@ def _patch_torch() -> None:
     function = tensor_utils._compute_local_shape_and_global_offset
     tensor_utils._compute_local_shape_and_global_offset = _real(function)
     schedules._PipelineSchedule._warmup_p2p = _assume_static_shapes
+    nn.Module.to_empty = _to_empty
 
 
 def _with_values(kind: type, name: str) -> None:
@@ -84,6 +87,18 @@ def _real(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **options)
 
     return call
+
+
+def _to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
+    """Stands for Module.to_empty, which puts new contents into the same tensors; plain ones without values refuse it."""
+    if any(isinstance(param, DTensor) for param in self.parameters()):
+        return _TO_EMPTY(self, device=device, recurse=recurse)
+    for module in self.modules():
+        for name, param in module.named_parameters(recurse=False):
+            module.register_parameter(name, nn.Parameter(torch.empty_like(param, device=device)))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
+    return self
 
 
 def _assume_static_shapes(self: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:

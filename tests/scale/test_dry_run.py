@@ -74,6 +74,7 @@ CASES = {
     "1b on 8": Case("1b", Degrees(dp_shard=8)),
     "8b, 4 layers, context of 4": Case("8b", Degrees(dp_shard=2, cp=4), num_layers=4, parallel={"context": "ulysses"}),
     "8b, 4 layers, documents": Case("8b", Degrees(dp_shard=8), num_layers=4, masks_documents=True),
+    "1b, 2 layers, one process": Case("1b", Degrees(), num_layers=2),
     "8b, 2 layers, tensor parallel": Case("8b", Degrees(tp=8), num_layers=2, rank=3),
     "8b, 8 layers on 128, the last rank": Case(
         "8b", Degrees(pp=4, dp_shard=2, cp=2, tp=8), num_layers=8, num_micro_batches=4, rank=127
