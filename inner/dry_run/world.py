@@ -90,7 +90,7 @@ def _real(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
-    """Stands for Module.to_empty, which puts new contents into the same tensors; plain ones without values refuse it."""
+    """Stands for Module.to_empty, which gives tensors other contents; plain ones without values refuse that."""
     if any(isinstance(param, DTensor) for param in self.parameters()):
         return _TO_EMPTY(self, device=device, recurse=recurse)
     for module in self.modules():
