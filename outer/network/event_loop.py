@@ -66,11 +66,17 @@ class EventLoopThread(EventLoop):
     def __init__(self, slowness: float = 1.0) -> None:
         self._slowness = slowness
         self._loop = asyncio.new_event_loop() if slowness == 1.0 else SlowLoop(slowness)
+        self._lock, self._is_closed = threading.Lock(), False
         self._thread = threading.Thread(target=self._live, name="outer-loop", daemon=True)
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Start `work` on the loop. Raises RuntimeError once the loop is closed: nothing would run any more."""
+        with self._lock:
+            if self._is_closed:
+                work.close()
+                raise RuntimeError("the event loop is closed")
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def wait_for(self, started: Future[T]) -> T:
         return started.result()
@@ -97,6 +103,8 @@ class EventLoopThread(EventLoop):
     def close(self) -> None:
         """Cancel all running tasks and end the thread."""
         self.start(_cancel_others()).result(5 * self._slowness)
+        with self._lock:
+            self._is_closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
         if not self._thread.is_alive():
