@@ -99,8 +99,10 @@ def build_tied_group(layout: Layout) -> dist.ProcessGroup | None:
     first, last = layout.stage_ranks[0], layout.stage_ranks[-1]
     if not layout.sizes.tie_embeddings or first == last:
         return None
-    columns = layout.mesh.world.mesh.movedim(0, -1).flatten(end_dim=-2).tolist()
-    groups: list[Any] = [dist.new_group([column[first], column[last]]) for column in columns]
+    # pp is the outermost axis: a stage's ranks are adjacent, and copies lie at the same place among them.
+    per_stage = layout.mesh.degrees.num_ranks // layout.mesh.degrees.pp
+    pairs = [(first * per_stage + place, last * per_stage + place) for place in range(per_stage)]
+    groups: list[Any] = [dist.new_group(list(pair)) for pair in pairs]
     mine = layout.mesh.world.get_rank()
-    own = [group for group, column in zip(groups, columns, strict=True) if mine in (column[first], column[last])]
+    own = [group for group, pair in zip(groups, pairs, strict=True) if mine in pair]
     return own[0] if own else None

@@ -79,6 +79,7 @@ CASES = {
     "8b, 8 layers on 128, the last rank": Case(
         "8b", Degrees(pp=4, dp_shard=2, cp=2, tp=8), num_layers=8, num_micro_batches=4, rank=127
     ),
+    "1b, 2 layers, the tied table in two stages": Case("1b", Degrees(pp=2, tp=2), num_layers=2, rank=3),
 }
 SLOW = {
     "8b on 8": Case("8b", Degrees(dp_shard=8), seq_len=8192, num_micro_batches=1),
