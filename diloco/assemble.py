@@ -31,6 +31,7 @@ from inner.measure.profile import Profiler
 from inner.mesh import IslandMesh, resolve_degrees
 from inner.model.sizes import resolve_sizes
 from inner.optim.moments import ParamsAndMoments
+from inner.optim.own_optimizer import check_own_optimizer
 from inner.trainer import Trainer, TrainerSettings
 from outer.agreement.running.peers import Identity
 from outer.connect import Network
@@ -100,6 +101,7 @@ def build_trainer(
         eos_id=corpus.eos_id if config.data.document_mask else None,
         init_from=config.initial_weights(island),
     )
+    check_own_optimizer(optimizer, degrees)
     sizes = resolve_sizes(config.model, corpus.vocab_size)
     mesh = IslandMesh(degrees, torch.device(device).type)
     return Trainer(sizes, optimizer, mesh, island.parallel, settings)

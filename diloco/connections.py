@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from diloco.config.from_swarm import parse_swarm_config, swarm_text
+from diloco.config.own_code import find_other_code
 from diloco.config.schema import IslandConfig, RunConfig, differing_keys
 from diloco.errors import ConfigError
 from outer.connect import Network, NetworkSettings, open_network
@@ -102,6 +103,8 @@ def check_same_run(ours: RunConfig, theirs: str | None) -> None:
             f"the swarm's run {ours.name!r} has another config than this island:\n{differences}\n"
             "use the run's own (`diloco join ADDRESS` fetches it), or give this run another name"
         )
+    for path in find_other_code(ours, run):
+        log.warning("the file of %s differs from that of the island that connected last: compare their results", path)
 
 
 def close_network(network: Network, event_loop: EventLoop) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from diloco import island, island_quorum
 from diloco.assemble import Runtime, build_trainer, open_metrics, open_runtime
 from diloco.config.init_weights import add_weights_hash
+from diloco.config.own_code import add_code_hashes
 from diloco.config.schema import Config, IslandConfig, RunConfig, dump_config
 from diloco.connections import close_network
 from diloco.errors import FolderInUse
@@ -47,7 +48,7 @@ def train(config: Config, index: int, loop: Callable[[Runtime], None] | None = N
     with open_process_group(settings, device) as ranks:
         if ranks.is_leader:
             keep_config(folder.parent, config)
-        run = ranks.broadcast(add_weights_hash(run, settings) if ranks.is_leader else None)
+        run = ranks.on_leader(lambda: add_code_hashes(add_weights_hash(run, settings)))
         book = Logbook(folder.parent, settings.label)
         with log_failure(book, ranks.rank), open_runtime(run, settings, ranks, device, folder) as runtime:
             goodbyes.append(runtime)

@@ -1,9 +1,11 @@
 """Config of one island: model, data, optimizer and parallelism. No torch, so that config errors appear fast."""
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from inner.import_path import Options, is_import_path, one_of
 
 
 class Section(BaseModel):
@@ -149,7 +151,7 @@ class ParamGroup(Section):
     weight_decay: float | None = Field(default=None, ge=0)
     """None: the value that the parameters would have without this group."""
     optimizer: Literal["adamw"] | None = None
-    """`adamw` under `optimizer.name: muon`: step these matrices with AdamW instead of Muon."""
+    """`adamw` beside Muon or an own optimizer: step these parameters with AdamW instead."""
 
     @field_validator("pattern")
     @classmethod
@@ -177,8 +179,11 @@ class AveragingConfig(Section):
 class OptimizerConfig(Section):
     """The inner optimizer, its learning-rate schedule in inner steps, clipping, and the limit on skipped steps."""
 
-    name: Literal["adamw", "sgd", "muon"] = "adamw"
-    """`muon`: Muon for the matrices of the blocks, AdamW with the same lr for all other parameters."""
+    name: Annotated[str, one_of(("adamw", "sgd", "muon"), "my_package.optimizers:Lion")] = "adamw"
+    """`muon`: Muon for the matrices of the blocks, AdamW with the same lr for all other parameters. An own optimizer is
+    named by its import path: inner/optim/own_optimizer.py."""
+    options: Options = {}
+    """Arguments of an own optimizer."""
     lr: float = Field(default=4e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
@@ -200,9 +205,12 @@ class OptimizerConfig(Section):
     """Number of consecutive non-finite steps that are skipped; one more stops the island."""
 
     @model_validator(mode="after")
-    def _only_muon_has_exceptions(self) -> "OptimizerConfig":
+    def _settings_fit_the_name(self) -> "OptimizerConfig":
+        is_own = is_import_path(self.name)
+        if self.options and not is_own:
+            raise ValueError(f"options are those of an own optimizer, and name is {self.name}; leave options out")
         chosen = [group.pattern for group in self.groups if group.optimizer is not None]
-        if chosen and self.name != "muon":
+        if chosen and self.name != "muon" and not is_own:
             raise ValueError(
                 f"group {chosen[0]!r} chooses an optimizer, but name is {self.name}: all parameters have that one; "
                 "leave the group's optimizer out, or set name to muon"

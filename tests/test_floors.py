@@ -12,7 +12,9 @@ ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {"inner": {"inner"}, "outer": {"outer"}, "diloco": {"diloco", "inner", "outer"}}
 FLOORS = {
     "inner": """
-        config errors files param_spec
+        errors files param_spec
+        import_path
+        config
         data.sources mesh params
         data
         model

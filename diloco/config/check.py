@@ -6,6 +6,7 @@ from diloco.config.schema import Config, IslandConfig, RunConfig
 from diloco.errors import ConfigError
 from inner.data.bigram import bigram_loss
 from inner.data.corpus import Corpus, check_source, prepare_corpus
+from inner.import_path import is_import_path
 from inner.measure.param_specs import param_specs
 from inner.mesh import accumulation_steps, resolve_degrees
 from inner.model.sizes import BYTE_VOCAB_SIZE, num_params, resolve_sizes
@@ -25,6 +26,10 @@ def check_island(run: RunConfig, island: IslandConfig, where: str) -> None:
         # The vocabulary's size comes from the tokenizer, which is not loaded yet. Any size serves for these checks.
         sizes = resolve_sizes(run.model, run.model.vocab_size or BYTE_VOCAB_SIZE)
         check_layout(sizes, degrees, island.parallel, seq_len, num_micro_batches)
+        if is_import_path(run.optimizer.name):
+            from inner.optim.own_optimizer import check_own_optimizer
+
+            check_own_optimizer(run.optimizer, degrees)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
 

@@ -12,18 +12,21 @@ import yaml
 from pydantic import ValidationError
 
 from diloco.config.errors import explain_errors
+from diloco.config.own_code import is_allowed, own_code
 from diloco.config.schema import IslandConfig, RunConfig, dump_config
 from diloco.errors import ConfigError
 from inner.config import DataConfig
 
-Origin = Literal["swarm", "island", "hub"]
+Origin = Literal["swarm", "island", "hub", "code"]
 """swarm: the value is taken. island: it names places on a machine; those of the swarm are kept for the run's hash and
-never opened. hub: the name of something on the Hugging Face hub is taken, the name of a file or folder is not."""
+never opened. hub: the name of something on the Hugging Face hub is taken, the name of a file or folder is not. code:
+the name of one of ours is taken; an import path only if the island's operator has allowed it."""
 
 ISLAND_SECTIONS = ("island", "islands")
 """All of their keys are the island's own. A swarm's text that has one of them is refused."""
 NOT_FROM_SWARM: dict[str, Origin] = {
     "model.init_from": "island",
+    "optimizer.name": "code",
     "data.paths": "island",
     "data.dataset": "hub",
     "data.tokenizer": "hub",
@@ -31,14 +34,14 @@ NOT_FROM_SWARM: dict[str, Origin] = {
     "data.mixture.dataset": "hub",
 }
 FROM_SWARM = {
-    "": "name seed",
+    "": "name seed code_sha256",
     "model": "init_sha256 preset dim num_layers num_heads num_kv_heads head_dim ffn_dim vocab_size rope_theta norm_eps "
     "qk_norm qkv_bias tie_embeddings",
     "model.rope_scaling": "rope_type factor original_max_position_embeddings low_freq_factor high_freq_factor "
     "attention_factor beta_fast beta_slow",
     "data": "source dataset_config split text_field max_tokens seq_len document_mask heldout_fraction",
     "data.mixture": "source dataset_config split text_field max_tokens name weight",
-    "optimizer": "name lr betas eps muon_momentum weight_decay clip_norm schedule warmup_steps decay_steps "
+    "optimizer": "options lr betas eps muon_momentum weight_decay clip_norm schedule warmup_steps decay_steps "
     "min_lr_ratio tokens_per_step max_skipped_steps",
     "optimizer.groups": "pattern lr_scale weight_decay optimizer",
     "optimizer.averaging": "x y",
@@ -77,7 +80,13 @@ def parse_swarm_config(text: str) -> RunConfig:
 
 
 def check_places(run: RunConfig, island: IslandConfig) -> None:
-    """Raise ConfigError if the joining island would open a file that the swarm names, with the key to set instead."""
+    """Raise ConfigError if the joining island would import code or open a file that the swarm names, with the cure."""
+    for key, path in own_code(run):
+        if not is_allowed(path, island.allow_imports):
+            raise ConfigError(
+                f"{key}: the run uses {path!r}. A swarm does not say which code this machine runs: if you have "
+                f"that code from a place that you trust, and installed it here, island.allow_imports=[{path}]"
+            )
     for name, source in named_sources(run.data):
         own, cure = island.data_paths, "island.data_paths=[PATH]"
         if name is not None:
@@ -97,12 +106,13 @@ def named_sources(data: DataConfig) -> list[tuple[str | None, DataConfig]]:
 
 
 def own_the_places(run: RunConfig, island: IslandConfig) -> IslandConfig:
-    """The island with the run's places as its own, for a launcher whose operator wrote the run's config."""
+    """The island with the run's places and code as its own, for a launcher whose operator wrote the run's config."""
     needed = {name: paths for name, s in named_sources(run.data) if (paths := _places_of(s))}
     change = {
         "data_paths": island.data_paths or needed.get(None),
         "mixture_paths": {name: paths for name, paths in needed.items() if name is not None} | island.mixture_paths,
         "tokenizer": island.tokenizer or (run.data.tokenizer if _names_a_file(run.data.tokenizer) else None),
+        "allow_imports": island.allow_imports or tuple(path for _, path in own_code(run)),
     }
     return island.model_copy(update=change)
 

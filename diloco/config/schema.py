@@ -20,6 +20,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from diloco.config.errors import explain_errors
+from diloco.config.overrides import apply_override, merge
 from diloco.errors import ConfigError
 from inner.config import (
     DataConfig,
@@ -47,6 +48,8 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     outer: OuterConfig = OuterConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    code_sha256: dict[str, str] = Field(default_factory=dict)
+    """Hash of the file of own code, by import path; filled in when the run starts, and no part of the run's hash."""
 
     @model_validator(mode="after")
     def _moments_are_adamws(self) -> "RunConfig":
@@ -72,7 +75,7 @@ class RunConfig(Section):
     @property
     def hash(self) -> str:
         """Hex digest of all values that the islands must agree on."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        text = json.dumps(self.model_dump(mode="json", exclude={"code_sha256"}), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def initial_weights(self, island: "IslandConfig") -> Path | None:
@@ -141,6 +144,8 @@ class IslandConfig(Section):
     """gloo only: listen on an address of the open internet, where whoever reaches gloo's ports can end the island."""
     faults: tuple[str, ...] = ()
     """Faults that this island injects into itself, in the syntax of `diloco simulate --fault`; for tests."""
+    allow_imports: tuple[str, ...] = ()
+    """Import paths, modules or packages that a swarm's config may name when this island joins it (`diloco join`)."""
     joins: bool = False
     """Take the state from a running run and never start one."""
     run_dir: str = "runs"
@@ -198,7 +203,7 @@ class Config(RunConfig):
         """The config of one island: `island`, overridden by `islands[index]`."""
         change = self.islands[index] if index < len(self.islands) else {}
         try:
-            return IslandConfig(**_merge(self.island.model_dump(), {"index": index} | change))
+            return IslandConfig(**merge(self.island.model_dump(), {"index": index} | change))
         except ValidationError as error:
             raise ConfigError("\n".join(explain_errors(error, IslandConfig, f"islands[{index}]."))) from None
 
@@ -233,7 +238,7 @@ def parse_config(text: str, overrides: typing.Sequence[str] = (), where: str = "
         got = "text" if isinstance(values, str) else f"a {type(values).__name__}"
         raise ConfigError(f"{where}: got {got}; a config is sections with keys, as in `outer: {{rounds: 40}}`")
     for override in overrides:
-        _apply_override(values, override)
+        apply_override(values, override)
     try:
         return Config(**values)
     except ValidationError as error:
@@ -253,39 +258,6 @@ def differing_keys(ours: RunConfig, theirs: RunConfig) -> list[str]:
         for key in flat_ours | flat_theirs
         if flat_ours.get(key) != flat_theirs.get(key)
     ]
-
-
-def _apply_override(values: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"got {override!r} on the command line; an override is written section.key=value")
-    _set(values, key, text, override)
-    islands = values.get("islands")
-    if key.startswith("island.") and isinstance(islands, list):
-        # Otherwise the values in `islands` would override the command line.
-        for island in islands:
-            if isinstance(island, dict):
-                _set(island, key.removeprefix("island."), text, override)
-
-
-def _set(target: dict[str, Any], key: str, text: str, override: str) -> None:
-    *sections, last = key.split(".")
-    for section in sections:
-        child = target.setdefault(section, {})
-        if child is None:
-            child = target[section] = {}
-        if not isinstance(child, dict):
-            raise ConfigError(f"{override!r}: {section!r} is a value, not a section")
-        target = child
-    try:
-        target[last] = yaml.safe_load(text)
-    except yaml.YAMLError:
-        target[last] = text
-
-
-def _merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    both = {key for key, value in change.items() if isinstance(value, dict) and isinstance(base.get(key), dict)}
-    return base | change | {key: _merge(base[key], change[key]) for key in both}
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -27,6 +27,7 @@ from inner.measure.workload import Workload
 from inner.mesh import AXES, accumulation_steps, resolve_degrees
 from inner.model.sizes import BYTE_VOCAB_SIZE, PRESETS, num_params, resolve_sizes
 from inner.model.stage import Stage
+from inner.optim.state_bytes import StateBytes, find_state_bytes
 from inner.parallel.pipeline.schedule import Simulation, draw, simulate
 from inner.parallel.pipeline.stages import ONE_STAGE_PER_RANK
 
@@ -53,7 +54,7 @@ class StepPlan:
     """An inner step of one island: its workload, optimizer and device."""
 
     work: Workload
-    optimizer: str
+    optimizer: StateBytes
     device_type: str
     is_vocabulary_assumed: bool
 
@@ -149,7 +150,7 @@ def build_step_plan(run: RunConfig, island: IslandConfig) -> StepPlan:
         compute_itemsize=ITEMSIZES[island.resolve_compute_dtype(device_type)],
         masks_documents=run.data.document_mask,
     )
-    return StepPlan(work, run.optimizer.name, device_type, is_assumed)
+    return StepPlan(work, find_state_bytes(run.optimizer), device_type, is_assumed)
 
 
 def vocabulary(run: RunConfig) -> tuple[int, bool]:

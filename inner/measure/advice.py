@@ -7,10 +7,11 @@ from typing import Any
 from inner.errors import InputError
 from inner.measure.memory import MEMORY_PARTS, estimate_memory
 from inner.measure.workload import Workload
+from inner.optim.state_bytes import StateBytes
 from inner.parallel.layout_check import check_layout
 
 
-def advice(work: Workload, optimizer: str, limit_bytes: int, device_type: str = "cuda") -> str:
+def advice(work: Workload, optimizer: str | StateBytes, limit_bytes: int, device_type: str = "cuda") -> str:
     """Say whether an inner step fits into each rank's memory; if not, name the cheapest single change that helps."""
     fullest = max(estimate_memory(work, optimizer, device_type), key=lambda memory: memory.peak)
     verdict = f"an inner step needs {_gb(fullest.peak)} of {_gb(limit_bytes)} per rank"

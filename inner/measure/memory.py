@@ -7,6 +7,7 @@ from inner.measure.fsdp_gathers import MANAGED_STAGES
 from inner.measure.gradients import StageGradients
 from inner.measure.workload import FsdpParamGroup, Workload
 from inner.model.stage import Stage
+from inner.optim.state_bytes import STATE_BYTES, StateBytes
 from inner.parallel.pipeline.stages import ONE_STAGE_PER_RANK
 
 MEMORY_PARTS = ("params", "optimizer", "gradients", "gathered", "activations", "loss", "working")
@@ -36,13 +37,14 @@ class MemoryEstimate:
     """Global params and outer momentum, which are on the CPU and not part of the peak."""
 
 
-def estimate_memory(work: Workload, optimizer: str, device_type: str = "cuda") -> list[MemoryEstimate]:
-    """Memory of the fullest rank of each coordinate on pp. `optimizer` is a name of OptimizerConfig."""
+def estimate_memory(work: Workload, optimizer: str | StateBytes, device_type: str = "cuda") -> list[MemoryEstimate]:
+    """Memory of the fullest rank of each coordinate on pp. `optimizer` is one of ours, or what another one keeps."""
     activations = ActivationMemory(work, device_type)
-    return [_estimate_rank(_Rank(work, activations, pp_rank), optimizer) for pp_rank in range(work.degrees.pp)]
+    kept = STATE_BYTES[optimizer] if isinstance(optimizer, str) else optimizer
+    return [_estimate_rank(_Rank(work, activations, pp_rank), kept) for pp_rank in range(work.degrees.pp)]
 
 
-def _estimate_rank(rank: "_Rank", optimizer: str) -> MemoryEstimate:
+def _estimate_rank(rank: "_Rank", optimizer: StateBytes) -> MemoryEstimate:
     work = rank.work
     params = sum(FP32 * group.shard_numel(work.degrees.fsdp) for group in rank.groups)
     optimizer_state = optimizer_bytes(work, rank.stages, optimizer)
@@ -64,17 +66,13 @@ def _estimate_rank(rank: "_Rank", optimizer: str) -> MemoryEstimate:
     )
 
 
-def optimizer_bytes(work: Workload, stages: list[Stage], optimizer: str) -> int:
-    """Two moments of every weight for AdamW; with Muon, matrices of the layers have only one."""
-    if optimizer == "sgd":
-        return 0
+def optimizer_bytes(work: Workload, stages: list[Stage], optimizer: StateBytes) -> int:
+    """The optimizer's states of a rank's stages."""
     groups = [group for stage in stages for group in work.param_groups(stage)]
-    total = sum(2 * FP32 * group.shard_numel(work.degrees.fsdp) for group in groups)
-    if optimizer == "muon":
-        num_layers = sum(len(stage.layers) for stage in stages)
-        matrices = FsdpParamGroup(tuple(shape for shape in work.block.shapes if shape[1] > 1))
-        total -= FP32 * num_layers * matrices.shard_numel(work.degrees.fsdp)
-    return total
+    matrices = FsdpParamGroup(tuple(shape for shape in work.block.shapes if shape[1] > 1))
+    num_elements = sum(group.shard_numel(work.degrees.fsdp) for group in groups)
+    in_matrices = sum(len(stage.layers) for stage in stages) * matrices.shard_numel(work.degrees.fsdp)
+    return optimizer.block_matrix * in_matrices + optimizer.other * (num_elements - in_matrices)
 
 
 @dataclass(frozen=True)

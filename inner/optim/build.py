@@ -12,11 +12,12 @@ from torch.optim import SGD, AdamW, Optimizer
 from inner.config import OptimizerConfig, ParamGroup
 from inner.errors import InputError
 from inner.optim.muon import Muon
+from inner.optim.own_optimizer import build_own_optimizer
 from inner.optim.primal_averaging import PrimalAveraging
 
 
 def build_optimizers(stages: Sequence[nn.Module], all_names: list[str], config: OptimizerConfig) -> list[Optimizer]:
-    """Build optimizers that together step every parameter once: AdamW, SGD without momentum, or Muon and AdamW.
+    """Build optimizers that together step every parameter once: one of BUILDERS or an own one, and AdamW beside it.
 
     Each is wrapped in PrimalAveraging if the config asks for it; the live parameters are then its y. The groups carry
     `lr_scale`, see set_lr. `all_names` are the parameters of the whole model, of which `stages` hold some. Raises
@@ -31,7 +32,8 @@ def build_optimizers(stages: Sequence[nn.Module], all_names: list[str], config: 
     groups: dict[str, list[dict[str, Any]]] = {}
     for (name, lr_scale, decay), members in params.items():
         groups.setdefault(name, []).append({"params": members, "lr_scale": lr_scale, "weight_decay": decay})
-    optimizers = [BUILDERS[name](groups[name], config) for name in BUILDERS if name in groups]
+    names = [name for name in dict.fromkeys((config.name, "adamw")) if name in groups]
+    optimizers = [BUILDERS.get(name, build_own_optimizer)(groups[name], config) for name in names]
     if config.averaging is None:
         return optimizers
     return [PrimalAveraging(base, config.averaging.x, config.averaging.y) for base in optimizers]

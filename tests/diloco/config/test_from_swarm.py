@@ -1,5 +1,7 @@
 """A swarm sets the run's part of a joiner's config: no key of the island, and no place on its machine."""
 
+import subprocess
+import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from diloco.config.from_swarm import (
     swarm_text,
 )
 from diloco.config.schema import Config, IslandConfig, RunConfig, dump_config, parse_config
+from diloco.connections import check_same_run
 from diloco.errors import ConfigError
 from diloco.runtime.corpus import data_of
 from diloco.swarm.join import build_joiner_config
@@ -151,6 +154,40 @@ def test_a_joiner_that_the_runs_own_operator_starts_reads_the_runs_places():
     assert (island.data_paths, island.tokenizer) == (("/ours",), "/ours.json")
     on_the_hub = parse_config("", [HUB, "data.dataset=allenai/c4", "data.tokenizer=gpt2"]).run
     assert own_the_places(on_the_hub, IslandConfig()) == IslandConfig()
+
+
+OWN = "optimizer.name=tests.own.optimizers:Lion"
+
+
+@pytest.mark.parametrize("allowed", ["[]", "[tests.own.optimizer]", "[tests.own.optimizers:UnitStep]", "[own]"])
+def test_code_is_never_imported_because_a_swarm_names_it(allowed: str):
+    text = swarm_text(parse_config("", [OWN]).run)
+    with pytest.raises(ConfigError, match=r"A swarm does not say which code .*\[tests.own.optimizers:Lion"):
+        build_joiner_config(text, set(), ADDRESS, [f"island.allow_imports={allowed}"])
+
+
+@pytest.mark.parametrize("allowed", ["tests", "tests.own", "tests.own.optimizers", "tests.own.optimizers:Lion"])
+def test_code_that_the_joiners_operator_names_is_used(allowed: str):
+    run = parse_config("", [OWN]).run
+    config = build_joiner_config(swarm_text(run), set(), ADDRESS, [f"island.allow_imports=[{allowed}]"])
+    assert config.run.optimizer.name == "tests.own.optimizers:Lion" and config.run.hash == run.hash
+    check_places(run, own_the_places(run, IslandConfig()))
+
+
+def test_reading_a_config_imports_no_code():
+    code = (
+        "import sys; from diloco.config.from_swarm import parse_swarm_config as parse;"
+        "run = parse('optimizer: {name: \"antigravity:fly\"}'); sys.exit('antigravity' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], timeout=180).returncode == 0
+
+
+def test_islands_with_another_file_of_the_same_code_are_in_one_run_with_a_warning(caplog: pytest.LogCaptureFixture):
+    ours, theirs = (parse_config("", [OWN, f"code_sha256={{'a.b:C': {digit}}}"]).run for digit in "ab")
+    check_same_run(ours, swarm_text(ours))
+    assert not caplog.messages
+    check_same_run(ours, swarm_text(theirs))
+    assert "the file of a.b:C differs" in caplog.text
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -147,6 +147,34 @@ def test_a_mesh_that_does_not_divide_the_ranks_is_an_error_with_a_cure():
         check_island(config.run, config.for_island(0), "island 0")
 
 
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (
+            ["optimizer.name=adam"],
+            "got 'adam'; allowed: adamw, sgd, muon, or own code by its import path",
+        ),
+        (["optimizer.options={beta1: 0.9}"], "options are those of an own optimizer, and name is adamw"),
+        (["optimizer.name=a:B", "optimizer.options={betas: {x: 1}}"], "optimizer.options.betas"),
+    ],
+    ids=str,
+)
+def test_an_optimizer_is_one_of_ours_or_an_import_path(settings: list[str], why: str):
+    assert why in error_of("", *settings)
+
+
+def test_an_own_optimizer_that_does_not_fit_the_mesh_is_found_before_any_process_starts():
+    config = parse_config("model: {preset: 1m}\nisland: {ranks: 2}", ["optimizer.name=tests.own.optimizers:UnitStep"])
+    with pytest.raises(ConfigError, match=r"^island 0: optimizer.name: .* steps the shards of a matrix otherwise"):
+        check_island(config.run, config.for_island(0), "island 0")
+
+
+def test_the_hash_has_an_own_optimizers_path_and_options():
+    names = ["optimizer.name=a.b:C", "optimizer.name=a.b:D"]
+    hashes = {parse_config("", [name, *more]).run.hash for name in names for more in ([], ["optimizer.options={x: 1}"])}
+    assert len(hashes) == 4
+
+
 def test_more_fragments_than_layers_is_found_before_any_process_starts():
     run = parse_config("outer: {fragments: 7}\nmodel: {preset: 1m}").run
     with pytest.raises(ConfigError, match=r"outer.fragments: got 7, but a model of 4 layers .* set outer.fragments=5"):

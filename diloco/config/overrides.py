@@ -1,0 +1,42 @@
+"""Values that replace those of a config: of the command line, and of an island. Imports no torch."""
+
+from typing import Any
+
+import yaml
+
+from diloco.errors import ConfigError
+
+
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Set the value of `section.key=value` in the values of a config file, in place. Raises ConfigError."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"got {override!r} on the command line; an override is written section.key=value")
+    _set(values, key, text, override)
+    islands = values.get("islands")
+    if key.startswith("island.") and isinstance(islands, list):
+        # Otherwise the values in `islands` would override the command line.
+        for island in islands:
+            if isinstance(island, dict):
+                _set(island, key.removeprefix("island."), text, override)
+
+
+def _set(target: dict[str, Any], key: str, text: str, override: str) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        child = target.setdefault(section, {})
+        if child is None:
+            child = target[section] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"{override!r}: {section!r} is a value, not a section")
+        target = child
+    try:
+        target[last] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        target[last] = text
+
+
+def merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `change`; sections are merged key by key."""
+    both = {key for key, value in change.items() if isinstance(value, dict) and isinstance(base.get(key), dict)}
+    return base | change | {key: merge(base[key], change[key]) for key in both}
