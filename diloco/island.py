@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from diloco.assemble import Runtime
 from diloco.records.metrics import EventRecord
+from diloco.runtime.process_settings import collect_garbage
 from diloco.runtime.progress import NO_PROGRESS, Progress, ResumedState, ResumePoint
 from diloco.runtime.step_records import evaluate_heldout, make_step_record
 from inner.data.batches import StepBatch
@@ -156,6 +157,7 @@ def train(runtime: Runtime) -> StepResult:
     runtime.profiler.step()
     runtime.outer.pace.observe_step(time.monotonic() - started)
     record_step(runtime, result, batch)
+    collect_garbage(result.step)
     return result
 
 

@@ -20,6 +20,7 @@ from diloco.records.metrics import Metrics
 from diloco.runtime.corpus import load_corpus
 from diloco.runtime.operator_requests import SIGNALS, make_request
 from diloco.runtime.process_group import open_process_group, pick_device
+from diloco.runtime.process_settings import collect_garbage, schedule_garbage
 from diloco.runtime.step_records import build_mfu_meter, evaluate_heldout, make_step_record
 from diloco.watch.signals import end_with_parent, on_stop
 from diloco.watch.watchdog import Watchdog, WatchedRank
@@ -54,6 +55,7 @@ def train(config: Config, index: int, loop: Callable[[Runtime], None] | None = N
             goodbyes.append(runtime)
             if runtime.network.wait_for_loss is not None:
                 runtime.event_loop.start(end_at_loss(runtime, runtime.network.wait_for_loss))
+            schedule_garbage()
             post = WatchedRank(ranks.rank, ranks.num_ranks, folder, partial(say_goodbye, goodbyes, "hung"))
             with Watchdog(runtime.activity, post):
                 (loop or LOOPS[run.outer.wait_for])(runtime)
@@ -73,6 +75,7 @@ def baseline(config: Config, num_islands: int, num_ranks: int) -> None:
         metrics = (
             open_metrics(run, settings, Path(settings.run_dir) / run.name / "baseline") if ranks.is_leader else None
         )
+        schedule_garbage()
         train_data_parallel(run, settings, corpus, trainer, num_islands, metrics)
 
 
@@ -90,6 +93,7 @@ def train_data_parallel(
         tokens += result.tokens
         if metrics is not None and speed is not None:
             metrics.write(make_step_record(result, tokens, speed, batch))
+        collect_garbage(result.step)
         rounds, rest = divmod(result.step, run.outer.inner_steps)
         if rest == 0 and rounds % run.evaluate.every_rounds == 0:
             record = evaluate_heldout(run, trainer, corpus, rounds, tokens)

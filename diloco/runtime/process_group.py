@@ -13,6 +13,7 @@ import torch.distributed as dist
 from diloco.config.schema import IslandConfig
 from diloco.errors import ConfigError
 from diloco.runtime.devices import choose_device, explain_cpu, list_gpus
+from diloco.runtime.process_settings import raise_file_limit
 from diloco.runtime.rank_launcher import STORE
 from outer.space.ranks import RankGroup
 
@@ -20,6 +21,9 @@ GROUP_SECONDS = 1800.0
 """Time-out of the collectives among an island's ranks. Waits of the outer loop have deadlines of their own."""
 LOCAL_SIZE = "LOCAL_WORLD_SIZE"
 DEVICE_KEY = "device"
+LAZY_RANKS = 32
+"""From so many ranks on gloo connects two of them when they first talk, not every pair at the start: measured with 128
+ranks, each has 5 sockets in a group instead of 128."""
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 log = logging.getLogger(__name__)
@@ -49,6 +53,10 @@ def open_process_group(island: IslandConfig, device: str) -> Iterator[RankGroup]
     if os.environ["WORLD_SIZE"] == os.environ.get(LOCAL_SIZE):
         # On one node no other machine has to reach a rank, whatever interface the cluster's settings name.
         os.environ |= {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
+    raise_file_limit()
+    # Read by torch when the first group is made.
+    if int(os.environ["WORLD_SIZE"]) >= LAZY_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     store, rank, size = find_store(timeout)
     check_same_device(store, rank, device)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

@@ -25,6 +25,7 @@ from diloco.config.init_weights import add_weights_hash
 from diloco.config.schema import Config, IslandConfig
 from diloco.connections import Shared
 from diloco.runtime.process_group import open_process_group, pick_device
+from diloco.runtime.process_settings import schedule_garbage
 from diloco.watch.signals import end_with_parent, on_stop
 from outer.network.event_loop import EventLoopThread
 from outer.transports.loopback import Hub
@@ -47,6 +48,7 @@ def train_together(config: Config, loop: Callable[[Runtime], None] = island.run)
             folder = Path(settings.run_dir) / run.name / settings.label
             pinned = add_weights_hash(run, settings)
             running.append(stack.enter_context(open_runtime(pinned, settings, ranks, device, folder, shared)))
+        schedule_garbage()
         run_threads(islands, running, loop)
     shared.event_loop.close()
 

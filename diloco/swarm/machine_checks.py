@@ -17,6 +17,7 @@ from diloco.config.check import check_island
 from diloco.config.schema import Config, IslandConfig, RunConfig
 from diloco.errors import ConfigError
 from diloco.formatting import human_bytes
+from diloco.runtime.process_settings import count_needed_files, find_allowed_files
 from diloco.swarm.listeners import PROC, find_rank_stores
 from inner.errors import InputError as DataError
 from inner.model.sizes import num_params, resolve_sizes
@@ -71,6 +72,7 @@ def check_machine(local: LocalIsland, *, is_alone: bool) -> Iterator[Check]:
     else:
         yield from check_listening(local, is_alone=is_alone)
     yield check_rank_stores()
+    yield check_open_files(local.island.ranks)
     yield from check_disk(local)
     yield Check("ok", "clock", f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC by this machine's clock")
     if local.island.run_key_file is not None:
@@ -134,6 +136,16 @@ def check_rank_stores() -> Check:
         text += "with `diloco launch`, and close the ports of one of several nodes, as docs/operating.md says"
         return Check("warning", where, text)
     return Check("ok", where, f"none listens beyond loopback, {whose}")
+
+
+def check_open_files(num_ranks: int) -> Check:
+    """Check that a rank may open a socket for each of the other ranks. It raises its limit itself where it may."""
+    allowed, needed = find_allowed_files(), count_needed_files(num_ranks)
+    text = f"{allowed} allowed for a process, a rank of {num_ranks} may need {needed}"
+    if allowed < needed:
+        cure = "raise the hard limit: ulimit -Hn, LimitNOFILE of systemd, or that of the container"
+        return Check("warning", "open files", f"{text}; {cure}")
+    return Check("ok", "open files", text)
 
 
 def check_port(local: LocalIsland, host: str, port: int) -> Check:

@@ -131,7 +131,8 @@ def _build(spec: GroupSpec, store: AddressStore) -> dist.ProcessGroupGloo:
     endpoints = sorted(spec.addresses)
     try:
         options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=spec.listen_host)]
+        # Connected at once, also if large groups within the island are not: a peer out of reach is found here.
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=spec.listen_host, lazy_init=False)]
         options._timeout = timedelta(seconds=spec.seconds)
         options._threads = 1
         group = dist.ProcessGroupGloo(store, endpoints.index(spec.me), len(endpoints), options)
