@@ -8,7 +8,7 @@ import asyncio
 import selectors
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from functools import partial
 from math import inf
 from typing import Any, TypeVar
@@ -26,7 +26,6 @@ class VirtualEventLoop(EventLoop):
 
     def __init__(self, machine: Machine) -> None:
         self._machine, self._loop = machine, _Loop(machine)
-        self._loop.set_default_executor(InlineExecutor())
         self._threads: list[VirtualThread] = []
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -126,18 +125,6 @@ class _GivenUp(BaseException):
     """Ends a thread of a machine that is no longer simulated."""
 
 
-class InlineExecutor(ThreadPoolExecutor):
-    """Does the work at once: a thread's time would not be in the simulated clock."""
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        future: Future[T] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - handed to the waiting task
-            future.set_exception(error)
-        return future
-
-
 class _Loop(asyncio.SelectorEventLoop):
     """Runs until it has nothing to do now, and then asks its machine to run it again at its next deadline."""
 
@@ -156,6 +143,18 @@ class _Loop(asyncio.SelectorEventLoop):
         if not self._is_active:
             self._wake_at(self.time())
         return handle
+
+    def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        """Do the work at once: a thread's time would not be in the simulated clock."""
+        done: asyncio.Future[T] = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 - handed to the waiting task
+            done.set_exception(error)
+        return done
+
+    def _write_to_self(self) -> None:
+        """Wake the selector. Nothing has to: it never waits."""
 
     def _wake_at(self, when: float) -> None:
         if when < self._wakes_at:

@@ -6,7 +6,7 @@ same way, but not for payloads, and neither slows the other down. Packets are ne
 modelled.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import get_args
@@ -64,8 +64,8 @@ class VirtualNetwork:
     """Share of a link's rate that payloads get."""
     counts: Counts = field(default_factory=Counts)
     """What has been sent so far."""
-    up: dict[str, Way] = field(default_factory=dict)
-    down: dict[str, Way] = field(default_factory=dict)
+    up: dict[str, Way] = field(default_factory=lambda: defaultdict(Way))
+    down: dict[str, Way] = field(default_factory=lambda: defaultdict(Way))
 
     def deliver(self, parcel: Parcel, deliver: Callable[[], None]) -> None:
         """Count the parcel and call `deliver` when it has arrived."""
@@ -93,7 +93,7 @@ class VirtualNetwork:
         source, target = self.link_of(parcel.source) or UNSHAPED, self.link_of(parcel.to) or UNSHAPED
         share = self.payload_share if parcel.lane == "bulk" else 1.0
         sending, receiving = 8 * size / (source.rate * share), 8 * size / (target.rate * share)
-        up, down = self.up.setdefault(parcel.source, Way()), self.down.setdefault(parcel.to, Way())
+        up, down = self.up[parcel.source], self.down[parcel.to]
         sent_at = up.pass_through(parcel.lane, self.world.now, sending)
         # The first bytes arrive while the last ones are sent.
         arrived_at = max(sent_at, down.pass_through(parcel.lane, sent_at - sending, receiving))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -60,7 +61,8 @@ def run_virtually(run: VirtualRun) -> VirtualFleet:
     world = World(outer.rounds * (MOST_PERIODS * outer.inner_steps * slowest + MOST_SECONDS))
     stand_in = build_stand_in(run.specs, outer, run.num_islands)
     share = PAYLOAD_SHARE[outer.transport]  # That links wait for one another comes out by itself.
-    network = VirtualNetwork(world, stand_in, lambda name: _find_link(run.links, name), share)
+    find_link = cache(lambda name: _find_link(run.links, name))
+    network = VirtualNetwork(world, stand_in, find_link, share)
     hub = Hub(network.deliver)
     fleet = VirtualFleet(world, hub, network, run.seed)
 

@@ -6,9 +6,10 @@ So a wait of ten minutes costs nothing, and a busy machine changes no result.
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
-from diloco.virtual.event_loop import InlineExecutor
+T = TypeVar("T")
 
 GUARD_SECONDS = 120.0
 """Simulated; far below the ten minutes that are waited for islands of which nothing is known."""
@@ -42,6 +43,18 @@ def stand_still(seconds: float) -> None:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, SimulatedLoop)
     loop.stand_still(seconds)
+
+
+class InlineExecutor(ThreadPoolExecutor):
+    """Does the work at once: a thread's time would not be in the simulated clock."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - handed to the waiting task
+            future.set_exception(error)
+        return future
 
 
 class SimulatedSelector(selectors.DefaultSelector):

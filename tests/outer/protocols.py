@@ -1,5 +1,7 @@
 """Single islands of the round protocol, for tests that take it step by step."""
 
+from collections.abc import Iterable
+
 import pytest
 
 from outer.agreement.knowledge import Knowledge
@@ -14,7 +16,7 @@ PASSED_ON = 0
 WRITE_TO = [pytest.param(DIRECT_ISLANDS, id="to each other"), pytest.param(PASSED_ON, id="passed on")]
 
 
-def node(name: str, others: str, **rules: object) -> RoundProtocol:
+def node(name: str, others: Iterable[str], **rules: object) -> RoundProtocol:
     start, made = Status(round=0, tokens=0, digest=START), Rules(**rules)  # pyright: ignore[reportArgumentType]
     protocol = RoundProtocol(Knowledge(name, made, start, claims_of(name)))
     protocol.knowledge.add(others)

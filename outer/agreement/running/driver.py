@@ -10,6 +10,7 @@ from typing import Literal
 from outer.agreement.messages import CALLS, REPLIES, Goodbye, Plan, Ready, Status, Vote
 from outer.agreement.planner import GiveUp, TooFew
 from outer.agreement.rules import Behind
+from outer.agreement.running.changes import Changes
 from outer.agreement.running.doubts import Doubts
 from outer.agreement.running.failure_detector import PING_SECONDS, FailureDetector
 from outer.agreement.running.grace import GraceTimer, HeldUpTimer, find_contributors
@@ -54,13 +55,13 @@ class ProtocolDriver:
         self.protocol, self._knowledge = protocol, protocol.knowledge
         self._peers, self._deadlines, self._on_no = peers, peers.deadlines, on_no
         self._calls: dict[tuple[str, type[Message]], asyncio.Task[None]] = {}
-        self._changed = asyncio.Event()
+        self._changes = Changes(self._knowledge)
         self._has_left = False
         self._planned_at = 0.0
         self._held_up = HeldUpTimer(self._knowledge, peers.deadlines)
         self._few = FewIslands(self._knowledge, peers.deadlines)
         self._doubts = Doubts(self._knowledge)
-        self._detector = FailureDetector(protocol, peers, self._send_outbox, self._end_reduce_with, self._changed.set)
+        self._detector = FailureDetector(protocol, peers, self._send_outbox, self._end_reduce_with, self._changes.add)
         for model in CALLS:
             peers.messenger.serve(kind_of(model), partial(self._on_message, model))
 
@@ -116,13 +117,13 @@ class ProtocolDriver:
                 is_late=grace.is_late,
             )
             waits.report(loop_time(), describe)
-            await self._wait_for_change(min(PING_SECONDS, patience or PING_SECONDS))
+            await self._changes.wait(min(PING_SECONDS, patience or PING_SECONDS))
 
     async def contribute(self, own: Ready) -> None:
         """Turn from an observer that waits in `plan` into a contributor, because the inner steps are done."""
         self.protocol.contribute(own)
         self._send_outbox()
-        self._changed.set()
+        self._changes.add()
 
     async def decide(self, vote: Vote, on_sent: Callable[[], None] = lambda: None) -> bool:
         """Vote and return whether the plan commits. `on_sent` is called when the vote is on its way."""
@@ -143,11 +144,11 @@ class ProtocolDriver:
                 break
             self._send_outbox()
             waits.report(loop_time(), partial(describe_vote, self.protocol, plan, loop_time() - started))
-            await self._wait_for_change(PING_SECONDS)
+            await self._changes.wait(PING_SECONDS)
             await self._stop_if_left()
         waits.end()
         self._send_outbox()
-        self._changed.set()
+        self._changes.add()
         if outcome == "commit":
             self._deadlines.observe("vote", loop_time() - started, num_freezes)
             self._few.on_commit(plan)
@@ -158,7 +159,7 @@ class ProtocolDriver:
         # An attempt in progress may end first, because the others need this island's vote.
         deadline = loop_time() + GOODBYE_SECONDS
         while self.protocol.state in ("reducing", "voting") and loop_time() < deadline:
-            await self._wait_for_change(deadline - loop_time())
+            await self._changes.wait(deadline - loop_time())
         self._has_left = True
         self._detector.stop()
         # A ping that crosses the goodbye is still answered: nobody should wait for this island.
@@ -190,7 +191,7 @@ class ProtocolDriver:
         self._detector.ping()
         self._send_outbox()
         while loop_time() < deadline and self._knowledge.has_stragglers:
-            await self._wait_for_change(deadline - loop_time())
+            await self._changes.wait(deadline - loop_time())
         return self._knowledge.behind(is_settled=True) is not None
 
     async def find_donors(self) -> list[Member]:
@@ -206,7 +207,7 @@ class ProtocolDriver:
         for donor in donors:
             claimed = Status(round=donor.round, tokens=donor.tokens, digest=donor.digest or "0" * 16)
             self._doubts.add(donor.island, self._knowledge.statuses.get(donor.island, claimed))
-        self._changed.set()
+        self._changes.add()
 
     async def believe(self, donors: Sequence[Member]) -> None:
         """The state that these islands claim has been taken: what failed before is forgotten."""
@@ -221,7 +222,7 @@ class ProtocolDriver:
             return since
         planner = self.protocol.pass_over(is_late=is_late)
         log.warning("round %d: %s makes no plan; the next by name does", self._knowledge.status.round, planner)
-        self._changed.set()
+        self._changes.add()
         return None
 
     # -- messages -------------------------------------------------------------------------------------------------
@@ -241,7 +242,7 @@ class ProtocolDriver:
                 self._peers.remove(sender, message.incarnation)
                 self._end_reduce_with(sender, "it has left the run")
         self._send_outbox()
-        self._changed.set()
+        self._add_change(message)
         return reply.encode() if reply is not None else b"heard"
 
     def _send_outbox(self) -> None:
@@ -264,6 +265,7 @@ class ProtocolDriver:
             reply = await self._peers.call(island, kind, body)
         except (PeerLost, DeadlineError) as error:
             self._detector.report_failure(island, str(error), called_at)
+            self._changes.add()
         except MessageError as error:
             log.info("%s refused %s: %s", island, kind, error)
         else:
@@ -276,7 +278,14 @@ class ProtocolDriver:
                 self._send_outbox()
             else:
                 self._knowledge.lost -= {island}
-        self._changed.set()
+        self._add_change(message)
+
+    def _add_change(self, message: Message) -> None:
+        """Note that a message has been received or answered."""
+        if isinstance(message, Ready | Status):
+            self._changes.add_report()
+        else:
+            self._changes.add()
 
     def _end_reduce_with(self, island: str, cause: str) -> None:
         if self.protocol.state == "reducing" and self.protocol.plan and island in self.protocol.others:
@@ -286,10 +295,3 @@ class ProtocolDriver:
         """After the goodbye, wait for the end of the process. The others go on, so this island must not commit."""
         if self._has_left:
             await asyncio.Event().wait()
-
-    async def _wait_for_change(self, seconds: float) -> None:
-        """Return when something has changed since the last wait, or after `seconds`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
-        self._changed.clear()
