@@ -126,6 +126,7 @@ class Space:
         self.shapes = {name: shapes[name] for name in self.names}
         self._starts = [0, *accumulate(prod(shapes[name]) for name in self.names)]
         self.offsets = dict(zip(self.names, self._starts, strict=False))
+        self.name_index = {name: index for index, name in enumerate(self.names)}
         self.num_elements = self._starts[-1]
         self.parts: list[Part] = []
         for number, group in enumerate(self.part_groups):
@@ -137,7 +138,7 @@ class Space:
                 self.parts.append(Part(*bounds, group.fragment, group.is_fine, group.kind, number))
         self._bounds = [part.start for part in self.parts]
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Hex digest of names, shapes and part boundaries, equal on islands whose parts have the same meaning."""
         periods = [group.period for group in self.part_groups]
@@ -189,17 +190,23 @@ class Space:
         first = base + bounds.rows[0] * num_cols + bounds.cols[0]
         last = base + (bounds.rows[1] - 1) * num_cols + bounds.cols[1] - 1
         for part in self._parts_over(first, last):
-            for rows, cols in rectangles(part.start - base, part.stop - base, self.shapes[bounds.name]):
-                r0, r1 = max(rows[0], bounds.rows[0]), min(rows[1], bounds.rows[1])
-                c0, c1 = max(cols[0], bounds.cols[0]), min(cols[1], bounds.cols[1])
-                if r0 < r1 and c0 < c1:
-                    yield Piece(
-                        part=part.index,
-                        rows=(r0 - bounds.rows[0], r1 - bounds.rows[0]),
-                        cols=(c0 - bounds.cols[0], c1 - bounds.cols[0]),
-                        offset=base + r0 * num_cols + c0 - part.start,
-                        stride=num_cols,
-                    )
+            yield from self.pieces_in(part, bounds)
+
+    def pieces_in(self, part: Part, bounds: SliceBounds) -> Iterator[Piece]:
+        """`pieces` of one part: at most three."""
+        num_cols = matrix_cols(self.shapes[bounds.name])
+        base = self.offsets[bounds.name]
+        for rows, cols in rectangles(part.start - base, part.stop - base, self.shapes[bounds.name]):
+            r0, r1 = max(rows[0], bounds.rows[0]), min(rows[1], bounds.rows[1])
+            c0, c1 = max(cols[0], bounds.cols[0]), min(cols[1], bounds.cols[1])
+            if r0 < r1 and c0 < c1:
+                yield Piece(
+                    part=part.index,
+                    rows=(r0 - bounds.rows[0], r1 - bounds.rows[0]),
+                    cols=(c0 - bounds.cols[0], c1 - bounds.cols[0]),
+                    offset=base + r0 * num_cols + c0 - part.start,
+                    stride=num_cols,
+                )
 
     def _parts_over(self, first: int, last: int) -> list[Part]:
         return self.parts[bisect_right(self._bounds, first) - 1 : bisect_right(self._bounds, last)]
