@@ -20,7 +20,6 @@ from tests.faults.leftovers import nothing_left
 from tests.swarm import Island, Swarm
 
 INNER_STEPS = 8
-STEP_SECONDS = 0.08
 CALM_ROUNDS = 3
 """Rounds one after another, after the last fault, in which all islands make all inner steps."""
 GUARD_SECONDS = 120.0
@@ -37,6 +36,8 @@ class StormSettings:
     seed: int = 0
     shapes: tuple[dict[str, Any], ...] = ()
     """Settings of the last islands; those before have one rank."""
+    step_seconds: float = 0.08
+    """Duration of an inner step. Islands that cannot keep it up are not waited for, and no round is whole then."""
 
     @property
     def islands(self) -> list[dict[str, Any]]:
@@ -69,6 +70,7 @@ class StormRunner:
     def __init__(self, made: Swarm, fleet: Fleet, setting: StormSettings) -> None:
         self._made, self._fleet = made, fleet
         self.run_dir = made.folder / made.config.name
+        self._pace = train_at_pace(setting.step_seconds)
         self._islands: dict[int, Island] = {i: self._start(i) for i in range(setting.num_islands)}
         self._watches = [RecordReader(island) for island in self._islands.values()]
         self._awake_from: dict[int, float] = {}
@@ -162,7 +164,7 @@ class StormRunner:
     # -- the islands --------------------------------------------------------------------------------------------
 
     def _start(self, index: int) -> Island:
-        return self._made.start(index, train_at_pace(STEP_SECONDS))
+        return self._made.start(index, self._pace)
 
     def _is_full(self, number: int) -> bool:
         records = [watch.commits.get(number) for watch in self._watches]
