@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from diloco.faults.spec import parse_fault
 from tests.faults.leftovers import nothing_left
 from tests.faults.waits import GUARD_SECONDS, assert_one_history, last_round, until
 from tests.swarm import Island, Swarm, swarm
@@ -53,8 +54,11 @@ def run_with_fault(
 ) -> None:
     """Run islands of which one kills or freezes itself and comes back; check the outcome and what is left.
 
-    `coordinator`: the island that is to coordinate the rounds. All others are slowed down.
+    `coordinator`: the island that is to coordinate the rounds. All others are slowed down, which the islands know of
+    each other after some rounds, so the fault should not come in one of the first.
     """
+    round_number = parse_fault(fault).round
+    assert round_number is not None, "the fault comes in a round"
     own: list[dict[str, Any]] = [{"faults": [fault] if i == victim else []} for i in range(num_islands)]
     for i, settings_of_one in enumerate(own):
         settings_of_one["faults"] += [] if coordinator in (None, i) else [f"slow:{i}x{SLOWNESS}"]
@@ -74,9 +78,9 @@ def run_with_fault(
         for island in made.started:
             if not (fault.startswith("kill") and island is islands[victim]):
                 island.finish(GUARD_SECONDS)
-        check_outcome(made, victim, num_islands)
+        check_outcome(made, victim, num_islands, round_number)
         if coordinator is not None:
-            before = islands[(victim + 1) % num_islands].committed()[ROUND - 1]
+            before = islands[(victim + 1) % num_islands].committed()[round_number - 1]
             assert before["planner"] == f"island-{coordinator}", "another island has coordinated"
 
 
@@ -85,7 +89,7 @@ def others_go_on(island: Island, last: int) -> None:
     until(lambda: last_round(island) >= min(last + 2, ROUNDS - 1), "two more rounds of the others", island)
 
 
-def check_outcome(made: Swarm, victim: int, num_islands: int) -> None:
+def check_outcome(made: Swarm, victim: int, num_islands: int, round_number: int) -> None:
     """Check that all share one history, survivors have every round, the victim came back and the loss never jumped.
 
     Of many islands on few cores one is late now and then, and a round goes on without it: then each has a survivor.
@@ -97,7 +101,7 @@ def check_outcome(made: Swarm, victim: int, num_islands: int) -> None:
     assert set().union(*(rounds[name] for name in survivors)) == set(range(ROUNDS)), "a round is missing"
     for name in survivors if num_islands == 3 else ():
         assert set(rounds[name]) == set(range(ROUNDS)), f"{name} misses rounds"
-    assert any(number > ROUND for number in rounds[f"island-{victim}"]), "the victim did not come back"
+    assert any(number > round_number for number in rounds[f"island-{victim}"]), "the victim did not come back"
     for name in survivors:
         losses = [record["loss"] for record in islands[name].records("eval")]
         jumps = [later - earlier for earlier, later in pairwise(losses)]

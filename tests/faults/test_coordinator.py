@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cases import ROUND, run_with_fault
+from tests.faults.cases import run_with_fault
 from tests.faults.test_matrix import ROUND_PHASES
 
 NUM_ISLANDS = 6
 VICTIM = 2
+ROUND = 10
+"""The round of the fault. By then the islands know their speeds, also on a busy machine."""
 ROLES = {"coordinator": VICTIM, "another": 4}
 """The island that coordinates, by what the victim is."""
 CASES = [
