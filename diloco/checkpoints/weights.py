@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from diloco.checkpoints.signing import SignatureOptions
+from diloco.config.own_code import check_allowed, own_code
 from diloco.config.schema import IslandConfig, RunConfig, parse_config
 from diloco.runtime.corpus import load_corpus
 from diloco.runtime.step_records import bits_per_byte
@@ -87,10 +88,15 @@ def _open_export(folder: Path) -> Weights:
     return Weights(sizes, read_whole(folder, param_specs(sizes)), seq_len, str(folder / TOKENIZER))
 
 
-def load_heldout_text(weights: Weights) -> Corpus:
-    """The held-out text of the run. Raises InputError for an exported folder, which has none."""
+def load_heldout_text(weights: Weights, allow_imports: Sequence[str] = ()) -> Corpus:
+    """The held-out text of the run. Raises InputError for an exported folder, which has none.
+
+    The run may be somebody else's: ConfigError if its text comes from own code that `allow_imports` does not name.
+    """
     if weights.run is None or weights.island is None:
         raise InputError("an exported folder has no held-out text of its own; name files or folders of text")
+    sources = [(key, path) for key, path in own_code(weights.run) if key.startswith("data")]
+    check_allowed(sources, tuple(allow_imports), "add --allow-import ")
     return load_corpus(weights.run, weights.island)
 
 

@@ -20,6 +20,10 @@ AcceptUnsigned = Annotated[
     bool,
     typer.Option("--accept-unsigned", help="Read the checkpoint even if it is not signed with the run key."),
 ]
+AllowImport = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATH", help="Own code that the run's config names and that may be imported (repeatable)."),
+]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device to compute on.")]
 
 
@@ -69,6 +73,7 @@ def evaluate(
     island: Island = None,
     run_key_file: RunKeyFile = None,
     accept_unsigned: AcceptUnsigned = False,
+    allow_import: AllowImport = None,
     device: Device = "auto",
 ) -> None:
     """Print the loss of a run's global params or of an exported model, in nats per token and bits per byte."""
@@ -82,7 +87,7 @@ def evaluate(
     if data:
         corpus = library.load_text(data, weights, tokens)
     else:
-        corpus = library.load_heldout_text(weights)
+        corpus = library.load_heldout_text(weights, allow_import or [])
         tokens = tokens or (weights.run.evaluate.tokens if weights.run is not None else None)
     result = library.evaluate(weights, corpus, tokens, torch_device)
     text = ", ".join(data) if data else "the run's held-out text"

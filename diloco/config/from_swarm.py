@@ -12,10 +12,11 @@ import yaml
 from pydantic import ValidationError
 
 from diloco.config.errors import explain_errors
-from diloco.config.own_code import is_allowed, own_code
+from diloco.config.own_code import check_allowed, named_sources, own_code
 from diloco.config.schema import IslandConfig, RunConfig, dump_config
 from diloco.errors import ConfigError
 from inner.config import DataConfig
+from inner.import_path import is_import_path
 
 Origin = Literal["swarm", "island", "hub", "code"]
 """swarm: the value is taken. island: it names places on a machine; those of the swarm are kept for the run's hash and
@@ -27,9 +28,11 @@ ISLAND_SECTIONS = ("island", "islands")
 NOT_FROM_SWARM: dict[str, Origin] = {
     "model.init_from": "island",
     "optimizer.name": "code",
+    "data.source": "code",
     "data.paths": "island",
     "data.dataset": "hub",
     "data.tokenizer": "hub",
+    "data.mixture.source": "code",
     "data.mixture.paths": "island",
     "data.mixture.dataset": "hub",
 }
@@ -39,8 +42,8 @@ FROM_SWARM = {
     "qk_norm qkv_bias tie_embeddings",
     "model.rope_scaling": "rope_type factor original_max_position_embeddings low_freq_factor high_freq_factor "
     "attention_factor beta_fast beta_slow",
-    "data": "source dataset_config split text_field max_tokens seq_len document_mask heldout_fraction",
-    "data.mixture": "source dataset_config split text_field max_tokens name weight",
+    "data": "options dataset_config split text_field max_tokens seq_len document_mask heldout_fraction",
+    "data.mixture": "options dataset_config split text_field max_tokens name weight",
     "optimizer": "options lr betas eps muon_momentum weight_decay clip_norm schedule warmup_steps decay_steps "
     "min_lr_ratio tokens_per_step max_skipped_steps",
     "optimizer.groups": "pattern lr_scale weight_decay optimizer",
@@ -81,28 +84,17 @@ def parse_swarm_config(text: str) -> RunConfig:
 
 def check_places(run: RunConfig, island: IslandConfig) -> None:
     """Raise ConfigError if the joining island would import code or open a file that the swarm names, with the cure."""
-    for key, path in own_code(run):
-        if not is_allowed(path, island.allow_imports):
-            raise ConfigError(
-                f"{key}: the run uses {path!r}. A swarm does not say which code this machine runs: if you have "
-                f"that code from a place that you trust, and installed it here, island.allow_imports=[{path}]"
-            )
+    check_allowed(own_code(run), island.allow_imports, "add to island.allow_imports: ")
     for name, source in named_sources(run.data):
         own, cure = island.data_paths, "island.data_paths=[PATH]"
         if name is not None:
             own, cure = island.mixture_paths.get(name), f"island.mixture_paths={{{name}: [PATH]}}"
         if own is None and (places := _places_of(source)):
-            key = "data.paths" if source.source == "files" else "data.dataset"
+            key = "data.dataset" if source.source == "huggingface" else "data.paths"
             raise _place_error(key, ", ".join(places), cure)
     tokenizer = run.data.tokenizer
     if island.tokenizer is None and tokenizer != "bytes" and _names_a_file(tokenizer):
         raise _place_error("data.tokenizer", tokenizer, "island.tokenizer=PATH")
-
-
-def named_sources(data: DataConfig) -> list[tuple[str | None, DataConfig]]:
-    """The sources of a run with their names in the mixture; a single source has none."""
-    names = [entry.name for entry in data.mixture] or [None]
-    return list(zip(names, data.sources, strict=True))
 
 
 def own_the_places(run: RunConfig, island: IslandConfig) -> IslandConfig:
@@ -125,7 +117,7 @@ def describe_data(run: RunConfig) -> str:
 
 def _places_of(source: DataConfig) -> tuple[str, ...]:
     """The places on a machine that a source is read from; empty if it needs none."""
-    if source.source == "files":
+    if source.source == "files" or is_import_path(source.source):
         return tuple(source.paths)
     if source.source == "huggingface" and source.dataset is not None and _names_a_file(source.dataset):
         return (source.dataset,)

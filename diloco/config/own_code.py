@@ -2,6 +2,7 @@
 
 from diloco.config.schema import RunConfig
 from diloco.errors import ConfigError
+from inner.config import DataConfig
 from inner.errors import InputError
 from inner.import_path import is_import_path, source_sha256
 
@@ -9,13 +10,31 @@ from inner.import_path import is_import_path, source_sha256
 def own_code(run: RunConfig) -> list[tuple[str, str]]:
     """(key, import path) of all own code that the run names."""
     named = [("optimizer.name", run.optimizer.name)]
+    for entry, source in named_sources(run.data):
+        named.append(("data.source" if entry is None else f"data.mixture, {entry}: source", source.source))
     return [(key, name) for key, name in named if is_import_path(name)]
+
+
+def named_sources(data: DataConfig) -> list[tuple[str | None, DataConfig]]:
+    """The sources of a run with their names in the mixture; a single source has none."""
+    names = [entry.name for entry in data.mixture] or [None]
+    return list(zip(names, data.sources, strict=True))
 
 
 def is_allowed(path: str, allowed: tuple[str, ...]) -> bool:
     """Whether an import path, or its module or a package of that, is in the list."""
     module = path.partition(":")[0]
     return any(entry == path or f"{module}.".startswith(f"{entry}.") for entry in allowed)
+
+
+def check_allowed(code: list[tuple[str, str]], allowed: tuple[str, ...], cure: str) -> None:
+    """Raise ConfigError if somebody else's config names code that is not in `allowed`. `cure` comes before its path."""
+    for key, path in code:
+        if not is_allowed(path, allowed):
+            raise ConfigError(
+                f"{key}: the run uses {path!r}. Its config does not say which code this machine runs: if you have that "
+                f"code from a place that you trust, and installed it here, {cure}{path}"
+            )
 
 
 def add_code_hashes(run: RunConfig) -> RunConfig:

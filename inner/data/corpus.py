@@ -12,6 +12,7 @@ from inner.data.lock import KeepAlive, hold_lock
 from inner.data.prepare import PrepareOptions, PrepareProgress, explain_write_errors, write_shards
 from inner.data.shards import ShardCounts, Tokens, open_split
 from inner.data.sources.build import build_source
+from inner.data.sources.own_source import OwnSource, check_own_source
 from inner.data.tokenise import token_dtype
 from inner.data.tokenizer import build_tokenizer, tokenizer_fingerprint
 from inner.errors import InputError
@@ -71,8 +72,11 @@ class CorpusMeta:
 def check_source(config: DataConfig) -> None:
     """Check that the tokenizer loads and that every source yields a document. Raises InputError if not."""
     build_tokenizer(config.tokenizer)
-    for source in config.sources:
-        next(build_source(source).documents())
+    for each in config.sources:
+        source = build_source(each)
+        if isinstance(source, OwnSource):
+            check_own_source(source)
+        next(source.documents())
 
 
 def prepare_corpus(config: DataConfig, cache_dir: Path, options: PrepareOptions | None = None) -> Corpus:
@@ -110,7 +114,7 @@ def _cache_key(config: DataConfig) -> str:
         tokenizer_fingerprint(config.tokenizer),
     ]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    return f"{config.source}-{digest[:16]}"
+    return f"{config.source.rpartition(':')[2]}-{digest[:16]}"
 
 
 def _prepare(config: DataConfig, folder: Path, options: PrepareOptions, keep_alive: KeepAlive) -> None:

@@ -6,13 +6,14 @@ from inner.config import DataConfig
 from inner.data.sources.documents import Source
 from inner.data.sources.files import FilesSource
 from inner.data.sources.huggingface import HuggingFaceSource
+from inner.data.sources.own_source import build_own_source
 from inner.data.sources.stdlib import StdlibSource
 from inner.errors import InputError
 
 
 def build_source(config: DataConfig) -> Source:
     """Build the source of `config` without reading anything. Raises InputError if settings contradict each other."""
-    return BUILDERS[config.source](config)
+    return BUILDERS.get(config.source, build_own_source)(config)
 
 
 def _build_huggingface(config: DataConfig) -> HuggingFaceSource:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from diloco.checkpoints.weights import (
     GenerateRequest,
+    Weights,
     evaluate,
     generate_texts,
     load_heldout_text,
@@ -47,6 +48,15 @@ def test_a_config_has_the_sizes_and_the_hash_of_its_first_weights(tmp_path, fold
     assert config.model.init_sha256 == weights_sha256(folder)
     (tmp_path / "kept.yaml").write_text(dump_config(config))
     assert pin_weights_hash(load_config(tmp_path / "kept.yaml")) == config
+
+
+def test_a_runs_folder_does_not_say_which_code_is_imported_to_read_its_text(tmp_path):
+    text = ["data.source=tests.own.sources:Tables", "data.options={numbers: 500}", f"island.cache_dir={tmp_path}"]
+    config = parse_config("model: {preset: 1m}", text)
+    weights = Weights(BYTE_SIZES, {}, 8, "bytes", config.run, config.island)
+    with pytest.raises(ConfigError, match=r"add --allow-import tests\.own\.sources:Tables"):
+        load_heldout_text(weights)
+    assert len(load_heldout_text(weights, ["tests.own.sources"]).texts[0].heldout) > 0
 
 
 def test_islands_with_other_weights_are_refused_by_the_key_that_differs(tmp_path, folder):

@@ -157,12 +157,36 @@ def test_a_joiner_that_the_runs_own_operator_starts_reads_the_runs_places():
 
 
 OWN = "optimizer.name=tests.own.optimizers:Lion"
+OWN_SOURCE = "tests.own.sources:Lines"
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        [OWN],
+        [f"data.source={OWN_SOURCE}", "data.options={skip: 1}"],
+        [f"data.mixture=[{{name: a, weight: 1, source: '{OWN_SOURCE}'}}, {{name: b, weight: 1}}]"],
+    ],
+    ids=["optimizer", "source", "mixture"],
+)
+def test_no_key_of_a_swarm_imports_code(run: list[str]):
+    with pytest.raises(ConfigError, match=r"config does not say which code .* add to island.allow_imports: tests\.own"):
+        build_joiner_config(swarm_text(parse_config("", run).run), set(), ADDRESS, [])
+
+
+def test_an_own_source_reads_no_place_that_a_swarm_names():
+    text = swarm_text(parse_config("", [f"data.source={OWN_SOURCE}", "data.paths=[/etc/passwd]"]).run)
+    allowed = f"island.allow_imports=['{OWN_SOURCE}']"
+    with pytest.raises(ConfigError, match=r"data.paths: .* island.data_paths=\[PATH\]"):
+        build_joiner_config(text, set(), ADDRESS, [allowed])
+    config = build_joiner_config(text, set(), ADDRESS, [allowed, "island.data_paths=[/ours]"])
+    assert data_of(config.run, config.island).paths == ["/ours"]
 
 
 @pytest.mark.parametrize("allowed", ["[]", "[tests.own.optimizer]", "[tests.own.optimizers:UnitStep]", "[own]"])
 def test_code_is_never_imported_because_a_swarm_names_it(allowed: str):
     text = swarm_text(parse_config("", [OWN]).run)
-    with pytest.raises(ConfigError, match=r"A swarm does not say which code .*\[tests.own.optimizers:Lion"):
+    with pytest.raises(ConfigError, match=r"add to island.allow_imports: tests.own.optimizers:Lion"):
         build_joiner_config(text, set(), ADDRESS, [f"island.allow_imports={allowed}"])
 
 

@@ -1,0 +1,36 @@
+"""Config of one island: model, data, optimizer and parallelism. No torch, so that config errors appear fast."""
+
+from inner.config.data import DataConfig, EvaluateConfig, MixtureEntry, SourceConfig
+from inner.config.model import ROPE_KEYS, ModelConfig, RopeScaling
+from inner.config.optimizer import AveragingConfig, OptimizerConfig, ParamGroup
+from inner.config.parallel import (
+    Accumulate,
+    ContextMethod,
+    MeshConfig,
+    ParallelConfig,
+    ProfileConfig,
+    Recompute,
+    Schedule,
+)
+from inner.config.section import Section
+
+__all__ = [
+    "ROPE_KEYS",
+    "Accumulate",
+    "AveragingConfig",
+    "ContextMethod",
+    "DataConfig",
+    "EvaluateConfig",
+    "MeshConfig",
+    "MixtureEntry",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "ParamGroup",
+    "ProfileConfig",
+    "Recompute",
+    "RopeScaling",
+    "Schedule",
+    "Section",
+    "SourceConfig",
+]

@@ -1,0 +1,82 @@
+"""Config of the text: what is trained on, and what is held out."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from inner.config.section import Section
+from inner.import_path import Options, is_import_path, one_of
+
+
+class SourceConfig(Section):
+    """One source of text."""
+
+    source: Annotated[str, one_of(("python-stdlib", "files", "huggingface"), "my_package.sources:Papers")] = (
+        "python-stdlib"
+    )
+    """An own source is named by its import path: inner/data/sources/own_source.py."""
+    options: Options = Field(default_factory=dict)
+    """Arguments of an own source."""
+    paths: list[str] = Field(default_factory=list)
+    """For `files`: text, .jsonl or .parquet files, folders, or glob patterns. An own source gets them as they are."""
+    dataset: str | None = None
+    """For `huggingface`: the name of the dataset, for example `allenai/c4`."""
+    dataset_config: str | None = None
+    split: str = "train"
+    text_field: str = "text"
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Number of training tokens to read at most. None: all of the text."""
+
+    @model_validator(mode="after")
+    def _options_have_an_own_source(self) -> Self:
+        if self.options and not is_import_path(self.source):
+            raise ValueError(f"options are those of an own source, and source is {self.source}; leave options out")
+        return self
+
+
+class MixtureEntry(SourceConfig):
+    """One source of a mixture."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Name of the source in the metrics."""
+    weight: float = Field(gt=0, allow_inf_nan=False)
+    """Relative share of the sequences that are read; the weights need not sum to 1."""
+
+
+class DataConfig(SourceConfig):
+    """The sources of text, and how the text is cut into sequences."""
+
+    mixture: tuple[MixtureEntry, ...] = ()
+    """Several sources, mixed by weight. Empty: the single source given by `source` and the keys next to it."""
+    tokenizer: str = "bytes"
+    """`bytes`, the path of a tokenizer.json, or the name of a tokenizer on the Hugging Face hub."""
+    seq_len: int = Field(default=256, ge=8)
+    document_mask: bool = False
+    """Whether attention stays within its document when a sequence holds several documents."""
+    heldout_fraction: float = Field(default=0.02, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _a_mixture_names_each_source_once(self) -> "DataConfig":
+        names = [entry.name for entry in self.mixture]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise ValueError(f"mixture has {twice[0]!r} {names.count(twice[0])} times; give each entry its own name")
+        plain = SourceConfig()
+        also = [key for key in SourceConfig.model_fields if getattr(self, key) != getattr(plain, key)]
+        if self.mixture and also:
+            raise ValueError(f"mixture has sources of its own: move {', '.join(also)} into its entries")
+        return self
+
+    @property
+    def sources(self) -> "tuple[DataConfig, ...]":
+        """One config per source, in the order of the mixture. Without a mixture, this config alone."""
+        fields = SourceConfig.model_fields
+        changes = [{key: getattr(entry, key) for key in fields} | {"mixture": ()} for entry in self.mixture]
+        return tuple(self.model_copy(update=change) for change in changes) or (self,)
+
+
+class EvaluateConfig(Section):
+    """Held-out loss on the global params."""
+
+    every_rounds: int = Field(default=1, ge=1)
+    tokens: int = Field(default=65536, ge=1)

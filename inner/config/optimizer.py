@@ -1,0 +1,87 @@
+"""Config of the inner optimizer."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from inner.config.section import Section
+from inner.import_path import Options, is_import_path, one_of
+
+
+class ParamGroup(Section):
+    """Optimizer settings for the parameters whose names match a pattern."""
+
+    pattern: str
+    """Regular expression, searched for in the parameter's full name (`layers.0.attention.q_proj.weight`). If several
+    groups match, the first is used. `^` and `$` anchor the pattern to the ends of the name."""
+    lr_scale: float = Field(default=1.0, ge=0)
+    """Factor on the learning rate; 0 freezes the parameters."""
+    weight_decay: float | None = Field(default=None, ge=0)
+    """None: the value that the parameters would have without this group."""
+    optimizer: Literal["adamw"] | None = None
+    """`adamw` beside Muon or an own optimizer: step these parameters with AdamW instead."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _pattern_is_valid(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"a regular expression ({error}); write \\. for a dot") from None
+        return pattern
+
+
+class AveragingConfig(Section):
+    """Generalized primal averaging (2512.17131) of the inner optimizer: a smooth variant of single-island DiLoCo.
+
+    The inner optimizer steps a point z of its own, and x is a slow average of z. The island's params are y, between
+    the two: gradients are taken at y, and y is evaluated and sent to other islands.
+    """
+
+    x: float = Field(ge=0, lt=1)
+    """Decay of x per step. 0.9 ** (1 / inner_steps) resembles DiLoCo with that many inner steps; 0: no averaging."""
+    y: float = Field(default=0.7, gt=0, le=1)
+    """Share of x in y; the rest is z."""
+
+
+class OptimizerConfig(Section):
+    """The inner optimizer, its learning-rate schedule in inner steps, clipping, and the limit on skipped steps."""
+
+    name: Annotated[str, one_of(("adamw", "sgd", "muon"), "my_package.optimizers:Lion")] = "adamw"
+    """`muon`: Muon for the matrices of the blocks, AdamW with the same lr for all other parameters. An own optimizer is
+    named by its import path: inner/optim/own_optimizer.py."""
+    options: Options = Field(default_factory=dict)
+    """Arguments of an own optimizer."""
+    lr: float = Field(default=4e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    weight_decay: float = Field(default=0.1, ge=0)
+    """For matrices. Norms and the embedding do not decay unless a group sets it."""
+    groups: tuple[ParamGroup, ...] = ()
+    averaging: AveragingConfig | None = None
+    """None: the inner optimizer steps the params directly."""
+    clip_norm: float | None = Field(default=1.0, gt=0)
+    schedule: Literal["constant", "cosine", "wsd"] = "cosine"
+    warmup_steps: int = Field(default=100, ge=0)
+    decay_steps: int = Field(default=0, ge=0)
+    """For `wsd`: number of steps of the final linear decay."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    tokens_per_step: int = Field(default=16384, ge=1)
+    """Tokens of one inner step of one island, over all of its ranks and micro-batches."""
+    max_skipped_steps: int = Field(default=10, ge=0)
+    """Number of consecutive non-finite steps that are skipped; one more stops the island."""
+
+    @model_validator(mode="after")
+    def _settings_fit_the_name(self) -> "OptimizerConfig":
+        is_own = is_import_path(self.name)
+        if self.options and not is_own:
+            raise ValueError(f"options are those of an own optimizer, and name is {self.name}; leave options out")
+        chosen = [group.pattern for group in self.groups if group.optimizer is not None]
+        if chosen and self.name != "muon" and not is_own:
+            raise ValueError(
+                f"group {chosen[0]!r} chooses an optimizer, but name is {self.name}: all parameters have that one; "
+                "leave the group's optimizer out, or set name to muon"
+            )
+        return self

@@ -1,0 +1,81 @@
+"""Config of an island's mesh and of how it is used."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from inner.config.section import Section
+
+
+class MeshConfig(Section):
+    """Degrees of the island's mesh. Their product is the number of ranks; dp_shard -1 takes the remaining ranks."""
+
+    pp: int = Field(default=1, ge=1)
+    dp_replicate: int = Field(default=1, ge=1)
+    dp_shard: int = Field(default=-1, ge=-1)
+    cp: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _shard_is_a_degree(self) -> "MeshConfig":
+        if self.dp_shard == 0:
+            raise ValueError("dp_shard must be a positive degree or -1 (all remaining ranks)")
+        return self
+
+
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "breadth_first", "interleaved_zero_bubble", "zbv", "dualpipev"]
+ContextMethod = Literal["ring", "all_gather", "ulysses"]
+Recompute = Literal["none", "attention", "selective", "full"]
+Accumulate = Literal["sharded", "whole"]
+
+
+class ParallelConfig(Section):
+    """How an island uses the axes of its mesh. These settings change the results by rounding only."""
+
+    zero: Literal[2, 3] | None = None
+    """FSDP: 3 frees a block's gathered weights after its forward, 2 keeps them. None: 2 with a pipeline, else 3."""
+    accumulate: Accumulate = "sharded"
+    """How gradients of several micro-batches add up. `sharded`: each micro-batch reduces them over the shards. `whole`:
+    every rank keeps whole gradients until the last one, which sends less and needs 4 bytes for each parameter."""
+    sequence_parallel: bool = True
+    """With tensor parallelism: also split norms and the residual stream along the sequence."""
+    loss_chunk: int = Field(default=4096, ge=1)
+    """Number of tokens whose logits are held at the same time."""
+    schedule: Schedule = "1f1b"
+    stages_per_rank: int | None = Field(default=None, ge=1)
+    """Number of (virtual) pipeline stages per rank. None: 1 for gpipe and 1f1b, else 2."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """Number of layers of each stage, first to last. None: even, where embedding and head count as a layer each."""
+    context: ContextMethod = "ring"
+    """How attention reads the other ranks' share of the sequence when cp > 1."""
+    recompute: Recompute = "none"
+    """Activations that a block's backward recomputes instead of keeping them."""
+    compile: bool = False
+    """Whether each block is compiled with torch.compile."""
+
+    def frees_after_forward(self, pp: int) -> bool:
+        """Whether blocks free their gathered weights after the forward. Pipelines would gather them per micro-batch."""
+        return (self.zero or (3 if pp == 1 else 2)) == 3
+
+    def reduces_each_micro_batch(self, num_shards: int) -> bool:
+        """Whether each micro-batch reduces its gradients over the shards. A single shard is whole anyway."""
+        return self.accumulate == "sharded" and num_shards > 1
+
+    def splits_stream(self, tp: int) -> bool:
+        """Whether a tp rank holds only its share of the positions of the residual stream."""
+        return tp > 1 and self.sequence_parallel
+
+
+class ProfileConfig(Section):
+    """The inner steps that every rank profiles."""
+
+    steps: tuple[int, int] | None = None
+    """First and last step, counted from 1. None: no profile."""
+    memory: bool = False
+    """Whether to also record memory allocations by operation and time."""
+
+    @model_validator(mode="after")
+    def _steps_are_a_range(self) -> "ProfileConfig":
+        if self.steps is not None and not 1 <= self.steps[0] <= self.steps[1]:
+            raise ValueError(f"steps {list(self.steps)} must be [first, last] with 1 <= first <= last")
+        return self
