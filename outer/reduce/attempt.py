@@ -15,6 +15,7 @@ from outer.errors import DeadlineError, MessageError, StalledError, TransportErr
 from outer.hooks import Hooks
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Endpoint
+from outer.network.event_loop import loop_time
 from outer.network.messages import inflate, parse
 from outer.reduce.auditor import Auditor
 from outer.reduce.payloads import Mean
@@ -22,6 +23,8 @@ from outer.reduce.reducer import DigestAfter, Reducer
 from outer.space.layout import Space
 from outer.transports.base import Transport
 
+RENEW_SECONDS = 8.0
+"""After a reduce that has taken longer, a new group is worth the time that it takes to connect."""
 MAX_PLANS = 64
 """Limit of plans whose no votes are remembered before this island takes part in them."""
 
@@ -39,9 +42,21 @@ class Attempts:
         self.epoch = ""
         """Id of the transport group this rank is connected in, or "". All ranks of an island agree between attempts."""
         self._members: tuple[str, ...] = ()
+        self._seconds = 0.0
+        """How long the last reduce took that succeeded."""
         self._no_votes: dict[str, dict[str, str]] = {}
         """Causes of no votes, by plan and island."""
         self._no_vote_arrived = asyncio.Event()
+
+    @property
+    def offered_epoch(self) -> str:
+        """The epoch in which this island offers to go on. If it is "", all participants of the next plan connect anew.
+
+        TCP shares a link among connections by what each has learnt, and those that came last in a reduce have learnt
+        to take more: the next one ends later. New connections are equals.
+        """
+        is_uneven = self._transport.is_uneven and len(self._members) > 2 and self._seconds > RENEW_SECONDS
+        return "" if is_uneven else self.epoch
 
     async def run(
         self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor], digest_after: DigestAfter | None = None
@@ -113,7 +128,9 @@ class Attempts:
         if not is_connected:
             await self._transport.connect(plan.id, plan.addresses)
             self.epoch, self._members = plan.id, members
+        started = loop_time()
         means = await self.reducer.run(plan, pseudo_grads, digest_after)
+        self._seconds = loop_time() - started
         if self._auditor is not None:
             self.num_audited = await self._auditor.run(plan, means)
         return means

@@ -131,7 +131,8 @@ class RoundRunner:
     def _build_ready(self, contribution: Contribution) -> Ready:
         position = self.replica.position
         snapshot, first_unit = contribution.find(position.round), self.cursor.first_unit(position.ledger)
-        return self._leader.build_ready(snapshot, first_unit, self.reduce.attempts.epoch, self.pace.step_seconds)
+        epoch = self.reduce.attempts.offered_epoch
+        return self._leader.build_ready(snapshot, first_unit, epoch, self.pace.step_seconds)
 
     def _find_contribution(self, plan: Plan, contribution: Contribution) -> Snapshot | None:
         """This rank's snapshot if the plan counts the island as a contributor, whatever was filled in since."""

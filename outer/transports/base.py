@@ -33,6 +33,8 @@ class Transport(Protocol):
     traffic: Traffic
     max_payload_bytes: int
     """The longest payload that is waited for. Its owner sets it before `connect`; a longer one is not read."""
+    is_uneven: bool
+    """Whether the connections of a group come to share a slow link unevenly. New ones share it evenly."""
 
     @property
     def address(self) -> str:

@@ -44,6 +44,8 @@ MAX_PARKED, MAX_PARKED_OF_ISLAND = 1024, 128
 class HivemindTransport:
     """A Transport (outer.transports.base) over libp2p. Endpoints of the same island are not connected."""
 
+    is_uneven = False
+
     def __init__(self, daemon: Daemon, run_id: str, me: Endpoint, connect_seconds: float) -> None:
         self.traffic, self.address = Traffic(), str(daemon.address)
         self.max_payload_bytes = MAX_PAYLOAD_BYTES

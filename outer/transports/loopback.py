@@ -102,6 +102,8 @@ def call_on_loop(loop: asyncio.AbstractEventLoop, action: Callable[[], object]) 
 class LoopbackTransport:
     """A Transport (outer.transports.base) over a Hub."""
 
+    is_uneven = False
+
     def __init__(self, hub: Hub, run_id: str, me: Endpoint, connect_seconds: float) -> None:
         self.traffic, self.address = Traffic(), f"loopback:{me}"
         self.max_payload_bytes = MAX_PAYLOAD_BYTES

@@ -27,7 +27,7 @@ class SealedTransport:
     def __init__(self, inner: Transport, auth: PeerAuth, run_id: str, me: Endpoint) -> None:
         assert auth.key is not None and auth.names is not None, "sealing needs a run key, and the owners of names"
         self.traffic, self.address, self.max_payload_bytes = inner.traffic, inner.address, inner.max_payload_bytes
-        self.disconnect, self.close = inner.disconnect, inner.close
+        self.disconnect, self.close, self.is_uneven = inner.disconnect, inner.close, inner.is_uneven
         self._inner, self._rejections, self._me = inner, auth.rejections, me
         self._island, self._names = auth.island, auth.names
         self._run_key = auth.key.derive("payloads", run_id.encode())

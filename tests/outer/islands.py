@@ -210,7 +210,7 @@ class ForwardingTransport:
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
-        self.traffic, self.address = inner.traffic, inner.address
+        self.traffic, self.address, self.is_uneven = inner.traffic, inner.address, inner.is_uneven
 
     async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
         await self.inner.connect(epoch, addresses)

@@ -165,7 +165,7 @@ class Leader:
             base_tokens=self.knowledge.status.tokens,
             digest=self.digest,
             carriers=pack_carriers([part.index * num_ranks // len(SPACE.parts) for part in SPACE.parts]),
-            epoch=self.attempts.epoch,
+            epoch=self.attempts.offered_epoch,
             transport_addresses=[rank.transport.address for rank in self.ranks],
             control_addresses=[rank.messenger.address for rank in self.ranks],
         )

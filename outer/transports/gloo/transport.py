@@ -30,6 +30,8 @@ SENDS_IN_FLIGHT = 2
 class GlooTransport:
     """A Transport (outer.transports.base) over gloo. The first error ends an epoch's process group for good."""
 
+    is_uneven = True
+
     def __init__(
         self, me: Endpoint, messenger: Messenger, traffic: Traffic, listen_host: str, connect_seconds: float
     ) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import pytest
 from outer.agreement.messages import Plan, Vote
 from outer.errors import DeadlineError, MessageError, PeerLost, TransportError
 from outer.network.endpoints import Endpoint
-from outer.reduce.attempt import MAX_PLANS, Attempts
-from outer.transports.loopback import Hub
+from outer.reduce.attempt import MAX_PLANS, RENEW_SECONDS, Attempts
+from outer.transports.loopback import Hub, Parcel
 from tests.outer.clock import now, run
 from tests.outer.leaders import Leader, together
 
@@ -45,6 +46,42 @@ def test_a_group_lasts_while_its_members_are_the_same() -> None:
             await asyncio.gather(a.reduce(plan), b.reduce(plan))
             epochs += [a.attempts.epoch, b.attempts.epoch]
         assert len(set(epochs)) == 1
+
+    run(test)
+
+
+async def epochs_of_two_reduces(names: str, seconds: float, *, is_uneven: bool) -> list[str]:
+    """Of islands whose payloads take `seconds`, over a transport whose connections get uneven, or not."""
+
+    def deliver_late(parcel: Parcel, deliver: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(seconds if parcel.kind == "payload" else 0, deliver)
+
+    hub = Hub(deliver_late)
+    all_islands, epochs = [Leader(hub, name) for name in names], []
+    for island in all_islands:
+        island.ranks[0].transport.is_uneven = is_uneven
+    for attempt in range(2):
+        plan = plan_of(*all_islands, attempt=attempt)
+        await asyncio.gather(*(island.reduce(plan) for island in all_islands))
+        epochs.append(all_islands[0].attempts.epoch)
+    return epochs
+
+
+@pytest.mark.parametrize(
+    "names,seconds,is_uneven,connects_anew",
+    [
+        pytest.param("abc", RENEW_SECONDS, True, True, id="three islands and a long reduce"),
+        pytest.param("abc", RENEW_SECONDS / 8, True, False, id="a short reduce"),
+        pytest.param("ab", RENEW_SECONDS, True, False, id="two islands"),
+        pytest.param("abc", RENEW_SECONDS, False, False, id="a transport that shares evenly"),
+    ],
+)
+def test_a_group_whose_connections_share_slow_links_unevenly_is_renewed(
+    names: str, seconds: float, is_uneven: bool, connects_anew: bool
+) -> None:
+    async def test() -> None:
+        first, second = await epochs_of_two_reduces(names, seconds, is_uneven=is_uneven)
+        assert (first != second) is connects_anew
 
     run(test)
 

@@ -44,7 +44,7 @@ class Tampered:
     def __init__(self, inner: Transport, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.traffic, self.address, self.max_payload_bytes = inner.traffic, inner.address, inner.max_payload_bytes
         self.connect, self.recv, self.disconnect, self.close = inner.connect, inner.recv, inner.disconnect, inner.close
-        self._inner, self._change = inner, change
+        self._inner, self._change, self.is_uneven = inner, change, inner.is_uneven
 
     async def send(self, to: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
         await self._inner.send(to, tag, self._change(payload))
