@@ -1,5 +1,6 @@
 """Averaged params and moments are Local Adam and DES-LOC (2505.22549), as a few lines of plain torch have them."""
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,6 +30,8 @@ NAMES = "abc"
 INNER_STEPS = 4
 ROUNDS = 6
 STATE = ("exp_avg", "exp_avg_sq")
+PACE_SECONDS = 0.3
+"""Added to each inner step, so that an island that comes later is there before the run is over."""
 
 
 def make_model() -> nn.Module:
@@ -152,10 +155,15 @@ Rows = tuple[int, int]
 Held = dict[tuple[str, Rows], Tensor]
 
 
-def train_and_return_moments(config: Config, index: int) -> tuple[Held, list[set[float]]]:
+def train_at_pace(config: Config, index: int) -> tuple[Held, list[set[float]]]:
+    """`train_and_return_moments` with inner steps that take at least PACE_SECONDS."""
+    return train_and_return_moments(config, index, PACE_SECONDS)
+
+
+def train_and_return_moments(config: Config, index: int, pace: float = 0.0) -> tuple[Held, list[set[float]]]:
     """Train an island: rank 0's params and moments by name and rows, and what bias correction counted before each step.
 
-    The last of these is after all steps.
+    The last of these is after all steps. `pace`: seconds added to each inner step.
     """
     found: Held = {}
     counts: list[set[float]] = []
@@ -168,6 +176,7 @@ def train_and_return_moments(config: Config, index: int) -> tuple[Held, list[set
 
         def counted(batches: list[Tensor]) -> StepResult:
             count()
+            time.sleep(pace)
             return step(batches)
 
         parts.trainer.step = counted
@@ -206,11 +215,12 @@ def test_a_sharded_island_and_one_of_a_single_rank_have_the_same_moments(tmp_pat
 def test_an_island_that_comes_later_counts_the_runs_steps_and_ends_with_the_same_moments(tmp_path, period) -> None:
     settings = ["outer.start_islands=2", "outer.rounds=12", f"outer.moments=[1, {period}]", *SETTINGS[1:]]
     with swarm(tmp_path, *settings, islands=[{"ranks": 1}] * 3) as islands:
-        first, second = (islands.start(index, train_and_return_moments) for index in range(2))
+        first, second = (islands.start(index, train_at_pace) for index in range(2))
         first.wait_for_round(2)
-        third = islands.start(2, train_and_return_moments)
+        third = islands.start(2, train_at_pace)
         for island in (first, second, third):
             island.finish()
+        assert 11 in third.committed(), "it took no part in the last round"
         (theirs, _), (ours, counts) = first.result(), third.result()
         assert_same_where_held(ours, theirs)
         # Those behind the second moments that it takes: until they have been averaged there are none.
