@@ -29,9 +29,10 @@ from inner.data.batches import IslandBatches
 from inner.data.corpus import Corpus
 from inner.measure.profile import Profiler
 from inner.mesh import IslandMesh, resolve_degrees
-from inner.model.sizes import resolve_sizes
+from inner.model.sizes import OwnModel, resolve_model
 from inner.optim.moments import ParamsAndMoments
 from inner.optim.own_optimizer import check_own_optimizer
+from inner.parallel.own_model import check_own_model
 from inner.trainer import Trainer, TrainerSettings
 from outer.agreement.running.peers import Identity
 from outer.connect import Network
@@ -102,9 +103,12 @@ def build_trainer(
         init_from=config.initial_weights(island),
     )
     check_own_optimizer(optimizer, degrees)
-    sizes = resolve_sizes(config.model, corpus.vocab_size)
+    model = resolve_model(config.model, corpus.vocab_size)
+    if isinstance(model, OwnModel):
+        masks_documents = config.data.document_mask
+        check_own_model(model, degrees, island.parallel, settings.seq_len, masks_documents=masks_documents)
     mesh = IslandMesh(degrees, torch.device(device).type)
-    return Trainer(sizes, optimizer, mesh, island.parallel, settings)
+    return Trainer(model, optimizer, mesh, island.parallel, settings)
 
 
 @contextmanager

@@ -16,12 +16,13 @@ from inner.errors import TrainingStopped
 from inner.huggingface.load import load_weights
 from inner.mesh import IslandMesh, accumulation_steps
 from inner.model.init import initialise
-from inner.model.sizes import ModelSizes
+from inner.model.sizes import ModelSizes, OwnModel
 from inner.model.transformer import Transformer
 from inner.optim.build import build_optimizers, lr_at, set_lr
 from inner.optim.gradients import scale_gradients, squared_norm, sum_over_tensor_ranks, sum_tied
-from inner.parallel.build import Layout, build_runner, build_stages, build_tied_group
+from inner.parallel.build import Layout, build_runner, build_stages, build_tied_group, build_whole
 from inner.parallel.layout_check import check_layout
+from inner.parallel.own_model import initialise_own_model
 from inner.parallel.weights.fsdp import free_gathered_weights
 from inner.params import LocalParams
 
@@ -74,7 +75,7 @@ class Trainer:
 
     def __init__(
         self,
-        sizes: ModelSizes,
+        model: ModelSizes | OwnModel,
         optimizer_config: OptimizerConfig,
         mesh: IslandMesh,
         parallel: ParallelConfig,
@@ -88,13 +89,14 @@ class Trainer:
         self._device = torch.device(settings.device)
         self._skipped_in_a_row = 0
         self._splits_stream = parallel.splits_stream(mesh.degrees.tp)
-        check_layout(sizes, mesh.degrees, parallel, settings.seq_len, self.micro_batches_per_step)
-        layout = Layout(sizes, settings.seq_len, mesh, parallel, COMPUTE_DTYPES[settings.compute_dtype], self._device)
+        if isinstance(model, ModelSizes):
+            check_layout(model, mesh.degrees, parallel, settings.seq_len, self.micro_batches_per_step)
+        layout = Layout(model, settings.seq_len, mesh, parallel, COMPUTE_DTYPES[settings.compute_dtype], self._device)
         self.stages = build_stages(layout)
-        with torch.device("meta"):
-            whole = Transformer(sizes, layout.positions)
-        self.params = LocalParams(whole, self.stages)
-        if settings.init_from is None:
+        self.params = LocalParams(build_whole(layout), self.stages)
+        if isinstance(model, OwnModel):
+            initialise_own_model(self.params, self.stages[0], settings.seed)
+        elif settings.init_from is None:
             initialise(self.params, self.stages, settings.seed)
         else:
             load_weights(self.params, self.stages, settings.init_from)

@@ -1,5 +1,6 @@
 """Checks of a run's config before any process starts. Importing this does not import torch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from diloco.config.schema import Config, IslandConfig, RunConfig
@@ -7,11 +8,11 @@ from diloco.errors import ConfigError
 from inner.data.bigram import bigram_loss
 from inner.data.corpus import Corpus, check_source, prepare_corpus
 from inner.import_path import is_import_path
-from inner.measure.param_specs import param_specs
+from inner.measure.param_specs import num_elements, param_specs
 from inner.mesh import accumulation_steps, resolve_degrees
-from inner.model.sizes import BYTE_VOCAB_SIZE, num_params, resolve_sizes
+from inner.model.sizes import BYTE_VOCAB_SIZE, OwnModel, resolve_model
 from inner.parallel.layout_check import check_layout
-from outer.errors import InputError
+from inner.param_spec import ParamSpec
 from outer.space.fragments import assign_fragments
 
 MAX_BIGRAM_VOCAB = 1024
@@ -24,8 +25,14 @@ def check_island(run: RunConfig, island: IslandConfig, where: str) -> None:
         tokens, seq_len = run.optimizer.tokens_per_step, run.data.seq_len
         num_micro_batches = accumulation_steps(tokens, seq_len, island.micro_batch, degrees.num_data_ranks)
         # The vocabulary's size comes from the tokenizer, which is not loaded yet. Any size serves for these checks.
-        sizes = resolve_sizes(run.model, run.model.vocab_size or BYTE_VOCAB_SIZE)
-        check_layout(sizes, degrees, island.parallel, seq_len, num_micro_batches)
+        model = resolve_model(run.model, run.model.vocab_size or BYTE_VOCAB_SIZE)
+        if isinstance(model, OwnModel):
+            from inner.parallel.own_model import check_own_model
+
+            masks_documents = run.data.document_mask
+            check_own_model(model, degrees, island.parallel, seq_len, masks_documents=masks_documents)
+        else:
+            check_layout(model, degrees, island.parallel, seq_len, num_micro_batches)
         if is_import_path(run.optimizer.name):
             from inner.optim.own_optimizer import check_own_optimizer
 
@@ -37,8 +44,8 @@ def check_island(run: RunConfig, island: IslandConfig, where: str) -> None:
 def check_fragments(run: RunConfig) -> None:
     """Raise ConfigError if the model has too few layers for the run's fragments."""
     try:
-        assign_fragments(param_specs(resolve_sizes(run.model, run.model.vocab_size or BYTE_VOCAB_SIZE)), run.outer)
-    except InputError as error:
+        assign_fragments(_param_specs(run, run.model.vocab_size or BYTE_VOCAB_SIZE), run.outer)
+    except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
@@ -63,13 +70,22 @@ def check_run(config: Config, num_islands: int) -> Corpus:
     island = config.for_island(0)
     check_source(run.data)
     corpus = prepare_corpus(run.data, Path(island.cache_dir).expanduser())
-    resolve_sizes(run.model, corpus.vocab_size)
+    resolve_model(run.model, corpus.vocab_size)
     return corpus
 
 
 def count_params(run: RunConfig, corpus: Corpus) -> int:
     """Number of parameters of the run's model."""
-    return num_params(resolve_sizes(run.model, corpus.vocab_size))
+    return num_elements(_param_specs(run, corpus.vocab_size))
+
+
+def _param_specs(run: RunConfig, vocab_size: int) -> Sequence[ParamSpec]:
+    model = resolve_model(run.model, vocab_size)
+    if isinstance(model, OwnModel):
+        from inner.parallel.own_model import own_param_specs
+
+        return own_param_specs(model, run.data.seq_len)
+    return param_specs(model)
 
 
 def bigram_baseline(corpus: Corpus) -> float | None:

@@ -27,6 +27,7 @@ ISLAND_SECTIONS = ("island", "islands")
 """All of their keys are the island's own. A swarm's text that has one of them is refused."""
 NOT_FROM_SWARM: dict[str, Origin] = {
     "model.init_from": "island",
+    "model.name": "code",
     "optimizer.name": "code",
     "data.source": "code",
     "data.paths": "island",
@@ -38,8 +39,8 @@ NOT_FROM_SWARM: dict[str, Origin] = {
 }
 FROM_SWARM = {
     "": "name seed code_sha256",
-    "model": "init_sha256 preset dim num_layers num_heads num_kv_heads head_dim ffn_dim vocab_size rope_theta norm_eps "
-    "qk_norm qkv_bias tie_embeddings",
+    "model": "options init_sha256 preset dim num_layers num_heads num_kv_heads head_dim ffn_dim vocab_size rope_theta "
+    "norm_eps qk_norm qkv_bias tie_embeddings",
     "model.rope_scaling": "rope_type factor original_max_position_embeddings low_freq_factor high_freq_factor "
     "attention_factor beta_fast beta_slow",
     "data": "options dataset_config split text_field max_tokens seq_len document_mask heldout_fraction",

@@ -9,7 +9,7 @@ from inner.import_path import is_import_path, source_sha256
 
 def own_code(run: RunConfig) -> list[tuple[str, str]]:
     """(key, import path) of all own code that the run names."""
-    named = [("optimizer.name", run.optimizer.name)]
+    named = [("optimizer.name", run.optimizer.name), ("model.name", run.model.name or "")]
     for entry, source in named_sources(run.data):
         named.append(("data.source" if entry is None else f"data.mixture, {entry}: source", source.source))
     return [(key, name) for key, name in named if is_import_path(name)]

@@ -8,7 +8,7 @@ from diloco.records.metrics import EvalRecord, StepRecord
 from inner.data.batches import StepBatch, heldout_windows
 from inner.data.corpus import Corpus
 from inner.measure.flops import flops_per_token, peak_flops, utilisation
-from inner.model.sizes import resolve_sizes
+from inner.model.sizes import OwnModel, resolve_model
 from inner.trainer import StepResult, Trainer
 
 
@@ -18,7 +18,7 @@ class MfuMeter:
 
     flops_per_token: float
     peak: float | None
-    """Measured peak FLOP/s of one rank; None if there is none for this device and compute dtype."""
+    """Measured peak FLOP/s of one rank; None if there is none for this device and compute dtype, or it is not used."""
     num_ranks: int
 
     def mfu(self, tokens_per_second: float) -> float | None:
@@ -29,8 +29,14 @@ class MfuMeter:
 
 
 def build_mfu_meter(config: RunConfig, island: IslandConfig, corpus: Corpus, device: str) -> MfuMeter:
-    """The meter of an island with this config. Measures the device's peak, which takes less than a second."""
-    flops = flops_per_token(resolve_sizes(config.model, corpus.vocab_size), config.data.seq_len)
+    """The meter of an island with this config. Measures the device's peak, which takes less than a second.
+
+    Nobody counts the FLOPs of an own model, so it has no utilisation.
+    """
+    model = resolve_model(config.model, corpus.vocab_size)
+    if isinstance(model, OwnModel):
+        return MfuMeter(0.0, None, island.ranks)
+    flops = flops_per_token(model, config.data.seq_len)
     return MfuMeter(flops.total, peak_flops(device, island.resolve_compute_dtype(device)), island.ranks)
 
 

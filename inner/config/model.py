@@ -1,10 +1,11 @@
 """Config of the model."""
 
-from typing import Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from inner.config.section import Section
+from inner.import_path import Options, one_of
 
 ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": ((), ()),
@@ -52,6 +53,11 @@ class RopeScaling(Section):
 class ModelConfig(Section):
     """A Llama-style decoder. `preset` gives the sizes, and every size that is also set replaces the preset's."""
 
+    name: Annotated[str, one_of((), "my_package.models:GatedConv")] | None = None
+    """An own model instead, by its import path: inner/parallel/own_model.py. It has vocab_size, and no other setting of
+    this section."""
+    options: Options = Field(default_factory=dict)
+    """Arguments of an own model."""
     init_from: str | None = None
     """Folder in Hugging Face's layout. Its weights are the initial weights, and its config.json gives the sizes."""
     init_sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
@@ -75,3 +81,14 @@ class ModelConfig(Section):
     qkv_bias: bool = False
     """Biases of the query, key and value projections, as in Qwen2.5."""
     tie_embeddings: bool | None = None
+
+    @model_validator(mode="after")
+    def _an_own_model_has_its_own_settings(self) -> Self:
+        if self.options and self.name is None:
+            raise ValueError("options are those of an own model, and there is no name; leave options out")
+        given = sorted(self.model_dump(exclude_defaults=True).keys() - {"name", "options", "vocab_size"})
+        if self.name is not None and given:
+            raise ValueError(
+                f"{', '.join(given)}: of ours, and name is {self.name}; leave it out or put it into options"
+            )
+        return self

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import partial
+from typing import Any
 
 from inner.config import ModelConfig, RopeScaling
 from inner.errors import InputError, nearest_multiples
@@ -44,6 +45,16 @@ class ModelSizes:
         return self.num_kv_heads * self.head_dim
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnModel:
+    """A model that is none of ours, see inner/parallel/own_model.py."""
+
+    name: str
+    """Its import path."""
+    options: dict[str, Any]
+    vocab_size: int
+
+
 _bytes = partial(ModelSizes, vocab_size=BYTE_VOCAB_SIZE)
 # Llama 3.1 and 3.2, without their RoPE scaling for long contexts.
 _llama3 = partial(ModelSizes, num_kv_heads=8, vocab_size=128256, rope_theta=500000.0)
@@ -74,17 +85,38 @@ def num_params(sizes: ModelSizes) -> int:
     return num_tables * sizes.vocab_size * sizes.dim + sizes.num_layers * layer + sizes.dim
 
 
-def resolve_sizes(config: ModelConfig, vocab_size: int) -> ModelSizes:
-    """Apply the config to its preset; `vocab_size` is the tokenizer's. Raises InputError if the sizes do not fit."""
-    given = {field.name: getattr(config, field.name, None) for field in fields(ModelSizes)}
-    overrides = {name: value for name, value in given.items() if value is not None}
-    if config.head_dim is not None:
-        overrides["own_head_dim"] = config.head_dim
-    if overrides.setdefault("vocab_size", vocab_size) < vocab_size:
+def resolve_model(config: ModelConfig, vocab_size: int) -> ModelSizes | OwnModel:
+    """What is trained: sizes of our decoder, or an own model. Raises InputError if sizes do not fit."""
+    if config.name is None:
+        return resolve_sizes(config, vocab_size)
+    _check_vocab_size(config, vocab_size)
+    return OwnModel(name=config.name, options=config.options, vocab_size=config.vocab_size or vocab_size)
+
+
+def _check_vocab_size(config: ModelConfig, vocab_size: int) -> None:
+    if config.vocab_size is not None and config.vocab_size < vocab_size:
         raise InputError(
             f"model.vocab_size ({config.vocab_size}) is smaller than the tokenizer's ({vocab_size}); "
             f"set it to at least {vocab_size} or leave it out"
         )
+
+
+def resolve_sizes(config: ModelConfig, vocab_size: int) -> ModelSizes:
+    """Apply the config to its preset; `vocab_size` is the tokenizer's. Raises InputError if the sizes do not fit.
+
+    Also for an own model, of which nothing is known that could be counted.
+    """
+    if config.name is not None:
+        raise InputError(
+            f"model.name: {config.name} is an own model, whose FLOPs, memory and traffic cannot be counted, nor its "
+            "weights written in a format of others; `train`, `launch`, `simulate` and `join` take it"
+        )
+    _check_vocab_size(config, vocab_size)
+    given = {field.name: getattr(config, field.name, None) for field in fields(ModelSizes)}
+    overrides = {name: value for name, value in given.items() if value is not None}
+    if config.head_dim is not None:
+        overrides["own_head_dim"] = config.head_dim
+    overrides.setdefault("vocab_size", vocab_size)
     if config.preset is None:
         missing = [name for name in _REQUIRED if name not in overrides]
         if missing:

@@ -19,6 +19,8 @@ def sum_tied(stages: Sequence[Transformer], ends: dist.ProcessGroup | None) -> N
     `ends` is the group of the two ranks that hold the copies, which must both call it; None if there is one copy or
     this rank holds both.
     """
+    if len(stages) == 1 and ends is None:
+        return
     tables = [model.embed.weight for model in stages if model.embed is not None]
     grads = [local_tensor(table.grad) for table in tables if table.grad is not None]
     if len(grads) == 2:

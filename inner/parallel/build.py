@@ -7,35 +7,43 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from inner.config import ParallelConfig
 from inner.mesh import IslandMesh
 from inner.model.loss import ChunkedCrossEntropy
-from inner.model.sizes import ModelSizes
+from inner.model.sizes import ModelSizes, OwnModel
 from inner.model.stage import Stage
 from inner.model.transformer import Transformer
 from inner.parallel.compile import compile_blocks
 from inner.parallel.context.build import build_attend, rank_positions
-from inner.parallel.one_stage import OneStage
+from inner.parallel.one_stage import OneStage, whole_loss
+from inner.parallel.own_model import build_own_model, own_model_loss
 from inner.parallel.pipeline.evaluation import LocalStages, StreamShape
 from inner.parallel.pipeline.stages import plan_stages, ranks_of_stages, stages_at
 from inner.parallel.pipeline.step import Pipeline
 from inner.parallel.recompute import apply_recompute
 from inner.parallel.tensor import apply_tensor_parallel
 from inner.parallel.weights.compute_copies import ComputeCopies
-from inner.parallel.weights.fsdp import apply_fsdp
+from inner.parallel.weights.fsdp import apply_block_fsdp, apply_fsdp
 
 
 @dataclass(frozen=True)
 class Layout:
     """A model, the mesh it is spread over, and how it computes there."""
 
-    sizes: ModelSizes
+    model: ModelSizes | OwnModel
     seq_len: int
     mesh: IslandMesh
     parallel: ParallelConfig
     compute_dtype: torch.dtype
     device: torch.device
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """Sizes of our decoder."""
+        assert isinstance(self.model, ModelSizes), f"{self.model} is an own model, and on one stage"
+        return self.model
 
     @cached_property
     def stages(self) -> list[Stage]:
@@ -55,8 +63,28 @@ class Layout:
 
 def build_stages(layout: Layout) -> list[Transformer]:
     """This rank's stages, parameters sharded and without values. Every rank must call it."""
+    if isinstance(layout.model, OwnModel):
+        return [_build_own_model(layout, layout.model)]
     mine = stages_at(layout.stages, layout.stage_ranks, layout.mesh.at["pp"])
     return [_build_stage(layout, stage) for stage in mine]
+
+
+def build_whole(layout: Layout) -> nn.Module:
+    """The whole model without memory, for the names and shapes of its parameters."""
+    if isinstance(layout.model, OwnModel):
+        return build_own_model(layout.model, layout.seq_len)
+    with torch.device("meta"):
+        return Transformer(layout.model, layout.positions)
+
+
+def _build_own_model(layout: Layout, own: OwnModel) -> Transformer:
+    parallel, model = layout.parallel, build_own_model(own, layout.seq_len)
+    apply_recompute(model, parallel.recompute)
+    if parallel.compile:
+        compile_blocks(model, layout.device.type)
+    if layout.mesh.degrees.num_copies > 1:
+        apply_block_fsdp(model, layout.mesh.fsdp, layout.compute_dtype, reshard=parallel.frees_after_forward(pp=1))
+    return model.to_empty(device=layout.device)
 
 
 def _build_stage(layout: Layout, stage: Stage) -> Transformer:
@@ -86,7 +114,8 @@ def build_runner(
     copies = ComputeCopies(stages, layout.compute_dtype)
     reduces_each = layout.parallel.reduces_each_micro_batch(degrees.fsdp)
     if degrees.pp == 1:
-        return OneStage(stages[0], layout.device, copies, reduces_each=reduces_each)
+        loss = own_model_loss if isinstance(layout.model, OwnModel) else whole_loss
+        return OneStage(stages[0], layout.device, copies, loss=loss, reduces_each=reduces_each)
     num_positions = len(layout.positions)
     stream_positions = num_positions // degrees.tp if layout.parallel.splits_stream(degrees.tp) else num_positions
     stream = StreamShape(micro_batch, num_positions, stream_positions, layout.sizes.dim, layout.compute_dtype)
@@ -96,6 +125,8 @@ def build_runner(
 
 def build_tied_group(layout: Layout) -> dist.ProcessGroup | None:
     """Group of the two ranks with copies of a tied table; None if no sum is needed. Every rank must call it."""
+    if isinstance(layout.model, OwnModel):
+        return None
     first, last = layout.stage_ranks[0], layout.stage_ranks[-1]
     if not layout.sizes.tie_embeddings or first == last:
         return None

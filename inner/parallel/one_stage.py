@@ -1,6 +1,6 @@
 """Forward and backward of a model without pipeline parallelism, with the same interface as Pipeline."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,16 +10,33 @@ from inner.model.transformer import Transformer
 from inner.parallel.weights.compute_copies import ComputeCopies
 from inner.parallel.weights.gradient_sync import set_gradient_sync
 
+Loss = Callable[[Transformer, MicroBatch], Tensor]
+"""(model, micro-batch) -> summed loss, 0-dim fp32."""
+
+
+def whole_loss(model: Transformer, batch: MicroBatch) -> Tensor:
+    """The loss of a Transformer, which computes it in its head."""
+    return model(batch.tokens_BS, targets_BS=batch.targets_BS, documents_BS=batch.documents_BS)
+
 
 class OneStage:
     """Runs a whole model. Every rank of its FSDP mesh must make each call, with the same number of micro-batches."""
 
-    def __init__(self, model: Transformer, device: torch.device, copies: ComputeCopies, *, reduces_each: bool) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        device: torch.device,
+        copies: ComputeCopies,
+        *,
+        reduces_each: bool,
+        loss: Loss = whole_loss,
+    ) -> None:
         """`reduces_each`: whether every micro-batch, not only the last, reduces its gradients over the shards."""
         self._model = model
         self._device = device
         self._copies = copies
         self._reduces_each = reduces_each
+        self._loss_of = loss
 
     def backward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
         """Accumulate gradients of `scale` times the summed loss, and return that loss (0-dim fp32)."""
@@ -40,4 +57,4 @@ class OneStage:
             return sum(map(self._loss, micro_batches), start=torch.zeros((), device=self._device))
 
     def _loss(self, batch: MicroBatch) -> Tensor:
-        return self._model(batch.tokens_BS, targets_BS=batch.targets_BS, documents_BS=batch.documents_BS)
+        return self._loss_of(self._model, batch)

@@ -10,7 +10,7 @@ from torch import Tensor
 from inner.config import OptimizerConfig, ParallelConfig
 from inner.mesh import Degrees, IslandMesh
 from inner.model.init import initialise
-from inner.model.sizes import ModelSizes
+from inner.model.sizes import ModelSizes, OwnModel
 from inner.model.transformer import Transformer
 from inner.params import LocalParams
 from inner.trainer import Trainer, TrainerSettings
@@ -27,7 +27,7 @@ SETTINGS = TrainerSettings(
 
 def build_trainer(
     degrees: Degrees,
-    sizes: ModelSizes = SIZES,
+    sizes: ModelSizes | OwnModel = SIZES,
     config: OptimizerConfig = OPTIMIZER,
     parallel: ParallelConfig | None = None,
     **settings: Any,

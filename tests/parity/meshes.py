@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from inner.config import ParallelConfig, RopeScaling
 from inner.mesh import Degrees
-from inner.model.sizes import ModelSizes
+from inner.model.sizes import ModelSizes, OwnModel
 from inner.param_spec import ParamSlice, ParamSpec
 from inner.params import LocalParams, local_tensor
 from inner.trainer import StepResult, Trainer
@@ -36,6 +36,8 @@ QWEN = replace(
     qkv_bias=True,
     rope_scaling=RopeScaling(rope_type="dynamic", factor=4.0, original_max_position_embeddings=8),
 )
+# No attention, learned positions, LayerNorm, biases, a parameter of three dims.
+OWN = OwnModel(name="tests.own.models:GatedConv", options={"num_layers": 4}, vocab_size=61)
 # Ulysses spreads key-value heads over ranks.
 MANY_HEADS = replace(GROUPED, num_kv_heads=4)
 
@@ -45,7 +47,7 @@ class Case:
     """An island to be compared with one process that trains the same sizes."""
 
     degrees: Degrees = ONE
-    sizes: ModelSizes = GROUPED
+    sizes: ModelSizes | OwnModel = GROUPED
     parallel: ParallelConfig = PLAIN
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the trainer, both on the mesh and on one process."""
@@ -61,7 +63,7 @@ class Case:
             words.append(self.parallel.schedule)
         if self.degrees.cp > 1:
             words.append(self.parallel.context)
-        named = {"tied": TIED, "qwen": QWEN, "heads": MANY_HEADS}
+        named = {"tied": TIED, "qwen": QWEN, "heads": MANY_HEADS, "own": OWN}
         words += [name for name, sizes in named.items() if self.sizes == sizes]
         words += ["documents"] if "eos_id" in self.settings else []
         words += ["bf16"] if self.settings["compute_dtype"] == "bfloat16" else []
@@ -71,7 +73,7 @@ class Case:
 
 def case(
     degrees: str,
-    sizes: ModelSizes = GROUPED,
+    sizes: ModelSizes | OwnModel = GROUPED,
     micro_batch: int = 3,
     eos_id: int | None = None,
     compute_dtype: str = "float32",
@@ -127,7 +129,7 @@ def live(rank: int, case: Case) -> Life:
     trainer = build_trainer(case.degrees, case.sizes, config, case.parallel, **case.settings)
     params = trainer.params
     theta0, holders = whole_model(params)
-    matrix = holders["layers.0.ffn.up_proj.weight"]
+    matrix = holders["layers.0.out.weight" if case.sizes == OWN else "layers.0.ffn.up_proj.weight"]
     heldout = [batch(1000 + number)[: trainer.settings.micro_batch] for number in range(HELDOUT)]
     life = Life(
         params.specs,

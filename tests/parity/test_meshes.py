@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.inner.small import OPTIMIZER, batch
-from tests.parity.meshes import EOS, MANY_HEADS, QWEN, TIED, Case, Life, case, of
+from tests.parity.meshes import EOS, MANY_HEADS, OWN, QWEN, TIED, Case, Life, case, of
 
 FEW = [
     case("dp_shard2"),
@@ -30,6 +30,7 @@ FEW = [
     case("dp_shard2", QWEN),
     case("tp2", QWEN, micro_batch=6),
     case("pp2", QWEN),
+    case("dp_replicate2 dp_shard2", OWN, micro_batch=1, recompute="full"),
 ]
 REST = [
     case("pp2", schedule="interleaved_zero_bubble", recompute="attention"),

@@ -35,6 +35,19 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, compute_dtype: torch.dtype,
     if model.norm is not None and model.head is not None and not model.sizes.tie_embeddings:
         fully_shard([model.norm, model.head], mesh=mesh, mp_policy=inside, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=last if model.stage.is_last else inside, reshard_after_forward=False)
+    _sum_gradients(model)
+
+
+def apply_block_fsdp(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, *, reshard: bool) -> None:
+    """The same for a model of which only its blocks in `layers` are known; all other parameters are one group."""
+    inside = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for layer in model.get_submodule("layers").children():
+        fully_shard(layer, mesh=mesh, mp_policy=inside, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=inside, reshard_after_forward=False)
+    _sum_gradients(model)
+
+
+def _sum_gradients(model: nn.Module) -> None:
     for module in fsdp_modules(model):
         # Losses are already divided by the global token count, so gradients are summed. force_sum is for gloo, which
         # lacks PREMUL_SUM.

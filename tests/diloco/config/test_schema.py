@@ -7,6 +7,8 @@ import pytest
 from diloco.config.check import check_fragments, check_island
 from diloco.config.schema import differing_keys, dump_config, load_config, parse_config
 from diloco.errors import ConfigError
+from diloco.planning.mesh_picture import build_step_plan
+from inner.errors import InputError
 from inner.model.sizes import resolve_sizes
 
 ROOT = Path(__file__).parents[3]
@@ -161,6 +163,34 @@ def test_a_mesh_that_does_not_divide_the_ranks_is_an_error_with_a_cure():
 )
 def test_an_optimizer_is_one_of_ours_or_an_import_path(settings: list[str], why: str):
     assert why in error_of("", *settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (["model.name=my model"], "model.name: got 'my model'; allowed: own code by its import path as in my_package"),
+        (["model.options={dim: 8}"], "options are those of an own model, and there is no name"),
+        (
+            ["model.name=a:B", "model.preset=1m"],
+            "preset: of ours, and name is a:B; leave it out or",
+        ),
+    ],
+    ids=str,
+)
+def test_a_model_is_ours_or_an_own_one(settings: list[str], why: str):
+    assert why in error_of("", *settings)
+
+
+def test_an_own_model_is_tried_and_counted_before_any_process_starts():
+    config = parse_config("outer: {fragments: 9}", ["model.name=tests.own.models:GatedConv", "model.options={dim: 8}"])
+    check_island(config.run, config.for_island(0), "island 0")
+    with pytest.raises(ConfigError, match=r"outer.fragments: got 9, but a model of 2 layers"):
+        check_fragments(config.run)
+    over = parse_config("island: {ranks: 2, mesh: {tp: 2}}", ["model.name=tests.own.models:GatedConv"])
+    with pytest.raises(ConfigError, match=r"^island 0: island.mesh: tp 2, but .* over dp_replicate and dp_shard only"):
+        check_island(over.run, over.for_island(0), "island 0")
+    with pytest.raises(InputError, match="an own model, whose FLOPs, memory and traffic cannot be counted"):
+        build_step_plan(config.run, config.for_island(0))
 
 
 def test_an_own_optimizer_that_does_not_fit_the_mesh_is_found_before_any_process_starts():

@@ -1,0 +1,147 @@
+"""An own model, named by its import path: what it must keep to, how it is tried, built and given its first weights.
+
+`model.name: my_package.models:GatedConv` is a class of modules. It is built as
+
+    GatedConv(vocab_size=..., seq_len=..., **model.options)
+
+and what it must keep to:
+
+- `forward(tokens_BS)` maps int64 tokens (B, S), S at most seq_len, to logits (B, S, V) with V at least vocab_size.
+  Position s sees tokens up to s alone. The loss is ours: the cross-entropy in fp32, summed over valid targets.
+- `layers` is a ModuleList (or ModuleDict) of its blocks: what FSDP gathers, and what recomputation and torch.compile
+  take, at a time; fragments are made of them. Decay, Muon and groups go by names: `embed.weight` does not decay.
+- `axes` names the axes of the mesh that it may be spread over: dp_replicate, dp_shard, or both.
+- Parameters are fp32, have a dim at least, and all of them have gradients. Buffers are filled by a method
+  `fill_buffers()`, because modules are built without memory.
+- First weights: `normal_of(name)`, if it is there, gives mean and standard deviation of a parameter. Without it, the
+  weights of modules named `norm` are 1, biases 0, and all others have a standard deviation of 0.02. They are drawn by
+  rows from (seed, name), so they are the same on every mesh and processor.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from inner.config import ParallelConfig
+from inner.data.micro_batch import MicroBatch
+from inner.errors import InputError, summarise
+from inner.import_path import call_text, load
+from inner.mesh import Degrees
+from inner.model.init import STD, fill_normal
+from inner.model.sizes import OwnModel
+from inner.model.stage import Stage
+from inner.model.transformer import Transformer
+from inner.param_spec import ParamSpec
+from inner.params import LocalParams
+
+KEY = "model.name"
+AXES = ("dp_replicate", "dp_shard")
+"""Axes that an own model may name."""
+
+
+def build_own_model(model: OwnModel, seq_len: int) -> Transformer:
+    """Build the model without memory, as the one stage of its pipeline. Raises InputError if that fails."""
+    found = load(model.name, KEY)
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise InputError(f"{KEY}: got {model.name!r}, which is no subclass of torch.nn.Module; name one")
+    with torch.device("meta"), _explained(f"is {call_text(found)}, and with {_arguments(model)} it raised"):
+        built = cast(Any, found)(vocab_size=model.vocab_size, seq_len=seq_len, **model.options)
+    layers = getattr(built, "layers", None)
+    if not isinstance(layers, nn.ModuleList | nn.ModuleDict) or not len(layers):
+        raise InputError(f"{KEY}: {model.name} has no blocks in `layers`, a torch.nn.ModuleList; put them there")
+    built.stage = Stage(0, range(len(layers)), is_first=True, is_last=True)
+    # All that the parallel dimensions of such a model use is what its docstring says.
+    return cast(Transformer, built)
+
+
+def check_own_model(
+    model: OwnModel, degrees: Degrees, parallel: ParallelConfig, seq_len: int, *, masks_documents: bool
+) -> None:
+    """Make a forward and a backward without memory. Raises InputError if the model cannot train on this mesh."""
+    built: nn.Module = build_own_model(model, seq_len)
+    _check_axes(model, tuple(getattr(built, "axes", ())), degrees)
+    if masks_documents:
+        raise InputError(f"data.document_mask: {model.name} gets tokens only; set document_mask to false")
+    if parallel.recompute == "attention":
+        raise InputError(f"island.parallel.recompute: {model.name} may have no attention; set it to selective or full")
+    if next(built.buffers(), None) is not None and not hasattr(built, "fill_buffers"):
+        raise InputError(f"{KEY}: {model.name} has buffers and no method fill_buffers() that gives them their values")
+    for name, param in built.named_parameters():
+        if param.dtype != torch.float32 or param.ndim == 0:
+            got = f"{param.dtype} {tuple(param.shape)}"
+            raise InputError(f"{KEY}: {model.name} has {name} as {got}; parameters are fp32 and have a dim at least")
+    _check_pass(model, built, seq_len)
+
+
+def own_param_specs(model: OwnModel, seq_len: int) -> tuple[ParamSpec, ...]:
+    """Full name and shape of every parameter. Raises InputError if the model cannot be built."""
+    built = build_own_model(model, seq_len)
+    return tuple(ParamSpec(name, tuple(param.shape)) for name, param in built.named_parameters())
+
+
+def initialise_own_model(params: LocalParams, model: nn.Module, seed: int) -> None:
+    """Fill every parameter and buffer of a materialised model, sharded or not. No communication."""
+    specs = {spec.name: spec for spec in params.specs}
+    normal_of = getattr(model, "normal_of", _normal_of)
+    for index, held in enumerate(params.slices):
+        mean, std = normal_of(held.name)
+        values, num_cols = torch.zeros(held.shape), specs[held.name].matrix_shape[1]
+        if std > 0:
+            fill_normal(values, f"{seed}/{held.name}", held.rows[0], held.cols[0], num_cols, std)
+        params.write(index, values + mean)
+    if hasattr(model, "fill_buffers"):
+        cast(Any, model).fill_buffers()
+
+
+def own_model_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """Cross-entropy summed over valid targets, 0-dim fp32. Padding is a token below 0, and becomes token 0."""
+    logits_BSV = model(batch.tokens_BS.clamp(min=0))
+    targets = batch.targets_BS.flatten()
+    return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets.clamp(min=-1), ignore_index=-1, reduction="sum")
+
+
+def _normal_of(name: str) -> tuple[float, float]:
+    if name.endswith("norm.weight"):
+        return 1.0, 0.0
+    return 0.0, 0.0 if name.endswith(".bias") else STD
+
+
+def _check_axes(model: OwnModel, axes: tuple[str, ...], degrees: Degrees) -> None:
+    if not axes or not set(axes) <= set(AXES):
+        raise InputError(f"{KEY}: {model.name}.axes is {axes}; allowed: {' and '.join(AXES)}, or one of them")
+    used = {axis: getattr(degrees, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+    if other := [f"{axis} {degree}" for axis, degree in used.items() if degree > 1 and axis not in axes]:
+        raise InputError(
+            f"island.mesh: {', '.join(other)}, but {model.name} is spread over {' and '.join(axes)} only (its `axes`); "
+            "set the others to 1"
+        )
+
+
+def _check_pass(model: OwnModel, built: nn.Module, seq_len: int) -> None:
+    with _explained(f"failed on tokens of shape (2, {seq_len}):"):
+        logits = built(torch.zeros(2, seq_len, dtype=torch.int64, device="meta"))
+    if not isinstance(logits, Tensor) or logits.shape[:-1] != (2, seq_len) or logits.shape[-1] < model.vocab_size:
+        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise InputError(
+            f"{KEY}: {model.name} maps tokens (2, {seq_len}) to {got}; need logits (2, {seq_len}, {model.vocab_size})"
+        )
+    with _explained("failed in the backward:"):
+        logits.float().sum().backward()
+    if unused := [name for name, param in built.named_parameters() if param.grad is None]:
+        raise InputError(f"{KEY}: {model.name} has {unused[0]}, which has no gradient; leave out what is not used")
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise InputError(f"{KEY}: the own model {what} {summarise(error)}; see model.options") from error
+
+
+def _arguments(model: OwnModel) -> str:
+    return ", ".join(["vocab_size", "seq_len", *model.options])
