@@ -197,7 +197,8 @@ class Knowledge:
         claimants = [name for name, s in self.statuses.items() if name in islands and s.claim == claim]
         keys = [(name, key) for name in claimants if (key := self.signer.key_of(name)) is not None]
         own = [(self.me, self.signer.public)] if claim == self.status.claim else []
-        return self.claims.count(claim, own + keys, is_held_up=self.is_held_up)
+        # Where one island is enough, all count: two that have never signed together would each count itself alone.
+        return self.claims.count(claim, own + keys, is_held_up=self.is_held_up or self.num_needed <= 1)
 
     def weigh(self, status: Status) -> int:
         """How many islands that count stand behind the state of a status."""

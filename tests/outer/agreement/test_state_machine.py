@@ -133,6 +133,13 @@ def test_after_false_alarms_one_history_survives(direct_islands, names, num_seed
         assert agree(world), f"seed {seed}"
 
 
+def test_two_that_never_signed_together_agree_on_one_of_two_histories_of_equal_length():
+    """The second island of a run has died, and the others, of which one is new, have made two rounds alone each."""
+    world = walk(new_world("abc", 3, ALARMS, direct_islands=PASSED_ON), seed=1387, mishap=0.3)
+    assert forked(world) and {c.participants for c in world.commits} >= {("a",), ("c",), ("b", "c")}
+    assert agree(world)
+
+
 def test_false_alarms_do_make_two_histories():
     """The search finds forks when there are some; otherwise the test above would prove nothing."""
     worlds = (walk(new_world("abcd", 3, Budget(false_alarms=6, impatient=2)), seed, mishap=0.5) for seed in range(250))
