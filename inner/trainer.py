@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from inner.config import OptimizerConfig, ParallelConfig
-from inner.data.micro_batch import Cutter, empty_window, num_targets
+from inner.data.micro_batch import empty_window, num_targets
 from inner.errors import TrainingStopped
 from inner.huggingface.load import load_weights
 from inner.mesh import IslandMesh, accumulation_steps
@@ -20,7 +20,14 @@ from inner.model.sizes import ModelSizes, OwnModel
 from inner.model.transformer import Transformer
 from inner.optim.build import build_optimizers, lr_at, set_lr
 from inner.optim.gradients import scale_gradients, squared_norm, sum_over_tensor_ranks, sum_tied
-from inner.parallel.build import Layout, build_runner, build_stages, build_tied_group, build_whole
+from inner.parallel.build import (
+    Layout,
+    build_cutter,
+    build_runner,
+    build_stages,
+    build_tied_group,
+    build_whole,
+)
 from inner.parallel.layout_check import check_layout
 from inner.parallel.own_model import initialise_own_model
 from inner.parallel.weights.fsdp import free_gathered_weights
@@ -102,7 +109,7 @@ class Trainer:
             load_weights(self.params, self.stages, settings.init_from)
         names = [spec.name for spec in self.params.specs]
         self.optimizers = build_optimizers(self.stages, names, optimizer_config)
-        self._cutter = Cutter(layout.positions.to(self._device), settings.seq_len, settings.eos_id)
+        self._cutter = build_cutter(layout, settings.eos_id)
         self._tied_ends = build_tied_group(layout)
         self._runner = build_runner(layout, self.stages, settings.micro_batch, self.micro_batches_per_step)
 
@@ -122,7 +129,7 @@ class Trainer:
         )
 
     def step(self, micro_batches: Sequence[Tensor]) -> StepResult:
-        """Make one inner step on this rank's micro-batches, each int64 (micro_batch, seq_len + 1); -100 is ignored.
+        """Make one inner step on micro-batches of int64 (micro_batch, seq_len + 1) on the CPU; -100 is ignored.
 
         Every rank must call it with the same number of micro-batches, and ranks with equal data_rank with the same
         ones. A non-finite loss or gradient on any rank skips the step on all ranks. Too many skipped steps in a row
@@ -133,8 +140,7 @@ class Trainer:
         # Counted where the text is, so that the host does not wait for the device.
         tokens, num_windows = self._sum_over_ranks([self._counted_tokens(micro_batches), mine])
         assert num_windows == mine * self.mesh.degrees.num_ranks > 0, f"{mine} here, {num_windows}"
-        windows = [window.to(self._device) for window in micro_batches]
-        my_loss = self._runner.backward([self._cutter(window) for window in windows], scale=1.0 / max(tokens, 1.0))
+        my_loss = self._runner.backward(list(map(self._cutter, micro_batches)), scale=1.0 / max(tokens, 1.0))
         self._sum_gradients()
         # All ranks decide alike because the sums are the same on all of them.
         loss_sum, norm_2 = self._add_up(torch.stack([self._counted_loss(my_loss), squared_norm(self.stages)]))
@@ -164,13 +170,12 @@ class Trainer:
         between data ranks and may be zero.
         """
         here = list(windows)
-        mine = [window.to(self._device) for window in here]
-        most = torch.tensor(len(mine), device=self._device)
+        most = torch.tensor(len(here), device=self._device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         # A forward is collective, so all ranks must run the same number.
-        empty = empty_window(self.settings.micro_batch, self.settings.seq_len, self._device)
-        windows = mine + [empty] * (int(most) - len(mine))
-        my_loss = self._counted_loss(self._runner.evaluate([self._cutter(window) for window in windows]))
+        empty = empty_window(self.settings.micro_batch, self.settings.seq_len)
+        padded = here + [empty] * (int(most) - len(here))
+        my_loss = self._counted_loss(self._runner.evaluate(list(map(self._cutter, padded))))
         for stage in self.stages:
             free_gathered_weights(stage)
         my_tokens = torch.tensor(self._counted_tokens(here), dtype=torch.float64, device=self._device)

@@ -148,7 +148,6 @@ def build_step_plan(run: RunConfig, island: IslandConfig) -> StepPlan:
             run.optimizer.tokens_per_step, run.data.seq_len, island.micro_batch, degrees.num_data_ranks
         ),
         compute_itemsize=ITEMSIZES[island.resolve_compute_dtype(device_type)],
-        masks_documents=run.data.document_mask,
     )
     return StepPlan(work, find_state_bytes(run.optimizer), device_type, is_assumed)
 

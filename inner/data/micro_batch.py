@@ -1,13 +1,46 @@
-"""Model inputs cut from a window of tokens: input tokens, targets and the document of each position."""
+"""Model inputs cut from a window of tokens: input tokens, targets, and where documents lie among them."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100
 """The target of a position without a next token; the loss leaves it out, as torch's cross_entropy does."""
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How documents are packed into the sequences of a micro-batch. The host knows it, so no layer asks the device.
+
+    Two sequences of 6 tokens `a a b b b b` and `c d d d d d` have the bounds 0 2 6 7 12, and the longest document 5.
+    """
+
+    sequences_BT: np.ndarray
+    """Number of the document of each position of the whole sequences, int64; it never decreases along a sequence."""
+    documents_BS: np.ndarray
+    """The same at the positions that this rank attends from."""
+    bounds_N: Tensor
+    """Where their documents begin in the flattened micro-batch, and its length; int32 (cu_seqlens), on the device."""
+    host_bounds_N: Tensor
+    """The same on the CPU."""
+    longest: int
+    """Number of positions of the longest document (max_seqlen)."""
+
+
+def build_packing(sequences_BT: np.ndarray, positions_S: np.ndarray, device: torch.device) -> Packing:
+    """The packing of documents at some rising positions of sequences whose document numbers are `sequences_BT`."""
+    documents_BS = sequences_BT[:, positions_S]
+    is_first_BS = np.ones(documents_BS.shape, dtype=bool)
+    is_first_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+    bounds_N = np.append(np.flatnonzero(is_first_BS), documents_BS.size)
+    host_bounds_N = torch.from_numpy(bounds_N.astype(np.int32))
+    return Packing(
+        sequences_BT, documents_BS, host_bounds_N.to(device), host_bounds_N, longest=int(np.diff(bounds_N).max())
+    )
 
 
 class MicroBatch(NamedTuple):
@@ -15,34 +48,44 @@ class MicroBatch(NamedTuple):
 
     tokens_BS: Tensor
     targets_BS: Tensor
-    documents_BS: Tensor | None
+    packing: Packing | None
 
 
 @dataclass(frozen=True)
 class Cutter:
-    """Cuts windows into micro-batches of the positions that this rank holds."""
+    """Cuts windows into micro-batches of the positions that this rank holds, and copies them to its device."""
 
     positions_S: Tensor
-    """Positions of the sequence that this rank holds, int64, on the device of the windows."""
+    """Positions of the sequence that this rank holds, int64, on the CPU."""
     seq_len: int
     eos_id: int | None
     """Token that ends a document; None if attention ignores document boundaries."""
+    device: torch.device = CPU
+    attends_everywhere: bool = False
+    """Whether this rank's attention sees queries of all positions, though the rank holds only some of them."""
 
     def __call__(self, window_BT: Tensor) -> MicroBatch:
-        """Cut a window of seq_len + 1 tokens; it may be shorter if this rank holds all positions."""
-        tokens_BS, targets_BS = window_BT[:, :-1], window_BT[:, 1:]
-        documents_BS = None if self.eos_id is None else document_numbers(tokens_BS, self.eos_id)
-        if len(self.positions_S) == self.seq_len:
-            return MicroBatch(tokens_BS, targets_BS, documents_BS)
-        assert tokens_BS.shape[1] == self.seq_len, f"{tokens_BS.shape[1]} positions, the mesh has {self.seq_len}"
-        documents_BS = None if documents_BS is None else documents_BS[:, self.positions_S]
-        return MicroBatch(tokens_BS[:, self.positions_S], targets_BS[:, self.positions_S], documents_BS)
+        """Cut a CPU window of seq_len + 1 tokens; it may be shorter if this rank holds all positions."""
+        here_2BS = torch.stack((window_BT[:, :-1], window_BT[:, 1:]))
+        if not self.holds_all:
+            length = here_2BS.shape[2]
+            assert length == self.seq_len, f"{length} positions, the mesh has {self.seq_len}"
+            here_2BS = here_2BS[..., self.positions_S]
+        tokens_BS, targets_BS = here_2BS.to(self.device)
+        return MicroBatch(tokens_BS, targets_BS, None if self.eos_id is None else self.pack(window_BT[:, :-1]))
 
+    @property
+    def holds_all(self) -> bool:
+        """Whether this rank holds all positions."""
+        return len(self.positions_S) == self.seq_len
 
-def document_numbers(tokens_BS: Tensor, eos_id: int) -> Tensor:
-    """Number of the document of each token, counted from 0; a document ends with its eos."""
-    ends_BS = (tokens_BS == eos_id).long()
-    return ends_BS.cumsum(dim=-1) - ends_BS
+    def pack(self, tokens_BT: Tensor) -> Packing:
+        """The packing of the documents of some whole sequences; each document ends with its eos."""
+        is_end_BT = tokens_BT.numpy() == self.eos_id
+        sequences_BT = is_end_BT.cumsum(axis=1) - is_end_BT
+        everywhere = self.holds_all or self.attends_everywhere
+        positions_S = np.arange(tokens_BT.shape[1]) if everywhere else self.positions_S.numpy()
+        return build_packing(sequences_BT, positions_S, self.device)
 
 
 def num_targets(window_BT: Tensor) -> int:
@@ -50,6 +93,6 @@ def num_targets(window_BT: Tensor) -> int:
     return int((window_BT[:, 1:] >= 0).sum())
 
 
-def empty_window(num_sequences: int, seq_len: int, device: torch.device) -> Tensor:
+def empty_window(num_sequences: int, seq_len: int) -> Tensor:
     """A window without a single valid target."""
-    return torch.full((num_sequences, seq_len + 1), IGNORE_INDEX, device=device)
+    return torch.full((num_sequences, seq_len + 1), IGNORE_INDEX)

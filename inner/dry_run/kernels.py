@@ -28,17 +28,12 @@ def _fused_attention(
     if query.device.type != DEVICE_TYPE:
         return _attention(query, key, value, attn_mask, dropout_p, **options)
     is_causal = bool(options.get("is_causal"))
-    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+    assert attn_mask is None, "attention within documents has its own kernel"
+    if query.dtype in (torch.bfloat16, torch.float16):
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
-    # The other kernel wants keys and values for each head, and a bias instead of a mask.
+    # The other kernel wants keys and values for each head.
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    bias = None if attn_mask is None else _make_bias(attn_mask, query)
-    return aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal)[0]
-
-
-def _make_bias(mask: Tensor, query: Tensor) -> Tensor:
-    bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, float("-inf"))
-    return bias.expand(query.shape[0], query.shape[1], -1, -1)
+    return aten._scaled_dot_product_efficient_attention(query, key, value, None, True, dropout_p, is_causal)[0]
 
 
 def _fused_rms_norm(

@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from inner.data.micro_batch import num_targets
+from inner.data.micro_batch import Cutter, Packing, build_packing, num_targets
 from inner.dry_run.accelerator import DEVICE_TYPE
 from inner.dry_run.case import Rehearsal, RehearsalResult
 from inner.dry_run.comm_counter import CommCounter, island_groups
@@ -19,8 +21,20 @@ from inner.trainer import Trainer, TrainerSettings
 DEVICE = f"{DEVICE_TYPE}:0"
 
 
+class RehearsingCutter(Cutter):
+    """Cuts windows without values, each of them a single document."""
+
+    def pack(self, tokens_BT: Tensor) -> Packing:
+        num_attended = tokens_BT.shape[1] if self.attends_everywhere else len(self.positions_S)
+        return build_packing(np.zeros(tokens_BT.shape, dtype=np.int64), np.arange(num_attended), self.device)
+
+
 class RehearsingTrainer(Trainer):
     """A Trainer whose sums over the ranks are as if all ranks had the same values, and targets among them."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._cutter = RehearsingCutter(**vars(self._cutter))
 
     def _counted_tokens(self, windows: Sequence[Tensor]) -> int:
         # A step without targets would be skipped, and the optimizer would have no state.

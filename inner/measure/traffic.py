@@ -9,8 +9,6 @@ from inner.model.stage import Stage
 
 GRADIENT_BYTES = 4
 """Bytes per element: gradients are reduced in fp32."""
-DOCUMENT_BYTES = 8
-"""Bytes of the document number of a position."""
 OTHER = "other"
 """Axis name for groups that do not lie along an axis of the mesh."""
 SCALARS = "scalars"
@@ -137,26 +135,22 @@ def _count_loss(tally: _Tally, work: Workload) -> None:
 def _count_context(tally: _Tally, work: Workload, stage: Stage) -> None:
     """Keys and values visit each rank, forward and backward, and their fp32 gradients return; ulysses exchanges heads.
 
-    A block that is recomputed repeats its exchange. With a document mask, document numbers go with the keys.
+    A block that is recomputed repeats its exchange. Every rank knows the documents of all positions.
     """
     backwards = work.num_micro_batches * len(stage.layers)
     forwards = backwards * (1 if work.parallel.recompute == "none" else 2)
     others = work.degrees.cp - 1
     q_numel, kv_numel = work.q_numel, 2 * work.kv_numel
     itemsize = work.compute_itemsize
-    documents = DOCUMENT_BYTES * work.tokens * work.masks_documents
     if work.parallel.context == "ring":
         tally.add("cp", "send", (forwards + backwards) * others, kv_numel * itemsize)
         tally.add("cp", "send", backwards * others, kv_numel * GRADIENT_BYTES)
-        tally.add("cp", "send", (forwards + backwards) * others, documents)
     elif work.parallel.context == "all_gather":
         tally.add("cp", "all_gather", forwards + backwards, kv_numel * itemsize)
         tally.add("cp", "all_to_all", backwards, kv_numel * GRADIENT_BYTES * work.degrees.cp)
-        tally.add("cp", "all_gather", forwards + backwards, documents)
     else:
         tally.add("cp", "all_to_all", forwards + backwards, (q_numel + kv_numel) * itemsize)
         tally.add("cp", "all_to_all", forwards + backwards, q_numel * itemsize)
-        tally.add("cp", "all_gather", forwards, documents)
 
 
 def _count_pipeline(tally: _Tally, work: Workload, stage: Stage) -> None:

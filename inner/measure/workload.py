@@ -24,8 +24,6 @@ class Workload:
     """Micro-batches of one rank."""
     compute_itemsize: int
     """Bytes per element in the compute dtype."""
-    masks_documents: bool = False
-    """Whether attention stays within documents."""
 
     @property
     def tokens(self) -> int:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inner.data.micro_batch import Packing
 from inner.data.tokenizer import Tokenizer
 from inner.errors import InputError
 from inner.model.attention import causal_attention
@@ -45,9 +46,9 @@ class KeyValueCache:
         self._length = 0
         self._kept_2BTKE: Tensor | None = None
 
-    def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, documents_BS: Tensor | None = None) -> Tensor:
+    def __call__(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, packing: Packing | None = None) -> Tensor:
         """Attention of the new positions to all. The first call may have many positions, later calls have one each."""
-        assert documents_BS is None, "the cache does not look at documents"
+        assert packing is None, "the cache does not look at documents"
         num_new = q_BSHE.shape[1]
         if self._kept_2BTKE is None:
             batch, _, heads, width = k_BSKE.shape

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from inner.data.micro_batch import Packing
 from inner.model.attention import Attend, causal_attention
 from inner.model.loss import LOSS_CHUNK, ChunkedCrossEntropy
 from inner.model.rope import rope_table, rotate
@@ -37,7 +38,7 @@ class Attention(nn.Module):
         self.kv_heads: slice | None = None
         """The projected key-value heads that this rank's query heads read. None: all."""
 
-    def forward(self, x_BSD: Tensor, rope_2SE: Tensor, documents_BS: Tensor | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, rope_2SE: Tensor, packing: Packing | None = None) -> Tensor:
         q_BSHE = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         k_BSKE = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         v_BSKE = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
@@ -46,7 +47,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHE, k_BSKE = self.q_norm(q_BSHE), self.k_norm(k_BSKE)
         q_BSHE, k_BSKE = rotate(q_BSHE, rope_2SE), rotate(k_BSKE, rope_2SE)
-        return self.out_proj(self.attend(q_BSHE, k_BSKE, v_BSKE, documents_BS).flatten(-2))
+        return self.out_proj(self.attend(q_BSHE, k_BSKE, v_BSKE, packing).flatten(-2))
 
 
 class FeedForward(nn.Module):
@@ -72,8 +73,8 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
         self.ffn = FeedForward(sizes)
 
-    def forward(self, x_BSD: Tensor, rope_2SE: Tensor, documents_BS: Tensor | None = None) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope_2SE, documents_BS)
+    def forward(self, x_BSD: Tensor, rope_2SE: Tensor, packing: Packing | None = None) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope_2SE, packing)
         return x_BSD + self.ffn(self.ffn_norm(x_BSD))
 
 
@@ -127,7 +128,7 @@ class Transformer(nn.Module):
         """Recompute the non-persistent buffers in fp32. Call it after to_empty()."""
         self.rope_2SE.copy_(rope_table(self.sizes, self._positions_S, self._seq_len))
 
-    def forward(self, x: Tensor, *, targets_BS: Tensor | None = None, documents_BS: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, targets_BS: Tensor | None = None, packing: Packing | None = None) -> Tensor:
         """Map tokens (B, S), or a stage's input (B, S, D), to the summed loss, the logits or the stage's output.
 
         Token ids below 0 are padding. S may be smaller than the number of positions that the model was built for.
@@ -137,7 +138,7 @@ class Transformer(nn.Module):
         if self.stage.is_first and self.enter is not None:
             x_BSD = self.enter(x_BSD)
         for layer in self.layers.values():
-            x_BSD = layer(x_BSD, self.rope_2SE, documents_BS)
+            x_BSD = layer(x_BSD, self.rope_2SE, packing)
         if self.norm is None or self.head is None:
             return x_BSD
         return self.head(self.norm(x_BSD), None if self.embed is None else self.embed.weight, targets_BS)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from inner.config import ParallelConfig
+from inner.data.micro_batch import Cutter
 from inner.mesh import IslandMesh
 from inner.model.loss import ChunkedCrossEntropy
 from inner.model.sizes import ModelSizes, OwnModel
@@ -104,6 +105,12 @@ def _build_stage(layout: Layout, stage: Stage) -> Transformer:
     if degrees.num_copies > 1:
         apply_fsdp(model, layout.mesh.fsdp, layout.compute_dtype, reshard=parallel.frees_after_forward(degrees.pp))
     return model.to_empty(device=layout.device)
+
+
+def build_cutter(layout: Layout, eos_id: int | None) -> Cutter:
+    """Build what cuts windows into this rank's micro-batches; `eos_id` as in TrainerSettings."""
+    everywhere = layout.parallel.context == "ulysses"
+    return Cutter(layout.positions, layout.seq_len, eos_id, layout.device, attends_everywhere=everywhere)
 
 
 def build_runner(

@@ -16,7 +16,7 @@ Loss = Callable[[Transformer, MicroBatch], Tensor]
 
 def whole_loss(model: Transformer, batch: MicroBatch) -> Tensor:
     """The loss of a Transformer, which computes it in its head."""
-    return model(batch.tokens_BS, targets_BS=batch.targets_BS, documents_BS=batch.documents_BS)
+    return model(batch.tokens_BS, targets_BS=batch.targets_BS, packing=batch.packing)
 
 
 class OneStage:

@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from inner.config import Recompute
+from inner.model.attention_kernels import VARLEN_OPERATOR
 
 # Without bmm: only attention that has no fused kernel uses it, for all pairs of positions.
 KEPT_OPERATORS = {
@@ -41,7 +42,7 @@ KEPT_OPERATORS = {
         "_c10d_functional": ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single"),
     }.items()
     for name in names
-}
+} | {VARLEN_OPERATOR}
 
 
 def apply_recompute(model: nn.Module, kind: Recompute) -> None:

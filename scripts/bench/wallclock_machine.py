@@ -78,9 +78,9 @@ def backward(machine: Machine, rival: Rival, windows: list[torch.Tensor]) -> tup
     cut = Cutter(torch.arange(seq_len), seq_len, eos_of(machine))
     tokens, total = sum(map(num_targets, windows)), 0.0
     for number, window in enumerate(windows):
-        tokens_BS, targets_BS, documents_BS = cut(window)
+        tokens_BS, targets_BS, packing = cut(window)
         with nullcontext() if number == len(windows) - 1 else rival.no_sync():
-            loss = rival.forward(tokens_BS, targets_BS=targets_BS, documents_BS=documents_BS) / tokens
+            loss = rival.forward(tokens_BS, targets_BS=targets_BS, packing=packing) / tokens
             loss.backward()
         total += loss.item()
     return total, tokens

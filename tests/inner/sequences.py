@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from inner.config import ContextMethod
+from inner.data.micro_batch import Packing, build_packing
 from inner.model.attention import causal_attention
 
 B, H, E = 2, 4, 8
@@ -28,7 +31,7 @@ class Inputs(NamedTuple):
     k: Tensor
     v: Tensor
     dy: Tensor
-    documents: Tensor | None
+    packing: Packing | None
 
 
 def inputs(case: Case, seq_len: int) -> Inputs:
@@ -38,8 +41,12 @@ def inputs(case: Case, seq_len: int) -> Inputs:
         return torch.randn(B, seq_len, num_heads, E, generator=generator).to(case.dtype).double()
 
     starts = torch.rand(B, seq_len, generator=generator) < 0.15
-    documents = starts.long().cumsum(dim=-1) if case.has_documents else None
-    return Inputs(draw(H), draw(case.num_kv_heads), draw(case.num_kv_heads), draw(H), documents)
+    packing = pack_at(starts.long().cumsum(dim=-1).numpy(), torch.arange(seq_len)) if case.has_documents else None
+    return Inputs(draw(H), draw(case.num_kv_heads), draw(case.num_kv_heads), draw(H), packing)
+
+
+def pack_at(sequences_BT: np.ndarray, positions: Tensor) -> Packing:
+    return build_packing(sequences_BT, positions.numpy(), torch.device("cpu"))
 
 
 def strided(x: Tensor) -> Tensor:
@@ -47,25 +54,23 @@ def strided(x: Tensor) -> Tensor:
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-def each_document_alone(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
-    """Reference attention, computed one sequence and one document at a time."""
-    rows = []
-    for row in range(len(q)):
-        lengths = documents[row].unique_consecutive(return_counts=True)[1].tolist()
-        pieces = zip(*(x[row].split(lengths) for x in (q, k, v)), strict=True)
-        rows.append(torch.cat([causal_attention(*(x[None] for x in piece))[0] for piece in pieces]))
-    return torch.stack(rows)
+def dense_mask_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+    """Reference attention with a mask of all pairs of positions."""
+    documents = torch.from_numpy(packing.sequences_BT)
+    seen = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*heads_first, attn_mask=seen, enable_gqa=True).transpose(1, 2)
 
 
 def with_gradients(attend: Callable[..., Tensor], given: Inputs) -> list[Tensor]:
     """(y, dq, dk, dv) of one attention."""
     leaves = [x.detach().requires_grad_() for x in given[:3]]
-    y = attend(*leaves, given.documents)
+    y = attend(*leaves, given.packing)
     return [y.detach(), *torch.autograd.grad(y, leaves, given.dy)]
 
 
 def expected(given: Inputs) -> list[Tensor]:
-    return with_gradients(causal_attention if given.documents is None else each_document_alone, given)
+    return with_gradients(causal_attention if given.packing is None else dense_mask_attention, given)
 
 
 def bytes_per_attention(
@@ -74,12 +79,10 @@ def bytes_per_attention(
     num_kv_heads: int,
     cp: int,
     itemsize: int,
-    *,
-    has_documents: bool = False,
 ) -> tuple[int, int]:
     """Bytes that a rank sends in one attention, (forward, backward); `q_shape` is (B, S, H, E) of the whole sequence.
 
-    With n = B S / cp positions of its own, K key-value heads and gradients in at least fp32:
+    With n = B S / cp positions of its own, K key-value heads and gradients in at least fp32, with documents or without:
 
                   forward                                backward
     ring          (cp - 1) 2 n K E                       the same, and (cp - 1) 2 n K E of gradients
@@ -88,10 +91,8 @@ def bytes_per_attention(
     """
     B, S, H, E = q_shape
     num_positions = B * S // cp
-    # Document numbers are int64 and travel with the keys.
-    documents = (cp - 1) * num_positions * 8 if has_documents else 0
     if method == "ulysses":
         traded = (cp - 1) * num_positions * (2 * H + 2 * num_kv_heads) * E // cp * itemsize
-        return traded + documents, traded
+        return traded, traded
     keys = (cp - 1) * 2 * num_positions * num_kv_heads * E
-    return keys * itemsize + documents, keys * (itemsize + max(itemsize, 4)) + documents
+    return keys * itemsize, keys * (itemsize + max(itemsize, 4))

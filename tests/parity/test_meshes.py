@@ -51,6 +51,7 @@ REST = [
     case("pp2 dp_replicate2 dp_shard2", schedule="zbv", micro_batch=1),
     case("tp2", TIED, micro_batch=6, sequence_parallel=False, loss_chunk=7),
     case("cp2", micro_batch=6, eos_id=EOS),
+    case("cp2", MANY_HEADS, micro_batch=6, context="ulysses", eos_id=EOS),
     case("cp4", TIED, micro_batch=6),
     case("dp_shard2 cp2"),
     case("pp2"),

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from inner.data.micro_batch import Packing
 from inner.parallel.context.block_attention import KeyBlock, ScoreBlock
 from inner.parallel.context.zigzag import zigzag_join, zigzag_split
 
@@ -24,16 +25,14 @@ class AllGather:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
 
-    def blocks(self, keys: KeyBlock) -> Iterator[ScoreBlock]:
-        gathered, works = _gather([tensor for tensor in keys if tensor is not None], self._group)
-        everything = slice(None)
-        yield ScoreBlock(everything, keys, everything, is_own=True)
-        for work in works:
-            work.wait()
-        kv, *documents = gathered
-        documents_BT = zigzag_join(documents[0].movedim(0, 1), 1) if documents else None
-        sequence = KeyBlock(zigzag_join(kv.movedim(0, POSITIONS), POSITIONS), documents_BT)
-        rank, chunk, seq_len = self._group.rank(), kv.shape[1 + POSITIONS] // 2, sequence.kv_2BTKE.shape[POSITIONS]
+    def blocks(self, kv_2BSKE: Tensor, packing: Packing | None) -> Iterator[ScoreBlock]:
+        gathered, work = _gather(kv_2BSKE, self._group)
+        everything, rank = slice(None), self._group.rank()
+        yield ScoreBlock(everything, KeyBlock(kv_2BSKE, None), everything, is_own=True)
+        work.wait()
+        documents_BT = None if packing is None else packing.sequences_BT
+        sequence = KeyBlock(zigzag_join(gathered.movedim(0, POSITIONS), POSITIONS), documents_BT)
+        chunk, seq_len = kv_2BSKE.shape[POSITIONS] // 2, sequence.kv_2BTKE.shape[POSITIONS]
         before_both, between = slice(0, rank * chunk), slice((rank + 1) * chunk, seq_len - (rank + 1) * chunk)
         if before_both.start < before_both.stop:
             yield ScoreBlock(everything, sequence, before_both, is_own=False)
@@ -64,13 +63,10 @@ class GatheredGradients:
         return received.sum(0)
 
 
-def _gather(tensors: list[Tensor], group: ProcessGroup) -> tuple[list[Tensor], list[Work]]:
-    """Start gathering each rank's contiguous tensors, each (rank, ...). Every rank must call it, in step."""
-    gathered = [tensor.new_empty(group.size(), *tensor.shape) for tensor in tensors]
-    works = []
-    for whole, tensor in zip(gathered, tensors, strict=True):
-        assert tensor.is_contiguous(), tensor.stride()
-        work = dist.all_gather(list(whole.unbind()), tensor, group=group, async_op=True)
-        assert work is not None
-        works.append(work)
-    return gathered, works
+def _gather(tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
+    """Start gathering each rank's contiguous tensor, (rank, ...). Every rank must call it, in step."""
+    assert tensor.is_contiguous(), tensor.stride()
+    gathered = tensor.new_empty(group.size(), *tensor.shape)
+    work = dist.all_gather(list(gathered.unbind()), tensor, group=group, async_op=True)
+    assert work is not None
+    return gathered, work

@@ -1,23 +1,33 @@
 """Exact causal attention computed block by block; blocks are merged by their log-sum-exp.
 
 A KeyExchange (ring.py, all_gather.py) brings keys to a rank's queries and gradients back to the rank of the keys.
-Shape suffixes are those of inner.model.attention; kernels order dimensions as B, H, S, the model as B, S, H.
+Which documents they are of is known on every rank. Shape suffixes are those of inner.model.attention_kernels; kernels
+order dimensions as B, H, S, the model as B, S, H.
 """
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from inner.model.attention import AttentionOutput, Mask, attention_bias, kernel_backward, kernel_forward, same_document
+from inner.data.micro_batch import Packing
+from inner.model.attention_kernels import (
+    AttentionOutput,
+    dense_backward,
+    dense_forward,
+    varlen_backward,
+    varlen_forward,
+)
 
 
 class KeyBlock(NamedTuple):
-    """Keys and values of some positions with the documents of these positions; ranks send these to each other."""
+    """Keys and values of some positions, and the numbers of their documents, which stay on the host."""
 
     kv_2BTKE: Tensor
-    documents_BT: Tensor | None
+    documents_BT: np.ndarray | None
+    """None without a packing. They are not read where the keys are the rank's own."""
 
     def at(self, span: slice) -> "KeyBlock":
         documents_BT = None if self.documents_BT is None else self.documents_BT[:, span]
@@ -25,16 +35,17 @@ class KeyBlock(NamedTuple):
 
 
 class QueryBlock(NamedTuple):
-    """Queries of some positions, the documents of these positions, and the attention accumulated so far."""
+    """Queries of some positions, the numbers of their documents, and the attention accumulated so far."""
 
     q_BHSE: Tensor
-    documents_BS: Tensor | None
+    documents_BS: np.ndarray | None
     output: AttentionOutput
 
-    def at(self, span: slice) -> "QueryBlock":
-        documents_BS = None if self.documents_BS is None else self.documents_BS[:, span]
-        output = AttentionOutput(self.output.out_BHSE[:, :, span], self.output.lse_BHS[:, :, span])
-        return QueryBlock(self.q_BHSE[:, :, span], documents_BS, output)
+    def at(self, span: slice, rows: slice = slice(None)) -> "QueryBlock":
+        """The block at a range of positions, of all sequences or of some."""
+        documents_BS = None if self.documents_BS is None else self.documents_BS[rows, span]
+        output = AttentionOutput(self.output.out_BHSE[rows, :, span], self.output.lse_BHS[rows, :, span])
+        return QueryBlock(self.q_BHSE[rows, :, span], documents_BS, output)
 
 
 class ScoreBlock(NamedTuple):
@@ -45,7 +56,8 @@ class ScoreBlock(NamedTuple):
     span: slice
     """The range of `keys`."""
     is_own: bool
-    """Whether the keys are the rank's own: then attention is causal. In other blocks all queries see all keys."""
+    """Whether the keys are the rank's own: then attention is causal. In other blocks all keys come before all queries,
+    which see those of their document."""
 
 
 class KeyGradients(Protocol):
@@ -63,8 +75,8 @@ class KeyGradients(Protocol):
 class KeyExchange(Protocol):
     """Brings the keys of all ranks of a group to each rank. Every rank must exhaust `blocks`."""
 
-    def blocks(self, keys: KeyBlock) -> Iterator[ScoreBlock]:
-        """Yield the blocks of scores that this rank computes; `keys` are its own, contiguous, and their block is first.
+    def blocks(self, kv_2BSKE: Tensor, packing: Packing | None) -> Iterator[ScoreBlock]:
+        """Yield the blocks of scores that this rank computes, first that of its own keys `kv_2BSKE`, contiguous.
 
         In that block each query sees at least itself, so no query is without a key in later blocks.
         """
@@ -76,13 +88,13 @@ class KeyExchange(Protocol):
 
 
 def block_attention(
-    q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, documents_BS: Tensor | None, *, exchange: KeyExchange
+    q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, packing: Packing | None, *, exchange: KeyExchange
 ) -> Tensor:
     """`causal_attention` of the whole sequence at this rank's positions. All ranks must call it, in step.
 
     Only the rank's own positions are kept for the backward, which exchanges keys and values again.
     """
-    y_BSHE = _BlockAttention.apply(q_BSHE, k_BSKE, v_BSKE, documents_BS, exchange)
+    y_BSHE = _BlockAttention.apply(q_BSHE, k_BSKE, v_BSKE, packing, exchange)
     assert isinstance(y_BSHE, Tensor)
     return y_BSHE
 
@@ -90,71 +102,134 @@ def block_attention(
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, documents_BS: Tensor | None, exchange: KeyExchange
+        ctx: Any, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, packing: Packing | None, exchange: KeyExchange
     ) -> Tensor:
-        keys = KeyBlock(torch.stack((k_BSKE, v_BSKE)), None if documents_BS is None else documents_BS.contiguous())
-        queries = _build_queries(q_BSHE, keys.documents_BT)
-        for block in exchange.blocks(keys):
-            _accumulate(queries.at(block.queries), block)
+        kv_2BSKE = torch.stack((k_BSKE, v_BSKE))
+        queries = _build_queries(q_BSHE, packing)
+        for block in exchange.blocks(kv_2BSKE, packing):
+            _accumulate(queries.at(block.queries), block, packing)
         y_BSHE = queries.output.out_BHSE.to(q_BSHE.dtype).transpose(1, 2)
-        ctx.exchange = exchange
-        ctx.save_for_backward(q_BSHE, *keys, y_BSHE, queries.output.lse_BHS)
+        ctx.exchange, ctx.packing = exchange, packing
+        ctx.save_for_backward(q_BSHE, kv_2BSKE, y_BSHE, queries.output.lse_BHS)
         return y_BSHE
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_BSHE, kv_2BSKE, documents_BS, y_BSHE, lse_BHS = ctx.saved_tensors
-        keys = KeyBlock(kv_2BSKE, documents_BS)
-        queries = QueryBlock(q_BSHE.transpose(1, 2), documents_BS, AttentionOutput(y_BSHE.transpose(1, 2), lse_BHS))
+        q_BSHE, kv_2BSKE, y_BSHE, lse_BHS = ctx.saved_tensors
+        packing = ctx.packing
+        output = AttentionOutput(y_BSHE.transpose(1, 2), lse_BHS)
+        queries = QueryBlock(q_BSHE.transpose(1, 2), None if packing is None else packing.documents_BS, output)
         grad_BHSE = grads[0].contiguous().transpose(1, 2)
         dq_BHSE = torch.zeros_like(queries.q_BHSE, dtype=lse_BHS.dtype)
         own_2BSKE = torch.zeros_like(kv_2BSKE, dtype=lse_BHS.dtype)
         others = ctx.exchange.gradients(own_2BSKE)
-        for block in ctx.exchange.blocks(keys):
-            dq, dkv = _gradients(queries.at(block.queries), block, grad_BHSE[:, :, block.queries])
-            dq_BHSE[:, :, block.queries] += dq
+        for block in ctx.exchange.blocks(kv_2BSKE, packing):
+            here = queries.at(block.queries), grad_BHSE[:, :, block.queries], dq_BHSE[:, :, block.queries]
             if block.is_own:
-                own_2BSKE += dkv
+                own_2BSKE += _own_gradients(*here, block.keys.kv_2BTKE, packing)
             else:
-                others.add(block, dkv)
+                others.add(block, _gradients(*here, block.keys.at(block.span), lse_BHS.dtype))
         own_2BSKE += others.collect()
         dk_BSKE, dv_BSKE = own_2BSKE.to(kv_2BSKE.dtype)
         return dq_BHSE.transpose(1, 2).to(q_BSHE.dtype), dk_BSKE, dv_BSKE, None, None
 
 
-def _build_queries(q_BSHE: Tensor, documents_BS: Tensor | None) -> QueryBlock:
+def _build_queries(q_BSHE: Tensor, packing: Packing | None) -> QueryBlock:
     """Queries with nothing accumulated yet; attention accumulates in at least fp32."""
     q_BHSE = q_BSHE.transpose(1, 2)
     dtype = torch.promote_types(q_BSHE.dtype, torch.float32)
     lse_BHS = torch.full(q_BHSE.shape[:3], -torch.inf, dtype=dtype, device=q_BSHE.device)
-    return QueryBlock(q_BHSE, documents_BS, AttentionOutput(torch.zeros_like(q_BHSE, dtype=dtype), lse_BHS))
+    output = AttentionOutput(torch.zeros_like(q_BHSE, dtype=dtype), lse_BHS)
+    return QueryBlock(q_BHSE, None if packing is None else packing.documents_BS, output)
 
 
-def _accumulate(queries: QueryBlock, block: ScoreBlock) -> None:
+def _accumulate(queries: QueryBlock, block: ScoreBlock, packing: Packing | None) -> None:
     """Merge the attention of the queries to a block's keys into what they have accumulated, in place."""
-    out_BHSE, lse_BHS = queries.output
+    if block.is_own:
+        _merge(queries.output, _own_attention(queries.q_BHSE, block.keys.kv_2BTKE, packing))
+        return
     keys = block.keys.at(block.span)
-    new = kernel_forward(queries.q_BHSE, keys.kv_2BTKE.transpose(2, 3), _build_mask(queries, keys, block.is_own))
+    for part in _visible_parts(queries, keys):
+        mine = queries.at(part.queries, part.rows)
+        _merge(mine.output, dense_forward(mine.q_BHSE, *part.keys_of(keys), is_causal=False))
+
+
+def _merge(accumulated: AttentionOutput, new: AttentionOutput) -> None:
+    out_BHSE, lse_BHS = accumulated
     total_BHS = torch.logaddexp(lse_BHS, new.lse_BHS)
     out_BHSE.mul_((lse_BHS - total_BHS).exp().unsqueeze(-1))
     out_BHSE.add_(new.out_BHSE * (new.lse_BHS - total_BHS).exp().unsqueeze(-1))
     lse_BHS.copy_(total_BHS)
 
 
-def _gradients(queries: QueryBlock, block: ScoreBlock, grad_BHSE: Tensor) -> tuple[Tensor, Tensor]:
-    """Contribution of a block to the gradients: dq_BHSE in the queries' dtype, dkv_2BTKE in that of the log-sum-exp.
+def _gradients(queries: QueryBlock, grad_BHSE: Tensor, dq_BHSE: Tensor, keys: KeyBlock, dtype: torch.dtype) -> Tensor:
+    """Add a block's contribution to `dq_BHSE`, and return that to the keys' gradients, dkv_2BTKE in `dtype`.
 
     The queries hold their complete attention, in their own dtype.
     """
-    keys = block.keys.at(block.span)
-    mask = _build_mask(queries, keys, block.is_own)
-    kv_2BKTE = keys.kv_2BTKE.transpose(2, 3)
-    dq_BHSE, dkv_2BKTE = kernel_backward(grad_BHSE, queries.q_BHSE, kv_2BKTE, queries.output, mask)
-    return dq_BHSE, dkv_2BKTE.transpose(2, 3)
+    dkv_2BTKE = torch.zeros_like(keys.kv_2BTKE, dtype=dtype)
+    for part in _visible_parts(queries, keys):
+        mine, grad = queries.at(part.queries, part.rows), grad_BHSE[part.rows, :, part.queries]
+        dq, *dkv = dense_backward(grad, mine.q_BHSE, *part.keys_of(keys), mine.output, is_causal=False)
+        dq_BHSE[part.rows, :, part.queries] += dq
+        dkv_2BTKE[:, part.rows, part.keys] = torch.stack(dkv).transpose(2, 3).to(dtype)
+    return dkv_2BTKE
 
 
-def _build_mask(queries: QueryBlock, keys: KeyBlock, is_causal: bool) -> Mask:
+class _Part(NamedTuple):
+    """Queries and keys of some sequences that all see each other."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+
+    def keys_of(self, block: KeyBlock) -> tuple[Tensor, Tensor]:
+        k_BKTE, v_BKTE = block.kv_2BTKE[:, self.rows, self.keys].transpose(2, 3)
+        return k_BKTE, v_BKTE
+
+
+def _visible_parts(queries: QueryBlock, keys: KeyBlock) -> Iterator[_Part]:
+    """The scores of a block whose keys all come before its queries.
+
+    A sequence has at most one document with both: that of its last key, if it is that of its first query.
+    """
     if queries.documents_BS is None or keys.documents_BT is None:
-        return Mask(is_causal)
-    seen_B1ST = same_document(queries.documents_BS, keys.documents_BT)
-    return Mask(False, attention_bias(seen_B1ST.tril() if is_causal else seen_B1ST, queries.q_BHSE.dtype))
+        yield _Part(slice(None), slice(None), slice(None))
+        return
+    for row, (of_queries, of_keys) in enumerate(zip(queries.documents_BS, keys.documents_BT, strict=True)):
+        if of_queries[0] == of_keys[-1]:
+            num_queries = int(np.searchsorted(of_queries, of_keys[-1], side="right"))
+            first_key = int(np.searchsorted(of_keys, of_queries[0]))
+            yield _Part(slice(row, row + 1), slice(0, num_queries), slice(first_key, None))
+
+
+def _own_attention(q_BHSE: Tensor, kv_2BSKE: Tensor, packing: Packing | None) -> AttentionOutput:
+    """Causal attention to the rank's own keys. Of a document, the rank's positions lie side by side."""
+    k_BSKE, v_BSKE = kv_2BSKE
+    if packing is None:
+        return dense_forward(q_BHSE, k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2), is_causal=True)
+    B, _, S, _ = q_BHSE.shape
+    flat = [x.flatten(0, 1) for x in (q_BHSE.transpose(1, 2), k_BSKE, v_BSKE)]
+    out_MHE, lse_HM = varlen_forward(*flat, packing.bounds_N, packing.host_bounds_N, packing.longest)
+    return AttentionOutput(out_MHE.unflatten(0, (B, S)).transpose(1, 2), lse_HM.unflatten(1, (B, S)).transpose(0, 1))
+
+
+def _own_gradients(
+    queries: QueryBlock, grad_BHSE: Tensor, dq_BHSE: Tensor, kv_2BSKE: Tensor, packing: Packing | None
+) -> Tensor:
+    """As `_gradients`, through the rank's own keys, in their dtype."""
+    k_BSKE, v_BSKE = kv_2BSKE
+    if packing is None:
+        keys = k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2)
+        dq, *dkv = dense_backward(grad_BHSE, queries.q_BHSE, *keys, queries.output, is_causal=True)
+        dq_BHSE += dq
+        return torch.stack(dkv).transpose(2, 3)
+    out_BHSE, lse_BHS = queries.output
+    heads_last = (x.transpose(1, 2) for x in (grad_BHSE, queries.q_BHSE))
+    flat = [x.flatten(0, 1) for x in (*heads_last, k_BSKE, v_BSKE, out_BHSE.transpose(1, 2))]
+    lse_HM = lse_BHS.transpose(0, 1).flatten(1)
+    bounds = packing.bounds_N, packing.host_bounds_N, packing.longest
+    dq_MHE, *dkv = varlen_backward(*flat, lse_HM, *bounds)
+    batch = k_BSKE.shape[:2]
+    dq_BHSE += dq_MHE.unflatten(0, batch).transpose(1, 2)
+    return torch.stack(dkv).unflatten(1, batch)

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, Work
 
+from inner.data.micro_batch import Packing
 from inner.parallel.context.block_attention import KeyBlock, ScoreBlock
+from inner.parallel.context.zigzag import zigzag_piece
 
 
 class Ring:
@@ -25,14 +27,14 @@ class Ring:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
 
-    def blocks(self, keys: KeyBlock) -> Iterator[ScoreBlock]:
+    def blocks(self, kv_2BSKE: Tensor, packing: Packing | None) -> Iterator[ScoreBlock]:
         rank, num_ranks = self._group.rank(), self._group.size()
         for number in range(num_ranks):
-            tensors = [tensor for tensor in keys if tensor is not None]
-            incoming = _send_to_next(tensors, self._group) if number < num_ranks - 1 else _Incoming(tensors, [])
-            yield _score_block(rank, (rank - number) % num_ranks, keys)
-            kv_2BSKE, *documents = incoming.wait()
-            keys = KeyBlock(kv_2BSKE, documents[0] if documents else None)
+            source = (rank - number) % num_ranks
+            incoming = _send_to_next(kv_2BSKE, self._group) if number < num_ranks - 1 else _Incoming(kv_2BSKE, [])
+            documents_BT = None if packing is None else zigzag_piece(packing.sequences_BT, num_ranks, source)
+            yield _score_block(rank, source, KeyBlock(kv_2BSKE, documents_BT))
+            kv_2BSKE = incoming.wait()
 
     def gradients(self, own_2BSKE: Tensor) -> "RingGradients":
         return RingGradients(own_2BSKE, self._group)
@@ -42,16 +44,16 @@ class RingGradients:
     """KeyGradients that travel one step behind the keys; the last step sends them back to their own rank."""
 
     def __init__(self, own_2BSKE: Tensor, group: ProcessGroup) -> None:
-        self._incoming = _Incoming([torch.zeros_like(own_2BSKE)], [])
+        self._incoming = _Incoming(torch.zeros_like(own_2BSKE), [])
         self._group = group
 
     def add(self, block: ScoreBlock, dkv_2BTKE: Tensor) -> None:
-        (sum_2BSKE,) = self._incoming.wait()
+        sum_2BSKE = self._incoming.wait()
         sum_2BSKE[:, :, block.span] += dkv_2BTKE
-        self._incoming = _send_to_next([sum_2BSKE], self._group)
+        self._incoming = _send_to_next(sum_2BSKE, self._group)
 
     def collect(self) -> Tensor:
-        return self._incoming.wait()[0]
+        return self._incoming.wait()
 
 
 def _score_block(rank: int, source: int, keys: KeyBlock) -> ScoreBlock:
@@ -64,24 +66,24 @@ def _score_block(rank: int, source: int, keys: KeyBlock) -> ScoreBlock:
 
 
 class _Incoming(NamedTuple):
-    """Tensors that are being received from the previous rank."""
+    """A tensor that is being received from the previous rank."""
 
-    tensors: list[Tensor]
+    tensor: Tensor
     works: list[Work]
 
-    def wait(self) -> list[Tensor]:
-        """Wait for the tensors to arrive, and for those of this rank to be sent."""
+    def wait(self) -> Tensor:
+        """Wait for the tensor to arrive, and for that of this rank to be sent."""
         for work in self.works:
             work.wait()
-        return self.tensors
+        return self.tensor
 
 
-def _send_to_next(tensors: list[Tensor], group: ProcessGroup) -> _Incoming:
-    """Start sending to the next rank and receiving the same shapes from the previous one; all ranks call it in step."""
+def _send_to_next(tensor: Tensor, group: ProcessGroup) -> _Incoming:
+    """Start sending to the next rank and receiving the same shape from the previous one; all ranks call it in step."""
     # gloo accepts a strided tensor but sends the wrong numbers.
-    assert all(tensor.is_contiguous() for tensor in tensors), [tensor.stride() for tensor in tensors]
-    received = [torch.empty_like(tensor) for tensor in tensors]
+    assert tensor.is_contiguous(), tensor.stride()
+    received = torch.empty_like(tensor)
     after, before = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
-    sends = [P2POp(dist.isend, tensor, group=group, group_peer=after) for tensor in tensors]
-    receives = [P2POp(dist.irecv, tensor, group=group, group_peer=before) for tensor in received]
-    return _Incoming(received, dist.batch_isend_irecv(sends + receives))
+    send = P2POp(dist.isend, tensor, group=group, group_peer=after)
+    receive = P2POp(dist.irecv, received, group=group, group_peer=before)
+    return _Incoming(received, dist.batch_isend_irecv([send, receive]))

@@ -11,15 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from inner.data.micro_batch import Packing
 from inner.model.attention import causal_attention
 
 
 def ulysses_attention(
-    q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, documents_BS: Tensor | None, *, group: ProcessGroup
+    q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, packing: Packing | None, *, group: ProcessGroup
 ) -> Tensor:
     """`causal_attention` of the whole sequence at this rank's positions. Every rank of `group` must call it, in step.
 
-    Ranks hold contiguous positions in rank order; H and K are multiples of the group's size.
+    Ranks hold contiguous positions in rank order; H and K are multiples of the group's size. The packing is that of all
+    positions.
     """
     num_ranks = group.size()
     B, S, H, E = q_BSHE.shape
@@ -28,7 +30,7 @@ def ulysses_attention(
     heads = [share.shape[3] for share in shares]
     received = _exchange(torch.cat(shares, dim=3).movedim(2, 0), group)
     q, k, v = received.movedim(0, 1).flatten(1, 2).split(heads, dim=2)
-    y = causal_attention(q, k, v, None if documents_BS is None else _whole_sequence(documents_BS, group))
+    y = causal_attention(q, k, v, packing)
     received = _exchange(y.unflatten(1, (num_ranks, S)).movedim(1, 0), group)
     return received.movedim(0, 2).reshape(B, S, H, E)
 
@@ -53,10 +55,3 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _exchange(grads[0], ctx.group), None
-
-
-def _whole_sequence(documents_BS: Tensor, group: ProcessGroup) -> Tensor:
-    """Document numbers of all ranks, concatenated in rank order."""
-    whole = [torch.empty_like(documents_BS, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(whole, documents_BS.contiguous(), group=group)
-    return torch.cat(whole, dim=1)

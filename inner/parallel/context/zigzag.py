@@ -6,6 +6,7 @@ The sequence is cut into 2w chunks, and rank r holds chunks r and 2w - 1 - r. Wi
     rank 1    . . 2 3 4 5 . .    3 + 4 + 5 + 6 = 18
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,3 +21,9 @@ def zigzag_join(split: Tensor, dim: int) -> Tensor:
     """Inverse of `zigzag_split`, for ranks at `dim`."""
     first, second = split.chunk(2, dim + 1)
     return torch.cat((first, second.flip(dim)), dim).flatten(dim, dim + 1)
+
+
+def zigzag_piece(sequence_BT: np.ndarray, num_ranks: int, rank: int) -> np.ndarray:
+    """What one rank has of (B, T), in its order: (B, T / num_ranks)."""
+    chunks = np.split(sequence_BT, 2 * num_ranks, axis=1)
+    return np.concatenate((chunks[rank], chunks[-1 - rank]), axis=1)

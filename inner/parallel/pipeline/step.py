@@ -10,7 +10,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.pipelining.stage import stage_backward, stage_backward_input, stage_backward_weight
 
 from inner.config import Schedule
-from inner.data.micro_batch import MicroBatch
+from inner.data.micro_batch import MicroBatch, Packing
 from inner.model.transformer import Transformer
 from inner.parallel.pipeline.evaluation import LocalStages, PipelineEvaluator, check_shapes
 from inner.parallel.pipeline.stages import ONE_STAGE_PER_RANK, TORCH_NAMES
@@ -38,7 +38,7 @@ class Pipeline:
         self._has_last = any(model.stage.is_last for model in local.stages)
         self._scale = 1.0
         self._forward_only = PipelineEvaluator(local)
-        stages = [_ReducingStage(model, local, copies, reduces_each) for model in local.stages]
+        self._stages = stages = [_ReducingStage(model, local, copies, reduces_each) for model in local.stages]
         kind: Any = get_schedule_class(TORCH_NAMES[schedule])
         mine = stages[0] if schedule in ONE_STAGE_PER_RANK else stages
         # Losses are scaled here: torch would divide accumulated gradients by the micro-batches again in every step.
@@ -52,11 +52,11 @@ class Pipeline:
         assert len(micro_batches) == self._num_micro_batches, f"{len(micro_batches)}, not {self._num_micro_batches}"
         check_shapes(micro_batches, self._local.stream)
         self._scale = scale
-        tokens, targets, documents = (_concatenate(column) for column in zip(*micro_batches, strict=True))
-        # Each rank passes these to its own stages; only the stream travels between ranks.
-        stage_inputs: dict[str, Any] = {"targets_BS": targets}
-        if documents is not None:
-            stage_inputs["documents_BS"] = documents
+        # Concatenated, because the schedule splits them again.
+        tokens = torch.cat([batch.tokens_BS for batch in micro_batches])
+        targets = torch.cat([batch.targets_BS for batch in micro_batches])
+        for stage in self._stages:
+            stage.packings = [batch.packing for batch in micro_batches]
         losses: list[Tensor] = []
         with self._copies:
             self._schedule.step(
@@ -65,7 +65,8 @@ class Pipeline:
                 target=targets if self._has_last else None,
                 losses=losses if self._has_last else None,
                 return_outputs=False,
-                **stage_inputs,
+                # Each rank passes this to its own stages; only the stream travels between ranks.
+                targets_BS=targets,
             )
         return sum(losses, start=torch.zeros((), device=self._local.device)).detach() / scale
 
@@ -78,18 +79,15 @@ class Pipeline:
         return loss * self._scale
 
 
-def _concatenate(column: Sequence[Tensor | None]) -> Tensor | None:
-    """Concatenate all micro-batches; the schedule splits them again."""
-    tensors = [tensor for tensor in column if tensor is not None]
-    return torch.cat(tensors) if tensors else None
-
-
 class _ReducingStage(PipelineStage):
-    """torch's stage, except that it reduces gradients in the backward, as OneStage does.
+    """torch's stage, except that it reduces gradients in the backward, as OneStage does, and knows its documents.
 
     torch would keep whole gradients until all micro-batches are done, and add up those of split backwards in the
     compute dtype.
     """
+
+    packings: Sequence[Packing | None]
+    """Of each micro-batch of the step. The schedule could not split them."""
 
     def __init__(self, model: Transformer, local: LocalStages, copies: ComputeCopies, reduces_each: bool) -> None:
         # With known shapes: torch would infer them from a run that leaves gradients behind.
@@ -108,6 +106,13 @@ class _ReducingStage(PipelineStage):
         self._model = model
         self._copies = copies
         self._reduces_each = reduces_each
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *options: Any, **more: Any
+    ) -> Any:
+        """Called by torch for the forward of a micro-batch."""
+        packed = {**(kwargs or {}), "packing": self.packings[fwd_chunk_id]}
+        return super().forward_one_chunk(fwd_chunk_id, args, packed, *options, **more)
 
     def backward_maybe_with_nosync(
         self, backward_type: Literal["full", "input", "weight"], bwd_kwargs: dict[str, Any], last_backward: bool = False

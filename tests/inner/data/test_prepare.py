@@ -22,7 +22,7 @@ from inner.data import lock, tokenise
 from inner.data.batches import IslandBatches
 from inner.data.corpus import prepare_corpus
 from inner.data.lock import hold_lock
-from inner.data.micro_batch import document_numbers
+from inner.data.micro_batch import Cutter
 from inner.data.prepare import PrepareOptions, PrepareProgress
 from inner.data.shards import ShardedTokens, Tokens
 from inner.data.sources.documents import is_heldout
@@ -234,9 +234,10 @@ def test_the_document_mask_parts_documents_where_the_index_does(tmp_path: Path) 
     assert isinstance(text, ShardedTokens)
     ends, length = text.document_ends(), 700
     for start in range(0, len(text) - length, length):
-        numbers = document_numbers(torch.from_numpy(text[start : start + length].astype(np.int64))[None], corpus.eos_id)
+        cut = Cutter(torch.arange(length), length, corpus.eos_id)
+        packing = cut.pack(torch.from_numpy(text[start : start + length].astype(np.int64))[None])
         by_index = np.searchsorted(ends, np.arange(start, start + length), side="right")
-        assert np.array_equal(numbers[0].numpy(), by_index - by_index[0])
+        assert np.array_equal(packing.sequences_BT[0], by_index - by_index[0])
 
 
 @pytest.mark.parametrize("content", ["{}", '{"num_read": 1, "more": 2}', '{"num_read": -1}', "[", '{"num_read": "1"}'])

@@ -105,6 +105,26 @@ def test_names_do_not_change(lives: tuple[Life, Life]) -> None:
     assert compiled.names == eager.names
 
 
+def losses_with_documents(_: int, parallel: ParallelConfig) -> tuple[list[float | None], int]:
+    """Losses of four steps whose documents differ in number and length, and the number of compiled graphs."""
+    trainer = build_trainer(Degrees(), SIZES, parallel=parallel, eos_id=7)
+    losses = [trainer.step(share(trainer, batch(number))).loss for number in range(4)]
+    return losses, counters["stats"]["unique_graphs"]
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_other_documents_need_no_other_graph(recompute: Recompute) -> None:
+    (eager, _), (compiled, num_graphs) = (
+        run_ranks(losses_with_documents, 1, parallel, timeout_seconds=600)[0]
+        for parallel in (ParallelConfig(), ParallelConfig(compile=True, recompute=recompute))
+    )
+    assert compiled == pytest.approx(eager, rel=1e-5)
+    # The second is for any number of documents and any length of the longest.
+    assert num_graphs <= 2
+
+
 def test_a_missing_compiler_is_said_with_a_cure() -> None:
     program = "import torch; from inner.parallel.compile import *; compile_blocks(torch.nn.Module(), 'cpu')"
     environment = os.environ | {"CXX": "/nonexistent/g++"}

@@ -14,11 +14,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from inner.config import ParallelConfig, Recompute
+from inner.data.micro_batch import Packing
 from inner.mesh import Degrees
 from inner.model.sizes import ModelSizes
 from inner.model.transformer import Transformer
 from inner.parallel.recompute import apply_recompute
 from tests.harness import run_ranks
+from tests.inner.sequences import pack_at
 from tests.inner.small import batch, build_model, build_trainer, share, snapshot
 
 KINDS: tuple[Recompute, ...] = get_args(Recompute)
@@ -26,7 +28,7 @@ OTHERS = [kind for kind in KINDS if kind != "none"]
 SIZES = ModelSizes(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=192, vocab_size=61, qk_norm=True)
 SEQ_LEN = 64
 TOKENS_BS, TARGETS_BS = torch.randint(0, 61, (2, 4, SEQ_LEN), generator=torch.Generator().manual_seed(0))
-DOCUMENTS_BS = torch.arange(4 * SEQ_LEN).view(4, SEQ_LEN) // 24
+PACKING = pack_at((torch.arange(4 * SEQ_LEN).view(4, SEQ_LEN) // 24).numpy(), torch.arange(SEQ_LEN))
 
 
 class Alive(TorchDispatchMode):
@@ -79,18 +81,18 @@ class Pass:
     flops: int
 
 
-def one_pass(kind: Recompute, documents_BS: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Pass:
+def one_pass(kind: Recompute, packing: Packing | None = None, dtype: torch.dtype = torch.float32) -> Pass:
     model = build_model(SIZES, seq_len=SEQ_LEN).to(dtype)
     apply_recompute(model, kind)
     with Alive() as alive:
-        loss = model(TOKENS_BS, targets_BS=TARGETS_BS, documents_BS=documents_BS)
+        loss = model(TOKENS_BS, targets_BS=TARGETS_BS, packing=packing)
         between = alive.num_bytes
         loss.backward()
     names, params = zip(*model.named_parameters(), strict=True)
     gradients = [None if param.grad is None else param.grad.clone() for param in params]
     after = alive.num_bytes - sum(param.untyped_storage().nbytes() for param in params)
     with FlopCounterMode(display=False) as counter:
-        model(TOKENS_BS, targets_BS=TARGETS_BS, documents_BS=documents_BS).backward()
+        model(TOKENS_BS, targets_BS=TARGETS_BS, packing=packing).backward()
     return Pass(list(names), gradients, between, after, counter.get_total_flops())
 
 
@@ -111,7 +113,7 @@ def test_gradients_are_the_same_bits(passes: dict[Recompute, Pass], kind: Recomp
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_gradients_are_the_same_bits_with_documents(kind: Recompute) -> None:
-    assert_same_bits(one_pass(kind, DOCUMENTS_BS).gradients, one_pass("none", DOCUMENTS_BS).gradients)
+    assert_same_bits(one_pass(kind, PACKING).gradients, one_pass("none", PACKING).gradients)
 
 
 @pytest.mark.parametrize("kind", OTHERS)
