@@ -68,7 +68,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     if unsupported:
         listed = "\n".join(f"  {line}" for line in unsupported)
         raise InputError(f"{folder / CONFIG}: this model is not supported:\n{listed}")
-    values = {ours: config.get(theirs) for ours, theirs in SIZES.items()}
+    values: dict[str, Any] = {ours: config.get(theirs) for ours, theirs in SIZES.items()}
     if values["num_kv_heads"] is None:
         values["num_kv_heads"] = values["num_heads"]
     model_type = MODEL_TYPES[config["model_type"]]
