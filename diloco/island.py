@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from diloco.assemble import Runtime
 from diloco.records.metrics import EventRecord
-from diloco.runtime.process_settings import collect_garbage
+from diloco.runtime.garbage import collect_garbage
 from diloco.runtime.progress import NO_PROGRESS, Progress, ResumedState, ResumePoint
 from diloco.runtime.step_records import evaluate_heldout, make_step_record
 from inner.data.batches import StepBatch

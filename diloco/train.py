@@ -18,9 +18,9 @@ from diloco.errors import FolderInUse
 from diloco.records.logbook import Logbook
 from diloco.records.metrics import Metrics
 from diloco.runtime.corpus import load_corpus
+from diloco.runtime.garbage import collect_garbage, schedule_garbage
 from diloco.runtime.operator_requests import SIGNALS, make_request
 from diloco.runtime.process_group import open_process_group, pick_device
-from diloco.runtime.process_settings import collect_garbage, schedule_garbage
 from diloco.runtime.step_records import build_mfu_meter, evaluate_heldout, make_step_record
 from diloco.watch.signals import end_with_parent, on_stop
 from diloco.watch.watchdog import Watchdog, WatchedRank

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from diloco.config.schema import IslandConfig
 from diloco.errors import ConfigError
 from diloco.runtime.devices import choose_device, explain_cpu, list_gpus
-from diloco.runtime.process_settings import raise_file_limit
 from diloco.runtime.rank_launcher import STORE
 from outer.space.ranks import RankGroup
+from outer.transports.gloo.open_files import allow_many_files
 
 GROUP_SECONDS = 1800.0
 """Time-out of the collectives among an island's ranks. Waits of the outer loop have deadlines of their own."""
@@ -53,7 +53,7 @@ def open_process_group(island: IslandConfig, device: str) -> Iterator[RankGroup]
     if os.environ["WORLD_SIZE"] == os.environ.get(LOCAL_SIZE):
         # On one node no other machine has to reach a rank, whatever interface the cluster's settings name.
         os.environ |= {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
-    raise_file_limit()
+    allow_many_files()
     # Read by torch when the first group is made.
     if int(os.environ["WORLD_SIZE"]) >= LAZY_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")

@@ -21,16 +21,10 @@ from diloco.config.init_weights import pin_weights_hash
 from diloco.config.schema import RunConfig, differing_keys, load_config, parse_config
 from diloco.errors import ConfigError
 from diloco.formatting import one_line
+from diloco.swarm.address_checks import is_loopback, time_connection
+from diloco.swarm.checks import Check, LocalIsland, resolve_local_island
 from diloco.swarm.island_checks import CallbackListener, RemoteIsland, check_remote_island
-from diloco.swarm.machine_checks import (
-    Check,
-    LocalIsland,
-    check_machine,
-    is_loopback,
-    load_usable_key,
-    resolve_local_island,
-    time_connection,
-)
+from diloco.swarm.machine_checks import check_machine, load_usable_key
 from outer.connect import Network, NetworkSettings, find_runs, open_network
 from outer.errors import InputError, OuterError
 from outer.identity.island_key import KEY_FILE, IslandKey, load_island_key

@@ -9,7 +9,9 @@ from statistics import median
 
 from diloco.config.schema import RunConfig
 from diloco.formatting import human_bytes, human_seconds
-from diloco.swarm.machine_checks import SWARM_CURE, Check, LocalIsland, is_loopback, state_bytes, time_connection
+from diloco.swarm.address_checks import SWARM_CURE, is_loopback, time_connection
+from diloco.swarm.checks import Check, LocalIsland
+from diloco.swarm.machine_checks import state_bytes
 from outer import diagnostics
 from outer.connect import Network
 from outer.errors import DeadlineError, MessageError, OuterError, PeerLost, first_line

@@ -1,66 +1,30 @@
-"""Checks of `diloco doctor` on this machine alone: versions, config, addresses, disk, run key, libp2p."""
+"""Checks of `diloco doctor` on this machine alone: versions, config, files, disk, run key, libp2p."""
 
-import asyncio
-import errno
-import ipaddress
 import os
 import shutil
-import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 
 from diloco.config.check import check_island
-from diloco.config.schema import Config, IslandConfig, RunConfig
+from diloco.config.schema import IslandConfig, RunConfig
 from diloco.errors import ConfigError
 from diloco.formatting import human_bytes
-from diloco.runtime.process_settings import count_needed_files, find_allowed_files
+from diloco.swarm.address_checks import check_listening
+from diloco.swarm.checks import Check, LocalIsland
 from diloco.swarm.listeners import PROC, find_rank_stores
 from inner.errors import InputError as DataError
 from inner.model.sizes import num_params, resolve_sizes
 from outer.errors import InputError
 from outer.network.run_key import RunKey, load_run_key, read_run_key
+from outer.transports.gloo.open_files import find_allowed_files
 
-CheckLevel = Literal["ok", "warning", "FAILED"]
-CONNECT_SECONDS = 10.0
-"""Longest wait for a swarm that does not answer."""
+NUM_GROUPS = 4
+"""gloo groups of all ranks: torch's world, the rank group, the one in background, and that of checkpoints."""
+OTHER_FILES = 512
 DAEMON_SECONDS = 20.0
-DIAL_SECONDS = 5.0
 LOW_DISK_BYTES = 1_000_000_000
-SWARM_CURE = {
-    "hivemind": "set island.listen_host=0.0.0.0 island.listen_port=PORT and, behind a router or in a cloud, "
-    "island.announce_host=PUBLIC_ADDRESS",
-    "gloo": "set island.listen_host to this machine's address in the network of the islands",
-}
-
-
-@dataclass(frozen=True)
-class Check:
-    """The result of one check: what was found and, if it is not ok, what to do."""
-
-    level: CheckLevel
-    name: str
-    text: str
-
-
-@dataclass(frozen=True)
-class LocalIsland:
-    """The island that the user wants to run on this machine. `run` is None if no config file is given."""
-
-    run: RunConfig | None
-    island: IslandConfig
-    transport: str
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.island.run_dir).expanduser()
-
-    @property
-    def connect_seconds(self) -> float:
-        return min(CONNECT_SECONDS, self.island.connect_seconds)
 
 
 def check_machine(local: LocalIsland, *, is_alone: bool) -> Iterator[Check]:
@@ -106,25 +70,6 @@ def check_config(local: LocalIsland) -> Check:
     return Check("ok", "config", text)
 
 
-def check_listening(local: LocalIsland, *, is_alone: bool) -> Iterator[Check]:
-    """Check that the island can listen at the address in its config, and that others could reach it there."""
-    host, port, where = local.island.listen_host, local.island.listen_port, "island.listen_host"
-    if local.transport == "gloo" and host in ("", "0.0.0.0", "::"):
-        yield Check("FAILED", where, f"{host}: gloo needs one address of this machine; {SWARM_CURE['gloo']}")
-        return
-    if problem := find_bind_problem(host, 0):
-        yield Check("FAILED", where, f"{host}: {problem}; {SWARM_CURE[local.transport]}")
-        return
-    if is_loopback(host) and not is_alone:
-        cure = SWARM_CURE[local.transport]
-        yield Check("warning", where, f"{host}: islands on other machines cannot reach this one; to allow it, {cure}")
-    else:
-        yield Check("ok", where, f"{host}: an address of this machine")
-    yield check_port(local, host, port)
-    if local.island.announce_host is not None:
-        yield check_announced(local, local.island.announce_host, port)
-
-
 def check_rank_stores() -> Check:
     """Check that no store where an island's ranks meet, such as torchrun's, can be reached from other machines."""
     where, whose = "rank stores", "among the processes that this user may look at"
@@ -138,6 +83,11 @@ def check_rank_stores() -> Check:
     return Check("ok", where, f"none listens beyond loopback, {whose}")
 
 
+def count_needed_files(num_ranks: int) -> int:
+    """Number of files that a rank may have open at once: a socket for each other rank in each group, and the rest."""
+    return NUM_GROUPS * (num_ranks - 1) + OTHER_FILES
+
+
 def check_open_files(num_ranks: int) -> Check:
     """Check that a rank may open a socket for each of the other ranks. It raises its limit itself where it may."""
     allowed, needed = find_allowed_files(), count_needed_files(num_ranks)
@@ -146,82 +96,6 @@ def check_open_files(num_ranks: int) -> Check:
         cure = "raise the hard limit: ulimit -Hn, LimitNOFILE of systemd, or that of the container"
         return Check("warning", "open files", f"{text}; {cure}")
     return Check("ok", "open files", text)
-
-
-def check_port(local: LocalIsland, host: str, port: int) -> Check:
-    """Check that the island's ports are free. With gloo each rank has its own port."""
-    where = "island.listen_port"
-    if port == 0:
-        return Check("ok", where, "0: any free port; behind a firewall or router set one and open it")
-    ports = range(port, port + (local.island.ranks if local.transport == "gloo" else 1))
-    if ports[-1] > 65535:
-        text = f"{port}: with one port per rank the last is {ports[-1]}, above 65535; set a lower one"
-        return Check("FAILED", where, text)
-    for each in ports:
-        if problem := find_bind_problem(host, each):
-            return Check("FAILED", where, f"{each}: {problem}")
-    text = f"{port}: free" if len(ports) == 1 else f"{port} to {ports[-1]}, one for each rank: free"
-    if local.transport == "gloo":
-        text += "; gloo also chooses ports for payloads itself: islands must reach each other on all ports"
-    return Check("ok", where, text)
-
-
-def check_announced(local: LocalIsland, host: str, port: int) -> Check:
-    """Check that the announced address can lead to this machine."""
-    where = "island.announce_host"
-    if port == 0 and local.transport == "hivemind":
-        return Check("FAILED", where, f"{host}: it needs a fixed island.listen_port that is forwarded; got 0")
-    if find_bind_problem(host, 0) == "":
-        return Check("ok", where, f"{host}: an address of this machine")
-    target = f"port {port}" if port else "its port (set island.listen_port)"
-    text = f"{host}: not an address of this machine, so a router or cloud must forward {target} to it"
-    return Check("ok", where, text)
-
-
-def find_bind_problem(host: str, port: int) -> str:
-    """Why a process cannot listen at this address; "" if it can."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, at = found[0]
-        with socket.socket(family, kind, protocol) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(at)
-            listener.listen(1)
-    except socket.gaierror as error:
-        return f"it names no host ({error.strerror})"
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return "something listens there already; stop it if it is this island, or set another port"
-        if error.errno == errno.EADDRNOTAVAIL:
-            return "not an address of this machine"
-        return f"nothing can listen there ({error.strerror})"
-    return ""
-
-
-async def time_connection(host: str, port: int) -> tuple[float, str]:
-    """Open a TCP connection. Returns the time it took in seconds, and the problem ("" if there is none)."""
-    began = time.perf_counter()
-    try:
-        async with asyncio.timeout(DIAL_SECONDS):
-            _, writer = await asyncio.open_connection(host, port)
-    except TimeoutError:
-        return 0.0, f"no answer within {DIAL_SECONDS:g} s, as when a firewall drops what comes"
-    except ConnectionRefusedError:
-        return 0.0, "refused: nothing listens there"
-    except socket.gaierror as error:
-        return 0.0, f"no such host is found: {error.strerror}"
-    except OSError as error:
-        return 0.0, error.strerror or str(error)
-    writer.transport.abort()
-    return time.perf_counter() - began, ""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether the host is a loopback address, which only this machine reaches."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def check_disk(local: LocalIsland) -> Iterator[Check]:
@@ -289,12 +163,3 @@ def check_daemon() -> Check:
     finally:
         loop.close()
     return Check("ok", "libp2p", f"hivemind's daemon starts, in {seconds:.1f} s")
-
-
-def resolve_local_island(config: Config | None, overrides_only: Config, address: str | None) -> LocalIsland:
-    """The island that the config file describes, or else the overrides and the kind of address."""
-    if config is not None:
-        return LocalIsland(config.run, config.for_island(config.island.index), config.outer.transport)
-    island = overrides_only.for_island(overrides_only.island.index)
-    is_tcp = address is not None and address.startswith("tcp://")
-    return LocalIsland(None, island, "gloo" if is_tcp else "hivemind")

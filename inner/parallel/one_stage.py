@@ -1,6 +1,7 @@
 """Forward and backward of a model without pipeline parallelism, with the same interface as Pipeline."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class OneStage:
         self._device = device
         self._copies = copies
         self._reduces_each = reduces_each
-        self._loss_of = loss
+        self._loss = partial(loss, model)
 
     def backward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
         """Accumulate gradients of `scale` times the summed loss, and return that loss (0-dim fp32)."""
@@ -55,6 +56,3 @@ class OneStage:
         """The summed loss (0-dim fp32), without gradients."""
         with self._copies:
             return sum(map(self._loss, micro_batches), start=torch.zeros((), device=self._device))
-
-    def _loss(self, batch: MicroBatch) -> Tensor:
-        return self._loss_of(self._model, batch)

@@ -42,7 +42,7 @@ Moves = list[list[Move]]
 """The moves to or from each rank, by rank."""
 
 
-class Plan:
+class PartGroupMoves:
     """What a rank sends and receives of one part group. Moves with another rank are in an order that both share."""
 
     def __init__(self, num_ranks: int) -> None:
@@ -62,7 +62,7 @@ class Redistribution:
         """The carrier of each part, the same list on every rank."""
         self.own_parts = [p.index for p in space.parts if self.carriers[p.index] == ranks.rank]
         """Indices of the parts that this rank carries."""
-        self._gathers, self._scatters = ([Plan(ranks.num_ranks) for _ in space.part_groups] for _ in range(2))
+        self._gathers, self._scatters = ([PartGroupMoves(ranks.num_ranks) for _ in space.part_groups] for _ in range(2))
         self._plan_slices(holdings)
         self._plan_parts(holdings, overlaps)
 
@@ -91,27 +91,27 @@ class Redistribution:
         return range(len(self._gathers)) if part_groups is None else part_groups
 
     def _gather(self, part_group: int) -> dict[int, torch.Tensor]:
-        plan = self._gathers[part_group]
+        planned = self._gathers[part_group]
         parts = {
             i: BUFFERS.floats(self._space.parts[i].num_elements)
             for i in self._space.parts_in[part_group]
             if self.carriers[i] == self._ranks.rank
         }
         # Read each slice once: with params on a GPU a read copies the whole slice.
-        slices = {i: self._params.read(i) for i in {_slice_index(m) for moves in plan.sends for m in moves}}
-        outgoing = [[_rectangle_view(slices[_slice_index(m)], m.piece) for m in moves] for moves in plan.sends]
-        incoming = [[_part_view(parts, m.piece) for m in moves] for moves in plan.receives]
+        slices = {i: self._params.read(i) for i in {_slice_index(m) for moves in planned.sends for m in moves}}
+        outgoing = [[_rectangle_view(slices[_slice_index(m)], m.piece) for m in moves] for moves in planned.sends]
+        incoming = [[_part_view(parts, m.piece) for m in moves] for moves in planned.receives]
         self._ranks.exchange(outgoing, incoming)
         return parts
 
     def _scatter(self, parts: Mapping[int, torch.Tensor], part_group: int, mix: float) -> None:
-        plan = self._scatters[part_group]
-        indices = {_slice_index(m) for moves in plan.receives for m in moves}
+        planned = self._scatters[part_group]
+        indices = {_slice_index(m) for moves in planned.receives for m in moves}
         # Params on the CPU are written where they lie.
         live = {i: None if mix else self._params.live(i) for i in sorted(indices)}
         buffers = {i: self._buffer(i) if values is None else values for i, values in live.items()}
-        outgoing = [[_part_view(parts, m.piece) for m in moves] for moves in plan.sends]
-        incoming = [[_rectangle_view(buffers[_slice_index(m)], m.piece) for m in moves] for moves in plan.receives]
+        outgoing = [[_part_view(parts, m.piece) for m in moves] for moves in planned.sends]
+        incoming = [[_rectangle_view(buffers[_slice_index(m)], m.piece) for m in moves] for moves in planned.receives]
         self._ranks.exchange(outgoing, incoming)
         for index in [i for i in buffers if live[i] is None]:
             values = buffers[index]

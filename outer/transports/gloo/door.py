@@ -9,7 +9,6 @@ import asyncio
 import ctypes
 import ipaddress
 import os
-import resource
 import socket
 import stat
 import struct
@@ -21,7 +20,6 @@ SO_ATTACH_FILTER = 26
 """Linux: attach a classic BPF program to a socket. Python's socket module does not name it."""
 DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 """The program `return 0`: keep nothing of a packet that arrives at the socket."""
-NUM_FILES = 1 << 16
 
 
 def close_door(own: bytes) -> int:
@@ -38,14 +36,6 @@ def close_door(own: bytes) -> int:
                 listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, packed)
                 num_closed += 1
     return num_closed
-
-
-def allow_many_files() -> None:
-    """Raise this process's limit of open files, because gloo ends the process when a stranger has used it up."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = NUM_FILES if hard == resource.RLIM_INFINITY else min(NUM_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def check_listen_host(host: str) -> None:

@@ -16,8 +16,9 @@ from outer.network.endpoints import MAX_PAYLOAD_BYTES, Endpoint, Messenger, Tag,
 from outer.network.frames import check_payload
 from outer.space.buffers import BUFFERS
 from outer.transports.gloo.addresses import AddressExchange
-from outer.transports.gloo.door import allow_many_files, check_listen_host
+from outer.transports.gloo.door import check_listen_host
 from outer.transports.gloo.groups import GroupSpec, build_group, in_thread, new_thread, parse_address
+from outer.transports.gloo.open_files import allow_many_files
 
 MAX_WAIT = timedelta(days=1)
 """Limit for one gloo call. The real deadline is the caller's, which then disconnects."""
@@ -36,7 +37,7 @@ class GlooTransport:
         self, me: Endpoint, messenger: Messenger, traffic: Traffic, listen_host: str, connect_seconds: float
     ) -> None:
         check_listen_host(listen_host)
-        allow_many_files()
+        allow_many_files()  # Strangers may connect while a group is built.
         self.max_payload_bytes = MAX_PAYLOAD_BYTES  # gloo delivers into buffers of the expected size only
         self.traffic, self.address = traffic, f"gloo:{me}@{messenger.address}"
         self._me, self._listen_host, self._connect_seconds = me, listen_host, connect_seconds

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from diloco.runtime import process_group
-from diloco.runtime.process_settings import MAX_FILES, count_needed_files
-from diloco.swarm.machine_checks import check_open_files
+from diloco.swarm.machine_checks import check_open_files, count_needed_files
+from outer.transports.gloo.open_files import MAX_FILES
 from tests.swarm import swarm
 
 ROOT = Path(__file__).parents[3]
@@ -22,10 +22,10 @@ ROOT = Path(__file__).parents[3]
 def test_a_process_raises_its_limit_as_far_as_it_may() -> None:
     program = """
 import resource
-from diloco.runtime.process_settings import raise_file_limit
+from outer.transports.gloo.open_files import allow_many_files
 allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, allowed))
-print(raise_file_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))
+print(allow_many_files(), resource.getrlimit(resource.RLIMIT_NOFILE))
 """
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 BEGIN = """
 import gc
-from diloco.runtime.process_settings import COLLECT_STEPS, collect_garbage, schedule_garbage
+from diloco.runtime.garbage import COLLECT_STEPS, collect_garbage, schedule_garbage
 fulls = []
 gc.callbacks.append(lambda phase, info: fulls.append(step) if (phase, info["generation"]) == ("start", 2) else None)
 step = None

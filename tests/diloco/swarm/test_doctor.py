@@ -11,8 +11,9 @@ import pytest
 
 from diloco.config.schema import dump_config, parse_config
 from diloco.errors import ConfigError
+from diloco.swarm.address_checks import find_bind_problem
+from diloco.swarm.checks import Check, resolve_local_island
 from diloco.swarm.doctor import Line, check_swarm, diagnose, doctor, host_of
-from diloco.swarm.machine_checks import Check, find_bind_problem, resolve_local_island
 from outer.connect import Network, NetworkSettings, open_network
 from outer.diagnostics import DiagnosticsServer, ProbeResponder
 from outer.membership.rendezvous import serve_rendezvous

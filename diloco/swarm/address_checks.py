@@ -1,0 +1,112 @@
+"""Checks of `diloco doctor` on addresses: can an island listen where its config says, and others reach it there."""
+
+import asyncio
+import errno
+import ipaddress
+import socket
+import time
+from collections.abc import Iterator
+
+from diloco.swarm.checks import Check, LocalIsland
+
+DIAL_SECONDS = 5.0
+SWARM_CURE = {
+    "hivemind": "set island.listen_host=0.0.0.0 island.listen_port=PORT and, behind a router or in a cloud, "
+    "island.announce_host=PUBLIC_ADDRESS",
+    "gloo": "set island.listen_host to this machine's address in the network of the islands",
+}
+
+
+def check_listening(local: LocalIsland, *, is_alone: bool) -> Iterator[Check]:
+    """Check that the island can listen at the address in its config, and that others could reach it there."""
+    host, port, where = local.island.listen_host, local.island.listen_port, "island.listen_host"
+    if local.transport == "gloo" and host in ("", "0.0.0.0", "::"):
+        yield Check("FAILED", where, f"{host}: gloo needs one address of this machine; {SWARM_CURE['gloo']}")
+        return
+    if problem := find_bind_problem(host, 0):
+        yield Check("FAILED", where, f"{host}: {problem}; {SWARM_CURE[local.transport]}")
+        return
+    if is_loopback(host) and not is_alone:
+        cure = SWARM_CURE[local.transport]
+        yield Check("warning", where, f"{host}: islands on other machines cannot reach this one; to allow it, {cure}")
+    else:
+        yield Check("ok", where, f"{host}: an address of this machine")
+    yield check_port(local, host, port)
+    if local.island.announce_host is not None:
+        yield check_announced(local, local.island.announce_host, port)
+
+
+def check_port(local: LocalIsland, host: str, port: int) -> Check:
+    """Check that the island's ports are free. With gloo each rank has its own port."""
+    where = "island.listen_port"
+    if port == 0:
+        return Check("ok", where, "0: any free port; behind a firewall or router set one and open it")
+    ports = range(port, port + (local.island.ranks if local.transport == "gloo" else 1))
+    if ports[-1] > 65535:
+        text = f"{port}: with one port per rank the last is {ports[-1]}, above 65535; set a lower one"
+        return Check("FAILED", where, text)
+    for each in ports:
+        if problem := find_bind_problem(host, each):
+            return Check("FAILED", where, f"{each}: {problem}")
+    text = f"{port}: free" if len(ports) == 1 else f"{port} to {ports[-1]}, one for each rank: free"
+    if local.transport == "gloo":
+        text += "; gloo also chooses ports for payloads itself: islands must reach each other on all ports"
+    return Check("ok", where, text)
+
+
+def check_announced(local: LocalIsland, host: str, port: int) -> Check:
+    """Check that the announced address can lead to this machine."""
+    where = "island.announce_host"
+    if port == 0 and local.transport == "hivemind":
+        return Check("FAILED", where, f"{host}: it needs a fixed island.listen_port that is forwarded; got 0")
+    if find_bind_problem(host, 0) == "":
+        return Check("ok", where, f"{host}: an address of this machine")
+    target = f"port {port}" if port else "its port (set island.listen_port)"
+    text = f"{host}: not an address of this machine, so a router or cloud must forward {target} to it"
+    return Check("ok", where, text)
+
+
+def find_bind_problem(host: str, port: int) -> str:
+    """Why a process cannot listen at this address; "" if it can."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, at = found[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(at)
+            listener.listen(1)
+    except socket.gaierror as error:
+        return f"it names no host ({error.strerror})"
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return "something listens there already; stop it if it is this island, or set another port"
+        if error.errno == errno.EADDRNOTAVAIL:
+            return "not an address of this machine"
+        return f"nothing can listen there ({error.strerror})"
+    return ""
+
+
+async def time_connection(host: str, port: int) -> tuple[float, str]:
+    """Open a TCP connection. Returns the time it took in seconds, and the problem ("" if there is none)."""
+    began = time.perf_counter()
+    try:
+        async with asyncio.timeout(DIAL_SECONDS):
+            _, writer = await asyncio.open_connection(host, port)
+    except TimeoutError:
+        return 0.0, f"no answer within {DIAL_SECONDS:g} s, as when a firewall drops what comes"
+    except ConnectionRefusedError:
+        return 0.0, "refused: nothing listens there"
+    except socket.gaierror as error:
+        return 0.0, f"no such host is found: {error.strerror}"
+    except OSError as error:
+        return 0.0, error.strerror or str(error)
+    writer.transport.abort()
+    return time.perf_counter() - began, ""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the host is a loopback address, which only this machine reaches."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
