@@ -161,8 +161,9 @@ class OuterConfig(Section):
     coding: CodingConfig = CodingConfig()
     transport: Literal["loopback", "gloo", "hivemind"] = "hivemind"
     """Network between islands: threads of one process (loopback), plain TCP (gloo), or encrypted libp2p (hivemind)."""
-    part_elements: int = Field(default=262144, ge=256)
-    """Size of the largest part, in parameters. All islands use the same, so codec blocks do not depend on a mesh."""
+    part_elements: int | None = Field(default=None, ge=256)
+    """Size of the largest part, in parameters; null: by the size of the model, 262144 below 1B parameters, 2M to 4M
+    from there on. All islands use the same, so codec blocks do not depend on a mesh."""
     quorum: int = Field(default=1, ge=1)
     """Least number of participants for a round to count. With `wait_for: quorum`, least number of contributors."""
     wait_for: Literal["all", "quorum"] = "all"

@@ -127,7 +127,9 @@ def memory_bytes(
         memory["last mean"] = FP32_BYTES * num_params
     rounds = round_bytes(outer, specs, num_islands)
     largest = max(rounds, key=lambda each: each.num_elements)
-    memory |= {name: size / num_ranks for name, size in _memory_of_a_round(outer, largest, num_islands).items()}
+    memory |= {
+        name: size / num_ranks for name, size in _memory_of_a_round(outer, largest, num_islands, num_ranks).items()
+    }
     if outer.coding.feedback is not None:
         # Until the commit the old residuals are there as well as the new ones.
         residuals = FP32_BYTES * (1 + 1 / num_islands)
@@ -136,7 +138,7 @@ def memory_bytes(
     return memory
 
 
-def _memory_of_a_round(outer: OuterConfig, sizes: RoundBytes, num_islands: int) -> dict[str, float]:
+def _memory_of_a_round(outer: OuterConfig, sizes: RoundBytes, num_islands: int, num_ranks: int) -> dict[str, float]:
     """Bytes of an island while a round is under way, by purpose."""
     codecs, peers = build_codec_choice(outer), num_islands - 1
     memory: dict[str, float] = {"a round's snapshot": FP32_BYTES * sizes.num_elements}
@@ -149,7 +151,7 @@ def _memory_of_a_round(outer: OuterConfig, sizes: RoundBytes, num_islands: int) 
     # Means in fp32 are read where they lie; others are decoded beside what joiners get.
     is_fp32 = isinstance(codecs.mean, Fp32Codec)
     memory["a round's means"] = sizes.mean_bytes + (0 if is_fp32 else FP32_BYTES * sizes.num_elements)
-    in_flight = min(1.0, PARTS_IN_FLIGHT / sizes.num_parts)
+    in_flight = min(1.0, PARTS_IN_FLIGHT * num_ranks / sizes.num_parts)
     reduced = peers if codecs.is_gathered else peers / num_islands
     memory["payloads that arrive, at most"] = sizes.payload_bytes * reduced * in_flight
     if outer.audit > 0:
@@ -179,7 +181,7 @@ class HostSpeed:
 def measure_host_speed(outer: OuterConfig) -> HostSpeed:
     """Speed of the run's codec and optimizer on an idle core of this machine. Takes 0.25 s; results are cached."""
     used = {"codec": outer.codec, "coding": outer.coding, "optimizer": outer.optimizer}
-    part_elements = min(outer.part_elements, MAX_ELEMENTS)
+    part_elements = min(outer.part_elements or MAX_ELEMENTS, MAX_ELEMENTS)
     return _measure_cached(OuterConfig(part_elements=part_elements, **used).model_dump_json())
 
 
@@ -194,7 +196,7 @@ def _measure_cached(outer_json: str) -> HostSpeed:
 
 
 def _measure(outer: OuterConfig) -> HostSpeed:
-    num_elements = outer.part_elements
+    num_elements = outer.part_elements or MAX_ELEMENTS
     codec = build_codec_choice(outer).codec
     values = torch.randn(num_elements, generator=torch.Generator().manual_seed(0)) * 1e-3
     payload = codec.encode(values).clone()

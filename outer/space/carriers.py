@@ -1,4 +1,4 @@
-"""The carrier of each part: the rank that holds most of it."""
+"""The carrier of each part: a rank that holds much of it."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -45,8 +45,10 @@ def _count_before(at: np.ndarray, rectangles: np.ndarray, num_cols: np.ndarray, 
 
 
 def assign_carriers(space: Space, holdings: Holdings, overlaps: Overlaps, num_ranks: int) -> list[int]:
-    """The carrier of each part: the rank that holds most of it, and on a tie the one with the least load so far.
+    """The carrier of each part: of the ranks that hold much of it the one with the least load so far.
 
+    That is at least half as much as the rank that holds most. Where a part is larger than the slices, many ranks hold
+    about as much of it, and whoever holds a little more by the way its bounds lie would carry twice as much as others.
     The parts must be covered (`check_coverage`).
     """
     loads, carriers = [0] * num_ranks, []
@@ -58,7 +60,7 @@ def assign_carriers(space: Space, holdings: Holdings, overlaps: Overlaps, num_ra
 
 
 def _find_main_holders(holdings: Holdings, overlaps: Overlaps) -> Iterator[list[int]]:
-    """For each part the ranks that hold most of it, ascending."""
+    """For each part the ranks that hold at least half as much of it as the one that holds most, ascending."""
     counts = np.diff(holdings.starts)[overlaps.rectangle]
     entry = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     holding = holdings.holding[entry + np.repeat(holdings.starts[overlaps.rectangle], counts)]
@@ -67,8 +69,8 @@ def _find_main_holders(holdings: Holdings, overlaps: Overlaps) -> Iterator[list[
     held = np.bincount(which, weights=np.repeat(overlaps.num_elements, counts))
     part, holding = np.divmod(pairs, len(holdings.ranks))
     first = np.flatnonzero(np.diff(part, prepend=-1))
-    most = np.repeat(np.maximum.reduceat(held, first), np.diff(first, append=len(part))) == held
-    chosen, ends = holding[most].tolist(), np.cumsum(np.add.reduceat(most.astype(np.int64), first)).tolist()
+    is_main = 2 * held >= np.repeat(np.maximum.reduceat(held, first), np.diff(first, append=len(part)))
+    chosen, ends = holding[is_main].tolist(), np.cumsum(np.add.reduceat(is_main.astype(np.int64), first)).tolist()
     sorted_ranks: dict[tuple[int, ...], list[int]] = {}
     for start, end in pairwise([0, *ends]):
         key = tuple(chosen[start:end])

@@ -1,6 +1,6 @@
 """Redistribute local params among the ranks of one island, from slices (as the mesh holds them) to parts, and back.
 
-Each part has one carrier, the rank that holds most of it. `gather` sends every part of the local params to its
+Each part has one carrier, a rank that holds much of it. `gather` sends every part of the local params to its
 carrier; `scatter` sends new values from the carriers to every rank that holds them, replicas included.
 """
 

@@ -15,7 +15,7 @@ from outer.network.endpoints import Endpoint
 from outer.network.event_loop import EventLoopThread
 from outer.reduce.reducer import Reducer
 from outer.space.digest import combine_digests, part_digest
-from outer.space.layout import Space
+from outer.space.layout import Space, choose_part_elements
 from outer.space.ranks import RankGroup
 from scripts.bench.contestants import OUTER, SETUP_SECONDS, FakeModel, IslandSpec, build_shapes
 from tests.outer.islands import FakeParams, identity_of
@@ -72,7 +72,8 @@ class OurReduce:
         self._own = OurNetwork(kind, spec)
         self.bootstrap, self.address = self._own.bootstrap, self._own.address
         codec, values = build_codec(spec.codec), spec.values()
-        self._space = Space([_TensorSpec("all", (spec.num_params,))], OuterConfig().part_elements, codec.block_elements)
+        part_elements = choose_part_elements(spec.num_params)
+        self._space = Space([_TensorSpec("all", (spec.num_params,))], part_elements, codec.block_elements)
         me = Endpoint(f"island-{spec.index}", 0)
         self._reducer = Reducer(self._own.network.transport, build_uniform_choice(codec), self._space, me)
         self._parts = {part.index: values[part.start : part.stop] for part in self._space.parts}

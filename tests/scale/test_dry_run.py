@@ -116,6 +116,14 @@ SLOW = {
         "8b", Degrees(dp_shard=2, cp=4), num_layers=4, parallel={"context": "all_gather"}
     ),
     "8b, 4 layers, ring": Case("8b", Degrees(dp_shard=2, cp=4), num_layers=4, rank=7),
+    "405b on 1024, the last rank": Case(
+        "405b",
+        Degrees(pp=8, dp_shard=16, tp=8),
+        seq_len=8192,
+        num_micro_batches=8,
+        rank=1023,
+        parallel={"recompute": "full"},
+    ),
 }
 
 

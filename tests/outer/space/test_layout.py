@@ -97,6 +97,15 @@ def test_the_space_of_a_run_has_a_part_for_each_island(islands: int, parts: int)
     assert len(build_space([Spec("w", (parts * 10,))], config).parts) == parts
 
 
+@pytest.mark.parametrize(
+    ("rows", "wanted", "largest"),
+    [(900_000, None, 1 << 18), (1_000_000, None, 1 << 21), (8_000_000, None, 1 << 22), (8_000_000, 1 << 20, 1 << 20)],
+)
+def test_a_large_model_is_cut_into_large_parts(rows: int, wanted: int | None, largest: int) -> None:
+    space = build_space([Spec("w", (rows, 1000))], OuterConfig(part_elements=wanted))
+    assert max(part.num_elements for part in space.parts) == largest
+
+
 def test_parts_and_fingerprint_depend_on_names_shapes_and_cuts_alone() -> None:
     shapes = [(4, 5), (3,), ()]
     space = Space(specs_of(shapes), 4)
