@@ -22,6 +22,7 @@ from diloco.runtime.garbage import collect_garbage, schedule_garbage
 from diloco.runtime.operator_requests import SIGNALS, make_request
 from diloco.runtime.process_group import open_process_group, pick_device
 from diloco.runtime.step_records import build_mfu_meter, evaluate_heldout, make_step_record
+from diloco.swarm.host_memory_check import require_host_memory
 from diloco.watch.signals import end_with_parent, on_stop
 from diloco.watch.watchdog import Watchdog, WatchedRank
 from inner.data.batches import IslandBatches
@@ -46,6 +47,7 @@ def train(config: Config, index: int, loop: Callable[[Runtime], None] | None = N
     requests = {int(number): partial(make_request, folder, name) for number, name in SIGNALS.items()}
     on_stop(lambda: say_goodbye(goodbyes, "left", "stopped by a signal"), requests)
     device = pick_device(settings)
+    require_host_memory(run, settings, device)
     with open_process_group(settings, device) as ranks:
         if ranks.is_leader:
             keep_config(folder.parent, config)

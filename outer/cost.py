@@ -113,8 +113,9 @@ def memory_bytes(
 ) -> dict[str, float]:
     """Host memory of the outer loop on one rank, by purpose; ranks carry equal shares of the parts.
 
-    The sum is held from the first round on, because a round's memory is kept for the next one. Local params are not in
-    it. Raises InputError as `round_bytes` does.
+    The sum is held from the first round on, because a round's memory is kept for the next one; payloads that arrive,
+    those kept for audits and means for joiners may be fewer. Local params are not in it. Raises InputError as
+    `round_bytes` does.
     """
     num_params = sum(prod(spec.shape) for spec in specs) / num_ranks
     num_moments = 2 * num_params if outer.moments else 0
@@ -134,8 +135,21 @@ def memory_bytes(
         # Until the commit the old residuals are there as well as the new ones.
         residuals = FP32_BYTES * (1 + 1 / num_islands)
         memory["residuals of coding"] = residuals * (num_params + largest.num_elements / num_ranks)
-    memory["means for joiners, at most"] = LOG_BYTES_PER_PARAM * (num_params + num_moments)
+    of_all_rounds = outer.rounds * outer.fragments * sum(each.mean_bytes for each in rounds) / len(rounds) / num_ranks
+    memory["means for joiners"] = min(LOG_BYTES_PER_PARAM * (num_params + num_moments), of_all_rounds)
     return memory
+
+
+def moving_bytes(
+    outer: OuterConfig, specs: tuple[TensorSpec, ...], num_islands: int, num_ranks: int, *, is_copied: bool
+) -> float:
+    """Host memory of one rank, at most, while a fragment's slices become parts: beside `memory_bytes`, for a moment.
+
+    Slices are copied to the host if they are on another device (`is_copied`), and what other ranks get lies in one
+    tensor of its own, as does what comes from them.
+    """
+    largest = max(sent.num_elements for sent in round_bytes(outer, specs, num_islands))
+    return FP32_BYTES * largest / num_ranks * (is_copied + 2 * (1 - 1 / num_ranks))
 
 
 def _memory_of_a_round(outer: OuterConfig, sizes: RoundBytes, num_islands: int, num_ranks: int) -> dict[str, float]:
@@ -153,7 +167,7 @@ def _memory_of_a_round(outer: OuterConfig, sizes: RoundBytes, num_islands: int, 
     memory["a round's means"] = sizes.mean_bytes + (0 if is_fp32 else FP32_BYTES * sizes.num_elements)
     in_flight = min(1.0, PARTS_IN_FLIGHT * num_ranks / sizes.num_parts)
     reduced = peers if codecs.is_gathered else peers / num_islands
-    memory["payloads that arrive, at most"] = sizes.payload_bytes * reduced * in_flight
+    memory["payloads that arrive"] = sizes.payload_bytes * reduced * in_flight
     if outer.audit > 0:
         memory["payloads kept for audits"] = sizes.mean_bytes
     return memory

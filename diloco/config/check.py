@@ -44,7 +44,7 @@ def check_island(run: RunConfig, island: IslandConfig, where: str) -> None:
 def check_fragments(run: RunConfig) -> None:
     """Raise ConfigError if the model has too few layers for the run's fragments."""
     try:
-        assign_fragments(_param_specs(run, run.model.vocab_size or BYTE_VOCAB_SIZE), run.outer)
+        assign_fragments(model_specs(run, run.model.vocab_size or BYTE_VOCAB_SIZE), run.outer)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -76,10 +76,11 @@ def check_run(config: Config, num_islands: int) -> Corpus:
 
 def count_params(run: RunConfig, corpus: Corpus) -> int:
     """Number of parameters of the run's model."""
-    return num_elements(_param_specs(run, corpus.vocab_size))
+    return num_elements(model_specs(run, corpus.vocab_size))
 
 
-def _param_specs(run: RunConfig, vocab_size: int) -> Sequence[ParamSpec]:
+def model_specs(run: RunConfig, vocab_size: int) -> Sequence[ParamSpec]:
+    """Name and shape of every parameter of the run's model, ours or an own one. Raises InputError if it is wrong."""
     model = resolve_model(run.model, vocab_size)
     if isinstance(model, OwnModel):
         from inner.parallel.own_model import own_param_specs

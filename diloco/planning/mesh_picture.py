@@ -23,6 +23,7 @@ from inner.data.tokenizer import build_tokenizer, tokenizer_fingerprint
 from inner.measure.advice import advice
 from inner.measure.fsdp_gathers import MANAGED_STAGES
 from inner.measure.memory import MemoryEstimate, estimate_memory
+from inner.measure.param_specs import param_specs
 from inner.measure.workload import Workload
 from inner.mesh import AXES, accumulation_steps, resolve_degrees
 from inner.model.sizes import BYTE_VOCAB_SIZE, PRESETS, num_params, resolve_sizes
@@ -44,7 +45,6 @@ MEMORY_ROWS = {
     "loss": "loss",
     "working": "a layer's backward",
     "peak": "peak",
-    "outer": "outer, on the CPU",
 }
 """Labels of the fields of MemoryEstimate."""
 
@@ -100,7 +100,10 @@ def show_mesh(
         print_section(console, *pipeline(plan, width))
     where = "the CPU" if plan.device_type == "cpu" else "a GPU"
     dtype = island.resolve_compute_dtype(plan.device_type)
-    print_section(console, f"What a rank holds on {where}, computing in {dtype} (estimate)", memory_table(plan, width))
+    title = f"What a rank holds on {where}, computing in {dtype} (estimate)"
+    print_section(console, title, memory_table(plan, width))
+    console.print()
+    print_text(console, host_line(config, island, plan))
     is_sound = rehearse is None or rehearse(config.run, island, plan, console)
     if limit is None:
         return is_sound
@@ -224,6 +227,20 @@ def _gathered_note(stages_per_rank: int) -> str:
     return (
         f"Of a rank's {stages_per_rank} stages torch keeps the weights of the next {MANAGED_STAGES} gathered, and "
         "gathers the others again."
+    )
+
+
+def host_line(config: Config, island: IslandConfig, plan: StepPlan) -> str:
+    """What an average rank needs on the host."""
+    # Imported here because it imports torch: all else is printed without waiting for it.
+    from diloco.planning.host_memory import estimate_host_memory
+
+    num_islands = max(len(config.islands), config.outer.start_islands)
+    specs = param_specs(plan.work.sizes)
+    host = estimate_host_memory(config.run, island, plan.device_type, specs, num_islands, plan.memory)
+    return (
+        f"host memory of a rank, with the outer loop: at least {human_bytes(host.least)}, and "
+        f"{human_bytes(host.estimate)} if all comes at once; `diloco plan` shows each purpose"
     )
 
 

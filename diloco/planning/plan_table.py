@@ -11,12 +11,13 @@ from rich.table import Table
 from diloco.config.schema import Config
 from diloco.formatting import human_bytes, human_count, human_seconds
 from diloco.planning.advice import Rung, needed_bandwidth
+from diloco.planning.host_memory import estimate_host_memory
 from diloco.planning.mesh_picture import StepPlan, header, print_section, print_text
 from diloco.planning.mesh_traffic import plain_table
 from diloco.planning.predict import CONTROL_TRIPS, PAYLOAD_TRIPS, Case, Prediction
 from diloco.planning.utilisation import Model, diloco, streaming, utilisation
 from inner.measure.param_specs import num_elements
-from outer.cost import memory_bytes, round_bytes
+from outer.cost import round_bytes
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def print_plan(picture: Picture, console: Console) -> None:
     console.print()
     for line in notes(picture):
         print_text(console, line)
-    print_section(console, "What a rank holds for the outer loop, on the host", memory_table(picture))
+    print_section(console, "What a rank holds on the host (estimate)", memory_table(picture))
     settings = f"Settings up to {percent(picture.target)}, line by line; bits per parameter and inner step"
     print_section(console, settings, advice_table(picture))
     console.print()
@@ -136,15 +137,18 @@ def published_utilisation(picture: Picture) -> float:
 
 
 def memory_table(picture: Picture) -> Table:
-    """Memory of the outer loop's state, with that of an inner step for comparison."""
-    table = plain_table(("",), ("any rank",))
-    case = picture.case
-    memory = memory_bytes(case.outer, case.specs, case.num_islands, case.ranks)
-    for name, num_bytes in [*memory.items(), ("together", sum(memory.values()))]:
-        table.add_row(name, human_bytes(num_bytes))
-    where = "the CPU" if picture.island.device_type == "cpu" else "a GPU"
-    peak = max(each.peak for each in picture.island.memory)
-    table.add_row(f"for comparison, an inner step on {where}", human_bytes(peak))
+    """Host memory of a rank by purpose, with that of an inner step on a GPU for comparison."""
+    table = plain_table(("",), ("at least", "estimate"))
+    config, island, case = picture.config, picture.island, picture.case
+    first = config.for_island(0)
+    host = estimate_host_memory(config.run, first, island.device_type, case.specs, case.num_islands, island.memory)
+    for name, num_bytes in host.certain.items():
+        table.add_row(name, human_bytes(num_bytes), human_bytes(num_bytes))
+    for name, num_bytes in host.possible.items():
+        table.add_row(name, "", human_bytes(num_bytes))
+    table.add_row("together", human_bytes(host.least), human_bytes(host.estimate))
+    if island.device_type != "cpu":
+        table.add_row("for comparison, an inner step on a GPU", "", human_bytes(max(e.peak for e in island.memory)))
     return table
 
 

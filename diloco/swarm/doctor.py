@@ -23,6 +23,7 @@ from diloco.errors import ConfigError
 from diloco.formatting import one_line
 from diloco.swarm.address_checks import is_loopback, time_connection
 from diloco.swarm.checks import Check, LocalIsland, resolve_local_island
+from diloco.swarm.host_memory_check import check_host_memory
 from diloco.swarm.island_checks import CallbackListener, RemoteIsland, check_remote_island
 from diloco.swarm.machine_checks import check_machine, load_usable_key
 from outer.connect import Network, NetworkSettings, find_runs, open_network
@@ -97,6 +98,7 @@ async def diagnose(
     swarm_host = host_of(address) if address is not None else None
     for check in check_machine(local, is_alone=swarm_host is not None and is_loopback(swarm_host[0])):
         yield check
+    yield check_host_memory(local)
     if address is not None:
         yield f"The swarm at {address}"
         async for line in check_swarm(local, address, run_name):

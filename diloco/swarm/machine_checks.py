@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from diloco.config.check import check_island
+from diloco.config.check import check_island, model_specs
 from diloco.config.schema import IslandConfig, RunConfig
 from diloco.errors import ConfigError
 from diloco.formatting import human_bytes
@@ -15,7 +15,7 @@ from diloco.swarm.address_checks import check_listening
 from diloco.swarm.checks import Check, LocalIsland
 from diloco.swarm.listeners import PROC, find_rank_stores
 from inner.errors import InputError as DataError
-from inner.model.sizes import num_params, resolve_sizes
+from inner.measure.param_specs import num_elements
 from outer.errors import InputError
 from outer.network.run_key import RunKey, load_run_key, read_run_key
 from outer.transports.gloo.open_files import find_allowed_files
@@ -123,7 +123,7 @@ def state_bytes(run: RunConfig) -> int:
 
     try:
         vocab_size = run.model.vocab_size or build_tokenizer(run.data.tokenizer).vocab_size
-        return 2 * 4 * num_params(resolve_sizes(run.model, vocab_size))
+        return 2 * 4 * num_elements(model_specs(run, vocab_size))
     except (DataError, OSError):
         return 0
 

@@ -33,8 +33,6 @@ class MemoryEstimate:
     """Recomputed activations and temporary gradients in the backward of one layer."""
     peak: int
     """Maximum over the step; less than the sum of the maxima, as these occur at different times."""
-    outer: int
-    """Global params and outer momentum, which are on the CPU and not part of the peak."""
 
 
 def estimate_memory(work: Workload, optimizer: str | StateBytes, device_type: str = "cuda") -> list[MemoryEstimate]:
@@ -62,7 +60,6 @@ def _estimate_rank(rank: "_Rank", optimizer: StateBytes) -> MemoryEstimate:
         loss=max(snapshot.loss for snapshot in snapshots),
         working=max(snapshot.working for snapshot in snapshots),
         peak=params + optimizer_state + beside,
-        outer=2 * params,
     )
 
 

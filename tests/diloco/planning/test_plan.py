@@ -1,5 +1,6 @@
 """`diloco plan`: its output, and its answers to mistakes."""
 
+import re
 from io import StringIO
 from pathlib import Path
 
@@ -46,12 +47,12 @@ def test_the_plan_shows_every_term_memory_time_and_advice():
     assert "set outer." in text
 
 
-def test_memory_is_what_the_outer_loop_keeps():
+def test_host_memory_is_what_the_outer_loop_keeps():
     def amounts(*overrides: str) -> dict[str, str]:
         lines = printed(list(overrides))
         start = next(i for i, line in enumerate(lines) if line.startswith("What a rank holds"))
-        rows = [line.rsplit(maxsplit=2) for line in lines[start + 2 : lines.index("", start)]]
-        return {row[0]: f"{row[1]} {row[2]}" for row in rows}
+        rows = [re.split(r"\s{2,}", line.strip()) for line in lines[start + 2 : lines.index("", start)]]
+        return {name: estimate for name, *_, estimate in rows}
 
     plain = amounts()
     assert plain["global params"] == "2.1 MB", "1.05M parameters, 4 bytes each, on 2 ranks"

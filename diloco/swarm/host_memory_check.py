@@ -1,0 +1,165 @@
+"""Whether this machine has the host memory that an island's ranks need on it."""
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.config.check import model_specs
+from diloco.config.schema import IslandConfig, RunConfig
+from diloco.errors import ConfigError
+from diloco.formatting import human_bytes
+from diloco.planning.host_memory import HostMemory, estimate_host_memory
+from diloco.planning.mesh_picture import build_step_plan, vocabulary
+from diloco.runtime.devices import choose_device, list_gpus
+from diloco.swarm.checks import Check, LocalIsland
+from inner.errors import InputError as DataError
+from inner.measure.memory import MemoryEstimate
+from inner.model.sizes import BYTE_VOCAB_SIZE
+from outer.errors import InputError
+
+log = logging.getLogger(__name__)
+
+NEARLY_ALL = 0.85
+"""Share of the memory from which on a machine is warned of: the system, the page cache and datasets need the rest."""
+MOST_NAMED = 4
+"""The largest purposes, which a text names."""
+CURE = (
+    "spread the island over more machines (island.ranks, fewer on each), allow the container or job more memory, set "
+    "island.checkpoint.every_rounds to null, or choose a smaller model; `diloco plan` shows each purpose"
+)
+
+
+@dataclass(frozen=True)
+class MachineMemory:
+    """Host memory that the processes of this machine may use together."""
+
+    num_bytes: int
+    source: str
+    """What sets this limit, as text for the user."""
+    swap_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """What the ranks of an island on one machine need there, and what there is."""
+
+    label: str
+    num_ranks: int
+    """Of the island on this machine."""
+    rank: HostMemory
+    machine: MachineMemory
+    smallest_share: float = 1.0
+    """Of an average rank's memory, what these ranks have at least: less if they may hold the smallest stage."""
+
+    @property
+    def least(self) -> float:
+        """Bytes that the ranks cannot do without."""
+        return self.num_ranks * self.smallest_share * self.rank.least
+
+    @property
+    def cannot_fit(self) -> bool:
+        """Whether even what is needed for certain is more than there is, swap space included."""
+        return self.least > self.machine.num_bytes + self.machine.swap_bytes
+
+    @property
+    def is_scarce(self) -> bool:
+        """Whether what may be needed is nearly all that there is, or more."""
+        return self.num_ranks * self.rank.estimate > NEARLY_ALL * self.machine.num_bytes
+
+    @property
+    def text(self) -> str:
+        """What is needed and allowed, with the largest purposes."""
+        sizes = self.rank.certain | self.rank.possible
+        largest = sorted(sizes, key=lambda purpose: -sizes[purpose])[:MOST_NAMED]
+        named = ", ".join(f"{human_bytes(sizes[purpose])} {purpose}" for purpose in largest)
+        ranks = f"{self.num_ranks} {'rank' if self.num_ranks == 1 else 'ranks'} of {self.label!r} on one machine"
+        estimate = human_bytes(self.num_ranks * self.rank.estimate)
+        needed = f"at least {human_bytes(self.least)} of host memory, and {estimate} if all comes at once"
+        swap = f" and {human_bytes(self.machine.swap_bytes)} of swap" if self.machine.swap_bytes else ""
+        allowed = f"{human_bytes(self.machine.num_bytes)} ({self.machine.source}){swap}"
+        return f"{ranks} {'needs' if self.num_ranks == 1 else 'need'} {needed}; there are {allowed}; each rank {named}"
+
+
+def require_host_memory(run: RunConfig, island: IslandConfig, device: str) -> None:
+    """Raise ConfigError if this rank and the island's others on its machine cannot fit; warn if it will be close.
+
+    Every rank of the machine calls it, and the first one warns. Nothing is sent, so each finds the same.
+    """
+    node = plan_node_memory(run, island, device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if node.cannot_fit:
+        raise ConfigError(f"{node.text}; {CURE}")
+    if node.is_scarce and os.environ.get("LOCAL_RANK", "0") == "0":
+        log.warning("%s; if they are killed for memory, %s", node.text, CURE)
+
+
+def check_host_memory(local: LocalIsland) -> Check:
+    """The doctor's check: all ranks of the island are here, or as many as this machine has GPUs."""
+    run, island, where = local.run, local.island, "host memory"
+    if run is None:
+        machine = find_machine_memory()
+        text = f"{human_bytes(machine.num_bytes)} ({machine.source}); --config FILE says whether it is enough"
+        return Check("ok", where, text)
+    num_gpus = 0 if island.device == "cpu" else len(list_gpus())
+    num_ranks = min(island.ranks, num_gpus or island.ranks)
+    try:
+        device = choose_device(island.device, 0, num_ranks, num_gpus)
+        node = plan_node_memory(run, island, device, num_ranks)
+    except (ConfigError, DataError, InputError, OSError) as error:
+        return Check("warning", where, f"it cannot be planned: {error}")
+    if node.cannot_fit:
+        return Check("FAILED", where, f"{node.text}; {CURE}")
+    return Check("warning", where, f"{node.text}; {CURE}") if node.is_scarce else Check("ok", where, node.text)
+
+
+def plan_node_memory(run: RunConfig, island: IslandConfig, device: str, num_ranks: int) -> NodeMemory:
+    """What `num_ranks` ranks of the island need on this machine. `device` is where they compute, cpu or cuda:N."""
+    device_type = device.partition(":")[0]
+    vocab_size, is_assumed = vocabulary(run)
+    # What is refused must be certain, and a tokenizer that has not been read may be as small as bytes are.
+    specs = model_specs(run, BYTE_VOCAB_SIZE if is_assumed else vocab_size)
+    here = island.model_copy(update={"device": device_type})
+    inner_step = [] if run.model.name else build_step_plan(run, here).memory
+    rank = estimate_host_memory(run, island, device_type, specs, run.outer.start_islands, inner_step)
+    share = 1.0 if num_ranks == island.ranks else _smallest_share(inner_step)
+    return NodeMemory(island.label, num_ranks, rank, find_machine_memory(), share)
+
+
+def _smallest_share(inner_step: list[MemoryEstimate]) -> float:
+    """Params of the pp coordinate that has the fewest, as a share of the average one's."""
+    params = [each.params for each in inner_step] or [1]
+    return min(params) * len(params) / sum(params)
+
+
+def find_machine_memory(root: Path = Path("/")) -> MachineMemory:
+    """The machine's memory, or less if a control group of this process (a container, a job) may use only so much."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    swap = _read_swap_bytes(root)
+    limits = [(total, "the machine's"), *_find_cgroup_limits(root)]
+    return MachineMemory(*min(limits), swap_bytes=swap)
+
+
+def _read_swap_bytes(root: Path) -> int:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0  # Not Linux.
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("SwapTotal:")), 0)
+
+
+def _find_cgroup_limits(root: Path) -> Iterator[tuple[int, str]]:
+    """The limits of this process's control groups and of the groups around them, in both versions of the system."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return  # Not Linux.
+    groups = {kinds: Path(group.lstrip("/")) for _, kinds, group in (line.split(":", 2) for line in lines)}
+    mount = root / "sys/fs/cgroup"
+    for kinds, folder, name in (("", mount, "memory.max"), ("memory", mount / "memory", "memory.limit_in_bytes")):
+        # In a container the path may be that of the host: then only the group at the top is there.
+        for group in [groups[kinds], *groups[kinds].parents] if kinds in groups else ():
+            try:
+                yield int((folder / group / name).read_text()), f"the limit in {folder / group / name}"
+            except (OSError, ValueError):
+                continue  # There is no such file, or it says "max".
