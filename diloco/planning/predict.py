@@ -22,8 +22,8 @@ PAYLOAD_TRIPS = 1.0
 """Round trips of payloads in a round: a part goes to its reducer and its mean comes back."""
 PAYLOAD_SHARE = {"gloo": 0.94, "hivemind": 0.91, "loopback": 1.0}
 """Share of a link's rate that payloads get, by transport, measured at 100 Mbit/s. Frame headers leave at most 0.956."""
-MANY_PEERS_SHARE = 0.96
-"""Further factor with more than one peer, because a link sometimes waits for another."""
+MANY_PEERS_SHARE = 0.90
+"""Further factor with more than one peer: connections share a link unevenly, and islands wait for the slow ones."""
 ROUND_MESSAGES = 15
 """Host time of a round's ready, plan, vote and background thread, in units of one payload's host time."""
 FIRST_WINDOW_BYTES = 10 * 1448
@@ -172,8 +172,13 @@ def _payload_rate(case: Case) -> float:
     """Bits of payload that an island sends per second."""
     share = case.link.payload_share
     if share is None:
-        share = PAYLOAD_SHARE[case.outer.transport] * (MANY_PEERS_SHARE if case.num_islands > 2 else 1.0)
+        share = find_payload_share(case.outer, case.num_islands)
     return case.link.bits_per_second * share
+
+
+def find_payload_share(outer: OuterConfig, num_islands: int) -> float:
+    """Share of a link's rate that payloads get, as measured."""
+    return PAYLOAD_SHARE[outer.transport] * (MANY_PEERS_SHARE if num_islands > 2 else 1.0)
 
 
 def _message_seconds(case: Case, sent: RoundBytes) -> float:

@@ -1,9 +1,9 @@
 """Modelled links between virtual islands. They carry no bytes: they count them, and deliver each message in its time.
 
-A payload leaves over its sender's uplink, after the payloads that were sent before it, and comes in over its receiver's
-downlink, after those that came before it. Small messages have connections of their own and wait for each other in the
-same way, but not for payloads, and neither slows the other down. Packets are never lost, and TCP's slow start is not
-modelled.
+Payloads to the same island leave one after another, and those to different islands at the same time, with equal shares
+of the uplink (diloco/virtual/uplink.py). A payload comes in over its receiver's downlink, after those that began to
+arrive before it. Small messages have connections of their own: they wait for each other in both directions, but not for
+payloads, and neither slows the other down. Packets are never lost, and TCP's slow start is not modelled.
 """
 
 from collections import Counter, defaultdict
@@ -13,6 +13,7 @@ from typing import get_args
 
 from diloco.network_emulation.links import AccessLink
 from diloco.virtual.stand_in import StandIn
+from diloco.virtual.uplink import Uplink
 from diloco.virtual.world import World
 from outer.network.endpoints import Lane, Tag
 from outer.transports.loopback import Parcel
@@ -67,12 +68,23 @@ class VirtualNetwork:
     up: dict[str, Way] = field(default_factory=lambda: defaultdict(Way))
     down: dict[str, Way] = field(default_factory=lambda: defaultdict(Way))
 
+    def __post_init__(self) -> None:
+        self._uplinks: dict[str, Uplink] = defaultdict(lambda: Uplink(self.world))
+
     def deliver(self, parcel: Parcel, deliver: Callable[[], None]) -> None:
         """Count the parcel and call `deliver` when it has arrived."""
         size = self.size_of(parcel)
         self.counts.messages[parcel.kind] += 1
         self.counts.num_bytes[parcel.kind] += size
-        self.world.at(self._arrival(parcel, size), deliver)
+        source, target = self.link_of(parcel.source) or UNSHAPED, self.link_of(parcel.to) or UNSHAPED
+        share = self.payload_share if parcel.lane == "bulk" else 1.0
+        sending, receiving = 8 * size / (source.rate * share), 8 * size / (target.rate * share)
+        # Each of two links adds half of its round trip to that between the islands, so a quarter to one way.
+        latency = (source.rtt + target.rtt) / 4
+        if parcel.lane == "control":
+            self.world.at(self._pass_both(parcel, sending, receiving) + latency, deliver)
+        else:
+            self._send_payload(parcel, sending, receiving, lambda arrived: self.world.at(arrived + latency, deliver))
 
     @property
     def busiest_seconds(self) -> float:
@@ -88,15 +100,21 @@ class VirtualNetwork:
             return self.stand_in.part_bytes if is_part else self.stand_in.mean_bytes
         return parcel.num_bytes
 
-    def _arrival(self, parcel: Parcel, size: int) -> float:
-        """When the parcel has arrived."""
-        source, target = self.link_of(parcel.source) or UNSHAPED, self.link_of(parcel.to) or UNSHAPED
-        share = self.payload_share if parcel.lane == "bulk" else 1.0
-        sending, receiving = 8 * size / (source.rate * share), 8 * size / (target.rate * share)
+    def _pass_both(self, parcel: Parcel, sending: float, receiving: float) -> float:
+        """When a small message has passed both links."""
         up, down = self.up[parcel.source], self.down[parcel.to]
         sent_at = up.pass_through(parcel.lane, self.world.now, sending)
         # The first bytes arrive while the last ones are sent.
-        arrived_at = max(sent_at, down.pass_through(parcel.lane, sent_at - sending, receiving))
-        down.free_at[parcel.lane] = arrived_at
-        # Each of two links adds half of its round trip to that between the islands, so a quarter to one way.
-        return arrived_at + (source.rtt + target.rtt) / 4
+        down.free_at[parcel.lane] = max(sent_at, down.pass_through(parcel.lane, sent_at - sending, receiving))
+        return down.free_at[parcel.lane]
+
+    def _send_payload(self, parcel: Parcel, sending: float, receiving: float, arrive: Callable[[float], None]) -> None:
+        """Send over the uplink, and call `arrive` with the time at which the payload has passed both links."""
+        down, has_room = self.down[parcel.to], 0.0
+        self.up[parcel.source].busy_seconds += sending
+
+        def begin() -> None:
+            nonlocal has_room
+            has_room = down.pass_through(parcel.lane, self.world.now, receiving)
+
+        self._uplinks[parcel.source].send(parcel.to, sending, begin, lambda: arrive(max(self.world.now, has_room)))

@@ -8,7 +8,7 @@ import torch
 
 from diloco.faults.spec import Fault
 from diloco.network_emulation.links import AccessLink, Links
-from diloco.planning.predict import PAYLOAD_SHARE
+from diloco.planning.predict import find_payload_share
 from diloco.virtual.faults import VirtualFaults
 from diloco.virtual.fleet import VirtualFleet
 from diloco.virtual.island import Seat
@@ -60,7 +60,7 @@ def run_virtually(run: VirtualRun) -> VirtualFleet:
     slowest = run.step_seconds * (1 + run.spread)
     world = World(outer.rounds * (MOST_PERIODS * outer.inner_steps * slowest + MOST_SECONDS))
     stand_in = build_stand_in(run.specs, outer, run.num_islands)
-    share = PAYLOAD_SHARE[outer.transport]  # That links wait for one another comes out by itself.
+    share = find_payload_share(outer, run.num_islands)
     find_link = cache(lambda name: _find_link(run.links, name))
     network = VirtualNetwork(world, stand_in, find_link, share)
     hub = Hub(network.deliver)

@@ -46,7 +46,7 @@ class Hub:
     def __init__(self, delivery: DeliverySchedule = lambda parcel, deliver: deliver()) -> None:
         self.lock = threading.RLock()
         self.deliver = delivery
-        self.transports: dict[tuple[str, Endpoint], LoopbackTransport] = {}
+        self.groups: dict[str, dict[Endpoint, LoopbackTransport]] = {}
         """Transports that have joined a group, by epoch and endpoint."""
         self.messengers: dict[str, Any] = {}  # by address; their type is in outer.membership.loopback
         self.records: dict[str, dict[str, str]] = defaultdict(dict)
@@ -124,7 +124,7 @@ class LoopbackTransport:
             if self._hub.is_cut(self._me.island, other.island):
                 self._fail(other, "its connection is broken")
         with self._hub.lock:
-            self._hub.transports[self._epoch, self._me] = self
+            self._hub.groups.setdefault(self._epoch, {})[self._me] = self
             joined = self._joined()
         for transport in joined:
             call_on_loop(transport._loop, transport._changed.notify)
@@ -139,7 +139,7 @@ class LoopbackTransport:
         copy = check_payload(payload).clone()
         if error := self._mailbox.failure_of(to):
             raise error
-        target = self._hub.transports.get((self._epoch, to))
+        target = self._group.get(to)
         if target is None:
             raise PeerLost(to.island, f"{to} is not in this group")
         self.traffic.bytes_sent += HEADER_BYTES + copy.numel()
@@ -153,7 +153,9 @@ class LoopbackTransport:
     async def disconnect(self) -> None:
         with self._hub.lock:
             epoch, joined = self._epoch, self._joined()
-            self._hub.transports.pop((epoch, self._me), None)
+            self._group.pop(self._me, None)
+            if not self._group:
+                self._hub.groups.pop(epoch, None)
         self._mailbox.fail_all("this group was left")
         self._epoch, self._others = "", []
         for transport in joined:
@@ -166,17 +168,25 @@ class LoopbackTransport:
     def _on_lost(self, island: str) -> None:
         call_on_loop(self._loop, lambda: self._break(island))
 
+    @property
+    def _group(self) -> "dict[Endpoint, LoopbackTransport]":
+        """Transports that have joined this one's group."""
+        return self._hub.groups.get(self._epoch, {})
+
     def _joined(self) -> "list[LoopbackTransport]":
-        found = [self._hub.transports.get((self._epoch, other)) for other in self._others]
-        return [transport for transport in found if transport is not None]
+        group = self._group
+        return [group[other] for other in self._others if other in group]
 
     def _has_all(self) -> bool:
         self._mailbox.raise_failure(self._others)
-        return not self._missing()
+        with self._hub.lock:
+            may_be_complete = len(self._group) > len(self._others)
+        return may_be_complete and not self._missing()  # Asked whenever an island joins, so mostly in vain.
 
     def _missing(self) -> list[Endpoint]:
         with self._hub.lock:
-            return [other for other in self._others if (self._epoch, other) not in self._hub.transports]
+            group = self._group
+            return [other for other in self._others if other not in group]
 
     def _receive(self, epoch: str, source: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
         if epoch != self._epoch or self._mailbox.failure_of(source):

@@ -86,7 +86,7 @@ class Mailbox:
 
     def raise_failure(self, sources: Iterable[Endpoint]) -> None:
         """Raise the error of the first of `sources` that has failed, if any."""
-        for source in sources:
+        for source in sources if self._failures else ():
             if error := self.failure_of(source):
                 raise error
 

@@ -5,7 +5,7 @@
 
 The real islands are those of scripts/bench/utilisation.py: processes in network namespaces with shaped links, whose
 inner steps sleep until they have lasted exactly --step-seconds. The virtual ones get the same links and steps, and as
-the time of their own work what `diloco plan`'s model says of this machine.
+the time of their own work what `diloco plan`'s model says of this machine, times the real islands on each of its cores.
 """
 
 import argparse
@@ -72,12 +72,13 @@ def plan_runs(options: argparse.Namespace) -> Iterator[list[PlannedRun]]:
 def simulate(run: PlannedRun, predicted: Prediction) -> Results:
     """The same run on virtual time."""
     own_work = predicted.copy_seconds + predicted.codec_seconds + predicted.step_seconds
+    on_each_core = max(1.0, run.num_islands / (os.cpu_count() or 1))
     virtual = VirtualRun(
         outer=run.config.model_copy(update={"rounds": VIRTUAL_ROUNDS}),
         specs=run.case.specs,
         num_islands=run.num_islands,
         step_seconds=run.task.step_seconds,
-        host_seconds=own_work,
+        host_seconds=own_work * on_each_core,
         links=Links(run.link),
         tokens_per_step=1000,
     )
