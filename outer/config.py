@@ -162,7 +162,7 @@ class OuterConfig(Section):
     transport: Literal["loopback", "gloo", "hivemind"] = "hivemind"
     """Network between islands: threads of one process (loopback), plain TCP (gloo), or encrypted libp2p (hivemind)."""
     part_elements: int | None = Field(default=None, ge=256)
-    """Size of the largest part, in parameters; null: by the size of the model, 262144 below 1B parameters, 2M to 4M
+    """Size of the largest part, in parameters; null: by the size of the model, 1M below 1B parameters, 2M to 4M
     from there on. All islands use the same, so codec blocks do not depend on a mesh."""
     quorum: int = Field(default=1, ge=1)
     """Least number of participants for a round to count. With `wait_for: quorum`, least number of contributors."""

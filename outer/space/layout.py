@@ -24,9 +24,9 @@ from typing import Literal, Protocol
 MIN_PARTS = 16
 """A small model is cut into so many parts, or one for each island, whatever part_elements is: all share the reduce."""
 
-PART_ELEMENTS = ((4_000_000_000, 1 << 22), (1_000_000_000, 1 << 21), (0, 1 << 18))
-"""(parameters, size of a part): the first row that the model reaches. A large model has large parts, because each
-payload takes host time of its own; a small one is cut finely, so that coding and sending overlap."""
+PART_ELEMENTS = ((4_000_000_000, 1 << 22), (1_000_000_000, 1 << 21), (0, 1 << 20))
+"""(parameters, size of a part): the first row that the model reaches. Parts are large, because each payload takes host
+time of its own; those of a small model follow from MIN_PARTS, so that coding and sending overlap."""
 
 TensorKind = Literal["params", "exp_avg", "exp_avg_sq"]
 """Parameters, or the inner optimizer's first or second moments of the parameters."""
@@ -219,7 +219,7 @@ def choose_part_elements(num_params: int) -> int:
     """Size of the largest part of a model of so many parameters, if the config does not set it.
 
     >>> [choose_part_elements(num_params) for num_params in (150_000_000, 1_240_000_000, 70_000_000_000)]
-    [262144, 2097152, 4194304]
+    [1048576, 2097152, 4194304]
     """
     return next(elements for least, elements in PART_ELEMENTS if num_params >= least)
 

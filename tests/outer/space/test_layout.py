@@ -99,7 +99,7 @@ def test_the_space_of_a_run_has_a_part_for_each_island(islands: int, parts: int)
 
 @pytest.mark.parametrize(
     ("rows", "wanted", "largest"),
-    [(900_000, None, 1 << 18), (1_000_000, None, 1 << 21), (8_000_000, None, 1 << 22), (8_000_000, 1 << 20, 1 << 20)],
+    [(900_000, None, 1 << 20), (1_000_000, None, 1 << 21), (8_000_000, None, 1 << 22), (8_000_000, 1 << 18, 1 << 18)],
 )
 def test_a_large_model_is_cut_into_large_parts(rows: int, wanted: int | None, largest: int) -> None:
     space = build_space([Spec("w", (rows, 1000))], OuterConfig(part_elements=wanted))
