@@ -109,9 +109,13 @@ class TcpMembership:
         self._beating: list[asyncio.Task[None]] = []
 
     async def connect(self, connect_seconds: float) -> None:
-        """Wait until a rendezvous has answered. Raises UnreachableError when none does."""
+        """Wait until a rendezvous has answered. Raises UnreachableError when none does, or all refuse the run key."""
         links = self._links
-        if not await self._asked.wait_until(lambda: any(link.has_answered for link in links), connect_seconds):
+        await self._asked.wait_until(
+            lambda: any(link.has_answered for link in links) or all(_is_final(link.cause) for link in links),
+            connect_seconds,
+        )
+        if not any(link.has_answered for link in links):
             raise unreachable_error(connect_seconds, {link.address: link.cause for link in links})
         await self._asked.wait_until(lambda: all(link.was_asked for link in links), OTHERS_SECONDS)
 
@@ -256,6 +260,8 @@ async def find_runs_at_rendezvous(address: str, connect_seconds: float, key: Run
             return await messenger.call(target, "runs", b"", timeout_seconds=left)
         except TransportError as error:
             cause = first_line(error)
+            if _is_final(cause):
+                raise unreachable_error(connect_seconds, {address: cause}) from None
             return None
 
     try:
@@ -267,7 +273,14 @@ async def find_runs_at_rendezvous(address: str, connect_seconds: float, key: Run
     return {name: RunInfo(run.text, tuple(run.islands)) for name, run in parse(KnownRuns, reply).runs.items()}
 
 
+def _is_final(cause: str) -> bool:
+    """Whether it is no use to ask again: run keys do not change by themselves."""
+    return "run key" in cause
+
+
 def unreachable_error(connect_seconds: float, causes: Mapping[str, str]) -> UnreachableError:
+    if all(map(_is_final, causes.values())):
+        return UnreachableError(f"island.bootstrap: {'; '.join(f'{address}: {causes[address]}' for address in causes)}")
     return UnreachableError(
         f"island.bootstrap: {', '.join(causes)} did not answer within {connect_seconds:g} s "
         f"({'; '.join(dict.fromkeys(causes.values()))}); check that `diloco bootstrap --rendezvous tcp` runs there and "

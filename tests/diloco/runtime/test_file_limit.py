@@ -51,6 +51,8 @@ def open_groups_of_a_large_island(config, index) -> None:
         if ranks.is_leader:
             folder = Path(island.run_dir) / config.name / island.label
             (folder / "found.json").write_text(json.dumps(found))
+        # Twice: a rank that ends while another one still connects to it for the first would reset the connection.
+        dist.barrier()
         dist.barrier()
 
 

@@ -222,7 +222,7 @@ def test_an_address_that_is_none_is_said(address):
 def test_a_missing_or_wrong_run_key_is_said_over_tcp(tmp_path, ours):
     rendezvous = serve_rendezvous("127.0.0.1", 0, RunKey(b"k" * 32))
     try:
-        lines = run(visited(rendezvous.address, *key_file(tmp_path, ours), "island.connect_seconds=0.5"))
+        lines = run(visited(rendezvous.address, *key_file(tmp_path, ours), "island.connect_seconds=10"))
     finally:
         rendezvous.close()
     assert troubles(lines) == [("FAILED", "run key")]
