@@ -10,8 +10,8 @@ What a program uses of it; everything else may change without notice (tests/test
     network.deadlines, network.endpoints, network.event_loop, network.frames, network.messages, network.retry,
     network.run_key
     membership.base, membership.hivemind, membership.records, membership.rendezvous     records of islands, bootstraps
-    transports.gloo.groups, transports.gloo.open_files, transports.loopback
-                                            the address form of gloo; the limit of open files; the hub of one process
+    transports.gloo.groups, transports.tls.addresses, transports.gloo.open_files, transports.loopback
+                                            addresses of gloo and tls; the limit of open files; the hub of one process
     rounds.quorum                           rounds that wait for a quorum only
     codecs.choice, leases.ledger, rounds.checkpoint, space.fragments, space.layout,
     state.part_state                        types and formats that it shows

@@ -8,6 +8,10 @@ MOMENT_RULES = ("mean", "trimmed_mean", "geometric_median")
 """Rules whose result lies between the participants' values, which second moments require."""
 GATHERED = frozenset({"topk"})
 """Codecs that cannot encode a mean of payloads: every participant gets all payloads and computes the mean itself."""
+AT_RENDEZVOUS = frozenset({"gloo", "tls"})
+"""Transports whose islands meet at a TCP rendezvous; those of hivemind meet in its DHT."""
+PORTS_OF_TLS = 2
+"""Ports of a rank over tls: one for calls, and the next for payloads."""
 
 
 class Section(BaseModel):
@@ -159,8 +163,9 @@ class OuterConfig(Section):
     codec: Literal["fp32", "bf16", "fp16", "int8", "int4", "e3m0", "stat2", "topk", "lowrank"] = "fp32"
     """Encoding of pseudo-gradients on the network."""
     coding: CodingConfig = CodingConfig()
-    transport: Literal["loopback", "gloo", "hivemind"] = "hivemind"
-    """Network between islands: threads of one process (loopback), plain TCP (gloo), or encrypted libp2p (hivemind)."""
+    transport: Literal["loopback", "gloo", "tls", "hivemind"] = "hivemind"
+    """Network between islands: threads of one process (loopback), plain TCP (gloo), TLS 1.3 on connections of our own
+    (tls), or encrypted libp2p (hivemind)."""
     part_elements: int | None = Field(default=None, ge=256)
     """Size of the largest part, in parameters; null: by the size of the model, 1M below 1B parameters, 2M to 4M
     from there on. All islands use the same, so codec blocks do not depend on a mesh."""

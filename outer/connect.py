@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Literal
 
 from outer.agreement.proofs.signer import IslandSigner
+from outer.config import PORTS_OF_TLS
 from outer.errors import InputError, UnreachableError
 from outer.identity.access import Access
 from outer.identity.island_key import IslandKey
 from outer.identity.known_names import KnownNames
+from outer.identity.tls import TlsIdentity
 from outer.membership.base import Membership
 from outer.membership.records import RunInfo
+from outer.membership.rendezvous_link import check_rendezvous_addresses
+from outer.membership.tcp import dial, find_runs_at_rendezvous, listen, open_membership
 from outer.network.endpoints import Endpoint, Messenger, Traffic
 from outer.network.rejections import Rejections
+from outer.network.rpc import StreamMessenger
 from outer.network.run_key import PeerAuth, RunKey
 from outer.transports.base import Transport
 from outer.transports.loopback import Hub
@@ -155,8 +160,6 @@ def _build_auth(settings: NetworkSettings) -> tuple[PeerAuth, KnownNames]:
 async def find_runs(address: str, connect_seconds: float, run_key: RunKey | None = None) -> dict[str, RunInfo]:
     """The runs at a bootstrap address that `run_key` opens, by id. Raises InputError if unreachable or none opens."""
     if address.startswith("tcp://"):
-        from outer.membership.tcp import find_runs_at_rendezvous
-
         return await find_runs_at_rendezvous(address, connect_seconds, run_key)
     if address.startswith("/"):
         from outer.membership.hivemind import find_runs_in_swarm
@@ -176,7 +179,7 @@ async def _open_loopback(settings: NetworkSettings, auth: PeerAuth, names: Known
     if hub is None:
         raise InputError(
             "outer.transport: loopback connects islands that are threads of one process; "
-            "islands in separate processes need gloo or hivemind"
+            "islands in separate processes need gloo, tls or hivemind"
         )
     transport = LoopbackTransport(hub, settings.run_id, settings.me, settings.connect_seconds)
     messenger = LoopbackMessenger(hub, settings.run_id, settings.me, transport.traffic)
@@ -186,37 +189,63 @@ async def _open_loopback(settings: NetworkSettings, auth: PeerAuth, names: Known
 
 
 async def _open_gloo(settings: NetworkSettings, auth: PeerAuth, names: KnownNames) -> Network:
-    from outer.membership.tcp import dial, listen, open_membership, parse_rendezvous_address
-    from outer.network.rpc import StreamMessenger
     from outer.transports.gloo.door import check_is_private, check_listen_host
     from outer.transports.gloo.transport import GlooTransport
     from outer.transports.sealed import SealedTransport
 
-    if not settings.bootstrap:
-        raise InputError(
-            "island.bootstrap: got no address; outer.transport gloo needs tcp://HOST:PORT, as "
-            "`diloco bootstrap --rendezvous tcp` prints it. With several addresses the run survives the loss of any"
-        )
-    for address in settings.bootstrap:
-        parse_rendezvous_address(address)
     host = settings.listen_host
     check_listen_host(host)
     for name in ("listen_host", "announce_host") if not settings.gloo_in_public else ():
         if (own := getattr(settings, name)) is not None:
             await check_is_private(f"island.{name}", own)
     port = settings.listen_port + settings.rank if settings.listen_port else 0
-    traffic = Traffic()
-    messenger = StreamMessenger(settings.run_id, settings.me, dial, traffic, auth)
-    try:
-        await listen(messenger, host, port, settings.announce_host)
-    except OSError as error:
-        raise InputError(
-            f"island.listen_host, island.listen_port: cannot listen on {host}:{port}: {error.strerror}; "
-            "choose an address of this machine and a free port (0: any)"
-        ) from None
-    transport = GlooTransport(settings.me, messenger, traffic, host, settings.connect_seconds)
+    messenger = await _open_messenger(settings, "gloo", auth, port, settings.announce_host or host)
+    transport = GlooTransport(settings.me, messenger, messenger.traffic, host, settings.connect_seconds)
     if auth.key is not None:
         transport = SealedTransport(transport, auth, settings.run_id, settings.me)
+    return await _meet_at_rendezvous(settings, auth, names, transport, messenger)
+
+
+async def _open_tls(settings: NetworkSettings, auth: PeerAuth, names: KnownNames) -> Network:
+    from outer.transports.tls.addresses import choose_announced_host
+    from outer.transports.tls.transport import TlsTransport
+
+    announced, tls = choose_announced_host(settings.listen_host, settings.announce_host), TlsIdentity()
+    port = settings.listen_port + PORTS_OF_TLS * settings.rank if settings.listen_port else 0
+    messenger = await _open_messenger(settings, "tls", auth, port, announced, tls)
+    transport = TlsTransport(settings.run_id, settings.me, auth, tls, messenger.traffic, settings.connect_seconds)
+    try:
+        await transport.open(settings.listen_host, port and port + 1, announced)
+    except OSError as error:
+        await messenger.close()
+        raise _cannot_listen(settings.listen_host, port and port + 1, error) from None
+    return await _meet_at_rendezvous(settings, auth, names, transport, messenger)
+
+
+async def _open_messenger(
+    settings: NetworkSettings, kind: str, auth: PeerAuth, port: int, announced: str, tls: TlsIdentity | None = None
+) -> StreamMessenger:
+    """Listen for calls over TCP, or over TLS. Raises InputError, also for addresses that are no rendezvous."""
+    check_rendezvous_addresses(kind, settings.bootstrap)
+    messenger = StreamMessenger(settings.run_id, settings.me, dial, Traffic(), auth)
+    messenger.tls = tls
+    try:
+        return await listen(messenger, settings.listen_host, port, announced)
+    except OSError as error:
+        raise _cannot_listen(settings.listen_host, port, error) from None
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> InputError:
+    return InputError(
+        f"island.listen_host, island.listen_port: cannot listen on {host}:{port}: {error.strerror}; "
+        "choose an address of this machine and a free port (0: any)"
+    )
+
+
+async def _meet_at_rendezvous(
+    settings: NetworkSettings, auth: PeerAuth, names: KnownNames, transport: Transport, messenger: StreamMessenger
+) -> Network:
+    """The network of this rank, with the membership at the rendezvous on rank 0."""
     if settings.rank > 0:
         return Network(transport, messenger, auth.rejections, names, auth.island)
     record_seconds = settings.record_seconds / 3
@@ -225,6 +254,7 @@ async def _open_gloo(settings: NetworkSettings, auth: PeerAuth, names: KnownName
             settings.bootstrap, settings.run_id, settings.me, record_seconds, settings.connect_seconds, auth
         )
     except BaseException:
+        await transport.close()
         await messenger.close()
         raise
     return Network(transport, messenger, auth.rejections, names, auth.island, membership, _closers=[membership.close])
@@ -234,11 +264,13 @@ async def _open_hivemind(settings: NetworkSettings, auth: PeerAuth, names: Known
     from outer.membership.dht import open_dht
     from outer.membership.hivemind import HivemindMembership, open_messenger
     from outer.transports.hivemind import HivemindTransport
+    from outer.transports.hivemind_addresses import choose_multiaddresses
     from outer.transports.hivemind_daemon import DaemonSettings, attach_daemon, start_daemon
 
     if settings.rank == 0:
         own = (settings.identity_path, settings.connect_seconds, settings.relay, auth)
-        daemon = await start_daemon(DaemonSettings(*_maddrs(settings), list(settings.bootstrap), *own))
+        places = choose_multiaddresses(settings.listen_host, settings.listen_port, settings.announce_host)
+        daemon = await start_daemon(DaemonSettings(*places, list(settings.bootstrap), *own))
     else:
         assert settings.leader_address is not None, "ranks above 0 need rank 0's leader_address"
         daemon = await attach_daemon(settings.leader_address, settings.rank, auth)
@@ -258,16 +290,4 @@ async def _open_hivemind(settings: NetworkSettings, auth: PeerAuth, names: Known
     return Network(transport, messenger, *own, _closers=closers, wait_for_loss=daemon.wait_for_loss)
 
 
-def _maddrs(settings: NetworkSettings) -> tuple[list[str], list[str] | None]:
-    """The multiaddresses to listen on, and those to announce if they differ."""
-    from outer.transports.hivemind_addresses import make_multiaddress
-
-    listen = [make_multiaddress(settings.listen_host, settings.listen_port)]
-    if settings.announce_host is None:
-        return listen, None
-    if settings.listen_port == 0:
-        raise InputError("island.announce_host needs a fixed island.listen_port: got 0; set the port that is forwarded")
-    return listen, [make_multiaddress(settings.announce_host, settings.listen_port)]
-
-
-OPENERS = {"loopback": _open_loopback, "gloo": _open_gloo, "hivemind": _open_hivemind}
+OPENERS = {"loopback": _open_loopback, "gloo": _open_gloo, "tls": _open_tls, "hivemind": _open_hivemind}

@@ -29,6 +29,7 @@ FLOORS = {
         codecs.packing identity space
         merges network
         codecs diagnostics leases transports transports.gloo
+        transports.tls
         agreement.proofs membership report
         agreement connect
         agreement.running audits

@@ -162,7 +162,7 @@ def check_transport(config: Config) -> None:
     if config.outer.transport == "loopback" and len(config.islands) > 1:
         raise ConfigError(
             "outer.transport is 'loopback', which connects islands of one process only; simulate starts real "
-            "processes: use outer.transport=gloo or outer.transport=hivemind, or --in-process"
+            "processes: use outer.transport=gloo, tls or hivemind, or --in-process"
         )
 
 

@@ -8,20 +8,27 @@ import time
 from collections.abc import Iterator
 
 from diloco.swarm.checks import Check, LocalIsland
+from outer.config import PORTS_OF_TLS
+from outer.transports.tls.addresses import WILDCARDS
 
 DIAL_SECONDS = 5.0
 SWARM_CURE = {
     "hivemind": "set island.listen_host=0.0.0.0 island.listen_port=PORT and, behind a router or in a cloud, "
     "island.announce_host=PUBLIC_ADDRESS",
     "gloo": "set island.listen_host to this machine's address in the network of the islands",
+    "tls": "set island.listen_host=0.0.0.0 island.listen_port=PORT and island.announce_host to the address that others "
+    "reach",
 }
 
 
 def check_listening(local: LocalIsland, *, is_alone: bool) -> Iterator[Check]:
     """Check that the island can listen at the address in its config, and that others could reach it there."""
     host, port, where = local.island.listen_host, local.island.listen_port, "island.listen_host"
-    if local.transport == "gloo" and host in ("", "0.0.0.0", "::"):
+    if local.transport == "gloo" and host in WILDCARDS:
         yield Check("FAILED", where, f"{host}: gloo needs one address of this machine; {SWARM_CURE['gloo']}")
+        return
+    if local.transport == "tls" and host in WILDCARDS and local.island.announce_host is None:
+        yield Check("FAILED", where, f"{host}: the others must be told an address; {SWARM_CURE['tls']}")
         return
     if problem := find_bind_problem(host, 0):
         yield Check("FAILED", where, f"{host}: {problem}; {SWARM_CURE[local.transport]}")
@@ -37,18 +44,19 @@ def check_listening(local: LocalIsland, *, is_alone: bool) -> Iterator[Check]:
 
 
 def check_port(local: LocalIsland, host: str, port: int) -> Check:
-    """Check that the island's ports are free. With gloo each rank has its own port."""
+    """Check that the island's ports are free. With gloo each rank has a port of its own, and with tls two."""
     where = "island.listen_port"
     if port == 0:
         return Check("ok", where, "0: any free port; behind a firewall or router set one and open it")
-    ports = range(port, port + (local.island.ranks if local.transport == "gloo" else 1))
+    of_rank = {"gloo": 1, "tls": PORTS_OF_TLS}.get(local.transport, 0)
+    ports = range(port, port + max(of_rank * local.island.ranks, 1))
     if ports[-1] > 65535:
-        text = f"{port}: with one port per rank the last is {ports[-1]}, above 65535; set a lower one"
+        text = f"{port}: with {of_rank} for each rank the last is {ports[-1]}, above 65535; set a lower one"
         return Check("FAILED", where, text)
     for each in ports:
         if problem := find_bind_problem(host, each):
             return Check("FAILED", where, f"{each}: {problem}")
-    text = f"{port}: free" if len(ports) == 1 else f"{port} to {ports[-1]}, one for each rank: free"
+    text = f"{port}: free" if len(ports) == 1 else f"{port} to {ports[-1]}, {of_rank} for each rank: free"
     if local.transport == "gloo":
         text += "; gloo also chooses ports for payloads itself: islands must reach each other on all ports"
     return Check("ok", where, text)

@@ -26,6 +26,7 @@ from diloco.swarm.checks import Check, LocalIsland, resolve_local_island
 from diloco.swarm.host_memory_check import check_host_memory
 from diloco.swarm.island_checks import CallbackListener, RemoteIsland, check_remote_island
 from diloco.swarm.machine_checks import check_machine, load_usable_key
+from outer.config import AT_RENDEZVOUS
 from outer.connect import Network, NetworkSettings, find_runs, open_network
 from outer.errors import InputError, OuterError
 from outer.identity.island_key import KEY_FILE, IslandKey, load_island_key
@@ -227,7 +228,7 @@ def open_listener(local: LocalIsland, address: str, run: RunConfig) -> AbstractA
     """Open a network that listens as an island on this machine would."""
     island = local.island
     # With hivemind it has no connections: peers that are connected already could call without a new one.
-    needs_swarm = run.outer.transport == "gloo" or island.relay == "client"
+    needs_swarm = run.outer.transport in AT_RENDEZVOUS or island.relay == "client"
     own = island.model_dump(include={"listen_host", "listen_port", "announce_host", "relay"})
     return open_probe_network(local, run, bootstrap=[address] if needs_swarm else [], **own)
 

@@ -13,6 +13,7 @@ from diloco.swarm.address_checks import SWARM_CURE, is_loopback, time_connection
 from diloco.swarm.checks import Check, LocalIsland
 from diloco.swarm.machine_checks import state_bytes
 from outer import diagnostics
+from outer.config import AT_RENDEZVOUS
 from outer.connect import Network
 from outer.errors import DeadlineError, MessageError, OuterError, PeerLost, first_line
 from outer.membership.base import Member
@@ -21,6 +22,7 @@ from outer.network.messages import call_message
 
 CALL_SECONDS = 10.0
 BULK_SECONDS = 30.0
+CURE_OF_GLOO = "gloo chooses its own ports: let islands reach each other on all ports, or use tls or hivemind"
 MAX_RANKS = 64
 """Maximum number of ranks to call on one island. Its record may claim more and is not trusted."""
 NUM_SAMPLES = 5
@@ -88,8 +90,8 @@ async def check_remote_island(remote: RemoteIsland) -> AsyncIterator[Check]:
         return
     yield await check_rate(remote, "bandwidth down", lambda n: download_bytes(remote, n))
     yield await check_rate(remote, "bandwidth up", lambda n: remote.call_bulk("probe_sink", bytes(n)))
-    if remote.run.outer.transport == "gloo":
-        yield await check_payload_ports(remote.member)
+    if remote.run.outer.transport in AT_RENDEZVOUS:
+        yield await check_payload_ports(remote.member, remote.run.outer.transport)
     if remote.callback is not None:
         yield await check_call_back(remote, remote.callback)
 
@@ -120,9 +122,12 @@ def reach_cure(remote: RemoteIsland) -> str:
             "if it still runs, then on that machine open island.listen_port (a fixed one) and set island.announce_host "
             "to the address that others see, or set island.relay=client; an island.allow there must list this peer"
         )
+    ports = (
+        "island.listen_port + rank" if remote.run.outer.transport == "gloo" else "two for each from island.listen_port"
+    )
     return (
         f"its record says {remote.address}: if it still runs, then on that machine open the ports of all ranks "
-        "(island.listen_port + rank) and set island.announce_host to the address that others see"
+        f"({ports}) and set island.announce_host to the address that others see"
     )
 
 
@@ -162,7 +167,7 @@ def check_clock(remote: RemoteIsland, ahead: float, error: float) -> Check:
     if abs(ahead) < CLOCK_NOTICED + error:
         return Check("ok", "clock", text)
     if remote.run.outer.transport != "hivemind":
-        return Check("warning", "clock", f"{text}; gloo works, but times in logs will not match: {CLOCK_CURE}")
+        return Check("warning", "clock", f"{text}; rounds go on, but times in logs will not match: {CLOCK_CURE}")
     level = "FAILED" if abs(ahead) > CLOCK_FAILED else "warning"
     return Check(level, "clock", f"{text}; records in hivemind's DHT expire by the clock: {CLOCK_CURE}")
 
@@ -201,21 +206,27 @@ async def download_bytes(remote: RemoteIsland, num_bytes: int) -> None:
         raise MessageError(f"it sent {len(reply)} bytes where {num_bytes} were requested")
 
 
-async def check_payload_ports(member: Member) -> Check:
-    """Check that each rank accepts connections on the port where gloo's groups are built."""
-    from outer.transports.gloo.groups import parse_address
+async def check_payload_ports(member: Member, transport: str) -> Check:
+    """Check that each rank accepts connections for payloads, or over gloo on the port where groups are built."""
+    from outer.transports.gloo import groups
+    from outer.transports.tls import addresses as of_tls
 
     addresses = member.transport_addresses[:MAX_RANKS]
     for rank, address in enumerate(addresses):
         try:
-            host, port = parse_address(Endpoint(member.island, rank), address)
+            me = Endpoint(member.island, rank)
+            host, port = (
+                groups.parse_address(me, address) if transport == "gloo" else of_tls.parse_address(me, address).place
+            )
         except PeerLost as error:
             return Check("FAILED", "payload ports", f"rank {rank}: {error.cause}")
         _, problem = await time_connection(host, port)
         if problem:
-            cure = "gloo chooses its own ports: let islands reach each other on all ports, or use hivemind"
+            cure = "open this port on that machine" if transport == "tls" else CURE_OF_GLOO
             return Check("FAILED", "payload ports", f"rank {rank}, {host}:{port}: {problem}; {cure}")
-    return Check("ok", "payload ports", f"{len(addresses)} of {len(addresses)} ranks accept connections for gloo")
+    return Check(
+        "ok", "payload ports", f"{len(addresses)} of {len(addresses)} ranks accept connections for {transport}"
+    )
 
 
 async def check_call_back(remote: RemoteIsland, callback: CallbackListener) -> Check:

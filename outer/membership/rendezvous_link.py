@@ -1,11 +1,11 @@
-"""An island's view of one of its rendezvous: whether it answers, and the records that it has sent."""
+"""An island's view of one of its rendezvous: its address, whether it answers, and the records that it has sent."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from outer.errors import TransportError, first_line
+from outer.errors import InputError, TransportError, first_line
 from outer.membership.base import Member
 from outer.membership.records import Records
 
@@ -64,3 +64,25 @@ class RendezvousLink:
         if self.is_up:
             log.warning("the rendezvous %s is lost (%s); training goes on without it", self.address, self.cause)
         self.is_up, self.version = False, 0
+
+
+def check_rendezvous_addresses(transport: str, addresses: Sequence[str]) -> None:
+    """Raise InputError unless there are addresses, and all are those of rendezvous."""
+    if not addresses:
+        raise InputError(
+            f"island.bootstrap: got no address; outer.transport {transport} needs tcp://HOST:PORT, as "
+            "`diloco bootstrap --rendezvous tcp` prints it. With several addresses the run survives the loss of any"
+        )
+    for address in addresses:
+        parse_rendezvous_address(address)
+
+
+def parse_rendezvous_address(address: str) -> tuple[str, int]:
+    """Split `tcp://host:port` into host and port. Raises InputError."""
+    host, _, port = address.removeprefix(SCHEME).rpartition(":")
+    if not address.startswith(SCHEME) or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise InputError(
+            f"island.bootstrap: got {address!r}; with outer.transport gloo or tls it is tcp://HOST:PORT, "
+            "as `diloco bootstrap --rendezvous tcp` prints it"
+        )
+    return host.strip("[]"), int(port)

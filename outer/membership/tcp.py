@@ -24,7 +24,11 @@ from outer.membership.records import (
     sign_record,
     sign_withdrawal,
 )
-from outer.membership.rendezvous_link import SCHEME, RendezvousLink
+from outer.membership.rendezvous_link import (
+    SCHEME,
+    RendezvousLink,
+    parse_rendezvous_address,
+)
 from outer.network.endpoints import Endpoint, Traffic
 from outer.network.event_loop import ChangeSignal
 from outer.network.messages import Message, parse
@@ -286,14 +290,3 @@ def unreachable_error(connect_seconds: float, causes: Mapping[str, str]) -> Unre
         f"({'; '.join(dict.fromkeys(causes.values()))}); check that `diloco bootstrap --rendezvous tcp` runs there and "
         "that its port is open. With several addresses, one that answers is enough"
     )
-
-
-def parse_rendezvous_address(address: str) -> tuple[str, int]:
-    """Split `tcp://host:port` into host and port. Raises InputError."""
-    host, _, port = address.removeprefix(SCHEME).rpartition(":")
-    if not address.startswith(SCHEME) or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise InputError(
-            f"island.bootstrap: got {address!r}; with outer.transport gloo it is tcp://HOST:PORT, "
-            "as `diloco bootstrap --rendezvous tcp` prints it"
-        )
-    return host.strip("[]"), int(port)

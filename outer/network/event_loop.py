@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import queue
 import selectors
 import threading
 import time
@@ -182,6 +183,60 @@ class FreezeDetector:
         if seconds > FROZEN_SECONDS:
             log.warning("this process stood still for %.1f s", seconds)
         return seconds > FROZEN_SECONDS
+
+
+class WaitingThreads:
+    """An unlimited pool of daemon threads for blocking calls. Starting a thread would delay the event loop."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_idle = 0
+        self._is_closed = False
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Run `work`, which must not raise, in an idle thread or a new one."""
+        with self._lock:
+            has_idle = self._num_idle > 0
+            self._num_idle -= has_idle
+        self._work.put(work)
+        if not has_idle:
+            _new_thread(self._serve)
+
+    def close(self) -> None:
+        """End the idle threads now, and the others when their work is done."""
+        with self._lock:
+            self._is_closed = True
+            num_idle, self._num_idle = self._num_idle, 0
+        for _ in range(num_idle):
+            self._work.put(None)
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+            with self._lock:
+                if self._is_closed:
+                    return
+                self._num_idle += 1
+
+
+def _new_thread(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, daemon=True).start()
+
+
+async def in_thread(work: Callable[[], T], start: Callable[[Callable[[], None]], None] = _new_thread) -> T:
+    """Run a blocking call in a daemon thread and return its result. After a cancellation the thread continues."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # from here on it cannot be cancelled, so the thread can always settle it
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:  # noqa: BLE001 - handed to the waiting task
+            future.set_exception(error)
+
+    start(run)
+    return await asyncio.wrap_future(future)
 
 
 async def _cancel_others() -> None:

@@ -4,22 +4,24 @@
 
 `run` is a hash of the run's id and the stream's purpose, so that two runs never mix. A stream begins with the hello
 and handshake of outer/network/handshake.py. In a run with a key, and on plain TCP, 16 bytes of MAC then follow each
-payload.
+payload; under TLS none does.
 """
 
 import asyncio
 import hashlib
 import hmac
+import ssl
 import struct
 from asyncio import StreamReader, StreamWriter
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
 
 from outer.errors import MessageError
+from outer.identity.tls import hash_certificate
 from outer.network.endpoints import Leg, Tag, Traffic
 from outer.network.rejections import BODY_SECONDS, RefusedError, Rejections, printable
 from outer.network.run_key import MAC_BYTES, FrameMacs
@@ -110,10 +112,7 @@ class FrameStream:
     ) -> None:
         name = writer.get_extra_info("peername")
         self.peer = str(name[0]) if isinstance(name, tuple) else "this machine"
-        """Name of the other side in errors, without its port. The owner may set it, and the hello adds the island."""
-        self.run, self.peer_ids = run, peer_ids
-        self.peer_key = ""
-        """The other side's island key, once the handshake has proved it."""
+        self.run, self.peer_ids, self.certificate, self.peer_key = run, peer_ids, "", ""
         self._reader, self._writer, self._traffic = reader, writer, traffic
         self._sent_macs: FrameMacs | None = None
         self._received_macs: FrameMacs | None = None
@@ -121,6 +120,20 @@ class FrameStream:
         self._is_closed = False
         # A drain then waits until the kernel has taken everything, so that a payload's buffer may be reused.
         writer.transport.set_write_buffer_limits(high=0)
+
+    async def start_tls(self, context: ssl.SSLContext, own_certificate: str = "") -> None:
+        """Encrypt the connection, as its acceptor if `own_certificate`, the hash, is given.
+
+        Raises MessageError if the other side does not speak TLS 1.3, and ConnectionError.
+        """
+        try:
+            await self._writer.start_tls(context)
+        except ssl.SSLError as error:
+            raise tls_refusal(error) from None
+        # asyncio's TLS pauses writers at the limit, not above it, so with 0 they would never go on.
+        self._writer.transport.set_write_buffer_limits(high=1)
+        tls = self._writer.get_extra_info("ssl_object")
+        self.certificate = own_certificate or hash_certificate(tls.getpeercert(binary_form=True))
 
     async def write(self, header: Header, payload: memoryview | bytes, stall_seconds: float | None = None) -> None:
         """Send one frame, set its `num_bytes`, and return when it has left this process. Raises ConnectionError.
@@ -163,7 +176,8 @@ class FrameStream:
         filled = 0
         async with asyncio.timeout(None if admit is None else BODY_SECONDS):
             while filled < header.num_bytes:
-                piece = await self._reader.read(min(PIECE_BYTES, header.num_bytes - filled))
+                with tls_errors():
+                    piece = await self._reader.read(min(PIECE_BYTES, header.num_bytes - filled))
                 if not piece:
                     raise self._end("within a frame")
                 view[filled : filled + len(piece)] = piece
@@ -182,8 +196,9 @@ class FrameStream:
             return
         with suppress(OSError):  # a timeout or an ended connection, too
             async with asyncio.timeout(REFUSE_SECONDS):
-                await self.write(Header(Kind.REFUSAL), str(error).encode()[:MAX_HELLO_BYTES])
-                self._writer.write_eof()
+                await self.write(Header(Kind.REFUSAL), refusal_bytes(error))
+                if self._writer.can_write_eof():
+                    self._writer.write_eof()
                 # A socket that is closed with unread bytes discards what it has sent.
                 while await self._reader.read(PIECE_BYTES):
                     pass
@@ -204,7 +219,8 @@ class FrameStream:
 
     async def _read_whole(self, num_bytes: int, where: str = "") -> bytes:
         try:
-            raw = await self._reader.readexactly(num_bytes)
+            with tls_errors():
+                raw = await self._reader.readexactly(num_bytes)
         except asyncio.IncompleteReadError as error:
             raise self._end(where or ("within a header" if error.partial else "")) from None
         self._traffic.bytes_received += num_bytes
@@ -220,8 +236,28 @@ class FrameStream:
         if self._writer.transport.is_closing():
             raise ConnectionResetError("the connection was closed")
         self._writer.write(data)
-        await self._writer.drain()
+        with tls_errors():
+            await self._writer.drain()
         self._traffic.bytes_sent += len(data)
+
+
+@contextmanager
+def tls_errors() -> Iterator[None]:
+    """Raise what TLS finds wrong with a connection as ConnectionResetError: somebody has altered its bytes."""
+    try:
+        yield
+    except ssl.SSLError as error:
+        raise ConnectionResetError(f"TLS ended the connection: {error.reason or error}") from None
+
+
+def tls_refusal(error: ssl.SSLError) -> RefusedError:
+    """Build the error for a side that does not begin TLS 1.3."""
+    return RefusedError("tls", f"it does not begin TLS 1.3: {error.reason or error}")
+
+
+def refusal_bytes(error: RefusedError) -> bytes:
+    """The payload of a REFUSAL."""
+    return str(error).encode()[:MAX_HELLO_BYTES]
 
 
 def refusal_error(text: torch.Tensor) -> ConnectionRefusedError:

@@ -5,26 +5,27 @@
     dialer   -> PROOF      its own proof
 
 The group is the epoch of participants that all frames of the stream belong to. A proof is a signature over all that
-either side has said, and over the libp2p peers at both ends. With a run key, a MAC under a key that follows from the
-run key and the exchange is added. After the proofs each direction has a key of its own, which nobody else can compute,
-not even another holder of the run key. With it every frame carries a MAC, except on libp2p without a run key: libp2p
-authenticates its streams already.
+either side has said, and over what identifies the ends of an encrypted connection: the libp2p peers, or the acceptor's
+TLS certificate. With a run key, a MAC under a key that follows from the run key and the exchange is added. After the
+proofs each direction has a key of its own, which nobody else can compute, not even another holder of the run key. With
+it every frame carries a MAC, except under TLS and on libp2p without a run key: these authenticate already.
 """
 
 import hashlib
 import hmac
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
+import torch
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from pydantic import Field
 
 from outer.errors import MessageError
 from outer.identity.island_key import PublicKey, verify
 from outer.network.endpoints import Endpoint
-from outer.network.frames import MAX_HELLO_BYTES, VERSION, FrameStream, Header, Kind, PeerIds, refusal_error, view_of
+from outer.network.frames import MAX_HELLO_BYTES, VERSION, Header, Kind, PeerIds, refusal_error, view_of
 from outer.network.messages import IslandName, M, Message, parse
-from outer.network.rejections import RefusedError
+from outer.network.rejections import RefusedError, Rejections
 from outer.network.run_key import FrameMacs, PeerAuth, RunKey
 
 KEY_CURE = "compare the files of island.run_key_file"
@@ -59,8 +60,31 @@ class Challenge(Message):
     proof: Proof
 
 
+class Stream(Protocol):
+    """A connection that carries frames, as the handshake and the transports use it."""
+
+    peer: str
+    """Name of the other side in errors. Its owner may set it, and the handshake adds the island."""
+    peer_key: str
+    """The other side's island key, once the handshake has proved it."""
+    run: bytes
+    peer_ids: PeerIds | None
+    certificate: str
+    """Hash of the acceptor's TLS certificate, or "" without TLS."""
+
+    async def write(self, header: Header, payload: memoryview | bytes) -> None: ...
+
+    async def read(self, max_bytes: int) -> tuple[Header, torch.Tensor]: ...
+
+    async def refuse(self, error: MessageError, rejections: Rejections) -> None: ...
+
+    def close(self) -> None: ...
+
+    def use_macs(self, sent: FrameMacs, received: FrameMacs) -> None: ...
+
+
 async def say_hello(
-    stream: FrameStream, me: Endpoint, auth: PeerAuth, group: str = "", to: Endpoint | None = None
+    stream: Stream, me: Endpoint, auth: PeerAuth, group: str = "", to: Endpoint | None = None
 ) -> Endpoint:
     """Run the handshake as the dialer `me`, and return the acceptor.
 
@@ -78,7 +102,8 @@ async def say_hello(
     challenge = _parse(Challenge, bytes(view_of(payload)))
     acceptor = _identify(stream, challenge.hello, header.rank)
     _check_has_run_key(acceptor, challenge.hello, auth)
-    handshake = Handshake(auth.key, stream.run, me, acceptor, hello, challenge.hello, stream.peer_ids)
+    ends = stream.peer_ids, stream.certificate
+    handshake = Handshake(auth.key, stream.run, me, acceptor, hello, challenge.hello, *ends)
     keys = handshake.derive(exchange, challenge.hello.share)
     # The proof is sent in any case, because a side that holds another key must find out, too.
     await stream.write(Header(Kind.PROOF, me.rank), keys.prove("dialer", auth).encode())
@@ -89,7 +114,7 @@ async def say_hello(
     return acceptor
 
 
-async def read_hello(stream: FrameStream, me: Endpoint, auth: PeerAuth) -> tuple[Endpoint, str]:
+async def read_hello(stream: Stream, me: Endpoint, auth: PeerAuth) -> tuple[Endpoint, str]:
     """Run the handshake as the acceptor `me`, and return the dialer and its group.
 
     Raises MessageError if the first frame is not a hello, or the dialer does not prove its keys or may not take part.
@@ -102,7 +127,8 @@ async def read_hello(stream: FrameStream, me: Endpoint, auth: PeerAuth) -> tuple
     _check_has_run_key(dialer, theirs, auth)
     exchange = X25519PrivateKey.generate()
     ours = _build_hello(me, auth, exchange)
-    handshake = Handshake(auth.key, stream.run, dialer, me, theirs, ours, stream.peer_ids and _swap(stream.peer_ids))
+    ends = stream.peer_ids and _swap(stream.peer_ids), stream.certificate
+    handshake = Handshake(auth.key, stream.run, dialer, me, theirs, ours, *ends)
     keys = handshake.derive(exchange, theirs.share)
     challenge = Challenge(hello=ours, proof=keys.prove("acceptor", auth))
     await stream.write(Header(Kind.CHALLENGE, me.rank), challenge.encode())
@@ -126,6 +152,8 @@ class Handshake:
     acceptor_hello: Hello
     peer_ids: PeerIds | None
     """The dialer's libp2p peer as `own`."""
+    certificate: str = ""
+    """Hash of the acceptor's TLS certificate, as either side has seen it."""
 
     def derive(self, exchange: X25519PrivateKey, share: str) -> "HandshakeKeys":
         """Finish the key exchange with the other side's share. Raises MessageError if the share is not a point."""
@@ -140,7 +168,8 @@ class Handshake:
     def transcript(self) -> bytes:
         """All that is proved, in one form only."""
         peers = (self.peer_ids.own, self.peer_ids.other) if self.peer_ids is not None else ()
-        about = [str(VERSION), self.run.hex(), str(self.dialer), str(self.acceptor), *peers]
+        tls = [f"tls={self.certificate}"] if self.certificate else []
+        about = [str(VERSION), self.run.hex(), str(self.dialer), str(self.acceptor), *peers, *tls]
         return b"\n".join([" ".join(about).encode(), self.dialer_hello.encode(), self.acceptor_hello.encode()])
 
     def key_of(self, side: HandshakeSide) -> str:
@@ -194,7 +223,7 @@ def _parse(model: type[M], body: bytes) -> M:
         raise RefusedError("header", str(error)) from None
 
 
-def _identify(stream: FrameStream, hello: Hello, rank: int) -> Endpoint:
+def _identify(stream: Stream, hello: Hello, rank: int) -> Endpoint:
     """The endpoint that the other side says it is, also for the stream's errors."""
     endpoint = Endpoint(hello.island, rank)
     stream.peer = f"{endpoint} at {stream.peer}"
@@ -210,15 +239,15 @@ def _swap(peer_ids: PeerIds) -> PeerIds:
     return PeerIds(peer_ids.other, peer_ids.own)
 
 
-def _finish(stream: FrameStream, auth: PeerAuth, peer: Endpoint, keys: HandshakeKeys, side: HandshakeSide) -> None:
+def _finish(stream: Stream, auth: PeerAuth, peer: Endpoint, keys: HandshakeKeys, side: HandshakeSide) -> None:
     """Protect the frames that follow, and check whether the peer, whose keys are proved, may take part."""
     other: HandshakeSide = "acceptor" if side == "dialer" else "dialer"
-    if auth.key is not None or stream.peer_ids is None:
+    if not stream.certificate and (auth.key is not None or stream.peer_ids is None):
         stream.use_macs(sent=keys.frame_macs(side), received=keys.frame_macs(other))
     stream.peer_key = keys.handshake.key_of(other)
     check_access(stream, auth, peer)
 
 
-def check_access(stream: FrameStream, auth: PeerAuth, peer: Endpoint) -> None:
+def check_access(stream: Stream, auth: PeerAuth, peer: Endpoint) -> None:
     """Raise RefusedError unless the other side of the stream may still take part under its name."""
     auth.check(peer.island, stream.peer_key, stream.peer_ids.other if stream.peer_ids else "")

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from outer.errors import DeadlineError, MessageError, PeerLost
+from outer.identity.tls import TlsIdentity
 from outer.network.endpoints import Endpoint, Handler, Lane, Traffic
 from outer.network.frames import (
     CutOffError,
@@ -53,9 +54,11 @@ class StreamMessenger:
         self.auth = auth or PeerAuth()
         self.own_peer_id = ""
         """This side's libp2p peer id, set by the code that opens libp2p streams. Addresses then begin with peer ids."""
+        self.tls: TlsIdentity | None = None
+        """Encrypts all connections if it is set."""
         self.max_body_bytes = MAX_CALL_BYTES
         """Limit for a call that arrives. A longer one ends its connection before it is read."""
-        self._run, self._me, self._dial, self._traffic = hash_names(run_id, "control"), me, dial, traffic
+        self._run, self._me, self._dial, self.traffic = hash_names(run_id, "control"), me, dial, traffic
         self._handlers: dict[str, Handler] = {}
         self._long_replies: dict[str, int] = {}
         """Size of the longest reply so far, by kind, of those above SHORT_BYTES."""
@@ -95,6 +98,8 @@ class StreamMessenger:
         self._incoming.add(stream)
         try:
             async with asyncio.timeout(HELLO_SECONDS):
+                if self.tls is not None:
+                    await stream.start_tls(self.tls.server, self.tls.certificate)
                 source, _ = await read_hello(stream, self._me, self.auth)
             guest.prove(source.island)
             await self._answer_all(source, stream, guest)
@@ -141,6 +146,8 @@ class StreamMessenger:
         try:
             async with asyncio.timeout(DIAL_SECONDS):
                 stream = self._stream(*await self._dial(address), address)
+                if self.tls is not None:
+                    await stream.start_tls(self.tls.client)
                 callee = await say_hello(stream, self._me, self.auth)
                 return _Outgoing(address, callee, stream, self.auth)
         except (MessageError, ConnectionError, TimeoutError) as error:
@@ -152,7 +159,7 @@ class StreamMessenger:
 
     def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> FrameStream:
         peer_ids = PeerIds(self.own_peer_id, peer.partition(":")[0]) if self.own_peer_id else None
-        stream = FrameStream(reader, writer, self._run, self._traffic, peer_ids)
+        stream = FrameStream(reader, writer, self._run, self.traffic, peer_ids)
         stream.peer = peer or stream.peer
         return stream
 

@@ -74,6 +74,18 @@ def make_multiaddress(host: str, port: int) -> str:
     return f"/ip{version}/{host}/tcp/{port}"
 
 
+def choose_multiaddresses(
+    listen_host: str, listen_port: int, announce_host: str | None
+) -> tuple[list[str], list[str] | None]:
+    """The multiaddresses to listen on, and those to announce if they differ. Raises InputError."""
+    listen = [make_multiaddress(listen_host, listen_port)]
+    if announce_host is None:
+        return listen, None
+    if listen_port == 0:
+        raise InputError("island.announce_host needs a fixed island.listen_port: got 0; set the port that is forwarded")
+    return listen, [make_multiaddress(announce_host, listen_port)]
+
+
 def is_local(host_maddrs: Sequence[str]) -> bool:
     return all(m.startswith(("/ip4/127.", "/ip6/::1/")) for m in host_maddrs)
 

@@ -1,6 +1,6 @@
 """The cost of faults for a run: stalls, freezes, joins and storms, with real processes on this machine.
 
-    python scripts/bench/faults.py [stall] [freeze] [join] [storm] [--transports gloo,hivemind]
+    python scripts/bench/faults.py [stall] [freeze] [join] [storm] [--transports gloo,tls,hivemind]
         [--moments any,reduce] [--kills 10] [--faults 50] [--params 25e6] [--seed 0] [--json FILE]
 
 stall   One of 4 islands is killed, at a random moment of a round or in the middle of its reduce, when the first mean
@@ -35,8 +35,8 @@ from scripts.bench.fault_join import Join, measure_joins  # noqa: E402
 from scripts.bench.fault_stall import FaultBenchError, Moment, Stall, measure_freeze, measure_stall  # noqa: E402
 from tests.faults.storm import StormSettings, run_storm  # noqa: E402
 
-TRANSPORTS = ("gloo", "hivemind")
-TARGETS = {"gloo": 0.3, "hivemind": 0.5}
+TRANSPORTS = ("gloo", "tls", "hivemind")
+TARGETS = {"gloo": 0.3, "tls": 0.3, "hivemind": 0.5}
 """Target for the stall after a kill, in seconds, on an idle machine with two cores."""
 STORM_ISLANDS, STORM_RATE = 5, 5.0
 Figures = dict[str, Any]

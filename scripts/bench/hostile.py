@@ -1,6 +1,6 @@
 """What attackers cost the honest islands of a run, with real processes on this machine.
 
-    python scripts/bench/hostile.py [--networks gloo,hivemind] [--seconds 15] [--only PATTERN] [--json FILE]
+    python scripts/bench/hostile.py [--networks gloo,tls,hivemind] [--seconds 15] [--only PATTERN] [--json FILE]
 
 Three honest islands train with a run key while an attack of tests/hostile/attacks.py goes on for so many seconds; then
 the attackers are killed. The table has a line for each attack:
@@ -69,7 +69,7 @@ def line_of(outcome: Outcome, usual: float) -> tuple[object, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", type=choices(("gloo", "hivemind")), default=["gloo", "hivemind"])
+    parser.add_argument("--networks", type=choices(("gloo", "tls", "hivemind")), default=["gloo", "tls", "hivemind"])
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--only", default="", help="attacks in whose names this pattern is found")
     parser.add_argument("--json", type=Path)

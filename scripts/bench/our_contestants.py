@@ -7,7 +7,7 @@ import torch
 from outer.agreement.messages import Plan, Ready
 from outer.codecs import build_codec
 from outer.codecs.choice import build_uniform_choice
-from outer.config import OuterConfig
+from outer.config import AT_RENDEZVOUS, OuterConfig
 from outer.connect import NetworkSettings, open_network
 from outer.loop import build_loop
 from outer.membership.rendezvous import serve_rendezvous
@@ -38,7 +38,7 @@ class OurNetwork:
     """An island's network over one of our transports, and the event loop on which it lives."""
 
     def __init__(self, kind: str, spec: IslandSpec) -> None:
-        self._rendezvous = serve_rendezvous(spec.host, 0) if kind == "gloo" and not spec.bootstrap else None
+        self._rendezvous = serve_rendezvous(spec.host, 0) if kind in AT_RENDEZVOUS and not spec.bootstrap else None
         self.bootstrap = spec.bootstrap if self._rendezvous is None else [self._rendezvous.address]
         self.loop, name = EventLoopThread(), f"island-{spec.index}"
         settings = NetworkSettings(

@@ -1,15 +1,15 @@
 """Time, CPU time and bytes of a reduce and of a whole synchronisation between islands, ours beside the others'.
 
     python scripts/bench/outer.py [--params 25e6] [--islands 2,4] [--links loopback,100mbit,1gbit]
-        [--what torch,gloo,hivemind,averager] [--codecs fp32,bf16,int8] [--repeats N] [--json FILE]
+        [--what torch,gloo,tls,hivemind,averager] [--codecs fp32,bf16,int8] [--repeats N] [--json FILE]
     python scripts/bench/outer.py --links 100mbit,1gbit --codecs fp32,int4 --torchft-python PATH \\
         --what torch,gloo,hivemind,plain-sync,torchft-sync,gloo-sync,hivemind-sync
 
-Reduces: gloo and hivemind are ours (outer/reduce/reducer.py) over these transports; torch is its all_reduce over gloo,
-averager is hivemind's DecentralizedAverager. Synchronisations, from local params to the next ones in their place:
+Reduces: gloo, tls and hivemind are ours (outer/reduce/reducer.py) over these transports; torch is its all_reduce over
+gloo, averager is hivemind's DecentralizedAverager. Synchronisations, from local params to the next ones in their place:
 plain-sync is DiLoCo in plain torch (subtract, all_reduce over gloo, SGD, copy), torchft-sync is torchft's DiLoCo over
-gloo, gloo-sync and hivemind-sync are our outer loop, with snapshot, plan, reduce, outer step, digest, vote and merge.
-All have the same outer optimizer, and each result is compared with it in plain torch.
+gloo; gloo-sync, tls-sync and hivemind-sync are our outer loop, with snapshot, plan, reduce, outer step, digest, vote
+and merge. All have the same outer optimizer, and each result is compared with it in plain torch.
 
 Every island is a process; on a shaped link each has a network namespace (needs root). All islands begin at the same
 time, and a repeat lasts until the last has ended. "CPU" is a worker's, its libp2p daemon included. "share" is ideal
@@ -40,11 +40,13 @@ OURS = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256, "int4": 0.5 + 2 / 128}
 PAYLOAD_BYTES = {
     "torch": {"fp32": 4.0, "bf16": 2.0},
     "gloo": OURS,
+    "tls": OURS,
     "hivemind": OURS,
     "averager": {"fp32": 4.0, "bf16": 2.0, "int8": 1.0},
     "plain-sync": {"fp32": 4.0},
     "torchft-sync": {"fp32": 4.0},
     "gloo-sync": OURS,
+    "tls-sync": OURS,
     "hivemind-sync": OURS,
 }
 """Payload bytes per parameter, by contestant and codec. Codecs that a contestant does not have are left out."""

@@ -38,11 +38,13 @@ def build_torchft(spec: IslandSpec) -> Contestant:
 BUILDERS: dict[str, Callable[[IslandSpec], Contestant]] = {
     "torch": Torch,
     "gloo": partial(OurReduce, "gloo"),
+    "tls": partial(OurReduce, "tls"),
     "hivemind": partial(OurReduce, "hivemind"),
     "averager": Averager,
     "plain-sync": PlainSync,
     "torchft-sync": build_torchft,
     "gloo-sync": partial(OurSync, "gloo"),
+    "tls-sync": partial(OurSync, "tls"),
     "hivemind-sync": partial(OurSync, "hivemind"),
 }
 

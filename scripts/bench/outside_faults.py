@@ -1,6 +1,6 @@
 """Random faults done to running islands from outside: does anything hang, exit or split, and what does each fault cost?
 
-    python -m scripts.bench.outside_faults [--faults 200] [--a-run 20] [--transports gloo,hivemind] [--seed 0]
+    python -m scripts.bench.outside_faults [--faults 200] [--a-run 20] [--transports gloo,tls,hivemind] [--seed 0]
         [--folder runs/outside-faults] [--no-cuts] [--table]
 
 Each run has four islands under the launcher of `diloco launch`, three of one rank and one of two, and a bootstrap
@@ -36,7 +36,7 @@ from tests.faults.leftovers import watch_leftovers
 from tests.faults.outside import WEIGHTS, OutsideSettings, Strike
 from tests.faults.outside_runner import run_outside_faults
 
-TRANSPORTS = ("gloo", "hivemind")
+TRANSPORTS = ("gloo", "tls", "hivemind")
 
 
 def main() -> None:

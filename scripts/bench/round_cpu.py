@@ -29,7 +29,7 @@ import torch
 
 from diloco.swarm.bootstrap import PREFIX
 from diloco.watch.signals import end_with_parent
-from outer.config import OuterConfig
+from outer.config import AT_RENDEZVOUS, OuterConfig
 from outer.connect import NetworkSettings, open_network
 from outer.loop import build_loop
 from outer.network.event_loop import EventLoopThread
@@ -43,6 +43,7 @@ CONTESTANTS = {
     "plain": ("", ""),
     "gloo": ("gloo", "fp32"),
     "gloo-int4": ("gloo", "int4"),
+    "tls": ("tls", "fp32"),
     "hivemind": ("hivemind", "fp32"),
 }
 """(transport, codec) of each contestant; plain has neither."""
@@ -186,7 +187,7 @@ def _bootstrap(transport: str) -> Iterator[str]:
     if not transport:
         yield ""
         return
-    kind = "tcp" if transport == "gloo" else "dht"
+    kind = "tcp" if transport in AT_RENDEZVOUS else "dht"
     words = ["-m", "diloco", "bootstrap", "--rendezvous", kind, "--host", "127.0.0.1"]
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
     try:

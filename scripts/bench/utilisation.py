@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=12.0, help="approximate duration of the measurement of each row"
     )
-    parser.add_argument("--transport", choices=["gloo", "hivemind"], default="gloo")
+    parser.add_argument("--transport", choices=["gloo", "tls", "hivemind"], default="gloo")
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--wire", action="store_true")
     args = parser.parse_args()

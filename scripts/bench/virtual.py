@@ -55,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--params", type=lambda text: int(float(text)), default=4_000_000)
     parser.add_argument("--step-seconds", type=float, default=0.05)
     parser.add_argument("--seconds", type=float, default=8.0, help="approximate duration of each real run")
-    parser.add_argument("--transport", choices=["gloo", "hivemind"], default="gloo")
+    parser.add_argument("--transport", choices=["gloo", "tls", "hivemind"], default="gloo")
     return parser.parse_args()
 
 

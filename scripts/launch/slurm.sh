@@ -80,7 +80,7 @@ except ConfigError as error:
 facts=$("$python" -c "$read_config" "$DILOCO_INDEX" "$DILOCO_CONFIG" "${values[@]}") || exit 2
 read -r run name transport <<<"$facts"
 if ((nodes > 1)) && [[ $transport == hivemind ]]; then
-    fail "outer.transport=hivemind: an island on $nodes nodes cannot share one libp2p daemon; use one node, or gloo"
+    fail "outer.transport=hivemind: an island on $nodes nodes cannot share one libp2p daemon; use one node, tls or gloo"
 fi
 island=$runs/$run/$name
 

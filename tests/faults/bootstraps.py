@@ -12,7 +12,7 @@ from diloco.simulate.fleet import port_of
 from diloco.swarm.bootstrap import PREFIX
 from diloco.watch.signals import end_with_parent
 
-KINDS = {"gloo": "tcp", "hivemind": "dht"}
+KINDS = {"gloo": "tcp", "tls": "tcp", "hivemind": "dht"}
 """Kind of rendezvous, by transport."""
 
 

@@ -1,4 +1,4 @@
-"""Each fault at each phase of a round, over both transports: survivors stay equal, the victim returns, nobody hangs.
+"""Each fault at each phase of a round, over all transports: survivors stay equal, the victim returns, nobody hangs.
 
 The default suite runs one, of a fragment; all: scripts/test tests/faults -m "slow or not slow"
 """
@@ -13,7 +13,7 @@ from outer.hooks import PHASES
 from tests.faults.cases import ROUND, STREAMING, run_with_fault
 
 ROUND_PHASES = [phase for phase in PHASES if phase not in ("donate", "fetch")]
-MATRIX = list(product(("gloo", "hivemind"), ("kill", "freeze"), ROUND_PHASES, (0, 1)))
+MATRIX = list(product(("gloo", "tls", "hivemind"), ("kill", "freeze"), ROUND_PHASES, (0, 1)))
 
 
 @pytest.mark.slow
@@ -27,7 +27,7 @@ def test_one_history_survives_and_the_victim_comes_back(
 STREAMED = [
     pytest.param(*case, marks=[] if case == ("gloo", "kill", "decide") else [pytest.mark.slow])
     for case in product(
-        ("gloo", "hivemind"), ("kill", "freeze"), ("planning", "sending", "reducing", "decide", "applied")
+        ("gloo", "tls", "hivemind"), ("kill", "freeze"), ("planning", "sending", "reducing", "decide", "applied")
     )
 ]
 

@@ -29,7 +29,7 @@ SPEAKERS = [
     Attack("replayed records", members.replays_records),
     Attack("long calls", spoken(members.sends_long_calls, 4)),
     Attack("replies not read", spoken(members.asks_and_does_not_read, 2)),
-    Attack("flooded rendezvous", spoken(members.floods_the_rendezvous), networks=("gloo",)),
+    Attack("flooded rendezvous", spoken(members.floods_the_rendezvous), networks=("gloo", "tls")),
 ]
 TURNCOATS = [
     island("no votes", lies(turncoats.no_votes)),
@@ -41,7 +41,7 @@ TURNCOATS = [
     island("payloads of NaN", turncoats.sends_nan),
     island("payloads of noise", turncoats.sends_noise),
     island("wrong digests", turncoats.sends_other_digests),
-    island("payloads of 256 MB", turncoats.sends_long_payloads, networks=("hivemind",)),
+    island("payloads of 256 MB", turncoats.sends_long_payloads, networks=("tls", "hivemind")),
     island("says committed", lies(turncoats.noes_and_commits)),
     island("says it is ahead", lies(turncoats.ahead)),
 ]

@@ -53,7 +53,7 @@ class Attack:
     work: Work
     has_key: bool = True
     """Whether the attackers hold the run key."""
-    networks: tuple[str, ...] = ("gloo", "hivemind")
+    networks: tuple[str, ...] = ("gloo", "tls", "hivemind")
     num_attackers: int = 1
     is_island: bool = False
     """Whether each attacker is an island that enters the run, and may be told to leave it. The others never end."""

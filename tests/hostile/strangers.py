@@ -10,7 +10,9 @@ from contextlib import asynccontextmanager, suppress
 from hivemind.utils.timed_storage import get_dht_time
 
 from diloco.config.schema import Config
+from outer.config import AT_RENDEZVOUS
 from outer.errors import OuterError
+from outer.identity.tls import TlsIdentity
 from outer.membership.dht import open_dht
 from outer.membership.dht_records import store_config, store_record
 from outer.membership.tcp import dial
@@ -27,9 +29,9 @@ Opener = Callable[[str], Awaitable[Pair]]
 
 @asynccontextmanager
 async def openers(config: Config, purposes: tuple[str, ...] = ("control",)) -> AsyncIterator[list[Opener]]:
-    """One opener for each purpose of streams. Over gloo there are no streams but those of calls."""
-    if config.outer.transport == "gloo":
-        yield [dial]
+    """One opener for each purpose of streams; over tls before and within TLS. Over gloo only calls have streams."""
+    if config.outer.transport in AT_RENDEZVOUS:
+        yield [dial] if config.outer.transport == "gloo" else [dial, dial_within_tls]
         return
     daemon = await stranger_daemon(config)
 
@@ -40,6 +42,11 @@ async def openers(config: Config, purposes: tuple[str, ...] = ("control",)) -> A
         yield [opener(purpose) for purpose in purposes]
     finally:
         await daemon.close()
+
+
+async def dial_within_tls(target: str) -> Pair:
+    host, _, port = target.rpartition(":")
+    return await asyncio.open_connection(host, int(port), ssl=TlsIdentity().client)
 
 
 async def stranger_daemon(config: Config) -> Daemon:

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.geteuid() != 0, reason="ne
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("transport", ["gloo", "hivemind"])
+@pytest.mark.parametrize("transport", ["gloo", "tls", "hivemind"])
 def test_a_run_behind_links_commits_and_reports_what_its_interfaces_counted(tmp_path: Path, transport: str):
     (tmp_path / "text").mkdir()
     for number in range(40):

@@ -81,7 +81,7 @@ def own_address() -> str:
         return probe.getsockname()[0]
 
 
-@pytest.mark.parametrize("transport", ["gloo", "hivemind"])
+@pytest.mark.parametrize("transport", ["gloo", "tls", "hivemind"])
 def test_a_simulation_and_its_baseline_listen_on_loopback_only(tmp_path, values, started, transport):
     options = ["--islands", "2", "--ranks", "2", "--baseline", f"outer.transport={transport}"]
     simulation = begin(started, tmp_path / "log.txt", "simulate", *values, *options)
@@ -91,7 +91,7 @@ def test_a_simulation_and_its_baseline_listen_on_loopback_only(tmp_path, values,
     assert beyond_loopback(seen) == []
 
 
-@pytest.mark.parametrize(("transport", "rendezvous"), [("gloo", "tcp"), ("hivemind", "dht")])
+@pytest.mark.parametrize(("transport", "rendezvous"), [("gloo", "tcp"), ("tls", "tcp"), ("hivemind", "dht")])
 def test_islands_and_a_joiner_listen_at_their_listen_host_only(tmp_path, values, started, transport, rendezvous):
     host = own_address()
     served = begin(started, tmp_path / "bootstrap.txt", "bootstrap", "--rendezvous", rendezvous, "--host", host)

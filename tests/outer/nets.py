@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from outer.config import AT_RENDEZVOUS
 from outer.connect import Network, NetworkSettings, open_network
 from outer.identity.island_key import IslandKey
 from outer.membership.base import Member
@@ -21,7 +22,7 @@ from outer.network.endpoints import Endpoint, Leg, Tag
 from outer.network.run_key import RunKey
 from outer.transports.loopback import Hub
 
-KINDS = ["loopback", "gloo", "hivemind"]
+KINDS = ["loopback", "gloo", "tls", "hivemind"]
 A, B, C = Endpoint("a", 0), Endpoint("b", 0), Endpoint("c", 0)
 TEST_SECONDS = 120
 ROOT = Path(__file__).parents[2]
@@ -39,7 +40,7 @@ async def swarm(
     kind: str, run_id: str = "run", connect_seconds: float = 10, run_key: RunKey | None = None
 ) -> AsyncIterator["Swarm"]:
     """Create a Swarm, and close it and all of its networks at the end. `run_key` is the rendezvous' own."""
-    rendezvous = serve_rendezvous("127.0.0.1", 0, run_key) if kind == "gloo" else None
+    rendezvous = serve_rendezvous("127.0.0.1", 0, run_key) if kind in AT_RENDEZVOUS else None
     bootstrap = [rendezvous.address] if rendezvous else []
     place = Swarm(kind, run_id, connect_seconds, bootstrap)
     try:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from outer.config import OuterConfig
+from outer.config import AT_RENDEZVOUS, OuterConfig
 from outer.connect import NetworkSettings, open_network
 from outer.loop import build_loop
 from outer.membership.hivemind import serve_bootstrap
@@ -27,7 +27,7 @@ def meeting_place(kind: str) -> Iterator[dict]:
     """The NetworkSettings that islands need to find each other."""
     if kind == "loopback":
         yield {"hub": Hub()}
-    elif kind == "gloo":
+    elif kind in AT_RENDEZVOUS:
         rendezvous = serve_rendezvous("127.0.0.1", 0)
         yield {"bootstrap": [rendezvous.address]}
         rendezvous.close()
@@ -71,15 +71,16 @@ def trajectory(kind: str, codec: str, audit: float = 0.0) -> list[str]:
 
 
 @pytest.mark.parametrize("codec", [pytest.param("fp32", marks=pytest.mark.slow), "int8"])
-def test_loopback_gloo_and_hivemind_give_the_same_digests_in_every_round(codec: str) -> None:
+def test_all_networks_give_the_same_digests_in_every_round(codec: str) -> None:
     loopback = trajectory("loopback", codec)
     assert len(set(loopback)) == 4
     assert trajectory("gloo", codec) == loopback
+    assert trajectory("tls", codec) == loopback
     assert trajectory("hivemind", codec) == loopback
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gloo", "hivemind"])
+@pytest.mark.parametrize("kind", ["gloo", "tls", "hivemind"])
 def test_audits_over_real_networks_change_no_digest(kind: str) -> None:
     assert trajectory(kind, "int8", audit=1.0) == trajectory("loopback", "int8")
 

@@ -3,18 +3,15 @@
 import asyncio
 import contextlib
 import re
-import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
 
 import torch.distributed as dist
 
 from outer.errors import DeadlineError, MessageError, PeerLost, TransportError, first_line
 from outer.network.endpoints import ISLAND_NAME, Endpoint
-from outer.network.event_loop import loop_time
+from outer.network.event_loop import in_thread, loop_time
 from outer.transports.gloo.addresses import AddressExchange, AddressStore, check_gloo_address
 from outer.transports.gloo.door import close_door
 
@@ -22,7 +19,6 @@ MARGIN_SECONDS = 1.0
 """Extra time for gloo, whose own error says more than a deadline."""
 NOTICE_SECONDS = 0.2
 """When a group fails because an endpoint died, the connection to it breaks within this time and identifies it."""
-T = TypeVar("T")
 HostPort = tuple[str, int]
 _ADDRESS = re.compile(rf"gloo:({ISLAND_NAME}/[0-9]{{1,4}})@([A-Za-z0-9.:-]{{1,253}}):([0-9]{{1,5}})")
 
@@ -146,22 +142,3 @@ def _build(spec: GroupSpec, store: AddressStore) -> dist.ProcessGroupGloo:
 
 def _not_built(spec: GroupSpec, cause: str) -> DeadlineError:
     return DeadlineError(f"the group {spec.epoch!r} was not built within {spec.seconds:g} s: {cause}")
-
-
-def new_thread(work: Callable[[], None]) -> None:
-    threading.Thread(target=work, daemon=True).start()
-
-
-async def in_thread(work: Callable[[], T], start: Callable[[Callable[[], None]], None] = new_thread) -> T:
-    """Run a blocking call in a daemon thread and return its result. After a cancellation the thread continues."""
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # from here on it cannot be cancelled, so the thread can always settle it
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except Exception as error:  # noqa: BLE001 - handed to the waiting task
-            future.set_exception(error)
-
-    start(run)
-    return await asyncio.wrap_future(future)

@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import queue
-import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -13,11 +11,12 @@ import torch.distributed as dist
 
 from outer.errors import PeerLost, first_line
 from outer.network.endpoints import MAX_PAYLOAD_BYTES, Endpoint, Messenger, Tag, Traffic
+from outer.network.event_loop import WaitingThreads, in_thread
 from outer.network.frames import check_payload
 from outer.space.buffers import BUFFERS
 from outer.transports.gloo.addresses import AddressExchange
 from outer.transports.gloo.door import check_listen_host
-from outer.transports.gloo.groups import GroupSpec, build_group, in_thread, new_thread, parse_address
+from outer.transports.gloo.groups import GroupSpec, build_group, parse_address
 from outer.transports.gloo.open_files import allow_many_files
 
 MAX_WAIT = timedelta(days=1)
@@ -45,7 +44,7 @@ class GlooTransport:
         self._group: Any = None  # a ProcessGroupGloo; its stubs lack send and recv
         self._ranks: dict[Endpoint, int] = {}
         self._sending: dict[Endpoint, asyncio.Semaphore] = {}
-        self._waiters = _Waiters()
+        self._waiters = WaitingThreads()
 
     async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
         await self.disconnect()
@@ -103,41 +102,6 @@ def gloo_tag(tag: Tag, num_bytes: int) -> int:
     """
     turn = (tag.round + tag.attempt) % 4
     return turn << 29 | tag.leg << 28 | (tag.part % (1 << 20)) << 8 | num_bytes % 251
-
-
-class _Waiters:
-    """An unlimited pool of daemon threads for blocking calls. Starting a thread would delay the event loop."""
-
-    def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._num_idle = 0
-        self._is_closed = False
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Run `work`, which must not raise, in an idle thread or a new one."""
-        with self._lock:
-            has_idle = self._num_idle > 0
-            self._num_idle -= has_idle
-        self._work.put(work)
-        if not has_idle:
-            new_thread(self._serve)
-
-    def close(self) -> None:
-        """End the idle threads now, and the others when their work is done."""
-        with self._lock:
-            self._is_closed = True
-            num_idle, self._num_idle = self._num_idle, 0
-        for _ in range(num_idle):
-            self._work.put(None)
-
-    def _serve(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
-            with self._lock:
-                if self._is_closed:
-                    return
-                self._num_idle += 1
 
 
 def _non_empty(payload: torch.Tensor) -> torch.Tensor:

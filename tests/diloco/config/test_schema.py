@@ -63,7 +63,7 @@ def test_an_unknown_codec_lists_the_choices():
 
 
 def test_an_unknown_transport_lists_the_choices():
-    assert "'loopback', 'gloo' or 'hivemind'" in error_of("outer: {transport: carrier-pigeon}")
+    assert "'loopback', 'gloo', 'tls' or 'hivemind'" in error_of("outer: {transport: carrier-pigeon}")
 
 
 def test_a_mistake_in_one_of_the_islands_names_it():

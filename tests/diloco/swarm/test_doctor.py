@@ -11,7 +11,7 @@ import pytest
 
 from diloco.config.schema import dump_config, parse_config
 from diloco.errors import ConfigError
-from diloco.swarm.address_checks import find_bind_problem
+from diloco.swarm.address_checks import check_listening, find_bind_problem
 from diloco.swarm.checks import Check, resolve_local_island
 from diloco.swarm.doctor import Line, check_swarm, diagnose, doctor, host_of
 from outer.connect import Network, NetworkSettings, open_network
@@ -23,7 +23,7 @@ from tests.outer.nets import A, B, Swarm, member, run, swarm
 from tests.swarm import TINY
 from tests.swarm import swarm as islands_of
 
-real_kinds = pytest.mark.parametrize("kind", ["gloo", "hivemind"])
+real_kinds = pytest.mark.parametrize("kind", ["gloo", "tls", "hivemind"])
 
 
 def run_text(kind: str) -> str:
@@ -135,10 +135,11 @@ def test_a_rank_that_cannot_be_called_is_named():
     run(main())
 
 
-def test_a_port_that_takes_no_payloads_is_found():
+@pytest.mark.parametrize(("kind", "begin"), [("gloo", "gloo:a/0"), ("tls", f"tls:{'0' * 64}")])
+def test_a_port_that_takes_no_payloads_is_found(kind, begin):
     async def main() -> None:
-        async with swarm("gloo", "test") as place:
-            await enter(place, A, transport_addresses=[f"gloo:a/0@127.0.0.1:{free_port()}"])
+        async with swarm(kind, "test") as place:
+            await enter(place, A, transport_addresses=[f"{begin}@127.0.0.1:{free_port()}"])
             assert troubles(await visited(place.bootstrap[0])) == [("FAILED", "payload ports")]
 
     run(main())
@@ -161,6 +162,18 @@ def test_a_port_that_leads_to_another_machine_is_no_call_back():
             assert "leads to another machine" in texts(lines, "call back")[0]
 
     run(main())
+
+
+def test_over_tls_each_rank_needs_two_ports_and_an_address_to_tell():
+    def listening(*overrides: str) -> list[Line]:
+        config = parse_config(TINY, ["outer.transport=tls", "island.ranks=2", *overrides])
+        return list(check_listening(resolve_local_island(config, config, None), is_alone=True))
+
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port + 3)):
+        assert f"{port + 3}: " in texts(listening(f"island.listen_port={port}"), "island.listen_port")[0]
+    assert troubles(listening("island.listen_host=0.0.0.0")) == [("FAILED", "island.listen_host")]
+    assert troubles(listening("island.listen_host=0.0.0.0", "island.announce_host=127.0.0.1")) == []
 
 
 def test_a_taken_port_is_said_and_the_islands_are_examined_all_the_same():

@@ -43,7 +43,7 @@ def test_a_malformed_peer_address_is_a_lost_peer(text):
 
 
 def test_an_unknown_transport_lists_the_choices():
-    with pytest.raises(InputError, match="loopback, gloo, hivemind"):
+    with pytest.raises(InputError, match="loopback, gloo, tls, hivemind"):
         run(open_network("carrier-pigeon", NetworkSettings("run", "a", 0)))
 
 

@@ -26,7 +26,7 @@ from tests.outer.nets import (
 )
 
 all_kinds = pytest.mark.parametrize("kind", KINDS)
-real_kinds = pytest.mark.parametrize("kind", ["gloo", "hivemind"])
+real_kinds = pytest.mark.parametrize("kind", ["gloo", "tls", "hivemind"])
 
 
 @all_kinds

@@ -68,7 +68,7 @@ def test_a_sent_buffer_may_be_reused_at_once(kind):
     with_connected(kind, test)
 
 
-@pytest.mark.parametrize("kind", ["loopback", "hivemind"])
+@pytest.mark.parametrize("kind", ["loopback", "tls", "hivemind"])
 def test_a_payload_of_another_size_is_refused(kind):
     async def test(a: Network, b: Network) -> None:
         await a.transport.send(B, tag(0), payload(10))

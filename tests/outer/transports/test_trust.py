@@ -19,6 +19,8 @@ from outer.transports.sealed import SealedTransport
 from tests.outer.membership.test_membership import wait_for
 from tests.outer.nets import A, B, C, key_of, payload, run, swarm, tag
 
+over_streams = pytest.mark.parametrize("kind", ["tls", "hivemind"])
+
 
 def test_a_stream_that_claims_another_island_is_dropped():
     async def main() -> None:
@@ -198,9 +200,10 @@ def _peer_id(network: Network) -> str:
     return network.transport.address.partition(":")[0]
 
 
-def test_a_payload_that_is_longer_than_those_of_the_run_is_not_read():
+@over_streams
+def test_a_payload_that_is_longer_than_those_of_the_run_is_not_read(kind):
     async def main() -> None:
-        async with swarm("hivemind") as place:
+        async with swarm(kind) as place:
             a, b = await place.open(A), await place.open(B)
             a.transport.max_payload_bytes = 1000
             addresses = {A: a.transport.address, B: b.transport.address}
@@ -215,15 +218,17 @@ def test_a_payload_that_is_longer_than_those_of_the_run_is_not_read():
     run(main())
 
 
-def test_streams_of_one_island_that_wait_for_a_group_leave_room_for_others(monkeypatch):
-    monkeypatch.setattr("outer.transports.hivemind.MAX_PARKED_OF_ISLAND", 4)
+@over_streams
+def test_streams_of_one_island_that_wait_for_a_group_leave_room_for_others(kind, monkeypatch):
+    most = 1 if kind == "tls" else 4  # of the streams that c dials
+    monkeypatch.setattr("outer.transports.streams.MAX_PARKED_OF_ISLAND", most)
 
     async def main() -> None:
-        async with swarm("hivemind", connect_seconds=5) as place:
+        async with swarm(kind, connect_seconds=5) as place:
             a, b, c = await place.open(A), await place.open(B), await place.open(C)
             addresses = {A: a.transport.address, C: c.transport.address}
             waiting = asyncio.create_task(c.transport.connect("never", addresses))
-            await wait_for(lambda: asyncio.sleep(0, a.transport._parked["c"]), 4, seconds=20)
+            await wait_for(lambda: asyncio.sleep(0, a.transport._parked["c"]), most, seconds=20)
             addresses = {A: a.transport.address, B: b.transport.address}
             await asyncio.gather(*(n.transport.connect("1", addresses) for n in (a, b)))
             with pytest.raises(TransportError):

@@ -1,12 +1,12 @@
-"""The threads in which gloo's calls wait."""
+"""The threads in which blocking calls wait."""
 
 import threading
 
-from outer.transports.gloo.transport import _Waiters
+from outer.network.event_loop import WaitingThreads
 
 
 def test_a_thread_that_is_busy_when_the_transport_closes_ends_with_its_work() -> None:
-    waiters, has_begun, may_end, threads = _Waiters(), threading.Event(), threading.Event(), []
+    waiters, has_begun, may_end, threads = WaitingThreads(), threading.Event(), threading.Event(), []
 
     def work() -> None:
         threads.append(threading.current_thread())

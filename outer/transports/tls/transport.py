@@ -1,0 +1,149 @@
+"""A transport over TLS 1.3 on connections of our own, for islands that reach each other over the open internet."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Coroutine
+from typing import Any
+
+import torch
+
+from outer.errors import MessageError, PeerLost
+from outer.identity.tls import TlsIdentity
+from outer.network.endpoints import Endpoint, Tag, Traffic
+from outer.network.event_loop import WaitingThreads
+from outer.network.frames import hash_names
+from outer.network.handshake import Stream
+from outer.network.run_key import PeerAuth
+from outer.space.buffers import BUFFERS
+from outer.transports.gloo.open_files import allow_many_files
+from outer.transports.streams import HELLO_SECONDS, StreamTransport
+from outer.transports.tls.addresses import TlsAddress, parse_address
+from outer.transports.tls.stream import StreamOwner, TlsStream
+
+log = logging.getLogger(__name__)
+
+MAX_STREAMS = 16
+"""Limit of the streams that another endpoint may open to this one in a group."""
+PAUSE_SECONDS = 1.0
+"""Pause when no connection can be accepted, because too many files are open."""
+
+
+class TlsTransport(StreamTransport):
+    """A Transport (outer.transports.base) over TLS. Endpoints prove their islands' keys."""
+
+    is_uneven = True
+
+    def __init__(
+        self, run_id: str, me: Endpoint, auth: PeerAuth, tls: TlsIdentity, traffic: Traffic, connect_seconds: float
+    ) -> None:
+        super().__init__(me, auth, traffic, "", connect_seconds)
+        self._threads, self._sizes = WaitingThreads(), set[int]()
+        self._owner = StreamOwner(tls, hash_names(run_id, "bulk"), traffic, self._threads, self._allocate)
+        self._listener: socket.socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self, host: str, port: int, announced_host: str) -> None:
+        """Accept connections on a host and port (0: any free port). Call this once. Raises OSError."""
+        allow_many_files()  # Strangers may connect.
+        infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, _, _, _, place = infos[0]
+        self._listener = socket.create_server(place[:2], family=family, backlog=128)
+        self._listener.setblocking(False)
+        self.address = str(TlsAddress(self._auth.island.public, announced_host, self._listener.getsockname()[1]))
+        self._start(self._accept_all(self._listener))
+
+    async def recv(self, source: Endpoint, tag: Tag, num_bytes: int) -> torch.Tensor:
+        self._sizes.add(num_bytes)
+        return await super().recv(source, tag, num_bytes)
+
+    async def close(self) -> None:
+        await super().close()
+        for task in self._tasks:
+            task.cancel()
+        self._threads.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _identify(self, other: Endpoint, address: str) -> str:
+        return parse_address(other, address).key
+
+    def _proved(self, stream: Stream) -> str:
+        return stream.peer_key
+
+    def _count_streams(self, num_endpoints: int) -> tuple[int, int, int]:
+        return 1, 1, MAX_STREAMS
+
+    async def _open(self, other: Endpoint, address: str) -> Stream:
+        place = parse_address(other, address)
+        stream = TlsStream(await _dial(other, place), self._owner, place.host, is_acceptor=False)
+        try:
+            await stream.handshake()
+        except BaseException as error:
+            stream.close()
+            if not isinstance(error, MessageError | ConnectionError):
+                raise
+            if isinstance(error, MessageError):
+                self._auth.rejections.add_error(stream.peer, error)
+            raise PeerLost(other.island, str(error)) from None
+        return stream
+
+    async def _accept_all(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, address = await loop.sock_accept(listener)
+            except OSError as error:
+                log.warning("no connection for payloads can be accepted: %s", error)
+                await asyncio.sleep(PAUSE_SECONDS)
+                continue
+            self._start(self._accept(connection, str(address[0])))
+
+    async def _accept(self, connection: socket.socket, host: str) -> None:
+        """Serve one incoming connection. Until it has proved an island's key, it counts as a stranger's."""
+        stream = TlsStream(connection, self._owner, host, is_acceptor=True)
+        guest = self._guests.enter(host, stream.close)
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                await stream.handshake()
+            await self._serve(guest, stream)
+        except TimeoutError:
+            self._auth.rejections.add(host, "silent", "a TLS handshake did not end in time")
+        except MessageError as error:
+            self._auth.rejections.add_error(host, error)
+        except ConnectionError as error:
+            log.debug("dropped a connection for payloads: %s", error)
+        finally:
+            guest.leave()
+            stream.close()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        """Memory for a payload. Only what this endpoint has asked for comes from memory that is kept for later."""
+        return BUFFERS.bytes(num_bytes) if num_bytes in self._sizes else torch.empty(num_bytes, dtype=torch.uint8)
+
+
+async def _dial(other: Endpoint, place: TlsAddress) -> socket.socket:
+    """Connect to an endpoint. Raises PeerLost."""
+    loop, cause = asyncio.get_running_loop(), "its host has no address"
+    try:
+        found = await loop.getaddrinfo(place.host.strip("[]"), place.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise PeerLost(other.island, f"{other} cannot be reached: {error}") from None
+    for family, _, _, _, target in found:
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        try:
+            await loop.sock_connect(connection, target)
+            return connection
+        except OSError as error:
+            connection.close()
+            cause = str(error)
+        except BaseException:
+            connection.close()
+            raise
+    raise PeerLost(other.island, f"{other} cannot be reached: {cause}")
