@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated
 
 from pydantic import Field, ValidationError
@@ -129,11 +130,17 @@ def parse_record(island: str, text: str | bytes | None) -> Member | None:
     """Parse an island's record. Returns None if there is none, it is malformed, or it is another island's."""
     if not text or len(text) > MAX_RECORD_BYTES:
         return None
+    member = _parse(text)
+    return member if member is not None and member.island == island else None
+
+
+@lru_cache(maxsize=2048)
+def _parse(text: str | bytes) -> Member | None:
+    """Records are read more often than they change, so the last ones are remembered."""
     try:
-        member = Member.model_validate_json(text)
+        return Member.model_validate_json(text)
     except ValidationError:
         return None
-    return member if member.island == island else None
 
 
 def parse_records(records: Mapping[str, str | bytes]) -> dict[str, Member]:

@@ -12,6 +12,7 @@ are taken. With two islands both send P, whatever the shares.
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 
 from outer.agreement.messages import Plan
 
@@ -23,11 +24,16 @@ class Assignment:
     """The reducer of each part in a plan. Every participant computes the same from the plan."""
 
     def __init__(self, plan: Plan) -> None:
-        shares = reduce_shares([p.link_kbit for p in plan.participants])
-        self._turn = [plan.names[index] for index in take_turns(shares, SLOTS_PER_ISLAND * len(shares))]
+        self._turn = [plan.names[index] for index in _find_turn(tuple(p.link_kbit for p in plan.participants))]
 
     def reducer_of(self, part: int) -> str:
         return self._turn[part % len(self._turn)]
+
+
+@lru_cache(maxsize=32)
+def _find_turn(rates: tuple[int, ...]) -> tuple[int, ...]:
+    """The participants that reduce the parts of a turn. Fractions take time, and most plans repeat the last rates."""
+    return tuple(take_turns(reduce_shares(rates), SLOTS_PER_ISLAND * len(rates)))
 
 
 def reduce_shares(rates: Sequence[int]) -> list[Fraction]:
