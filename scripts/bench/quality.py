@@ -50,9 +50,9 @@ class LossResult:
 
 FEEDBACK = "outer.coding.feedback=0.9"
 HEAD_TO_HEAD = {
-    "DiLoCo, bf16": ("bf16", "bf16-rare"),
-    "DiLoCo, int4": ("int4", "int4-rare"),
-    "Streaming DiLoCo, int4": ("streaming-int4",),
+    "plain averaging, bf16": ("bf16", "bf16-rare"),
+    "plain averaging, int4": ("int4", "int4-rare"),
+    "streaming, int4": ("streaming-int4",),
     "SparseLoCo": ("sparseloco", "sparseloco-often"),
     "MuLoCo, 2 bits": ("muloco", "muloco-often"),
 }
@@ -69,7 +69,7 @@ ROWS = {
     "e3m0": Variant("fedavg", ("outer.codec=e3m0",)),
     "2-bits": Variant("fedavg", ("outer.codec=stat2",)),
     "2-bits-feedback": Variant("fedavg", ("outer.codec=stat2", FEEDBACK)),
-    "nesterov": Variant("diloco"),
+    "diloco": Variant("diloco"),
     "streaming": Variant("streaming-diloco", (PLAIN,)),
     "streaming-late": Variant("streaming-diloco", (PLAIN, "outer.fragments=2", "outer.delay=5")),
     "streaming-mixed": Variant("streaming-diloco", (PLAIN, "outer.delay=2", "outer.mix=0.5")),

@@ -1,8 +1,8 @@
-"""Wall clock to a fixed held-out loss on slow links: data-parallel training, DiLoCo, and DiLoCo sent in few bits.
+"""Wall clock to a fixed held-out loss on slow links: data-parallel training, averaging now and then, and in few bits.
 
-    python -m scripts.bench.wallclock [--rows data-parallel,diloco] [--seeds 0,1] [--loss 2.35] [--plot FILE.png]
+    python -m scripts.bench.wallclock [--rows data-parallel,averaging] [--seeds 0,1] [--loss 2.35] [--plot FILE.png]
     python -m scripts.bench.wallclock --torchft-python PATH --seeds 0,1,2,3,4 \\
-        --rows data-parallel,torchft,torchft-streaming,diloco,diloco-int4,streaming-fp32,streaming
+        --rows data-parallel,torchft,torchft-streaming,averaging,averaging-int4,streaming-fp32,streaming
 
 Four machines, each a network namespace with a link of its own (needs root), train the quickstart's model on its text:
 either data-parallel, with gradients that gloo all-reduces over the links in every step, or as four islands of one rank.
@@ -70,25 +70,28 @@ ROWS = {
     DATA_PARALLEL: Method("data-parallel, AdamW, torch's DDP", "fedavg", is_data_parallel=True, rival="ddp"),
     "data-parallel-ours": Method("data-parallel, AdamW, our trainer", "fedavg", is_data_parallel=True),
     "data-parallel-muon": Method("data-parallel, Muon, our trainer", "muloco", is_data_parallel=True),
-    TORCHFT: Method("torchft DiLoCo, plain mean every 10 steps, fp32", "fedavg", rival="torchft"),
+    TORCHFT: Method("torchft, plain averaging every 10 steps, fp32", "fedavg", rival="torchft"),
     "torchft-streaming": Method(
-        "torchft streaming, 5 fragments, delay 1, fp32", "streaming-diloco", (PLAIN,), rival="torchft-streaming"
+        "torchft streaming, plain averaging, 5 fragments, delay 1, fp32",
+        "streaming-diloco",
+        (PLAIN,),
+        rival="torchft-streaming",
     ),
-    "diloco": Method("DiLoCo, plain mean every 10 steps, fp32", "fedavg"),
-    "diloco-int4": Method("DiLoCo, plain mean every 10 steps, int4", "fedavg", ("outer.codec=int4",)),
+    "averaging": Method("plain averaging every 10 steps, fp32", "fedavg"),
+    "averaging-int4": Method("plain averaging every 10 steps, int4", "fedavg", ("outer.codec=int4",)),
     "streaming-fp32": Method(
-        "Streaming DiLoCo, 5 fragments, delay 1, fp32", "streaming-diloco", (PLAIN, "outer.codec=fp32")
+        "streaming, plain averaging, 5 fragments, delay 1, fp32", "streaming-diloco", (PLAIN, "outer.codec=fp32")
     ),
     "streaming": Method(
-        "Streaming DiLoCo, 5 fragments, delay 1, int4", "streaming-diloco", (PLAIN, "outer.codec=int4")
+        "streaming, plain averaging, 5 fragments, delay 1, int4", "streaming-diloco", (PLAIN, "outer.codec=int4")
     ),
-    "nesterov": Method("DiLoCo, Nesterov 0.7 / 0.9, bf16", "diloco"),
-    "int4": Method("DiLoCo, plain mean every 5 steps, int4", "fedavg", ("outer.codec=int4",), 5),
-    "int4-often": Method("DiLoCo, plain mean every 2 steps, int4", "fedavg", ("outer.codec=int4",), 2),
-    "muloco": Method("MuLoCo, 2 bits with feedback every 10 steps", "muloco", (PLAIN,)),
+    "diloco": Method("DiLoCo, Nesterov 0.7 / 0.9, bf16", "diloco"),
+    "int4": Method("plain averaging every 5 steps, int4", "fedavg", ("outer.codec=int4",), 5),
+    "int4-often": Method("plain averaging every 2 steps, int4", "fedavg", ("outer.codec=int4",), 2),
+    "muloco": Method("MuLoCo, plain averaging every 10 steps, 2 bits with feedback", "muloco", (PLAIN,)),
     "sparseloco": Method("SparseLoCo, 64 of 4096 elements in 2 bits", "sparseloco"),
 }
-DEFAULT_ROWS = [DATA_PARALLEL, "data-parallel-muon", "diloco", "muloco"]
+DEFAULT_ROWS = [DATA_PARALLEL, "data-parallel-muon", "averaging", "muloco"]
 
 
 def main() -> None:

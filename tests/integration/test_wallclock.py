@@ -109,7 +109,7 @@ def test_a_rival_is_evaluated_with_the_params_after_the_last_outer_step_and_goes
 
 def bench(folder: Path) -> str:
     """Output of the script for two rows of two rounds."""
-    command = [sys.executable, "-m", "scripts.bench.wallclock", "--rows", "data-parallel,diloco", "--rounds", "2"]
+    command = [sys.executable, "-m", "scripts.bench.wallclock", "--rows", "data-parallel,averaging", "--rounds", "2"]
     command += ["--loss", "9", "--out", str(folder), "--plot", str(folder / "plot.png"), *TINY]
     command += ["data.source=files", f"data.paths=[{folder / 'text'}]", f"island.cache_dir={folder / 'cache'}"]
     with subprocess.Popen(
@@ -131,13 +131,13 @@ def test_each_row_trains_behind_links_is_timed_and_is_not_run_twice(tmp_path: Pa
         (tmp_path / "text" / f"{number}.txt").write_text(f"# file {number}\n" + TEXT * 8)
     first, second = bench(tmp_path), bench(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert [line["row"] for line in lines] == ["data-parallel", "diloco"], "the second call has run nothing"
+    assert [line["row"] for line in lines] == ["data-parallel", "averaging"], "the second call has run nothing"
     for line in lines:
         assert line["num_steps"] == 20 and len(line["curve"]) == 2, line
         assert 0 < line["curve"][0][0] < line["curve"][1][0]
-    data_parallel, diloco = lines
-    assert data_parallel["curve"][1][1] == pytest.approx(diloco["curve"][1][1], rel=0.2), "both train the same model"
-    assert data_parallel["sent_bytes"] > 5 * diloco["sent_bytes"], "20 all-reduces against 2 rounds"
-    assert "DiLoCo, plain mean every 10 steps, fp32" in first and "never" not in first
-    assert "diloco, seed 0: " in first and "diloco, seed 0: " not in second
+    data_parallel, averaging = lines
+    assert data_parallel["curve"][1][1] == pytest.approx(averaging["curve"][1][1], rel=0.2), "both train the same model"
+    assert data_parallel["sent_bytes"] > 5 * averaging["sent_bytes"], "20 all-reduces against 2 rounds"
+    assert "plain averaging every 10 steps, fp32" in first and "never" not in first
+    assert "averaging, seed 0: " in first and "averaging, seed 0: " not in second
     assert (tmp_path / "plot.png").stat().st_size > 10_000
