@@ -10,6 +10,8 @@ GATHERED = frozenset({"topk"})
 """Codecs that cannot encode a mean of payloads: every participant gets all payloads and computes the mean itself."""
 AT_RENDEZVOUS = frozenset({"gloo", "tls"})
 """Transports whose islands meet at a TCP rendezvous; those of hivemind meet in its DHT."""
+MAX_TLS_STREAMS = 16
+"""Limit of the connections on which a rank sends to a rank of another island, over tls."""
 PORTS_OF_TLS = 2
 """Ports of a rank over tls: one for calls, and the next for payloads."""
 

@@ -69,6 +69,8 @@ class NetworkSettings:
     relay: Literal["off", "client", "server"] = "off"
     """With hivemind: client is reached through relays, server relays for others."""
 
+    tls_streams: int = 1
+    """With tls, connections on which this rank sends to each rank of another island."""
     gloo_in_public: bool = False
     """With gloo, listen on an address of the open internet although gloo asks nobody who he is."""
 
@@ -213,7 +215,8 @@ async def _open_tls(settings: NetworkSettings, auth: PeerAuth, names: KnownNames
     announced, tls = choose_announced_host(settings.listen_host, settings.announce_host), TlsIdentity()
     port = settings.listen_port + PORTS_OF_TLS * settings.rank if settings.listen_port else 0
     messenger = await _open_messenger(settings, "tls", auth, port, announced, tls)
-    transport = TlsTransport(settings.run_id, settings.me, auth, tls, messenger.traffic, settings.connect_seconds)
+    own = (messenger.traffic, settings.connect_seconds, settings.tls_streams)
+    transport = TlsTransport(settings.run_id, settings.me, auth, tls, *own)
     try:
         await transport.open(settings.listen_host, port and port + 1, announced)
     except OSError as error:

@@ -34,7 +34,7 @@ from inner.config import (
 )
 from inner.errors import InputError
 from inner.huggingface.model_config import fill_sizes_from_folder
-from outer.config import OuterConfig
+from outer.config import MAX_TLS_STREAMS, OuterConfig
 from outer.network.endpoints import ISLAND_NAME, RUN_NAME
 
 
@@ -142,6 +142,9 @@ class IslandConfig(Section):
     """hivemind behind a NAT: a `client` is reached through relays and hole punching, a `server` relays for others."""
     gloo_in_public: bool = False
     """gloo only: listen on an address of the open internet, where whoever reaches gloo's ports can end the island."""
+    tls_streams: int = Field(default=1, ge=1, le=MAX_TLS_STREAMS)
+    """tls only: connections on which each rank sends to each rank of another island. With a long round trip, a link
+    needs about one for each 4 MB of rate x round trip: 6 at 1 Gbit/s and 200 ms."""
     faults: tuple[str, ...] = ()
     """Faults that this island injects into itself, in the syntax of `diloco simulate --fault`; for tests."""
     allow_imports: tuple[str, ...] = ()

@@ -48,6 +48,7 @@ class Kind(IntEnum):
     REFUSAL = 4  # the text of an error, as UTF-8; with request 0 the whole stream is refused
     CHALLENGE = 5  # the acceptor's name, keys and proof
     PROOF = 6  # the dialer's
+    END = 7  # nothing follows on this stream of payloads, and nobody is lost
 
 
 @dataclass(frozen=True)

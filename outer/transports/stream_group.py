@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 
 from outer.errors import MessageError, PeerLost, TransportError
 from outer.network.endpoints import Endpoint
 from outer.network.event_loop import ChangeSignal
-from outer.network.frames import MAX_HELLO_BYTES, CutOffError, Kind, refusal_error
+from outer.network.frames import MAX_HELLO_BYTES, CutOffError, Header, Kind, refusal_error
 from outer.network.handshake import Stream, check_access
 from outer.network.rejections import RefusedError
 from outer.network.run_key import PeerAuth
@@ -34,7 +35,8 @@ class StreamGroup:
         self._identities, self._to_dial, self._to_await, self._most = identities, to_dial, to_await, most
         self.idle: dict[Endpoint, asyncio.Queue[Stream]] = {e: asyncio.Queue() for e in identities}
         self._incoming: dict[Endpoint, list[Stream]] = {e: [] for e in identities}
-        self._watching: list[asyncio.Task[None]] = []
+        self._watching: dict[Stream, asyncio.Task[None]] = {}
+        self._ending: list[Stream] = []
         self._changed = ChangeSignal()
         self._is_closed = False
 
@@ -71,7 +73,23 @@ class StreamGroup:
             return
         self.outgoing[other].append(stream)
         self.idle[other].put_nowait(stream)
-        self._watching.append(asyncio.create_task(self._watch(other, stream)))
+        self._watching[stream] = asyncio.create_task(self._watch(other, stream))
+
+    async def take_idle(self, other: Endpoint) -> Stream:
+        """Wait for a stream to an endpoint that nobody sends on. Put it into `idle` again."""
+        while (stream := await self.idle[other].get()) not in self.outgoing[other]:
+            pass  # it has been replaced
+        return stream
+
+    async def retire(self, other: Endpoint, stream: Stream) -> None:
+        """End a dialled stream when what is sent on it now has been sent. Another one must be there."""
+        self.outgoing[other].remove(stream)
+        self._watching.pop(stream).cancel()
+        self._ending.append(stream)
+        with suppress(ConnectionError):
+            await stream.write(Header(Kind.END), b"")
+        self._ending.remove(stream)
+        stream.close()
 
     async def receive(self, source: Endpoint, stream: Stream) -> None:
         """Move payloads from an incoming stream into the mailbox until the stream ends."""
@@ -82,6 +100,10 @@ class StreamGroup:
                 await self.mailbox.wait_for_space(source)
                 header, payload = await stream.read(self._max_payload_bytes)
                 check_access(stream, self._auth, source)  # it may have been banned meanwhile
+                if header.kind is Kind.END:
+                    self._incoming[source].remove(stream)
+                    stream.close()
+                    return
                 if header.kind is not Kind.PAYLOAD:
                     raise RefusedError("header", f"{source} sent {header.kind.name}, PAYLOAD expected")
                 self.mailbox.put(source, header.tag, payload)
@@ -103,10 +125,10 @@ class StreamGroup:
     def close(self) -> None:
         self._is_closed = True
         self.mailbox.fail_all("this group was left")
-        for streams in (*self.outgoing.values(), *self._incoming.values()):
+        for streams in (*self.outgoing.values(), *self._incoming.values(), self._ending):
             for stream in streams:
                 stream.close()
-        for task in self._watching:
+        for task in self._watching.values():
             task.cancel()
         self._changed.notify()
 

@@ -88,7 +88,7 @@ class StreamTransport(ABC):
             raise PeerLost(to.island, f"{to} is not in this group")
         if error := group.mailbox.failure_of(to):
             raise error
-        stream = await group.idle[to].get()
+        stream = await group.take_idle(to)
         try:
             await stream.write(Header(Kind.PAYLOAD, self._me.rank, tag), view_of(payload))
         except ConnectionError as error:

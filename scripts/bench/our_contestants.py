@@ -37,7 +37,7 @@ class _TensorSpec:
 class OurNetwork:
     """An island's network over one of our transports, and the event loop on which it lives."""
 
-    def __init__(self, kind: str, spec: IslandSpec) -> None:
+    def __init__(self, kind: str, spec: IslandSpec, tls_streams: int = 1) -> None:
         self._rendezvous = serve_rendezvous(spec.host, 0) if kind in AT_RENDEZVOUS and not spec.bootstrap else None
         self.bootstrap = spec.bootstrap if self._rendezvous is None else [self._rendezvous.address]
         self.loop, name = EventLoopThread(), f"island-{spec.index}"
@@ -49,6 +49,7 @@ class OurNetwork:
             listen_host=spec.host,
             island_key=key_of(name),
             connect_seconds=SETUP_SECONDS,
+            tls_streams=tls_streams,
         )
         self.network = self.loop.run(open_network(kind, settings), SETUP_SECONDS)
         self.address = self.network.transport.address
@@ -68,8 +69,8 @@ class OurNetwork:
 class OurReduce:
     """The all-to-all reduce of outer/reduce/reducer.py over one of our transports."""
 
-    def __init__(self, kind: str, spec: IslandSpec) -> None:
-        self._own = OurNetwork(kind, spec)
+    def __init__(self, kind: str, spec: IslandSpec, tls_streams: int = 1) -> None:
+        self._own = OurNetwork(kind, spec, tls_streams)
         self.bootstrap, self.address = self._own.bootstrap, self._own.address
         codec, values = build_codec(spec.codec), spec.values()
         part_elements = choose_part_elements(spec.num_params)

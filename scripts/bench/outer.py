@@ -1,6 +1,6 @@
 """Time, CPU time and bytes of a reduce and of a whole synchronisation between islands, ours beside the others'.
 
-    python scripts/bench/outer.py [--params 25e6] [--islands 2,4] [--links loopback,100mbit,1gbit]
+    python scripts/bench/outer.py [--params 25e6] [--islands 2,4] [--links loopback,100mbit,1gbit,300mbit-80ms]
         [--what torch,gloo,tls,hivemind,averager] [--codecs fp32,bf16,int8] [--repeats N] [--json FILE]
     python scripts/bench/outer.py --links 100mbit,1gbit --codecs fp32,int4 --torchft-python PATH \\
         --what torch,gloo,hivemind,plain-sync,torchft-sync,gloo-sync,hivemind-sync
@@ -41,6 +41,7 @@ PAYLOAD_BYTES = {
     "torch": {"fp32": 4.0, "bf16": 2.0},
     "gloo": OURS,
     "tls": OURS,
+    "tls-4-streams": OURS,
     "hivemind": OURS,
     "averager": {"fp32": 4.0, "bf16": 2.0, "int8": 1.0},
     "plain-sync": {"fp32": 4.0},
@@ -117,7 +118,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=lambda text: int(float(text)), default=25_000_000)
     parser.add_argument("--islands", type=whole_numbers, default=[2, 4])
-    parser.add_argument("--links", type=choices(LINKS), default=list(LINKS))
+    parser.add_argument("--links", type=choices(LINKS), default=["loopback", "100mbit", "1gbit"])
     parser.add_argument("--what", type=choices(PAYLOAD_BYTES), default=list(DEFAULT))
     parser.add_argument("--codecs", type=choices(OURS), default=["fp32", "bf16", "int8"])
     repeats = "measured repeats of each row, after one that is not; the table has their medians"

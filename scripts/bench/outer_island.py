@@ -39,6 +39,7 @@ BUILDERS: dict[str, Callable[[IslandSpec], Contestant]] = {
     "torch": Torch,
     "gloo": partial(OurReduce, "gloo"),
     "tls": partial(OurReduce, "tls"),
+    "tls-4-streams": partial(OurReduce, "tls", tls_streams=4),
     "hivemind": partial(OurReduce, "hivemind"),
     "averager": Averager,
     "plain-sync": PlainSync,

@@ -17,7 +17,8 @@ from diloco.network_emulation.links import open_linked_namespaces, parse_link, s
 from diloco.network_emulation.namespaces import Namespace
 
 ROOT = Path(__file__).resolve().parents[2]
-LINKS = {"loopback": None, "100mbit": 100e6, "1gbit": 1e9}
+LINKS = {"loopback": None, "100mbit": 100e6, "1gbit": 1e9, "300mbit-80ms": 300e6, "100mbit-200ms": 100e6}
+"""Rate in bit/s, by name; a name may end in a round trip."""
 ANSWER_SECONDS = 180.0
 CLOSE_SECONDS = 10.0
 START_SECONDS = 0.2
@@ -202,5 +203,5 @@ def open_link_namespaces(link: str, num_islands: int) -> Iterator[Sequence[Names
     if LINKS[link] is None:
         yield ()
         return
-    with open_linked_namespaces(num_islands, parse_link(link)[1]) as namespaces:
+    with open_linked_namespaces(num_islands, parse_link(link.replace("-", ",rtt="))[1]) as namespaces:
         yield namespaces

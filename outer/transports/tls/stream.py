@@ -39,6 +39,10 @@ from outer.network.run_key import FrameMacs
 
 THREAD_BYTES = 1 << 16
 """Longer payloads are moved in a thread. The rest takes less time than a change of threads."""
+RECORD_BYTES = 1 << 15
+"""More than a record of TLS takes on the wire."""
+WAKE_BYTES = 1 << 17
+"""A thread that waits for a payload wakes when so much of it has come."""
 Direction = Literal["read", "write"]
 T = TypeVar("T")
 
@@ -74,6 +78,7 @@ class TlsStream:
         self._waits: dict[Direction, asyncio.Future[None]] = {}
         self._guard = threading.Lock()
         self._is_closed = self._is_in_thread = False
+        self._wakes_at, self.bytes_sent = 1, 0
 
     async def handshake(self) -> None:
         """Begin TLS 1.3. Raises MessageError if the other side does not, and ConnectionError."""
@@ -98,6 +103,7 @@ class TlsStream:
             except BaseException:  # half a frame may have been sent
                 self.close()
                 raise
+        self.bytes_sent += len(raw) + len(view)
         self._owner.traffic.bytes_sent += len(raw) + len(view)
 
     async def read(self, max_bytes: int) -> tuple[Header, torch.Tensor]:
@@ -212,24 +218,39 @@ class TlsStream:
             view = view[self._wait_for(lambda rest=view: self._socket.send(rest)) :]
 
     def _receive_all(self, view: memoryview) -> None:
-        while view:
-            received = self._wait_for(lambda rest=view: self._socket.recv_into(rest))
-            if not received:
-                raise self._end("within a frame")
-            view = view[received:]
+        try:
+            while view:
+                received = self._wait_for(lambda rest=view: self._socket.recv_into(rest), len(view))
+                if not received:
+                    raise self._end("within a frame")
+                view = view[received:]
+        finally:
+            self._wake_at(1)
 
-    def _wait_for(self, operation: Callable[[], int]) -> int:
-        """Call an operation of the socket until it need not wait, in a thread. Raises ConnectionError."""
+    def _wait_for(self, operation: Callable[[], int], num_bytes: int = 0) -> int:
+        """Call an operation of the socket until it need not wait, in a thread, for `num_bytes` that are to come.
+
+        Raises ConnectionError.
+        """
         while True:
             try:
                 return self._call(operation)
             except ssl.SSLWantReadError:
                 events = select.POLLIN
+                # OpenSSL may hold most of a record that is not whole yet, so so much less is to come.
+                self._wake_at(min(WAKE_BYTES, num_bytes - RECORD_BYTES))
             except ssl.SSLWantWriteError:
                 events = select.POLLOUT
             poll = select.poll()
             poll.register(self._socket, events)
             poll.poll()
+
+    def _wake_at(self, num_bytes: int) -> None:
+        """Let waits for the socket end when so many bytes have come, instead of at each packet."""
+        num_bytes = max(num_bytes, 1)
+        if num_bytes != self._wakes_at and not self._is_closed:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            self._wakes_at = num_bytes
 
     def _call(self, operation: Callable[[], T]) -> T:
         if self._is_closed:

@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import torch
 
-from outer.errors import MessageError, PeerLost
+from outer.config import MAX_TLS_STREAMS
+from outer.errors import MessageError, PeerLost, TransportError
 from outer.identity.tls import TlsIdentity
 from outer.network.endpoints import Endpoint, Tag, Traffic
 from outer.network.event_loop import WaitingThreads
@@ -17,14 +18,15 @@ from outer.network.handshake import Stream
 from outer.network.run_key import PeerAuth
 from outer.space.buffers import BUFFERS
 from outer.transports.gloo.open_files import allow_many_files
+from outer.transports.stream_group import StreamGroup
 from outer.transports.streams import HELLO_SECONDS, StreamTransport
 from outer.transports.tls.addresses import TlsAddress, parse_address
 from outer.transports.tls.stream import StreamOwner, TlsStream
 
 log = logging.getLogger(__name__)
 
-MAX_STREAMS = 16
-"""Limit of the streams that another endpoint may open to this one in a group."""
+RENEW_BYTES = 1 << 23
+"""A connection that has carried less keeps its place: it has learnt little, and a new one costs some round trips."""
 PAUSE_SECONDS = 1.0
 """Pause when no connection can be accepted, because too many files are open."""
 
@@ -32,12 +34,20 @@ PAUSE_SECONDS = 1.0
 class TlsTransport(StreamTransport):
     """A Transport (outer.transports.base) over TLS. Endpoints prove their islands' keys."""
 
-    is_uneven = True
-
     def __init__(
-        self, run_id: str, me: Endpoint, auth: PeerAuth, tls: TlsIdentity, traffic: Traffic, connect_seconds: float
+        self,
+        run_id: str,
+        me: Endpoint,
+        auth: PeerAuth,
+        tls: TlsIdentity,
+        traffic: Traffic,
+        connect_seconds: float,
+        num_streams: int = 1,
     ) -> None:
+        """`num_streams`: those on which this endpoint sends to each other one, which may choose another number."""
         super().__init__(me, auth, traffic, "", connect_seconds)
+        self._num_streams, self._round = num_streams, -1
+        self._addresses: Mapping[Endpoint, str] = {}
         self._threads, self._sizes = WaitingThreads(), set[int]()
         self._owner = StreamOwner(tls, hash_names(run_id, "bulk"), traffic, self._threads, self._allocate)
         self._listener: socket.socket | None = None
@@ -52,6 +62,16 @@ class TlsTransport(StreamTransport):
         self._listener.setblocking(False)
         self.address = str(TlsAddress(self._auth.island.public, announced_host, self._listener.getsockname()[1]))
         self._start(self._accept_all(self._listener))
+
+    async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
+        self._addresses = addresses
+        await super().connect(epoch, addresses)
+
+    async def send(self, to: Endpoint, tag: Tag, payload: torch.Tensor) -> None:
+        if tag.round != self._round:
+            self._round = tag.round
+            self._renew()
+        await super().send(to, tag, payload)
 
     async def recv(self, source: Endpoint, tag: Tag, num_bytes: int) -> torch.Tensor:
         self._sizes.add(num_bytes)
@@ -72,7 +92,7 @@ class TlsTransport(StreamTransport):
         return stream.peer_key
 
     def _count_streams(self, num_endpoints: int) -> tuple[int, int, int]:
-        return 1, 1, MAX_STREAMS
+        return self._num_streams, 1, 2 * MAX_TLS_STREAMS  # new ones come before the old ones end
 
     async def _open(self, other: Endpoint, address: str) -> Stream:
         place = parse_address(other, address)
@@ -87,6 +107,29 @@ class TlsTransport(StreamTransport):
                 self._auth.rejections.add_error(stream.peer, error)
             raise PeerLost(other.island, str(error)) from None
         return stream
+
+    def _renew(self) -> None:
+        """Replace connections that have carried much, while the first payloads of a round travel on them.
+
+        TCP shares a link among connections by what each has learnt, and those that came last in a round have learnt to
+        take more, so old ones share it unevenly. New ones are equals.
+        """
+        group = self._group
+        if group is None or len(group.outgoing) < 2:
+            return
+        for other, streams in group.outgoing.items():
+            for stream in streams:
+                if isinstance(stream, TlsStream) and stream.bytes_sent >= RENEW_BYTES:
+                    self._start(self._replace(group, other, stream))
+
+    async def _replace(self, group: StreamGroup, other: Endpoint, old: TlsStream) -> None:
+        try:
+            async with asyncio.timeout(self._connect_seconds):
+                await self._dial(group, other, self._addresses[other])
+        except (TransportError, TimeoutError) as error:  # the old one goes on
+            log.debug("no new connection to %s: %s", other, error)
+            return
+        await group.retire(other, old)
 
     async def _accept_all(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()

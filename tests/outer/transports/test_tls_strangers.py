@@ -13,7 +13,6 @@ from outer.errors import InputError, PeerLost, TransportError
 from outer.identity.tls import TlsIdentity
 from outer.network.endpoints import Endpoint
 from outer.network.run_key import RunKey
-from outer.space.buffers import BUFFERS
 from outer.transports.tls.addresses import TlsAddress, parse_address
 from tests.outer.membership.test_membership import wait_for
 from tests.outer.nets import A, B, C, connect, key_of, payload, run, swarm, tag
@@ -212,54 +211,6 @@ def test_who_is_of_another_run_or_key_is_told_why_and_lost(changes: dict, text: 
             assert [type(error) for error in lost] == [PeerLost, PeerLost]
             assert text in " ".join(map(str, lost))
             assert a.rejections.total + stranger.rejections.total
-
-    run(main())
-
-
-def test_memory_is_kept_only_for_payloads_of_sizes_that_were_asked_for():
-    async def main() -> None:
-        async with swarm("tls") as place:
-            a, b = await place.connect(A, B)
-            await a.transport.send(B, tag(0), payload(123_457))
-            await b.transport.send(A, tag(0), payload(123_459))
-            await b.transport.recv(A, tag(0), 123_457)
-            mailbox = a.transport._group.mailbox
-            await wait_for(lambda: asyncio.sleep(0, len(mailbox._arrived)), 1, seconds=5)
-            assert (await a.transport.recv(B, tag(0), 123_459)).numel() == 123_459
-            await a.transport.send(B, tag(1), payload(123_457))
-            await b.transport.recv(A, tag(1), 123_457)
-            assert 123_459 not in BUFFERS._free and 123_457 in BUFFERS._free
-
-    run(main())
-
-
-def test_a_connection_that_ends_within_a_payload_is_a_lost_peer_at_once():
-    async def main() -> None:
-        async with swarm("tls") as place:
-            a, b = await place.connect(A, B)
-            waiting = asyncio.create_task(b.transport.recv(A, tag(0), 1 << 28))
-            sending = asyncio.create_task(a.transport.send(B, tag(0), payload(1 << 28)))
-            await asyncio.wait({sending}, timeout=0.1)
-            assert not sending.done()
-            await a.transport.disconnect()
-            for task in (waiting, sending):
-                with pytest.raises(PeerLost):
-                    await asyncio.wait_for(task, 5)
-            await check_they_go_on(a, b, "2")
-
-    run(main())
-
-
-def test_a_cancelled_send_leaves_a_transport_that_can_reconnect():
-    async def main() -> None:
-        async with swarm("tls") as place:
-            a, b = await place.connect(A, B)
-            b.transport._group.mailbox._max_unclaimed_bytes = 0
-            await a.transport.send(B, tag(0), payload(1))
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.2):
-                    await a.transport.send(B, tag(1), payload(1 << 26))
-            await check_they_go_on(a, b, "2")
 
     run(main())
 
