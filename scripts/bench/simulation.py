@@ -9,6 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_SECONDS = 1800.0
+LAST_CHARACTERS = 2000
 
 
 def run_simulation(arguments: list[str]) -> dict[str, Any] | None:
@@ -20,16 +21,27 @@ def run_simulation(arguments: list[str]) -> dict[str, Any] | None:
 
 def run_simulation_in(folder: Path, arguments: list[str]) -> Path | None:
     """Run in the empty `folder` and return the run's folder. On failure, print the last lines and return None."""
+    try:
+        return simulate_in(folder, arguments, RUN_SECONDS)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return None
+
+
+def simulate_in(folder: Path, arguments: list[str], limit_seconds: float) -> Path:
+    """Run in the empty `folder` and return the run's folder. Raises RuntimeError with its last lines if it fails."""
     command = [sys.executable, "-m", "diloco", "simulate", *arguments, "name=run", f"island.run_dir={folder}"]
+    problem = ""
     with (folder / "output.txt").open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
         try:
-            process.wait(RUN_SECONDS)
+            process.wait(limit_seconds)
+        except subprocess.TimeoutExpired:
+            problem = f"it did not end within {limit_seconds:g} s: "
         finally:
             # SIGTERM makes it end its islands. SIGKILL would leave them behind.
             process.terminate()
             process.wait()
     if process.returncode or not (folder / "run" / "summary.json").exists():
-        print((folder / "output.txt").read_text(errors="replace")[-2000:], file=sys.stderr)
-        return None
+        raise RuntimeError(problem + (folder / "output.txt").read_text(errors="replace")[-LAST_CHARACTERS:])
     return folder / "run"

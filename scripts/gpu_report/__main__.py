@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from scripts.gpu_report.place import Place
-from scripts.gpu_report.sections import SECTIONS, SectionReport, load_section, run_apart
+from scripts.gpu_report.sections import SECTIONS, SectionReport, find_obstacle, load_section, run_apart
 
 SLACK_SECONDS = 5.0
 """Left for a section to be worth starting."""
@@ -39,8 +39,12 @@ def main() -> int:
         if args.only and section.name not in args.only:
             continue
         left = ends_at - time.monotonic()
-        if left < SLACK_SECONDS:
-            report = SectionReport(section.name, "left out", f"the {args.minutes:g} minutes are over")
+        if obstacle := find_obstacle(section, place.num_devices):
+            report = SectionReport(section.name, "does not apply", obstacle)
+        elif left < SLACK_SECONDS:
+            report = SectionReport(
+                section.name, "left out", f"the {args.minutes:g} minutes are over; run --only {section.name}"
+            )
         else:
             report = run_apart(section, place, min(section.limit_seconds * place.patience, left))
         print(report.text(), flush=True)

@@ -38,8 +38,8 @@ def build_case(place: Place, *, masks: bool) -> TrainingCase:
 
 def compare(place: Place, case: TrainingCase) -> Row:
     expected, found = train_on_cpu(build_case(place, masks=case.masks_documents)), train(case, place.first)
-    first, last = (_difference(found[i].loss, expected[i].loss) for i in (0, -1))
-    norm = _difference(found[0].grad_norm, expected[0].grad_norm)
+    first, last = (difference(found[i].loss, expected[i].loss) for i in (0, -1))
+    norm = difference(found[0].grad_norm, expected[0].grad_norm)
     limit = FIRST_LOSS[case.dtype]
     is_close = first <= limit and max(norm, last) <= TIMES_LATER * limit
     return {"first_loss": first, "first_norm": norm, f"loss_{STEPS}": last, "ok": is_close}
@@ -51,10 +51,12 @@ def train_on_cpu(case: TrainingCase) -> tuple[StepResult, ...]:
 
 
 def train(case: TrainingCase, device: str) -> tuple[StepResult, ...]:
+    """A few steps. Every rank of the case's mesh must call it; each trains on its share of the text."""
     trainer = case.build(device)
-    return tuple(trainer.step(case.windows(step)) for step in range(STEPS))
+    first, num_shares = trainer.data_rank, trainer.num_data_ranks
+    return tuple(trainer.step(case.windows(step)[first::num_shares]) for step in range(STEPS))
 
 
-def _difference(found: float | None, expected: float | None) -> float:
+def difference(found: float | None, expected: float | None) -> float:
     """Relative difference; infinite if a step was skipped."""
     return float("inf") if found is None or expected is None else abs(found - expected) / abs(expected)

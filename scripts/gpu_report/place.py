@@ -1,12 +1,17 @@
 """Where the report runs, and what a row of it is. Imports no torch before it is asked for devices."""
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]
 """One line of a section: a `name`, figures with their unit in the key, and `ok` if something is expected of it."""
+CPU_DEVICES = 2
+"""Number of processes that stand for GPUs with --device cpu."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Place:
     @cached_property
     def num_devices(self) -> int:
         if self.is_tiny:
-            return 1
+            return CPU_DEVICES
         import torch
 
         return torch.cuda.device_count()
@@ -52,3 +57,12 @@ def guarded(name: str, measure: Callable[[], Row]) -> Iterator[Row]:
     except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         yield {"name": name, "problem": text if len(text) < 500 else f"{text[:200]} ... {text[-300:]}", "ok": False}
+
+
+def parse_row(line: str) -> list[Row]:
+    """The row that a line of a section's output is; none if a library has written the line."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return []
+    return [row] if isinstance(row, dict) and "name" in row else []

@@ -1,7 +1,6 @@
 """The sections of the report, and how each runs in a process of its own. Imports no torch."""
 
 import importlib
-import json
 import os
 import signal
 import subprocess
@@ -9,13 +8,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from scripts.gpu_report.place import Place, Row
+from scripts.gpu_report.place import ROOT, Place, Row, parse_row
 
-ROOT = Path(__file__).resolve().parents[2]
 HERE = "scripts.gpu_report"
 END_SECONDS = 15.0
 """How long a section that is out of time may take to end what it has started."""
@@ -31,6 +28,7 @@ class Section:
     source: str
     """Where the generator is, MODULE:FUNCTION."""
     limit_seconds: float
+    min_devices: int = 1
 
 
 def load_section(source: str) -> Callable[[Place], Iterator[Row]]:
@@ -47,8 +45,11 @@ SECTIONS = (
     Section("speed-8b-layers", f"{HERE}.speed:measure_8b_layers", 150),
     Section("step", f"{HERE}.step:watch_a_step", 90),
     Section("outer", f"{HERE}.outer:time_the_seam", 90),
+    Section("meshes", f"{HERE}.meshes:compare_meshes", 150, min_devices=2),
+    Section("hang", f"{HERE}.runs:hang_a_rank", 90, min_devices=2),
+    Section("islands", f"{HERE}.runs:run_two_islands", 180, min_devices=2),
 )
-"""In the order in which they run."""
+"""In the order in which they run. What is least new of a GPU is last."""
 
 
 @dataclass
@@ -57,15 +58,15 @@ class SectionReport:
 
     name: str
     status: str
-    """ended, failed, out of time, or left out."""
+    """ended, failed, out of time, left out, or does not apply."""
     problem: str = ""
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def is_good(self) -> bool:
-        """Whether it ended, and no row has failed or differs from what was expected."""
-        return self.status == "ended" and all(row.get("ok", True) for row in self.rows)
+        """Whether it ended, or does not apply, and no row has failed or differs from what was expected."""
+        return self.status in ("ended", "does not apply") and all(row.get("ok", True) for row in self.rows)
 
     def values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("name", "status", "problem", "seconds", "rows")}
@@ -73,15 +74,22 @@ class SectionReport:
     def text(self) -> str:
         head = f"\n== {self.name}: {self.status}, {self.seconds:.0f} s"
         lines = [head + (f"\n   {self.problem}" if self.problem else "")]
+        width = max((len(row["name"]) for row in self.rows), default=0)
         for row in self.rows:
             values = ", ".join(f"{key} {_format(value)}" for key, value in row.items() if key not in ("name", "ok"))
             mark = "  " if row.get("ok", True) else "! "
-            lines.append(f"{mark} {row['name']:32s} {values}")
+            lines.append(f"{mark} {row['name']:{width}s}  {values}")
         return "\n".join(lines)
 
 
 def _format(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def find_obstacle(section: Section, num_devices: int) -> str:
+    """Why a section does not run on a machine with so many GPUs; empty if it does."""
+    is_enough = num_devices >= section.min_devices
+    return "" if is_enough else f"it takes {section.min_devices} GPUs, and torch finds {num_devices}"
 
 
 def run_apart(section: Section, place: Place, limit_seconds: float) -> SectionReport:
@@ -123,15 +131,7 @@ def _content(file: Any) -> str:
 
 def _read_rows(text: str) -> list[Row]:
     """The rows among the lines of a section; libraries may write there, too."""
-    rows = []
-    for line in text.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and "name" in row:
-            rows.append(row)
-    return rows
+    return [row for line in text.splitlines() for row in parse_row(line)]
 
 
 def _explain(status: str, limit_seconds: float, returncode: int, errors: str) -> str:

@@ -25,13 +25,15 @@ EOS = 7
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """A model and how one rank trains it."""
+    """A model and how an island trains it, of one rank unless `degrees` say otherwise."""
 
     sizes: ModelSizes
     seq_len: int
     micro_batch: int
     dtype: str = "bfloat16"
     num_micro_batches: int = 1
+    """Of all ranks together."""
+    degrees: Degrees = field(default_factory=Degrees)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     masks_documents: bool = False
 
@@ -48,16 +50,16 @@ class TrainingCase:
     def work(self) -> Workload:
         return Workload(
             sizes=self.sizes,
-            degrees=Degrees(),
+            degrees=self.degrees,
             parallel=self.parallel,
             seq_len=self.seq_len,
             micro_batch=self.micro_batch,
-            num_micro_batches=self.num_micro_batches,
+            num_micro_batches=self.num_micro_batches // self.degrees.num_data_ranks,
             compute_itemsize=2 if self.dtype == "bfloat16" else 4,
         )
 
     def build(self, device: str) -> Trainer:
-        """The trainer of an island of one rank. `one_rank` comes first. Frees the memory of trainers before it."""
+        """This rank's trainer. The process group is open, as in `one_rank`. Frees the memory of trainers before it."""
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -70,7 +72,7 @@ class TrainingCase:
             total_steps=1000,
             eos_id=EOS if self.masks_documents else None,
         )
-        mesh = IslandMesh(Degrees(), torch.device(device).type)
+        mesh = IslandMesh(self.degrees, torch.device(device).type)
         return Trainer(self.sizes, self.optimizer, mesh, self.parallel, settings)
 
     def windows(self, step: int) -> list[Tensor]:

@@ -3,12 +3,17 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from inner.config import ParallelConfig
+from inner.parallel.layout_check import check_layout
+from scripts.gpu_report.meshes import MESHES, build_case
 from scripts.gpu_report.place import Place, guarded
-from scripts.gpu_report.sections import SECTIONS, Section, run_apart
+from scripts.gpu_report.sections import SECTIONS, Section, SectionReport, find_obstacle, run_apart
 from scripts.gpu_report.step import busy
 
 ROOT = Path(__file__).parents[2]
@@ -21,21 +26,22 @@ import json
 from scripts.gpu_report.place import Place
 from scripts.gpu_report.sections import SECTIONS, load_section
 for section in SECTIONS:
-    rows = list(load_section(section.source)(Place("cpu", with_compile=False)))
-    print("ROWS" + json.dumps([section.name, rows]), flush=True)
+    if section.min_devices == 1:
+        rows = list(load_section(section.source)(Place("cpu", with_compile=False)))
+        print("ROWS" + json.dumps([section.name, rows]), flush=True)
 import os
 os._exit(0)
 """
-"""All sections, in one process."""
+"""All sections that take one GPU, in one process."""
 
 
 @pytest.mark.timeout(GUARD_SECONDS + 60)
-def test_each_section_gives_what_it_promises_on_a_cpu():
+def test_the_sections_for_one_gpu_give_what_they_promise_on_a_cpu():
     command = [sys.executable, "-c", HERE]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=GUARD_SECONDS)
     lines = [line.removeprefix("ROWS") for line in done.stdout.splitlines() if line.startswith("ROWS")]
     found = dict(json.loads(line) for line in lines)
-    assert list(found) == [section.name for section in SECTIONS], done.stderr[-2000:]
+    assert list(found) == [section.name for section in SECTIONS if section.min_devices == 1], done.stderr[-2000:]
     assert [row for rows in found.values() for row in rows if "problem" in row or not row.get("ok", True)] == []
     assert all(row["tokens_per_s"] > 0 and row["mfu"] > row["mfu_causal"] > 0 for row in found["speed-1b"])
     assert len(found["numerics"]) == 12 and len(found["memory"]) == 6
@@ -74,6 +80,26 @@ def test_what_differs_is_marked_and_what_libraries_print_is_no_row():
 def test_a_row_that_cannot_be_measured_does_not_end_its_section():
     rows = list(guarded("layers", lambda: {"value": 1 / 0}))
     assert rows == [{"name": "layers", "problem": "ZeroDivisionError: division by zero", "ok": False}]
+
+
+def test_sections_for_two_gpus_are_left_out_on_one():
+    section = next(section for section in SECTIONS if section.name == "meshes")
+    assert find_obstacle(section, 2) == ""
+    assert find_obstacle(section, 1) == "it takes 2 GPUs, and torch finds 1"
+    assert SectionReport("meshes", "does not apply").is_good and not SectionReport("meshes", "left out").is_good
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_schedule_and_context_method_has_a_mesh_of_two_ranks_that_can_train_the_case(device: str):
+    case = build_case(Place(device))
+    for degrees, settings in MESHES.values():
+        assert degrees.num_ranks == 2
+        num_micro_batches = replace(case, degrees=degrees).work.num_micro_batches
+        parallel = ParallelConfig.model_validate(settings)
+        check_layout(case.sizes, degrees, parallel, case.seq_len, num_micro_batches)
+    for key in ("schedule", "context"):
+        allowed = get_args(ParallelConfig.model_fields[key].annotation)
+        assert {settings[key] for _, settings in MESHES.values() if key in settings} == set(allowed)
 
 
 def test_busy_time_counts_kernels_that_overlap_once():
