@@ -1,5 +1,6 @@
 """The islands of a virtual run: started, killed, frozen, slowed down and started again."""
 
+import gc
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from diloco.virtual.network import Counts, VirtualNetwork
 from diloco.virtual.world import Machine, World
 from outer.transports.loopback import Hub
 
+COLLECT_ROUNDS = 20
+"""Garbage is collected after so many rounds, between the work of islands."""
 START_SECONDS = 1.0
 """Islands start at random times within this, so that they do not all speak at the same moment for ever."""
 
@@ -78,6 +81,8 @@ class VirtualFleet:
             self.first_commit_at = self.world.now
         if done not in self.totals:
             self.totals[done] = self._count()
+            if done % COLLECT_ROUNDS == 0:
+                gc.collect()
 
     def close(self) -> None:
         """The simulation is over: free the threads and event loops of all processes."""
