@@ -215,7 +215,17 @@ CASES: dict[str, tuple[Degrees, ParallelConfig, ModelSizes, str, int]] = {
     "1F1B and tensor": (Degrees(pp=2, tp=2), ParallelConfig(), SIZES, "float32", 2),
     "four dimensions": (Degrees(pp=2, cp=2, tp=2), ParallelConfig(), SIZES, "float32", 2),
 }
-SLOW = ["four dimensions", "1F1B, HSDP", "HSDP, whole gradients", "FSDP and tensor, whole gradients"]
+SLOW = [
+    "four dimensions",
+    "1F1B, HSDP",
+    "HSDP, whole gradients",
+    "FSDP and tensor, whole gradients",
+    "FSDP, biases",
+    "tensor parallel, biases",
+    "1F1B, FSDP, whole gradients",
+    "1F1B and tensor",
+    "breadth first",
+]
 """What each of them has is in other cases, too."""
 
 

@@ -124,6 +124,17 @@ SLOW = [
     "whole gradients, bfloat16",
     "pipeline, whole gradients",
     "zbv, whole gradients",
+    # What each of these has is in other cases, too.
+    "biases and wide heads, tensor",
+    "fsdp 4",
+    "replicas",
+    "tensor, without sequence parallel",
+    "ring, selective",
+    "1f1b, full",
+    "breadth_first",
+    "tensor, shards",
+    "pipeline, shards",
+    "zbv, shards",
 ]
 
 
