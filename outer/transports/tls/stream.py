@@ -41,8 +41,10 @@ THREAD_BYTES = 1 << 16
 """Longer payloads are moved in a thread. The rest takes less time than a change of threads."""
 RECORD_BYTES = 1 << 15
 """More than a record of TLS takes on the wire."""
-WAKE_BYTES = 1 << 17
-"""A thread that waits for a payload wakes when so much of it has come."""
+WAKE_BYTES = 1 << 15
+"""A thread that waits for a payload wakes when so much of it has come.
+
+Linux lets a new connection receive no more than this at a time if it is above half of its first buffer (64 KiB)."""
 Direction = Literal["read", "write"]
 T = TypeVar("T")
 
