@@ -44,7 +44,7 @@ RECORD_BYTES = 1 << 15
 WAKE_BYTES = 1 << 15
 """A thread that waits for a payload wakes when so much of it has come.
 
-Linux lets a new connection receive no more than this at a time if it is above half of its first buffer (64 KiB)."""
+With 128 KiB new connections were slow over long round trips: their window seems to be clamped to it."""
 Direction = Literal["read", "write"]
 T = TypeVar("T")
 
