@@ -97,9 +97,7 @@ def varlen_forward(
     kernel for all documents; elsewhere, and for inputs that it does not take, the dense kernel runs on each.
     """
     if not q_MHE.is_cpu and _has_flash(q_MHE):
-        ends = bounds_N, bounds_N, longest, longest
-        out_MHE, lse_HM, *_ = aten._flash_attention_forward(q_MHE, k_MKE, v_MKE, *ends, 0.0, True, False)
-        return out_MHE, lse_HM
+        return _flash_varlen_forward(q_MHE, k_MKE, v_MKE, bounds_N, longest)
     out_MHE, lse_HM = _empty_output(q_MHE)
     for here in _each_document(host_bounds_N):
         out, lse = dense_forward(*(_heads_first(x[here]) for x in (q_MHE, k_MKE, v_MKE)), is_causal=True)
@@ -122,10 +120,7 @@ def varlen_backward(
     """Gradients dq_MHE, dk_MKE and dv_MKE within each document; output as in `dense_backward`."""
     inputs = grad_MHE.contiguous(), q_MHE, k_MKE, v_MKE, out_MHE
     if not q_MHE.is_cpu and _has_flash(q_MHE):
-        ends = bounds_N, bounds_N, longest, longest
-        # As in torch.nn.attention.varlen: the random state is not read without dropout.
-        state, unused = torch.zeros(2, dtype=torch.uint64, device=q_MHE.device), q_MHE.new_empty(0)
-        return aten._flash_attention_backward(*inputs, lse_HM, *ends, 0.0, True, state, unused)
+        return _flash_varlen_backward(*inputs, lse_HM, bounds_N, longest)
     gradients = tuple(x.new_empty(x.shape) for x in (q_MHE, k_MKE, v_MKE))
     for here in _each_document(host_bounds_N):
         grad, q, k, v, out = (_heads_first(x[here]) for x in inputs)
@@ -137,6 +132,31 @@ def varlen_backward(
 
 
 VARLEN_OPERATOR = torch.ops.inner.varlen_forward.default
+
+
+def _flash_varlen_forward(
+    q_MHE: Tensor, k_MKE: Tensor, v_MKE: Tensor, bounds_N: Tensor, longest: int
+) -> tuple[Tensor, Tensor]:
+    ends = bounds_N, bounds_N, longest, longest
+    out_MHE, lse_HM, *_ = aten._flash_attention_forward(q_MHE, k_MKE, v_MKE, *ends, 0.0, True, False)
+    return out_MHE, lse_HM
+
+
+def _flash_varlen_backward(
+    grad_MHE: Tensor,
+    q_MHE: Tensor,
+    k_MKE: Tensor,
+    v_MKE: Tensor,
+    out_MHE: Tensor,
+    lse_HM: Tensor,
+    bounds_N: Tensor,
+    longest: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    ends = bounds_N, bounds_N, longest, longest
+    # As in torch.nn.attention.varlen: the random state is not read without dropout.
+    state, unused = torch.zeros(2, dtype=torch.uint64, device=q_MHE.device), q_MHE.new_empty(0)
+    inputs = grad_MHE, q_MHE, k_MKE, v_MKE, out_MHE, lse_HM
+    return aten._flash_attention_backward(*inputs, *ends, 0.0, True, state, unused)
 
 
 def _empty_output(q_MHE: Tensor) -> tuple[Tensor, Tensor]:

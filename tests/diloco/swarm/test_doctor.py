@@ -31,6 +31,16 @@ def run_text(kind: str) -> str:
     return dump_config(parse_config(TINY, [f"outer.transport={kind}"]).run)
 
 
+HELD: list[socket.socket] = []
+
+
+def refusing_port() -> int:
+    """A port at which nothing listens, and which no other process gets while the tests run."""
+    HELD.append(socket.socket())
+    HELD[-1].bind(("127.0.0.1", 0))
+    return HELD[-1].getsockname()[1]
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return listening.getsockname()[1]
@@ -114,7 +124,7 @@ def test_an_island_that_cannot_be_called_back_and_one_whose_clock_is_wrong_are_f
 def test_an_island_behind_a_dead_address_is_found_and_the_others_are_examined():
     async def main() -> None:
         async with entered("gloo", B) as place:
-            await enter(place, A, control_addresses=[f"127.0.0.1:{free_port()}"])
+            await enter(place, A, control_addresses=[f"127.0.0.1:{refusing_port()}"])
             lines = await visited(place.bootstrap[0])
             assert troubles(lines) == [("FAILED", "reach")]
             assert "open the ports" in texts(lines, "reach")[0] and "1 of 1 ranks answer" in texts(lines, "reach")[1]
@@ -127,7 +137,7 @@ def test_a_rank_that_cannot_be_called_is_named():
         async with swarm("gloo", "test") as place:
             network = await enter(place, A)
             assert network.membership is not None
-            await enter(place, B, control_addresses=[network.messenger.address, f"127.0.0.1:{free_port()}"])
+            await enter(place, B, control_addresses=[network.messenger.address, f"127.0.0.1:{refusing_port()}"])
             lines = await visited(place.bootstrap[0])
             assert ("FAILED", "reach") in troubles(lines)
             assert "1 of 2 ranks cannot be called from here; rank 1" in texts(lines, "reach")[1]
@@ -139,7 +149,7 @@ def test_a_rank_that_cannot_be_called_is_named():
 def test_a_port_that_takes_no_payloads_is_found(kind, begin):
     async def main() -> None:
         async with swarm(kind, "test") as place:
-            await enter(place, A, transport_addresses=[f"{begin}@127.0.0.1:{free_port()}"])
+            await enter(place, A, transport_addresses=[f"{begin}@127.0.0.1:{refusing_port()}"])
             assert troubles(await visited(place.bootstrap[0])) == [("FAILED", "payload ports")]
 
     run(main())
@@ -221,7 +231,7 @@ def test_a_swarm_without_the_run_says_which_runs_there_are():
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:{}", "/ip4/127.0.0.1/tcp/{}/p2p/12D3KooWBad"])
 def test_an_address_where_nothing_listens_is_said_at_once(address):
-    lines = run(visited(address.format(free_port())))
+    lines = run(visited(address.format(refusing_port())))
     assert troubles(lines) == [("FAILED", "address")]
     assert "refused" in texts(lines, "address")[0]
 
