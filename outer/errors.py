@@ -95,6 +95,11 @@ class BehindError(OuterError):
         self.donors, self.cause = tuple(donors), cause
 
 
+def is_about_run_key(cause: str) -> bool:
+    """Whether the text of an error says that run keys differ. They do not change by themselves."""
+    return "run key" in cause
+
+
 def first_line(error: BaseException) -> str:
     """One line that says what went wrong: the cause of a PeerLost, the error's first line, or the name of its type."""
     text = error.cause if isinstance(error, PeerLost) else str(error)

@@ -28,7 +28,7 @@ from diloco.swarm.island_checks import CallbackListener, RemoteIsland, check_rem
 from diloco.swarm.machine_checks import check_machine, load_usable_key
 from outer.config import AT_RENDEZVOUS
 from outer.connect import Network, NetworkSettings, find_runs, open_network
-from outer.errors import InputError, OuterError
+from outer.errors import InputError, OuterError, is_about_run_key
 from outer.identity.island_key import KEY_FILE, IslandKey, load_island_key
 from outer.identity.known_names import guest_name
 from outer.membership.base import Member
@@ -116,7 +116,7 @@ async def check_swarm(local: LocalIsland, address: str, run_name: str | None) ->
     try:
         runs = await find_runs(address, local.connect_seconds, load_usable_key(local.island))
     except (InputError, OuterError) as error:
-        yield Check("FAILED", "run key" if "run key" in str(error) else "swarm", str(error))
+        yield Check("FAILED", "run key" if is_about_run_key(str(error)) else "swarm", str(error))
         return
     found = ", ".join(f"{name} with {len(info.islands)} live islands" for name, info in sorted(runs.items()))
     if found:

@@ -15,7 +15,7 @@ from diloco.swarm.machine_checks import state_bytes
 from outer import diagnostics
 from outer.config import AT_RENDEZVOUS
 from outer.connect import Network
-from outer.errors import DeadlineError, MessageError, OuterError, PeerLost, first_line
+from outer.errors import DeadlineError, MessageError, OuterError, PeerLost, first_line, is_about_run_key
 from outer.membership.base import Member
 from outer.network.endpoints import Endpoint, Messenger
 from outer.network.messages import call_message
@@ -112,7 +112,7 @@ def check_reached(remote: RemoteIsland, answers: list[diagnostics.ProbeReply | B
         return Check("warning", "reach", text)
     cause = f"no answer within {CALL_SECONDS:g} s" if isinstance(error, DeadlineError) else first_line(error)
     text = f"{len(silent)} of {len(answers)} ranks cannot be called from here; rank {rank}: {cause}"
-    return Check("FAILED", "reach", text if "run key" in cause else f"{text}; {reach_cure(remote)}")
+    return Check("FAILED", "reach", text if is_about_run_key(cause) else f"{text}; {reach_cure(remote)}")
 
 
 def reach_cure(remote: RemoteIsland) -> str:

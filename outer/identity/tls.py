@@ -11,7 +11,6 @@ import ssl
 import tempfile
 from datetime import datetime
 
-from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -40,6 +39,8 @@ def hash_certificate(der: bytes | None) -> str:
 
 def _load_new_certificate(context: ssl.SSLContext) -> str:
     """Make a key and a certificate that it signs, give both to `context`, and return the certificate's hash."""
+    from cryptography import x509  # Here, because all commands would wait for it, and few make a certificate.
+
     key, nobody = Ed25519PrivateKey.generate(), x509.Name([])
     builder = x509.CertificateBuilder(nobody, nobody, key.public_key(), x509.random_serial_number(), *ALWAYS)
     certificate = builder.sign(key, None)

@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from outer.errors import InputError, MessageError, PeerLost, TransportError, UnreachableError, first_line
+from outer.errors import (
+    InputError,
+    MessageError,
+    PeerLost,
+    TransportError,
+    UnreachableError,
+    first_line,
+    is_about_run_key,
+)
 from outer.identity.access import Access
 from outer.membership.base import Member
 from outer.membership.records import (
@@ -24,11 +32,7 @@ from outer.membership.records import (
     sign_record,
     sign_withdrawal,
 )
-from outer.membership.rendezvous_link import (
-    SCHEME,
-    RendezvousLink,
-    parse_rendezvous_address,
-)
+from outer.membership.rendezvous_link import SCHEME, RendezvousLink, parse_rendezvous_address
 from outer.network.endpoints import Endpoint, Traffic
 from outer.network.event_loop import ChangeSignal
 from outer.network.messages import Message, parse
@@ -116,7 +120,7 @@ class TcpMembership:
         """Wait until a rendezvous has answered. Raises UnreachableError when none does, or all refuse the run key."""
         links = self._links
         await self._asked.wait_until(
-            lambda: any(link.has_answered for link in links) or all(_is_final(link.cause) for link in links),
+            lambda: any(link.has_answered for link in links) or all(is_about_run_key(link.cause) for link in links),
             connect_seconds,
         )
         if not any(link.has_answered for link in links):
@@ -264,7 +268,7 @@ async def find_runs_at_rendezvous(address: str, connect_seconds: float, key: Run
             return await messenger.call(target, "runs", b"", timeout_seconds=left)
         except TransportError as error:
             cause = first_line(error)
-            if _is_final(cause):
+            if is_about_run_key(cause):
                 raise unreachable_error(connect_seconds, {address: cause}) from None
             return None
 
@@ -277,13 +281,8 @@ async def find_runs_at_rendezvous(address: str, connect_seconds: float, key: Run
     return {name: RunInfo(run.text, tuple(run.islands)) for name, run in parse(KnownRuns, reply).runs.items()}
 
 
-def _is_final(cause: str) -> bool:
-    """Whether it is no use to ask again: run keys do not change by themselves."""
-    return "run key" in cause
-
-
 def unreachable_error(connect_seconds: float, causes: Mapping[str, str]) -> UnreachableError:
-    if all(map(_is_final, causes.values())):
+    if all(map(is_about_run_key, causes.values())):
         return UnreachableError(f"island.bootstrap: {'; '.join(f'{address}: {causes[address]}' for address in causes)}")
     return UnreachableError(
         f"island.bootstrap: {', '.join(causes)} did not answer within {connect_seconds:g} s "

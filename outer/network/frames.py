@@ -23,7 +23,7 @@ import torch
 from outer.errors import MessageError
 from outer.identity.tls import hash_certificate
 from outer.network.endpoints import Leg, Tag, Traffic
-from outer.network.rejections import BODY_SECONDS, RefusedError, Rejections, printable
+from outer.network.rejections import BODY_SECONDS, RefusedError, printable
 from outer.network.run_key import MAC_BYTES, FrameMacs
 
 MAGIC = b"DLCO"
@@ -34,10 +34,7 @@ PIECE_BYTES = 1 << 18
 """Bytes written or read at once: enough to be cheap, few enough to share the event loop."""
 MAX_HELLO_BYTES = 1024
 """Limit for every frame of a handshake, and for a refusal."""
-REFUSE_SECONDS = 1.0
 NO_TAG = Tag(0, 0, Leg.REDUCE, 0)
-TOLD = frozenset({"run", "version", "key", "name", "peer", "banned"})
-"""Kinds of refusals whose text is sent to the other side."""
 
 
 class Kind(IntEnum):
@@ -190,19 +187,12 @@ class FrameStream:
             raise RefusedError("forged", "a frame that was altered, repeated, or not sent by a holder of the run's key")
         return header, payload
 
-    async def refuse(self, error: MessageError, rejections: Rejections) -> None:
-        """Count a refused stream. Tell an island the reason if it may do something about it, and a stranger nothing."""
-        rejections.add_error(self.peer, error)
-        if not isinstance(error, RefusedError) or error.kind not in TOLD:
-            return
-        with suppress(OSError):  # a timeout or an ended connection, too
-            async with asyncio.timeout(REFUSE_SECONDS):
-                await self.write(Header(Kind.REFUSAL), refusal_bytes(error))
-                if self._writer.can_write_eof():
-                    self._writer.write_eof()
-                # A socket that is closed with unread bytes discards what it has sent.
-                while await self._reader.read(PIECE_BYTES):
-                    pass
+    async def finish(self) -> None:
+        """Send nothing more, and read and drop what comes until the other side ends, too. Raises OSError."""
+        if self._writer.can_write_eof():
+            self._writer.write_eof()
+        while await self._reader.read(PIECE_BYTES):
+            pass
 
     @property
     def is_closed(self) -> bool:
@@ -254,11 +244,6 @@ def tls_errors() -> Iterator[None]:
 def tls_refusal(error: ssl.SSLError) -> RefusedError:
     """Build the error for a side that does not begin TLS 1.3."""
     return RefusedError("tls", f"it does not begin TLS 1.3: {error.reason or error}")
-
-
-def refusal_bytes(error: RefusedError) -> bytes:
-    """The payload of a REFUSAL."""
-    return str(error).encode()[:MAX_HELLO_BYTES]
 
 
 def refusal_error(text: torch.Tensor) -> ConnectionRefusedError:

@@ -11,8 +11,10 @@ proofs each direction has a key of its own, which nobody else can compute, not e
 it every frame carries a MAC, except under TLS and on libp2p without a run key: these authenticate already.
 """
 
+import asyncio
 import hashlib
 import hmac
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -31,6 +33,10 @@ from outer.network.run_key import FrameMacs, PeerAuth, RunKey
 KEY_CURE = "compare the files of island.run_key_file"
 LACKS_KEY = "has no run key, and this run needs one: set island.run_key_file"
 HAS_KEY = "holds a run key, and this island has none: set island.run_key_file"
+
+REFUSE_SECONDS = 1.0
+TOLD = frozenset({"run", "version", "key", "name", "peer", "banned"})
+"""Kinds of refusals whose text is sent to the other side."""
 
 HandshakeSide = Literal["dialer", "acceptor"]
 
@@ -76,7 +82,7 @@ class Stream(Protocol):
 
     async def read(self, max_bytes: int) -> tuple[Header, torch.Tensor]: ...
 
-    async def refuse(self, error: MessageError, rejections: Rejections) -> None: ...
+    async def finish(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -138,6 +144,18 @@ async def read_hello(stream: Stream, me: Endpoint, auth: PeerAuth) -> tuple[Endp
     keys.check("dialer", _parse(Proof, bytes(view_of(payload))))
     _finish(stream, auth, dialer, keys, "acceptor")
     return dialer, theirs.group
+
+
+async def refuse(stream: Stream, error: MessageError, rejections: Rejections) -> None:
+    """Count a refused stream. Tell an island the reason if it may do something about it, and a stranger nothing."""
+    rejections.add_error(stream.peer, error)
+    if not isinstance(error, RefusedError) or error.kind not in TOLD:
+        return
+    with suppress(OSError):  # a timeout or an ended connection, too
+        async with asyncio.timeout(REFUSE_SECONDS):
+            await stream.write(Header(Kind.REFUSAL), str(error).encode()[:MAX_HELLO_BYTES])
+            # A socket that is closed with unread bytes discards what it has sent.
+            await stream.finish()
 
 
 @dataclass(frozen=True)

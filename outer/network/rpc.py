@@ -20,7 +20,7 @@ from outer.network.frames import (
     unpack_call,
     view_of,
 )
-from outer.network.handshake import check_access, read_hello, say_hello
+from outer.network.handshake import check_access, read_hello, refuse, say_hello
 from outer.network.messages import MAX_REPLY_BYTES, answer
 from outer.network.rejections import SHORT_BYTES, Guest, Guests, RefusedError, Share
 from outer.network.run_key import PeerAuth
@@ -104,7 +104,7 @@ class StreamMessenger:
             guest.prove(source.island)
             await self._answer_all(source, stream, guest)
         except MessageError as error:
-            await stream.refuse(error, self.auth.rejections)
+            await refuse(stream, error, self.auth.rejections)
         except TimeoutError:
             self.auth.rejections.add(stream.peer, "silent", "a hello or the body of a call did not come in time")
         except CutOffError as error:

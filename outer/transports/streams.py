@@ -17,7 +17,7 @@ from outer.errors import DeadlineError, MessageError, PeerLost, first_cause
 from outer.network.endpoints import MAX_PAYLOAD_BYTES, Endpoint, Tag, Traffic
 from outer.network.event_loop import ChangeSignal
 from outer.network.frames import Header, Kind, view_of
-from outer.network.handshake import Stream, check_access, read_hello, say_hello
+from outer.network.handshake import Stream, check_access, read_hello, refuse, say_hello
 from outer.network.rejections import Guest, Guests, RefusedError
 from outer.network.run_key import PeerAuth
 from outer.transports.stream_group import StreamGroup
@@ -137,7 +137,7 @@ class StreamTransport(ABC):
             group, source = await self._match(stream, guest)
         except (MessageError, TimeoutError, ConnectionError) as error:
             if isinstance(error, MessageError):
-                await stream.refuse(error, self._auth.rejections)
+                await refuse(stream, error, self._auth.rejections)
             log.debug("dropped an incoming stream: %s", error)
             stream.close()
             return

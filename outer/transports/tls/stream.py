@@ -16,25 +16,19 @@ from typing import Literal, TypeVar
 
 import torch
 
-from outer.errors import MessageError
 from outer.identity.tls import TlsIdentity, hash_certificate
 from outer.network.endpoints import Traffic
 from outer.network.event_loop import WaitingThreads, in_thread
 from outer.network.frames import (
     HEADER_BYTES,
-    REFUSE_SECONDS,
-    TOLD,
     CutOffError,
     Header,
-    Kind,
     PeerIds,
     pack_header,
     parse_header,
-    refusal_bytes,
     tls_refusal,
     view_of,
 )
-from outer.network.rejections import RefusedError, Rejections
 from outer.network.run_key import FrameMacs
 
 THREAD_BYTES = 1 << 16
@@ -122,19 +116,12 @@ class TlsStream:
         self._owner.traffic.bytes_received += HEADER_BYTES + header.num_bytes
         return header, payload
 
-    async def refuse(self, error: MessageError, rejections: Rejections) -> None:
-        """Count a refused stream. Tell an island the reason if it may do something about it, and a stranger nothing."""
-        rejections.add_error(self.peer, error)
-        if not isinstance(error, RefusedError) or error.kind not in TOLD:
-            return
-        with suppress(OSError):  # a timeout or an ended connection, too
-            async with asyncio.timeout(REFUSE_SECONDS):
-                await self.write(Header(Kind.REFUSAL), refusal_bytes(error))
-                socket.socket.shutdown(self._socket, socket.SHUT_WR)
-                rest = bytearray(THREAD_BYTES)
-                # A socket that is closed with unread bytes discards what it has sent.
-                while await self._perform(lambda: self._socket.recv_into(rest)):
-                    pass
+    async def finish(self) -> None:
+        """Send nothing more, and read and drop what comes until the other side ends, too. Raises OSError."""
+        socket.socket.shutdown(self._socket, socket.SHUT_WR)
+        rest = bytearray(THREAD_BYTES)
+        while await self._perform(lambda: self._socket.recv_into(rest)):
+            pass
 
     def use_macs(self, sent: FrameMacs, received: FrameMacs) -> None:
         raise AssertionError("TLS protects the frames")
