@@ -104,7 +104,7 @@ class _Rank:
 
     @property
     def gathered(self) -> int:
-        """With ZeRO-3 the root, the current block and the prefetched next one; otherwise the rank's whole stages.
+        """With ZeRO-3 the root, and the current block and the prefetched next one; otherwise the rank's whole stages.
 
         A single rank gathers nothing: it has copies in the compute dtype, or none if that is the masters'.
         """
@@ -112,9 +112,11 @@ class _Rank:
         if work.degrees.num_copies == 1:
             return itemsize * sum(work.numel(stage) for stage in self.stages) if itemsize < FP32 else 0
         if work.degrees.pp == 1 and work.frees_after_forward:
-            num_blocks = min(2 if work.degrees.fsdp > 1 else 1, work.sizes.num_layers)
-            blocks = num_blocks * work.block.numel
-            return itemsize * max(work.root(self.stages[0]).numel + blocks, work.embedding(self.stages[0]).numel)
+            root, is_sharded = work.root(self.stages[0]).numel, work.degrees.fsdp > 1
+            blocks = min(2 if is_sharded else 1, work.sizes.num_layers) * work.block.numel
+            # The buffer of the last gather of the forward, that of an untied head, is there until the backward gathers.
+            buffer = root if is_sharded and not work.sizes.tie_embeddings else 0
+            return itemsize * max(root + max(blocks, buffer), work.embedding(self.stages[0]).numel)
         by_stage = sorted((work.numel(stage) for stage in self.stages), reverse=True)
         most = len(by_stage) if work.degrees.pp == 1 or work.parallel.schedule in ONE_STAGE_PER_RANK else MANAGED_STAGES
         return itemsize * sum(by_stage[:most])
