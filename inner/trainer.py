@@ -136,14 +136,14 @@ class Trainer:
         raise TrainingStopped on all ranks.
         """
         started_at = time.perf_counter()
-        mine = len(micro_batches)
-        # Counted where the text is, so that the host does not wait for the device.
-        tokens, num_windows = self._sum_over_ranks([self._counted_tokens(micro_batches), mine])
-        assert num_windows == mine * self.mesh.degrees.num_ranks > 0, f"{mine} here, {num_windows}"
-        my_loss = self._runner.backward(list(map(self._cutter, micro_batches)), scale=1.0 / max(tokens, 1.0))
+        assert len(micro_batches) == self.micro_batches_per_step, f"{len(micro_batches)} micro-batches"
+        num_tokens = self._sum(self._counted_tokens(micro_batches))
+        scale = (1.0 / num_tokens.clamp(min=1.0)).float()
+        my_loss = self._runner.backward(list(map(self._cutter, micro_batches)), scale)
         self._sum_gradients()
-        # All ranks decide alike because the sums are the same on all of them.
-        loss_sum, norm_2 = self._add_up(torch.stack([self._counted_loss(my_loss), squared_norm(self.stages)]))
+        sums = self._sum(torch.stack([self._counted_loss(my_loss), squared_norm(self.stages)]))
+        # The host waits for the device here only. All ranks decide alike because the sums are the same on all of them.
+        loss_sum, norm_2, tokens = torch.stack((*sums, num_tokens)).tolist()
         is_skipped = tokens == 0 or not math.isfinite(loss_sum) or not math.isfinite(norm_2)
 
         lr = lr_at(self.inner_step, self.settings.total_steps, self._config)
@@ -178,28 +178,27 @@ class Trainer:
         my_loss = self._counted_loss(self._runner.evaluate(list(map(self._cutter, padded))))
         for stage in self.stages:
             free_gathered_weights(stage)
-        my_tokens = torch.tensor(self._counted_tokens(here), dtype=torch.float64, device=self._device)
-        loss_sum, tokens = self._add_up(torch.stack([my_loss.double(), my_tokens]))
+        loss_sum, tokens = self._sum(torch.stack([my_loss.double(), self._counted_tokens(here)])).tolist()
         return loss_sum, int(tokens)
 
-    def _counted_tokens(self, windows: Sequence[Tensor]) -> int:
-        """Number of valid targets on one of the ranks that read the same sequences, and 0 on the others."""
+    def _counted_tokens(self, windows: Sequence[Tensor]) -> Tensor:
+        """Number of valid targets on one of the ranks that read the same sequences, and 0 on the others; 0-dim fp64.
+
+        It is counted on the CPU, where the text is, and filled in on the device, so that neither waits for the other.
+        """
         at = self.mesh.at
-        return sum(map(num_targets, windows)) if at["pp"] == at["cp"] == at["tp"] == 0 else 0
+        count = sum(map(num_targets, windows)) if at["pp"] == at["cp"] == at["tp"] == 0 else 0
+        return torch.full((), float(count), dtype=torch.float64, device=self._device)
 
     def _counted_loss(self, loss: Tensor) -> Tensor:
         """The loss on the first tensor-parallel rank and 0 on the others, which have the same loss."""
         return loss if self.mesh.at["tp"] == 0 else torch.zeros_like(loss)
 
-    def _sum_over_ranks(self, values: Sequence[float]) -> list[float]:
-        """Sum each value over the island's ranks in fp64. Every rank must call it."""
-        return self._add_up(torch.tensor(values, dtype=torch.float64, device=self._device))
-
-    def _add_up(self, values: Tensor) -> list[float]:
-        """Like `_sum_over_ranks`, for a 1-D tensor on the device. The host waits for the device once."""
+    def _sum(self, values: Tensor) -> Tensor:
+        """Sum each value over the island's ranks in fp64, on the device. Every rank must call it."""
         total = values.double()
         dist.all_reduce(total)
-        return total.tolist()
+        return total
 
     def _sum_gradients(self) -> None:
         """Add up what different ranks, or stages of a rank, have of the gradient of the same weight."""

@@ -39,8 +39,16 @@ def build_packing(sequences_BT: np.ndarray, positions_S: np.ndarray, device: tor
     bounds_N = np.append(np.flatnonzero(is_first_BS), documents_BS.size)
     host_bounds_N = torch.from_numpy(bounds_N.astype(np.int32))
     return Packing(
-        sequences_BT, documents_BS, host_bounds_N.to(device), host_bounds_N, longest=int(np.diff(bounds_N).max())
+        sequences_BT, documents_BS, send(host_bounds_N, device), host_bounds_N, longest=int(np.diff(bounds_N).max())
     )
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on the device, for which the host does not wait.
+
+    From other memory than pinned CUDA copies after all work that the device has been given, and the host waits for it.
+    """
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 class MicroBatch(NamedTuple):
@@ -71,7 +79,7 @@ class Cutter:
             length = here_2BS.shape[2]
             assert length == self.seq_len, f"{length} positions, the mesh has {self.seq_len}"
             here_2BS = here_2BS[..., self.positions_S]
-        tokens_BS, targets_BS = here_2BS.to(self.device)
+        tokens_BS, targets_BS = send(here_2BS, self.device)
         return MicroBatch(tokens_BS, targets_BS, None if self.eos_id is None else self.pack(window_BT[:, :-1]))
 
     @property

@@ -39,8 +39,8 @@ class OneStage:
         self._reduces_each = reduces_each
         self._loss = partial(loss, model)
 
-    def backward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
-        """Accumulate gradients of `scale` times the summed loss, and return that loss (0-dim fp32)."""
+    def backward(self, micro_batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
+        """Accumulate gradients of `scale` (0-dim fp32) times the summed loss, and return that loss (0-dim fp32)."""
         total = torch.zeros((), device=self._device)
         with self._copies:
             for number, micro_batch in enumerate(micro_batches):

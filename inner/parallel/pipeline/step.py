@@ -36,7 +36,7 @@ class Pipeline:
         self._num_micro_batches = num_micro_batches
         self._has_first = local.stages[0].stage.is_first
         self._has_last = any(model.stage.is_last for model in local.stages)
-        self._scale = 1.0
+        self._scale = torch.ones(())
         self._forward_only = PipelineEvaluator(local)
         self._stages = stages = [_ReducingStage(model, local, copies, reduces_each) for model in local.stages]
         kind: Any = get_schedule_class(TORCH_NAMES[schedule])
@@ -44,8 +44,8 @@ class Pipeline:
         # Losses are scaled here: torch would divide accumulated gradients by the micro-batches again in every step.
         self._schedule = kind(mine, num_micro_batches, loss_fn=self._scaled, scale_grads=False)
 
-    def backward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
-        """Accumulate gradients of `scale` times the summed loss, and return that loss (0-dim fp32).
+    def backward(self, micro_batches: Sequence[MicroBatch], scale: Tensor) -> Tensor:
+        """Accumulate gradients of `scale` (0-dim fp32) times the summed loss, and return that loss (0-dim fp32).
 
         Only the last stage's rank knows it; others return 0. Needs exactly as many micro-batches as it was built for.
         """

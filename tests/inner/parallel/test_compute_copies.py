@@ -37,7 +37,7 @@ def backward(_: int, sizes: ModelSizes, dtype: torch.dtype, is_wrapped: bool) ->
     assert isinstance(model, FSDPModule) == is_wrapped
     runner = OneStage(model, CPU, ComputeCopies([model], dtype), reduces_each=False)
     cutter = Cutter(torch.arange(SEQ_LEN), SEQ_LEN, None)
-    loss = runner.backward([cutter(window) for window in batch(0).split(6)], scale=0.01)
+    loss = runner.backward([cutter(window) for window in batch(0).split(6)], torch.tensor(0.01))
     grads = {name: param.grad for name, param in model.named_parameters()}
     return Backward(loss, {name: local_tensor(grad).clone() for name, grad in grads.items() if grad is not None})
 
