@@ -12,7 +12,7 @@ from outer.codecs.base import Codec
 from outer.codecs.cast import Bf16Codec, Fp32Codec
 from outer.config import GATHERED, OuterConfig
 from outer.space.fragments import add_moments, build_part_groups
-from outer.space.layout import MIN_PARTS, Part, Space, TensorSpec, choose_part_elements
+from outer.space.layout import Part, Space, TensorSpec, choose_part_elements
 
 COARSE = frozenset({"int4", "e3m0", "stat2", "topk", "lowrank"})
 """Codecs with fewer than 8 bits an element, too few for norms, biases and tiny tensors."""
@@ -87,6 +87,5 @@ def build_space(specs: Sequence[TensorSpec], config: OuterConfig) -> Space:
     """
     codecs = build_codec_choice(config)
     part_groups = build_part_groups(specs, config, splits_fine=codecs.splits_fine)
-    min_parts = max(MIN_PARTS, config.start_islands)
     part_elements = config.part_elements or choose_part_elements(sum(prod(spec.shape) for spec in specs))
-    return Space(add_moments(specs, config), part_elements, codecs.block_elements, part_groups, min_parts)
+    return Space(add_moments(specs, config), part_elements, codecs.block_elements, part_groups, config.start_islands)

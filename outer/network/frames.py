@@ -30,6 +30,7 @@ MAGIC = b"DLCO"
 VERSION = 7
 _HEADER = struct.Struct("!4sBB8sHIIBIQQ")
 HEADER_BYTES = _HEADER.size
+COPIED_BYTES = 1 << 16  # a frame of so few bytes leaves in one piece, with one call of the kernel
 PIECE_BYTES = 1 << 18
 """Bytes written or read at once: enough to be cheap, few enough to share the event loop."""
 MAX_HELLO_BYTES = 1024
@@ -143,6 +144,8 @@ class FrameStream:
         view = memoryview(payload)
         async with self._write_lock:
             mac = self._sent_macs.begin() if self._sent_macs else None
+            if len(view) <= COPIED_BYTES:
+                return await self._write_short(raw + bytes(view), mac, stall_seconds)
             pieces = [view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES)]
             for piece in (raw, *pieces):
                 if mac:
@@ -222,6 +225,13 @@ class FrameStream:
         if where and not self._is_closed:
             return CutOffError(f"the connection ended {where}")
         return ConnectionResetError("the connection was closed")
+
+    async def _write_short(self, frame: bytes, mac: "hashlib.blake2b | None", stall_seconds: float | None) -> None:
+        if mac:
+            mac.update(frame)
+            frame += mac.digest()
+        async with asyncio.timeout(stall_seconds):
+            await self._write_bytes(frame)
 
     async def _write_bytes(self, data: memoryview | bytes) -> None:
         if self._writer.transport.is_closing():

@@ -21,12 +21,15 @@ from itertools import accumulate
 from math import prod
 from typing import Literal, Protocol
 
-MIN_PARTS = 16
-"""A small model is cut into so many parts, or one for each island, whatever part_elements is: all share the reduce."""
+MIN_PARTS, SMALL_MIN_PARTS = 16, 8
+"""What is sent together is cut into a multiple of so many parts, and of a power of two that is at least the number of
+islands: all reduce as much, coding and sending overlap, and a run may begin again with some islands fewer or more."""
+SMALL_PART_ELEMENTS = 1 << 17
+"""With less for each of MIN_PARTS, it is SMALL_MIN_PARTS: a payload takes 0.3 ms of an island's processor."""
 
 PART_ELEMENTS = ((4_000_000_000, 1 << 22), (1_000_000_000, 1 << 21), (0, 1 << 20))
 """(parameters, size of a part): the first row that the model reaches. Parts are large, because each payload takes host
-time of its own; those of a small model follow from MIN_PARTS, so that coding and sending overlap."""
+time of its own; those of a small model follow from MIN_PARTS."""
 
 TensorKind = Literal["params", "exp_avg", "exp_avg_sq"]
 """Parameters, or the inner optimizer's first or second moments of the parameters."""
@@ -108,7 +111,7 @@ class Piece:
 class Space:
     """The flat vector of `specs`, cut into parts of at most `part_elements`, at multiples of `block_elements`.
 
-    Each part group has at least `min_parts` parts, if it has as many blocks.
+    Each part group has so many of them that `num_islands` reduce as much each: see `part_length`.
 
     `part_groups` contain every name once; None puts all names into one part group, in the order of `specs`.
     """
@@ -119,7 +122,7 @@ class Space:
         part_elements: int,
         block_elements: int = 1,
         part_groups: Sequence[PartGroup] | None = None,
-        min_parts: int = MIN_PARTS,
+        num_islands: int = 1,
     ) -> None:
         everything = PartGroup(tuple(spec.name for spec in specs))
         self.part_groups = [everything] if part_groups is None else list(part_groups)
@@ -135,7 +138,7 @@ class Space:
         for number, group in enumerate(self.part_groups):
             start = self.num_elements if not group.names else self.offsets[group.names[0]]
             stop = start + sum(prod(shapes[name]) for name in group.names)
-            step = part_length(stop - start, part_elements, block_elements, min_parts)
+            step = part_length(stop - start, part_elements, block_elements, num_islands)
             for a in range(start, stop, step):
                 bounds = len(self.parts), a, min(a + step, stop)
                 self.parts.append(Part(*bounds, group.fragment, group.is_fine, group.kind, number))
@@ -224,10 +227,17 @@ def choose_part_elements(num_params: int) -> int:
     return next(elements for least, elements in PART_ELEMENTS if num_params >= least)
 
 
-def part_length(num_elements: int, part_elements: int, block_elements: int, min_parts: int = MIN_PARTS) -> int:
-    """Elements of every part but the last: a multiple of `block_elements`, and at least one block."""
-    wanted = min(part_elements, -(-num_elements // min_parts))
-    return max(wanted // block_elements, 1) * block_elements
+def part_length(num_elements: int, part_elements: int, block_elements: int, num_islands: int = 1) -> int:
+    """Elements of every part but the last: a multiple of `block_elements`, and at least one block.
+
+    >>> [-(-n // part_length(n, 1 << 20, 256, num_islands=4)) for n in (1000, 50_000, 10**6, 10**7, 10**8)]
+    [4, 8, 8, 16, 96]
+    """
+    base = MIN_PARTS if num_elements >= MIN_PARTS * SMALL_PART_ELEMENTS else SMALL_MIN_PARTS
+    base = max(base, 1 << (num_islands - 1).bit_length())
+    num_parts = -(-num_elements // (part_elements * base)) * base
+    blocks = min(-(-num_elements // (max(num_parts, 1) * block_elements)), part_elements // block_elements)
+    return max(blocks, 1) * block_elements
 
 
 def matrix_cols(shape: tuple[int, ...]) -> int:

@@ -81,17 +81,25 @@ def test_parts_cover_the_flat_vector_at_multiples_of_the_block(
     assert all(0 < part.num_elements <= max(part_elements, block) for part in space.parts)
 
 
-@given(num_elements=st.integers(0, 10**7), part_elements=st.integers(256, 1 << 20), min_parts=st.integers(1, 300))
+@given(num_elements=st.integers(0, 10**7), part_elements=st.integers(256, 1 << 20), islands=st.integers(1, 300))
 @settings(max_examples=100, deadline=None)
-def test_a_model_of_many_blocks_has_at_least_so_many_parts(
-    num_elements: int, part_elements: int, min_parts: int
-) -> None:
-    step = part_length(num_elements, part_elements, 256, min_parts)
+def test_no_part_is_longer_than_an_island_s_share(num_elements: int, part_elements: int, islands: int) -> None:
+    step = part_length(num_elements, part_elements, 256, islands)
     assert step % 256 == 0 and step <= max(part_elements, 256)
-    assert step == 256 or -(-num_elements // step) >= min_parts
+    assert step <= num_elements / islands + 256
 
 
-@pytest.mark.parametrize(("islands", "parts"), [(2, 16), (40, 40)])
+@pytest.mark.parametrize("islands", [2, 4, 8])
+def test_islands_reduce_equally_many_parts_of_a_small_and_of_a_large_model(islands: int) -> None:
+    for num_elements in (10**6, 25 * 10**6, 10**9):
+        assert -(-num_elements // part_length(num_elements, 1 << 20, 256, islands)) % islands == 0
+
+
+def test_a_run_may_begin_again_with_fewer_islands_on_the_same_parts() -> None:
+    assert len({part_length(10**6, 1 << 20, 256, islands) for islands in range(1, 9)}) == 1
+
+
+@pytest.mark.parametrize(("islands", "parts"), [(2, 8), (40, 64)])
 def test_the_space_of_a_run_has_a_part_for_each_island(islands: int, parts: int) -> None:
     config = OuterConfig(start_islands=islands, codec="fp32")
     assert len(build_space([Spec("w", (parts * 10,))], config).parts) == parts
@@ -103,7 +111,7 @@ def test_the_space_of_a_run_has_a_part_for_each_island(islands: int, parts: int)
 )
 def test_a_large_model_is_cut_into_large_parts(rows: int, wanted: int | None, largest: int) -> None:
     space = build_space([Spec("w", (rows, 1000))], OuterConfig(part_elements=wanted))
-    assert max(part.num_elements for part in space.parts) == largest
+    assert 0.95 * largest < max(part.num_elements for part in space.parts) <= largest
 
 
 def test_parts_and_fingerprint_depend_on_names_shapes_and_cuts_alone() -> None:
@@ -120,7 +128,7 @@ def test_parts_and_fingerprint_depend_on_names_shapes_and_cuts_alone() -> None:
 
 
 def test_the_fingerprint_tells_cuts_apart_that_make_equally_many_parts() -> None:
-    coarse, fine = Space(specs_of([(1000,)]), 62), Space(specs_of([(1000,)]), 60)
+    coarse, fine = Space(specs_of([(1000,)]), 200), Space(specs_of([(1000,)]), 200, 127)
     assert len(coarse.parts) == len(fine.parts)
     assert coarse.fingerprint != fine.fingerprint
 
