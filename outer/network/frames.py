@@ -145,17 +145,9 @@ class FrameStream:
         async with self._write_lock:
             mac = self._sent_macs.begin() if self._sent_macs else None
             if len(view) <= COPIED_BYTES:
-                return await self._write_short(raw + bytes(view), mac, stall_seconds)
-            pieces = [view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES)]
-            for piece in (raw, *pieces):
-                if mac:
-                    mac.update(piece)
-                async with asyncio.timeout(stall_seconds):
-                    await self._write_bytes(piece)
-                if mac and len(piece) == PIECE_BYTES:
-                    await asyncio.sleep(0)  # a drain does not yield while the kernel takes everything
-            if mac:
-                await self._write_bytes(mac.digest())
+                await self._write_at_once(raw + bytes(view), mac, stall_seconds)
+            else:
+                await self._write_in_pieces(raw, view, mac, stall_seconds)
 
     async def read(
         self, max_bytes: int | Callable[[], int], admit: Callable[[int], Awaitable[None]] | None = None
@@ -226,12 +218,26 @@ class FrameStream:
             return CutOffError(f"the connection ended {where}")
         return ConnectionResetError("the connection was closed")
 
-    async def _write_short(self, frame: bytes, mac: "hashlib.blake2b | None", stall_seconds: float | None) -> None:
+    async def _write_at_once(self, frame: bytes, mac: "hashlib.blake2b | None", stall_seconds: float | None) -> None:
         if mac:
             mac.update(frame)
             frame += mac.digest()
         async with asyncio.timeout(stall_seconds):
             await self._write_bytes(frame)
+
+    async def _write_in_pieces(
+        self, raw: bytes, view: memoryview, mac: "hashlib.blake2b | None", stall_seconds: float | None
+    ) -> None:
+        pieces = [view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES)]
+        for piece in (raw, *pieces):
+            if mac:
+                mac.update(piece)
+            async with asyncio.timeout(stall_seconds):
+                await self._write_bytes(piece)
+            if mac and len(piece) == PIECE_BYTES:
+                await asyncio.sleep(0)  # a drain does not yield while the kernel takes everything
+        if mac:
+            await self._write_bytes(mac.digest())
 
     async def _write_bytes(self, data: memoryview | bytes) -> None:
         if self._writer.transport.is_closing():
