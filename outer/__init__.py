@@ -10,8 +10,9 @@ What a program uses of it; everything else may change without notice (tests/test
     network.deadlines, network.endpoints, network.event_loop, network.frames, network.messages, network.retry,
     network.run_key
     membership.base, membership.hivemind, membership.records, membership.rendezvous     records of islands, bootstraps
-    transports.gloo.groups, transports.tls.addresses, transports.gloo.open_files, transports.loopback
-                                            addresses of gloo and tls; the limit of open files; the hub of one process
+    routes.addresses, routes.dialer, routes.proxy, routes.relay     how islands are reached over tls; the relay
+    transports.gloo.groups, transports.gloo.open_files, transports.loopback
+                                            addresses of gloo; the limit of open files; the hub of one process
     rounds.quorum                           rounds that wait for a quorum only
     codecs.choice, leases.ledger, rounds.checkpoint, space.fragments, space.layout,
     state.part_state                        types and formats that it shows

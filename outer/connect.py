@@ -1,7 +1,5 @@
 """Opens the connections of one rank: a transport, a messenger and, on rank 0, the membership, all of one kind."""
 
-import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -10,7 +8,7 @@ from typing import Literal
 
 from outer.agreement.proofs.signer import IslandSigner
 from outer.config import PORTS_OF_TLS
-from outer.errors import InputError, UnreachableError
+from outer.errors import InputError
 from outer.identity.access import Access
 from outer.identity.island_key import IslandKey
 from outer.identity.known_names import KnownNames
@@ -18,18 +16,20 @@ from outer.identity.tls import TlsIdentity
 from outer.membership.base import Membership
 from outer.membership.records import RunInfo
 from outer.membership.rendezvous_link import check_rendezvous_addresses
-from outer.membership.tcp import dial, find_runs_at_rendezvous, listen, open_membership
+from outer.membership.tcp import find_runs_at_rendezvous, open_membership
 from outer.network.endpoints import Endpoint, Messenger, Traffic
 from outer.network.rejections import Rejections
+from outer.network.retry import retry_unreachable
 from outer.network.rpc import StreamMessenger
 from outer.network.run_key import PeerAuth, RunKey
+from outer.routes.addresses import Door, find_key, parse_relays
+from outer.routes.dialer import Dialer
+from outer.routes.proxy import parse_proxy
+from outer.routes.registration import Accept, Registrant, Registrations
+from outer.routes.streams import find_port, listen, serve_connection
 from outer.transports.base import Transport
 from outer.transports.loopback import Hub
-
-log = logging.getLogger(__name__)
-
-RETURN_SECONDS = 600.0
-"""How long an island that has been in the run waits for an address of the swarm: a bootstrap process may be down."""
+from outer.transports.tls.addresses import build_address, choose_announced_host
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,12 @@ class NetworkSettings:
     """Public keys of the islands that may take part; with hivemind also libp2p peer ids. Empty allows all."""
     relay: Literal["off", "client", "server"] = "off"
     """With hivemind: client is reached through relays, server relays for others."""
-
     tls_streams: int = 1
     """With tls, connections on which this rank sends to each rank of another island."""
+    relays: Sequence[str] = ()
+    """With tls, relays as host:port, by which others reach this rank."""
+    proxy: str | None = None
+    """With tls, the URL of the proxy through which this rank dials whatever it dials."""
     gloo_in_public: bool = False
     """With gloo, listen on an address of the open internet although gloo asks nobody who he is."""
 
@@ -120,6 +123,9 @@ async def open_network(kind: str, settings: NetworkSettings) -> Network:
         raise InputError(
             f"island.relay: it is for libp2p peers, and outer.transport is {kind!r}; use hivemind, or leave it out"
         )
+    for name in ("relays", "proxy") if kind != "tls" else ():
+        if getattr(settings, name):
+            raise InputError(f"island.{name}: it is for outer.transport tls, and this is {kind!r}; leave it out")
     if kind != "hivemind" and auth.access.peer_ids:
         raise InputError(
             f"island.allow: {auth.access.peer_ids[0]!r} is not an island's key (64 hexadecimal digits, as `diloco key` "
@@ -129,22 +135,6 @@ async def open_network(kind: str, settings: NetworkSettings) -> Network:
     network = await opened
     network.signer = IslandSigner(auth.island, names, settings.run_id, auth.access)
     return network
-
-
-async def retry_unreachable(open_once: Callable[[], Awaitable[Network]], is_known: bool) -> Network:
-    """Open a network, again and again for RETURN_SECONDS if this island `is_known` in the run but reaches nobody.
-
-    What a fresh island is told to reach may never have been there. Raises UnreachableError and other InputErrors.
-    """
-    deadline = time.monotonic() + (RETURN_SECONDS if is_known else 0.0)
-    while True:
-        try:
-            return await open_once()
-        except UnreachableError as error:
-            if time.monotonic() >= deadline:
-                raise
-            left = (deadline - time.monotonic()) / 60
-            log.warning("%s. This island has been in the run, so it tries for %.0f more minutes", error, left)
 
 
 def _build_auth(settings: NetworkSettings) -> tuple[PeerAuth, KnownNames]:
@@ -159,10 +149,12 @@ def _build_auth(settings: NetworkSettings) -> tuple[PeerAuth, KnownNames]:
     return PeerAuth(settings.run_key, Rejections(), key, names, access=access), names
 
 
-async def find_runs(address: str, connect_seconds: float, run_key: RunKey | None = None) -> dict[str, RunInfo]:
+async def find_runs(
+    address: str, connect_seconds: float, run_key: RunKey | None = None, proxy: str | None = None
+) -> dict[str, RunInfo]:
     """The runs at a bootstrap address that `run_key` opens, by id. Raises InputError if unreachable or none opens."""
     if address.startswith("tcp://"):
-        return await find_runs_at_rendezvous(address, connect_seconds, run_key)
+        return await find_runs_at_rendezvous(address, connect_seconds, run_key, Dialer(parse_proxy(proxy)))
     if address.startswith("/"):
         from outer.membership.hivemind import find_runs_in_swarm
 
@@ -201,37 +193,49 @@ async def _open_gloo(settings: NetworkSettings, auth: PeerAuth, names: KnownName
         if (own := getattr(settings, name)) is not None:
             await check_is_private(f"island.{name}", own)
     port = settings.listen_port + settings.rank if settings.listen_port else 0
-    messenger = await _open_messenger(settings, "gloo", auth, port, settings.announce_host or host)
+    messenger = await _open_messenger(settings, "gloo", auth, port, settings.announce_host or host, Dialer())
     transport = GlooTransport(settings.me, messenger, messenger.traffic, host, settings.connect_seconds)
     if auth.key is not None:
         transport = SealedTransport(transport, auth, settings.run_id, settings.me)
-    return await _meet_at_rendezvous(settings, auth, names, transport, messenger)
+    network = Network(transport, messenger, auth.rejections, names, auth.island)
+    return await _meet_at_rendezvous(settings, network, auth)
 
 
 async def _open_tls(settings: NetworkSettings, auth: PeerAuth, names: KnownNames) -> Network:
-    from outer.transports.tls.addresses import choose_announced_host
     from outer.transports.tls.transport import TlsTransport
 
-    announced, tls = choose_announced_host(settings.listen_host, settings.announce_host), TlsIdentity()
-    port = settings.listen_port + PORTS_OF_TLS * settings.rank if settings.listen_port else 0
-    messenger = await _open_messenger(settings, "tls", auth, port, announced, tls)
-    own = (messenger.traffic, settings.connect_seconds, settings.tls_streams)
+    host, tls, dialer = settings.listen_host, TlsIdentity(), Dialer(parse_proxy(settings.proxy))
+    relays, rank, key = parse_relays(settings.relays), settings.rank, auth.island
+    announced = choose_announced_host(host, settings.announce_host, relays)
+    port = settings.listen_port + PORTS_OF_TLS * rank if settings.listen_port else 0
+    messenger = await _open_messenger(settings, "tls", auth, port, host, dialer)
+    messenger.tls, messenger.find_key = tls, find_key
+    messenger.address = build_address(key.public, announced, find_port(messenger), relays, rank, "calls")
+    own = (messenger.traffic, settings.connect_seconds, settings.tls_streams, dialer)
     transport = TlsTransport(settings.run_id, settings.me, auth, tls, *own)
     try:
-        await transport.open(settings.listen_host, port and port + 1, announced)
+        await transport.open(host, port and port + 1, announced, relays)
     except OSError as error:
         await messenger.close()
-        raise _cannot_listen(settings.listen_host, port and port + 1, error) from None
-    return await _meet_at_rendezvous(settings, auth, names, transport, messenger)
+        raise _cannot_listen(host, port and port + 1, error) from None
+    accept: dict[Door, Accept] = {"calls": lambda one: serve_connection(messenger, one), "payloads": transport.accept}
+    registrations = Registrations(relays, Registrant(key, rank, auth.key, dialer, accept))
+    network = Network(transport, messenger, auth.rejections, names, key, _closers=[registrations.close])
+    if announced is None:
+        try:
+            await registrations.wait_for_one(settings.connect_seconds)
+        except BaseException:
+            await network.close()
+            raise
+    return await _meet_at_rendezvous(settings, network, auth, dialer)
 
 
 async def _open_messenger(
-    settings: NetworkSettings, kind: str, auth: PeerAuth, port: int, announced: str, tls: TlsIdentity | None = None
+    settings: NetworkSettings, kind: str, auth: PeerAuth, port: int, announced: str, dialer: Dialer
 ) -> StreamMessenger:
-    """Listen for calls over TCP, or over TLS. Raises InputError, also for addresses that are no rendezvous."""
+    """Listen for calls. Raises InputError, also for addresses that are no rendezvous."""
     check_rendezvous_addresses(kind, settings.bootstrap)
-    messenger = StreamMessenger(settings.run_id, settings.me, dial, Traffic(), auth)
-    messenger.tls = tls
+    messenger = StreamMessenger(settings.run_id, settings.me, dialer.open_streams, Traffic(), auth)
     try:
         return await listen(messenger, settings.listen_host, port, announced)
     except OSError as error:
@@ -246,21 +250,21 @@ def _cannot_listen(host: str, port: int, error: OSError) -> InputError:
 
 
 async def _meet_at_rendezvous(
-    settings: NetworkSettings, auth: PeerAuth, names: KnownNames, transport: Transport, messenger: StreamMessenger
+    settings: NetworkSettings, network: Network, auth: PeerAuth, dialer: Dialer | None = None
 ) -> Network:
-    """The network of this rank, with the membership at the rendezvous on rank 0."""
+    """The network with the membership at the rendezvous, which rank 0 has. It is closed if that fails."""
     if settings.rank > 0:
-        return Network(transport, messenger, auth.rejections, names, auth.island)
-    record_seconds = settings.record_seconds / 3
+        return network
+    seconds = settings.record_seconds / 3, settings.connect_seconds
     try:
-        membership = await open_membership(
-            settings.bootstrap, settings.run_id, settings.me, record_seconds, settings.connect_seconds, auth
+        network.membership = membership = await open_membership(
+            settings.bootstrap, settings.run_id, settings.me, *seconds, auth, dialer
         )
     except BaseException:
-        await transport.close()
-        await messenger.close()
+        await network.close()
         raise
-    return Network(transport, messenger, auth.rejections, names, auth.island, membership, _closers=[membership.close])
+    network._closers = (*network._closers, membership.close)
+    return network
 
 
 async def _open_hivemind(settings: NetworkSettings, auth: PeerAuth, names: KnownNames) -> Network:

@@ -28,7 +28,7 @@ FLOORS = {
         config errors hooks
         codecs.packing identity space
         merges network
-        codecs diagnostics leases transports transports.gloo
+        codecs diagnostics leases routes transports transports.gloo
         transports.tls
         agreement.proofs membership report
         agreement connect

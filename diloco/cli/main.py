@@ -91,6 +91,32 @@ def bootstrap(
 
 
 @app.command()
+def relay(
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.")] = 0,
+    announce_host: Annotated[
+        str | None, typer.Option(help="Address to print, if others reach this machine by another one.")
+    ] = None,
+    run_key_file: Annotated[
+        Path | None, typer.Option(help="File with the run key: only islands that hold it may register.")
+    ] = None,
+    allow: Annotated[
+        list[str] | None, typer.Option(help="Public key of an island that may register; repeat it (default: all).")
+    ] = None,
+    mbit: Annotated[
+        float | None, typer.Option(min=0.1, help="Most Mbit/s to forward to and from one island together.")
+    ] = None,
+) -> None:
+    """Forward connections to islands that nobody can reach (outer.transport=tls, island.relays), and print the address.
+
+    It sees who connects to whom and how much, and nothing else: TLS runs between the islands.
+    """
+    from diloco.swarm.bootstrap import relay as run
+
+    run(host, port, announce_host, run_key_file, allow or [], mbit)
+
+
+@app.command()
 def join(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Address printed by `diloco bootstrap`.")],
     overrides: Annotated[

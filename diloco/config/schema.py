@@ -145,6 +145,11 @@ class IslandConfig(Section):
     tls_streams: int = Field(default=1, ge=1, le=MAX_TLS_STREAMS)
     """tls only: connections on which each rank sends to each rank of another island. With a long round trip, a link
     needs about one for each 4 MB of rate x round trip: 6 at 1 Gbit/s and 200 ms."""
+    relays: tuple[str, ...] = ()
+    """tls only: relays (host:port, as `diloco relay` prints them) by which others reach this island, besides
+    announce_host, if that or a listen_host beyond loopback is given."""
+    proxy: str | None = None
+    """tls only: http://HOST:PORT or socks5://HOST:PORT, a proxy through which this island dials all that it dials."""
     faults: tuple[str, ...] = ()
     """Faults that this island injects into itself, in the syntax of `diloco simulate --fault`; for tests."""
     allow_imports: tuple[str, ...] = ()

@@ -2,14 +2,13 @@
 
 import asyncio
 import errno
-import ipaddress
 import socket
 import time
 from collections.abc import Iterator
 
 from diloco.swarm.checks import Check, LocalIsland
 from outer.config import PORTS_OF_TLS
-from outer.transports.tls.addresses import WILDCARDS
+from outer.routes.addresses import WILDCARDS, is_loopback
 
 DIAL_SECONDS = 5.0
 SWARM_CURE = {
@@ -27,13 +26,17 @@ def check_listening(local: LocalIsland, *, is_alone: bool) -> Iterator[Check]:
     if local.transport == "gloo" and host in WILDCARDS:
         yield Check("FAILED", where, f"{host}: gloo needs one address of this machine; {SWARM_CURE['gloo']}")
         return
-    if local.transport == "tls" and host in WILDCARDS and local.island.announce_host is None:
+    has_relays = local.transport == "tls" and bool(local.island.relays)
+    if local.transport == "tls" and host in WILDCARDS and local.island.announce_host is None and not has_relays:
         yield Check("FAILED", where, f"{host}: the others must be told an address; {SWARM_CURE['tls']}")
         return
     if problem := find_bind_problem(host, 0):
         yield Check("FAILED", where, f"{host}: {problem}; {SWARM_CURE[local.transport]}")
         return
-    if is_loopback(host) and not is_alone:
+    if has_relays and local.island.announce_host is None and (host in WILDCARDS or is_loopback(host)):
+        text = f"{host}: no address that others are told; they reach this island by {', '.join(local.island.relays)}"
+        yield Check("ok", where, text)
+    elif is_loopback(host) and not is_alone:
         cure = SWARM_CURE[local.transport]
         yield Check("warning", where, f"{host}: islands on other machines cannot reach this one; to allow it, {cure}")
     else:
@@ -110,11 +113,3 @@ async def time_connection(host: str, port: int) -> tuple[float, str]:
         return 0.0, error.strerror or str(error)
     writer.transport.abort()
     return time.perf_counter() - began, ""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether the host is a loopback address, which only this machine reaches."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

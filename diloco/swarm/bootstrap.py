@@ -1,5 +1,6 @@
-"""`diloco bootstrap`: serves the address where islands find each other. It trains nothing."""
+"""`diloco bootstrap` and `diloco relay`: serve addresses where islands find or reach each other. They train nothing."""
 
+import re
 import signal
 import threading
 from ipaddress import IPv4Address
@@ -9,6 +10,7 @@ import typer
 
 from diloco.errors import ConfigError
 from outer.errors import OuterError
+from outer.identity.island_key import PUBLIC_KEY
 
 PREFIX = "address: "
 """Prefix of each printed line with an address, for programs that parse it."""
@@ -25,11 +27,7 @@ def bootstrap(
 ) -> None:
     """Serve until SIGTERM or SIGINT, whatever becomes of the shell that started it. Prints one line per address."""
     _check(host, rendezvous, identity, run_key_file, folder)
-    # The end of a terminal is no request to stop. A bootstrap of `simulate` ends with it all the same (processes.py).
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
+    stopped = _expect_stop()
     if rendezvous == "dht":
         addresses, close = _serve_dht(host, port, identity)
     else:
@@ -39,6 +37,39 @@ def bootstrap(
     typer.echo("pass it to the islands: island.bootstrap=[ADDRESS], or: diloco join ADDRESS")
     stopped.wait()
     close()
+
+
+def relay(
+    host: str, port: int, announce_host: str | None, run_key_file: Path | None, allow: list[str], mbit: float | None
+) -> None:
+    """Forward connections until SIGTERM or SIGINT. Prints the address for `island.relays`."""
+    from outer.network.event_loop import EventLoopThread
+    from outer.network.run_key import load_run_key
+    from outer.routes.relay import Relay, RelayLimits
+
+    if bad := next((key for key in allow if re.fullmatch(PUBLIC_KEY, key) is None), None):
+        raise ConfigError(f"--allow: got {bad!r}; allowed: an island's key (64 hexadecimal digits, see `diloco key`)")
+    key, stopped, loop = load_run_key(str(run_key_file) if run_key_file else None), _expect_stop(), EventLoopThread()
+    server = Relay(RelayLimits(bytes_per_second=mbit and mbit * 1e6 / 8), key, allow)
+    try:
+        loop.run(server.open(host, port), START_SECONDS)
+    except OSError as error:
+        raise ConfigError(f"--host, --port: cannot listen on {host}:{port}: {error.strerror}; choose others") from None
+    typer.echo(f"{PREFIX}{announce_host or host}:{server.port}")
+    typer.echo("pass it to the islands that nobody can reach: island.relays=[ADDRESS], with outer.transport=tls")
+    stopped.wait()
+    loop.try_to(server.close(), CLOSE_SECONDS)
+    loop.close()
+
+
+def _expect_stop() -> threading.Event:
+    """What SIGTERM and SIGINT set from now on."""
+    # The end of a terminal is no request to stop. A bootstrap of `simulate` ends with it all the same (processes.py).
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    return stopped
 
 
 def _check(host: str, rendezvous: str, identity: Path | None, run_key_file: Path | None, folder: Path | None) -> None:

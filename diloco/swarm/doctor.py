@@ -21,7 +21,7 @@ from diloco.config.init_weights import pin_weights_hash
 from diloco.config.schema import RunConfig, differing_keys, load_config, parse_config
 from diloco.errors import ConfigError
 from diloco.formatting import one_line
-from diloco.swarm.address_checks import is_loopback, time_connection
+from diloco.swarm.address_checks import time_connection
 from diloco.swarm.checks import Check, LocalIsland, resolve_local_island
 from diloco.swarm.host_memory_check import check_host_memory
 from diloco.swarm.island_checks import CallbackListener, RemoteIsland, check_remote_island
@@ -33,6 +33,7 @@ from outer.identity.island_key import KEY_FILE, IslandKey, load_island_key
 from outer.identity.known_names import guest_name
 from outer.membership.base import Member
 from outer.membership.records import RunInfo
+from outer.routes.addresses import is_loopback
 
 RECORDS_SECONDS = 5.0
 """How long to wait for the records of the islands that the swarm has listed."""
@@ -114,7 +115,7 @@ async def check_swarm(local: LocalIsland, address: str, run_name: str | None) ->
         return
     began = time.monotonic()
     try:
-        runs = await find_runs(address, local.connect_seconds, load_usable_key(local.island))
+        runs = await find_runs(address, local.connect_seconds, load_usable_key(local.island), local.island.proxy)
     except (InputError, OuterError) as error:
         yield Check("FAILED", "run key" if is_about_run_key(str(error)) else "swarm", str(error))
         return
@@ -221,7 +222,7 @@ def open_run_network(
         own["island_key"] = load_island_key(folder / KEY_FILE)
     if island.allow and (folder / "identity.key").exists() and island.label not in info.islands:
         own["identity_path"] = folder / "identity.key"
-    return open_probe_network(local, run, bootstrap=[address], **own)
+    return open_probe_network(local, run, bootstrap=[address], proxy=island.proxy, **own)
 
 
 def open_listener(local: LocalIsland, address: str, run: RunConfig) -> AbstractAsyncContextManager[Network]:
@@ -229,7 +230,7 @@ def open_listener(local: LocalIsland, address: str, run: RunConfig) -> AbstractA
     island = local.island
     # With hivemind it has no connections: peers that are connected already could call without a new one.
     needs_swarm = run.outer.transport in AT_RENDEZVOUS or island.relay == "client"
-    own = island.model_dump(include={"listen_host", "listen_port", "announce_host", "relay"})
+    own = island.model_dump(include={"listen_host", "listen_port", "announce_host", "relay", "relays", "proxy"})
     return open_probe_network(local, run, bootstrap=[address] if needs_swarm else [], **own)
 
 

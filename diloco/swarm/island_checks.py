@@ -9,22 +9,20 @@ from statistics import median
 
 from diloco.config.schema import RunConfig
 from diloco.formatting import human_bytes, human_seconds
-from diloco.swarm.address_checks import SWARM_CURE, is_loopback, time_connection
+from diloco.swarm.address_checks import SWARM_CURE
 from diloco.swarm.checks import Check, LocalIsland
 from diloco.swarm.machine_checks import state_bytes
+from diloco.swarm.path_checks import MAX_RANKS, check_gloo_ports, check_paths
 from outer import diagnostics
-from outer.config import AT_RENDEZVOUS
 from outer.connect import Network
-from outer.errors import DeadlineError, MessageError, OuterError, PeerLost, first_line, is_about_run_key
+from outer.errors import DeadlineError, MessageError, OuterError, first_line, is_about_run_key
 from outer.membership.base import Member
 from outer.network.endpoints import Endpoint, Messenger
 from outer.network.messages import call_message
+from outer.routes.addresses import is_loopback
 
 CALL_SECONDS = 10.0
 BULK_SECONDS = 30.0
-CURE_OF_GLOO = "gloo chooses its own ports: let islands reach each other on all ports, or use tls or hivemind"
-MAX_RANKS = 64
-"""Maximum number of ranks to call on one island. Its record may claim more and is not trusted."""
 NUM_SAMPLES = 5
 FIRST_BYTES, GROWTH = 1 << 16, 8
 ENOUGH_SECONDS = 0.5
@@ -90,8 +88,11 @@ async def check_remote_island(remote: RemoteIsland) -> AsyncIterator[Check]:
         return
     yield await check_rate(remote, "bandwidth down", lambda n: download_bytes(remote, n))
     yield await check_rate(remote, "bandwidth up", lambda n: remote.call_bulk("probe_sink", bytes(n)))
-    if remote.run.outer.transport in AT_RENDEZVOUS:
-        yield await check_payload_ports(remote.member, remote.run.outer.transport)
+    if remote.run.outer.transport == "gloo":
+        yield await check_gloo_ports(remote.member)
+    if remote.run.outer.transport == "tls":
+        async for check in check_paths(remote.member, remote.local):
+            yield check
     if remote.callback is not None:
         yield await check_call_back(remote, remote.callback)
 
@@ -204,29 +205,6 @@ async def download_bytes(remote: RemoteIsland, num_bytes: int) -> None:
     reply = await remote.call_bulk("probe_bytes", diagnostics.BytesRequest(num_bytes=num_bytes).encode())
     if len(reply) != num_bytes:
         raise MessageError(f"it sent {len(reply)} bytes where {num_bytes} were requested")
-
-
-async def check_payload_ports(member: Member, transport: str) -> Check:
-    """Check that each rank accepts connections for payloads, or over gloo on the port where groups are built."""
-    from outer.transports.gloo import groups
-    from outer.transports.tls import addresses as of_tls
-
-    addresses = member.transport_addresses[:MAX_RANKS]
-    for rank, address in enumerate(addresses):
-        try:
-            me = Endpoint(member.island, rank)
-            host, port = (
-                groups.parse_address(me, address) if transport == "gloo" else of_tls.parse_address(me, address).place
-            )
-        except PeerLost as error:
-            return Check("FAILED", "payload ports", f"rank {rank}: {error.cause}")
-        _, problem = await time_connection(host, port)
-        if problem:
-            cure = "open this port on that machine" if transport == "tls" else CURE_OF_GLOO
-            return Check("FAILED", "payload ports", f"rank {rank}, {host}:{port}: {problem}; {cure}")
-    return Check(
-        "ok", "payload ports", f"{len(addresses)} of {len(addresses)} ranks accept connections for {transport}"
-    )
 
 
 async def check_call_back(remote: RemoteIsland, callback: CallbackListener) -> Check:

@@ -22,8 +22,8 @@ def join(address: str, overrides: list[str], ranks: int, run_name: str | None) -
     refused = [override for override in overrides if not override.startswith("island.")]
     if refused:
         raise ConfigError(f"got {refused[0]!r}; a joiner takes the run's config and may only set island.key=value")
-    key_file = parse_config("", overrides, where="the command line").island.run_key_file
-    text, taken = fetch_run_config(address, run_name, key_file)
+    island = parse_config("", overrides, where="the command line").island
+    text, taken = fetch_run_config(address, run_name, island.run_key_file, island.proxy)
     config = build_joiner_config(text, taken, address, [*overrides, f"island.ranks={ranks}"])
     check_island(config.run, config.island, "this island")
     run_dir = Path(config.island.run_dir) / config.name
@@ -68,7 +68,9 @@ def check_folder(island_dir: Path, config: Config) -> None:
     )
 
 
-def fetch_run_config(address: str, run_name: str | None, run_key_file: str | None) -> tuple[str, set[str]]:
+def fetch_run_config(
+    address: str, run_name: str | None, run_key_file: str | None, proxy: str | None = None
+) -> tuple[str, set[str]]:
     """Fetch the config text of a run and the names of its islands from the swarm at `address`. Raises ConfigError."""
     from outer.connect import find_runs
     from outer.network.event_loop import EventLoopThread
@@ -77,7 +79,7 @@ def fetch_run_config(address: str, run_name: str | None, run_key_file: str | Non
     key = load_run_key(run_key_file)
     loop = EventLoopThread()
     try:
-        runs = loop.run(find_runs(address, CONNECT_SECONDS, key))
+        runs = loop.run(find_runs(address, CONNECT_SECONDS, key, proxy))
     finally:
         loop.close()
     if not runs:

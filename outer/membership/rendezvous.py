@@ -32,13 +32,15 @@ from outer.membership.records import (
     name_taken_error,
     open_record,
 )
-from outer.membership.tcp import RENDEZVOUS, SCHEME, dial, listen
+from outer.membership.tcp import RENDEZVOUS, SCHEME
 from outer.network.endpoints import Endpoint, Handler, Traffic
 from outer.network.event_loop import ChangeSignal, EventLoopThread
 from outer.network.messages import parse
 from outer.network.rejections import RefusedError
 from outer.network.rpc import StreamMessenger
 from outer.network.run_key import PeerAuth, RunKey
+from outer.routes.dialer import dial
+from outer.routes.streams import listen
 
 MAX_RUNS = 32
 MAX_RECORDS, MAX_RUN_BYTES = 1024, 8 << 20

@@ -10,7 +10,6 @@ from dataclasses import replace
 from outer.errors import (
     InputError,
     MessageError,
-    PeerLost,
     TransportError,
     UnreachableError,
     first_line,
@@ -39,6 +38,7 @@ from outer.network.messages import Message, parse
 from outer.network.retry import retry
 from outer.network.rpc import StreamMessenger
 from outer.network.run_key import PeerAuth, RunKey
+from outer.routes.dialer import Dialer
 
 log = logging.getLogger(__name__)
 
@@ -54,22 +54,6 @@ RENDEZVOUS = "rendezvous"
 """Stands for a run's id in the frames to a rendezvous, because a rendezvous serves many runs."""
 
 
-async def listen(messenger: StreamMessenger, host: str, port: int, announce_host: str | None = None) -> StreamMessenger:
-    """Serve the messenger on a host and port (0: any free port), and return it. Raises OSError."""
-    messenger.server = await asyncio.start_server(messenger.accept, host, port)
-    messenger.address = f"{announce_host or host}:{messenger.server.sockets[0].getsockname()[1]}"
-    return messenger
-
-
-async def dial(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to `host:port`. Raises PeerLost."""
-    host, _, port = address.rpartition(":")
-    try:
-        return await asyncio.open_connection(host.strip("[]"), int(port))
-    except (OSError, ValueError, OverflowError) as error:
-        raise PeerLost(address[:80], f"it cannot be reached: {error}") from None
-
-
 async def open_membership(
     addresses: Sequence[str],
     run_id: str,
@@ -77,11 +61,13 @@ async def open_membership(
     record_seconds: float,
     connect_seconds: float,
     auth: PeerAuth | None = None,
+    dialer: Dialer | None = None,
 ) -> "TcpMembership":
     """Open a membership at all of these rendezvous. Raises InputError unless at least one of them answers."""
     auth = auth or PeerAuth()
     # A rendezvous is no island: it has no name to keep, and the records in it are signed by the islands.
-    messenger = StreamMessenger(RENDEZVOUS, me, dial, Traffic(), replace(auth, names=None, access=Access()))
+    own = replace(auth, names=None, access=Access())
+    messenger = StreamMessenger(RENDEZVOUS, me, (dialer or Dialer()).open_streams, Traffic(), own)
     membership = TcpMembership(messenger, addresses, run_id, record_seconds, auth)
     try:
         await membership.connect(connect_seconds)
@@ -254,10 +240,13 @@ class TcpMembership:
         return self._newest
 
 
-async def find_runs_at_rendezvous(address: str, connect_seconds: float, key: RunKey | None) -> dict[str, RunInfo]:
+async def find_runs_at_rendezvous(
+    address: str, connect_seconds: float, key: RunKey | None, dialer: Dialer | None = None
+) -> dict[str, RunInfo]:
     """The runs at a rendezvous, by id. Raises InputError when the rendezvous cannot be reached."""
     parse_rendezvous_address(address)
-    messenger = StreamMessenger(RENDEZVOUS, Endpoint("visitor", 0), dial, Traffic(), PeerAuth(key, names=None))
+    open_streams, auth = (dialer or Dialer()).open_streams, PeerAuth(key, names=None)
+    messenger = StreamMessenger(RENDEZVOUS, Endpoint("visitor", 0), open_streams, Traffic(), auth)
     target, deadline, cause = address.removeprefix(SCHEME), time.monotonic() + connect_seconds, "no answer"
 
     async def ask() -> bytes | None:

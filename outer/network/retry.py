@@ -1,12 +1,18 @@
 """Repeat an attempt with a pause in between, until it succeeds or its time is over; pauses that grow."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
+from outer.errors import UnreachableError
 from outer.network.event_loop import loop_time
 
+log = logging.getLogger(__name__)
+
+RETURN_SECONDS = 600.0
+"""How long an island that has been in the run waits for an address of the swarm: a bootstrap process may be down."""
 T = TypeVar("T")
 MAX_DOUBLINGS = 64
 """More would overflow at last."""
@@ -49,6 +55,22 @@ class WallClock:
 
 
 WALL_CLOCK = WallClock()
+
+
+async def retry_unreachable(attempt: Callable[[], Awaitable[T]], is_known: bool) -> T:
+    """Open a network, again and again for RETURN_SECONDS if this island `is_known` in the run but reaches nobody.
+
+    What a fresh island is told to reach may never have been there. Raises UnreachableError and what `attempt` raises.
+    """
+    deadline = time.monotonic() + (RETURN_SECONDS if is_known else 0.0)
+    while True:
+        try:
+            return await attempt()
+        except UnreachableError as error:
+            if time.monotonic() >= deadline:
+                raise
+            left = (deadline - time.monotonic()) / 60
+            log.warning("%s. This island has been in the run, so it tries for %.0f more minutes", error, left)
 
 
 def retry_blocking(attempt: Callable[[], T], clock: Clock = WALL_CLOCK, *, seconds: float, pause_seconds: float) -> T:

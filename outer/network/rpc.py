@@ -56,6 +56,8 @@ class StreamMessenger:
         """This side's libp2p peer id, set by the code that opens libp2p streams. Addresses then begin with peer ids."""
         self.tls: TlsIdentity | None = None
         """Encrypts all connections if it is set."""
+        self.find_key: Callable[[str], str] = lambda address: ""
+        """The island key that an address names, or "". Whoever answers there must prove it."""
         self.max_body_bytes = MAX_CALL_BYTES
         """Limit for a call that arrives. A longer one ends its connection before it is read."""
         self._run, self._me, self._dial, self.traffic = hash_names(run_id, "control"), me, dial, traffic
@@ -149,6 +151,8 @@ class StreamMessenger:
                 if self.tls is not None:
                     await stream.start_tls(self.tls.client)
                 callee = await say_hello(stream, self._me, self.auth)
+                if stream.peer_key != (self.find_key(address) or stream.peer_key):
+                    raise RefusedError("name", f"{callee} answers where the island of another key was expected")
                 return _Outgoing(address, callee, stream, self.auth)
         except (MessageError, ConnectionError, TimeoutError) as error:
             if stream is not None:

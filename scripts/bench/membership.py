@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from outer.identity.island_key import IslandKey
 from outer.membership.base import Member
 from outer.membership.rendezvous import serve_rendezvous
-from outer.membership.tcp import RENDEZVOUS, TcpMembership, dial
+from outer.membership.tcp import RENDEZVOUS, TcpMembership
 from outer.network.endpoints import Endpoint, Traffic
 from outer.network.retry import retry
 from outer.network.rpc import StreamMessenger
 from outer.network.run_key import PeerAuth
+from outer.routes.dialer import dial
 from scripts.bench.arguments import whole_numbers
 
 COMMIT_SECONDS = 0.2

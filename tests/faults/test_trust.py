@@ -9,10 +9,10 @@ import pytest
 
 from outer.errors import PeerLost, TransportError
 from outer.membership.rendezvous import serve_rendezvous
-from outer.membership.tcp import dial
 from outer.network.endpoints import Endpoint, Traffic
 from outer.network.rpc import StreamMessenger
 from outer.network.run_key import PeerAuth, read_run_key
+from outer.routes.dialer import dial
 from tests.faults.waits import GUARD_SECONDS, assert_one_history, more_rounds, reached, until
 from tests.swarm import Swarm, swarm
 

@@ -16,12 +16,13 @@ from outer.agreement.messages import Goodbye, OutcomeQuery, Plan, Ready, Status,
 from outer.errors import OuterError
 from outer.identity.access import Access
 from outer.membership.records import MAX_CONFIG_BYTES, Announcement, Publication, Records, RunQuery, sign_record
-from outer.membership.tcp import RENDEZVOUS, dial
+from outer.membership.tcp import RENDEZVOUS
 from outer.network.endpoints import Endpoint, Traffic
 from outer.network.frames import Header, Kind
 from outer.network.handshake import say_hello
 from outer.network.messages import Message, parse
 from outer.network.rpc import MAX_CALL_BYTES, StreamMessenger
+from outer.routes.dialer import dial
 from outer.transfer.donor import PartRequest
 from tests.hostile.scene import HONEST, note_begin, targets
 from tests.hostile.speakers import CALL_SECONDS, Speaker, fresh, speaker

@@ -15,8 +15,8 @@ from outer.errors import OuterError
 from outer.identity.tls import TlsIdentity
 from outer.membership.dht import open_dht
 from outer.membership.dht_records import store_config, store_record
-from outer.membership.tcp import dial
 from outer.network.frames import HEADER_BYTES, Header, Kind, hash_names, pack_header
+from outer.routes.dialer import dial
 from outer.transports.hivemind_addresses import parse_address
 from outer.transports.hivemind_daemon import Daemon, DaemonSettings, start_daemon, stream_name
 from tests.hostile.scene import HONEST, note_begin, targets

@@ -12,12 +12,12 @@ import pytest
 
 from outer.errors import PeerLost
 from outer.membership.rendezvous import serve_rendezvous
-from outer.membership.tcp import dial
 from outer.network import rpc
 from outer.network.endpoints import Endpoint, Traffic
 from outer.network.rejections import MAX_UNPROVEN_OF_HOST
 from outer.network.rpc import HELLO_SECONDS, StreamMessenger
 from outer.network.run_key import load_run_key
+from outer.routes.dialer import dial
 from tests.hostile.flood import connections
 from tests.hostile.victim import Victim, victim
 

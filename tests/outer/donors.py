@@ -11,10 +11,11 @@ from outer.codecs import build_codec
 from outer.codecs.choice import build_uniform_choice
 from outer.config import OuterOptimizerConfig
 from outer.membership.base import Member
-from outer.membership.tcp import dial, listen
 from outer.network.endpoints import Endpoint, Lane, Messenger, Traffic
 from outer.network.rpc import StreamMessenger
 from outer.network.run_key import PeerAuth
+from outer.routes.dialer import dial
+from outer.routes.streams import listen
 from outer.space.digest import combine_digests, state_digest
 from outer.space.layout import Space
 from outer.state.global_state import GlobalState

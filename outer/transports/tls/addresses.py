@@ -1,46 +1,40 @@
-"""Addresses of endpoints over TLS: where one listens for payloads, and the key of the island that must answer there."""
+"""Addresses of endpoints over TLS: what a rank announces, and what it takes from others' records."""
 
-import re
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from outer.errors import InputError, PeerLost
-from outer.identity.island_key import PUBLIC_KEY
+from outer.errors import InputError, MessageError, PeerLost
 from outer.network.endpoints import Endpoint
-
-_ADDRESS = re.compile(rf"tls:({PUBLIC_KEY})@([A-Za-z0-9.:-]{{1,253}}):([0-9]{{1,5}})")
-WILDCARDS = ("", "0.0.0.0", "::")
+from outer.routes.addresses import WILDCARDS, Behind, Door, IslandAddress, Route, is_loopback, parse_island_address
 
 
-@dataclass(frozen=True)
-class TlsAddress:
-    """Its text form is `tls:<public key of the island>@<host>:<port>`."""
-
-    key: str
-    host: str
-    port: int
-
-    @property
-    def place(self) -> tuple[str, int]:
-        return self.host, self.port
-
-    def __str__(self) -> str:
-        return f"tls:{self.key}@{self.host}:{self.port}"
-
-
-def parse_address(endpoint: Endpoint, text: str) -> TlsAddress:
+def parse_address(endpoint: Endpoint, text: str) -> IslandAddress:
     """Parse the address in a peer's record. Raises PeerLost if it is malformed, since the peer cannot be reached."""
-    found = _ADDRESS.fullmatch(text)
-    if found is None or not 0 < int(found[3]) < 65536:
-        raise PeerLost(endpoint.island, f"its record holds a malformed address of {endpoint}: {text[:80]!r}")
-    return TlsAddress(found[1], found[2], int(found[3]))
+    try:
+        return parse_island_address(text)
+    except MessageError:
+        cause = f"its record holds a malformed address of {endpoint}: {text[:80]!r}"
+        raise PeerLost(endpoint.island, cause) from None
 
 
-def choose_announced_host(listen_host: str, announce_host: str | None) -> str:
-    """The host that others are told. Raises InputError if it is not one at which they reach this machine."""
-    host = announce_host or listen_host
-    if host in WILDCARDS:
+def choose_announced_host(listen_host: str, announce_host: str | None, relays: Sequence[Route] = ()) -> str | None:
+    """The host that others are told, or None if there are `relays` and others reach this machine by them only.
+
+    Raises InputError if there is neither.
+    """
+    if announce_host is not None:
+        return announce_host
+    if relays and (listen_host in WILDCARDS or is_loopback(listen_host)):
+        return None
+    if listen_host in WILDCARDS:
         raise InputError(
             f"island.announce_host: got none, and island.listen_host is {listen_host!r}; with outer.transport tls set "
-            "island.announce_host to the address of this machine, or of its router, that the other islands reach"
+            "island.announce_host to the address of this machine, or of its router, that the other islands reach; or, "
+            "if they reach none, island.relays"
         )
-    return host
+    return listen_host
+
+
+def build_address(key: str, host: str | None, port: int, relays: Sequence[Route], rank: int, door: Door) -> str:
+    """The address of one door of a rank: `host` and `port`, if others reach them, and then the relays."""
+    direct = () if host is None else (Route(host, port),)
+    return str(IslandAddress(key, (*direct, *(Route(relay.host, relay.port, Behind(rank, door)) for relay in relays))))

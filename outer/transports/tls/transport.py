@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,13 @@ from outer.network.event_loop import WaitingThreads
 from outer.network.frames import hash_names
 from outer.network.handshake import Stream
 from outer.network.run_key import PeerAuth
+from outer.routes.addresses import Route
+from outer.routes.dialer import Dialer, find_host
 from outer.space.buffers import BUFFERS
 from outer.transports.gloo.open_files import allow_many_files
 from outer.transports.stream_group import StreamGroup
 from outer.transports.streams import HELLO_SECONDS, StreamTransport
-from outer.transports.tls.addresses import TlsAddress, parse_address
+from outer.transports.tls.addresses import build_address, parse_address
 from outer.transports.tls.stream import StreamOwner, TlsStream
 
 log = logging.getLogger(__name__)
@@ -43,9 +45,11 @@ class TlsTransport(StreamTransport):
         traffic: Traffic,
         connect_seconds: float,
         num_streams: int = 1,
+        dialer: Dialer | None = None,
     ) -> None:
         """`num_streams`: those on which this endpoint sends to each other one, which may choose another number."""
         super().__init__(me, auth, traffic, "", connect_seconds)
+        self._dialer = dialer or Dialer()
         self._num_streams, self._round = num_streams, -1
         self._addresses: Mapping[Endpoint, str] = {}
         self._threads, self._sizes = WaitingThreads(), set[int]()
@@ -53,15 +57,23 @@ class TlsTransport(StreamTransport):
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def open(self, host: str, port: int, announced_host: str) -> None:
-        """Accept connections on a host and port (0: any free port). Call this once. Raises OSError."""
+    async def open(self, host: str, port: int, announced_host: str | None, relays: Sequence[Route] = ()) -> None:
+        """Accept connections on a host and port (0: any free port). Call this once. Raises OSError.
+
+        Others are told `announced_host` and `relays`, which give their connections to `accept`.
+        """
         allow_many_files()  # Strangers may connect.
         infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, _, _, _, place = infos[0]
         self._listener = socket.create_server(place[:2], family=family, backlog=128)
         self._listener.setblocking(False)
-        self.address = str(TlsAddress(self._auth.island.public, announced_host, self._listener.getsockname()[1]))
+        port, key = self._listener.getsockname()[1], self._auth.island.public
+        self.address = build_address(key, announced_host, port, relays, self._me.rank, "payloads")
         self._start(self._accept_all(self._listener))
+
+    def accept(self, connection: socket.socket) -> None:
+        """Serve a connection that somebody has dialled through a relay."""
+        self._start(self._accept(connection, find_host(connection)))
 
     async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
         self._addresses = addresses
@@ -95,8 +107,11 @@ class TlsTransport(StreamTransport):
         return self._num_streams, 1, 2 * MAX_TLS_STREAMS  # new ones come before the old ones end
 
     async def _open(self, other: Endpoint, address: str) -> Stream:
-        place = parse_address(other, address)
-        stream = TlsStream(await _dial(other, place), self._owner, place.host, is_acceptor=False)
+        try:
+            connection = await self._dialer.dial(parse_address(other, address))
+        except ConnectionError as error:
+            raise PeerLost(other.island, f"{other} cannot be reached: {error}") from None
+        stream = TlsStream(connection, self._owner, find_host(connection), is_acceptor=False)
         try:
             await stream.handshake()
         except BaseException as error:
@@ -168,25 +183,3 @@ class TlsTransport(StreamTransport):
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         """Memory for a payload. Only what this endpoint has asked for comes from memory that is kept for later."""
         return BUFFERS.bytes(num_bytes) if num_bytes in self._sizes else torch.empty(num_bytes, dtype=torch.uint8)
-
-
-async def _dial(other: Endpoint, place: TlsAddress) -> socket.socket:
-    """Connect to an endpoint. Raises PeerLost."""
-    loop, cause = asyncio.get_running_loop(), "its host has no address"
-    try:
-        found = await loop.getaddrinfo(place.host.strip("[]"), place.port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise PeerLost(other.island, f"{other} cannot be reached: {error}") from None
-    for family, _, _, _, target in found:
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        connection.setblocking(False)
-        try:
-            await loop.sock_connect(connection, target)
-            return connection
-        except OSError as error:
-            connection.close()
-            cause = str(error)
-        except BaseException:
-            connection.close()
-            raise
-    raise PeerLost(other.island, f"{other} cannot be reached: {cause}")

@@ -19,7 +19,8 @@ from outer.diagnostics import DiagnosticsServer, ProbeResponder
 from outer.membership.rendezvous import serve_rendezvous
 from outer.network.endpoints import Endpoint
 from outer.network.run_key import RunKey
-from tests.outer.nets import A, B, Swarm, member, run, swarm
+from tests.outer.nets import A, B, C, Swarm, member, run, swarm
+from tests.outer.routes.relays import addresses, relays
 from tests.swarm import TINY
 from tests.swarm import swarm as islands_of
 
@@ -46,9 +47,9 @@ def free_port() -> int:
         return listening.getsockname()[1]
 
 
-async def enter(place: Swarm, me: Endpoint, clock=time.time, **changes) -> Network:
-    """An island of the run that answers a doctor, in the swarm's records."""
-    network = await place.open(me)
+async def enter(place: Swarm, me: Endpoint, clock=time.time, own=None, **changes) -> Network:
+    """An island of the run that answers a doctor, in the swarm's records. `own`: other settings of its network."""
+    network = await place.open(me, **(own or {}))
     assert network.membership is not None
     hash_ = parse_config(run_text(place.kind)).run.hash
     DiagnosticsServer(network.messenger, ProbeResponder(hash_, lambda: 3, clock))
@@ -145,12 +146,44 @@ def test_a_rank_that_cannot_be_called_is_named():
     run(main())
 
 
-@pytest.mark.parametrize(("kind", "begin"), [("gloo", "gloo:a/0"), ("tls", f"tls:{'0' * 64}")])
-def test_a_port_that_takes_no_payloads_is_found(kind, begin):
+@pytest.mark.parametrize(
+    ("kind", "begin", "name"),
+    [("gloo", "gloo:a/0", "payload ports"), ("tls", f"tls:{'0' * 64}", "path of payloads")],
+)
+def test_a_port_that_takes_no_payloads_is_found(kind, begin, name):
     async def main() -> None:
         async with swarm(kind, "test") as place:
             await enter(place, A, transport_addresses=[f"{begin}@127.0.0.1:{refusing_port()}"])
-            assert troubles(await visited(place.bootstrap[0])) == [("FAILED", "payload ports")]
+            assert troubles(await visited(place.bootstrap[0])) == [("FAILED", name)]
+
+    run(main())
+
+
+def test_the_path_to_each_island_is_said_and_why_it_is_that_one():
+    async def main() -> None:
+        async with relays() as [relay], swarm("tls", "test") as place:
+            [by_relay] = addresses([relay])
+            await enter(place, A)
+            await enter(place, B, own={"relays": [by_relay], "announce_host": "127.0.0.9"})
+            await enter(place, C, own={"relays": [by_relay]})
+            lines = await visited(place.bootstrap[0])
+            assert troubles(lines) == []
+            direct, after_refusal, only = texts(lines, "path of payloads")
+            assert direct.startswith("rank 0: direct 127.0.0.1:") and "because" not in direct
+            assert f"by the relay {by_relay}, because direct 127.0.0.9:" in after_refusal
+            assert f"by the relay {by_relay}, because its record lists no direct address" in only
+            await relay.close()
+            lines = await visited(place.bootstrap[0])
+            assert troubles(lines) == [("FAILED", "reach"), ("FAILED", "reach")]
+
+    run(main())
+
+
+def test_an_island_that_listens_for_its_relays_only_can_be_called_back():
+    async def main() -> None:
+        async with relays() as [relay], entered("tls", A) as place:
+            lines = await visited(place.bootstrap[0], f"island.relays={addresses([relay])}")
+            assert troubles(lines) == [] and "it can call this machine" in texts(lines, "call back")[0]
 
     run(main())
 

@@ -7,10 +7,12 @@ import pytest
 from outer.errors import InputError, PeerLost
 from outer.membership import rendezvous as limits
 from outer.membership.records import Announcement, open_record, sign_record
-from outer.membership.tcp import RENDEZVOUS, dial, listen, open_membership
+from outer.membership.tcp import RENDEZVOUS, open_membership
 from outer.network.endpoints import Endpoint, Traffic
 from outer.network.messages import parse
 from outer.network.rpc import StreamMessenger
+from outer.routes.dialer import dial
+from outer.routes.streams import listen
 from tests.outer.nets import A, key_of, member, run
 from tests.outer.rendezvous import open_memberships, rendezvous
 

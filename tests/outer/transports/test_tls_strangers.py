@@ -13,7 +13,8 @@ from outer.errors import InputError, PeerLost, TransportError
 from outer.identity.tls import TlsIdentity
 from outer.network.endpoints import Endpoint
 from outer.network.run_key import RunKey
-from outer.transports.tls.addresses import TlsAddress, parse_address
+from outer.routes.addresses import Route
+from outer.transports.tls.addresses import parse_address
 from tests.outer.membership.test_membership import wait_for
 from tests.outer.nets import A, B, C, connect, key_of, payload, run, swarm, tag
 
@@ -21,13 +22,15 @@ OLD = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 OLD.check_hostname, OLD.verify_mode, OLD.maximum_version = False, ssl.CERT_NONE, ssl.TLSVersion.TLSv1_2
 
 
-def place_of(network: Network, me: Endpoint) -> TlsAddress:
-    return parse_address(me, network.transport.address)
+def place_of(network: Network, me: Endpoint) -> Route:
+    """Where an endpoint listens for payloads."""
+    return parse_address(me, network.transport.address).routes[0]
 
 
 def moved(network: Network, me: Endpoint, port: int) -> str:
     """An endpoint's address with another port."""
-    return str(replace(place_of(network, me), port=port))
+    address = parse_address(me, network.transport.address)
+    return str(replace(address, routes=(replace(address.routes[0], port=port),)))
 
 
 async def check_they_go_on(a: Network, b: Network, epoch: str = "1") -> None:

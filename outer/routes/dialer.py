@@ -1,0 +1,148 @@
+"""Connects to islands by the routes in their addresses: directly where that works, otherwise through a relay."""
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Sequence
+
+from outer.errors import PeerLost, TransportError, first_line
+from outer.network.event_loop import loop_time
+from outer.routes import wire
+from outer.routes.addresses import SCHEME, IslandAddress, Route, parse_island_address, parse_route
+from outer.routes.proxy import Proxy
+
+ROUTE_SECONDS = 5.0
+"""Longest time to connect by one route."""
+STAGGER_SECONDS = 0.5
+"""The next route is tried beside the first after so long, and at once if the first fails (RFC 8305)."""
+AVOID_SECONDS = 30.0
+"""A route that has failed is tried after the others for so long."""
+MAX_FAILED = 1024
+
+
+class Dialer:
+    """Opens connections to other islands. `proxy`: through it this island leaves its own network, if it must."""
+
+    def __init__(self, proxy: Proxy | None = None) -> None:
+        self._proxy = proxy
+        self._failed_at: dict[Route, float] = {}
+
+    async def open_streams(self, address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to an island's address for calls, or to a plain `host:port`. Raises PeerLost."""
+        try:
+            if address.startswith(SCHEME):
+                connection = await self.dial(parse_island_address(address))
+            else:
+                connection = await self.connect(parse_route(address))
+            return await asyncio.open_connection(sock=connection)
+        except (OSError, TransportError) as error:
+            raise PeerLost(address[:80], f"it cannot be reached: {first_line(error)}") from None
+
+    async def dial(self, address: IslandAddress) -> socket.socket:
+        """The first connection that one of the routes gives. TLS must prove whose it is.
+
+        Raises ConnectionError, which names every route and why it failed.
+        """
+        waiting, causes = deque(self._order(address.routes)), list[str]()
+        racing: dict[asyncio.Task[socket.socket], Route] = {}
+        try:
+            while waiting or racing:
+                if waiting:
+                    route = waiting.popleft()
+                    racing[asyncio.create_task(self.dial_route(address.key, route))] = route
+                limit = STAGGER_SECONDS if waiting else None
+                done, _ = await asyncio.wait(racing, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    route = racing.pop(task)
+                    if (error := task.exception()) is None:
+                        return task.result()
+                    causes.append(f"{route}: {first_line(error)}" if len(address.routes) > 1 else first_line(error))
+            raise ConnectionRefusedError("; ".join(causes))
+        finally:
+            for task in racing:
+                task.cancel()
+                task.add_done_callback(_close_unwanted)
+
+    async def dial_route(self, key: str, route: Route) -> socket.socket:
+        """Connect by one route to the island with this key. Raises OSError and MessageError."""
+        try:
+            async with asyncio.timeout(ROUTE_SECONDS):
+                connection = await self.connect(route)
+                try:
+                    if (behind := route.behind) is not None:
+                        await wire.send(connection, wire.Dial(key=key, rank=behind.rank, door=behind.door))
+                        await wire.receive(connection, wire.Joined)
+                except BaseException:
+                    connection.close()
+                    raise
+        except (OSError, TransportError) as error:
+            self._note_failure(route)
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"no answer within {ROUTE_SECONDS:g} s") from None
+            raise
+        self._failed_at.pop(route, None)
+        return connection
+
+    async def connect(self, route: Route) -> socket.socket:
+        """Connect to what listens at the route's host and port, through the proxy if there is one. Raises OSError."""
+        host, port = route.place
+        if self._proxy is None:
+            return await connect_to(host, port)
+        connection = await connect_to(self._proxy.host, self._proxy.port)
+        try:
+            await self._proxy.ask(connection, host, port)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _order(self, routes: Sequence[Route]) -> list[Route]:
+        """The routes as the address lists them, but those that have failed a short time ago come last."""
+        since = loop_time() - AVOID_SECONDS
+        return sorted(routes, key=lambda route: self._failed_at.get(route, since) > since)
+
+    def _note_failure(self, route: Route) -> None:
+        self._failed_at[route] = loop_time()
+        while len(self._failed_at) > MAX_FAILED:
+            del self._failed_at[next(iter(self._failed_at))]
+
+
+async def dial(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to `host:port`. Raises PeerLost."""
+    return await Dialer().open_streams(address)
+
+
+async def connect_to(host: str, port: int) -> socket.socket:
+    """Connect to the first of a host's addresses that takes a connection. Raises OSError."""
+    loop, cause = asyncio.get_running_loop(), OSError("its host has no address")
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise OSError(str(error)) from None
+    for family, _, _, _, target in found:
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            wire.prepare(connection)
+            await loop.sock_connect(connection, target)
+            return connection
+        except OSError as error:
+            connection.close()
+            cause = error
+        except BaseException:
+            connection.close()
+            raise
+    raise cause
+
+
+def find_host(connection: socket.socket) -> str:
+    """The other end's host, or that of the relay or proxy before it."""
+    try:
+        return str(connection.getpeername()[0])
+    except OSError:  # it has ended
+        return "an ended connection"
+
+
+def _close_unwanted(task: "asyncio.Task[socket.socket]") -> None:
+    """Close the connection of a route that came second."""
+    if not task.cancelled() and task.exception() is None:
+        task.result().close()

@@ -1,0 +1,113 @@
+"""Asks a proxy for a connection, where a cluster lets nothing else out: HTTP CONNECT, or SOCKS 5 (RFC 1928, 1929)."""
+
+import asyncio
+import base64
+import socket
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import unquote, urlsplit
+
+from outer.errors import InputError
+from outer.network.rejections import printable
+
+MAX_ANSWER_BYTES = 1 << 14
+SOCKS_ERRORS = {
+    1: "it failed", 2: "its rules forbid it", 3: "no route to that network", 4: "no route to that host",
+    5: "that host refuses", 6: "it took too long", 7: "it knows no CONNECT", 8: "it knows no such address",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """A proxy, and the user's name and password there, which may be empty."""
+
+    kind: Literal["http", "socks5"]
+    host: str
+    port: int
+    user: str = ""
+    password: str = ""
+
+    async def ask(self, connection: socket.socket, host: str, port: int) -> None:
+        """Let the proxy connect to a host and port. `connection` leads to the proxy. Raises ConnectionError."""
+        try:
+            await (self._ask_http if self.kind == "http" else self._ask_socks)(connection, host, port)
+        except ConnectionError as error:
+            raise ConnectionRefusedError(f"the proxy {self.host}:{self.port}: {error}") from None
+
+    async def _ask_http(self, connection: socket.socket, host: str, port: int) -> None:
+        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        lines = [f"CONNECT {place} HTTP/1.1", f"Host: {place}"]
+        if self.user:
+            word = base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
+            lines.append(f"Proxy-Authorization: Basic {word}")
+        await _send(connection, "\r\n".join([*lines, "", ""]).encode())
+        answer = bytearray()
+        while not answer.endswith(b"\r\n\r\n"):  # One byte at a time, because the island's bytes follow.
+            if len(answer) > MAX_ANSWER_BYTES:
+                raise ConnectionResetError("its answer has no end")
+            answer += await _read(connection, 1)
+        first = bytes(answer).split(b"\r\n", 1)[0].decode("latin-1")
+        if first.split()[1:2] != ["200"]:
+            raise ConnectionRefusedError(f"it answers {printable(first, 100)!r}")
+
+    async def _ask_socks(self, connection: socket.socket, host: str, port: int) -> None:
+        await _send(connection, b"\x05\x01\x02" if self.user else b"\x05\x01\x00")
+        if await _read(connection, 2) != (b"\x05\x02" if self.user else b"\x05\x00"):
+            raise ConnectionRefusedError("it is no SOCKS 5 proxy, or asks for a name and password that are not given")
+        if self.user:
+            await _send(connection, b"\x01" + _counted(self.user) + _counted(self.password))
+            if (await _read(connection, 2))[1]:
+                raise ConnectionRefusedError("it does not accept the name and password")
+        # The proxy looks up the name, which this machine may not be able to.
+        await _send(connection, b"\x05\x01\x00\x03" + _counted(host) + port.to_bytes(2))
+        version, status, _, kind = await _read(connection, 4)
+        if version != 5 or status:
+            raise ConnectionRefusedError(SOCKS_ERRORS.get(status, f"error {status}"))
+        length = {1: 4, 4: 16}.get(kind) or (await _read(connection, 1))[0]
+        await _read(connection, length + 2)
+
+
+def parse_proxy(text: str | None) -> Proxy | None:
+    """Parse `island.proxy`. Raises InputError."""
+    if text is None:
+        return None
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        parts, host, port = urlsplit(""), None, None
+    if parts.scheme not in ("http", "socks5") or not host or not port or parts.path.strip("/"):
+        raise InputError(
+            f"island.proxy: got {_hidden(text)!r}; allowed: http://[USER:PASSWORD@]HOST:PORT (CONNECT) or "
+            "socks5://[USER:PASSWORD@]HOST:PORT"
+        )
+    user, password = unquote(parts.username or ""), unquote(parts.password or "")
+    if max(len(user.encode()), len(password.encode())) > 255:
+        raise InputError("island.proxy: the name and the password have at most 255 bytes each")
+    return Proxy("http" if parts.scheme == "http" else "socks5", host, port, user, password)
+
+
+def _hidden(text: str) -> str:
+    """The text without what may be a password."""
+    return text.rpartition("@")[2]
+
+
+def _counted(text: str) -> bytes:
+    raw = text.encode()
+    if len(raw) > 255:
+        raise ConnectionRefusedError(f"the name has {len(raw)} bytes, SOCKS allows 255")
+    return len(raw).to_bytes() + raw
+
+
+async def _send(connection: socket.socket, raw: bytes) -> None:
+    await asyncio.get_running_loop().sock_sendall(connection, raw)
+
+
+async def _read(connection: socket.socket, num_bytes: int) -> bytes:
+    found, loop = b"", asyncio.get_running_loop()
+    while len(found) < num_bytes:
+        piece = await loop.sock_recv(connection, num_bytes - len(found))
+        if not piece:
+            raise ConnectionResetError("it ended the connection")
+        found += piece
+    return found

@@ -1,0 +1,166 @@
+"""What islands and relays say to each other before a relay forwards bytes: short messages, each checked on arrival.
+
+magic 4 | version 1 | kind 1 | length 2 | a Message as JSON
+
+to register, and then to be called          to reach a registered rank
+island -> relay   REGISTER key, rank        dialer -> relay   DIAL key, rank, door
+relay -> island   CHALLENGE nonce           relay -> dialer   JOINED, or REFUSED and why
+island -> relay   PROOF                     then the bytes of both ends, unchanged
+relay -> island   REGISTERED
+island -> relay   PING                      to take a dialer, on a new connection
+relay -> island   PONG, INCOMING token      island -> relay   ANSWER token
+                                            relay -> island   JOINED
+"""
+
+import asyncio
+import socket
+import struct
+from contextlib import suppress
+from typing import TypeVar
+
+from pydantic import Field
+
+from outer.identity.island_key import PublicKey, Signature
+from outer.network.messages import MAX_RANKS, Message, parse
+from outer.network.rejections import RefusedError, printable
+from outer.network.run_key import RunKey
+from outer.routes.addresses import Door
+
+MAGIC, VERSION = b"DLRY", 1
+MAX_BYTES = 1024
+_HEADER = struct.Struct("!4sBBH")
+PING_SECONDS, SILENT_SECONDS = 10.0, 30.0
+"""An island pings its relays this often. Either side gives up the other one after so long a silence."""
+OPENING_SECONDS = 5.0
+"""Longest time for whoever connects to a relay to say what it wants, and to prove it."""
+ANSWER_SECONDS = 5.0
+"""Longest time for an island to connect to its relay when somebody dials it."""
+KEEP_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 120_000}
+"""Routers forget connections that are silent, and neither end then hears of it. Seconds, and milliseconds at last."""
+
+
+class Register(Message):
+    """I am a rank of the island with this key; tell me when somebody wants me."""
+
+    key: PublicKey
+    rank: int = Field(ge=0, lt=MAX_RANKS)
+
+
+class Challenge(Message):
+    nonce: str = Field(pattern=r"^[0-9a-f]{32}$")
+
+
+class Proof(Message):
+    signature: Signature
+    mac: str = Field(pattern=r"^([0-9a-f]{64})?$")
+    """Under the run key, or empty if there is none."""
+
+
+class Registered(Message):
+    pass
+
+
+class Ping(Message):
+    pass
+
+
+class Pong(Message):
+    pass
+
+
+class Incoming(Message):
+    """Somebody wants this rank: answer with the token on a new connection."""
+
+    token: str = Field(pattern=r"^[0-9a-f]{32}$")
+    door: Door
+
+
+class Dial(Message):
+    """Connect me to this rank of the island with this key."""
+
+    key: PublicKey
+    rank: int = Field(ge=0, lt=MAX_RANKS)
+    door: Door
+
+
+class Answer(Message):
+    token: str = Field(pattern=r"^[0-9a-f]{32}$")
+
+
+class Joined(Message):
+    """From here on the bytes are those of the other end."""
+
+
+class Refused(Message):
+    text: str = Field(max_length=400)
+
+
+KINDS: tuple[type[Message], ...] = (
+    Register, Challenge, Proof, Registered, Ping, Pong, Incoming, Dial, Answer, Joined, Refused,
+)  # fmt: skip
+M = TypeVar("M", bound=Message)
+
+
+async def send(connection: socket.socket, message: Message) -> None:
+    """Send one message. Raises OSError."""
+    body = message.encode()
+    raw = _HEADER.pack(MAGIC, VERSION, KINDS.index(type(message)), len(body)) + body
+    await asyncio.get_running_loop().sock_sendall(connection, raw)
+
+
+async def receive(connection: socket.socket, *expected: type[M]) -> M:
+    """Read one message, and not a byte more. The caller bounds the time.
+
+    Raises MessageError if it is malformed or none of those expected, ConnectionRefusedError with the other side's words
+    if it refuses, and OSError.
+    """
+    magic, version, kind, length = _HEADER.unpack(await _read(connection, _HEADER.size))
+    if magic != MAGIC:
+        raise RefusedError("header", f"not a message of a relay: it begins with {magic.hex()}")
+    if version != VERSION:
+        raise RefusedError("version", f"a relay's message of version {version}, {VERSION} expected: use one release")
+    if kind >= len(KINDS) or length > MAX_BYTES:
+        raise RefusedError("header", f"a relay's message of kind {kind} and {length} bytes, at most {MAX_BYTES}")
+    message = parse(KINDS[kind], await _read(connection, length))
+    if isinstance(message, Refused) and Refused not in expected:
+        raise ConnectionRefusedError(printable(message.text, MAX_BYTES))
+    if not isinstance(message, expected):
+        names = " or ".join(each.__name__ for each in expected)
+        raise RefusedError("header", f"{type(message).__name__} where {names} was expected")
+    return message
+
+
+async def _read(connection: socket.socket, num_bytes: int) -> bytes:
+    loop, found = asyncio.get_running_loop(), bytearray()
+    while len(found) < num_bytes:
+        piece = await loop.sock_recv(connection, num_bytes - len(found))
+        if not piece:
+            raise ConnectionResetError("the connection was closed")
+        found += piece
+    return bytes(found)
+
+
+def proof_body(challenge: Challenge, register: Register) -> bytes:
+    """What an island signs to register."""
+    return challenge.encode() + register.encode()
+
+
+def registration_mac(run_key: RunKey | None, body: bytes) -> str:
+    """What shows that an island holds the run key, in hexadecimal digits, or "" if there is none."""
+    return run_key.derive("relay", body).hex() if run_key is not None else ""
+
+
+REGISTRATION = "registration at a relay"
+"""Purpose of the signature."""
+
+
+def prepare(connection: socket.socket) -> socket.socket:
+    """Let a connection end when its other end is gone, keep it in the memory of routers, and delay nothing."""
+    connection.setblocking(False)
+    with suppress(OSError):  # it may have ended already
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEP_ALIVE.items():
+            if (option := getattr(socket, name, None)) is not None:  # Linux has them all
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    return connection
