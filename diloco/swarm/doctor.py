@@ -109,10 +109,11 @@ async def diagnose(
 
 async def check_swarm(local: LocalIsland, address: str, run_name: str | None) -> AsyncIterator[Line]:
     """Check the connection to the swarm, then the run given by --run, else the config's run, else all runs."""
-    connected = await check_address(address)
-    yield connected
-    if connected.level == "FAILED":
-        return
+    if local.island.proxy is None:  # By a proxy, the next check says more.
+        connected = await check_address(address)
+        yield connected
+        if connected.level == "FAILED":
+            return
     began = time.monotonic()
     try:
         runs = await find_runs(address, local.connect_seconds, load_usable_key(local.island), local.island.proxy)
