@@ -47,6 +47,7 @@ class Kind(IntEnum):
     CHALLENGE = 5  # the acceptor's name, keys and proof
     PROOF = 6  # the dialer's
     END = 7  # nothing follows on this stream of payloads, and nobody is lost
+    ACK = 8  # the payload with this tag has come
 
 
 @dataclass(frozen=True)

@@ -149,11 +149,15 @@ async def read_hello(stream: Stream, me: Endpoint, auth: PeerAuth) -> tuple[Endp
 async def refuse(stream: Stream, error: MessageError, rejections: Rejections) -> None:
     """Count a refused stream. Tell an island the reason if it may do something about it, and a stranger nothing."""
     rejections.add_error(stream.peer, error)
-    if not isinstance(error, RefusedError) or error.kind not in TOLD:
-        return
+    if isinstance(error, RefusedError) and error.kind in TOLD:
+        await say_refusal(stream, str(error))
+
+
+async def say_refusal(stream: Stream, text: str) -> None:
+    """Tell the other side why its stream ends."""
     with suppress(OSError):  # a timeout or an ended connection, too
         async with asyncio.timeout(REFUSE_SECONDS):
-            await stream.write(Header(Kind.REFUSAL), str(error).encode()[:MAX_HELLO_BYTES])
+            await stream.write(Header(Kind.REFUSAL), text.encode()[:MAX_HELLO_BYTES])
             # A socket that is closed with unread bytes discards what it has sent.
             await stream.finish()
 

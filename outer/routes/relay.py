@@ -56,6 +56,8 @@ class _Rank:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._writing = connection, asyncio.Lock()
+        self.asked: set[asyncio.Future[socket.socket]] = set()
+        """What dialers wait for."""
 
     async def send(self, message: Incoming | Pong | Registered) -> None:
         async with self._writing:
@@ -64,6 +66,12 @@ class _Rank:
     def end(self) -> None:
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
+
+    def refuse_all(self) -> None:
+        """Tell those who wait for this rank that it is gone."""
+        for answer in self.asked:
+            if not answer.done():
+                answer.set_exception(RefusedError("absent", "the island has just gone"))
 
 
 @dataclass
@@ -176,6 +184,7 @@ class Relay:
                         await wire.receive(connection, Ping)
                     await rank.send(Pong())
             finally:
+                rank.refuse_all()
                 if self._ranks.get(place) is rank:
                     del self._ranks[place]
                     log.info("rank %d of the island %s... is gone", register.rank, register.key[:16])
@@ -198,6 +207,7 @@ class Relay:
         """Ask a rank to connect here, and return its connection. Raises RefusedError if it does not in time."""
         token, answer = secrets.token_hex(16), asyncio.get_running_loop().create_future()
         self._pending[token] = answer
+        rank.asked.add(answer)
         try:
             async with asyncio.timeout(wire.ANSWER_SECONDS):
                 await rank.send(Incoming(token=token, door=dial.door))
@@ -208,6 +218,7 @@ class Relay:
             raise RefusedError("absent", f"the island {dial.key[:16]}... has just gone") from None
         finally:
             del self._pending[token]
+            rank.asked.discard(answer)
 
     def _give(self, connection: socket.socket, answer: Answer) -> bool:
         """Give a rank's connection to the dialer that waits for it. Raises RefusedError if none does."""

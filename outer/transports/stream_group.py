@@ -1,17 +1,38 @@
-"""The streams of one epoch: whose they are, what has arrived on them, and who is lost."""
+"""The streams of one epoch: whose they are, what has arrived on them, and who is lost.
+
+To an endpoint that several routes lead to, a stream that breaks is replaced by another one, if that works at once: a
+relay may be dead, and the endpoint alive. What was under way is sent again. So whoever receives on such a stream
+answers each payload with an ACK, and drops what it has had already.
+"""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 from outer.errors import MessageError, PeerLost, TransportError
-from outer.network.endpoints import Endpoint
+from outer.network.endpoints import Endpoint, Tag
 from outer.network.event_loop import ChangeSignal
 from outer.network.frames import MAX_HELLO_BYTES, CutOffError, Header, Kind, refusal_error
 from outer.network.handshake import Stream, check_access
 from outer.network.rejections import RefusedError
 from outer.network.run_key import PeerAuth
 from outer.transports.mailbox import Mailbox
+
+REDIAL_SECONDS = 6.0
+"""A stream that broke has so long to be replaced. An endpoint that is gone refuses at once."""
+
+
+@dataclass(frozen=True)
+class Redial:
+    """The endpoints to which, and from which, a stream that breaks may be replaced."""
+
+    outgoing: Collection[Endpoint] = ()
+    is_incoming: bool = False
+    """Whether others may replace their streams to this endpoint."""
+    dial: Callable[[Endpoint], Awaitable[None]] | None = None
+    """Opens a stream to an endpoint and gives it to the group. Raises TransportError."""
 
 
 class StreamGroup:
@@ -26,6 +47,7 @@ class StreamGroup:
         to_dial: int,
         to_await: int,
         most: int,
+        redial: Redial | None = None,
     ) -> None:
         """`identities`: what each endpoint must prove. `most`: limit of the streams that one of them may open."""
         self._max_payload_bytes = max_payload_bytes
@@ -37,6 +59,13 @@ class StreamGroup:
         self._incoming: dict[Endpoint, list[Stream]] = {e: [] for e in identities}
         self._watching: dict[Stream, asyncio.Task[None]] = {}
         self._ending: list[Stream] = []
+        self.redial = redial or Redial()
+        self._unanswered: dict[tuple[Endpoint, Tag], tuple[Stream, asyncio.Future[bool]]] = {}
+        """What awaits its ACK, the stream on which it was sent, and whether it has come before the stream broke."""
+        self._had: dict[Endpoint, set[Tag]] = {e: set() for e in identities}
+        """What has come in this round and the one before, on streams that others may replace."""
+        self._newest: dict[Endpoint, int] = {}  # round of what has come
+        self._mending: set[asyncio.Task[None]] = set()
         self._changed = ChangeSignal()
         self._is_closed = False
 
@@ -75,10 +104,32 @@ class StreamGroup:
         self.idle[other].put_nowait(stream)
         self._watching[stream] = asyncio.create_task(self._watch(other, stream))
 
+    async def deliver(self, other: Endpoint, header: Header, payload: memoryview) -> None:
+        """Send a payload until the endpoint has it, on another stream if one breaks. Raises TransportError."""
+        key, has_come = (other, header.tag), False
+        try:
+            while not has_come:
+                stream = await self.take_idle(other)
+                answer = asyncio.get_running_loop().create_future()
+                self._unanswered[key] = stream, answer
+                try:
+                    await stream.write(header, payload)
+                except ConnectionError as error:
+                    self._break(other, stream, error)
+                finally:
+                    self.idle[other].put_nowait(stream)
+                has_come = await answer
+                if not has_come and (error := self.mailbox.failure_of(other)):
+                    raise error
+        finally:
+            self._unanswered.pop(key, None)
+
     async def take_idle(self, other: Endpoint) -> Stream:
-        """Wait for a stream to an endpoint that nobody sends on. Put it into `idle` again."""
+        """Wait for a stream to an endpoint that nobody sends on. Put it into `idle` again. Raises TransportError."""
         while (stream := await self.idle[other].get()) not in self.outgoing[other]:
-            pass  # it has been replaced
+            if error := self.mailbox.failure_of(other):
+                self.idle[other].put_nowait(stream)  # for the next one that waits
+                raise error
         return stream
 
     async def retire(self, other: Endpoint, stream: Stream) -> None:
@@ -106,8 +157,16 @@ class StreamGroup:
                     return
                 if header.kind is not Kind.PAYLOAD:
                     raise RefusedError("header", f"{source} sent {header.kind.name}, PAYLOAD expected")
-                self.mailbox.put(source, header.tag, payload)
+                if not self.redial.is_incoming:
+                    self.mailbox.put(source, header.tag, payload)
+                    continue
+                if self._is_new(source, header.tag):
+                    self.mailbox.put(source, header.tag, payload)
+                await stream.write(Header(Kind.ACK, tag=header.tag), b"")
         except ConnectionError as error:
+            if self.redial.is_incoming and not self._is_closed:
+                self._mend(self._expect(source, stream, PeerLost(source.island, str(error))))
+                return
             if isinstance(error, CutOffError):
                 self._rejections.add(stream.peer, "truncated", str(error))
             self.lose(source, PeerLost(source.island, str(error)))
@@ -120,6 +179,7 @@ class StreamGroup:
         self.mailbox.fail(other, error)
         for stream in (*self.outgoing[other], *self._incoming[other]):
             stream.close()
+        self._give_up(lambda endpoint, _: endpoint == other)
         self._changed.notify()
 
     def close(self) -> None:
@@ -128,13 +188,18 @@ class StreamGroup:
         for streams in (*self.outgoing.values(), *self._incoming.values(), self._ending):
             for stream in streams:
                 stream.close()
-        for task in self._watching.values():
+        for task in (*self._watching.values(), *self._mending):
             task.cancel()
+        self._give_up(lambda endpoint, stream: True)
         self._changed.notify()
 
     async def _watch(self, other: Endpoint, stream: Stream) -> None:
         try:
             header, payload = await stream.read(MAX_HELLO_BYTES)
+            while header.kind is Kind.ACK and other in self.redial.outgoing:
+                if answer := self._unanswered.pop((other, header.tag), None):
+                    _settle(answer[1], is_there=True)
+                header, payload = await stream.read(MAX_HELLO_BYTES)
             if header.kind is Kind.REFUSAL:
                 raise refusal_error(payload)
             raise RefusedError("header", f"{other} wrote on a stream that it only reads")
@@ -142,4 +207,66 @@ class StreamGroup:
             self._rejections.add_error(stream.peer, error)
             self.lose(other, error)
         except ConnectionError as error:
-            self.lose(other, PeerLost(other.island, str(error)))
+            self._break(other, stream, error)
+
+    def _break(self, other: Endpoint, stream: Stream, error: ConnectionError) -> None:
+        """A dialled stream has broken: replace it if that may work, otherwise give up on the endpoint."""
+        lost = PeerLost(other.island, str(error))
+        if other not in self.redial.outgoing or isinstance(error, ConnectionRefusedError) or self._is_closed:
+            self.lose(other, lost)
+        elif stream in self.outgoing[other]:
+            self.outgoing[other].remove(stream)
+            self._watching.pop(stream).cancel()
+            stream.close()
+            self._mend(self._replace(other, stream))
+        self._give_up(lambda _, broken: broken is stream)
+
+    async def _replace(self, other: Endpoint, broken: Stream) -> None:
+        """Dial an endpoint again, or else give up on it."""
+        assert self.redial.dial is not None, "`outgoing` is empty without it"
+        try:
+            async with asyncio.timeout(REDIAL_SECONDS):
+                await self.redial.dial(other)
+        except TransportError as error:
+            self.lose(other, error)
+        except TimeoutError:
+            self.lose(other, PeerLost(other.island, f"{other} was not reached again within {REDIAL_SECONDS:g} s"))
+        self.idle[other].put_nowait(broken)  # If the endpoint is lost, who waits for a stream must find out.
+
+    async def _expect(self, source: Endpoint, stream: Stream, lost: PeerLost) -> None:
+        """Wait for the stream that replaces one that broke, or else give up on its source."""
+        stream.close()
+        self._incoming[source].remove(stream)
+        await self._changed.wait_until(
+            lambda: len(self._incoming[source]) >= self._to_await or self.mailbox.failure_of(source) is not None,
+            REDIAL_SECONDS,
+        )
+        if len(self._incoming[source]) < self._to_await:
+            self.lose(source, lost)
+
+    def _mend(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._mending.add(task)
+        task.add_done_callback(self._mending.discard)
+
+    def _is_new(self, source: Endpoint, tag: Tag) -> bool:
+        """Whether no payload of this tag has come from the source, and remember it."""
+        had, newest = self._had[source], self._newest.get(source, 0)
+        if tag in had:
+            return False
+        if tag.round > newest:  # nothing of the rounds before the last one comes again
+            self._newest[source] = tag.round
+            had -= {other for other in had if other.round < newest}
+        had.add(tag)
+        return True
+
+    def _give_up(self, concerns: Callable[[Endpoint, Stream], bool]) -> None:
+        """What was sent to these endpoints and on these streams, and has no ACK, must be sent again or has failed."""
+        for (endpoint, _), (stream, answer) in list(self._unanswered.items()):
+            if concerns(endpoint, stream):
+                _settle(answer, is_there=False)
+
+
+def _settle(answer: "asyncio.Future[bool]", *, is_there: bool) -> None:
+    if not answer.done():
+        answer.set_result(is_there)

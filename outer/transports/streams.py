@@ -17,15 +17,16 @@ from outer.errors import DeadlineError, MessageError, PeerLost, first_cause
 from outer.network.endpoints import MAX_PAYLOAD_BYTES, Endpoint, Tag, Traffic
 from outer.network.event_loop import ChangeSignal
 from outer.network.frames import Header, Kind, view_of
-from outer.network.handshake import Stream, check_access, read_hello, refuse, say_hello
+from outer.network.handshake import Stream, check_access, read_hello, refuse, say_hello, say_refusal
 from outer.network.rejections import Guest, Guests, RefusedError
 from outer.network.run_key import PeerAuth
-from outer.transports.stream_group import StreamGroup
+from outer.transports.stream_group import Redial, StreamGroup
 
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 10.0
 """Longest time for TLS to begin, and then for whoever has opened a stream to prove who it is."""
+MAX_LEFT = 64
 MAX_PARKED, MAX_PARKED_OF_ISLAND = 1024, 128
 """Limits for incoming streams of groups that this endpoint has not joined yet: of all islands, and of one."""
 
@@ -43,6 +44,8 @@ class StreamTransport(ABC):
         self._guests = Guests()
         self._parked: Counter[str] = Counter()
         """Streams by island that have said who they are and wait for their group."""
+        self._left: dict[str, None] = {}
+        """Groups that this endpoint has left, to which others may still try to send."""
         self._changed = ChangeSignal()
         self._is_closed = False
 
@@ -58,6 +61,10 @@ class StreamTransport(ABC):
     def _count_streams(self, num_endpoints: int) -> tuple[int, int, int]:
         """Streams between two endpoints of a group: those to dial, those to wait for, and the most to accept."""
 
+    def _has_spare_route(self, address: str) -> bool:
+        """Whether a stream to this address may be replaced by another route when it breaks."""
+        return False
+
     @abstractmethod
     async def _open(self, other: Endpoint, address: str) -> Stream:
         """Open a stream to an endpoint. Raises PeerLost and MessageError. The caller bounds the time."""
@@ -67,8 +74,14 @@ class StreamTransport(ABC):
         others = {endpoint: address for endpoint, address in addresses.items() if endpoint.island != self._me.island}
         identities = {endpoint: self._identify(endpoint, address) for endpoint, address in others.items()}
         to_dial, to_await, most = self._count_streams(len(addresses))
-        group = StreamGroup(epoch, identities, self._auth, self.max_payload_bytes, to_dial, to_await, most)
+        redial = Redial(
+            {endpoint for endpoint, address in others.items() if self._has_spare_route(address)},
+            self._has_spare_route(self.address),
+            lambda other: self._dial(group, other, others[other]),
+        )
+        group = StreamGroup(epoch, identities, self._auth, self.max_payload_bytes, to_dial, to_await, most, redial)
         self._group = group
+        self._left.pop(epoch, None)
         self._changed.notify()
         try:
             async with asyncio.timeout(self._connect_seconds), asyncio.TaskGroup() as tasks:
@@ -88,6 +101,8 @@ class StreamTransport(ABC):
             raise PeerLost(to.island, f"{to} is not in this group")
         if error := group.mailbox.failure_of(to):
             raise error
+        if to in group.redial.outgoing:
+            return await group.deliver(to, Header(Kind.PAYLOAD, self._me.rank, tag), view_of(payload))
         stream = await group.take_idle(to)
         try:
             await stream.write(Header(Kind.PAYLOAD, self._me.rank, tag), view_of(payload))
@@ -107,6 +122,10 @@ class StreamTransport(ABC):
         group, self._group = self._group, None
         if group is not None:
             group.close()
+            if group.redial.is_incoming:
+                self._left[group.epoch] = None
+            while len(self._left) > MAX_LEFT:
+                del self._left[next(iter(self._left))]
 
     async def close(self) -> None:
         self._is_closed = True
@@ -153,6 +172,9 @@ class StreamTransport(ABC):
         except TimeoutError:
             raise RefusedError("silent", "a hello did not come in time") from None
         guest.leave()
+        if epoch in self._left:
+            await say_refusal(stream, f"{self._me} has left this group")
+            raise ConnectionResetError("its group was left")
         async with asyncio.timeout(self._connect_seconds):
             with self._park(source.island):
                 await self._changed.wait_until(lambda: self._is_closed or self._joined(epoch) is not None)

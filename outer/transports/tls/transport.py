@@ -16,7 +16,7 @@ from outer.network.event_loop import WaitingThreads
 from outer.network.frames import hash_names
 from outer.network.handshake import Stream
 from outer.network.run_key import PeerAuth
-from outer.routes.addresses import Route
+from outer.routes.addresses import Route, parse_island_address
 from outer.routes.dialer import Dialer, find_host
 from outer.space.buffers import BUFFERS
 from outer.transports.gloo.open_files import allow_many_files
@@ -100,6 +100,9 @@ class TlsTransport(StreamTransport):
     def _identify(self, other: Endpoint, address: str) -> str:
         return parse_address(other, address).key
 
+    def _has_spare_route(self, address: str) -> bool:
+        return len(parse_island_address(address).routes) > 1
+
     def _proved(self, stream: Stream) -> str:
         return stream.peer_key
 
@@ -133,7 +136,7 @@ class TlsTransport(StreamTransport):
         if group is None or len(group.outgoing) < 2:
             return
         for other, streams in group.outgoing.items():
-            for stream in streams:
+            for stream in streams if other not in group.redial.outgoing else ():
                 if isinstance(stream, TlsStream) and stream.bytes_sent >= RENEW_BYTES:
                     self._start(self._replace(group, other, stream))
 
