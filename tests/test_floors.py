@@ -18,7 +18,7 @@ FLOORS = {
         data.sources mesh params
         data
         model
-        huggingface optim parallel.context parallel.weights
+        flops huggingface optim parallel.context parallel.weights
         parallel.pipeline
         checkpoint parallel
         measure trainer

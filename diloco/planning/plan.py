@@ -17,7 +17,8 @@ from diloco.config.schema import Config, load_config
 from diloco.errors import ConfigError
 from diloco.formatting import parse_bits_per_second, parse_seconds
 from diloco.planning.mesh_picture import StepPlan, build_step_plan, load_island
-from inner.measure.flops import flops_per_token, peak_flops
+from inner.flops import flops_per_token
+from inner.measure.peak_flops import peak_flops
 from outer.config import OuterConfig
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from diloco.config.schema import IslandConfig, RunConfig
 from diloco.records.metrics import EvalRecord, StepRecord
 from inner.data.batches import StepBatch, heldout_windows
 from inner.data.corpus import Corpus
-from inner.measure.flops import flops_per_token, peak_flops, utilisation
+from inner.flops import flops_per_token
+from inner.measure.peak_flops import peak_flops, utilisation
 from inner.model.sizes import OwnModel, resolve_model
 from inner.trainer import StepResult, Trainer
 
@@ -22,7 +23,7 @@ class MfuMeter:
     num_ranks: int
 
     def mfu(self, tokens_per_second: float) -> float | None:
-        """Model FLOPs utilisation, in the convention of inner/measure/flops.py."""
+        """Model FLOPs utilisation, in the convention of inner/flops.py."""
         if self.peak is None:
             return None
         return utilisation(self.flops_per_token, tokens_per_second, self.num_ranks, self.peak)

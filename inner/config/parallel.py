@@ -45,7 +45,8 @@ class ParallelConfig(Section):
     stages_per_rank: int | None = Field(default=None, ge=1)
     """Number of (virtual) pipeline stages per rank. None: 1 for gpipe and 1f1b, else 2."""
     layers_per_stage: tuple[int, ...] | None = None
-    """Number of layers of each stage, first to last. None: even, where embedding and head count as a layer each."""
+    """Number of layers of each stage, first to last. None: so that the stage with most FLOPs has as few as it
+    can; the head counts."""
     context: ContextMethod = "ring"
     """How attention reads the other ranks' share of the sequence when cp > 1."""
     recompute: Recompute = "none"

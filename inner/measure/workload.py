@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from inner.config import ParallelConfig
+from inner.flops import head_layers
 from inner.mesh import Degrees
 from inner.model.sizes import ModelSizes
 from inner.model.stage import Stage
@@ -58,7 +59,8 @@ class Workload:
 
     @cached_property
     def stages(self) -> list[Stage]:
-        return plan_stages(self.parallel, self.sizes.num_layers, self.degrees.pp)
+        head = head_layers(self.sizes, self.seq_len, self.parallel.recompute)
+        return plan_stages(self.parallel, self.sizes.num_layers, self.degrees.pp, head)
 
     @cached_property
     def stage_ranks(self) -> list[int]:

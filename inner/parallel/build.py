@@ -11,6 +11,7 @@ from torch import nn
 
 from inner.config import ParallelConfig
 from inner.data.micro_batch import Cutter
+from inner.flops import head_layers
 from inner.mesh import IslandMesh
 from inner.model.loss import ChunkedCrossEntropy
 from inner.model.sizes import ModelSizes, OwnModel
@@ -49,7 +50,8 @@ class Layout:
     @cached_property
     def stages(self) -> list[Stage]:
         """All virtual pipeline stages, in the order of the model."""
-        return plan_stages(self.parallel, self.sizes.num_layers, self.mesh.degrees.pp)
+        head = head_layers(self.sizes, self.seq_len, self.parallel.recompute)
+        return plan_stages(self.parallel, self.sizes.num_layers, self.mesh.degrees.pp, head)
 
     @cached_property
     def stage_ranks(self) -> list[int]:

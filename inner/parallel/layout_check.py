@@ -4,6 +4,7 @@ from math import gcd
 
 from inner.config import ContextMethod, ParallelConfig
 from inner.errors import InputError, nearest_multiples
+from inner.flops import head_layers
 from inner.mesh import Degrees
 from inner.model.sizes import ModelSizes
 from inner.parallel.pipeline.stages import SPLIT_BACKWARD, check_micro_batches, plan_stages
@@ -16,7 +17,7 @@ def check_layout(
 
     `num_micro_batches` is the number that a rank runs in one step, see mesh.accumulation_steps.
     """
-    plan_stages(parallel, sizes.num_layers, degrees.pp)
+    plan_stages(parallel, sizes.num_layers, degrees.pp, head_layers(sizes, seq_len, parallel.recompute))
     check_micro_batches(parallel, degrees.pp, num_micro_batches)
     _check_zero(parallel, degrees)
     _check_compile(parallel, degrees)

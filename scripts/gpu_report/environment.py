@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from inner.measure.flops import peak_flops
+from inner.measure.peak_flops import peak_flops
 from scripts.gpu_report.place import Place, Row, guarded
 
 QUERY = "driver_version,name,memory.total,clocks.max.sm,power.limit,pcie.link.gen.max"

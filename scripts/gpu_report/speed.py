@@ -10,7 +10,8 @@ from dataclasses import replace
 from statistics import median
 
 from inner.config import ParallelConfig
-from inner.measure.flops import flops_per_token, peak_flops
+from inner.flops import flops_per_token
+from inner.measure.peak_flops import peak_flops
 from inner.model.sizes import PRESETS, ModelSizes
 from scripts.gpu_report.place import Place, Row, guarded
 from scripts.gpu_report.training import TINY, TrainingCase, one_rank, wait_for_device

@@ -35,22 +35,23 @@ EQUAL_ROUNDS: tuple[Schedule, ...] = ("interleaved_1f1b", "interleaved_zero_bubb
 """Schedules that process the micro-batches in equal rounds."""
 
 
-def plan_stages(parallel: ParallelConfig, num_layers: int, pp: int) -> list[Stage]:
+def plan_stages(parallel: ParallelConfig, num_layers: int, pp: int, head_layers: float) -> list[Stage]:
     """All stages in the order of the model; each layer is in exactly one. Raises InputError with a cure.
 
-    With pp = 1 the whole model is one stage, whatever the schedule.
+    The stage that takes longest is as short as it can be. The head takes as long as `head_layers` layers, see
+    inner/flops.py, the embedding no time. With pp = 1 the whole model is one stage, whatever the schedule.
 
-    layers  pp  stages_per_rank  ->
-         6   2                1  3 3
-         6   4                1  1 2 2 1
-         8   2                2  1 3 3 1
-        16   4                2  1 2 2 2 2 3 3 1
+    layers  pp  stages_per_rank  head_layers  ->
+         6   2                1          0.1  3 3
+         7   2                1          0.1  4 3
+        16   4                1          3.7  5 5 5 1
+        32   4                1          1.8  8 8 9 7
     """
     if pp == 1:
         return [Stage(0, range(num_layers), is_first=True, is_last=True)]
     num_stages = pp * _stages_per_rank(parallel)
     if parallel.layers_per_stage is None:
-        counts = _even_split(num_layers, num_stages, pp)
+        counts = _even_split(num_layers, num_stages, pp, head_layers)
     else:
         counts = _check_split(parallel.layers_per_stage, num_layers, num_stages, pp)
     ends = [sum(counts[: index + 1]) for index in range(num_stages)]
@@ -106,8 +107,8 @@ def _stages_per_rank(parallel: ParallelConfig) -> int:
     return got or (1 if parallel.schedule in ONE_STAGE_PER_RANK else 2)
 
 
-def _even_split(num_layers: int, num_stages: int, pp: int) -> list[int]:
-    """Number of layers of each stage, as even as possible; the embedding and the head count as a layer each."""
+def _even_split(num_layers: int, num_stages: int, pp: int, head_layers: float) -> list[int]:
+    """Number of layers of each stage, so that the largest load is least: each layer goes to the lightest stage."""
     if num_layers < num_stages:
         per_rank = num_stages // pp
         raise InputError(
@@ -117,10 +118,10 @@ def _even_split(num_layers: int, num_stages: int, pp: int) -> list[int]:
         )
     last = num_stages - 1
     layers = [1] * num_stages
-    loads = [1 + (index == 0) + (index == last) for index in range(num_stages)]
+    loads = [1 + head_layers * (index == last) for index in range(num_stages)]
     for _ in range(num_layers - num_stages):
-        # Among equals a later stage has fewer micro-batches in flight, but the last one also has the costly head.
-        lightest = min(range(num_stages), key=lambda index: (loads[index], index == last, -index))
+        # Among equals a later stage has fewer micro-batches in flight.
+        lightest = min(range(num_stages), key=lambda index: (loads[index], -index))
         layers[lightest] += 1
         loads[lightest] += 1
     return layers

@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from inner.config import OptimizerConfig, ParallelConfig, Recompute
-from inner.measure.flops import flops_per_token, peak_flops, utilisation
+from inner.flops import flops_per_token, head_layers
+from inner.measure.peak_flops import peak_flops, utilisation
 from inner.mesh import Degrees
 from inner.model.sizes import PRESETS, ModelSizes
 from tests.harness import run_ranks
@@ -80,6 +83,12 @@ def test_selective_recompute_repeats_no_product(counted, model):
 
 def test_the_documented_figure():
     assert flops_per_token(PRESETS["8b"], 8192).total == pytest.approx(57.9e9, rel=0.001)
+
+
+def test_a_head_costs_what_a_model_without_layers_costs():
+    sizes = MODELS["tied, shared keys"]
+    with_layer, without = (flops_per_token(replace(sizes, num_layers=n), SEQ_LEN, "full").hardware for n in (1, 0))
+    assert head_layers(sizes, SEQ_LEN, "full") == pytest.approx(without / (with_layer - without))
 
 
 def test_the_cpus_peak_is_measured_once():

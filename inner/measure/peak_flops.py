@@ -1,0 +1,67 @@
+"""Utilisation of the hardware, and the peak to which it is relative, as it is measured here.
+
+MFU counts the operations of the model alone (`Flops.total` of inner/flops.py). HFU adds those that the backward
+recomputes (`Flops.hardware`).
+"""
+
+import time
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+PEAK_SIZES = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192)}
+"""Sizes of the square matrices that are multiplied to measure a device's peak."""
+PEAK_SECONDS = 0.1
+"""Measuring time for each size."""
+PRODUCTS_PER_TIMING = 4
+"""Matrix products between two readings of the clock."""
+
+
+@cache
+def peak_flops(device: str, dtype: str) -> float | None:
+    """Measure the operations per second of the device's fastest matrix product; None if it has none in `dtype`.
+
+    `device` and `dtype` are named as in torch (cpu, cuda:0; bfloat16). The first call takes less than a second. On a
+    CPU the figure is for the threads of this process on otherwise idle cores.
+    """
+    import torch
+
+    where, kind = torch.device(device), getattr(torch, dtype)
+    try:
+        return max(_product_flops(size, where, kind) for size in PEAK_SIZES.get(where.type, PEAK_SIZES["cuda"]))
+    except RuntimeError:
+        return None
+
+
+def _product_flops(size: int, device: "torch.device", dtype: "torch.dtype") -> float:
+    """Operations per second of products of square matrices, the best of several runs."""
+    import torch
+
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    result = left @ right
+    best, until = 0.0, time.perf_counter() + PEAK_SECONDS
+    while time.perf_counter() < until:
+        _synchronise(device)
+        started_at = time.perf_counter()
+        for _ in range(PRODUCTS_PER_TIMING):
+            torch.mm(left, right, out=result)
+        _synchronise(device)
+        best = max(best, PRODUCTS_PER_TIMING * 2 * size**3 / (time.perf_counter() - started_at))
+    return best
+
+
+def _synchronise(device: "torch.device") -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def utilisation(flops: float, tokens_per_second: float, num_ranks: int, peak: float) -> float:
+    """Share of the ranks' peak that `tokens_per_second` of a whole island use, at `flops` operations per token.
+
+    It is the MFU for `Flops.total` and the HFU for `Flops.hardware`; `peak` is that of one rank, from peak_flops.
+    """
+    return flops * tokens_per_second / (num_ranks * peak)
