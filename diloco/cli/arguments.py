@@ -40,6 +40,14 @@ StormCount = Annotated[
 Netns = Annotated[
     bool, typer.Option("--netns", help="Run each island in its own network namespace, as a cut does; needs root.")
 ]
+Nat = Annotated[
+    list[int] | None,
+    typer.Option(
+        metavar="ISLAND",
+        help="Put this island behind a masquerading NAT, where others reach it by a relay only, which is started, too; "
+        "needs root, nft and outer.transport=tls. Repeatable.",
+    ),
+]
 LinkOptions = Annotated[
     list[str] | None,
     typer.Option(

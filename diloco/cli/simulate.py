@@ -21,6 +21,7 @@ def simulate(
     storm_seed: args.StormSeed = 0,
     storm_count: args.StormCount = None,
     netns: args.Netns = False,
+    nat: args.Nat = None,
     link: args.LinkOptions = None,
     in_process: args.InProcess = False,
     virtual: args.Virtual = False,
@@ -50,12 +51,13 @@ def simulate(
     cut:0@step=40                  cut one island off; cut:0+1-2+3@step=40 separates groups
     """
     check_storm(storm, storm_seed, storm_count)
-    given = {"--ranks": ranks, "--baseline": baseline, "--netns": netns, "--in-process": in_process}
+    given = {"--ranks": ranks, "--baseline": baseline, "--netns": netns, "--nat": nat, "--in-process": in_process}
     modelled = {"--step-seconds": step_seconds, "--spread": spread, "--host-seconds": host_seconds}
     check_modelled(given, modelled, virtual=virtual)
     from diloco.faults.disturbances import Disturbances
 
-    disturbances = Disturbances(tuple(fault or ()), storm, storm_seed, storm_count, netns, tuple(link or ()))
+    own = netns, tuple(link or ()), tuple(sorted(set(nat or ())))
+    disturbances = Disturbances(tuple(fault or ()), storm, storm_seed, storm_count, *own)
     if virtual:
         from diloco.virtual.simulate import VirtualRequest, simulate_virtually
 

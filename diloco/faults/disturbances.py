@@ -15,6 +15,8 @@ class Disturbances:
     storm_count: int | None = None
     netns: bool = False
     links: tuple[str, ...] = ()
+    nat: tuple[int, ...] = ()
+    """Islands behind a NAT."""
 
     @property
     def has_faults(self) -> bool:
@@ -24,7 +26,9 @@ class Disturbances:
     @property
     def needs_net(self) -> bool:
         """Whether the islands need network namespaces."""
-        return self.netns or bool(self.links) or any(parse_fault(spec).kind == "cut" for spec in self.faults)
+        return (
+            self.netns or bool(self.links or self.nat) or any(parse_fault(spec).kind == "cut" for spec in self.faults)
+        )
 
 
 NO_DISTURBANCES = Disturbances()

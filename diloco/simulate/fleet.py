@@ -15,6 +15,7 @@ from diloco.faults.self_inflicted import FAULTS_FOLDER
 from diloco.faults.spec import BOOTSTRAP, Fault, Target
 from diloco.network_emulation.links import Links, attach
 from diloco.network_emulation.namespaces import Namespace, Net
+from diloco.network_emulation.nat import put_behind_nat
 from diloco.runtime.devices import GpuShares
 from diloco.runtime.processes import Child, island_command, kill, start
 from diloco.swarm.bootstrap import PREFIX
@@ -39,6 +40,12 @@ class Fleet:
     injects_faults: bool = False
     """Whether faults may be requested from running islands."""
     namespaces: dict[Target, Namespace] = field(default_factory=dict)
+    nat: Sequence[int] = ()
+    """Islands behind a NAT. Their namespaces are those of their routers."""
+    behind_nat: dict[Target, Namespace] = field(default_factory=dict)
+    """Where the processes of these islands run."""
+    relay: str = ""
+    """Address of the relay for the islands behind a NAT."""
     gpus: GpuShares = field(default_factory=GpuShares)
 
     def child(self, target: Target) -> Child | None:
@@ -71,6 +78,8 @@ def assign_namespace(fleet: Fleet, target: Target) -> None:
     """Give the target a namespace and a link of its own, if the fleet has an emulated network."""
     if fleet.net is not None and target not in fleet.namespaces:
         fleet.namespaces[target] = attach(fleet.net, fleet.links.of(target))
+        if target in fleet.nat:
+            fleet.behind_nat[target] = put_behind_nat(fleet.namespaces[target])
 
 
 def start_island(config: Config, index: int, address: str | None, faults: Sequence[Fault], fleet: Fleet) -> Child:
@@ -110,7 +119,9 @@ def changed_values(island: IslandConfig) -> list[str]:
 def island_overrides(island: IslandConfig, index: int, faults: Sequence[Fault], fleet: Fleet) -> list[str]:
     """Overrides for where the island writes and listens, and for the faults it inflicts on itself."""
     overrides = [f"island.run_dir={fleet.run_dir.parent}"]
-    if index in fleet.namespaces:
+    if index in fleet.behind_nat:
+        overrides.append(f"island.relays=[{fleet.relay}]")
+    elif index in fleet.namespaces:
         overrides.append(f"island.listen_host={fleet.namespaces[index].host}")
     if (link := fleet.links.of(index)) is not None and island.link_mbit is None:
         overrides.append(f"island.link_mbit={link.rate / 1e6:g}")
@@ -125,8 +136,9 @@ def island_overrides(island: IslandConfig, index: int, faults: Sequence[Fault], 
 
 def start_child(fleet: Fleet, target: Target, name: str, command: Sequence[str], log: Path) -> Child:
     """Start a process in the target's namespace, if it has one, with the target's GPUs."""
-    if target in fleet.namespaces:
-        command = fleet.namespaces[target].command(*command)
+    place = fleet.behind_nat.get(target) or fleet.namespaces.get(target)
+    if place is not None:
+        command = place.command(*command)
     child = start(name, command, log, fleet.gpus.environment(target))
     fleet.started.append(child)
     return child
@@ -142,15 +154,30 @@ def start_bootstrap(config: Config, run_dir: Path, fleet: Fleet) -> str:
     if kind == "tcp" and config.island.run_key_file is not None:
         command += ["--run-key-file", config.island.run_key_file]
     child = fleet.bootstrap = start_child(fleet, BOOTSTRAP, BOOTSTRAP, command, run_dir / "bootstrap.txt")
+    address = wait_for_address(child)
+    child.command = (*child.command, "--port", port_of(address))
+    return address
+
+
+def start_relay(config: Config, fleet: Fleet) -> None:
+    """Start the relay for the islands behind a NAT, beside the bootstrap process."""
+    command = [sys.executable, "-m", "diloco", "relay", "--host", fleet.namespaces[BOOTSTRAP].host]
+    if config.island.run_key_file is not None:
+        command += ["--run-key-file", config.island.run_key_file]
+    fleet.relay = wait_for_address(start_child(fleet, BOOTSTRAP, "relay", command, fleet.run_dir / "relay.txt"))
+
+
+def wait_for_address(child: Child) -> str:
+    """The address that a process prints once it serves. Raises ConfigError if it does not in time."""
     deadline = time.monotonic() + BOOTSTRAP_SECONDS
     while time.monotonic() < deadline and child.exit_code is None:
         for line in child.log.read_text(errors="replace").splitlines():
             if line.startswith(PREFIX):
-                address = line.removeprefix(PREFIX)
-                child.command = (*child.command, "--port", port_of(address))
-                return address
+                return line.removeprefix(PREFIX)
         time.sleep(POLL_SECONDS)
-    raise ConfigError(f"the bootstrap process gave no address within {BOOTSTRAP_SECONDS:.0f} s:\n{child.log_tail()}")
+    raise ConfigError(
+        f"the process {child.name!r} gave no address within {BOOTSTRAP_SECONDS:.0f} s:\n{child.log_tail()}"
+    )
 
 
 def port_of(address: str) -> str:

@@ -41,7 +41,7 @@ def configure_in_process(config: Config, *, has_disturbances: bool) -> Config:
 def find_unsupported(config: Config, *, has_disturbances: bool) -> Iterator[str]:
     """Yield each setting that is not possible in one process, with its cure."""
     if has_disturbances:
-        yield "--fault, --storm, --netns and --link apply to processes; leave them out"
+        yield "--fault, --storm, --netns, --nat and --link apply to processes; leave them out"
     if config.outer.local_steps != "fixed":
         yield (
             f"outer.local_steps is {config.outer.local_steps!r}, which depends on the speed of each island's machine; "

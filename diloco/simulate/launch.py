@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -19,6 +20,7 @@ from diloco.faults.spec import BOOTSTRAP, check_processes, check_targets, parse_
 from diloco.faults.storm import storm
 from diloco.network_emulation.links import count_bytes, open_links, parse_links, relay_warning
 from diloco.network_emulation.namespaces import check_possible
+from diloco.network_emulation.nat import check_nat_possible
 from diloco.records.run_folder import BASELINE, RunFacts, island_folders, write_facts
 from diloco.report.html import write_report
 from diloco.report.summary import write_summary
@@ -26,7 +28,15 @@ from diloco.report.summary_table import print_summary
 from diloco.runtime.devices import GpuShares, explain_shares, list_gpus, share_gpus
 from diloco.runtime.processes import Child, island_command, stop
 from diloco.simulate.dashboard import Dashboard, print_failure
-from diloco.simulate.fleet import Fleet, assign_namespace, start_bootstrap, start_child, start_island, start_joiner
+from diloco.simulate.fleet import (
+    Fleet,
+    assign_namespace,
+    start_bootstrap,
+    start_child,
+    start_island,
+    start_joiner,
+    start_relay,
+)
 from diloco.simulate.in_process import configure_in_process, run_in_process
 from diloco.simulate.injector import FaultInjector
 from inner.files import write_atomically
@@ -64,7 +74,7 @@ def simulate(
         signal.signal(number, signal.default_int_handler)
     try:
         with open_links(links) if disturbances.needs_net else nullcontext() as net:
-            fleet = Fleet(run_dir, started, net=net, links=links, gpus=gpus)
+            fleet = Fleet(run_dir, started, net=net, links=links, gpus=gpus, nat=disturbances.nat)
             fleet.injects_faults = disturbances.has_faults
             if net is not None and (warning := relay_warning(net, links, len(config.islands))):
                 console.print(warning)
@@ -141,6 +151,17 @@ def check_disturbances(disturbances: Disturbances, config: Config) -> None:
     )
     if disturbances.needs_net:
         check_possible()
+    if disturbances.nat:
+        check_nat(disturbances.nat, config)
+
+
+def check_nat(nat: Sequence[int], config: Config) -> None:
+    """Raise ConfigError if these islands cannot be put behind a NAT."""
+    if config.outer.transport != "tls":
+        raise ConfigError(f"--nat: only tls has relays; outer.transport is {config.outer.transport!r}, set it to tls")
+    if unknown := [index for index in nat if not 0 <= index < len(config.islands)]:
+        raise ConfigError(f"--nat: there is no island {unknown[0]}; islands are 0 to {len(config.islands) - 1}")
+    check_nat_possible()
 
 
 def resize(config: Config, islands: int | None, ranks: int | None) -> Config:
@@ -185,6 +206,8 @@ def run_islands(config: Config, run_dir: Path, disturbances: Disturbances, fleet
     if config.outer.transport != "loopback":
         assign_namespace(fleet, BOOTSTRAP)
         address = start_bootstrap(config, run_dir, fleet)
+    if fleet.nat:
+        start_relay(config, fleet)
     for index in range(len(config.islands)):
         assign_namespace(fleet, index)
         fleet.islands[index] = start_island(config, index, address, faults, fleet)

@@ -4,6 +4,7 @@ A synchronisation begins with the local params after inner steps and ends with t
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,6 +36,8 @@ class IslandSpec:
     host: str
     bootstrap: list[str]
     """The `bootstrap` of island 0; empty for island 0 itself."""
+    relays: Sequence[str] = ()
+    """Relays by which alone the others reach this island, or none."""
 
     def values(self, index: int | None = None) -> torch.Tensor:
         """The fp32 values of an island, by default this one: what it reduces, and its inner steps' progress."""

@@ -6,7 +6,8 @@
         --what torch,gloo,hivemind,plain-sync,torchft-sync,gloo-sync,hivemind-sync
 
 Reduces: gloo, tls and hivemind are ours (outer/reduce/reducer.py) over these transports; torch is its all_reduce over
-gloo, averager is hivemind's DecentralizedAverager. Synchronisations, from local params to the next ones in their place:
+gloo, averager is hivemind's DecentralizedAverager. In tls-relayed the last island is reached by a relay only,
+which is a process on a link like the islands'. Synchronisations, from local params to the next ones in their place:
 plain-sync is DiLoCo in plain torch (subtract, all_reduce over gloo, SGD, copy), torchft-sync is torchft's DiLoCo over
 gloo; gloo-sync, tls-sync and hivemind-sync are our outer loop, with snapshot, plan, reduce, outer step, digest, vote
 and merge. All have the same outer optimizer, and each result is compared with it in plain torch.
@@ -42,6 +43,7 @@ PAYLOAD_BYTES = {
     "gloo": OURS,
     "tls": OURS,
     "tls-4-streams": OURS,
+    "tls-relayed": OURS,
     "hivemind": OURS,
     "averager": {"fp32": 4.0, "bf16": 2.0, "int8": 1.0},
     "plain-sync": {"fp32": 4.0},
@@ -64,8 +66,8 @@ async def bench(args: argparse.Namespace) -> list[Row]:
     print(f"{'link':<10}{'islands':>7}  {'what':<14}{'codec':<6}" + "".join(f"{column:>10}" for column in COLUMNS))
     for link in args.links:
         for num_islands in args.islands:
-            with open_link_namespaces(link, num_islands) as namespaces:
-                case = LinkCase(link, num_islands, args.params, namespaces, args.torchft_python)
+            with open_link_namespaces(link, num_islands + 1) as namespaces:  # the last one is the relay's
+                case = LinkCase(link, num_islands, args.params, namespaces[:-1], args.torchft_python, namespaces[-1:])
                 rows += await run_case(case, args)
     return rows
 

@@ -40,6 +40,7 @@ BUILDERS: dict[str, Callable[[IslandSpec], Contestant]] = {
     "gloo": partial(OurReduce, "gloo"),
     "tls": partial(OurReduce, "tls"),
     "tls-4-streams": partial(OurReduce, "tls", tls_streams=4),
+    "tls-relayed": partial(OurReduce, "tls"),
     "hivemind": partial(OurReduce, "hivemind"),
     "averager": Averager,
     "plain-sync": PlainSync,

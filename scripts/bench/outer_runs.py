@@ -15,6 +15,7 @@ from typing import Any
 
 from diloco.network_emulation.links import open_linked_namespaces, parse_link, sent_bytes
 from diloco.network_emulation.namespaces import Namespace
+from tests.integration.relay_process import relay_process
 
 ROOT = Path(__file__).resolve().parents[2]
 LINKS = {"loopback": None, "100mbit": 100e6, "1gbit": 1e9, "300mbit-80ms": 300e6, "100mbit-200ms": 100e6}
@@ -37,6 +38,7 @@ class LinkCase:
     num_params: int
     namespaces: Sequence[Namespace]
     torchft_python: str
+    relay_namespaces: Sequence[Namespace] = ()
 
     def host(self, index: int) -> str:
         return self.namespaces[index].host if self.namespaces else "127.0.0.1"
@@ -114,7 +116,9 @@ class Island:
 async def start_islands(case: LinkCase, row: Row, verbose: bool) -> AsyncIterator[list[Island]]:
     """Start the islands of a row's contestant and connect them with each other. They are ended at exit."""
     islands: list[Island] = []
+    relays = contextlib.ExitStack()
     try:
+        relay = [relays.enter_context(open_relay(case))] if row.what == "tls-relayed" else []
         for index in range(case.num_islands):
             islands.append(await _start(case, row.what, index, verbose))
         replies: list[dict[str, Any]] = []
@@ -126,6 +130,7 @@ async def start_islands(case: LinkCase, row: Row, verbose: bool) -> AsyncIterato
                 "codec": row.codec,
                 "host": case.host(index),
                 "bootstrap": replies[0]["bootstrap"] if replies else [],
+                "relays": relay if index == case.num_islands - 1 else [],
             }
             replies.append(await island.ask(do="open", what=row.what, seat=seat))
         row.torch = replies[0]["torch"]
@@ -133,6 +138,17 @@ async def start_islands(case: LinkCase, row: Row, verbose: bool) -> AsyncIterato
         yield islands
     finally:
         await asyncio.gather(*(island.close() for island in islands))
+        relays.close()
+
+
+@contextlib.contextmanager
+def open_relay(case: LinkCase) -> Iterator[str]:
+    """A relay in a process of its own, and its address."""
+    place = case.relay_namespaces[0] if case.relay_namespaces else None
+    with relay_process(
+        "--host", place.host if place else "127.0.0.1", prefix=place.command() if place else []
+    ) as opened:
+        yield opened[0]
 
 
 async def _start(case: LinkCase, what: str, index: int, verbose: bool) -> Island:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,23 @@ from tests.swarm import TEXT, TINY
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")]
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(shutil.which("nft") is None, reason="a NAT needs nft")
+def test_an_island_behind_a_nat_trains_with_the_others_by_a_relay(tmp_path: Path):
+    (tmp_path / "text").mkdir()
+    for number in range(40):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"# file {number}\n" + TEXT * 8)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    command = [sys.executable, "-m", "diloco", "simulate", str(tmp_path / "tiny.yaml"), "outer.transport=tls"]
+    command += ["--islands", "3", "--nat", "1", "--nat", "2", "--link", "50mbit", "name=hidden", "outer.rounds=4"]
+    command += ["--fault", "kill:1@round=2,back=1"]
+    command += [f"data.paths=[{tmp_path / 'text'}]", f"island.run_dir={tmp_path}", f"island.cache_dir={tmp_path}/cache"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as started:
+        printed, _ = started.communicate(timeout=280)
+    assert started.returncode == 0, printed
+    summary = json.loads((tmp_path / "hidden" / "summary.json").read_text())
+    assert summary["rounds_committed"] == 4 and summary["digests_equal"]
 
 
 @pytest.mark.parametrize("transport", ["gloo", "tls", "hivemind"])

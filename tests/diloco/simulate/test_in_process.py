@@ -172,7 +172,7 @@ def test_a_fault_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "config.yaml").write_text("islands: [{}, {}]")
     command = ["simulate", str(tmp_path / "config.yaml"), "--in-process", "--fault", "kill:1@round=3"]
     done = subprocess.run([sys.executable, "-m", "diloco", *command], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "--fault, --storm, --netns and --link" in done.stderr
+    assert done.returncode == 2 and "--fault, --storm, --netns, --nat and --link" in done.stderr
     assert "Traceback" not in done.stderr
 
 
