@@ -20,6 +20,7 @@ from inner.model.sizes import ModelSizes, OwnModel
 from inner.model.transformer import Transformer
 from inner.optim.build import build_optimizers, lr_at, set_lr
 from inner.optim.gradients import scale_gradients, squared_norm, sum_over_tensor_ranks, sum_tied
+from inner.optim.muon import product_dtype
 from inner.parallel.build import (
     Layout,
     build_cutter,
@@ -108,7 +109,8 @@ class Trainer:
         else:
             load_weights(self.params, self.stages, settings.init_from)
         names = [spec.name for spec in self.params.specs]
-        self.optimizers = build_optimizers(self.stages, names, optimizer_config)
+        muon_dtype = product_dtype(self._device.type, layout.compute_dtype)
+        self.optimizers = build_optimizers(self.stages, names, optimizer_config, muon_dtype)
         self._cutter = build_cutter(layout, settings.eos_id)
         self._tied_ends = build_tied_group(layout)
         self._runner = build_runner(layout, self.stages, settings.micro_batch, self.micro_batches_per_step)

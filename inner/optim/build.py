@@ -4,8 +4,10 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -16,12 +18,17 @@ from inner.optim.own_optimizer import build_own_optimizer
 from inner.optim.primal_averaging import PrimalAveraging
 
 
-def build_optimizers(stages: Sequence[nn.Module], all_names: list[str], config: OptimizerConfig) -> list[Optimizer]:
-    """Build optimizers that together step every parameter once: one of BUILDERS or an own one, and AdamW beside it.
+def build_optimizers(
+    stages: Sequence[nn.Module],
+    all_names: list[str],
+    config: OptimizerConfig,
+    muon_dtype: torch.dtype = torch.float32,
+) -> list[Optimizer]:
+    """Build optimizers that together step every parameter once: one of ours or an own one, and AdamW beside it.
 
     Each is wrapped in PrimalAveraging if the config asks for it; the live parameters are then its y. The groups carry
-    `lr_scale`, see set_lr. `all_names` are the parameters of the whole model, of which `stages` hold some. Raises
-    InputError if a group's pattern selects none of them.
+    `lr_scale`, see set_lr. `all_names` are the parameters of the whole model, of which `stages` hold some; `muon_dtype`
+    is that of Muon's products. Raises InputError if a group's pattern selects none of the parameters.
     """
     group_of = _assign_groups(all_names, config.groups)
     # Parameters with equal settings form one optimizer group.
@@ -33,7 +40,8 @@ def build_optimizers(stages: Sequence[nn.Module], all_names: list[str], config: 
     for (name, lr_scale, decay), members in params.items():
         groups.setdefault(name, []).append({"params": members, "lr_scale": lr_scale, "weight_decay": decay})
     names = [name for name in dict.fromkeys((config.name, "adamw")) if name in groups]
-    optimizers = [BUILDERS.get(name, build_own_optimizer)(groups[name], config) for name in names]
+    builders = BUILDERS | {"muon": partial(_build_muon, muon_dtype)}
+    optimizers = [builders.get(name, build_own_optimizer)(groups[name], config) for name in names]
     if config.averaging is None:
         return optimizers
     return [PrimalAveraging(base, config.averaging.x, config.averaging.y) for base in optimizers]
@@ -47,11 +55,14 @@ def set_lr(optimizers: list[Optimizer], lr: float) -> None:
 
 
 BUILDERS: dict[str, Callable[[list[dict[str, Any]], OptimizerConfig], Optimizer]] = {
-    "muon": lambda groups, config: Muon(groups, config.lr, config.muon_momentum),
     "adamw": lambda groups, config: AdamW(groups, config.lr, config.betas, config.eps, fused=True),
     # DTensor does not support fused SGD.
     "sgd": lambda groups, config: SGD(groups, config.lr, foreach=True),
 }
+
+
+def _build_muon(dtype: torch.dtype, groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
+    return Muon(groups, config.lr, config.muon_momentum, dtype)
 
 
 def _settings(name: str, param: Tensor, group: ParamGroup | None, config: OptimizerConfig) -> tuple[str, float, float]:

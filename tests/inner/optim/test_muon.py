@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from inner.config import OptimizerConfig, ParallelConfig
 from inner.mesh import Degrees
 from inner.model.sizes import ModelSizes
-from inner.optim.muon import Muon, newton_schulz
+from inner.optim.muon import Muon, newton_schulz, orthogonalise, product_dtype
 from tests.harness import run_ranks
 from tests.inner.small import OPTIMIZER, SEQUENCES, batch, build_trainer, relative_error, share, whole_model
 
@@ -114,6 +115,33 @@ def test_singular_values_come_near_1_and_directions_stay(shape: tuple[int, int])
     core = u.T @ result @ v.T
     assert core.diagonal().min() > 0.3 and core.diagonal().max() < 1.3
     assert (core - core.diagonal().diag()).abs().max() < 1e-4
+
+
+def test_products_in_bf16_change_a_matrix_by_a_few_percent() -> None:
+    for matrix in matrices(5):
+        exact, rounded = newton_schulz(matrix), newton_schulz(matrix, torch.bfloat16)
+        assert rounded.dtype == torch.float32
+        assert 0 < relative_error(rounded, exact) < 0.1
+
+
+def test_only_an_accelerator_that_computes_in_bf16_multiplies_in_it() -> None:
+    assert product_dtype("cuda", torch.bfloat16) == torch.bfloat16
+    assert product_dtype("cuda", torch.float32) == product_dtype("cpu", torch.bfloat16) == torch.float32
+
+
+def shared_on_a_rank(_: int) -> int:
+    """Operations of this rank of four, which orthogonalise four matrices together."""
+    mesh, spread = init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)]
+    matrices = [distribute_tensor(torch.randn(8, 6), mesh, spread, src_data_rank=None) for _ in range(4)]
+    with FlopCounterMode(display=False) as counter:
+        orthogonalise(matrices)
+    return counter.get_total_flops()
+
+
+def test_every_rank_of_a_mesh_orthogonalises_its_share() -> None:
+    with FlopCounterMode(display=False) as counter:
+        newton_schulz(torch.randn(8, 6))
+    assert run_ranks(shared_on_a_rank, 4) == [counter.get_total_flops()] * 4
 
 
 def test_a_gradient_of_zero_moves_nothing() -> None:
