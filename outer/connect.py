@@ -209,7 +209,7 @@ async def _open_tls(settings: NetworkSettings, auth: PeerAuth, names: KnownNames
     announced = choose_announced_host(host, settings.announce_host, relays)
     port = settings.listen_port + PORTS_OF_TLS * rank if settings.listen_port else 0
     messenger = await _open_messenger(settings, "tls", auth, port, host, dialer)
-    messenger.tls, messenger.find_key = tls, find_key
+    messenger.tls, messenger.find_key, messenger.on_failure = tls, find_key, dialer.blame
     messenger.address = build_address(key.public, announced, find_port(messenger), relays, rank, "calls")
     own = (messenger.traffic, settings.connect_seconds, settings.tls_streams, dialer)
     transport = TlsTransport(settings.run_id, settings.me, auth, tls, *own)

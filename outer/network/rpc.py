@@ -58,6 +58,8 @@ class StreamMessenger:
         """Encrypts all connections if it is set."""
         self.find_key: Callable[[str], str] = lambda address: ""
         """The island key that an address names, or "". Whoever answers there must prove it."""
+        self.on_failure: Callable[[str], None] = lambda address: None
+        """Called with an address where whoever was dialled did not prove to be the island, or broke off."""
         self.max_body_bytes = MAX_CALL_BYTES
         """Limit for a call that arrives. A longer one ends its connection before it is read."""
         self._run, self._me, self._dial, self.traffic = hash_names(run_id, "control"), me, dial, traffic
@@ -157,6 +159,7 @@ class StreamMessenger:
         except (MessageError, ConnectionError, TimeoutError) as error:
             if stream is not None:
                 stream.close()
+                self.on_failure(address)
                 if isinstance(error, MessageError):
                     self.auth.rejections.add_error(stream.peer, error)
             raise PeerLost(address, str(error) or f"no connection within {DIAL_SECONDS:g} s") from None

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from outer.errors import PeerLost, TransportError, first_line
 from outer.network.event_loop import loop_time
@@ -17,7 +18,8 @@ STAGGER_SECONDS = 0.5
 """The next route is tried beside the first after so long, and at once if the first fails (RFC 8305)."""
 AVOID_SECONDS = 30.0
 """A route that has failed is tried after the others for so long."""
-MAX_FAILED = 1024
+MAX_REMEMBERED = 1024
+"""Limit of the routes and addresses that are remembered. Peers name them."""
 
 
 class Dialer:
@@ -26,6 +28,8 @@ class Dialer:
     def __init__(self, proxy: Proxy | None = None) -> None:
         self._proxy = proxy
         self._failed_at: dict[Route, float] = {}
+        self._used: dict[str, Route] = {}
+        """By which route each address was last reached."""
 
     async def open_streams(self, address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect to an island's address for calls, or to a plain `host:port`. Raises PeerLost."""
@@ -55,6 +59,8 @@ class Dialer:
                 for task in done:
                     route = racing.pop(task)
                     if (error := task.exception()) is None:
+                        self._used[str(address)] = route
+                        _trim(self._used)
                         return task.result()
                     causes.append(f"{route}: {first_line(error)}" if len(address.routes) > 1 else first_line(error))
             raise ConnectionRefusedError("; ".join(causes))
@@ -62,6 +68,11 @@ class Dialer:
             for task in racing:
                 task.cancel()
                 task.add_done_callback(_close_unwanted)
+
+    def blame(self, address: str) -> None:
+        """Whoever was reached at this address was not the island, or did not answer: try its other routes first."""
+        if (route := self._used.pop(address, None)) is not None:
+            self._note_failure(route)
 
     async def dial_route(self, key: str, route: Route) -> socket.socket:
         """Connect by one route to the island with this key. Raises OSError and MessageError."""
@@ -103,8 +114,7 @@ class Dialer:
 
     def _note_failure(self, route: Route) -> None:
         self._failed_at[route] = loop_time()
-        while len(self._failed_at) > MAX_FAILED:
-            del self._failed_at[next(iter(self._failed_at))]
+        _trim(self._failed_at)
 
 
 async def dial(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -140,6 +150,11 @@ def find_host(connection: socket.socket) -> str:
         return str(connection.getpeername()[0])
     except OSError:  # it has ended
         return "an ended connection"
+
+
+def _trim(remembered: dict[Any, Any]) -> None:
+    while len(remembered) > MAX_REMEMBERED:
+        del remembered[next(iter(remembered))]
 
 
 def _close_unwanted(task: "asyncio.Task[socket.socket]") -> None:

@@ -126,6 +126,13 @@ class TlsTransport(StreamTransport):
             raise PeerLost(other.island, str(error)) from None
         return stream
 
+    async def _dial(self, group: StreamGroup, other: Endpoint, address: str) -> None:
+        try:
+            await super()._dial(group, other, address)
+        except BaseException:  # also if the time is over
+            self._dialer.blame(address)
+            raise
+
     def _renew(self) -> None:
         """Replace connections that have carried much, while the first payloads of a round travel on them.
 

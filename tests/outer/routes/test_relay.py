@@ -88,6 +88,24 @@ def test_a_relay_that_lies_is_found_out():
     run(main())
 
 
+def test_the_next_try_goes_by_a_relay_that_does_not_lie():
+    async def main() -> None:
+        async with relays(2) as both, swarm("tls", connect_seconds=5) as place:
+            a, b, _ = [await place.open(each, relays=addresses(both)) for each in (A, B, C)]
+            await wait_for(lambda: asyncio.sleep(0, [len(relay._ranks) for relay in both]), [3, 3], seconds=5)
+            both[0]._ranks[key_of("b").public, 0] = both[0]._ranks[key_of("c").public, 0]
+            b.messenger.serve("echo", echo)
+            with pytest.raises(PeerLost, match="of another key"):
+                await a.messenger.call(b.messenger.address, "echo", b"words", timeout_seconds=5)
+            assert await a.messenger.call(b.messenger.address, "echo", b"words", timeout_seconds=5) == b"words"
+            with pytest.raises(PeerLost, match="c/0 answers where b/0"):
+                await connect({A: a, B: b}, "1")
+            await connect({A: a, B: b}, "2")
+            await exchange(a, b)
+
+    run(main())
+
+
 def test_of_several_relays_a_dead_one_is_passed_over():
     async def main() -> None:
         async with relays(2) as two, swarm("tls", connect_seconds=5) as place:
