@@ -216,7 +216,7 @@ class RoundProtocol(RoundState):
         self.knowledge.check_ready(ready)
         number = self.knowledge.status.round
         self.readies.add(ready, (number, self.next_attempt))
-        if self.own is not None:
+        if self.own is not None and self.coordination.said is not None:
             self.coordination.compare([self.knowledge.me, *self.readies.usable(number, self.knowledge.present)], number)
         return self._receive_status(sender, ready.status)
 

@@ -2,7 +2,8 @@
 
 Each second every island sends its status to others (a ping) and reads the membership records again. Where there is a
 coordinator (coordination.py), all ping it, and it pings those from which it hears nothing; each of the others also
-pings one more island, in turn. Otherwise all ping all. An island that does not answer a call, or whose connection
+pings one more island, in turn. Otherwise all ping all, but for many islands that train: nobody waits for anybody then,
+so each pings some of the others, in turn. An island that does not answer a call, or whose connection
 breaks twice, is lost until it is heard from again.
 
 A process that stood still (suspended, stopped, swapped out) must not blame others for calls that failed meanwhile, and
@@ -24,6 +25,8 @@ PING_SECONDS = 1.0
 """Interval between pings, and between repetitions of messages that may have been lost."""
 SILENT_SECONDS = 2.0
 """Time after its last message from which on the coordinator pings an island."""
+MAX_TRAINING_PINGS = 16
+"""Islands to ping in a second while this one trains and there is no coordinator, as before the first commit."""
 
 
 @dataclass
@@ -42,7 +45,8 @@ class FailureDetector:
     losses: dict[str, str] = field(default_factory=dict)
     """Why islands of the run were last found to be lost."""
     _heard_at: dict[str, float] = field(default_factory=dict)
-    _num_pings: int = 0
+    _turn: int = 0
+    """Where in the sorted names `_next_in_turn` goes on."""
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
     _freeze_detector: FreezeDetector = field(default_factory=FreezeDetector)
 
@@ -91,8 +95,12 @@ class FailureDetector:
         if coordination.is_mine:
             since = loop_time() - SILENT_SECONDS
             return frozenset(name for name in present if self._heard_at.get(name, since) <= since)
-        self._num_pings += 1
-        return frozenset([sorted(present)[self._num_pings % len(present)]])
+        return self._next_in_turn(1)
+
+    def _next_in_turn(self, count: int) -> frozenset[str]:
+        names, first = sorted(self.protocol.knowledge.present), self._turn
+        self._turn += count
+        return frozenset(names[(first + i) % len(names)] for i in range(min(count, len(names))))
 
     def check_freeze(self) -> None:
         """If this process has stood still since the last check, forbid a commit of the open plan on votes alone."""
@@ -116,7 +124,9 @@ class FailureDetector:
         while True:
             await asyncio.sleep(PING_SECONDS)
             await self.find_members()
-            if self.protocol.state != "gathering":  # Its ready message holds the status, too.
+            if self.protocol.state == "training" and self.protocol.coordination.coordinator is None:
+                self._queue(self._next_in_turn(MAX_TRAINING_PINGS))
+            elif self.protocol.state != "gathering":  # Its ready message holds the status, too.
                 self.ping()
             self._queue(self._find_watched())
             self.protocol.resend()

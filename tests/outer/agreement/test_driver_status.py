@@ -2,14 +2,17 @@
 
 import asyncio
 import logging
+from collections import Counter
+from collections.abc import Callable
+from string import ascii_letters
 
 import pytest
 
 from outer.agreement.messages import Plan, Status, Vote
 from outer.agreement.running.doubts import FIRST_SECONDS
-from outer.agreement.running.failure_detector import PING_SECONDS
+from outer.agreement.running.failure_detector import MAX_TRAINING_PINGS, PING_SECONDS
 from outer.errors import BehindError, InputError, MessageError
-from outer.transports.loopback import Hub
+from outer.transports.loopback import Hub, Parcel
 from tests.outer.clock import now, run, until
 from tests.outer.leaders import START, Leader, die, freeze, leaders, plans_of, split, together
 
@@ -362,5 +365,28 @@ def test_nobody_votes_for_another_island() -> None:
         with pytest.raises(MessageError, match="'c' speaks for 'b'"):
             await c.tell(a, Vote.no(plans[0], "b", "boo"))
         assert a.protocol.vote_table.tally(plans[0]) == "open"
+
+    run(test)
+
+
+# -- pings -----------------------------------------------------------------------------------------------------
+
+
+def test_many_islands_that_train_before_the_first_commit_ping_some_of_the_others_each_second_and_all_in_turn() -> None:
+    pinged: Counter[tuple[str, str]] = Counter()
+
+    def deliver(parcel: Parcel, at_once: Callable[[], None]) -> None:
+        if parcel.kind == "status":
+            pinged[parcel.source, parcel.to] += 1
+        at_once()
+
+    async def test() -> None:
+        await leaders(ascii_letters[:40], Hub(deliver))
+        await asyncio.sleep(0.5 * PING_SECONDS)
+        pinged.clear()  # all are told of a new status at once
+        await asyncio.sleep(2 * PING_SECONDS)
+        assert 0 < sum(pinged.values()) <= 40 * 2 * MAX_TRAINING_PINGS
+        await asyncio.sleep(PING_SECONDS)
+        assert len(pinged) == 40 * 39
 
     run(test)
