@@ -163,7 +163,7 @@ def _require_both_splits(config: DataConfig, counts: ShardCounts) -> None:
     raise InputError(
         f"data.source={config.source}: {counts.train_documents} documents to train on and "
         f"{counts.heldout_documents} held out with data.heldout_fraction={config.heldout_fraction}; need at least one "
-        "of each: give more documents (split a long text into several files, or into the rows of a .jsonl file) "
+        "of each: give more text "
         f"or {'raise' if counts.train_documents else 'lower'} data.heldout_fraction"
     )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from inner.config import DataConfig
 from inner.data.shards import ShardBuilder, ShardCounts, finished_shards, publish_shard
 from inner.data.sources.build import build_source
-from inner.data.sources.documents import Document, is_heldout
+from inner.data.sources.documents import Document, hold_out_an_end, is_heldout
 from inner.data.tokenise import EncodedDocument, tokenise_documents
 from inner.errors import InputError
 
@@ -105,7 +105,7 @@ class CorpusLimits:
         return self.progress.train_tokens >= self.train and self.progress.heldout_tokens >= self._heldout
 
     def is_heldout(self, document: Document) -> bool:
-        return is_heldout(document.key, self._fraction)
+        return document.is_end or is_heldout(document.key, self._fraction)
 
     def has_place(self, document: Document) -> bool:
         """Whether the document's split is not yet full; a full split stays full."""
@@ -150,7 +150,8 @@ def explain_write_errors(folder: Path) -> Iterator[None]:
 
 
 def _unread_documents(config: DataConfig, skip: int) -> Generator[Document, None, None]:
-    yield from islice(build_source(config).documents(), skip, None)
+    documents = hold_out_an_end(build_source(config).documents(), config.heldout_fraction)
+    yield from islice(documents, skip, None)
 
 
 def _write(stream: Iterator[EncodedDocument], folder: Path, limits: CorpusLimits, options: PrepareOptions) -> None:

@@ -1,11 +1,17 @@
 """The Source protocol and the documents that sources yield, each with a stable key."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from inner.errors import InputError
+
+log = logging.getLogger(__name__)
+
+MIN_CUT_CHARACTERS = 1000
+"""A shorter text is not cut in two."""
 
 
 @dataclass(frozen=True)
@@ -16,6 +22,8 @@ class Document:
     text: str
     share: float | None = None
     """Share of the source that has been read up to the end of this document, 0 to 1; None if unknown."""
+    is_end: bool = False
+    """Whether it is the end of a longer text, which is held out whatever its key says: see `hold_out_an_end`."""
 
 
 class Source(Protocol):
@@ -40,6 +48,31 @@ def is_heldout(key: str, heldout_fraction: float) -> bool:
     """Whether a document is held out. The key alone decides, so every machine and every run agree."""
     value = int.from_bytes(hashlib.sha256(key.encode("utf-8", "replace")).digest()[:8], "big")
     return value / 2**64 < heldout_fraction
+
+
+def hold_out_an_end(documents: Iterable[Document], heldout_fraction: float) -> Iterator[Document]:
+    """Yield the documents, of which the last one is cut in two if none is held out: its end then is.
+
+    So one long text can be trained on as it is.
+    """
+    has_heldout, last = False, None
+    for document in documents:
+        if last is not None:
+            yield last
+        last, has_heldout = document, has_heldout or is_heldout(document.key, heldout_fraction)
+    if last is not None and not has_heldout and len(last.text) >= MIN_CUT_CHARACTERS:
+        yield from _cut(last, heldout_fraction)
+    elif last is not None:
+        yield last
+
+
+def _cut(document: Document, heldout_fraction: float) -> tuple[Document, Document]:
+    """The beginning of a text and its last `heldout_fraction`, which begins a line if there are lines."""
+    text, at = document.text, int(len(document.text) * (1 - heldout_fraction))
+    at = text.rfind("\n", 1, at) + 1 or max(at, 1)
+    log.info("no whole document is held out, so the last %d characters of %s are", len(text) - at, document.key)
+    end = Document(f"{document.key}#end", text[at:], document.share, is_end=True)
+    return replace(document, text=text[:at]), end
 
 
 def row_text(row: Mapping[str, object], text_field: str, where: str) -> str:

@@ -150,10 +150,28 @@ def test_a_damaged_token_file_is_named(tmp_path: Path) -> None:
         prepare_corpus(config, tmp_path / "cache")
 
 
-def test_one_document_cannot_be_trained_on_and_held_out(tmp_path: Path) -> None:
+def test_a_few_words_cannot_be_trained_on_and_held_out(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("alone")
     with pytest.raises(InputError, match=r"1 documents to train on and 0 held out .* raise data.heldout_fraction"):
         prepare_corpus(files_config(tmp_path / "a.txt", heldout_fraction=0.02), tmp_path / "cache")
+
+
+def test_one_long_text_is_trained_on_but_for_its_last_lines(tmp_path: Path) -> None:
+    lines = [f"line {number} of a play\n" for number in range(2000)]
+    (tmp_path / "a.txt").write_text("".join(lines))
+    (text,) = prepare_corpus(files_config(tmp_path / "a.txt", heldout_fraction=0.02), tmp_path / "cache").texts
+    (train,), (heldout,) = documents_of(text.train), documents_of(text.heldout)
+    assert train + heldout == "".join(lines) and heldout.startswith("line ")
+    assert text.heldout_bytes == len(heldout) == pytest.approx(0.02 * len("".join(lines)), rel=0.05)
+
+
+def test_the_end_of_the_last_of_a_few_texts_is_held_out_if_no_other_is(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name * 1000)
+    config = files_config(tmp_path / "*.txt", heldout_fraction=1e-3)
+    (text,) = prepare_corpus(config, tmp_path / "cache").texts
+    assert documents_of(text.train) == ["a.txt" * 1000, ("b.txt" * 1000)[:4995]]
+    assert documents_of(text.heldout) == ["b.txt"]
 
 
 def stdlib_corpus(cache: Path) -> Corpus:
