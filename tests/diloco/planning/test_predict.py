@@ -60,7 +60,7 @@ def test_fragments_together_send_what_the_whole_does():
 
 
 def test_moments_every_third_and_sixth_cycle_are_half_as_many_bytes_again():
-    plain, averaged = (predict(case(moments=moments, fragments=4)) for moments in (None, (3, 6)))
+    plain, averaged = (predict(case(moments=moments, fragments=4, part_elements=1 << 14)) for moments in (None, (3, 6)))
     assert averaged.sent_bytes == pytest.approx(1.5 * plain.sent_bytes, rel=1e-9)
     assert averaged.bits_per_param_step == pytest.approx(1.5 * plain.bits_per_param_step, rel=1e-9)
     assert averaged.transfer_seconds == pytest.approx(1.5 * plain.transfer_seconds, rel=0.03)
@@ -87,9 +87,9 @@ def test_the_last_mean_goes_to_every_other_island():
 
 
 def test_a_blocking_round_takes_its_bytes_at_the_links_rate():
-    p = predict(case())
-    # Two islands send all bytes once; the mean of the last of 17 parts comes when all else has.
-    (fragment,) = round_bytes(OuterConfig(), SPECS, 2)
+    p = predict(case(part_elements=1 << 16))
+    # Two islands send all bytes once; the mean of the last of 16 parts comes when all else has.
+    (fragment,) = round_bytes(OuterConfig(part_elements=1 << 16), SPECS, 2)
     assert p.transfer_seconds == pytest.approx((32 * NUM_PARAMS + 8 * fragment.last_bytes) / 1e6, rel=1e-3)
     assert p.utilisation == pytest.approx(12.0 / (12.0 + p.transfer_seconds))
     assert fragment.last_bytes < fragment.sent_bytes / 10
@@ -133,7 +133,7 @@ def test_a_round_alone_has_no_trips_and_no_transfer():
     assert p.transfer_seconds == p.trip_seconds == p.sent_bytes == 0.0
 
 
-@pytest.mark.parametrize(("codec", "payloads"), [("fp32", 2 * 1.5 * 16), ("topk", 2 * 3 * 17)])
+@pytest.mark.parametrize(("codec", "payloads"), [("fp32", 2 * 1.5 * 8), ("topk", 2 * 3 * 9)])
 def test_each_payload_that_goes_out_or_comes_in_takes_the_hosts_time(codec, payloads):
     speed = replace(FREE, message=1e-3)
     p = predict(case(speed=speed, num_islands=4, codec=codec))
@@ -159,7 +159,7 @@ def test_slow_start_is_a_few_round_trips_that_more_bandwidth_adds_to():
 
 def test_a_codec_counts_as_far_as_the_transfer_does_not_cover_it():
     fast, slow = replace(FREE, encode=1e-9), replace(FREE, encode=1e-4)
-    covered, waited_for = predict(case(speed=fast)), predict(case(speed=slow))
+    covered, waited_for = (predict(case(speed=speed, part_elements=1 << 16)) for speed in (fast, slow))
     assert covered.codec_seconds < covered.busy_codec_seconds / 10
     assert not covered.is_codec_slower and waited_for.is_codec_slower
     assert waited_for.codec_seconds + waited_for.transfer_seconds > waited_for.busy_codec_seconds
