@@ -166,6 +166,32 @@ class ChangeSignal:
         return True
 
 
+class Tasks:
+    """Tasks that run until they end or all are cancelled. The event loop itself holds its tasks only weakly."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    def cancel(self) -> None:
+        """Cancel all. They end when the event loop comes to them."""
+        for task in self._running:
+            task.cancel()
+
+    async def end(self) -> None:
+        """Cancel all, and wait until they have ended. Idempotent."""
+        self.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+
 class FreezeDetector:
     """Detects that this process stood still: it was stopped, swapped out, or ran on a laptop that was closed.
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from outer.errors import DeadlineError, MessageError, PeerLost
 from outer.identity.tls import TlsIdentity
 from outer.network.endpoints import Endpoint, Handler, Lane, Traffic
+from outer.network.event_loop import Tasks
 from outer.network.frames import (
     CutOffError,
     FrameStream,
@@ -69,7 +70,7 @@ class StreamMessenger:
         self._outgoing: dict[tuple[str, Lane], asyncio.Task[_Outgoing]] = {}
         self._incoming: set[FrameStream] = set()
         self._guests = Guests()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._is_closed = False
 
     def serve(self, kind: str, handler: Handler) -> None:
@@ -124,8 +125,9 @@ class StreamMessenger:
         self._is_closed = True
         if self.server is not None:
             self.server.close()
-        for task in [*self._outgoing.values(), *self._tasks]:
+        for task in self._outgoing.values():
             task.cancel()
+        self._tasks.cancel()
         for stream in list(self._incoming):
             stream.close()
         for task in self._outgoing.values():
@@ -195,10 +197,8 @@ class StreamMessenger:
                 held.release()
                 raise
             share = guest.next_reply()
-            task = asyncio.create_task(self._answer(source, stream, header.request, kind, body, share))
+            task = self._tasks.start(self._answer(source, stream, header.request, kind, body, share))
             del payload, body  # the next call may be long in coming
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
             task.add_done_callback(lambda _, held=held, share=share: (gate.release(), held.release(), share.release()))
 
     async def _answer(

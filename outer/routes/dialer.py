@@ -11,6 +11,7 @@ from outer.network.event_loop import loop_time
 from outer.routes import wire
 from outer.routes.addresses import SCHEME, IslandAddress, Route, parse_island_address, parse_route
 from outer.routes.proxy import Proxy
+from outer.routes.sockets import connect_to
 
 ROUTE_SECONDS = 5.0
 """Longest time to connect by one route."""
@@ -120,36 +121,6 @@ class Dialer:
 async def dial(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to `host:port`. Raises PeerLost."""
     return await Dialer().open_streams(address)
-
-
-async def connect_to(host: str, port: int) -> socket.socket:
-    """Connect to the first of a host's addresses that takes a connection. Raises OSError."""
-    loop, cause = asyncio.get_running_loop(), OSError("its host has no address")
-    try:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except UnicodeError as error:
-        raise OSError(str(error)) from None
-    for family, _, _, _, target in found:
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            wire.prepare(connection)
-            await loop.sock_connect(connection, target)
-            return connection
-        except OSError as error:
-            connection.close()
-            cause = error
-        except BaseException:
-            connection.close()
-            raise
-    raise cause
-
-
-def find_host(connection: socket.socket) -> str:
-    """The other end's host, or that of the relay or proxy before it."""
-    try:
-        return str(connection.getpeername()[0])
-    except OSError:  # it has ended
-        return "an ended connection"
 
 
 def _trim(remembered: dict[Any, Any]) -> None:

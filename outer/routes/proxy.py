@@ -9,6 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from outer.errors import InputError
 from outer.network.rejections import printable
+from outer.routes.sockets import read_exactly
 
 MAX_ANSWER_BYTES = 1 << 14
 SOCKS_ERRORS = {
@@ -45,26 +46,26 @@ class Proxy:
         while not answer.endswith(b"\r\n\r\n"):  # One byte at a time, because the island's bytes follow.
             if len(answer) > MAX_ANSWER_BYTES:
                 raise ConnectionResetError("its answer has no end")
-            answer += await _read(connection, 1)
+            answer += await read_exactly(connection, 1)
         first = bytes(answer).split(b"\r\n", 1)[0].decode("latin-1")
         if first.split()[1:2] != ["200"]:
             raise ConnectionRefusedError(f"it answers {printable(first, 100)!r}")
 
     async def _ask_socks(self, connection: socket.socket, host: str, port: int) -> None:
         await _send(connection, b"\x05\x01\x02" if self.user else b"\x05\x01\x00")
-        if await _read(connection, 2) != (b"\x05\x02" if self.user else b"\x05\x00"):
+        if await read_exactly(connection, 2) != (b"\x05\x02" if self.user else b"\x05\x00"):
             raise ConnectionRefusedError("it is no SOCKS 5 proxy, or asks for a name and password that are not given")
         if self.user:
             await _send(connection, b"\x01" + _counted(self.user) + _counted(self.password))
-            if (await _read(connection, 2))[1]:
+            if (await read_exactly(connection, 2))[1]:
                 raise ConnectionRefusedError("it does not accept the name and password")
         # The proxy looks up the name, which this machine may not be able to.
         await _send(connection, b"\x05\x01\x00\x03" + _counted(host) + port.to_bytes(2))
-        version, status, _, kind = await _read(connection, 4)
+        version, status, _, kind = await read_exactly(connection, 4)
         if version != 5 or status:
             raise ConnectionRefusedError(SOCKS_ERRORS.get(status, f"error {status}"))
-        length = {1: 4, 4: 16}.get(kind) or (await _read(connection, 1))[0]
-        await _read(connection, length + 2)
+        length = {1: 4, 4: 16}.get(kind) or (await read_exactly(connection, 1))[0]
+        await read_exactly(connection, length + 2)
 
 
 def parse_proxy(text: str | None) -> Proxy | None:
@@ -101,13 +102,3 @@ def _counted(text: str) -> bytes:
 
 async def _send(connection: socket.socket, raw: bytes) -> None:
     await asyncio.get_running_loop().sock_sendall(connection, raw)
-
-
-async def _read(connection: socket.socket, num_bytes: int) -> bytes:
-    found, loop = b"", asyncio.get_running_loop()
-    while len(found) < num_bytes:
-        piece = await loop.sock_recv(connection, num_bytes - len(found))
-        if not piece:
-            raise ConnectionResetError("it ended the connection")
-        found += piece
-    return found

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from outer.errors import TransportError, UnreachableError, first_line
 from outer.identity.island_key import IslandKey
-from outer.network.event_loop import ChangeSignal
+from outer.network.event_loop import ChangeSignal, Tasks
 from outer.network.retry import backoff
 from outer.network.run_key import RunKey
 from outer.routes import wire
@@ -46,14 +46,13 @@ class Registration:
         """`changed` is notified when `is_up` or `cause` has changed."""
         self.relay, self._own, self._changed = relay, own, changed
         self.is_up, self.cause = False, ""
-        self._answers: set[asyncio.Task[None]] = set()
+        self._answers = Tasks()
         self._keeping = asyncio.create_task(self._keep())
 
     async def close(self) -> None:
-        tasks = [self._keeping, *self._answers]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._keeping.cancel()
+        await asyncio.gather(self._keeping, return_exceptions=True)
+        await self._answers.end()
 
     async def _keep(self) -> None:
         """Register, again and again after each loss."""
@@ -100,27 +99,22 @@ class Registration:
             async with asyncio.timeout(wire.SILENT_SECONDS):
                 word = await wire.receive(connection, Pong, Incoming)
             if isinstance(word, Incoming) and len(self._answers) < MAX_ANSWERS:
-                task = asyncio.create_task(self._answer(word))
-                self._answers.add(task)
-                task.add_done_callback(self._answers.discard)
+                self._answers.start(self._answer(word))
 
     async def _answer(self, incoming: Incoming) -> None:
         """Connect to the relay for a dialer, and let the rank accept the connection."""
-        connection = None
         try:
             async with asyncio.timeout(wire.ANSWER_SECONDS):
                 connection = await self._own.dialer.connect(self.relay)
-                await wire.send(connection, Answer(token=incoming.token))
-                await wire.receive(connection, Joined)
+                try:
+                    await wire.send(connection, Answer(token=incoming.token))
+                    await wire.receive(connection, Joined)
+                except BaseException:
+                    connection.close()
+                    raise
         except (OSError, TransportError) as error:
             log.debug("a dialer at the relay %s was not taken: %s", self.relay, error)
-            if connection is not None:
-                connection.close()
             return
-        except BaseException:
-            if connection is not None:
-                connection.close()
-            raise
         self._own.accept[incoming.door](connection)
 
 

@@ -8,16 +8,16 @@ import asyncio
 import logging
 import secrets
 import socket
-from collections.abc import Collection, Coroutine, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 from outer.errors import MessageError
 from outer.identity.island_key import verify
 from outer.network.rejections import Guests, RefusedError, Rejections
 from outer.network.run_key import RunKey
 from outer.routes import wire
+from outer.routes.sockets import Listener
 from outer.routes.splice import Meter, splice
 from outer.routes.wire import (
     Answer,
@@ -34,9 +34,6 @@ from outer.routes.wire import (
 )
 
 log = logging.getLogger(__name__)
-
-PAUSE_SECONDS = 1.0
-"""Pause when no connection can be accepted, because too many files are open."""
 
 
 @dataclass(frozen=True)
@@ -96,37 +93,16 @@ class Relay:
         """Who waits for the answer with a token."""
         self._islands: dict[str, _Island] = {}  # by key, as long as they have connections
         self._guests = Guests()
-        self._listener: socket.socket | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._listener = Listener(self._serve)
         self.port = 0
 
     async def open(self, host: str, port: int) -> None:
         """Listen on a host and port (0: any free port). Raises OSError."""
-        infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        self._listener = socket.create_server(infos[0][4][:2], family=infos[0][0], backlog=512)
-        self._listener.setblocking(False)
-        self.port = self._listener.getsockname()[1]
-        self._start(self._accept_all(self._listener))
+        self.port = await self._listener.open(host, port)
 
     async def close(self) -> None:
         """End all connections. Idempotent."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._listener is not None:
-            self._listener.close()
-
-    async def _accept_all(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, address = await loop.sock_accept(listener)
-            except OSError as error:
-                log.warning("no connection can be accepted: %s", error)
-                await asyncio.sleep(PAUSE_SECONDS)
-                continue
-            self._start(self._serve(wire.prepare(connection), str(address[0])))
+        await self._listener.close()
 
     async def _serve(self, connection: socket.socket, host: str) -> None:
         """Do what one connection asks for. Only an answer's connection is kept, by whoever waits for it."""
@@ -251,8 +227,3 @@ class Relay:
             island.num_connections -= 1
             if not island.num_connections:
                 del self._islands[key]  # a stranger may use many keys
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

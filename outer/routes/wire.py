@@ -15,7 +15,6 @@ relay -> island   PONG, INCOMING token      island -> relay   ANSWER token
 import asyncio
 import socket
 import struct
-from contextlib import suppress
 from typing import TypeVar
 
 from pydantic import Field
@@ -25,6 +24,7 @@ from outer.network.messages import MAX_RANKS, Message, parse
 from outer.network.rejections import RefusedError, printable
 from outer.network.run_key import RunKey
 from outer.routes.addresses import Door
+from outer.routes.sockets import read_exactly
 
 MAGIC, VERSION = b"DLRY", 1
 MAX_BYTES = 1024
@@ -35,8 +35,6 @@ OPENING_SECONDS = 5.0
 """Longest time for whoever connects to a relay to say what it wants, and to prove it."""
 ANSWER_SECONDS = 5.0
 """Longest time for an island to connect to its relay when somebody dials it."""
-KEEP_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 120_000}
-"""Routers forget connections that are silent, and neither end then hears of it. Seconds, and milliseconds at last."""
 
 
 class Register(Message):
@@ -114,30 +112,20 @@ async def receive(connection: socket.socket, *expected: type[M]) -> M:
     Raises MessageError if it is malformed or none of those expected, ConnectionRefusedError with the other side's words
     if it refuses, and OSError.
     """
-    magic, version, kind, length = _HEADER.unpack(await _read(connection, _HEADER.size))
+    magic, version, kind, length = _HEADER.unpack(await read_exactly(connection, _HEADER.size))
     if magic != MAGIC:
         raise RefusedError("header", f"not a message of a relay: it begins with {magic.hex()}")
     if version != VERSION:
         raise RefusedError("version", f"a relay's message of version {version}, {VERSION} expected: use one release")
     if kind >= len(KINDS) or length > MAX_BYTES:
         raise RefusedError("header", f"a relay's message of kind {kind} and {length} bytes, at most {MAX_BYTES}")
-    message = parse(KINDS[kind], await _read(connection, length))
+    message = parse(KINDS[kind], await read_exactly(connection, length))
     if isinstance(message, Refused) and Refused not in expected:
         raise ConnectionRefusedError(printable(message.text, MAX_BYTES))
     if not isinstance(message, expected):
         names = " or ".join(each.__name__ for each in expected)
         raise RefusedError("header", f"{type(message).__name__} where {names} was expected")
     return message
-
-
-async def _read(connection: socket.socket, num_bytes: int) -> bytes:
-    loop, found = asyncio.get_running_loop(), bytearray()
-    while len(found) < num_bytes:
-        piece = await loop.sock_recv(connection, num_bytes - len(found))
-        if not piece:
-            raise ConnectionResetError("the connection was closed")
-        found += piece
-    return bytes(found)
 
 
 def proof_body(challenge: Challenge, register: Register) -> bytes:
@@ -152,15 +140,3 @@ def registration_mac(run_key: RunKey | None, body: bytes) -> str:
 
 REGISTRATION = "registration at a relay"
 """Purpose of the signature."""
-
-
-def prepare(connection: socket.socket) -> socket.socket:
-    """Let a connection end when its other end is gone, keep it in the memory of routers, and delay nothing."""
-    connection.setblocking(False)
-    with suppress(OSError):  # it may have ended already
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEP_ALIVE.items():
-            if (option := getattr(socket, name, None)) is not None:  # Linux has them all
-                connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    return connection

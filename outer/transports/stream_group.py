@@ -6,14 +6,13 @@ answers each payload with an ACK, and drops what it has had already.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from outer.errors import MessageError, PeerLost, TransportError
 from outer.network.endpoints import Endpoint, Tag
-from outer.network.event_loop import ChangeSignal
+from outer.network.event_loop import ChangeSignal, Tasks
 from outer.network.frames import MAX_HELLO_BYTES, CutOffError, Header, Kind, refusal_error
 from outer.network.handshake import Stream, check_access
 from outer.network.rejections import RefusedError
@@ -65,7 +64,7 @@ class StreamGroup:
         self._had: dict[Endpoint, set[Tag]] = {e: set() for e in identities}
         """What has come in this round and the one before, on streams that others may replace."""
         self._newest: dict[Endpoint, int] = {}  # round of what has come
-        self._mending: set[asyncio.Task[None]] = set()
+        self._mending = Tasks()
         self._changed = ChangeSignal()
         self._is_closed = False
 
@@ -165,7 +164,7 @@ class StreamGroup:
                 await stream.write(Header(Kind.ACK, tag=header.tag), b"")
         except ConnectionError as error:
             if self.redial.is_incoming and not self._is_closed:
-                self._mend(self._expect(source, stream, PeerLost(source.island, str(error))))
+                self._mending.start(self._expect(source, stream, PeerLost(source.island, str(error))))
                 return
             if isinstance(error, CutOffError):
                 self._rejections.add(stream.peer, "truncated", str(error))
@@ -188,8 +187,9 @@ class StreamGroup:
         for streams in (*self.outgoing.values(), *self._incoming.values(), self._ending):
             for stream in streams:
                 stream.close()
-        for task in (*self._watching.values(), *self._mending):
+        for task in self._watching.values():
             task.cancel()
+        self._mending.cancel()
         self._give_up(lambda endpoint, stream: True)
         self._changed.notify()
 
@@ -218,7 +218,7 @@ class StreamGroup:
             self.outgoing[other].remove(stream)
             self._watching.pop(stream).cancel()
             stream.close()
-            self._mend(self._replace(other, stream))
+            self._mending.start(self._replace(other, stream))
         self._give_up(lambda _, broken: broken is stream)
 
     async def _replace(self, other: Endpoint, broken: Stream) -> None:
@@ -243,11 +243,6 @@ class StreamGroup:
         )
         if len(self._incoming[source]) < self._to_await:
             self.lose(source, lost)
-
-    def _mend(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._mending.add(task)
-        task.add_done_callback(self._mending.discard)
 
     def _is_new(self, source: Endpoint, tag: Tag) -> bool:
         """Whether no payload of this tag has come from the source, and remember it."""

@@ -1,6 +1,5 @@
 """The other islands as an island's leader reaches them: membership records, control addresses and calls."""
 
-import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,7 +9,7 @@ from outer.errors import PeerLost, TransportError
 from outer.membership.base import Member, Membership
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Messenger
-from outer.network.event_loop import loop_time
+from outer.network.event_loop import Tasks, loop_time
 from outer.network.messages import Message
 
 log = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ class Peers:
         """Incarnations that have left, by island. Their records may remain visible for a while."""
         self.check_freeze: Callable[[], None] = lambda: None
         """Counts a freeze of this process in `deadlines`. The failure detector sets it."""
-        self._notices: set[asyncio.Task[None]] = set()
+        self._notices = Tasks()
 
     async def refresh(self) -> bool:
         """Read the membership records again. Returns False if they cannot be read now."""
@@ -83,9 +82,8 @@ class Peers:
     def notify_other_ranks(self, island: str, kind: str, body: bytes) -> None:
         """Call the island's ranks other than the leader, without waiting for their replies."""
         addresses = self.addresses(island)[1:]
-        for notice in [asyncio.create_task(self._notify(address, kind, body)) for address in addresses]:
-            self._notices.add(notice)
-            notice.add_done_callback(self._notices.discard)
+        for address in addresses:
+            self._notices.start(self._notify(address, kind, body))
 
     async def _notify(self, address: str, kind: str, body: bytes) -> None:
         with suppress(TransportError):

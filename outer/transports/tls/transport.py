@@ -3,8 +3,7 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -12,12 +11,13 @@ from outer.config import MAX_TLS_STREAMS
 from outer.errors import MessageError, PeerLost, TransportError
 from outer.identity.tls import TlsIdentity
 from outer.network.endpoints import Endpoint, Tag, Traffic
-from outer.network.event_loop import WaitingThreads
+from outer.network.event_loop import Tasks, WaitingThreads
 from outer.network.frames import hash_names
 from outer.network.handshake import Stream
 from outer.network.run_key import PeerAuth
 from outer.routes.addresses import Route, parse_island_address
-from outer.routes.dialer import Dialer, find_host
+from outer.routes.dialer import Dialer
+from outer.routes.sockets import Listener, find_host
 from outer.space.buffers import BUFFERS
 from outer.transports.gloo.open_files import allow_many_files
 from outer.transports.stream_group import StreamGroup
@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 
 RENEW_BYTES = 1 << 23
 """A connection that has carried less keeps its place: it has learnt little, and a new one costs some round trips."""
-PAUSE_SECONDS = 1.0
-"""Pause when no connection can be accepted, because too many files are open."""
 
 
 class TlsTransport(StreamTransport):
@@ -54,8 +52,7 @@ class TlsTransport(StreamTransport):
         self._addresses: Mapping[Endpoint, str] = {}
         self._threads, self._sizes = WaitingThreads(), set[int]()
         self._owner = StreamOwner(tls, hash_names(run_id, "bulk"), traffic, self._threads, self._allocate)
-        self._listener: socket.socket | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._listener, self._renewals = Listener(self._accept), Tasks()
 
     async def open(self, host: str, port: int, announced_host: str | None, relays: Sequence[Route] = ()) -> None:
         """Accept connections on a host and port (0: any free port). Call this once. Raises OSError.
@@ -63,17 +60,12 @@ class TlsTransport(StreamTransport):
         Others are told `announced_host` and `relays`, which give their connections to `accept`.
         """
         allow_many_files()  # Strangers may connect.
-        infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, _, _, _, place = infos[0]
-        self._listener = socket.create_server(place[:2], family=family, backlog=128)
-        self._listener.setblocking(False)
-        port, key = self._listener.getsockname()[1], self._auth.island.public
+        port, key = await self._listener.open(host, port), self._auth.island.public
         self.address = build_address(key, announced_host, port, relays, self._me.rank, "payloads")
-        self._start(self._accept_all(self._listener))
 
     def accept(self, connection: socket.socket) -> None:
         """Serve a connection that somebody has dialled through a relay."""
-        self._start(self._accept(connection, find_host(connection)))
+        self._listener.serve(connection)
 
     async def connect(self, epoch: str, addresses: Mapping[Endpoint, str]) -> None:
         self._addresses = addresses
@@ -91,11 +83,9 @@ class TlsTransport(StreamTransport):
 
     async def close(self) -> None:
         await super().close()
-        for task in self._tasks:
-            task.cancel()
+        await self._renewals.end()
+        await self._listener.close()
         self._threads.close()
-        if self._listener is not None:
-            self._listener.close()
 
     def _identify(self, other: Endpoint, address: str) -> str:
         return parse_address(other, address).key
@@ -145,7 +135,7 @@ class TlsTransport(StreamTransport):
         for other, streams in group.outgoing.items():
             for stream in streams if other not in group.redial.outgoing else ():
                 if isinstance(stream, TlsStream) and stream.bytes_sent >= RENEW_BYTES:
-                    self._start(self._replace(group, other, stream))
+                    self._renewals.start(self._replace(group, other, stream))
 
     async def _replace(self, group: StreamGroup, other: Endpoint, old: TlsStream) -> None:
         try:
@@ -155,17 +145,6 @@ class TlsTransport(StreamTransport):
             log.debug("no new connection to %s: %s", other, error)
             return
         await group.retire(other, old)
-
-    async def _accept_all(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, address = await loop.sock_accept(listener)
-            except OSError as error:
-                log.warning("no connection for payloads can be accepted: %s", error)
-                await asyncio.sleep(PAUSE_SECONDS)
-                continue
-            self._start(self._accept(connection, str(address[0])))
 
     async def _accept(self, connection: socket.socket, host: str) -> None:
         """Serve one incoming connection. Until it has proved an island's key, it counts as a stranger's."""
@@ -184,11 +163,6 @@ class TlsTransport(StreamTransport):
         finally:
             guest.leave()
             stream.close()
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         """Memory for a payload. Only what this endpoint has asked for comes from memory that is kept for later."""
