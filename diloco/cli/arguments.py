@@ -40,6 +40,14 @@ StormCount = Annotated[
 Netns = Annotated[
     bool, typer.Option("--netns", help="Run each island in its own network namespace, as a cut does; needs root.")
 ]
+Nodes = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Divide the ranks of each island over this many nodes, each started by torchrun as on a cluster, with a "
+        "network namespace, a host name and a /tmp of its own; 10 Gbit/s between the nodes of an island; needs root.",
+    ),
+]
 Nat = Annotated[
     list[int] | None,
     typer.Option(

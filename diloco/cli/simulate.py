@@ -21,6 +21,7 @@ def simulate(
     storm_seed: args.StormSeed = 0,
     storm_count: args.StormCount = None,
     netns: args.Netns = False,
+    nodes: args.Nodes = 1,
     nat: args.Nat = None,
     link: args.LinkOptions = None,
     in_process: args.InProcess = False,
@@ -51,12 +52,12 @@ def simulate(
     cut:0@step=40                  cut one island off; cut:0+1-2+3@step=40 separates groups
     """
     check_storm(storm, storm_seed, storm_count)
-    given = {"--ranks": ranks, "--baseline": baseline, "--netns": netns, "--nat": nat, "--in-process": in_process}
+    given = {"--ranks": ranks, "--baseline": baseline, "--netns": netns, "--nat": nat, "--nodes": nodes > 1}
     modelled = {"--step-seconds": step_seconds, "--spread": spread, "--host-seconds": host_seconds}
-    check_modelled(given, modelled, virtual=virtual)
+    check_modelled(given | {"--in-process": in_process}, modelled, virtual=virtual)
     from diloco.faults.disturbances import Disturbances
 
-    own = netns, tuple(link or ()), tuple(sorted(set(nat or ())))
+    own = netns, tuple(link or ()), tuple(sorted(set(nat or ()))), nodes
     disturbances = Disturbances(tuple(fault or ()), storm, storm_seed, storm_count, *own)
     if virtual:
         from diloco.virtual.simulate import VirtualRequest, simulate_virtually

@@ -17,6 +17,8 @@ class Disturbances:
     links: tuple[str, ...] = ()
     nat: tuple[int, ...] = ()
     """Islands behind a NAT."""
+    nodes: int = 1
+    """Nodes of each island."""
 
     @property
     def has_faults(self) -> bool:
@@ -26,9 +28,8 @@ class Disturbances:
     @property
     def needs_net(self) -> bool:
         """Whether the islands need network namespaces."""
-        return (
-            self.netns or bool(self.links or self.nat) or any(parse_fault(spec).kind == "cut" for spec in self.faults)
-        )
+        has_cut = any(parse_fault(spec).kind == "cut" for spec in self.faults)
+        return self.netns or has_cut or bool(self.links or self.nat) or self.nodes > 1
 
 
 NO_DISTURBANCES = Disturbances()

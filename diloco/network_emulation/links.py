@@ -112,19 +112,24 @@ def attach(net: Net, link: AccessLink | None) -> Namespace:
     # A round trip passes four link ends: both ends of both islands' links.
     delay = link.rtt / 4 if link is not None else 0.0
     namespace = net.add(delay if net.relay is not None else 0.0)
-    for location, device in _shaped_devices(net, namespace):
-        add = ("tc", "-n", location, "qdisc", "add", "dev", device)
-        if link is None:
-            # A veth without a queue would count 64 kB of a stream as one frame.
-            run_tool(*add, "root", "pfifo")
-            continue
-        burst, queue = burst_bytes(link), queue_bytes(link)
-        rate = ("rate", f"{link.rate:.0f}bit", "burst", str(burst), "limit", str(burst + queue))
-        run_tool(*add, "root", "handle", "1:", "tbf", *rate)
-        if delay and net.relay is None:
-            frames = (queue + link.rate / 8 * delay) / FRAME_BYTES
-            run_tool(*add, "parent", "1:1", "netem", "delay", f"{delay * 1e6:.0f}us", "limit", f"{frames:.0f}")
+    for location, device in ((namespace.name, "eth0"), (net.bridge, namespace.port)):
+        shape(location, device, link, delay if net.relay is None else 0.0)
     return namespace
+
+
+def shape(location: str, device: str, link: AccessLink | None, delay: float = 0.0) -> None:
+    """Shape what a device in a namespace sends to the link's rate, and delay it by `delay` seconds."""
+    add = ("tc", "-n", location, "qdisc", "add", "dev", device)
+    if link is None:
+        # A veth without a queue would count 64 kB of a stream as one frame.
+        run_tool(*add, "root", "pfifo")
+        return
+    burst, queue = burst_bytes(link), queue_bytes(link)
+    rate = ("rate", f"{link.rate:.0f}bit", "burst", str(burst), "limit", str(burst + queue))
+    run_tool(*add, "root", "handle", "1:", "tbf", *rate)
+    if delay:
+        frames = (queue + link.rate / 8 * delay) / FRAME_BYTES
+        run_tool(*add, "parent", "1:1", "netem", "delay", f"{delay * 1e6:.0f}us", "limit", f"{frames:.0f}")
 
 
 def burst_bytes(link: AccessLink) -> int:
@@ -167,11 +172,6 @@ def count_bytes(net: Net, namespace: Namespace) -> tuple[int, int]:
 def sent_bytes(namespace: Namespace) -> int:
     """Bytes that a namespace has sent on its link, counted as whole frames with their headers."""
     return _read_byte_counter(namespace.name, "eth0")
-
-
-def _shaped_devices(net: Net, namespace: Namespace) -> list[tuple[str, str]]:
-    """Namespace and device of a link's two ends: the one that sends up, then the one that sends down."""
-    return [(namespace.name, "eth0"), (net.bridge, namespace.port)]
 
 
 def _read_byte_counter(location: str, device: str) -> int:

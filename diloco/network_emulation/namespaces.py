@@ -30,7 +30,7 @@ COMMAND_SECONDS = 10
 MAX_NAMESPACES = 250
 NOBODY = "02:00:00:00:00:00"
 """A link-layer address (locally administered) that no interface has."""
-NEEDED_BY = "--link, --netns and faults of the kind cut"
+NEEDED_BY = "--link, --netns, --nodes, --nat and faults of the kind cut"
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ class Net:
         self.relay: DelayRelay | None = None
         self._prefix = prefix
         self._namespaces: list[Namespace] = []
+        self._routes: list[tuple[str, Namespace]] = []
         self._cuts: Counter[tuple[str, str]] = Counter()
         ip("netns", "add", self.bridge)
         ip("-n", self.bridge, "link", "add", "bridge", "up", "type", "bridge")
@@ -116,7 +117,16 @@ class Net:
         else:
             ip("-n", self.bridge, "link", "set", namespace.port, "up")
             self.relay.add(number, namespace.port, delay)
+        for network, router in self._routes:
+            add_route(namespace, network, router)
         return namespace
+
+    def route(self, network: str, router: Namespace) -> None:
+        """Make a network behind a namespace known to all others, those included that are added from now on."""
+        for other in self._namespaces:
+            if other != router:
+                add_route(other, network, router)
+        self._routes.append((network, router))
 
     def cut(self, some: Sequence[Namespace], others: Sequence[Namespace]) -> None:
         """Cut every pair across the two sides. A pair that is cut twice must be healed twice."""
@@ -130,6 +140,16 @@ class Net:
             self._cuts[one.name, other.name] -= 1
             if not self._cuts[one.name, other.name]:
                 ip("-n", one.name, "neigh", "delete", other.host, "dev", "eth0")
+
+
+def add_route(namespace: Namespace, network: str, router: Namespace) -> None:
+    """Let a namespace send to a network by a router, a namespace beside it."""
+    ip("-n", namespace.name, "route", "add", network, "via", router.host)
+
+
+def enable_forwarding(router: Namespace) -> None:
+    """Let a namespace pass on what is not for itself. Raises ConfigError."""
+    run_inside(router, ["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"])
 
 
 def directions(some: Sequence[Namespace], others: Sequence[Namespace]) -> list[tuple[Namespace, Namespace]]:
@@ -203,9 +223,14 @@ def ip(*words: str) -> str:
     return run_tool("ip", *words)
 
 
-def run_tool(*words: str) -> str:
-    """Run a command and return its output. Raises ConfigError with its error text."""
-    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+def run_inside(namespace: Namespace, words: Sequence[str], text: str = "") -> None:
+    """Run a command in a namespace, with `text` on stdin. Raises ConfigError with its error text."""
+    run_tool(*namespace.command(*words), text=text)
+
+
+def run_tool(*words: str, text: str = "") -> str:
+    """Run a command with `text` on stdin and return its output. Raises ConfigError with its error text."""
+    done = subprocess.run(words, input=text, check=False, capture_output=True, text=True, timeout=COMMAND_SECONDS)
     if done.returncode:
         raise ConfigError(f"the network of the simulation cannot be set up: {' '.join(words)}: {done.stderr.strip()}")
     return done.stdout

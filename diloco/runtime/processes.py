@@ -24,6 +24,8 @@ KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_":
 MARK = "DILOCO_CHILD"
 """An environment variable that marks a child and all its descendants. Sessions and parents do not identify them:
 ranks are started in sessions of their own, and the children of a killed rank have no parent."""
+NODE = "DILOCO_NODE"
+"""An environment variable with the number of its node in each process of an island of several nodes."""
 LINES_BELOW = 80
 """An upper limit of the lines that an island's other ranks print after one has ended with an error."""
 DAEMON_NAME = "p2pd"
@@ -154,18 +156,27 @@ def find_processes(children: Sequence[Child]) -> set[int]:
 
 
 def find_process(child: Child, name: str) -> set[int]:
-    """The process id of the island's rank `rankN` or of its libp2p daemon, DAEMON; nothing if it does not run."""
-    rank = name.removeprefix("rank")
+    """The process ids of a part of an island: `rankN`, all of `nodeN`, its `agentN` (torchrun), or the DAEMON."""
     found: set[int] = set()
     for pid in find_processes([child]) - {child.process.pid}:
         with suppress(OSError):
-            is_daemon = Path(f"/proc/{pid}/comm").read_text().strip() == DAEMON_NAME
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            # What a rank starts inherits its variables and its session, which a rank leads.
-            is_rank = not is_daemon and f"RANK={rank}".encode() in variables and os.getsid(pid) == pid
-            if is_daemon if name == DAEMON else is_rank:
+            if name in parts_of_island(pid):
                 found.add(pid)
     return found
+
+
+def parts_of_island(pid: int) -> set[str]:
+    """The names by which `find_process` finds an island's process. Raises OSError if there is none with this id."""
+    lines = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    variables = {name: value for name, _, value in (line.partition("=") for line in lines)}
+    node, rank = variables.get(NODE), variables.get("RANK")
+    parts = {f"node{node}"}
+    # What a rank or an agent starts inherits its variables and its session, which it leads.
+    if Path(f"/proc/{pid}/comm").read_text().strip() == DAEMON_NAME:
+        parts.add(DAEMON)
+    elif os.getsid(pid) == pid:
+        parts.add(f"agent{node}" if rank is None else f"rank{rank}")
+    return parts
 
 
 def _signal_group(child: Child, number: signal.Signals) -> None:

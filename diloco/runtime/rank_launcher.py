@@ -89,8 +89,11 @@ def start_rank(command: Sequence[str], rank: int, env: Mapping[str, str], descri
     )
 
 
-def wait_for_ranks(ranks: Sequence[Rank], received: list[int]) -> int:
-    """Wait until all ranks have ended with status 0, or one has failed, or SIGTERM or SIGINT has come. Ends none."""
+def wait_for_ranks(ranks: Sequence[Rank], received: list[int], noun: str = "rank") -> int:
+    """Wait until all ranks have ended with status 0, or one has failed, or SIGTERM or SIGINT has come. Ends none.
+
+    Messages call them by `noun`.
+    """
     while True:
         while received:
             number = received.pop(0)
@@ -101,19 +104,20 @@ def wait_for_ranks(ranks: Sequence[Rank], received: list[int]) -> int:
         if any(statuses):
             # A rank that ends breaks the collectives of the others, which may be seen to have ended first.
             time.sleep(POLL_SECONDS)
-            return report_failure({rank: status for rank, process in enumerate(ranks) if (status := process.poll())})
+            failed = {rank: status for rank, process in enumerate(ranks) if (status := process.poll())}
+            return report_failure(failed, noun)
         if None not in statuses:
             return 0
         time.sleep(POLL_SECONDS)
 
 
-def report_failure(failed: Mapping[int, int]) -> int:
+def report_failure(failed: Mapping[int, int], noun: str = "rank") -> int:
     """Print how ranks have ended. Returns the island's exit status. `failed` has the ranks' Popen.returncode."""
     # The others fail as well when the rank that they wait for ends, so a status that says why comes first, and then a
     # signal: whoever was killed has not failed because of another.
     rank, code = min(failed.items(), key=lambda item: (item[1] not in ENDED_FOR_GOOD, item[1] >= 0))
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    say(f"rank {rank} {how}")
+    say(f"{noun} {rank} {how}")
     return code if code > 0 else 128 - code
 
 

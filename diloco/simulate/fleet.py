@@ -15,9 +15,11 @@ from diloco.faults.self_inflicted import FAULTS_FOLDER
 from diloco.faults.spec import BOOTSTRAP, Fault, Target
 from diloco.network_emulation.links import Links, attach
 from diloco.network_emulation.namespaces import Namespace, Net
-from diloco.network_emulation.nat import put_behind_nat
+from diloco.network_emulation.nat import masquerade
+from diloco.network_emulation.sites import Site, build_site
 from diloco.runtime.devices import GpuShares
 from diloco.runtime.processes import Child, island_command, kill, start
+from diloco.simulate.nodes import NodesOf, nodes_command
 from diloco.swarm.bootstrap import PREFIX
 from outer.config import AT_RENDEZVOUS
 
@@ -41,9 +43,11 @@ class Fleet:
     """Whether faults may be requested from running islands."""
     namespaces: dict[Target, Namespace] = field(default_factory=dict)
     nat: Sequence[int] = ()
-    """Islands behind a NAT. Their namespaces are those of their routers."""
-    behind_nat: dict[Target, Namespace] = field(default_factory=dict)
-    """Where the processes of these islands run."""
+    """Islands behind a NAT."""
+    num_nodes: int = 1
+    """Nodes of each island that does not join."""
+    sites: dict[Target, Site] = field(default_factory=dict)
+    """Where islands of several nodes or behind a NAT run. Their namespaces are those of their routers."""
     relay: str = ""
     """Address of the relay for the islands behind a NAT."""
     gpus: GpuShares = field(default_factory=GpuShares)
@@ -74,27 +78,40 @@ class Fleet:
         self.islands[index] = self.join(index)
 
 
-def assign_namespace(fleet: Fleet, target: Target) -> None:
+def assign_namespace(fleet: Fleet, target: Target, num_nodes: int = 1) -> None:
     """Give the target a namespace and a link of its own, if the fleet has an emulated network."""
-    if fleet.net is not None and target not in fleet.namespaces:
-        fleet.namespaces[target] = attach(fleet.net, fleet.links.of(target))
+    if fleet.net is None or target in fleet.namespaces:
+        return
+    router = fleet.namespaces[target] = attach(fleet.net, fleet.links.of(target))
+    if num_nodes > 1 or target in fleet.nat:
+        site = fleet.sites[target] = build_site(router, num_nodes)
         if target in fleet.nat:
-            fleet.behind_nat[target] = put_behind_nat(fleet.namespaces[target])
+            masquerade(router)
+        else:
+            fleet.net.route(site.network, router)
 
 
 def start_island(config: Config, index: int, address: str | None, faults: Sequence[Fault], fleet: Fleet) -> Child:
-    """Start all ranks of one of the config's islands."""
+    """Start all ranks of one of the config's islands, on all of its nodes."""
     island, run_dir = config.for_island(index), fleet.run_dir
     arguments = [*island_overrides(island, index, faults, fleet), f"name={run_dir.name}", f"island.index={index}"]
     if address is not None:
         arguments.append(f"island.bootstrap=[{address}]")
-    command = island_command(island.ranks, ["train", str(run_dir / "config.yaml"), *arguments])
-    return start_child(fleet, index, island.label, command, run_dir / island.label / "log.txt")
+    train = ["train", str(run_dir / "config.yaml"), *arguments]
+    log = run_dir / island.label / "log.txt"
+    if fleet.num_nodes == 1:
+        return start_child(fleet, index, island.label, island_command(island.ranks, train), log)
+    gpus = fleet.gpus.by_island.get(index, ())
+    nodes = NodesOf(config, island, fleet.sites[index], gpus, is_hidden=index in fleet.nat)
+    child = start(island.label, nodes_command(nodes, train), log)
+    fleet.started.append(child)
+    return child
 
 
 def start_joiner(config: Config, index: int, address: str, faults: Sequence[Fault], fleet: Fleet) -> Child:
     """Start an island like the config's last one with the command `diloco join`, or restart one that joined before."""
     island = config.for_island(len(config.islands) - 1).model_copy(update={"index": index, "name": None})
+    island = island.model_copy(update={"ranks": island.ranks // fleet.num_nodes})  # it has one node
     island = own_the_places(config.run, island)  # the operator of this machine has written the run's config
     fleet.gpus.give_spare(index, island)
     folder = fleet.run_dir / island.label
@@ -119,9 +136,9 @@ def changed_values(island: IslandConfig) -> list[str]:
 def island_overrides(island: IslandConfig, index: int, faults: Sequence[Fault], fleet: Fleet) -> list[str]:
     """Overrides for where the island writes and listens, and for the faults it inflicts on itself."""
     overrides = [f"island.run_dir={fleet.run_dir.parent}"]
-    if index in fleet.behind_nat:
+    if index in fleet.nat:
         overrides.append(f"island.relays=[{fleet.relay}]")
-    elif index in fleet.namespaces:
+    elif index in fleet.namespaces and index not in fleet.sites:
         overrides.append(f"island.listen_host={fleet.namespaces[index].host}")
     if (link := fleet.links.of(index)) is not None and island.link_mbit is None:
         overrides.append(f"island.link_mbit={link.rate / 1e6:g}")
@@ -136,7 +153,7 @@ def island_overrides(island: IslandConfig, index: int, faults: Sequence[Fault], 
 
 def start_child(fleet: Fleet, target: Target, name: str, command: Sequence[str], log: Path) -> Child:
     """Start a process in the target's namespace, if it has one, with the target's GPUs."""
-    place = fleet.behind_nat.get(target) or fleet.namespaces.get(target)
+    place = fleet.sites[target].nodes[0] if target in fleet.sites else fleet.namespaces.get(target)
     if place is not None:
         command = place.command(*command)
     child = start(name, command, log, fleet.gpus.environment(target))

@@ -39,6 +39,7 @@ from diloco.simulate.fleet import (
 )
 from diloco.simulate.in_process import configure_in_process, run_in_process
 from diloco.simulate.injector import FaultInjector
+from diloco.simulate.nodes import check_nodes
 from inner.files import write_atomically
 
 POLL_SECONDS = 0.05
@@ -75,6 +76,7 @@ def simulate(
     try:
         with open_links(links) if disturbances.needs_net else nullcontext() as net:
             fleet = Fleet(run_dir, started, net=net, links=links, gpus=gpus, nat=disturbances.nat)
+            fleet.num_nodes = disturbances.nodes
             fleet.injects_faults = disturbances.has_faults
             if net is not None and (warning := relay_warning(net, links, len(config.islands))):
                 console.print(warning)
@@ -149,6 +151,8 @@ def check_disturbances(disturbances: Disturbances, config: Config) -> None:
         [config.for_island(index).ranks for index in range(len(config.islands))],
         has_daemon=config.outer.transport == "hivemind",
     )
+    if disturbances.nodes > 1:
+        check_nodes(config, disturbances.nodes)
     if disturbances.needs_net:
         check_possible()
     if disturbances.nat:
@@ -209,7 +213,7 @@ def run_islands(config: Config, run_dir: Path, disturbances: Disturbances, fleet
     if fleet.nat:
         start_relay(config, fleet)
     for index in range(len(config.islands)):
-        assign_namespace(fleet, index)
+        assign_namespace(fleet, index, fleet.num_nodes)
         fleet.islands[index] = start_island(config, index, address, faults, fleet)
     if address is not None:
         fleet.join = lambda index: start_joiner(config, index, address, faults, fleet)

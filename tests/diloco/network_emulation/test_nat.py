@@ -11,7 +11,8 @@ import pytest
 from diloco.config.schema import parse_config
 from diloco.errors import ConfigError
 from diloco.network_emulation.namespaces import Namespace, ip, list_namespaces, open_net
-from diloco.network_emulation.nat import INSIDE, put_behind_nat
+from diloco.network_emulation.nat import masquerade
+from diloco.network_emulation.sites import build_site
 from diloco.simulate.launch import check_nat
 from tests.swarm import TINY
 
@@ -38,8 +39,9 @@ def dialled(place: Namespace, host: str) -> str:
 def test_what_is_behind_a_nat_dials_out_by_its_routers_address_and_is_not_reached(tmp_path: Path):
     with open_net() as net:
         outside, router = net.add(), net.add()
-        inside = put_behind_nat(router)
-        ip("-n", outside.name, "route", "add", f"{INSIDE}/32", "via", router.host)
+        (inside,) = build_site(router, 1).nodes
+        masquerade(router)
+        ip("-n", outside.name, "route", "add", f"{inside.host}/32", "via", router.host)
         for place in (outside, inside):
             command = place.command(sys.executable, "-S", "-c", SERVER)
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -48,8 +50,8 @@ def test_what_is_behind_a_nat_dials_out_by_its_routers_address_and_is_not_reache
                 if place is outside:
                     assert dialled(inside, outside.host) == router.host
                 else:
-                    assert dialled(outside, INSIDE) == dialled(outside, router.host) == ""
-                    assert dialled(inside, INSIDE) == INSIDE
+                    assert dialled(outside, inside.host) == dialled(outside, router.host) == ""
+                    assert dialled(inside, inside.host) == inside.host
             finally:
                 process.kill()
                 process.wait()
