@@ -1,9 +1,8 @@
 """The loop of one island: enter the run -> (inner steps -> round) x rounds -> leave. Read this first.
 
-Every rank of the island runs `run`, in step with the others. assemble.py builds what it works with, outer/loop.py
-describes a round. With `outer.delay` a round runs in the background of the inner steps that follow it: it is launched
-at its step and lands some steps later. When rounds wait for a quorum only, island_quorum.py runs instead; train.py
-chooses.
+Every rank of the island runs `run`, in step with the others. assemble.py builds what it works with, island_rounds.py
+says when rounds are launched and land, outer/loop.py describes a round. When rounds wait for a quorum only,
+island_quorum.py runs instead; train.py chooses.
 """
 
 import logging
@@ -12,9 +11,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from diloco.assemble import Runtime
+from diloco.island_rounds import IslandRounds
 from diloco.records.metrics import EventRecord
 from diloco.runtime.garbage import collect_garbage
-from diloco.runtime.progress import NO_PROGRESS, Progress, ResumedState, ResumePoint
+from diloco.runtime.progress import Progress, ResumedState, ResumePoint
 from diloco.runtime.step_records import evaluate_heldout, make_step_record
 from inner.data.batches import StepBatch
 from inner.trainer import StepResult
@@ -27,120 +27,83 @@ log = logging.getLogger(__name__)
 
 def run(runtime: Runtime) -> None:
     """Train until the run's last round is committed. Raises TrainingStopped or OuterError when it cannot go on."""
-    outer, rounds = runtime.outer, runtime.config.outer.num_rounds
+    outer, num_rounds = runtime.outer, runtime.config.outer.num_rounds
     runtime.activity.start_untimed("entering the run")
     resumed = resume(runtime)
-    loop = IslandLoop(runtime, has_saved=resumed is not None)
     outer.begin()
     record_entry(runtime, outer.position)
+    duties = IslandDuties(runtime, num_rounds, has_saved=resumed is not None)
     if resumed is not None and (resumed.round, resumed.digest) == (outer.position.round, outer.digest):
-        loop.resume(resumed.point)
+        duties.rounds.resume(resumed.point)
     else:
         count_moments(runtime)
         evaluate(runtime)
-    while outer.position.round < rounds:
-        try:
-            if outer.round < rounds:
-                loop.inner_steps()
-                loop.launch()
-            if runtime.config.outer.delay == 0 or outer.round == rounds or runtime.requests.poll(outer.round).stop:
-                loop.land()
-                if outer.position.round < rounds and (cause := runtime.requests.poll(outer.position.round).stop):
-                    loop.save()
-                    runtime.activity.start_untimed("leaving")
-                    outer.leave()
-                    runtime.event("left", f"{cause}; {outer.position.round} of the run's {rounds} rounds are done")
-                    return
-        except CaughtUp as caught:
-            loop.go_on(caught)
+    train_rounds(runtime, duties.rounds)
     runtime.activity.start_untimed("leaving")
+    if cause := duties.rounds.stopped:
+        outer.leave()
+        runtime.event("left", f"{cause}; {outer.position.round} of the run's {num_rounds} rounds are done")
+        return
     outer.finish()
     if runtime.config.outer.gossip is None:
         record_ledger(runtime)
     runtime.event("left", f"the run's {runtime.config.outer.rounds} rounds are done")
 
 
-class IslandLoop:
-    """The island's progress since the last round that it launched, and the progress in the round in flight."""
+def train_rounds(runtime: Runtime, rounds: IslandRounds) -> None:
+    """Make inner steps until the run is over or the island leaves."""
+    rounds.proceed()
+    while not rounds.is_over:
+        result = train(runtime)
+        rounds.step(0 if result.is_skipped else result.tokens)
 
-    def __init__(self, runtime: Runtime, *, has_saved: bool) -> None:
+
+class IslandDuties:
+    """What an island does around its rounds: set the learning rate's step, record, evaluate, save. RoundEvents."""
+
+    def __init__(self, runtime: Runtime, num_rounds: int, *, has_saved: bool) -> None:
         self.runtime = runtime
+        self.rounds = IslandRounds(runtime.outer, num_rounds, self)
         self.has_saved = has_saved
         """Whether the island has a checkpoint. Without one it saves after its next commit, due or not."""
-        self.made = self.sent = NO_PROGRESS
-        self.begun_at = 0
-        """Number of the round's inner steps that were made before this process started."""
 
-    def resume(self, point: ResumePoint) -> None:
-        """Go on in the middle of a round."""
-        self.made, self.begun_at = point.made, point.steps
+    def begins(self, inner_step: int) -> None:
+        self.runtime.trainer.inner_step = inner_step
 
-    def inner_steps(self) -> None:
-        """Train until the round's inner steps are done, or until more steps would be wasted."""
-        runtime, outer, trainer = self.runtime, self.runtime.outer, self.runtime.trainer
-        if outer.cursor.num_left == 0 and outer.in_flight is not None:
-            self.land()  # Only a commit gives this island more data.
-        # The learning-rate schedule follows from the round, however many steps the last round had here.
-        begin = outer.schedule.begin(outer.round)
-        trainer.inner_step = begin + self.begun_at
-        last = begin + outer.inner_steps()
-        self.begun_at = 0
-        while outer.cursor.num_left > 0:
-            result = train(runtime)
-            self.made += Progress(1, 0 if result.is_skipped else result.tokens)
-            left = last - trainer.inner_step
-            cause = outer.interruption(left)
-            is_over = left <= 0 or cause or outer.cursor.num_left == 0
-            if outer.in_flight is not None and (is_over or trainer.inner_step - begin >= outer.schedule.delay):
-                self.land()
-            if outer.in_flight is None and runtime.requests.poll(outer.round).save:
-                self.save()
-            if is_over:
-                return
-
-    def launch(self) -> None:
-        """Start the round."""
+    def launches(self, progress: Progress) -> None:
         self.runtime.activity.start_untimed("a round")
-        # Before the launch, because an attempt may be aborted and recorded at once.
-        self.made, self.sent = NO_PROGRESS, self.made
-        self.runtime.rounds.contribution = self.sent
-        self.runtime.outer.launch(self.sent.tokens)
+        self.runtime.rounds.contribution = progress
 
-    def land(self) -> None:
-        """Wait for the commit of the round in flight, then evaluate and save if that is due.
+    def waits(self) -> None:
+        self.runtime.activity.start_untimed("a round")
 
-        Raises CaughtUp or OuterError when the round does not commit with this island.
-        """
+    def landed(self, number: int, progress: Progress, landing: Landing) -> None:
         runtime, outer = self.runtime, self.runtime.outer
-        runtime.activity.start_untimed("a round")
-        landed, landing = outer.in_flight, outer.land()
-        count_moments(runtime, landed)
-        record_round(runtime, self.sent, landing, outer.position.ledger)
-        self.sent = NO_PROGRESS
+        count_moments(runtime, number)
+        record_round(runtime, progress, landing, outer.position.ledger)
         cycle, rest = divmod(outer.position.round, runtime.config.outer.fragments)
         is_last = outer.position.round == runtime.config.outer.num_rounds
         if rest == 0 and (is_last or cycle % runtime.config.evaluate.every_rounds == 0):
             evaluate(runtime)
         every = runtime.island.checkpoint.every_rounds
         if every is not None and (not self.has_saved or (rest == 0 and (is_last or cycle % every == 0))):
-            self.save()
+            self.may_save(is_asked=True)
 
-    def save(self) -> None:
-        """Save a checkpoint. No round may be in flight. Training goes on if it fails."""
-        outer = self.runtime.outer
-        steps = max(self.runtime.trainer.inner_step - outer.schedule.begin(outer.round), 0)
-        self.has_saved = True
-        save(self.runtime, ResumePoint(steps, self.made))
-
-    def go_on(self, caught: CaughtUp) -> None:
-        """Go on from the state of others, who have committed without this island."""
-        progress = self.made + self.sent
-        self.made, self.sent = progress if caught.is_kept else NO_PROGRESS, NO_PROGRESS
+    def caught_up(self, caught: CaughtUp, progress: Progress) -> None:
         fate = "kept" if caught.is_kept else "dropped"
         self.runtime.event("caught up", f"{caught}; {progress.steps} inner steps {fate}")
         record_entry(self.runtime, self.runtime.outer.position)
         if not caught.is_kept:
             count_moments(self.runtime)
+
+    def may_save(self, *, is_asked: bool) -> None:
+        """Training goes on if it fails."""
+        if is_asked or self.runtime.requests.poll(self.runtime.outer.round).save:
+            self.has_saved = True
+            save(self.runtime, self.rounds.resume_point)
+
+    def why_stop(self, num_rounds: int) -> str:
+        return self.runtime.requests.poll(num_rounds).stop
 
 
 def train(runtime: Runtime) -> StepResult:

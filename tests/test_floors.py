@@ -46,7 +46,7 @@ FLOORS = {
         network_emulation planning records
         report runtime
         checkpoints connections swarm
-        assemble
+        assemble island_rounds
         island
         island_quorum simulate virtual
         train

@@ -1,0 +1,148 @@
+"""Turns the inner steps of an island into rounds. Whoever trains calls `step` after each inner step:
+
+    rounds.proceed()
+    while not rounds.is_over:
+        (one inner step on the unit of data that `outer.cursor.next_unit()` gives)
+        rounds.step(tokens)
+
+`diloco train` does so (island.py). With `outer.delay` a round is launched after its inner steps and lands some steps
+later; without, `step` returns when it has landed.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from diloco.runtime.progress import NO_PROGRESS, Progress, ResumePoint
+from outer.loop import OuterLoop
+from outer.report import CaughtUp, Landing
+
+
+class RoundEvents(Protocol):
+    """What happens around the rounds of one island. Every rank gets the same calls in the same order."""
+
+    def begins(self, inner_step: int) -> None:
+        """The inner steps of a round begin, after so many inner steps of the run."""
+
+    def launches(self, progress: Progress) -> None:
+        """A round is about to be launched with this progress."""
+
+    def waits(self) -> None:
+        """Training stands still until the round in flight has landed."""
+
+    def landed(self, number: int, progress: Progress, landing: Landing) -> None:
+        """A round has been committed with this progress of the island, and local params continue from it."""
+
+    def caught_up(self, caught: CaughtUp, progress: Progress) -> None:
+        """Others have committed without this island; it has taken their state."""
+
+    def may_save(self, *, is_asked: bool) -> None:
+        """No round is in flight: save now if that is asked for, or if the operator wants it."""
+
+    def why_stop(self, num_rounds: int) -> str:
+        """Why the island should leave after so many rounds of the run, or ""."""
+        ...
+
+
+class IslandRounds:
+    """Counts inner steps, launches and lands rounds. Every rank of the island makes the same calls together."""
+
+    def __init__(self, outer: OuterLoop, num_rounds: int, events: RoundEvents) -> None:
+        """`outer` has begun. `num_rounds` are those of the whole run."""
+        self._outer, self._num_rounds, self._events = outer, num_rounds, events
+        self.made = NO_PROGRESS
+        """Progress since the last launch."""
+        self.sent = NO_PROGRESS
+        """Progress in the round in flight."""
+        self.inner_step = 0
+        """Inner steps of the run behind the next one, from which the schedule of the learning rate follows."""
+        self._begun_at = self._last_step = 0
+        self.stopped = ""
+        """Why the island leaves before the run is over, or ""."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run's last round is committed, or this island leaves."""
+        return bool(self.stopped) or self._outer.position.round >= self._num_rounds
+
+    @property
+    def resume_point(self) -> ResumePoint:
+        """The place within the round. No round may be in flight."""
+        return ResumePoint(max(self.inner_step - self._outer.schedule.begin(self._outer.round), 0), self.made)
+
+    def resume(self, point: ResumePoint) -> None:
+        """Call this before `proceed` to go on in the middle of a round."""
+        self.made, self._begun_at = point.made, point.steps
+
+    def proceed(self) -> None:
+        """Go on until an inner step is wanted or the run is over. Raises OuterError when it cannot go on."""
+        while not self.is_over:
+            with self._catching_up():
+                self._begin_round()
+                # A checkpoint may be of a round whose inner steps were all made.
+                if self._outer.cursor.num_left > 0 and self.inner_step < self._last_step:
+                    return
+                self._end_round()
+
+    def step(self, tokens: int) -> None:
+        """An inner step was made on so many tokens: land and launch what is due. Raises OuterError."""
+        self.made += Progress(1, tokens)
+        self.inner_step += 1
+        with self._catching_up():
+            if not self._ends_round():
+                return
+            self._end_round()
+        self.proceed()
+
+    def _begin_round(self) -> None:
+        outer = self._outer
+        if outer.cursor.num_left == 0 and outer.in_flight is not None:
+            self._land()  # Only a commit gives this island more data.
+        # The learning-rate schedule follows from the round, however many steps the last round had here.
+        begin = outer.schedule.begin(outer.round)
+        self.inner_step, self._begun_at = begin + self._begun_at, 0
+        self._events.begins(self.inner_step)
+        self._last_step = begin + outer.inner_steps()
+
+    def _ends_round(self) -> bool:
+        """Whether the round's inner steps are done, or more of them would be wasted. Lands the last round if due."""
+        outer = self._outer
+        steps_left = self._last_step - self.inner_step
+        cause = outer.interruption(steps_left)
+        is_done = steps_left <= 0 or bool(cause) or outer.cursor.num_left == 0
+        num_done = self.inner_step - outer.schedule.begin(outer.round)
+        if outer.in_flight is not None and (is_done or num_done >= outer.schedule.delay):
+            self._land()
+        if outer.in_flight is None:
+            self._events.may_save(is_asked=False)
+        return is_done
+
+    def _end_round(self) -> None:
+        outer = self._outer
+        # Before the launch, because an attempt may be aborted and recorded at once.
+        self.made, self.sent = NO_PROGRESS, self.made
+        self._events.launches(self.sent)
+        outer.launch(self.sent.tokens)
+        if outer.schedule.delay and outer.round < self._num_rounds and not self._events.why_stop(outer.round):
+            return
+        self._land()
+        if not self.is_over and (cause := self._events.why_stop(outer.position.round)):
+            self._events.may_save(is_asked=True)
+            self.stopped = cause
+
+    def _land(self) -> None:
+        self._events.waits()
+        number, landing = self._outer.in_flight, self._outer.land()
+        assert number is not None, "there is a round in flight"
+        progress, self.sent = self.sent, NO_PROGRESS
+        self._events.landed(number, progress, landing)
+
+    @contextmanager
+    def _catching_up(self) -> Iterator[None]:
+        """If others have committed without this island within the block, it goes on from their state."""
+        try:
+            yield
+        except CaughtUp as caught:
+            progress = self.made + self.sent
+            self.made, self.sent = progress if caught.is_kept else NO_PROGRESS, NO_PROGRESS
+            self._events.caught_up(caught, progress)
