@@ -13,7 +13,8 @@ class ParamSpec:
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        return self.shape[0], math.prod(self.shape[1:])
+        """Rows and columns: (shape[0], product of the rest), (1, 1) for a number."""
+        return (self.shape[0] if self.shape else 1), math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """A mesh-independent view of a model's parameters: full names and shapes, and the rectangles that this rank holds.
 
 This is the only file that unwraps DTensor. A parameter is seen as a matrix (shape[0], product of the rest); a 1-D
-parameter is (n, 1). The slices of one replica's ranks cover the model exactly once.
+parameter is (n, 1), a number (1, 1). The slices of one replica's ranks cover the model exactly once.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,13 @@ class LocalParams:
     slices: list[ParamSlice]
     """The slices that this rank holds, in the order of `specs`. Parameters of which it holds nothing are left out."""
 
-    def __init__(self, whole: nn.Module, stages: Sequence[nn.Module]) -> None:
-        """`whole` is the full model, which may be on the meta device. `stages` are the stages that this rank holds."""
-        self.specs = [ParamSpec(name, tuple(param.shape)) for name, param in whole.named_parameters()]
+    def __init__(self, whole: nn.Module, stages: Sequence[nn.Module], names: Collection[str] | None = None) -> None:
+        """`whole` is the full model, which may be on the meta device. `stages` are the stages that this rank holds.
+
+        With `names` the view is limited to these parameters.
+        """
+        found = [(name, param) for name, param in whole.named_parameters() if names is None or name in names]
+        self.specs = [ParamSpec(name, tuple(param.shape)) for name, param in found]
         self.slices = []
         # FSDP swaps the modules' parameters while it computes; these references stay the sharded fp32 masters.
         self._copies: list[list[Tensor]] = []
@@ -54,21 +58,23 @@ class LocalParams:
         return self._copies[index]
 
     def read(self, index: int) -> Tensor:
-        """Slice `index` as a 2-D fp32 CPU tensor, which is a view if the live parameter is on the CPU."""
-        return local_tensor(self._copies[index][0]).view(self.slices[index].shape).cpu()
+        """Slice `index` as a 2-D fp32 CPU tensor, which may be a view if the live parameter is on the CPU."""
+        return local_tensor(self._copies[index][0]).reshape(self.slices[index].shape).cpu()
 
     def write(self, index: int, values: Tensor) -> None:
         """Copy `values` (2-D, shape of the slice) in place into the live parameter (all copies of a tied one)."""
         target = self.slices[index]
         assert values.shape == target.shape, f"{target.name}: got {tuple(values.shape)}, holds {target.shape}"
         for param in self._copies[index]:
-            local_tensor(param).view(target.shape).copy_(values)
+            local = local_tensor(param)
+            local.copy_(values.view(local.shape))
 
     def live(self, index: int) -> Tensor | None:
         """Slice `index` itself (2-D fp32), to be written in place, if it is on the CPU and exists once; else None."""
         param, *others = self._copies[index]
         tensor = local_tensor(param)
-        return None if others or tensor.device.type != "cpu" else tensor.view(self.slices[index].shape)
+        can_be_viewed = not others and tensor.device.type == "cpu" and tensor.is_contiguous()
+        return tensor.view(self.slices[index].shape) if can_be_viewed else None
 
 
 def local_tensor(param: Tensor) -> Tensor:
@@ -96,4 +102,5 @@ def _slice(spec: ParamSpec, param: Tensor) -> ParamSlice:
     else:
         cols = (offset[1], offset[1] + local_shape[1])
     assert param.dtype == torch.float32, f"{name}: master weights are fp32, got {param.dtype}"
-    return ParamSlice(name, rows=(offset[0], offset[0] + local_shape[0]), cols=cols)
+    first, num_rows = (offset[0], local_shape[0]) if param.ndim else (0, 1)
+    return ParamSlice(name, rows=(first, first + num_rows), cols=cols)

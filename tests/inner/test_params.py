@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from inner.mesh import Degrees
+from inner.params import LocalParams
 from tests.harness import run_ranks
 from tests.inner.small import SIZES, batch, build_trainer, share, whole_model
 
@@ -49,3 +51,26 @@ def test_a_rank_may_hold_nothing_of_a_parameter() -> None:
     most = found[0][0]
     assert [count for count, _ in found] == [most, most, most - 4 * SIZES.num_layers]
     assert all(losses == pytest.approx(expected, rel=1e-5) for _, losses in found)
+
+
+def test_a_number_and_a_transposed_matrix_are_read_and_written() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+            self.turned = nn.Parameter(torch.arange(6.0).view(2, 3).t())
+
+    model = Odd()
+    params = LocalParams(model, [model])
+    assert [held.shape for held in params.slices] == [(1, 1), (3, 2)]
+    assert params.read(1).tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    assert params.live(1) is None, "it cannot be written as a flat vector"
+    for index, held in enumerate(params.slices):
+        params.write(index, torch.full(held.shape, 7.0))
+    assert model.scale.item() == 7.0 and bool((model.turned == 7.0).all())
+
+
+def test_a_view_is_limited_to_the_named_parameters() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    params = LocalParams(model, [model], names={"1.weight", "0.bias"})
+    assert [spec.name for spec in params.specs] == ["0.bias", "1.weight"] == [held.name for held in params.slices]
