@@ -1,10 +1,16 @@
 """The program: commands, configs, launcher, records, reports. Begin with island.py.
 
+`diloco.Islands` is for a training loop of one's own (own_loop/islands.py).
+
 `inner` and `outer` are imported from beside this package: from the checkout, or from `_bundled` in an installed wheel.
 """
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from diloco.own_loop.islands import Islands as Islands
 
 
 def _use_own_packages() -> None:
@@ -25,3 +31,12 @@ def _use_own_packages() -> None:
 
 
 _use_own_packages()
+
+
+def __getattr__(name: str) -> object:
+    """`diloco.Islands`, which imports torch: commands that need none do not wait for it."""
+    if name == "Islands":
+        from diloco.own_loop.islands import Islands
+
+        return Islands
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -94,6 +94,18 @@ class IslandRounds:
             self._end_round()
         self.proceed()
 
+    def land_now(self) -> None:
+        """Land the round in flight before its time, if there is one, so that the state can be saved. Raises OuterError.
+
+        Local params then continue earlier from the global params than they would have, which is no error.
+        """
+        if self._outer.in_flight is None:
+            return
+        with self._catching_up():
+            self._land()
+            return
+        self.proceed()
+
     def _begin_round(self) -> None:
         outer = self._outer
         if outer.cursor.num_left == 0 and outer.in_flight is not None:

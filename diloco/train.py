@@ -10,6 +10,7 @@ from pathlib import Path
 
 from diloco import island, island_quorum
 from diloco.assemble import Runtime, build_trainer, open_metrics, open_runtime
+from diloco.config.check import check_trainer
 from diloco.config.init_weights import add_weights_hash
 from diloco.config.own_code import add_code_hashes
 from diloco.config.schema import Config, IslandConfig, RunConfig, dump_config
@@ -47,6 +48,7 @@ def train(config: Config, index: int, loop: Callable[[Runtime], None] | None = N
     requests = {int(number): partial(make_request, folder, name) for number, name in SIGNALS.items()}
     on_stop(lambda: say_goodbye(goodbyes, "left", "stopped by a signal"), requests)
     require_one_node(run.outer.transport)
+    check_trainer(run)
     device = pick_device(settings)
     require_host_memory(run, settings, device)
     with open_process_group(settings, device) as ranks:

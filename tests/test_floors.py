@@ -47,7 +47,7 @@ FLOORS = {
         report runtime
         checkpoints connections swarm
         assemble island_rounds
-        island
+        island own_loop
         island_quorum simulate virtual
         train
         cli
@@ -118,6 +118,9 @@ def test_a_folder_imports_lower_floors_only(path):
     here = room_of(module_of(path))
     rooms = {room_of(name) for name in IMPORTED[path] if name.split(".")[0] == here.split(".")[0]}
     below = {room for room in rooms if room not in (here, here.split(".")[0])}
+    if here == "diloco":  # the door to diloco.Islands imports it when it is asked for
+        assert below == {"diloco.own_loop"}
+        return
     assert not below or here in FLOOR_OF
     assert [room for room in below if FLOOR_OF[room] >= FLOOR_OF[here]] == []
 

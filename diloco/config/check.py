@@ -20,6 +20,7 @@ MAX_BIGRAM_VOCAB = 1024
 
 def check_island(run: RunConfig, island: IslandConfig, where: str) -> None:
     """Raise ConfigError if the island's mesh or micro-batch cannot train this run. `where` names it in the error."""
+    check_trainer(run)
     try:
         degrees = resolve_degrees(island.mesh, island.ranks)
         tokens, seq_len = run.optimizer.tokens_per_step, run.data.seq_len
@@ -39,6 +40,15 @@ def check_island(run: RunConfig, island: IslandConfig, where: str) -> None:
             check_own_optimizer(run.optimizer, degrees)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def check_trainer(run: RunConfig) -> None:
+    """Raise ConfigError if the run is trained by loops of their own, of which only the parameters are known here."""
+    if run.params:
+        raise ConfigError(
+            f"the run {run.name!r} is trained by its own program with diloco.Islands ({run.params}), and that model "
+            "is not known here: start that program, with island.bootstrap=[ADDRESS] and island.joins=true"
+        )
 
 
 def check_fragments(run: RunConfig) -> None:

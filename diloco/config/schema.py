@@ -48,6 +48,8 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     outer: OuterConfig = OuterConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    params: str = ""
+    """What identifies the trained parameters where `diloco.Islands` runs in a loop of one's own; filled in by it."""
     code_sha256: dict[str, str] = Field(default_factory=dict)
     """Hash of the file of own code, by import path; filled in when the run starts, and no part of the run's hash."""
 
@@ -75,7 +77,8 @@ class RunConfig(Section):
     @property
     def hash(self) -> str:
         """Hex digest of all values that the islands must agree on."""
-        text = json.dumps(self.model_dump(mode="json", exclude={"code_sha256"}), sort_keys=True)
+        not_agreed = {"code_sha256"} if self.params else {"code_sha256", "params"}
+        text = json.dumps(self.model_dump(mode="json", exclude=not_agreed), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def initial_weights(self, island: "IslandConfig") -> Path | None:

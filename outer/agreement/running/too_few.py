@@ -20,6 +20,8 @@ class FewIslands:
         self._knowledge, self._deadlines = knowledge, deadlines
         self._met: set[str] = set()
         """Islands that took part in a commit and have not said goodbye."""
+        self._strangers: set[str] = set()
+        """Islands that began from other parameters than this one."""
 
     def check(self, too_few: TooFew, waited: float, warned_at: float, now: float) -> float:
         """Warn once a minute. Returns when that was last done. `waited` is in seconds.
@@ -28,16 +30,31 @@ class FewIslands:
         """
         present, needed, seconds = too_few.present, too_few.needed, f"{waited:.0f} s"
         if too_few.is_start:
+            own, live = self._knowledge.status, self._knowledge.live
+            self._strangers |= {name for name, s in live.items() if s.round == 0 and not s.agrees_with(own)}
             if waited > self._deadlines.initial_seconds:
                 came = f"{present} of {needed} islands came within {seconds}"
-                raise QuorumError(f"round 0: {came}; outer.start_islands are needed to begin")
+                raise QuorumError(
+                    f"round 0: {came}; outer.start_islands are needed to begin{self._explain_strangers()}"
+                )
         elif self._knowledge.rules.below_quorum == "stop" and waited > self._deadlines.grace(present):
             came = f"{present} of outer.quorum {needed} islands after {seconds}"
             raise QuorumError(f"round {self._knowledge.status.round}: {came}, and outer.below_quorum is 'stop'")
         if now - warned_at <= WARN_SECONDS:
             return warned_at
-        self._warn(f"BELOW QUORUM: {present} of {needed} islands came; waiting for the others")
+        self._warn(
+            f"BELOW QUORUM: {present} of {needed} islands came; waiting for the others{self._explain_strangers()}"
+        )
         return now
+
+    def _explain_strangers(self) -> str:
+        """What keeps islands apart that came and began from different parameters."""
+        if not self._strangers:
+            return ""
+        return (
+            f"; {', '.join(sorted(self._strangers))} began from other parameters than this island: all islands need "
+            "the same seed or weights, and the same program"
+        )
 
     def on_plan(self, plan: Plan) -> None:
         """Say so if a plan has fewer contributors than the quorum."""

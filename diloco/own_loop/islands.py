@@ -1,0 +1,253 @@
+"""`diloco.Islands`: one model trained by many islands, in a training loop of one's own.
+
+    islands = diloco.Islands("run.yaml", model, optimizer)     # begins the run, or takes the state of the others
+    for batch in loader:
+        loss = model(batch).loss; loss.backward(); optimizer.step(); optimizer.zero_grad()
+        islands.step(tokens=batch.num_tokens)                  # counts; launches and lands rounds
+        if islands.is_over:
+            break
+
+All ranks of torch.distributed are one island; without it the process is an island of one rank.
+"""
+
+import atexit
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from diloco.assemble import build_identity, build_loop_settings, open_records
+from diloco.config.schema import dump_config
+from diloco.connections import open_connections
+from diloco.faults.self_inflicted import build_hooks, slow_down
+from diloco.island_rounds import IslandRounds
+from diloco.own_loop.model import Optimizers, as_list, describe, trained_params, with_moments
+from diloco.own_loop.ranks import check_same, find_ranks
+from diloco.own_loop.records import LoopEvents
+from diloco.own_loop.run_config import OwnLoopConfig, read_config
+from diloco.own_loop.saved_state import SavedState, parse_state
+from diloco.runtime.operator_requests import OperatorRequests
+from diloco.runtime.process_group import require_one_node
+from diloco.runtime.round_records import RoundRecords
+from inner.files import write_atomically
+from outer.connect import Network
+from outer.errors import TransportError
+from outer.loop import OuterLoop, build_loop
+from outer.network.event_loop import EventLoop
+from outer.report import RoundReport
+
+
+class Islands:
+    """This process's side of an island. Every rank of the island makes it and calls each method, in the same order.
+
+    Parameters that require gradients are averaged between islands; buffers and frozen parameters stay as they are, so
+    they must be the same everywhere. Begin from the same parameters on every island.
+    """
+
+    def __init__(
+        self,
+        config: str | Path | Mapping[str, Any],
+        model: nn.Module,
+        optimizer: Optimizers = None,
+        overrides: Sequence[str] = (),
+        *,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Enter the run. Blocks until the other islands of its start are there, or this one has taken their state.
+
+        `config`: a YAML file or the same as a dict, with `outer`, `island`, `name`, `seed`; `overrides` are
+        `section.key=value`. `optimizer` is needed for `outer.moments` only, and gives the recorded learning rate.
+        `state` is what `state_dict` returned on this rank; load the model's own state first. Raises ConfigError,
+        InputError or OuterError.
+        """
+        read = read_config(config, overrides)
+        params = trained_params(model)
+        self._ranks = find_ranks()
+        text = describe(params.specs)
+        check_same(self._ranks, text, "what is trained of the model")
+        self.config: OwnLoopConfig = read.with_model(text, self._ranks.num_ranks)
+        self._optimizers = as_list(optimizer)
+        self._moments = None if self.config.run.outer.moments is None else with_moments(params, optimizer)
+        self._params = self._moments or params
+        self._lost, self._has_unit = "", False
+        with ExitStack() as stack:
+            self._open(stack)
+            self._begin(None if state is None else parse_state(state))
+            self._resources = stack.pop_all()
+        # A process that ends says goodbye, so that the others need not find out.
+        atexit.register(self.close)
+        self._stepped_at = time.monotonic()
+
+    # -- training ---------------------------------------------------------------------------------------------
+
+    def step(self, tokens: int, loss: float | torch.Tensor | None = None) -> RoundReport | None:
+        """Count one optimizer step, and launch and land rounds when they are due. Call it after `optimizer.step`.
+
+        `tokens`: those of this rank's batches in the step; those of all ranks are added up. Ranks that compute on the
+        same text together (tensor, context parallel) give it on one of them and 0 on the others. `loss` is recorded.
+        Returns the report of a round that has landed, after which the model continues from the global parameters.
+        Raises OuterError when the run cannot go on.
+        """
+        if self.is_over:
+            raise RuntimeError("the island's run is over: leave the loop when islands.is_over")
+        if self._lost:
+            raise TransportError(self._lost)
+        seconds = time.monotonic() - self._stepped_at
+        self._slow_down(seconds)
+        tokens = self._count(tokens)
+        if not self._has_unit:
+            self._outer.cursor.next_unit()
+        self._has_unit = False
+        self._outer.pace.observe_step(time.monotonic() - self._stepped_at)
+        lr = self._optimizers[0].param_groups[0]["lr"] if self._optimizers else 0.0
+        loss = None if loss is None else float(loss)
+        self._events.write_step(self._rounds.inner_step + 1, tokens, seconds, float(lr), loss)
+        self._events.landed_report = None
+        self._rounds.step(tokens)
+        if self._rounds.is_over:
+            self._finish()
+        self._stepped_at = time.monotonic()
+        return self._events.landed_report
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run's last round is committed, or this island has left."""
+        return self._rounds.is_over or self._is_closed
+
+    @property
+    def round(self) -> int:
+        """The round that inner steps are made for."""
+        return self._outer.round
+
+    @property
+    def digest(self) -> str:
+        """Digest of the committed parameters and outer momentum, equal on all islands of the run."""
+        return self._outer.digest
+
+    def units(self) -> Iterator[int]:
+        """The units of data that this island may train on, one for each step, until the run is over.
+
+        A unit is the number of one step's data of one island: no two islands get the same, and one whose island was
+        lost is given to another. Draw the next only after `step`.
+        """
+        while not self.is_over:
+            if not self._has_unit:
+                self._unit, self._has_unit = self._outer.cursor.next_unit(), True
+            yield self._unit
+
+    @contextmanager
+    def global_params(self) -> Iterator[None]:
+        """The model holds the global parameters inside the block, for evaluation. A round in flight lands before."""
+        self._rounds.land_now()
+        with self._outer.global_params():
+            yield
+
+    # -- saving and leaving -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state of the outer loop, to be saved beside the model's and the optimizer's. Torch can load it
+        with `weights_only=True`. A round in flight lands before."""
+        self._rounds.land_now()
+        tensors, facts = self._outer.save()
+        return SavedState(facts, tensors, self._rounds.resume_point, self.config.run.hash).to_dict()
+
+    def leave(self) -> None:
+        """Leave the run after saying goodbye, and free the network. Idempotent."""
+        self.close("the loop leaves")
+
+    def close(self, why: str = "the loop has ended") -> None:
+        """As `leave`. It is called at the end of a `with` block and of the process."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        if not self._rounds.is_over:
+            self._outer.leave()
+            self._events.note("left", f"{why}; {self._outer.position.round} rounds are done")
+        self._resources.close()
+
+    def __enter__(self) -> "Islands":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close("the loop has ended" if error is None else f"{type(error).__name__} in the loop")
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _open(self, stack: ExitStack) -> None:
+        """Open records and connections, and build the outer loop."""
+        run, island, ranks = self.config.run, self.config.island, self._ranks
+        require_one_node(run.outer.transport)
+        folder, started_at = Path(island.run_dir) / run.name / island.label, time.time()
+        metrics = stack.enter_context(open_records(run, island, folder)) if ranks.is_leader else None
+        if ranks.is_leader and not (path := folder.parent / "config.yaml").exists():
+            write_atomically(path, dump_config(run))
+        requests = OperatorRequests(ranks, folder, island.max_hours, started_at)
+        stack.callback(requests.close)
+        network, event_loop = stack.enter_context(open_connections(run, island, ranks, folder, None))
+        identity = build_identity(run, island, ranks, network.island_key)
+        hooks = build_hooks(island.faults, island.index, ranks.rank, folder)
+        records = RoundRecords(metrics, run.outer.start_islands)
+        settings = build_loop_settings(run, island, folder, hooks, records)
+        self._outer: OuterLoop = build_loop(run.outer, identity, self._params, ranks, network, event_loop, settings)
+        records.find_ledger = lambda: self._outer.position.ledger
+        self._events = LoopEvents(self._outer, network, records, requests, metrics, self._moments)
+        if ranks.is_leader:
+            self._events.keep_book(folder, island)
+        self._slow_down = partial(slow_down, hooks)
+        self._watch_network(network, event_loop)
+
+    def _watch_network(self, network: Network, event_loop: EventLoop) -> None:
+        """Let the next step fail once the network is lost for good. Without that it would train alone for ever."""
+        wait_for_loss = network.wait_for_loss
+        if wait_for_loss is not None:
+
+            async def watch() -> None:
+                self._lost = await wait_for_loss()
+
+            event_loop.start(watch())
+
+    def _begin(self, saved: SavedState | None) -> None:
+        """Enter the run, and go on inside a round if the saved state is still that of the run."""
+        outer, self._is_closed = self._outer, False
+        if saved is not None:
+            saved.check(self.config.run.hash)
+            outer.restore(saved.tensors, saved.facts)
+            digest = outer.digest
+        outer.begin()
+        self._events.note_entry()
+        self._rounds = IslandRounds(outer, self.config.run.outer.num_rounds, self._events)
+        if saved is not None and outer.digest == digest:
+            self._rounds.resume(saved.point)
+        else:
+            self._events.count_moments()
+        self._rounds.proceed()
+
+    def _count(self, tokens: int) -> int:
+        """Tokens of the step on all ranks. Raises ValueError where they cannot be right."""
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
+            raise ValueError(f"tokens: got {tokens!r}; it is the number of tokens of the step's batches, as an int")
+        total, most = sum(self._ranks.gather(tokens)), self.config.tokens_per_step
+        if most is not None and total > most:
+            raise ValueError(
+                f"the step was on {total} tokens, more than optimizer.tokens_per_step={most}: others refuse that; "
+                "set it to the most tokens of a step on any island, on all islands"
+            )
+        return total
+
+    def _finish(self) -> None:
+        """The run is over, or the operator has asked this island to leave."""
+        outer = self._outer
+        if cause := self._rounds.stopped:
+            outer.leave()
+            self._events.note("left", f"{cause}; {outer.position.round} rounds are done")
+        else:
+            outer.finish()
+            self._events.note("left", f"the run's {self.config.run.outer.rounds} rounds are done")
+        self.close()

@@ -1,0 +1,42 @@
+"""The ranks of one island whose processes were started by somebody else."""
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from diloco.errors import ConfigError
+from outer.space.ranks import RankGroup
+
+GROUP_SECONDS = 1800.0
+"""Time-out of collectives among the ranks. Waits for other islands have deadlines of their own."""
+
+
+def find_ranks() -> RankGroup:
+    """All ranks of torch.distributed as one island; without it this process alone. Every rank must call it.
+
+    Raises ConfigError in a process of several that has not initialised torch.distributed.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        if (size := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+            raise ConfigError(
+                f"WORLD_SIZE is {size} and torch.distributed is not initialised: all {size} ranks would become islands "
+                "of one name; call torch.distributed.init_process_group (or wrap the model) before Islands"
+            )
+        return RankGroup()
+    if dist.get_world_size() == 1:
+        return RankGroup()
+    timeout = timedelta(seconds=GROUP_SECONDS)
+    group, background = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    assert not isinstance(group, int) and not isinstance(background, int), "every rank is in the group of all ranks"
+    return RankGroup(group, background)
+
+
+def check_same(ranks: RankGroup, value: str, what: str) -> None:
+    """Raise ConfigError on every rank if a value is not the same on all of them."""
+    found = ranks.gather(value)
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise ConfigError(
+                f"{what} differs between the ranks of this island: {found[0]} on rank 0, {other} on {rank}"
+            )

@@ -1,0 +1,108 @@
+"""What happens around the rounds of an island whose loop is not ours: records, moments, the operator's requests."""
+
+import logging
+from pathlib import Path
+
+from diloco.config.schema import IslandConfig
+from diloco.records.logbook import Logbook
+from diloco.records.metrics import EventRecord, Metrics, StepRecord
+from diloco.runtime.operator_requests import OperatorRequests
+from diloco.runtime.progress import Progress
+from diloco.runtime.round_records import RoundRecords
+from inner.optim.moments import ParamsAndMoments
+from outer.connect import Network
+from outer.loop import OuterLoop
+from outer.report import CaughtUp, Landing, RoundReport
+
+log = logging.getLogger(__name__)
+
+
+class LoopEvents:
+    """RoundEvents of such an island. Only the leader has metrics, and only its calls are written."""
+
+    def __init__(
+        self,
+        outer: OuterLoop,
+        network: Network,
+        rounds: RoundRecords,
+        requests: OperatorRequests,
+        metrics: Metrics | None,
+        moments: ParamsAndMoments | None,
+    ) -> None:
+        self._outer, self._network, self._rounds = outer, network, rounds
+        self._requests, self._metrics, self._moments = requests, metrics, moments
+        self.book: Logbook | None = None
+        """The logbook of the run, on the leader."""
+        self.landed_report: RoundReport | None = None
+        """Of the round that has landed since this was last set to None."""
+        self.tokens = 0
+        """Tokens that the island has trained on since it was started."""
+
+    def keep_book(self, folder: Path, island: IslandConfig) -> None:
+        """Note later events in the logbook of the run, too."""
+        self.book = Logbook(folder.parent, island.label)
+
+    def begins(self, inner_step: int) -> None:
+        """The loop's own schedule of learning rates counts its steps itself."""
+
+    def launches(self, progress: Progress) -> None:
+        self._rounds.contribution = progress
+
+    def waits(self) -> None:
+        """Nobody watches how long this loop's steps take."""
+
+    def landed(self, number: int, progress: Progress, landing: Landing) -> None:
+        self.count_moments(number)
+        self.landed_report = landing.reports[-1]
+        self._rounds.write(landing.reports[-1], progress, landing.waited_seconds, self._outer.position.ledger)
+        if self._metrics is not None:
+            for peer, kind, text, count in self._network.rejections.drain():
+                self._metrics.write(EventRecord(name="refused", text=f"{peer}: {kind}: {text} ({count} times)"))
+
+    def caught_up(self, caught: CaughtUp, progress: Progress) -> None:
+        fate = "kept" if caught.is_kept else "dropped"
+        self.note("caught up", f"{caught}; {progress.steps} inner steps {fate}")
+        self.note_entry()
+        if not caught.is_kept:
+            self.count_moments()
+
+    def may_save(self, *, is_asked: bool) -> None:
+        """The loop saves by itself, with `Islands.state_dict`."""
+
+    def why_stop(self, num_rounds: int) -> str:
+        return self._requests.poll(num_rounds).stop
+
+    def count_moments(self, landed: int | None = None) -> None:
+        """Correct the bias of averaged moments for the steps behind them: of the landed round, or of a taken state."""
+        if self._moments is not None:
+            self._moments.set_steps(self._outer.moment_steps(landed))
+
+    def note(self, name: str, text: str) -> None:
+        """Record and log an event of the island. Only the leader does anything."""
+        if self._metrics is None:
+            return
+        log.info("%s: %s", name, text)
+        self._metrics.write(EventRecord(name=name, text=text))
+        if self.book is not None:
+            self.book.note(name, text)
+
+    def note_entry(self) -> None:
+        """Record the position from which the island starts, or goes on after taking the state of others."""
+        position = self._outer.position
+        self.note("joined", f"round {position.round}, {position.tokens} tokens, digest {self._outer.digest[:12]}")
+
+    def write_step(self, number: int, tokens: int, seconds: float, lr: float, loss: float | None) -> None:
+        """Record inner step `number` of the run, which was on so many tokens of this island."""
+        self.tokens += tokens
+        if self._metrics is not None:
+            speed = tokens / seconds if seconds > 0 else 0.0
+            record = StepRecord(
+                step=number,
+                tokens=self.tokens,
+                loss=loss,
+                lr=lr,
+                grad_norm=None,
+                seconds=seconds,
+                tokens_per_second=speed,
+            )
+            self._metrics.write(record)

@@ -1,0 +1,125 @@
+"""What `diloco.Islands` refuses before it connects to anybody, and how it says so."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import diloco
+from diloco.errors import ConfigError
+from diloco.own_loop.model import trained_params, with_moments
+from diloco.own_loop.run_config import read_config
+from diloco.own_loop.saved_state import parse_state
+
+ALONE = {"outer": {"transport": "loopback", "rounds": 2, "inner_steps": 1, "start_islands": 1}}
+
+
+@pytest.mark.parametrize(
+    "values, text",
+    [
+        ({"model": {"dim": 32}}, "sets model, which `diloco train` follows"),
+        ({"data": {"seq_len": 8}, "optimizer": {"lr": 1e-3}}, "sets data, optimizer.lr"),
+        ({"island": {"micro_batch": 4, "name": "a"}}, "sets island.micro_batch, which"),
+        ({"islands": [{"mesh": {"tp": 2}}]}, "sets island.mesh, which"),
+        ({"outer": {"wait_for": "quorum"}}, "outer.wait_for is 'quorum'"),
+        ({"outer": {"rounds": 0}}, "outer.rounds"),
+    ],
+)
+def test_a_config_that_a_loop_of_ones_own_does_not_follow_is_refused(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        read_config(values, ())
+
+
+def test_overrides_change_the_config() -> None:
+    read = read_config(ALONE, ["island.index=3", "outer.inner_steps=7", "optimizer.tokens_per_step=100"])
+    assert (read.island.label, read.run.outer.inner_steps, read.tokens_per_step) == ("island-3", 7, 100)
+
+
+def test_more_ranks_than_the_config_says_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"island\.ranks is 4, and torch\.distributed has 2"):
+        read_config({"island": {"ranks": 4}}, ()).with_model("", 2)
+
+
+class WithEmpty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+
+@pytest.mark.parametrize(
+    "model, text",
+    [
+        (nn.Linear(2, 2).requires_grad_(False), "no parameter of the model requires a gradient"),
+        (nn.Linear(2, 2).bfloat16(), "'weight' is bfloat16.*torch.autocast"),
+        (nn.Linear(2, 2, device="meta"), "'weight' is on the meta device"),
+        (WithEmpty(), r"'nothing' has the shape \(0, 3\)"),
+    ],
+    ids=["frozen", "bfloat16", "meta", "empty"],
+)
+def test_a_model_that_islands_cannot_average_is_refused(model: nn.Module, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        trained_params(model)
+
+
+def test_moments_of_other_optimizers_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    params = trained_params(model)
+    with pytest.raises(ConfigError, match="got the optimizers: SGD"):
+        with_moments(params, torch.optim.SGD(model.parameters()))
+    with pytest.raises(ConfigError, match="do not hold all parameters"):
+        with_moments(params, torch.optim.AdamW([model.weight]))
+
+
+def test_a_process_of_several_without_torch_distributed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE is 2 and torch\.distributed is not initialised"):
+        diloco.Islands(ALONE, nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("state", [{}, {"version": 9}, {"version": 1, "facts": {}, "tensors": [], "place": {}}])
+def test_a_state_of_something_else_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"not what Islands.state_dict returned|has version 9"):
+        parse_state(state)
+
+
+def alone(tmp_path: Path, **outer: Any) -> diloco.Islands:
+    config = {"outer": ALONE["outer"] | outer, "island": {"run_dir": str(tmp_path)}}
+    return diloco.Islands(config, nn.Linear(2, 2), overrides=["optimizer.tokens_per_step=10"])
+
+
+def test_tokens_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    with alone(tmp_path) as islands:
+        for tokens, text in ((-1, "got -1"), (1.5, "got 1.5"), (11, "more than optimizer.tokens_per_step=10")):
+            with pytest.raises(ValueError, match=text):
+                islands.step(tokens=tokens)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_step_after_the_last_round_is_refused(tmp_path: Path) -> None:
+    with alone(tmp_path) as islands:
+        while not islands.is_over:
+            islands.step(tokens=10)
+        with pytest.raises(RuntimeError, match=r"leave the loop when islands\.is_over"):
+            islands.step(tokens=10)
+
+
+def test_the_state_of_another_run_is_refused(tmp_path: Path) -> None:
+    with alone(tmp_path / "one") as islands:
+        islands.step(tokens=10)
+        state = islands.state_dict()
+    config = {"outer": ALONE["outer"] | {"rounds": 3}, "island": {"run_dir": str(tmp_path / "other")}}
+    with pytest.raises(ConfigError, match="the saved state is of a run with the hash"):
+        diloco.Islands(config, nn.Linear(2, 2), state=state)
+
+
+@pytest.mark.parametrize("saves, at_step_4", [(False, True), (True, False)])
+def test_saving_lands_the_round_in_flight(tmp_path: Path, saves: bool, at_step_4: bool) -> None:
+    with alone(tmp_path, inner_steps=2, delay=2, rounds=3) as islands:
+        landed = [islands.step(tokens=10) is not None for _ in range(3)]
+        if saves:
+            islands.state_dict()
+        landed += [islands.step(tokens=10) is not None for _ in range(3)]
+        assert islands.is_over
+    assert landed == [False, False, False, at_step_4, False, True]
