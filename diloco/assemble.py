@@ -135,8 +135,6 @@ def open_runtime(
         outer = build_loop(config.outer, identity, moments or trainer.params, ranks, network, event_loop, settings)
         rounds.find_ledger = lambda: outer.position.ledger
         DiagnosticsServer(network.messenger, ProbeResponder(config.hash, lambda: outer.position.round))
-        # Islands of one process are threads, and a checkpoint's ranks talk over torch's groups of the whole process.
-        saving = open_checkpoints(config, island, folder, trainer, outer) if shared is None else nullcontext()
         yield Runtime(
             config=config,
             island=island,
@@ -148,7 +146,7 @@ def open_runtime(
             event_loop=event_loop,
             metrics=metrics,
             speed=build_mfu_meter(config, island, corpus, device) if ranks.is_leader else None,
-            checkpoints=stack.enter_context(saving),
+            checkpoints=stack.enter_context(open_checkpoints(config, island, folder, trainer, outer)),
             profiler=stack.enter_context(Profiler(island.profile, folder / "profile", ranks.rank)),
             slow_down=partial(slow_down, hooks),
             activity=ActivityMonitor(island.watchdog_seconds),

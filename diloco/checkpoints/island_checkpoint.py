@@ -52,6 +52,8 @@ class IslandCheckpoints:
         self._where = where
         self._mirror: Mirror | None = None
         """Set on the leader, if the config asks for a mirror."""
+        self._resume_step: int | None = None
+        """Inner step of the checkpoint to resume from; None: the newest."""
         self._run, self._trainer, self._outer = run, trainer, outer
 
     def mirror_to(self, url: str, *, may_pull: bool) -> None:
@@ -84,9 +86,17 @@ class IslandCheckpoints:
         self._files.when_written(self._copy)
         return None
 
+    def find_steps(self) -> set[int]:
+        """Inner steps of which there is a complete checkpoint."""
+        return self._files.find_steps()
+
+    def resume_at(self, inner_step: int) -> None:
+        """Let `resume` load the checkpoint of this step instead of the newest one."""
+        self._resume_step = inner_step
+
     def resume(self) -> ResumedState | None:
         """Load the newest complete checkpoint, None if there is none. Raises InputError if it does not fit the run."""
-        found = self._files.newest()
+        found = self._files.newest() if self._resume_step is None else self._files.at(self._resume_step)
         if found is None:
             return None
         facts, tensors = parse_island_facts(found), dict[str, torch.Tensor]()

@@ -7,7 +7,8 @@ of one rank, the hub, one event loop, and the processors: only as many islands c
 The results do not depend on who computes when. Weights and data come from seeds with generators of their own, nothing
 draws from torch's global generator, a reduce adds in the order of the plan, and every plan contains all islands. An
 island may wait long for its turn to compute, so the event loop's clock is slowed down by the number of islands: no
-deadline passes early, and islands send each other as many calls per second as real ones.
+deadline passes early, and islands send each other as many calls per second as real ones. Each island saves
+checkpoints of its own; after a kill all resume from the same step.
 """
 
 import logging
@@ -48,9 +49,27 @@ def train_together(config: Config, loop: Callable[[Runtime], None] = island.run)
             folder = Path(settings.run_dir) / run.name / settings.label
             pinned = add_weights_hash(run, settings)
             running.append(stack.enter_context(open_runtime(pinned, settings, ranks, device, folder, shared)))
+        resume_together(running)
         schedule_garbage()
         run_threads(islands, running, loop)
     shared.event_loop.close()
+
+
+def resume_together(running: Sequence[Runtime]) -> None:
+    """Let all islands resume from checkpoints of one step, the last of which each has one.
+
+    A kill may have come when some had saved a round and others had not. Those would have to take the state of others,
+    without the state of their own optimizers, and the run would not go on as if it had never stopped.
+    """
+    saved = [each.checkpoints for each in running if each.island.checkpoint.resume == "auto"]
+    found = [checkpoints.find_steps() for checkpoints in saved if checkpoints is not None]
+    if len(found) < len(running) or not any(found):
+        return
+    if common := set.intersection(*found):
+        for checkpoints in filter(None, saved):
+            checkpoints.resume_at(max(common))
+    else:
+        log.warning("the islands' checkpoints are of different steps: some take the state of others")
 
 
 def count_processors(device: str) -> int:

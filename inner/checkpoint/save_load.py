@@ -137,6 +137,11 @@ class Checkpoints:
             )
         return None
 
+    def find_steps(self) -> set[int]:
+        """Return the inner steps of which there is a checkpoint with no damaged file."""
+        intact, _ = self._list_published()
+        return {checkpoint.inner_step for checkpoint in intact if self._find_damage(checkpoint) is None}
+
     def at(self, inner_step: int) -> SavedCheckpoint:
         """Return the last saved checkpoint of a step. Raises InputError if it is absent or damaged."""
         intact, problems = self._list_published()
