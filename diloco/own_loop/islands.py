@@ -106,7 +106,7 @@ class Islands:
         self._has_unit = False
         self._outer.pace.observe_step(time.monotonic() - self._stepped_at)
         lr = self._optimizers[0].param_groups[0]["lr"] if self._optimizers else 0.0
-        loss = None if loss is None else float(loss)
+        loss = loss.item() if isinstance(loss, torch.Tensor) else loss
         self._events.write_step(self._rounds.inner_step + 1, tokens, seconds, float(lr), loss)
         self._events.landed_report = None
         self._rounds.step(tokens)

@@ -21,7 +21,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 def trained_params(model: nn.Module) -> LocalParams:
     """A view of the parameters that require gradients, under their names in the innermost module.
 
-    DDP and torch.compile are looked through. Raises ConfigError if islands cannot average them.
+    DDP, torch.compile and Fabric are looked through. Raises ConfigError if islands cannot average them.
     """
     inner = unwrap(model)
     trained = {name: param for name, param in inner.named_parameters() if param.requires_grad}
@@ -33,7 +33,7 @@ def trained_params(model: nn.Module) -> LocalParams:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel and torch.compile. Raises ConfigError for FSDP1."""
+    """The module inside DistributedDataParallel, torch.compile and Fabric. Raises ConfigError for FSDP1."""
     while True:
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
             raise ConfigError(
@@ -42,6 +42,8 @@ def unwrap(model: nn.Module) -> nn.Module:
             )
         if isinstance(model, DistributedDataParallel):
             model = model.module
+        elif isinstance(forwarded := getattr(model, "_forward_module", None), nn.Module):
+            model = forwarded  # Fabric's wrapper
         elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
             model = compiled
         else:
@@ -94,6 +96,12 @@ def with_moments(params: LocalParams, optimizers: Optimizers) -> ParamsAndMoment
 
 
 def as_list(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
-    if optimizers is None:
-        return []
-    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    """The optimizers themselves, without the wrappers that accelerate and Fabric put around them."""
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers or []
+    return [innermost(optimizer) for optimizer in given]
+
+
+def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    while isinstance(inside := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inside
+    return optimizer

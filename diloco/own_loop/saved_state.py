@@ -1,16 +1,21 @@
 """The state of an island's outer loop as its own loop saves it: a dict that `torch.load` reads with weights_only."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from diloco.errors import ConfigError
 from diloco.runtime.progress import ResumePoint
 
 VERSION = 1
+KEY = "islands"
 _POINT = TypeAdapter(ResumePoint)
 
 
@@ -50,3 +55,19 @@ def parse_state(saved: Mapping[str, Any]) -> SavedState:
         raise ConfigError(
             f"`state` is not what Islands.state_dict returned ({type(error).__name__}: {error}); give this rank's"
         ) from None
+
+
+def write_state(state: Mapping[str, Any], path: Path) -> None:
+    """Write what `Islands.state_dict` returned as a safetensors file."""
+    rest = {key: value for key, value in state.items() if key != "tensors"}
+    save_file({name: values.contiguous() for name, values in state["tensors"].items()}, path, {KEY: json.dumps(rest)})
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Read such a file. Raises ConfigError if it is damaged or something else."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            rest = json.loads((file.metadata() or {})[KEY])
+            return rest | {"tensors": {name: file.get_tensor(name) for name in file.keys()}}  # noqa: SIM118
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} holds no state of Islands ({type(error).__name__}: {error})") from None

@@ -1,0 +1,64 @@
+"""Islands around a loop of Lightning Fabric: a callback. Needs `lightning` or `lightning-fabric`.
+
+islands = IslandsCallback("run.yaml")
+fabric = Fabric(callbacks=[islands]); fabric.launch()
+model, optimizer = fabric.setup(model, optimizer)         # enters the run
+for batch in islands.until_over(loader):
+    ...; optimizer.step()                                 # counts; launches and lands rounds
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from diloco.own_loop.islands import Islands
+
+T = TypeVar("T")
+
+
+class IslandsCallback:
+    """Makes the processes of a `Fabric` one island of a run, with one model and one optimizer."""
+
+    islands: Islands
+    """Made by `fabric.setup`."""
+
+    def __init__(
+        self,
+        config: str | Path | Mapping[str, Any],
+        overrides: Sequence[str] = (),
+        *,
+        tokens_per_step: int = 1,
+        optimizer: torch.optim.Optimizer | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`tokens_per_step`: the weight of a step on each rank, as Fabric does not know its batches.
+
+        `optimizer` is needed for `outer.moments` only. `state`: as for `Islands`.
+        """
+        self._config, self._overrides, self._state = config, overrides, state
+        self._tokens, self._optimizer = tokens_per_step, optimizer
+
+    def on_after_setup(self, fabric: Any, module: nn.Module) -> None:
+        """Fabric has set up the model: enter the run."""
+        self.islands = Islands(self._config, module, self._optimizer, self._overrides, state=self._state)
+
+    def on_after_optimizer_step(self, strategy: Any, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer has made a step."""
+        self.islands.step(self._tokens)
+
+    def until_over(self, batches: Iterable[T]) -> Iterator[T]:
+        """The batches until the run is over, again and again if there are too few. Leaves the run at the end."""
+        with self.islands as islands:
+            num_before = -1
+            number = 0
+            while number > num_before:
+                num_before = number
+                for batch in batches:
+                    if islands.is_over:
+                        return
+                    yield batch
+                    number += 1
+        raise ValueError("the loader has no batches left, and the run is not over: give a list or a DataLoader")
