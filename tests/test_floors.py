@@ -16,6 +16,7 @@ FLOORS = {
         import_path
         config
         data.sources mesh params
+        data.token_files
         data
         model
         flops huggingface optim parallel.context parallel.weights

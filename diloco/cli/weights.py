@@ -63,7 +63,7 @@ def evaluate(
         list[str] | None,
         typer.Argument(
             metavar="[DATA ...]",
-            help="Text, .jsonl or .parquet files, folders or patterns (default: the run's held-out text).",
+            help="Text, .jsonl, .parquet or .tar files, folders or patterns (default: the run's held-out text).",
         ),
     ] = None,
     tokens: Annotated[

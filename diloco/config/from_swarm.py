@@ -118,7 +118,7 @@ def describe_data(run: RunConfig) -> str:
 
 def _places_of(source: DataConfig) -> tuple[str, ...]:
     """The places on a machine that a source is read from; empty if it needs none."""
-    if source.source == "files" or is_import_path(source.source):
+    if source.source in ("files", "tokens") or is_import_path(source.source):
         return tuple(source.paths)
     if source.source == "huggingface" and source.dataset is not None and _names_a_file(source.dataset):
         return (source.dataset,)

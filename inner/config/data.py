@@ -11,14 +11,15 @@ from inner.import_path import Options, is_import_path, one_of
 class SourceConfig(Section):
     """One source of text."""
 
-    source: Annotated[str, one_of(("python-stdlib", "files", "huggingface"), "my_package.sources:Papers")] = (
+    source: Annotated[str, one_of(("python-stdlib", "files", "tokens", "huggingface"), "my_package.sources:Papers")] = (
         "python-stdlib"
     )
     """An own source is named by its import path: inner/data/sources/own_source.py."""
     options: Options = Field(default_factory=dict)
     """Arguments of an own source."""
     paths: list[str] = Field(default_factory=list)
-    """For `files`: text, .jsonl or .parquet files, folders, or glob patterns. An own source gets them as they are."""
+    """For `files`: text, .jsonl, .parquet or .tar files, folders, or glob patterns. For `tokens`: token files
+    of Megatron, datatrove or OLMo. An own source gets them as they are."""
     dataset: str | None = None
     """For `huggingface`: the name of the dataset, for example `allenai/c4`."""
     dataset_config: str | None = None

@@ -7,14 +7,17 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from inner.config import DataConfig, SourceConfig
 from inner.data.lock import KeepAlive, hold_lock
 from inner.data.prepare import PrepareOptions, PrepareProgress, explain_write_errors, write_shards
-from inner.data.shards import ShardCounts, Tokens, open_split
+from inner.data.shards import ShardCounts, ShardedTokens, Tokens, open_split
 from inner.data.sources.build import build_source
 from inner.data.sources.own_source import OwnSource, check_own_source
+from inner.data.token_files.open_files import CheckedTokens, open_token_files
 from inner.data.tokenise import token_dtype
-from inner.data.tokenizer import build_tokenizer, tokenizer_fingerprint
+from inner.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_fingerprint
 from inner.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -22,6 +25,10 @@ log = logging.getLogger(__name__)
 FORMAT = 3
 """Part of the cache key; increase it when the same config would produce different tokens or files."""
 META = "meta.json"
+TOKENS = "tokens"
+"""The source that needs no tokenising: data.paths name token files."""
+SAMPLE_TOKENS = 1 << 20
+"""Held-out ids of token files that are decoded to count the bytes of their text."""
 KEY_FIELDS = {*SourceConfig.model_fields, "tokenizer", "heldout_fraction"}
 """Fields of DataConfig on which the token files of a source depend."""
 
@@ -73,6 +80,9 @@ def check_source(config: DataConfig) -> None:
     """Check that the tokenizer loads and that every source yields a document. Raises InputError if not."""
     build_tokenizer(config.tokenizer)
     for each in config.sources:
+        if each.source == TOKENS:
+            open_token_files(each.paths, "uint8")  # any type serves to see whether they are there
+            continue
         source = build_source(each)
         if isinstance(source, OwnSource):
             check_own_source(source)
@@ -85,11 +95,16 @@ def prepare_corpus(config: DataConfig, cache_dir: Path, options: PrepareOptions 
     If several processes ask for the same corpus, one prepares it and the others wait. Raises InputError when a source
     is broken or the disk is full; finished shards stay, and the next call continues after them.
     """
-    folders = [_find_or_prepare(source, cache_dir, options or PrepareOptions()) for source in config.sources]
     entries = [(entry.name, entry.weight) for entry in config.mixture] or [("", 1.0)]
-    metas = [_read_meta(folder) for folder in folders]
-    texts = [_open_text(*each) for each in zip(folders, metas, entries, strict=True)]
-    return Corpus(tuple(texts), metas[0].vocab_size, metas[0].eos_id)
+    tokenizer, options = build_tokenizer(config.tokenizer), options or PrepareOptions()
+    texts = []
+    for source, entry in zip(config.sources, entries, strict=True):
+        if source.source == TOKENS:
+            texts.append(_open_tokens(source, tokenizer, entry))
+        else:
+            folder = _find_or_prepare(source, cache_dir, options)
+            texts.append(_open_text(folder, _read_meta(folder), entry))
+    return Corpus(tuple(texts), tokenizer.vocab_size, tokenizer.eos_id)
 
 
 def _find_or_prepare(config: DataConfig, cache_dir: Path, options: PrepareOptions) -> Path:
@@ -182,3 +197,30 @@ def _open_text(folder: Path, meta: CorpusMeta, entry: tuple[str, float]) -> Text
     train = open_split(folder, "train", meta.dtype, meta.train_tokens)
     heldout = open_split(folder, "heldout", meta.dtype, meta.heldout_tokens)
     return Text(train, heldout, meta.heldout_bytes, *entry)
+
+
+def _open_tokens(config: DataConfig, tokenizer: Tokenizer, entry: tuple[str, float]) -> Text:
+    """The token files of `config` as they are. The end of the last documents is held out. Raises InputError."""
+    files = open_token_files(config.paths, token_dtype(tokenizer))
+    if no_eos := [
+        file.path for file in files if file.knows_documents and file.tokens[file.ends[0] - 1] != tokenizer.eos_id
+    ]:
+        log.warning(
+            "%s: documents do not end with the tokenizer's eos (%d), so a model does not see where they end; "
+            "data.document_mask has no effect", no_eos[0], tokenizer.eos_id,
+        )  # fmt: skip
+    whole = ShardedTokens([file.tokens for file in files], [file.ends for file in files])
+    train, heldout = whole.split(_heldout_begin(whole, config.heldout_fraction))
+    train, _ = train.split(config.max_tokens or len(train))
+    sample = CheckedTokens(heldout, tokenizer.vocab_size)[:SAMPLE_TOKENS]
+    num_bytes = len(tokenizer.decode(sample).encode()) * len(heldout) // max(len(sample), 1)
+    of_run = tokenizer.vocab_size
+    return Text(CheckedTokens(train, of_run), CheckedTokens(heldout, of_run), num_bytes, *entry)
+
+
+def _heldout_begin(whole: ShardedTokens, fraction: float) -> int:
+    """Where the held-out part begins: at the last end of a document that leaves at least the fraction."""
+    at = min(int(len(whole) * (1 - fraction)), len(whole) - 1)
+    ends = whole.document_ends()
+    number = int(np.searchsorted(ends, at, side="right"))
+    return int(ends[number - 1]) if number else at

@@ -66,6 +66,18 @@ class ShardedTokens:
             slices.append(self._pieces[piece][: stop - self._starts[piece]])
         return slices[0] if len(slices) == 1 else np.concatenate(slices)
 
+    def split(self, at: int) -> "tuple[ShardedTokens, ShardedTokens]":
+        """The first `at` tokens and the rest. A document that is cut ends in the first, and goes on in the second."""
+        pieces: tuple[list[np.ndarray], list[np.ndarray]] = [], []
+        indices: tuple[list[np.ndarray], list[np.ndarray]] = [], []
+        for piece, ends, start in zip(self._pieces, self._ends, self._starts, strict=False):
+            cut = min(max(at - start, 0), len(piece))
+            pieces[0].append(piece[:cut])
+            pieces[1].append(piece[cut:])
+            indices[0].append(np.append(ends[ends < cut], cut) if cut else ends[:0])
+            indices[1].append(ends[ends > cut] - cut)
+        return ShardedTokens(pieces[0], indices[0]), ShardedTokens(pieces[1], indices[1])
+
     def document_ends(self) -> np.ndarray:
         """End of each document, int64; the last end is the number of tokens."""
         absolute = [ends + start for ends, start in zip(self._ends, self._starts, strict=False)]

@@ -1,4 +1,4 @@
-"""Local files by path, folder or glob pattern: text, JSON Lines and Parquet."""
+"""Local files by path, folder or glob pattern: text, JSON Lines, Parquet and tar."""
 
 import glob
 import itertools
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from inner.data.sources.compressed import open_lines, tar_rows
 from inner.data.sources.documents import Document, missing_field_error, row_text
 from inner.errors import InputError
 
@@ -21,7 +22,7 @@ Row = tuple[str, str, float]
 
 @dataclass(frozen=True)
 class FilesSource:
-    """Local files. A .jsonl or .parquet file holds a document per row; any other UTF-8 file is one document."""
+    """Local files. A .jsonl, .parquet or .tar holds many documents; any other UTF-8 file is one."""
 
     paths: tuple[str, ...]
     text_field: str
@@ -45,14 +46,14 @@ class FilesSource:
         if not found:
             raise InputError(
                 f"data.paths {list(self.paths)}: no text in any of the {len(files)} files found; "
-                "need UTF-8 text, .jsonl or .parquet files that are not empty"
+                "need UTF-8 text, .jsonl, .parquet or .tar files that are not empty"
             )
 
     def _files(self) -> list[tuple[str, Path]]:
         if not self.paths:
             raise InputError(
                 "data.source=files needs data.paths, got none; "
-                "name text, .jsonl or .parquet files, folders or glob patterns"
+                "name text, .jsonl, .parquet or .tar files, folders or glob patterns"
             )
         return [file for entry in self.paths for file in find_files(entry)]
 
@@ -81,16 +82,18 @@ def _relative_to(folder: Path, paths: list[Path], entry: str) -> list[tuple[str,
     if not files:
         raise InputError(
             f"data.paths: {entry!r} matches no file (looked in {Path.cwd()}; hidden files do not count); "
-            "name a folder or a pattern with text, .jsonl or .parquet files in it"
+            "name a folder or a pattern with text, .jsonl, .parquet or .tar files in it"
         )
     return files
 
 
 def _read_rows(key: str, path: Path, text_field: str) -> Iterator[Row]:
-    if path.suffix == ".jsonl":
+    if path.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
         return _jsonl_rows(key, path, text_field)
     if path.suffix == ".parquet":
         return _parquet_rows(key, path, text_field)
+    if path.name.endswith((".tar", ".tar.gz", ".tgz")):
+        return tar_rows(key, path, text_field)
     return _text_rows(key, path)
 
 
@@ -103,14 +106,13 @@ def _text_rows(key: str, path: Path) -> Iterator[Row]:
 
 
 def _jsonl_rows(key: str, path: Path, text_field: str) -> Iterator[Row]:
-    size, size_read = path.stat().st_size, 0
-    with path.open("rb") as lines:
+    size = path.stat().st_size
+    with open_lines(path) as (lines, raw):
         for number, line in enumerate(lines):
-            size_read += len(line)
             if not line.strip():
                 continue
             where = f"{path}, line {number + 1}"
-            yield f"{key}#{number}", row_text(_json_object(line, where), text_field, where), size_read / size
+            yield f"{key}#{number}", row_text(_json_object(line, where), text_field, where), raw.tell() / size
 
 
 def _json_object(line: bytes, where: str) -> dict[str, object]:

@@ -1,0 +1,67 @@
+"""Files that hold text in another file: JSON Lines compressed by gzip or zstd, and tar archives (WebDataset's form)."""
+
+import gzip
+import io
+import json
+import tarfile
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import zstandard
+
+from inner.data.sources.documents import row_text
+from inner.errors import InputError
+
+MAX_MEMBER_BYTES = 1 << 30
+"""A longer member of an archive is no document."""
+
+
+@contextmanager
+def open_lines(path: Path) -> Iterator[tuple[Iterable[bytes], IO[bytes]]]:
+    """The lines of a file, decompressed if it ends in .gz or .zst, and the file itself, whose position tells how far.
+
+    Raises InputError if it is damaged.
+    """
+    try:
+        with path.open("rb") as raw:
+            if path.suffix == ".gz":
+                with gzip.open(raw) as lines:
+                    yield lines, raw
+            elif path.suffix == ".zst":
+                with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as stream:
+                    yield io.BufferedReader(stream), raw
+            else:
+                yield raw, raw
+    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
+        raise InputError(f"{path}: cannot be decompressed ({error}); write it again or remove it") from error
+
+
+def tar_rows(key: str, path: Path, text_field: str) -> Iterator[tuple[str, str, float]]:
+    """Key, text and share of the file of each text in an archive: .txt members, and a field of .json members."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as raw, tarfile.open(fileobj=raw, mode="r:*") as archive:
+            for member in archive:
+                if member.isfile() and member.name.endswith((".txt", ".json")):
+                    text = _read_member(archive, member, f"{path}, member {member.name}", text_field)
+                    yield f"{key}#{member.name}", text, min(raw.tell() / size, 1.0)
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        raise InputError(f"{path}: cannot be read as tar ({error}); write it again or remove it") from error
+
+
+def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str, text_field: str) -> str:
+    if member.size > MAX_MEMBER_BYTES:
+        raise InputError(f"{where}: has {member.size} bytes; a document has at most {MAX_MEMBER_BYTES}")
+    file = archive.extractfile(member)
+    assert file is not None, "it is a regular file"
+    try:
+        text = file.read().decode("utf-8")
+        row = json.loads(text) if member.name.endswith(".json") else {text_field: text}
+    except ValueError as error:
+        raise InputError(f"{where}: is not UTF-8 text or JSON ({error}); write it again or remove it") from None
+    if not isinstance(row, dict):
+        raise InputError(f"{where}: got a JSON {type(row).__name__}, need an object such as {{'text': '...'}}")
+    return row_text(row, text_field, where)

@@ -1,0 +1,65 @@
+"""Finds token files by data.paths, and checks the ids that are read from them."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from inner.data.sources.files import find_files
+from inner.data.token_files.arrays import open_array
+from inner.data.token_files.datatrove import open_datatrove
+from inner.data.token_files.megatron import open_megatron
+from inner.data.token_files.token_file import TokenFile
+from inner.errors import InputError
+
+
+def open_token_files(paths: Sequence[str], dtype: str) -> list[TokenFile]:
+    """Open all token files that `paths` name: files, folders or patterns, in this order, sorted within each.
+
+    Ids of files that do not say their type are of `dtype`. Raises InputError if there are none or one is damaged.
+    """
+    formats: dict[str, Callable[[Path], TokenFile]] = {
+        ".bin": open_megatron,
+        ".ds": open_datatrove,
+        ".npy": lambda path: open_array(path, dtype),
+    }
+    if not paths:
+        raise InputError(
+            "data.source=tokens needs data.paths, got none; name .bin, .ds or .npy files, or folders of them"
+        )
+    found = [path for entry in paths for _, path in find_files(entry)]
+    opened = [formats[path.suffix](path) for path in found if path.suffix in formats]
+    if not opened:
+        raise InputError(
+            f"data.paths {list(paths)}: none of the {len(found)} files found is a token file; data.source=tokens reads "
+            ".bin with .idx (Megatron), .ds with .ds.index (datatrove) and .npy; for text set data.source=files"
+        )
+    return opened
+
+
+class Ids(Protocol):
+    """Token ids whose slices are arrays."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: slice, /) -> np.ndarray: ...
+
+
+class CheckedTokens:
+    """Token ids of others, each of which must be one of the run's tokenizer when it is read."""
+
+    def __init__(self, tokens: Ids, vocab_size: int) -> None:
+        self._tokens, self._vocab_size = tokens, vocab_size
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: slice, /) -> np.ndarray:
+        ids = self._tokens[index]
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
+            raise InputError(
+                f"data.source=tokens: a token file holds the id {int(ids.max())}, and data.tokenizer has the ids 0 to "
+                f"{self._vocab_size - 1}: name the tokenizer with which the files were written"
+            )
+        return ids

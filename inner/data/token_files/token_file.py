@@ -1,0 +1,42 @@
+"""What is common to token files of all formats: ids that are mapped into memory, and where documents end."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from inner.errors import InputError
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Token ids of one file, of any integer type, and the end of each document in it, int64.
+
+    Ends count tokens from the start of the file. A format that does not say where documents end has one document.
+    """
+
+    path: Path
+    tokens: np.ndarray
+    ends: np.ndarray
+    knows_documents: bool = True
+
+
+def refuse(path: Path, problem: str) -> NoReturn:
+    """Raise InputError for a file that is not what its name says."""
+    raise InputError(f"data.paths: {path}: {problem}; write the file again, or name others")
+
+
+def map_ids(path: Path, dtype: np.dtype, num_tokens: int | None = None) -> np.ndarray:
+    """The ids of a file that holds nothing else. `num_tokens`: how many there must be. Raises InputError."""
+    size = path.stat().st_size
+    expected = size // dtype.itemsize if num_tokens is None else num_tokens
+    if size != expected * dtype.itemsize or not expected:
+        refuse(path, f"it has {size} bytes, and {expected} ids of {dtype.itemsize} bytes are expected")
+    return np.memmap(path, dtype=dtype, mode="r", shape=(expected,))
+
+
+def check_ends(path: Path, ends: np.ndarray, num_tokens: int) -> None:
+    """Raise InputError unless the ends of documents rise up to the number of tokens."""
+    if not len(ends) or ends[0] < 0 or ends[-1] != num_tokens or bool((np.diff(ends) < 0).any()):
+        refuse(path, f"its ends of documents do not rise to {num_tokens} tokens")
