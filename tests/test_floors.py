@@ -15,7 +15,8 @@ FLOORS = {
         errors files param_spec
         import_path
         config
-        data.sources mesh params
+        data.chat mesh params
+        data.sources
         data.token_files
         data
         model

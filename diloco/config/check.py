@@ -100,8 +100,8 @@ def model_specs(run: RunConfig, vocab_size: int) -> Sequence[ParamSpec]:
 
 
 def bigram_baseline(corpus: Corpus) -> float | None:
-    """Held-out loss of a bigram model, in nats per token; None for mixtures and for large vocabularies."""
+    """Held-out loss of a bigram model, in nats per token; None for mixtures, large vocabularies and conversations."""
     text, *others = corpus.texts
-    if corpus.vocab_size > MAX_BIGRAM_VOCAB or others:
+    if corpus.vocab_size > MAX_BIGRAM_VOCAB or others or text.is_coded:
         return None
     return bigram_loss(text.train, text.heldout, corpus.vocab_size)

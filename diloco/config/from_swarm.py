@@ -43,8 +43,9 @@ FROM_SWARM = {
     "norm_eps qk_norm qkv_bias tie_embeddings",
     "model.rope_scaling": "rope_type factor original_max_position_embeddings low_freq_factor high_freq_factor "
     "attention_factor beta_fast beta_slow",
-    "data": "options dataset_config split text_field max_tokens seq_len document_mask heldout_fraction",
-    "data.mixture": "options dataset_config split text_field max_tokens name weight",
+    "data": "options dataset_config split text_field format chat_template max_tokens seq_len document_mask "
+    "heldout_fraction",
+    "data.mixture": "options dataset_config split text_field format chat_template max_tokens name weight",
     "optimizer": "options lr betas eps muon_momentum weight_decay clip_norm schedule warmup_steps decay_steps "
     "min_lr_ratio tokens_per_step max_skipped_steps",
     "optimizer.groups": "pattern lr_scale weight_decay optimizer",

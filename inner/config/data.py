@@ -1,6 +1,6 @@
 """Config of the text: what is trained on, and what is held out."""
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -25,13 +25,20 @@ class SourceConfig(Section):
     dataset_config: str | None = None
     split: str = "train"
     text_field: str = "text"
+    format: Literal["text", "chat"] = "text"
+    """`chat`: a row holds a conversation, in the field `messages` if `text_field` names no other; the loss is on the
+    assistant's words only. Rows of .jsonl, .parquet, .tar and datasets."""
+    chat_template: Literal["chatml", "llama3"] = "chatml"
+    """What stands around the messages of a conversation."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Number of training tokens to read at most. None: all of the text."""
 
     @model_validator(mode="after")
-    def _options_have_an_own_source(self) -> Self:
+    def _settings_fit_the_source(self) -> Self:
         if self.options and not is_import_path(self.source):
             raise ValueError(f"options are those of an own source, and source is {self.source}; leave options out")
+        if self.format == "chat" and self.source not in ("files", "huggingface"):
+            raise ValueError(f"format chat needs rows of the source files or huggingface, and source is {self.source}")
         return self
 
 

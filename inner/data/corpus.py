@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from inner.config import DataConfig, SourceConfig
+from inner.data.chat.coding import DTYPE, count_learned
 from inner.data.lock import KeepAlive, hold_lock
 from inner.data.prepare import PrepareOptions, PrepareProgress, explain_write_errors, write_shards
 from inner.data.shards import ShardCounts, ShardedTokens, Tokens, open_split
@@ -44,6 +45,8 @@ class Text:
     name: str = ""
     """Name of the mixture entry; empty without a mixture."""
     weight: float = 1.0
+    is_coded: bool = False
+    """Whether the ids are those of conversations, coded as in inner/data/chat/coding.py."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ def _find_or_prepare(config: DataConfig, cache_dir: Path, options: PrepareOption
 def _cache_key(config: DataConfig) -> str:
     parts = [
         FORMAT,
-        config.model_dump(mode="json", include=KEY_FIELDS),
+        config.model_dump(mode="json", include=KEY_FIELDS | ({"seq_len"} if config.format == "chat" else set())),
         build_source(config).fingerprint(),
         tokenizer_fingerprint(config.tokenizer),
     ]
@@ -165,7 +168,7 @@ def _build_meta(config: DataConfig, counts: ShardCounts) -> CorpusMeta:
     return CorpusMeta(
         vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
-        dtype=token_dtype(tokenizer),
+        dtype=DTYPE if config.format == "chat" else token_dtype(tokenizer),
         train_tokens=train_tokens,
         heldout_tokens=counts.heldout_tokens,
         heldout_bytes=counts.heldout_bytes,
@@ -186,7 +189,7 @@ def _require_both_splits(config: DataConfig, counts: ShardCounts) -> None:
 def _read_meta(folder: Path) -> CorpusMeta:
     try:
         meta = CorpusMeta(**json.loads((folder / META).read_bytes()))
-        if meta.dtype not in ("uint16", "uint32"):
+        if meta.dtype not in ("uint16", "uint32", DTYPE):
             raise ValueError(f"dtype {meta.dtype!r}")
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{folder / META} is damaged ({error}); delete {folder}") from None
@@ -196,7 +199,14 @@ def _read_meta(folder: Path) -> CorpusMeta:
 def _open_text(folder: Path, meta: CorpusMeta, entry: tuple[str, float]) -> Text:
     train = open_split(folder, "train", meta.dtype, meta.train_tokens)
     heldout = open_split(folder, "heldout", meta.dtype, meta.heldout_tokens)
-    return Text(train, heldout, meta.heldout_bytes, *entry)
+    if meta.dtype != DTYPE:
+        return Text(train, heldout, meta.heldout_bytes, *entry)
+    # The loss is that of the assistant's tokens, whose bytes were counted, and they are a part of all.
+    learned = count_learned(heldout[:])
+    if not learned:
+        raise InputError("data.format=chat: the held-out conversations have no words of an assistant; give more rows")
+    num_bytes = round(meta.heldout_bytes * len(heldout) / learned)
+    return Text(train, heldout, num_bytes, *entry, is_coded=True)
 
 
 def _open_tokens(config: DataConfig, tokenizer: Tokenizer, entry: tuple[str, float]) -> Text:

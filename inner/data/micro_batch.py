@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-IGNORE_INDEX = -100
-"""The target of a position without a next token; the loss leaves it out, as torch's cross_entropy does."""
+from inner.data.chat.coding import CONTEXT, IGNORE
+
+IGNORE_INDEX = IGNORE
 CPU = torch.device("cpu")
 
 
@@ -74,13 +75,14 @@ class Cutter:
 
     def __call__(self, window_BT: Tensor) -> MicroBatch:
         """Cut a CPU window of seq_len + 1 tokens; it may be shorter if this rank holds all positions."""
-        here_2BS = torch.stack((window_BT[:, :-1], window_BT[:, 1:]))
+        tokens_BT, targets_BT = decode(window_BT)
+        here_2BS = torch.stack((tokens_BT[:, :-1], targets_BT[:, 1:]))
         if not self.holds_all:
             length = here_2BS.shape[2]
             assert length == self.seq_len, f"{length} positions, the mesh has {self.seq_len}"
             here_2BS = here_2BS[..., self.positions_S]
         tokens_BS, targets_BS = send(here_2BS, self.device)
-        return MicroBatch(tokens_BS, targets_BS, None if self.eos_id is None else self.pack(window_BT[:, :-1]))
+        return MicroBatch(tokens_BS, targets_BS, None if self.eos_id is None else self.pack(tokens_BT[:, :-1]))
 
     @property
     def holds_all(self) -> bool:
@@ -94,6 +96,16 @@ class Cutter:
         everywhere = self.holds_all or self.attends_everywhere
         positions_S = np.arange(tokens_BT.shape[1]) if everywhere else self.positions_S.numpy()
         return build_packing(sequences_BT, positions_S, self.device)
+
+
+def decode(window_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Which ids the model reads, and which it learns; -100 where none (inner/data/chat/coding.py)."""
+    if not bool((window_BT < IGNORE_INDEX).any()):
+        return window_BT, window_BT
+    is_context_BT = window_BT < IGNORE_INDEX
+    return torch.where(is_context_BT, CONTEXT - window_BT, window_BT), window_BT.masked_fill(
+        is_context_BT, IGNORE_INDEX
+    )
 
 
 def num_targets(window_BT: Tensor) -> int:

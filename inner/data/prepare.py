@@ -3,13 +3,15 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
 from inner.config import DataConfig
+from inner.data.chat.encode import end_of_sequence, place
+from inner.data.chat.messages import learned_text
 from inner.data.shards import ShardBuilder, ShardCounts, finished_shards, publish_shard
 from inner.data.sources.build import build_source
 from inner.data.sources.documents import Document, hold_out_an_end, is_heldout
@@ -97,6 +99,8 @@ class CorpusLimits:
     def __init__(self, config: DataConfig, progress: PrepareProgress) -> None:
         self.progress = progress
         self._fraction = config.heldout_fraction
+        self.seq_len = config.seq_len if config.format == "chat" else None
+        """Length of the sequences in which conversations are packed; None for text."""
         self.train = math.inf if config.max_tokens is None else config.max_tokens
         self._heldout = self.train * config.heldout_fraction
 
@@ -118,6 +122,11 @@ class CorpusLimits:
         return document.share if math.isinf(self.train) else min(self.progress.train_tokens / self.train, 1.0)
 
 
+def chat_template(config: DataConfig) -> str | None:
+    """The template of the conversations of `config`; None if it reads text."""
+    return config.chat_template if config.format == "chat" else None
+
+
 def write_shards(config: DataConfig, folder: Path, options: PrepareOptions) -> ShardCounts:
     """Write the missing shards of one source and return the totals of all. Only one process may call it at a time.
 
@@ -131,7 +140,11 @@ def write_shards(config: DataConfig, folder: Path, options: PrepareOptions) -> S
             log.info("%s: resuming after %d finished shards", config.source, len(finished))
         with (
             closing(_unread_documents(config, progress.published.num_read)) as documents,
-            closing(tokenise_documents(documents, config.tokenizer, options.processes, limits.has_place)) as stream,
+            closing(
+                tokenise_documents(
+                    documents, config.tokenizer, options.processes, limits.has_place, chat_template(config)
+                )
+            ) as stream,
         ):
             _write(stream, folder, limits, options)
     return progress.published
@@ -150,7 +163,9 @@ def explain_write_errors(folder: Path) -> Iterator[None]:
 
 
 def _unread_documents(config: DataConfig, skip: int) -> Generator[Document, None, None]:
-    documents = hold_out_an_end(build_source(config).documents(), config.heldout_fraction)
+    documents: Iterable[Document] = build_source(config).documents()
+    if config.format == "text":  # half a conversation is none
+        documents = hold_out_an_end(documents, config.heldout_fraction)
     yield from islice(documents, skip, None)
 
 
@@ -161,19 +176,39 @@ def _write(stream: Iterator[EncodedDocument], folder: Path, limits: CorpusLimits
         document, shard = encoded.document, progress.shard
         # Checked again, because the split may have become full since the document was encoded.
         if limits.has_place(document):
-            if limits.is_heldout(document):
-                shard.add_heldout(encoded.ids, len(document.text.encode("utf-8", "replace")))
-            else:
-                shard.add_train(encoded.ids)
+            _add(encoded, limits)
         shard.counts.num_read += 1
         progress.share = limits.share(document)
         options.report(progress)
-        if shard.num_tokens >= options.shard_tokens or limits.is_reached:
-            _publish(folder, progress)
         if limits.is_reached:
-            return
+            break
+        if shard.num_tokens >= options.shard_tokens:
+            _publish(folder, progress)
     if progress.shard.counts.num_read:
+        _fill_last_sequence(limits)
         _publish(folder, progress)
+
+
+def _add(encoded: EncodedDocument, limits: CorpusLimits) -> None:
+    """Add a document to its split; a conversation behind the padding that it needs."""
+    progress, ids = limits.progress, encoded.ids
+    if limits.is_heldout(encoded.document):
+        text_bytes = encoded.document.text if limits.seq_len is None else learned_text(encoded.document.text)
+        if limits.seq_len is not None:
+            ids = place(ids, progress.heldout_tokens, limits.seq_len)
+        progress.shard.add_heldout(ids, len(text_bytes.encode("utf-8", "replace")))
+    else:
+        if limits.seq_len is not None:
+            ids = place(ids, progress.train_tokens, limits.seq_len)
+        progress.shard.add_train(ids)
+
+
+def _fill_last_sequence(limits: CorpusLimits) -> None:
+    """Pad conversations up to the end of the last sequence of each split."""
+    if limits.seq_len is not None:
+        progress = limits.progress
+        progress.shard.pad("train", end_of_sequence(progress.train_tokens, limits.seq_len))
+        progress.shard.pad("heldout", end_of_sequence(progress.heldout_tokens, limits.seq_len))
 
 
 def _publish(folder: Path, progress: PrepareProgress) -> None:

@@ -130,6 +130,16 @@ class ShardBuilder:
         self.tokens["heldout"] += ids.tobytes()
         self.ends["heldout"].append(self.counts.heldout_tokens)
 
+    def pad(self, split: SplitName, ids: np.ndarray) -> None:
+        """Append ids that belong to no document; the last document of the split ends after them."""
+        if split == "train":
+            self.counts.train_tokens += len(ids)
+        else:
+            self.counts.heldout_tokens += len(ids)
+        self.tokens[split] += ids.tobytes()
+        if self.ends[split]:
+            self.ends[split][-1] += len(ids)
+
 
 def publish_shard(folder: Path, number: int, shard: ShardBuilder) -> None:
     """Write the shard to disk, then rename it into place. Only one process may call it at a time. Raises OSError."""

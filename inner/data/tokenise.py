@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from inner.data.chat.coding import DTYPE
+from inner.data.chat.encode import encode_conversation
 from inner.data.sources.documents import Document
 from inner.data.tokenizer import Tokenizer, build_tokenizer
 from inner.errors import InputError
@@ -39,23 +41,28 @@ def token_dtype(tokenizer: Tokenizer) -> str:
 
 
 def tokenise_documents(
-    documents: Iterable[Document], tokenizer: str, processes: int, is_wanted: DocumentFilter
+    documents: Iterable[Document],
+    tokenizer: str,
+    processes: int,
+    is_wanted: DocumentFilter,
+    template: str | None = None,
 ) -> EncodedDocuments:
     """Yield all documents in order, for any number of processes. Close the generator if it is not exhausted.
 
+    With `template` they are conversations, and their ids are coded (inner/data/chat/coding.py).
     is_wanted may be called some documents ahead of the one yielded. Raises InputError if a worker process died.
     """
     if processes > 1:
-        yield from _tokenise_in_pool(documents, tokenizer, processes, is_wanted)
+        yield from _tokenise_in_pool(documents, tokenizer, processes, is_wanted, template)
         return
     encoder = build_tokenizer(tokenizer)
     for document in documents:
-        (ids,) = _encode(encoder, [document.text if is_wanted(document) else None])
+        (ids,) = _encode(encoder, [document.text if is_wanted(document) else None], template)
         yield EncodedDocument(document, ids)
 
 
 def _tokenise_in_pool(
-    documents: Iterable[Document], tokenizer: str, processes: int, is_wanted: DocumentFilter
+    documents: Iterable[Document], tokenizer: str, processes: int, is_wanted: DocumentFilter, template: str | None
 ) -> EncodedDocuments:
     # A fork would copy locks that threads of this process hold.
     spawn = multiprocessing.get_context("spawn")
@@ -64,7 +71,7 @@ def _tokenise_in_pool(
     try:
         for chunk in _chunks(documents):
             texts = [document.text if is_wanted(document) else None for document in chunk]
-            ahead.append((chunk, pool.submit(_encode_in_worker, texts)))
+            ahead.append((chunk, pool.submit(_encode_in_worker, texts, template)))
             if len(ahead) > CHUNKS_AHEAD * processes:
                 yield from _pair_with_ids(*ahead.popleft())
         while ahead:
@@ -95,8 +102,11 @@ def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield chunk
 
 
-def _encode(tokenizer: Tokenizer, texts: list[str | None]) -> list[np.ndarray]:
+def _encode(tokenizer: Tokenizer, texts: list[str | None], template: str | None) -> list[np.ndarray]:
     """Token ids of each text followed by eos; an empty array for None."""
+    if template is not None:
+        nothing = np.empty(0, DTYPE)
+        return [nothing if text is None else encode_conversation(tokenizer, text, template) for text in texts]
     dtype = token_dtype(tokenizer)
     eos = np.array([tokenizer.eos_id], dtype=dtype)
     nothing = eos[:0]
@@ -120,5 +130,5 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
-def _encode_in_worker(texts: list[str | None]) -> list[np.ndarray]:
-    return _encode(_worker_tokenizers[0], texts)
+def _encode_in_worker(texts: list[str | None], template: str | None) -> list[np.ndarray]:
+    return _encode(_worker_tokenizers[0], texts, template)

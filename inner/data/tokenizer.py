@@ -39,6 +39,10 @@ class Tokenizer(Protocol):
         """Text of the ids, without special tokens."""
         ...
 
+    def special_id(self, name: str) -> int | None:
+        """Id of a special token such as <|im_end|>; None if the tokenizer has none of this name."""
+        ...
+
 
 class BytesTokenizer:
     """Ids 0-255 are UTF-8 bytes, 256 starts a prompt (unused in training), 257 is eos, 258 and 259 are reserved."""
@@ -53,7 +57,11 @@ class BytesTokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of the bytes; invalid UTF-8 becomes U+FFFD."""
-        return bytes(int(i) for i in ids if i < 256).decode("utf-8", "replace")
+        return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", "replace")
+
+    def special_id(self, name: str) -> int | None:
+        """Bytes have no special tokens with names."""
+        return None
 
 
 class LibraryTokenizer:
@@ -79,6 +87,9 @@ class LibraryTokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def special_id(self, name: str) -> int | None:
+        return self._tokenizer.token_to_id(name)
 
     def save(self, path: Path) -> None:
         self._tokenizer.save(str(path))

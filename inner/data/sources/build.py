@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from inner.config import DataConfig
-from inner.data.sources.documents import Source
+from inner.data.sources.documents import Source, TextField
 from inner.data.sources.files import FilesSource
 from inner.data.sources.huggingface import HuggingFaceSource
 from inner.data.sources.own_source import build_own_source
@@ -24,11 +24,18 @@ def _build_huggingface(config: DataConfig) -> HuggingFaceSource:
             f"data.source=huggingface streams {config.dataset!r} and needs data.max_tokens to know where to stop, "
             "got none; for example data.max_tokens=50000000"
         )
-    return HuggingFaceSource(config.dataset, config.dataset_config, config.split, config.text_field)
+    return HuggingFaceSource(config.dataset, config.dataset_config, config.split, text_field_of(config))
+
+
+def text_field_of(config: DataConfig) -> TextField:
+    """The field of rows that `config` reads."""
+    is_chat = config.format == "chat"
+    is_default = config.text_field == DataConfig.model_fields["text_field"].default
+    return TextField("messages" if is_chat and is_default else config.text_field, is_chat)
 
 
 BUILDERS: dict[str, Callable[[DataConfig], Source]] = {
     "python-stdlib": lambda config: StdlibSource(),
-    "files": lambda config: FilesSource(tuple(config.paths), config.text_field),
+    "files": lambda config: FilesSource(tuple(config.paths), text_field_of(config)),
     "huggingface": _build_huggingface,
 }

@@ -12,7 +12,7 @@ from typing import IO
 
 import zstandard
 
-from inner.data.sources.documents import row_text
+from inner.data.sources.documents import TextField, row_text
 from inner.errors import InputError
 
 MAX_MEMBER_BYTES = 1 << 30
@@ -39,29 +39,29 @@ def open_lines(path: Path) -> Iterator[tuple[Iterable[bytes], IO[bytes]]]:
         raise InputError(f"{path}: cannot be decompressed ({error}); write it again or remove it") from error
 
 
-def tar_rows(key: str, path: Path, text_field: str) -> Iterator[tuple[str, str, float]]:
+def tar_rows(key: str, path: Path, field: TextField) -> Iterator[tuple[str, str, float]]:
     """Key, text and share of the file of each text in an archive: .txt members, and a field of .json members."""
     size = path.stat().st_size
     try:
         with path.open("rb") as raw, tarfile.open(fileobj=raw, mode="r:*") as archive:
             for member in archive:
                 if member.isfile() and member.name.endswith((".txt", ".json")):
-                    text = _read_member(archive, member, f"{path}, member {member.name}", text_field)
+                    text = _read_member(archive, member, f"{path}, member {member.name}", field)
                     yield f"{key}#{member.name}", text, min(raw.tell() / size, 1.0)
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         raise InputError(f"{path}: cannot be read as tar ({error}); write it again or remove it") from error
 
 
-def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str, text_field: str) -> str:
+def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str, field: TextField) -> str:
     if member.size > MAX_MEMBER_BYTES:
         raise InputError(f"{where}: has {member.size} bytes; a document has at most {MAX_MEMBER_BYTES}")
     file = archive.extractfile(member)
     assert file is not None, "it is a regular file"
     try:
         text = file.read().decode("utf-8")
-        row = json.loads(text) if member.name.endswith(".json") else {text_field: text}
+        row = json.loads(text) if member.name.endswith(".json") else {field.name: text}
     except ValueError as error:
         raise InputError(f"{where}: is not UTF-8 text or JSON ({error}); write it again or remove it") from None
     if not isinstance(row, dict):
         raise InputError(f"{where}: got a JSON {type(row).__name__}, need an object such as {{'text': '...'}}")
-    return row_text(row, text_field, where)
+    return row_text(row, field, where)

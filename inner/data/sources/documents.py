@@ -4,8 +4,9 @@ import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from inner.data.chat.messages import parse_messages, to_text
 from inner.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -75,10 +76,23 @@ def _cut(document: Document, heldout_fraction: float) -> tuple[Document, Documen
     return replace(document, text=text[:at]), end
 
 
-def row_text(row: Mapping[str, object], text_field: str, where: str) -> str:
-    """Text of a row, empty if it is null. Raises InputError, naming the existing fields, if the field is missing."""
+class TextField(NamedTuple):
+    """The field of a row that holds its text, or its conversation."""
+
+    name: str
+    is_chat: bool = False
+
+
+def row_text(row: Mapping[str, object], field: TextField, where: str) -> str:
+    """Text of a row, empty if it is null. A conversation becomes the text of its messages (inner/data/chat).
+
+    Raises InputError, naming the existing fields, if the field is missing.
+    """
+    text_field = field.name
     if text_field not in row:
         raise missing_field_error(text_field, list(row), where)
+    if field.is_chat:
+        return to_text(parse_messages(row[text_field], where))
     text = row[text_field]
     if text is None:
         return ""

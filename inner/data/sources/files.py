@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inner.data.sources.compressed import open_lines, tar_rows
-from inner.data.sources.documents import Document, missing_field_error, row_text
+from inner.data.sources.documents import Document, TextField, missing_field_error, row_text
 from inner.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class FilesSource:
     """Local files. A .jsonl, .parquet or .tar holds many documents; any other UTF-8 file is one."""
 
     paths: tuple[str, ...]
-    text_field: str
+    field: TextField
 
     def fingerprint(self) -> object:
         """Path, size and modification time of every file."""
@@ -38,7 +38,7 @@ class FilesSource:
         sizes = [path.stat().st_size for _, path in files]
         found, size_read, whole_size = False, 0, max(sum(sizes), 1)
         for (key, path), size in zip(files, sizes, strict=True):
-            for row_key, text, file_share in _read_rows(key, path, self.text_field):
+            for row_key, text, file_share in _read_rows(key, path, self.field):
                 if text:
                     found = True
                     yield Document(row_key, text, (size_read + file_share * size) / whole_size)
@@ -87,13 +87,15 @@ def _relative_to(folder: Path, paths: list[Path], entry: str) -> list[tuple[str,
     return files
 
 
-def _read_rows(key: str, path: Path, text_field: str) -> Iterator[Row]:
+def _read_rows(key: str, path: Path, field: TextField) -> Iterator[Row]:
     if path.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
-        return _jsonl_rows(key, path, text_field)
+        return _jsonl_rows(key, path, field)
     if path.suffix == ".parquet":
-        return _parquet_rows(key, path, text_field)
+        return _parquet_rows(key, path, field)
     if path.name.endswith((".tar", ".tar.gz", ".tgz")):
-        return tar_rows(key, path, text_field)
+        return tar_rows(key, path, field)
+    if field.is_chat:
+        raise InputError(f"{path}: a file of text holds no conversations; name .jsonl, .parquet or .tar files only")
     return _text_rows(key, path)
 
 
@@ -105,14 +107,14 @@ def _text_rows(key: str, path: Path) -> Iterator[Row]:
         log.warning("%s is not UTF-8 text and is skipped", path)
 
 
-def _jsonl_rows(key: str, path: Path, text_field: str) -> Iterator[Row]:
+def _jsonl_rows(key: str, path: Path, field: TextField) -> Iterator[Row]:
     size = path.stat().st_size
     with open_lines(path) as (lines, raw):
         for number, line in enumerate(lines):
             if not line.strip():
                 continue
             where = f"{path}, line {number + 1}"
-            yield f"{key}#{number}", row_text(_json_object(line, where), text_field, where), raw.tell() / size
+            yield f"{key}#{number}", row_text(_json_object(line, where), field, where), raw.tell() / size
 
 
 def _json_object(line: bytes, where: str) -> dict[str, object]:
@@ -125,19 +127,19 @@ def _json_object(line: bytes, where: str) -> dict[str, object]:
     return row
 
 
-def _parquet_rows(key: str, path: Path, text_field: str) -> Iterator[Row]:
+def _parquet_rows(key: str, path: Path, field: TextField) -> Iterator[Row]:
     # Imported here because pyarrow takes half a second, which only readers of Parquet should pay.
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            if text_field not in file.schema_arrow.names:
-                raise missing_field_error(text_field, file.schema_arrow.names, str(path))
-            batches = file.iter_batches(ROWS_PER_READ, columns=[text_field])
+            if field.name not in file.schema_arrow.names:
+                raise missing_field_error(field.name, file.schema_arrow.names, str(path))
+            batches = file.iter_batches(ROWS_PER_READ, columns=[field.name])
             rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, row in enumerate(rows):
-                text = row_text(row, text_field, f"{path}, row {number}")
+                text = row_text(row, field, f"{path}, row {number}")
                 yield f"{key}#{number}", text, (number + 1) / file.metadata.num_rows
     except pyarrow.ArrowException as error:
         raise InputError(f"{path}: cannot be read as Parquet ({error}); write it again or remove it") from error

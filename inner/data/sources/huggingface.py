@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from inner.data.sources.documents import Document, row_text
+from inner.data.sources.documents import Document, TextField, row_text
 from inner.data.sources.files import find_files
 from inner.data.sources.hub import require_on_hub
 from inner.errors import InputError, summarise
@@ -24,7 +24,7 @@ class HuggingFaceSource:
     dataset: str
     dataset_config: str | None
     split: str
-    text_field: str
+    field: TextField
 
     def fingerprint(self) -> object:
         """Path, size and modification time of the files of a local dataset; None for a dataset on the hub."""
@@ -40,7 +40,7 @@ class HuggingFaceSource:
         found = False
         with closing(self._rows()) as rows:
             for number, row in enumerate(rows):
-                text = row_text(row, self.text_field, f"dataset {prefix}, row {number}")
+                text = row_text(row, self.field, f"dataset {prefix}, row {number}")
                 if text:
                     found = True
                     yield Document(f"{prefix}#{number}", text)

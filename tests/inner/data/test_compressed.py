@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from inner.data.sources.documents import TextField
 from inner.data.sources.files import FilesSource
 from inner.errors import InputError
 
@@ -27,7 +28,7 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zst"
 
 
 def read(path: Path) -> dict[str, str]:
-    return {document.key: document.text for document in FilesSource((str(path),), "text").documents()}
+    return {document.key: document.text for document in FilesSource((str(path),), TextField("text")).documents()}
 
 
 @pytest.mark.parametrize("suffix", COMPRESSORS)
@@ -35,7 +36,7 @@ def test_compressed_lines_give_a_document_per_row(tmp_path: Path, suffix: str) -
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(COMPRESSORS[suffix](LINES))
     assert read(path) == {f"{path.name}#{number}": row for number, row in enumerate(ROWS)}
-    shares = [document.share or 0.0 for document in FilesSource((str(path),), "text").documents()]
+    shares = [document.share or 0.0 for document in FilesSource((str(path),), TextField("text")).documents()]
     assert shares == sorted(shares) and shares[-1] == 1.0
 
 

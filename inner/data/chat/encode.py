@@ -1,0 +1,48 @@
+"""Conversations as coded token ids, packed so that none crosses the border between two sequences."""
+
+from typing import Protocol
+
+import numpy as np
+
+from inner.data.chat.coding import DTYPE, IGNORE, as_context
+from inner.data.chat.messages import from_text
+from inner.data.chat.templates import TEMPLATES
+
+
+class Encoder(Protocol):
+    """What conversations need of a tokenizer (inner/data/tokenizer.py)."""
+
+    @property
+    def eos_id(self) -> int: ...
+
+    def encode(self, text: str) -> np.ndarray: ...
+
+    def special_id(self, name: str) -> int | None: ...
+
+
+def encode_conversation(tokenizer: Encoder, text: str, template: str) -> np.ndarray:
+    """Coded ids of a conversation, int32, with eos as context at the end. `text` is what `to_text` has made."""
+    coded = []
+    for piece in TEMPLATES[template](from_text(text)):
+        marker = tokenizer.special_id(piece.text) if piece.is_marker else None
+        ids = tokenizer.encode(piece.text) if marker is None else np.array([marker])
+        coded.append(ids.astype(DTYPE) if piece.is_learned else as_context(ids))
+    return np.concatenate([*coded, as_context(np.array([tokenizer.eos_id]))])
+
+
+def place(coded: np.ndarray, position: int, seq_len: int) -> np.ndarray:
+    """The conversation with the padding before it so that it lies within one sequence. A longer one is cut.
+
+    `position`: number of ids before it. Sequences begin at multiples of `seq_len`.
+    """
+    coded, room = coded[:seq_len], seq_len - position % seq_len
+    return coded if len(coded) <= room else np.append(padding(room), coded)
+
+
+def padding(length: int) -> np.ndarray:
+    return np.full(length, IGNORE, DTYPE)
+
+
+def end_of_sequence(position: int, seq_len: int) -> np.ndarray:
+    """Padding up to the end of the sequence, and the one id that the last sequence has as its last target."""
+    return padding(-position % seq_len + 1)
