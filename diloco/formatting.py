@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from diloco.errors import ConfigError
 
@@ -39,6 +39,15 @@ def human_loss(value: float | None) -> str:
 def one_line(text: str) -> str:
     """Make text from elsewhere safe for a terminal by removing line breaks and escape codes."""
     return "".join(c if c.isprintable() else " " for c in text).strip()
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of text with the cells in columns: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) if index == 0 else cell.rjust(width) for index, (cell, width) in enumerate(cells))
+        for cells in (list(zip(row, widths, strict=True)) for row in rows)
+    ]
 
 
 def parse_bits_per_second(text: str) -> float:

@@ -51,7 +51,9 @@ FLOORS = {
         assemble island_rounds
         island own_loop
         island_quorum simulate virtual
-        train
+        experiments.definition train
+        experiments.results
+        experiments
         cli
         __main__
     """,

@@ -8,6 +8,7 @@ import typer
 
 from diloco.cli import arguments as args
 from diloco.cli.exit import end, error_text, exit_status
+from diloco.cli.experiment import experiment
 from diloco.cli.key import key
 from diloco.cli.launch import launch
 from diloco.cli.prepare import prepare
@@ -24,6 +25,7 @@ app = typer.Typer(
 
 
 app.command()(simulate)
+app.command()(experiment)
 
 
 @app.command()
@@ -38,14 +40,18 @@ def train(config: args.ConfigPath, overrides: args.Overrides = None, resume: arg
 
 
 @app.command(hidden=True)
-def islands(config: args.ConfigPath, overrides: args.Overrides = None) -> None:
-    """Run all islands of a config as threads of this process. Started by `simulate --in-process`."""
+def islands(
+    config: args.ConfigPath,
+    overrides: args.Overrides = None,
+    processors: Annotated[int | None, typer.Option(min=1, help="Most islands that compute at once.")] = None,
+) -> None:
+    """Run all islands of a config as threads of this process. Started by `simulate --in-process` and `experiment`."""
     from diloco.config.schema import load_config
 
     resolved = load_config(config, overrides or [])
     from diloco.simulate.threads import train_together as run
 
-    run(resolved)
+    run(resolved, num_processors=processors)
 
 
 @app.command(hidden=True)

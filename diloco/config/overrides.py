@@ -12,28 +12,34 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"got {override!r} on the command line; an override is written section.key=value")
-    _set(values, key, text, override)
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    set_value(values, key, value, repr(override))
+
+
+def set_value(values: dict[str, Any], key: str, value: object, where: str) -> None:
+    """Set the value of a dotted key in the values of a config file, in place. Raises ConfigError, with `where`."""
+    _set(values, key, value, where)
     islands = values.get("islands")
     if key.startswith("island.") and isinstance(islands, list):
-        # Otherwise the values in `islands` would override the command line.
+        # Otherwise the values in `islands` would override this one.
         for island in islands:
             if isinstance(island, dict):
-                _set(island, key.removeprefix("island."), text, override)
+                _set(island, key.removeprefix("island."), value, where)
 
 
-def _set(target: dict[str, Any], key: str, text: str, override: str) -> None:
+def _set(target: dict[str, Any], key: str, value: object, where: str) -> None:
     *sections, last = key.split(".")
     for section in sections:
         child = target.setdefault(section, {})
         if child is None:
             child = target[section] = {}
         if not isinstance(child, dict):
-            raise ConfigError(f"{override!r}: {section!r} is a value, not a section")
+            raise ConfigError(f"{where}: {section!r} is a value, not a section")
         target = child
-    try:
-        target[last] = yaml.safe_load(text)
-    except yaml.YAMLError:
-        target[last] = text
+    target[last] = value
 
 
 def merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:

@@ -34,15 +34,20 @@ from outer.transports.loopback import Hub
 log = logging.getLogger(__name__)
 
 
-def train_together(config: Config, loop: Callable[[Runtime], None] = island.run) -> None:
-    """Run all islands of the config until the run is over. Raises the error of the first island that fails."""
+def train_together(
+    config: Config, loop: Callable[[Runtime], None] = island.run, num_processors: int | None = None
+) -> None:
+    """Run all islands of the config until the run is over. Raises the error of the first island that fails.
+
+    At most `num_processors` islands compute at once; None: as many as there are processors.
+    """
     start_logging()
     end_with_parent()
     run, islands = config.run, [config.for_island(index) for index in range(len(config.islands))]
     running: list[Runtime] = []
     on_stop(lambda: say_goodbye(running))
     device = pick_device(islands[0])
-    turns = threading.Semaphore(count_processors(device))
+    turns = threading.Semaphore(num_processors or count_processors(device))
     shared = Shared(Hub(), EventLoopThread(slowness=len(islands)), turns)
     with open_process_group(islands[0], device) as ranks, ExitStack() as stack:
         for settings in islands:

@@ -12,7 +12,7 @@ from inner.errors import InputError
 from inner.model.sizes import resolve_sizes
 
 ROOT = Path(__file__).parents[3]
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "experiments")
 
 
 def error_of(text: str, *overrides: str) -> str:

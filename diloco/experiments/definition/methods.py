@@ -1,0 +1,92 @@
+"""Names the method that a config runs, and turns a config of islands into data-parallel training. No torch here."""
+
+from diloco.config.schema import Config
+from outer.config import OuterConfig, OuterOptimizerConfig
+
+INNER_NAMES = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
+PLAIN_AVERAGING = OuterOptimizerConfig(lr=1.0, momentum=0.0, nesterov=False)
+"""The outer step with which one island, whose mean is its own, goes on from where it is."""
+
+
+def name_method(config: Config, *, is_data_parallel: bool) -> str:
+    """The method in words: outer optimizer, inner steps, islands, codec, and what else is not the default."""
+    optimizer, outer, islands = config.optimizer, config.outer, len(config.islands)
+    inner = INNER_NAMES.get(optimizer.name, optimizer.name)
+    if optimizer.averaging is not None:
+        inner += f" averaged (x {optimizer.averaging.x:g}, y {optimizer.averaging.y:g})"
+    if is_data_parallel:
+        return f"data-parallel {inner}"
+    words = [name_outer_step(outer), f"{inner} inside" if inner != "AdamW" else ""]
+    words += [f"H {outer.inner_steps}", f"{islands} island{'s' * (islands > 1)}"]
+    words += name_schedule(outer)
+    if islands > 1:
+        words += [name_codec(outer)]
+    return ", ".join(filter(None, words))
+
+
+def name_outer_step(outer: OuterConfig) -> str:
+    """The outer optimizer: `Nesterov 0.7/0.9` has learning rate 0.7 and momentum 0.9."""
+    if outer.gossip is not None:
+        gossip = outer.gossip
+        return f"gossip of {gossip.group} {gossip.lr:g}/{gossip.momentum:g}, pull {gossip.pull:g}"
+    step = outer.optimizer
+    if step.momentum == 0:
+        return "plain averaging" if step.lr == 1 else f"averaging {step.lr:g}"
+    kind = "delayed Nesterov" if step.delayed else "Nesterov" if step.nesterov else "momentum"
+    return f"{kind} {step.lr:g}/{step.momentum:g}"
+
+
+def name_schedule(outer: OuterConfig) -> list[str]:
+    """What is sent when, and how it is merged, where that is not the default."""
+    words = [f"{outer.fragments} fragments"] if outer.fragments > 1 else []
+    words += [f"tau {outer.delay}"] if outer.delay else []
+    words += [f"mix {outer.mix:g}"] if outer.mix else []
+    words += ["eager"] if outer.eager else []
+    words += ["moments {}/{}".format(*outer.moments)] if outer.moments else []
+    merge = outer.merge
+    words += [merge.rule.replace("_", " ")] if merge.rule != "mean" else []
+    words += [f"norm z-score {merge.max_norm_zscore:g}"] if merge.max_norm_zscore is not None else []
+    words += [f"norm ratio {merge.max_norm_ratio:g}"] if merge.max_norm_ratio is not None else []
+    return words + ([f"cosine {merge.min_cosine:g}"] if merge.min_cosine is not None else [])
+
+
+def name_codec(outer: OuterConfig) -> str:
+    """The codec with its settings, `stat2 feedback 0.9` for example."""
+    coding, name = outer.coding, str(outer.codec)
+    if name == "topk":
+        name += f" {coding.top_k} of {coding.chunk_elements} in {coding.value_bits} bits"
+    if name == "lowrank":
+        name += f" {coding.rank}"
+    if coding.rounding == "stochastic":
+        name += " stochastic"
+    return name if coding.feedback is None else f"{name} feedback {coding.feedback:g}"
+
+
+def as_data_parallel(config: Config, total_steps: int, evaluations: int) -> Config:
+    """One island whose step has the tokens of all islands. Its rounds change nothing; they say when it is evaluated.
+
+    It depends on the model, the text, the inner optimizer and the number of steps, and not on the outer loop.
+    """
+    optimizer = config.optimizer
+    whole = optimizer.tokens_per_step * len(config.islands)
+    inner_steps = largest_divisor(total_steps, max(total_steps // evaluations, 1))
+    outer = OuterConfig(
+        rounds=total_steps // inner_steps,
+        inner_steps=inner_steps,
+        optimizer=PLAIN_AVERAGING,
+        transport=config.outer.transport,
+        wait_seconds=config.outer.wait_seconds,
+    )
+    return config.model_copy(
+        update={
+            "optimizer": optimizer.model_copy(update={"tokens_per_step": whole}),
+            "outer": outer,
+            "evaluate": config.evaluate.model_copy(update={"every_rounds": 1}),
+            "islands": ({},),
+        }
+    )
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`."""
+    return next(divisor for divisor in range(most, 0, -1) if number % divisor == 0)

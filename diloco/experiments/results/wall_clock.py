@@ -1,0 +1,58 @@
+"""Simulated wall clock: how long a row takes with an island on each of several machines, on links of a given speed.
+
+An inner step takes what it takes on one core of this machine, or what the experiment's file says. The rest is the
+planner's: diloco/planning/predict.py for islands, and for data-parallel training a ring all-reduce of bf16 gradients
+after each step, which does not overlap with it.
+"""
+
+from dataclasses import dataclass
+
+from diloco.config.check import model_specs
+from diloco.experiments.definition.rows import Row
+from diloco.experiments.results.run_result import BYTES_PER_BF16
+from diloco.planning.predict import Case, LinkSpeed, find_payload_share, predict
+from inner.model.sizes import BYTE_VOCAB_SIZE
+from outer.cost import measure_host_speed
+
+TRANSPORT = "gloo"
+"""Its share of a link was measured; islands of one process have no links."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Where the simulated run takes place: one machine for each island, and so many for data-parallel training."""
+
+    num_machines: int
+    link: LinkSpeed
+
+
+def seconds_per_step(row: Row, step_seconds: float, machines: Machines) -> float:
+    """Seconds of an inner step with its share of the communication.
+
+    `step_seconds` is what one machine needs for its share of the step's tokens.
+    """
+    outer = row.config.outer.model_copy(update={"transport": TRANSPORT})
+    if row.is_data_parallel:
+        return step_seconds + all_reduce_seconds(row, machines)
+    specs = tuple(model_specs(row.config.run, row.config.model.vocab_size or BYTE_VOCAB_SIZE))
+    case = Case(
+        outer=outer,
+        specs=specs,
+        num_islands=len(row.config.islands),
+        step_seconds=step_seconds,
+        link=machines.link,
+        speed=measure_host_speed(outer),
+    )
+    prediction = predict(case)
+    return prediction.total_seconds / prediction.inner_steps
+
+
+def all_reduce_seconds(row: Row, machines: Machines) -> float:
+    """Seconds of a ring all-reduce of the gradients in bf16: 2 (N - 1) messages of 1/N of them, one after another."""
+    others = machines.num_machines - 1
+    if others == 0:
+        return 0.0
+    outer = row.config.outer.model_copy(update={"transport": TRANSPORT})
+    share = find_payload_share(outer, machines.num_machines)
+    sent_bits = 8 * BYTES_PER_BF16 * row.num_params * 2 * others / machines.num_machines
+    return sent_bits / (machines.link.bits_per_second * share) + others * machines.link.rtt_seconds
