@@ -85,11 +85,12 @@ def test_a_joiner_takes_the_parameters_of_the_others(tmp_path: Path) -> None:
 
     with swarm(tmp_path, islands=[{}, {}]) as made:
         made.start(0, begin)
+        until(lambda: len(records(tmp_path, "round")) == 3, "three rounds alone")
         made.start(1, train_small(1, {"joins": True}, start_islands=1, rounds=6))
         for island in made.started:
             island.finish()
         assert_equal_ends(made.started)
-    assert not records(tmp_path, "event", 1)[0]["text"].startswith("round 0")
+    assert records(tmp_path, "event", 1)[0]["text"].startswith("round 3")
 
 
 @pytest.mark.parametrize("outer", [{}, STREAMED], ids=["plain", "streamed, int4"])
@@ -173,7 +174,7 @@ def test_another_model_is_refused_with_both_descriptions(tmp_path: Path) -> None
         if index == 0:
             Islands(own_config(config, index), small_model())
             time.sleep(GUARD_SECONDS)
-        until(lambda: (folder_of(config, 0) / "metrics.jsonl").exists(), "the first island is there")
+        until(lambda: read_records(folder_of(config, 0) / "metrics.jsonl"), "the first island is there")
         Islands(own_config(config, index), nn.Linear(4, 1))
 
     with swarm(tmp_path, islands=[{}, {}]) as made:
