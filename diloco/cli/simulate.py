@@ -32,9 +32,8 @@ def simulate(
 ) -> None:
     """Run all islands of a config on this machine, as real processes, and write a report.
 
-    A fault is written KIND:WHO@WHEN,OPTION=VALUE. WHO is an island's index. WHEN is round=N
-    (the island has begun round N; the first is 0), step=N (it has made N inner steps) or
-    second=S (S seconds after the run's first commit).
+    A fault is written KIND:WHO@WHEN,OPTION=VALUE. WHO is an island's index. WHEN is round=N (the island has begun
+    round N; the first is 0), step=N (it has made N inner steps) or second=S (seconds after the run's first commit).
 
     \b
     kill:1@round=3,back=5          SIGKILL island 1; restart it after 5 s, if back is given
@@ -42,7 +41,8 @@ def simulate(
     leave:1@round=6                SIGTERM; back as above
     freeze:1@round=3,seconds=20    SIGSTOP, then SIGCONT
     kill:1@round=3,phase=decide    kill or freeze at this point of the round
-    kill:1@round=3,process=rank1   kill or freeze one process only: rank0, rank1, ... or daemon (libp2p's)
+    kill:1@round=3,process=rank1   kill or freeze one process only: rank0, ... or daemon (libp2p's), agent (torchrun)
+    kill:1@round=3,node=1          with --nodes: kill or freeze a node, or cut it off inside its island
     slow:2x3                       make each inner step take 3 times as long
     corrupt:1@round=4              flip one bit of a payload that the island sends
     nan:1@round=4                  send a payload of NaN
@@ -66,8 +66,8 @@ def simulate(
         raise typer.Exit(simulate_virtually(config, overrides or [], request))
     from diloco.simulate.launch import simulate as run
 
-    options = {"with_baseline": baseline, "in_process": in_process}
-    raise typer.Exit(run(config, overrides or [], islands, ranks, disturbances=disturbances, **options))
+    how = {"disturbances": disturbances, "with_baseline": baseline, "in_process": in_process}
+    raise typer.Exit(run(config, overrides or [], islands, ranks, **how))
 
 
 def check_storm(rate: float | None, seed: int, count: int | None) -> None:

@@ -18,14 +18,16 @@ if TYPE_CHECKING:
 FaultKind = Literal["kill", "freeze", "cut", "slow", "corrupt", "nan", "poison", "join", "leave"]
 BOOTSTRAP = "bootstrap"
 DAEMON = "daemon"
+AGENT = "agent"
+"""torchrun's process on a node, which starts the node's ranks and watches them."""
 Target = int | Literal["bootstrap"]
 """An island's index, or the bootstrap process."""
 
 TRIGGERS = ("round", "step", "second")
 OPTIONS: dict[FaultKind, tuple[str, ...]] = {
-    "kill": (*TRIGGERS, "phase", "process", "back"),
-    "freeze": (*TRIGGERS, "phase", "process", "seconds"),
-    "cut": (*TRIGGERS, "seconds"),
+    "kill": (*TRIGGERS, "phase", "process", "node", "back"),
+    "freeze": (*TRIGGERS, "phase", "process", "node", "seconds"),
+    "cut": (*TRIGGERS, "node", "seconds"),
     "slow": (*TRIGGERS, "seconds"),
     "corrupt": TRIGGERS,
     "nan": ("round",),
@@ -65,7 +67,9 @@ class Fault:
     """Seconds since the run's first commit."""
     phase: "Phase | None" = None
     process: str | None = None
-    """The only process of the island that is hit: rank0, rank1, ... or DAEMON. None: all."""
+    """The only process of the island that is hit: rank0, rank1, ..., DAEMON, or the AGENT of `node`. None: all."""
+    node: int | None = None
+    """The only node of the island that is hit; a cut is then between it and the island's other nodes."""
     seconds: float | None = None
     back: float | None = None
     rounds: int | None = None
@@ -73,11 +77,18 @@ class Fault:
     def __str__(self) -> str:
         """The spec, as written on the command line."""
         targets = "-".join("+".join(map(str, side)) for side in (self.targets, self.other_side) if side)
-        names = (*TRIGGERS, "phase", "process", "seconds", "back", "rounds")
+        names = (*TRIGGERS, "phase", "process", "node", "seconds", "back", "rounds")
         values = [(name, getattr(self, name)) for name in names if getattr(self, name) is not None]
         options = ",".join(f"{name}={format_value(value)}" for name, value in values)
         factor = "" if self.factor is None else f"x{self.factor:g}"
         return f"{self.kind}:{targets}{factor}" + (f"@{options}" if self.kind != "slow" or options else "")
+
+    @property
+    def part(self) -> str | None:
+        """Name of the part of the island that is hit, as `find_process` knows it: rank1, node1, agent1. None: all."""
+        if self.node is None:
+            return self.process
+        return f"{self.process or 'node'}{self.node}"
 
     @property
     def has_trigger(self) -> bool:
@@ -178,11 +189,11 @@ def parse_value(text: str, kind: FaultKind, name: str, value: str) -> int | floa
             raise invalid(text, f"unknown phase {value!r}; {hint}phases: {', '.join(PHASES)}", kind)
         return value
     if name == "process":
-        if not re.fullmatch(rf"rank\d+|{DAEMON}", value):
-            raise invalid(text, f"process: got {value!r}; allowed: rank0, rank1, ... or {DAEMON}", kind)
+        if not re.fullmatch(rf"rank\d+|{DAEMON}|{AGENT}", value):
+            raise invalid(text, f"process: got {value!r}; allowed: rank0, rank1, ..., {DAEMON} or {AGENT}", kind)
         return value
-    if name in ("round", "step", "rounds"):
-        least = 0 if name == "round" else 1
+    if name in ("round", "step", "rounds", "node"):
+        least = 0 if name in ("round", "node") else 1
         if not value.isdecimal() or int(value) < least:
             raise invalid(text, f"{name}: got {value!r}; allowed: a whole number from {least} on", kind)
         return int(value)
@@ -204,6 +215,29 @@ def check_options(text: str, fault: Fault) -> None:
 
     if fault.process is not None and (fault.phase is not None or fault.targets == (BOOTSTRAP,)):
         raise invalid(text, "a process is one of an island's, and the one that reaches a phase is known", fault.kind)
+    check_node(text, fault)
+
+
+def check_node(text: str, fault: Fault) -> None:
+    """Raise ConfigError unless the fault's node fits its other options."""
+    if fault.process == AGENT and fault.node is None:
+        raise invalid(text, f"process={AGENT}: each node has one; add node=N", fault.kind)
+    if fault.node is None:
+        return
+    if fault.process not in (None, AGENT):
+        raise invalid(text, f"{fault.process} is one process wherever it runs; leave out node or process", fault.kind)
+    if fault.phase is not None or len(fault.targets) != 1 or fault.targets == (BOOTSTRAP,) or fault.other_side:
+        raise invalid(
+            text, "a node is one of one island, without a phase; for example cut:0@round=2,node=1", fault.kind
+        )
+
+
+def check_nodes_of(faults: Iterable[Fault], num_nodes: int) -> None:
+    """Raise ConfigError if a fault hits a node that islands of so many nodes do not have."""
+    for fault in faults:
+        if fault.node is not None and (num_nodes == 1 or fault.node >= num_nodes):
+            has = "one node each" if num_nodes == 1 else f"the nodes 0 to {num_nodes - 1}"
+            raise invalid(str(fault), f"the islands have {has}; see --nodes", fault.kind)
 
 
 def invalid(text: str, problem: str, kind: FaultKind = "kill") -> ConfigError:
@@ -216,7 +250,7 @@ def check_processes(faults: Iterable[Fault], num_ranks: Sequence[int], *, has_da
     for fault in faults:
         if fault.process == DAEMON and not has_daemon:
             raise invalid(str(fault), "only islands over hivemind have a libp2p daemon", fault.kind)
-        if fault.process not in (None, DAEMON) and isinstance(island := fault.targets[0], int):
+        if fault.process not in (None, DAEMON, AGENT) and isinstance(island := fault.targets[0], int):
             most = num_ranks[min(island, len(num_ranks) - 1)] - 1
             if int(fault.process.removeprefix("rank")) > most:
                 raise invalid(str(fault), f"island {island} has the ranks 0 to {most} only", fault.kind)

@@ -145,15 +145,15 @@ class FaultInjector:
             self._record(fault, actions[fault.kind](fault))
 
     def _kill(self, fault: Fault) -> str:
-        if fault.process is not None and not self._find_process(fault):
-            return f"nothing was done: {fault.process} is not running"
+        if fault.part is not None and not self._find_process(fault):
+            return f"nothing was done: {fault.part} is not running"
         child = self._mark_as_ending(fault)
-        if fault.process is None:
+        if fault.part is None:
             kill([child])
             return f"killed {child.name}"
         # The other processes of the island have to find out.
         self._signal(fault, signal.SIGKILL)
-        return f"killed {fault.process} of {child.name}"
+        return f"killed {fault.part} of {child.name}"
 
     def _leave(self, fault: Fault) -> str:
         child = self._mark_as_ending(fault)
@@ -166,8 +166,12 @@ class FaultInjector:
     def _cut(self, fault: Fault) -> str:
         net, namespaces = self._fleet.net, self._fleet.namespaces
         assert net is not None, "a cut needs an emulated network"
-        other_side = fault.other_side or namespaces.keys() - set(fault.targets)
-        some, others = ([namespaces[t] for t in side if t in namespaces] for side in (fault.targets, other_side))
+        if fault.node is not None:
+            nodes = self._fleet.sites[fault.targets[0]].nodes
+            some, others = [nodes[fault.node]], [node for node in nodes if node != nodes[fault.node]]
+        else:
+            other_side = fault.other_side or namespaces.keys() - set(fault.targets)
+            some, others = ([namespaces[t] for t in side if t in namespaces] for side in (fault.targets, other_side))
         net.cut(some, others)
 
         def heal() -> str:
@@ -230,17 +234,17 @@ class FaultInjector:
             return f"woke {child.name}"
 
         self._schedule_end(fault, wake, elapsed=time.time() - since)
-        return f"froze {f'{fault.process} of ' if fault.process else ''}{child.name} for {fault.seconds:g} s"
+        return f"froze {f'{fault.part} of ' if fault.part else ''}{child.name} for {fault.seconds:g} s"
 
     def _find_process(self, fault: Fault) -> set[int]:
-        assert fault.process is not None, "the fault hits one process"
-        return find_process(self._started_child(fault.targets[0]), fault.process)
+        assert fault.part is not None, "the fault hits a part of an island"
+        return find_process(self._started_child(fault.targets[0]), fault.part)
 
     def _signal(self, fault: Fault, number: signal.Signals) -> None:
-        """Send a signal to the process that the fault names, or to all processes of the target."""
-        if fault.process is None:
+        """Send a signal to the processes that the fault names, or to all of the target."""
+        if fault.part is None:
             signal_all([self._started_child(fault.targets[0])], number)
-        for pid in self._find_process(fault) if fault.process is not None else ():
+        for pid in self._find_process(fault) if fault.part is not None else ():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 

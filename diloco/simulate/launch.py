@@ -16,7 +16,7 @@ from diloco.config.init_weights import pin_weights_hash
 from diloco.config.schema import Config, dump_config, load_config
 from diloco.errors import ConfigError
 from diloco.faults.disturbances import NO_DISTURBANCES, Disturbances
-from diloco.faults.spec import BOOTSTRAP, check_processes, check_targets, parse_fault
+from diloco.faults.spec import BOOTSTRAP, check_nodes_of, check_processes, check_targets, parse_fault
 from diloco.faults.storm import storm
 from diloco.network_emulation.links import count_bytes, open_links, parse_links, relay_warning
 from diloco.network_emulation.namespaces import check_possible
@@ -151,6 +151,7 @@ def check_disturbances(disturbances: Disturbances, config: Config) -> None:
         [config.for_island(index).ranks for index in range(len(config.islands))],
         has_daemon=config.outer.transport == "hivemind",
     )
+    check_nodes_of([parse_fault(spec) for spec in disturbances.faults], disturbances.nodes)
     if disturbances.nodes > 1:
         check_nodes(config, disturbances.nodes)
     if disturbances.needs_net:

@@ -98,10 +98,10 @@ def parse_faults(texts: Sequence[str]) -> list[Fault]:
     """The faults of a virtual run. Raises ConfigError for one that cannot happen in it."""
     faults = [parse_fault(text) for text in texts]
     for text, fault in zip(texts, faults, strict=True):
-        if fault.kind not in KINDS or fault.phase is not None or fault.process is not None:
+        if fault.kind not in KINDS or fault.phase is not None or fault.part is not None:
             raise ConfigError(
-                f"--fault {text}: --virtual has the kinds {', '.join(KINDS)}, without phase= and process=; leave it "
-                "out, or leave out --virtual"
+                f"--fault {text}: --virtual has the kinds {', '.join(KINDS)}, without phase=, process=, node=; leave "
+                "it out, or leave out --virtual"
             )
         if not all(isinstance(target, int) for target in fault.targets):
             raise ConfigError(f"--fault {text}: with --virtual there is no bootstrap process; name an island's index")

@@ -43,6 +43,33 @@ def test_islands_of_two_nodes_one_behind_a_nat_and_a_joiner_hold_the_same_bits(t
         assert f"island-{island}/1" in (tmp_path / "nodes" / f"island-{island}" / "log.txt").read_text()
 
 
+def rounds_with_a_fault(folder: Path, fault: str) -> list[dict[str, Any]]:
+    """Rounds of island 0 while a fault hits a node of island 1. All end with equal digests."""
+    words = ["outer.transport=tls", "--islands", "2", "--link", "100mbit", "--fault", fault]
+    words += [
+        "outer.rounds=60",
+        "outer.inner_steps=10",
+        "island.checkpoint.every_rounds=1",
+        "evaluate.every_rounds=100",
+    ]
+    summary = simulate(folder, *words)
+    assert summary["digests_equal"] and summary["rounds_committed"] == 60
+    return [r for r in read_records(folder / "nodes" / "island-0" / "metrics.jsonl") if r["kind"] == "round"]
+
+
+@pytest.mark.parametrize("process", ["", "process=agent,"], ids=["node", "agent"])
+def test_an_island_whose_node_is_killed_comes_back_and_the_other_goes_on(tmp_path: Path, process: str) -> None:
+    rounds = rounds_with_a_fault(tmp_path, f"kill:1@round=3,{process}node=1,back=1")
+    both = [len(r["participants"]) == 2 for r in rounds if r["committed"]]
+    assert both[0] and False in both and True in both[both.index(False) :], "without it, and with it again"
+
+
+@pytest.mark.parametrize("kind", ["freeze", "cut"])
+def test_an_island_whose_node_stands_still_for_a_while_is_late_and_loses_nothing(tmp_path: Path, kind: str) -> None:
+    rounds = rounds_with_a_fault(tmp_path, f"{kind}:1@round=3,node=1,seconds=12")
+    assert all(r["committed"] and len(r["participants"]) == 2 for r in rounds)
+
+
 def test_islands_of_two_nodes_meet_over_gloo(tmp_path: Path):
     summary = simulate(tmp_path, "outer.transport=gloo", "--islands", "2", "--link", "100mbit")
     assert summary["rounds_committed"] == 3 and summary["digests_equal"]

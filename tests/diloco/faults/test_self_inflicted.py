@@ -10,7 +10,7 @@ import torch
 
 from diloco.errors import ConfigError
 from diloco.faults.self_inflicted import FAULTS_FOLDER, build_hooks, claim, request_fault, slow_down
-from diloco.faults.spec import EXAMPLES, Fault, check_processes, check_targets, parse_fault
+from diloco.faults.spec import EXAMPLES, Fault, check_nodes_of, check_processes, check_targets, parse_fault
 from diloco.faults.storm import TAKES_DOWN, storm
 from diloco.records.faults import FaultRecord, read_faults, record_fault
 from outer.hooks import NO_HOOKS, PHASES
@@ -40,6 +40,12 @@ PAYLOAD = torch.arange(64, dtype=torch.uint8)
         ("kill:1@round=3,process=rank1,back=2", Fault(kind="kill", targets=(1,), round=3, process="rank1", back=2.0)),
         ("freeze:0@step=2,process=daemon", Fault(kind="freeze", targets=(0,), step=2, process="daemon", seconds=20.0)),
         ("leave:1@round=6", Fault(kind="leave", targets=(1,), round=6)),
+        ("kill:0@round=2,node=1,back=3", Fault(kind="kill", targets=(0,), round=2, node=1, back=3.0)),
+        (
+            "freeze:0@round=2,process=agent,node=0",
+            Fault(kind="freeze", targets=(0,), round=2, process="agent", node=0, seconds=20.0),
+        ),
+        ("cut:0@round=2,node=1", Fault(kind="cut", targets=(0,), round=2, node=1, seconds=15.0)),
     ],
 )
 def test_a_fault_is_read_as_it_is_meant_and_written_so_that_it_is_read_again(text, fault):
@@ -62,7 +68,12 @@ def test_a_fault_is_read_as_it_is_meant_and_written_so_that_it_is_read_again(tex
         ("kill:1@step=2,phase=vote", "@round=N,phase="),
         ("kill:bootstrap@round=2,phase=vote", "@round=N,phase="),
         ("kill:1@round=2,phase=vot", "did you mean 'vote'"),
-        ("kill:1@round=2,process=2", "got '2'; allowed: rank0, rank1, ... or daemon"),
+        ("kill:1@round=2,process=2", "got '2'; allowed: rank0, rank1, ..., daemon or agent"),
+        ("kill:1@round=2,process=agent", "each node has one; add node=N"),
+        ("kill:1@round=2,process=rank1,node=0", "rank1 is one process wherever it runs"),
+        ("cut:0-1@round=2,node=1", "a node is one of one island"),
+        ("freeze:1@round=2,phase=vote,node=0", "a node is one of one island"),
+        ("kill:1@round=2,node=x", "got 'x'; allowed: a whole number from 0 on"),
         ("kill:1@round=2,phase=vote,process=rank1", "the one that reaches a phase is known"),
         ("kill:bootstrap@round=2,process=daemon", "a process is one of an island's"),
         ("freeze:1@round=2,seconds=x", "a number of seconds"),
@@ -87,6 +98,13 @@ def test_an_island_that_will_not_be_there_is_refused_and_joiners_count():
     check_targets([parse_fault("kill:2@round=9"), parse_fault("join:@round=1")], 2, has_bootstrap=True)
     with pytest.raises(ConfigError, match="no bootstrap"):
         check_targets([parse_fault("kill:bootstrap@round=1")], 1, has_bootstrap=False)
+
+
+@pytest.mark.parametrize("num_nodes, says", [(1, "the islands have one node each"), (2, "have the nodes 0 to 1")])
+def test_a_node_that_will_not_be_there_is_refused(num_nodes, says):
+    with pytest.raises(ConfigError, match=says):
+        check_nodes_of([parse_fault("kill:0@round=1,node=2")], num_nodes)
+    check_nodes_of([parse_fault("kill:0@round=1,node=2")], 3)
 
 
 def test_an_island_without_faults_has_no_hooks(tmp_path):
