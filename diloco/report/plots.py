@@ -124,7 +124,7 @@ def draw_data_parallel_bytes(axes: Axes, run: RunRecords, last: tuple[int, int])
     step, sent = last
     per_step = data_parallel_bytes_per_step(run.facts.num_params, run.num_islands)
     steps = range(1, step + 1, max(1, step // MAX_POINTS))
-    label = f"data-parallel would have sent  {human_bytes(per_step * step)}"
+    label = f"data-parallel in bf16 would have sent  {human_bytes(per_step * step)}"
     heights = [per_step * number for number in steps]
     axes.plot(list(steps), heights, color=REFERENCE, linestyle="--", linewidth=2, label=label)
     arrow = {"arrowstyle": "<->", "color": REFERENCE, "linewidth": 1.2, "shrinkA": 3, "shrinkB": 3}
@@ -180,7 +180,7 @@ PLOTS = (
         "bytes",
         "Bytes sent",
         "Bytes that each island's process has sent, payload and protocol, including aborted attempts. "
-        "Data-parallel is computed: an fp32 ring all-reduce of the gradients at every inner step.",
+        "Data-parallel is computed: a bf16 ring all-reduce of the gradients at every inner step.",
         draw_bytes,
     ),
     Plot(

@@ -13,9 +13,9 @@ from diloco.report.data_account import data_account
 from inner.files import write_atomically
 
 SUMMARY = "summary.json"
-BYTES_PER_GRADIENT = 4
-DATA_PARALLEL_FORMULA = "2 (N-1)/N x 4 bytes x parameters x inner steps, sent by each of N islands"
-"""Traffic of an fp32 ring all-reduce of the gradients at every inner step."""
+BYTES_PER_GRADIENT = 2
+DATA_PARALLEL_FORMULA = "2 (N-1)/N x 2 bytes x parameters x inner steps, sent by each of N islands"
+"""Traffic of a bf16 ring all-reduce of the gradients at every inner step, as data-parallel training on a GPU has."""
 
 Summary = dict[str, Any]
 
@@ -159,7 +159,7 @@ def data_parallel_bytes(run: RunRecords) -> dict[str, int] | None:
 
 
 def data_parallel_bytes_per_step(num_params: int, num_islands: int) -> float:
-    """Bytes that one island sends in one fp32 ring all-reduce of the gradients."""
+    """Bytes that one island sends in one bf16 ring all-reduce of the gradients."""
     return 2 * (num_islands - 1) / num_islands * BYTES_PER_GRADIENT * num_params
 
 

@@ -108,7 +108,7 @@ def _data_parallel_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     would_have = total(summary["data_parallel_bytes"])
     if would_have is not None:
         ratio = traffic_ratio(summary)
-        yield "Data-parallel would have sent", human_bytes(would_have) + (f" ({ratio:.1f}x)" if ratio else "")
+        yield "Data-parallel (bf16) would send", human_bytes(would_have) + (f" ({ratio:.1f}x)" if ratio else "")
 
 
 def _format_shares(tokens: dict[str, int]) -> str:

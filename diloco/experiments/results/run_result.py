@@ -9,12 +9,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from diloco.experiments.definition.rows import Row, Run
 from diloco.records.run_folder import IslandRecords, read_run
-from diloco.report.summary import BYTES_PER_GRADIENT, data_parallel_bytes_per_step
+from diloco.report.summary import data_parallel_bytes_per_step
 from inner.errors import InputError
 from inner.files import write_atomically
 
 FINISHED = "finished.json"
-BYTES_PER_BF16 = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +65,7 @@ def count_sent(island: IslandRecords) -> int:
 
 def data_parallel_bytes(row: Row, num_machines: int) -> float:
     """Bytes that one of so many machines would send in data-parallel training: a bf16 ring all-reduce every step."""
-    per_step = data_parallel_bytes_per_step(row.num_params, num_machines)
-    return per_step * BYTES_PER_BF16 / BYTES_PER_GRADIENT * row.config.total_steps
+    return data_parallel_bytes_per_step(row.num_params, num_machines) * row.config.total_steps
 
 
 def write_result(run_dir: Path, result: RunResult) -> None:

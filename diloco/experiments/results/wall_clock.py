@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from diloco.config.check import model_specs
 from diloco.experiments.definition.rows import Row
-from diloco.experiments.results.run_result import BYTES_PER_BF16
 from diloco.planning.predict import Case, LinkSpeed, find_payload_share, predict
+from diloco.report.summary import data_parallel_bytes_per_step
 from inner.model.sizes import BYTE_VOCAB_SIZE
 from outer.cost import measure_host_speed
 
@@ -54,5 +54,5 @@ def all_reduce_seconds(row: Row, machines: Machines) -> float:
         return 0.0
     outer = row.config.outer.model_copy(update={"transport": TRANSPORT})
     share = find_payload_share(outer, machines.num_machines)
-    sent_bits = 8 * BYTES_PER_BF16 * row.num_params * 2 * others / machines.num_machines
+    sent_bits = 8 * data_parallel_bytes_per_step(row.num_params, machines.num_machines)
     return sent_bits / (machines.link.bits_per_second * share) + others * machines.link.rtt_seconds

@@ -145,8 +145,8 @@ def test_the_summary_counts_rounds_tokens_and_bytes(run_dir: Path) -> None:
 def test_data_parallel_bytes_follow_the_formula_that_is_shown(run_dir: Path) -> None:
     summary = summarise(run_dir)
     assert summary["data_parallel_formula"] == DATA_PARALLEL_FORMULA
-    assert summary["data_parallel_bytes"]["island-0"] == round(2 * 2 / 3 * 4 * NUM_PARAMS * 80)
-    assert traffic_ratio(summary) == pytest.approx(2 * 2 / 3 * 4 * NUM_PARAMS * 180 / 76e6)
+    assert summary["data_parallel_bytes"]["island-0"] == round(2 * 2 / 3 * 2 * NUM_PARAMS * 80)
+    assert traffic_ratio(summary) == pytest.approx(2 * 2 / 3 * 2 * NUM_PARAMS * 180 / 76e6)
 
 
 def test_the_clock_runs_from_the_first_inner_step_to_the_last_record(run_dir: Path) -> None:
