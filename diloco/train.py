@@ -15,6 +15,7 @@ from diloco.config.init_weights import add_weights_hash
 from diloco.config.own_code import add_code_hashes
 from diloco.config.schema import Config, IslandConfig, RunConfig, dump_config
 from diloco.connections import close_network
+from diloco.doctor.host_memory_check import require_host_memory
 from diloco.errors import FolderInUse
 from diloco.records.logbook import Logbook
 from diloco.records.metrics import Metrics
@@ -23,7 +24,6 @@ from diloco.runtime.garbage import collect_garbage, schedule_garbage
 from diloco.runtime.operator_requests import SIGNALS, make_request
 from diloco.runtime.process_group import open_process_group, pick_device, require_one_node
 from diloco.runtime.step_records import build_mfu_meter, evaluate_heldout, make_step_record
-from diloco.swarm.host_memory_check import require_host_memory
 from diloco.watch.signals import end_with_parent, on_stop
 from diloco.watch.watchdog import Watchdog, WatchedRank
 from inner.data.batches import IslandBatches

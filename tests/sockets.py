@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from diloco.swarm.listeners import Listener, read_listeners
+from diloco.doctor.listeners import Listener, read_listeners
 
 MARK = "DILOCO_SOCKETS_OF"
 

@@ -48,6 +48,7 @@ FLOORS = {
         network_emulation planning records
         report runtime
         checkpoints connections swarm
+        doctor
         assemble island_rounds
         island own_loop
         island_quorum simulate virtual

@@ -161,7 +161,7 @@ def doctor(
     """
     import logging
 
-    from diloco.swarm.doctor import doctor as run
+    from diloco.doctor.diagnose import doctor as run
 
     logging.getLogger("outer").setLevel(logging.CRITICAL)  # The checks report these problems themselves.
     raise typer.Exit(run(arguments or [], config, run_name))

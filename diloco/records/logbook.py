@@ -13,6 +13,7 @@ from typing import Any
 
 from diloco.config.schema import IslandConfig, RunConfig, flatten
 from diloco.formatting import one_line
+from diloco.records.latest import ENDS
 from inner.files import wait_for_lock, write_atomically
 from inner.mesh import resolve_degrees
 
@@ -25,8 +26,6 @@ MAX_CHARACTERS = 600
 TAIL_BYTES = 1 << 16
 PACKAGES = ("torch", "hivemind")
 """The packages that determine how an island computes and communicates."""
-ENDS = ("left", "hung", "failed", "stopped")
-"""Names of entries that say how the island's processes ended."""
 IGNORED_KEYS = ("bootstrap", "faults", "joins", "index")
 """Keys of an island's config that launchers set anew at each start."""
 

@@ -174,6 +174,11 @@ class Metrics:
         self._path, self._num_lost = path, 0
         self._is_inside_a_line = _ends_inside_a_line(path)
 
+    def add_sink(self, sink: Sink) -> None:
+        """Pass all later records to this sink, too."""
+        with self._lock:
+            self._sinks.append(sink)
+
     def write(self, record: Record) -> None:
         """Append the record to the file and pass it to all sinks. May be called from any thread."""
         with self._lock:

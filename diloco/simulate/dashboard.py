@@ -14,7 +14,7 @@ from rich.text import Text
 
 from diloco.formatting import UNKNOWN, human_bytes, human_count, human_loss, human_seconds, one_line
 from diloco.records.faults import FaultRecord, read_faults
-from diloco.records.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
+from diloco.records.latest import LatestRecords
 from diloco.records.run_folder import METRICS, Tail
 from diloco.runtime.processes import Child
 
@@ -24,54 +24,10 @@ COLUMNS = ("island", "step", "loss", "tok/s", "round", "peers", "ok/abort", "sen
 
 
 @dataclass
-class IslandRow:
-    """The latest known state of one island."""
-
-    name: str
-    step: int = 0
-    tokens: int = 0
-    loss: float | None = None
-    tokens_per_second: float | None = None
-    round: int | None = None
-    num_participants: int | None = None
-    committed: set[int] = field(default_factory=set)
-    """Numbers of the committed rounds."""
-    num_aborted: int = 0
-    bytes_sent: int = 0
-    eval_loss: float | None = None
-    eval_round: int = -1
-    event: str = ""
-
-    def update(self, record: Record) -> None:
-        """Apply the next record."""
-        match record:
-            case StepRecord():
-                self.step, self.tokens = record.step, record.tokens
-                self.tokens_per_second = record.tokens_per_second
-                self.loss = self.loss if record.loss is None else record.loss
-            case RoundRecord():
-                self.round, self.num_participants = record.round, len(record.participants)
-                if record.committed:
-                    self.committed.add(record.round)
-                self.num_aborted += not record.committed
-                self.bytes_sent += record.bytes_sent
-                if record.committed and self.event.startswith("waiting:"):
-                    self.event = ""
-                if record.cause:
-                    self.event = one_line(
-                        f"round {record.round}{'' if record.committed else ' aborted'}: {record.cause}"
-                    )
-            case EvalRecord():
-                self.eval_loss, self.eval_round = record.loss, record.round
-            case EventRecord():
-                self.event = one_line(f"{record.name}: {record.text}" if record.text else record.name)
-
-
-@dataclass
 class RunState:
     """The islands of a run. `total_steps` is the number of inner steps planned for each."""
 
-    islands: list[IslandRow]
+    islands: list[LatestRecords]
     total_steps: int
     seconds: float = 0.0
     faults: list[FaultRecord] = field(default_factory=list)
@@ -113,7 +69,7 @@ class Dashboard:
     ) -> None:
         self.console = console or Console(highlight=False)
         """Everything else that is printed while the dashboard is shown must go through this console."""
-        self.state = RunState([IslandRow(name) for name in islands], total_steps)
+        self.state = RunState([LatestRecords(name) for name in islands], total_steps)
         self._title = run_dir.name
         self._run_dir = run_dir
         self._tails = [Tail(run_dir / name / METRICS) for name in islands]
@@ -139,7 +95,7 @@ class Dashboard:
     def add_island(self, name: str) -> None:
         """Add an island to the table unless it is already there."""
         if all(island.name != name for island in self.state.islands):
-            self.state.islands.append(IslandRow(name))
+            self.state.islands.append(LatestRecords(name))
             self._tails.append(Tail(self._run_dir / name / METRICS))
 
     def update(self, *, is_last: bool = False) -> None:
@@ -149,7 +105,7 @@ class Dashboard:
         self.state.faults = read_faults(self._run_dir)
         for island, tail in zip(self.state.islands, self._tails, strict=True):
             for record in tail.new_records():
-                island.update(record)
+                island.write(record)
         self.state.seconds = self._clock() - self._started_at
         if self._live:
             self._live.update(render_table(self._title, self.state), refresh=True)
@@ -226,7 +182,7 @@ def format_status_line(state: RunState) -> str:
     )
 
 
-def format_losses(islands: Sequence[IslandRow]) -> str:
+def format_losses(islands: Sequence[LatestRecords]) -> str:
     """Each island's training loss, or the range when there are more than LOSSES_SHOWN islands."""
     known = [island.loss for island in islands if island.loss is not None]
     if len(islands) <= LOSSES_SHOWN or not known:

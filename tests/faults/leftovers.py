@@ -112,7 +112,7 @@ def left_processes(others: set[int]) -> list[int]:
 
 def describe_processes(pids: Sequence[int]) -> list[str]:
     """Each process with its name and the sockets at which it listens."""
-    from diloco.swarm.listeners import read_listeners
+    from diloco.doctor.listeners import read_listeners
 
     sockets = {pid: [f"{each.host}:{each.port}" for each in read_listeners([pid])] for pid in pids}
     return [f"process {pid} ({name_of(pid)}), listening at {sockets[pid] or 'nothing'}" for pid in pids]

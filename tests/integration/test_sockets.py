@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from diloco.doctor.listeners import Listener
 from diloco.runtime.processes import Child, start, stop
-from diloco.swarm.listeners import Listener
 from tests.sockets import beyond_loopback, marked, watch_sockets
 from tests.swarm import TEXT, TINY
 

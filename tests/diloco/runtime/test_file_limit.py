@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from diloco.doctor.machine_checks import check_open_files, count_needed_files
 from diloco.runtime import process_group
-from diloco.swarm.machine_checks import check_open_files, count_needed_files
 from outer.transports.gloo.open_files import MAX_FILES
 from tests.swarm import swarm
 

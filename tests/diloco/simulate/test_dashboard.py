@@ -7,8 +7,9 @@ import pytest
 from rich.console import Console
 
 from diloco.formatting import human_bytes, human_count, human_seconds, one_line
+from diloco.records.latest import LatestRecords
 from diloco.records.metrics import EvalRecord, EventRecord, Metrics, RoundRecord
-from diloco.simulate.dashboard import COLUMNS, Dashboard, IslandRow, RunState, format_status_line, table_rows
+from diloco.simulate.dashboard import COLUMNS, Dashboard, RunState, format_status_line, table_rows
 from tests.diloco import sample_records
 from tests.diloco.sample_records import a_step
 
@@ -34,7 +35,7 @@ def a_dashboard(tmp_path: Path, *, force_terminal: bool = False) -> tuple[Dashbo
 
 
 def test_a_row_shows_the_last_of_everything() -> None:
-    island = IslandRow("island-0")
+    island = LatestRecords("island-0")
     for record in (
         a_step(1),
         a_step(2, loss=2.25),
@@ -42,7 +43,7 @@ def test_a_row_shows_the_last_of_everything() -> None:
         a_round(1, committed=False, cause="island 'island-1' is lost"),
         EvalRecord(round=0, tokens=2048, loss=2.75, bits_per_byte=3.97),
     ):
-        island.update(record)
+        island.write(record)
     (row,) = table_rows(RunState([island], total_steps=60))
     shown = dict(zip(COLUMNS, row, strict=False))
     assert shown["step"] == "2/60"
@@ -55,21 +56,21 @@ def test_a_row_shows_the_last_of_everything() -> None:
 
 
 def test_an_island_that_has_written_nothing_has_a_row() -> None:
-    assert table_rows(RunState([IslandRow("island-1")], 60)) == [
+    assert table_rows(RunState([LatestRecords("island-1")], 60)) == [
         ("island-1", "0/60", "-", "-", "-", "-", "0/0", "0 B", "-", "")
     ]
 
 
 def test_a_skipped_step_keeps_the_last_loss() -> None:
-    island = IslandRow("island-0")
-    island.update(a_step(1, loss=2.5))
-    island.update(a_step(2, loss=None))
+    island = LatestRecords("island-0")
+    island.write(a_step(1, loss=2.5))
+    island.write(a_step(2, loss=None))
     assert (island.step, island.loss) == (2, 2.5)
 
 
 def test_text_from_a_peer_cannot_steer_the_terminal() -> None:
-    island = IslandRow("island-0")
-    island.update(a_round(3, committed=False, cause="bad\x1b[2J\nround 4 committed"))
+    island = LatestRecords("island-0")
+    island.write(a_round(3, committed=False, cause="bad\x1b[2J\nround 4 committed"))
     assert "\x1b" not in island.event
     assert "\n" not in island.event
 
@@ -119,9 +120,9 @@ def test_on_a_terminal_the_table_redraws_itself_and_fits(tmp_path: Path, width: 
 
 
 def test_the_plain_line_shows_the_newest_held_out_loss_not_the_lowest() -> None:
-    early, late = IslandRow("island-0"), IslandRow("island-1")
-    early.update(EvalRecord(round=1, tokens=10, loss=2.0, bits_per_byte=None))
-    late.update(EvalRecord(round=2, tokens=20, loss=2.5, bits_per_byte=None))
+    early, late = LatestRecords("island-0"), LatestRecords("island-1")
+    early.write(EvalRecord(round=1, tokens=10, loss=2.0, bits_per_byte=None))
+    late.write(EvalRecord(round=2, tokens=20, loss=2.5, bits_per_byte=None))
     assert "held-out 2.5000" in format_status_line(RunState([early, late], 60))
 
 
@@ -133,7 +134,7 @@ def test_numbers_are_read_in_decimal_units() -> None:
 
 
 def test_the_plain_line_of_many_islands_shows_the_range_of_their_losses() -> None:
-    islands = [IslandRow(f"island-{number}") for number in range(32)]
+    islands = [LatestRecords(f"island-{number}") for number in range(32)]
     assert "| loss - - - - - - |" in format_status_line(RunState(islands, 60))
     for number in range(31):
         islands[number].update(a_step(1, loss=2.5 + number / 100))

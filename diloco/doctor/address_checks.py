@@ -6,7 +6,8 @@ import socket
 import time
 from collections.abc import Iterator
 
-from diloco.swarm.checks import Check, LocalIsland
+from diloco.doctor.checks import Check
+from diloco.swarm.visit import LocalIsland
 from outer.config import PORTS_OF_TLS
 from outer.routes.addresses import WILDCARDS, is_loopback
 

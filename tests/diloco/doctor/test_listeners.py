@@ -9,8 +9,8 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from diloco.swarm.listeners import find_rank_stores, read_listeners
-from diloco.swarm.machine_checks import check_rank_stores
+from diloco.doctor.listeners import find_rank_stores, read_listeners
+from diloco.doctor.machine_checks import check_rank_stores
 
 LISTEN = "import socket, sys, time; s = socket.create_server(('0.0.0.0', int(sys.argv[1]))); print(s.getsockname()[1]); sys.stdout.flush(); time.sleep(600)"  # noqa: E501
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from statistics import median
 
 from diloco.config.schema import RunConfig
+from diloco.doctor.address_checks import SWARM_CURE
+from diloco.doctor.checks import Check
+from diloco.doctor.machine_checks import state_bytes
+from diloco.doctor.path_checks import MAX_RANKS, check_gloo_ports, check_paths
 from diloco.formatting import human_bytes, human_seconds
-from diloco.swarm.address_checks import SWARM_CURE
-from diloco.swarm.checks import Check, LocalIsland
-from diloco.swarm.machine_checks import state_bytes
-from diloco.swarm.path_checks import MAX_RANKS, check_gloo_ports, check_paths
+from diloco.swarm.visit import LocalIsland
 from outer import diagnostics
 from outer.connect import Network
 from outer.errors import DeadlineError, MessageError, OuterError, first_line, is_about_run_key

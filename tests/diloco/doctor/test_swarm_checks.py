@@ -3,86 +3,33 @@
 import re
 import socket
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
 from diloco.config.schema import dump_config, parse_config
+from diloco.doctor.diagnose import doctor
 from diloco.errors import ConfigError
-from diloco.swarm.address_checks import check_listening, find_bind_problem
-from diloco.swarm.checks import Check, resolve_local_island
-from diloco.swarm.doctor import Line, check_swarm, diagnose, doctor, host_of
-from outer.connect import Network, NetworkSettings, open_network
+from diloco.swarm.visit import host_of
+from outer.connect import NetworkSettings, open_network
 from outer.diagnostics import DiagnosticsServer, ProbeResponder
 from outer.membership.rendezvous import serve_rendezvous
-from outer.network.endpoints import Endpoint
 from outer.network.run_key import RunKey
-from tests.outer.nets import A, B, C, Swarm, member, run, swarm
+from tests.diloco.doctor.visits import (
+    enter,
+    entered,
+    free_port,
+    key_file,
+    refusing_port,
+    run_text,
+    texts,
+    troubles,
+    visited,
+)
+from tests.outer.nets import A, B, C, run, swarm
 from tests.outer.routes.relays import addresses, relays
-from tests.swarm import TINY
 from tests.swarm import swarm as islands_of
 
 real_kinds = pytest.mark.parametrize("kind", ["gloo", "tls", "hivemind"])
-
-
-def run_text(kind: str) -> str:
-    """The config text of a run, as islands publish it."""
-    return dump_config(parse_config(TINY, [f"outer.transport={kind}"]).run)
-
-
-HELD: list[socket.socket] = []
-
-
-def refusing_port() -> int:
-    """A port at which nothing listens, and which no other process gets while the tests run."""
-    HELD.append(socket.socket())
-    HELD[-1].bind(("127.0.0.1", 0))
-    return HELD[-1].getsockname()[1]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
-
-
-async def enter(place: Swarm, me: Endpoint, clock=time.time, own=None, **changes) -> Network:
-    """An island of the run that answers a doctor, in the swarm's records. `own`: other settings of its network."""
-    network = await place.open(me, **(own or {}))
-    assert network.membership is not None
-    hash_ = parse_config(run_text(place.kind)).run.hash
-    DiagnosticsServer(network.messenger, ProbeResponder(hash_, lambda: 3, clock))
-    addresses = {"control_addresses": [network.messenger.address], "transport_addresses": [network.transport.address]}
-    await network.membership.publish_config(run_text(place.kind))
-    await network.membership.announce(member(me.island, **(addresses | {"config_hash": hash_, "round": 3} | changes)))
-    return network
-
-
-@asynccontextmanager
-async def entered(kind: str, *islands: Endpoint) -> AsyncIterator[Swarm]:
-    async with swarm(kind, "test") as place:
-        for island in islands:
-            await enter(place, island)
-        yield place
-
-
-async def visited(address: str, *overrides: str, config_text: str | None = None) -> list[Line]:
-    """All that a doctor with these settings says of the swarm at an address."""
-    settings = ["island.connect_seconds=30", *overrides]
-    config = parse_config(config_text, settings) if config_text is not None else None
-    subject = resolve_local_island(config, parse_config("", settings), address)
-    return [line async for line in check_swarm(subject, address, None)]
-
-
-def troubles(lines: list[Line]) -> list[tuple[str, str]]:
-    """Level and name of what is not ok."""
-    return [(line.level, line.name) for line in lines if isinstance(line, Check) and line.level != "ok"]
-
-
-def texts(lines: list[Line], name: str) -> list[str]:
-    """Of the checks of this name."""
-    return [line.text for line in lines if isinstance(line, Check) and line.name == name]
 
 
 @real_kinds
@@ -207,18 +154,6 @@ def test_a_port_that_leads_to_another_machine_is_no_call_back():
     run(main())
 
 
-def test_over_tls_each_rank_needs_two_ports_and_an_address_to_tell():
-    def listening(*overrides: str) -> list[Line]:
-        config = parse_config(TINY, ["outer.transport=tls", "island.ranks=2", *overrides])
-        return list(check_listening(resolve_local_island(config, config, None), is_alone=True))
-
-    port = free_port()
-    with socket.create_server(("127.0.0.1", port + 3)):
-        assert f"{port + 3}: " in texts(listening(f"island.listen_port={port}"), "island.listen_port")[0]
-    assert troubles(listening("island.listen_host=0.0.0.0")) == [("FAILED", "island.listen_host")]
-    assert troubles(listening("island.listen_host=0.0.0.0", "island.announce_host=127.0.0.1")) == []
-
-
 def test_a_taken_port_is_said_and_the_islands_are_examined_all_the_same():
     async def main() -> None:
         async with entered("gloo", A) as place:
@@ -301,72 +236,6 @@ def test_a_missing_run_key_is_said_over_hivemind():
     run(main())
 
 
-def key_file(folder: Path, secret: bytes | None) -> list[str]:
-    if secret is None:
-        return []
-    path = folder / "run.key"
-    path.write_bytes(secret)
-    path.chmod(0o600)
-    return [f"island.run_key_file={path}"]
-
-
-# -- this machine ---------------------------------------------------------------------------------------------
-
-
-def local(tmp_path: Path, *overrides: str, text: str = TINY) -> list[Line]:
-    """What a doctor says of this machine alone, for an island of this config."""
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
-    folders = [f"island.run_dir={tmp_path / 'runs'}", f"island.cache_dir={tmp_path / 'cache'}"]
-
-    async def main() -> list[Line]:
-        return [line async for line in diagnose(None, [*folders, *overrides], path)]
-
-    return run(main())
-
-
-def test_a_machine_in_order_is_warned_only_that_others_cannot_reach_it(tmp_path):
-    lines = local(tmp_path)
-    assert troubles(lines) == [("warning", "island.listen_host")]
-    assert parse_config(TINY).run.hash in texts(lines, "config")[0]
-    assert "run's state takes 282 kB" in texts(lines, "island.run_dir")[0]
-
-
-def test_the_libp2p_daemon_is_tried(tmp_path):
-    assert "starts" in texts(local(tmp_path, "outer.transport=hivemind"), "libp2p")[0]
-
-
-@pytest.mark.parametrize(
-    ("override", "level", "name", "part"),
-    [
-        ("island.listen_host=192.0.2.1", "FAILED", "island.listen_host", "not an address of this machine"),
-        ("island.listen_host=0.0.0.0", "FAILED", "island.listen_host", "gloo needs one address"),
-        ("island.run_key_file=/nowhere/key", "FAILED", "run key", "cannot read"),
-        ("island.run_dir=/dev/null/x", "FAILED", "island.run_dir", "no folder"),
-        ("island.micro_batch=7", "FAILED", "config", "micro_batch"),
-        ("outer.rouns=3", "FAILED", "config", "did you mean 'rounds'"),
-        ("island.announce_host=192.0.2.1", "ok", "island.announce_host", "must forward"),
-    ],
-)
-def test_what_is_wrong_here_is_said_with_its_cure(tmp_path, override, level, name, part):
-    found = [c for c in local(tmp_path, override) if isinstance(c, Check) and c.name == name]
-    assert [check.level for check in found] == [level] and part in found[0].text
-
-
-def test_a_taken_port_is_said_before_the_island_finds_out(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        lines = local(tmp_path, f"island.listen_port={port}")
-    assert ("FAILED", "island.listen_port") in troubles(lines)
-    assert find_bind_problem("127.0.0.1", port) == ""
-
-
-def test_a_key_that_others_may_read_is_warned_of(tmp_path):
-    (override,) = key_file(tmp_path, b"k" * 32)
-    (tmp_path / "run.key").chmod(0o644)
-    assert ("warning", "run key") in troubles(local(tmp_path, override))
-
-
 @pytest.mark.parametrize(
     ("address", "expected"),
     [
@@ -380,9 +249,6 @@ def test_a_key_that_others_may_read_is_warned_of(tmp_path):
 )
 def test_host_and_port_of_an_address(address, expected):
     assert host_of(address) == expected
-
-
-# -- as a user runs it ----------------------------------------------------------------------------------------
 
 
 def test_a_training_island_is_examined_and_the_exit_status_says_whether_all_is_well(tmp_path, capsys, caplog):

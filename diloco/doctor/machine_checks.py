@@ -8,16 +8,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from diloco.config.check import check_island, model_specs
-from diloco.config.schema import IslandConfig, RunConfig
+from diloco.config.schema import RunConfig
+from diloco.doctor.address_checks import check_listening
+from diloco.doctor.checks import Check
+from diloco.doctor.listeners import PROC, find_rank_stores
 from diloco.errors import ConfigError
 from diloco.formatting import human_bytes
-from diloco.swarm.address_checks import check_listening
-from diloco.swarm.checks import Check, LocalIsland
-from diloco.swarm.listeners import PROC, find_rank_stores
+from diloco.swarm.visit import LocalIsland
 from inner.errors import InputError as DataError
 from inner.measure.param_specs import num_elements
 from outer.errors import InputError
-from outer.network.run_key import RunKey, load_run_key, read_run_key
+from outer.network.run_key import read_run_key
 from outer.transports.gloo.open_files import find_allowed_files
 
 NUM_GROUPS = 4
@@ -137,14 +138,6 @@ def check_key(path: Path) -> Check:
     if path.stat().st_mode & 0o004:
         return Check("warning", "run key", f"all users of this machine can read {path}; run `chmod 600 {path}`")
     return Check("ok", "run key", f"{path}: readable; the swarm shows whether it is the key of the run")
-
-
-def load_usable_key(island: IslandConfig) -> RunKey | None:
-    """The island's run key; None if it has none or it cannot be read, which `check_key` reports."""
-    try:
-        return load_run_key(island.run_key_file)
-    except InputError:
-        return None
 
 
 def check_daemon() -> Check:

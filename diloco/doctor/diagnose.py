@@ -4,43 +4,42 @@ It connects to the swarm as an island here would, but announces no record, so th
 """
 
 import asyncio
-import re
 import shutil
 import sys
 import textwrap
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import typer
 
 from diloco.config.from_swarm import parse_swarm_config
 from diloco.config.init_weights import pin_weights_hash
 from diloco.config.schema import RunConfig, differing_keys, load_config, parse_config
+from diloco.doctor.address_checks import time_connection
+from diloco.doctor.checks import Check
+from diloco.doctor.host_memory_check import check_host_memory
+from diloco.doctor.island_checks import CallbackListener, RemoteIsland, check_remote_island
+from diloco.doctor.machine_checks import check_machine
 from diloco.errors import ConfigError
 from diloco.formatting import one_line
-from diloco.swarm.address_checks import time_connection
-from diloco.swarm.checks import Check, LocalIsland, resolve_local_island
-from diloco.swarm.host_memory_check import check_host_memory
-from diloco.swarm.island_checks import CallbackListener, RemoteIsland, check_remote_island
-from diloco.swarm.machine_checks import check_machine, load_usable_key
+from diloco.swarm.visit import (
+    LocalIsland,
+    find_members,
+    host_of,
+    load_usable_key,
+    open_probe_network,
+    open_run_network,
+    resolve_local_island,
+)
 from outer.config import AT_RENDEZVOUS
-from outer.connect import Network, NetworkSettings, find_runs, open_network
+from outer.connect import Network, find_runs
 from outer.errors import InputError, OuterError, is_about_run_key
-from outer.identity.island_key import KEY_FILE, IslandKey, load_island_key
-from outer.identity.known_names import guest_name
 from outer.membership.base import Member
 from outer.membership.records import RunInfo
 from outer.routes.addresses import is_loopback
 
-RECORDS_SECONDS = 5.0
-"""How long to wait for the records of the islands that the swarm has listed."""
-CLOSE_SECONDS = 0.05
-"""Time for handlers of accepted connections to notice the end. asyncio logs an error for tasks that it must cancel."""
-MULTIADDRESS = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/([0-9]+)(?:/|$)")
-RENDEZVOUS = re.compile(r"tcp://(.+):([0-9]+)")
 COLORS = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "FAILED": typer.colors.RED}
 NAME_WIDTH = 18
 
@@ -137,12 +136,6 @@ async def check_swarm(local: LocalIsland, address: str, run_name: str | None) ->
             yield Check(level, "run", f"{text}; choose one with --run NAME, or start this one with `diloco train`")
 
 
-def host_of(address: str) -> tuple[str, int] | None:
-    """Host and TCP port of a swarm's address; None if the address has no TCP port."""
-    found = MULTIADDRESS.match(address) or RENDEZVOUS.fullmatch(address)
-    return (found[1].strip("[]"), int(found[2])) if found else None
-
-
 async def check_address(address: str) -> Check:
     """Check that something listens at the address."""
     target = host_of(address)
@@ -212,20 +205,6 @@ async def check_islands(
                 yield check
 
 
-def open_run_network(
-    local: LocalIsland, address: str, run: RunConfig, info: RunInfo
-) -> AbstractAsyncContextManager[Network]:
-    """Open a network that can call the run's islands. It announces no record and no island calls it."""
-    island, folder = local.island, local.folder / run.name / local.island.label
-    own = {}
-    # Islands with an allow list know this machine by its island's keys. One of libp2p has one user at a time.
-    if island.allow and (folder / KEY_FILE).exists():
-        own["island_key"] = load_island_key(folder / KEY_FILE)
-    if island.allow and (folder / "identity.key").exists() and island.label not in info.islands:
-        own["identity_path"] = folder / "identity.key"
-    return open_probe_network(local, run, bootstrap=[address], proxy=island.proxy, **own)
-
-
 def open_listener(local: LocalIsland, address: str, run: RunConfig) -> AbstractAsyncContextManager[Network]:
     """Open a network that listens as an island on this machine would."""
     island = local.island
@@ -233,28 +212,3 @@ def open_listener(local: LocalIsland, address: str, run: RunConfig) -> AbstractA
     needs_swarm = run.outer.transport in AT_RENDEZVOUS or island.relay == "client"
     own = island.model_dump(include={"listen_host", "listen_port", "announce_host", "relay", "relays", "proxy"})
     return open_probe_network(local, run, bootstrap=[address] if needs_swarm else [], **own)
-
-
-@asynccontextmanager
-async def open_probe_network(local: LocalIsland, run: RunConfig, **own: Any) -> AsyncIterator[Network]:
-    """Open a network and close it on exit. `own` are the NetworkSettings that the doctor's networks do not share."""
-    key, run_key = own.pop("island_key", None) or IslandKey.generate(), load_usable_key(local.island)
-    shared = {"connect_seconds": local.connect_seconds, "run_key": run_key, "allow": local.island.allow}
-    guest = NetworkSettings(run.name, guest_name(key.public), 0, island_key=key, **shared, **own)
-    network = await open_network(run.outer.transport, guest)
-    try:
-        yield network
-    finally:
-        await network.close()
-        await asyncio.sleep(CLOSE_SECONDS)
-
-
-async def find_members(network: Network, info: RunInfo) -> Mapping[str, Member]:
-    """The records of the islands that the swarm has listed, as far as they arrive within RECORDS_SECONDS."""
-    assert network.membership is not None, "rank 0 has a membership"
-    deadline = time.monotonic() + RECORDS_SECONDS
-    members = await network.membership.members()
-    while not set(info.islands) <= set(members) and time.monotonic() < deadline:
-        await asyncio.sleep(0.1)
-        members = await network.membership.members()
-    return members

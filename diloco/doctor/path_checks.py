@@ -2,8 +2,9 @@
 
 from collections.abc import AsyncIterator, Sequence
 
-from diloco.swarm.address_checks import time_connection
-from diloco.swarm.checks import Check, LocalIsland
+from diloco.doctor.address_checks import time_connection
+from diloco.doctor.checks import Check
+from diloco.swarm.visit import LocalIsland
 from outer.errors import MessageError, PeerLost, TransportError, first_line
 from outer.membership.base import Member
 from outer.network.endpoints import Endpoint
@@ -50,7 +51,18 @@ async def check_paths(member: Member, local: LocalIsland) -> AsyncIterator[Check
 
 
 async def check_path(dialer: Dialer, who: str, name: str, address: IslandAddress) -> Check:
-    """Try the routes of an address one after another until one leads to the rank."""
+    """Check that a route leads to the rank, and say which, and why not those before it."""
+    route, failed = await find_route(dialer, address)
+    if route is None:
+        return Check("FAILED", name, f"{who}: none. {'; '.join(failed)}; {CURE_OF_TLS}")
+    why = f", because {'; '.join(failed)}" if failed else ""
+    if not failed and route.behind is not None:
+        why = ", because its record lists no direct address (island.announce_host)"
+    return Check("ok", name, f"{who}: {describe_route(route)}{why}")
+
+
+async def find_route(dialer: Dialer, address: IslandAddress) -> tuple[Route | None, list[str]]:
+    """The first route of an address that leads to the rank, or None, and what came of those before it."""
     failed: list[str] = []
     for route in address.routes:
         try:
@@ -59,11 +71,8 @@ async def check_path(dialer: Dialer, who: str, name: str, address: IslandAddress
             failed.append(f"{describe_route(route)}: {first_line(error)}")
             continue
         connection.close()
-        why = f", because {'; '.join(failed)}" if failed else ""
-        if not failed and route.behind is not None:
-            why = ", because its record lists no direct address (island.announce_host)"
-        return Check("ok", name, f"{who}: {describe_route(route)}{why}")
-    return Check("FAILED", name, f"{who}: none. {'; '.join(failed)}; {CURE_OF_TLS}")
+        return route, failed
+    return None, failed
 
 
 def describe_route(route: Route) -> str:

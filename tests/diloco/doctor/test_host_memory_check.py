@@ -6,9 +6,7 @@ import pytest
 
 from diloco.config.check import model_specs
 from diloco.config.schema import Config, load_config, parse_config
-from diloco.errors import ConfigError
-from diloco.planning.host_memory import HostMemory
-from diloco.swarm.host_memory_check import (
+from diloco.doctor.host_memory_check import (
     MachineMemory,
     NodeMemory,
     check_host_memory,
@@ -16,7 +14,10 @@ from diloco.swarm.host_memory_check import (
     plan_node_memory,
     require_host_memory,
 )
-from diloco.swarm.machine_checks import LocalIsland, state_bytes
+from diloco.doctor.machine_checks import state_bytes
+from diloco.errors import ConfigError
+from diloco.planning.host_memory import HostMemory
+from diloco.swarm.visit import LocalIsland
 from inner.measure.param_specs import num_elements
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"

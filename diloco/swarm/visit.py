@@ -1,0 +1,110 @@
+"""Visits the islands of a run from a process that is none of them: it finds their records and can call them.
+
+The visitor announces no record, so the swarm does not count it as an island.
+"""
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco.config.schema import Config, IslandConfig, RunConfig
+from outer.connect import Network, NetworkSettings, open_network
+from outer.errors import InputError
+from outer.identity.island_key import KEY_FILE, IslandKey, load_island_key
+from outer.identity.known_names import guest_name
+from outer.membership.base import Member
+from outer.membership.records import RunInfo
+from outer.network.run_key import RunKey, load_run_key
+
+CONNECT_SECONDS = 10.0
+"""Longest wait for a swarm that does not answer."""
+RECORDS_SECONDS = 5.0
+"""How long to wait for the records of the islands that the swarm has listed."""
+CLOSE_SECONDS = 0.05
+"""Time for handlers of accepted connections to notice the end. asyncio logs an error for tasks that it must cancel."""
+MULTIADDRESS = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/([0-9]+)(?:/|$)")
+RENDEZVOUS = re.compile(r"tcp://(.+):([0-9]+)")
+
+
+@dataclass(frozen=True)
+class LocalIsland:
+    """The island that the user wants to run on this machine. `run` is None if no config file is given."""
+
+    run: RunConfig | None
+    island: IslandConfig
+    transport: str
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.island.run_dir).expanduser()
+
+    @property
+    def connect_seconds(self) -> float:
+        return min(CONNECT_SECONDS, self.island.connect_seconds)
+
+
+def resolve_local_island(config: Config | None, overrides_only: Config, address: str | None) -> LocalIsland:
+    """The island that the config file describes, or else the overrides and the kind of address."""
+    if config is not None:
+        return LocalIsland(config.run, config.for_island(config.island.index), config.outer.transport)
+    island = overrides_only.for_island(overrides_only.island.index)
+    is_tcp = address is not None and address.startswith("tcp://")
+    return LocalIsland(None, island, "gloo" if is_tcp else "hivemind")
+
+
+def host_of(address: str) -> tuple[str, int] | None:
+    """Host and TCP port of a swarm's address; None if the address has no TCP port."""
+    found = MULTIADDRESS.match(address) or RENDEZVOUS.fullmatch(address)
+    return (found[1].strip("[]"), int(found[2])) if found else None
+
+
+def open_run_network(
+    local: LocalIsland, address: str, run: RunConfig, info: RunInfo
+) -> AbstractAsyncContextManager[Network]:
+    """Open a network that can call the run's islands. It announces no record and no island calls it."""
+    island, folder = local.island, local.folder / run.name / local.island.label
+    own = {}
+    # Islands with an allow list know this machine by its island's keys. One of libp2p has one user at a time.
+    if island.allow and (folder / KEY_FILE).exists():
+        own["island_key"] = load_island_key(folder / KEY_FILE)
+    if island.allow and (folder / "identity.key").exists() and island.label not in info.islands:
+        own["identity_path"] = folder / "identity.key"
+    return open_probe_network(local, run, bootstrap=[address], proxy=island.proxy, **own)
+
+
+@asynccontextmanager
+async def open_probe_network(local: LocalIsland, run: RunConfig, **own: Any) -> AsyncIterator[Network]:
+    """Open a network and close it on exit. `own`: NetworkSettings of this network alone."""
+    key, run_key = own.pop("island_key", None) or IslandKey.generate(), load_usable_key(local.island)
+    shared = {"connect_seconds": local.connect_seconds, "run_key": run_key, "allow": local.island.allow}
+    guest = NetworkSettings(run.name, guest_name(key.public), 0, island_key=key, **shared, **own)
+    network = await open_network(run.outer.transport, guest)
+    try:
+        yield network
+    finally:
+        await network.close()
+        await asyncio.sleep(CLOSE_SECONDS)
+
+
+def load_usable_key(island: IslandConfig) -> RunKey | None:
+    """The island's run key; None if it has none or it cannot be read, which the doctor reports."""
+    try:
+        return load_run_key(island.run_key_file)
+    except InputError:
+        return None
+
+
+async def find_members(network: Network, info: RunInfo) -> Mapping[str, Member]:
+    """The records of the islands that the swarm has listed, as far as they arrive within RECORDS_SECONDS."""
+    assert network.membership is not None, "rank 0 has a membership"
+    deadline = time.monotonic() + RECORDS_SECONDS
+    members = await network.membership.members()
+    while not set(info.islands) <= set(members) and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
+        members = await network.membership.members()
+    return members
