@@ -24,6 +24,7 @@ from diloco.runtime.corpus import load_corpus
 from diloco.runtime.operator_requests import OperatorRequests
 from diloco.runtime.round_records import RoundRecords
 from diloco.runtime.step_records import MfuMeter, build_mfu_meter
+from diloco.status.visitors import serve_visitors
 from diloco.watch.activity import ActivityMonitor
 from inner.data.batches import IslandBatches
 from inner.data.corpus import Corpus
@@ -36,7 +37,6 @@ from inner.parallel.own_model import check_own_model
 from inner.trainer import Trainer, TrainerSettings
 from outer.agreement.running.peers import Identity
 from outer.connect import Network
-from outer.diagnostics import DiagnosticsServer, ProbeResponder
 from outer.hooks import Hooks
 from outer.identity.island_key import IslandKey
 from outer.loop import OuterLoop, build_loop
@@ -134,7 +134,9 @@ def open_runtime(
         moments = None if config.outer.moments is None else ParamsAndMoments(trainer.params, trainer.optimizers)
         outer = build_loop(config.outer, identity, moments or trainer.params, ranks, network, event_loop, settings)
         rounds.find_ledger = lambda: outer.position.ledger
-        DiagnosticsServer(network.messenger, ProbeResponder(config.hash, lambda: outer.position.round))
+        activity = ActivityMonitor(island.watchdog_seconds)
+        mesh = str(resolve_degrees(island.mesh, island.ranks))
+        serve_visitors(config, island, network, outer, metrics, mesh=mesh, device=device, doing=activity)
         yield Runtime(
             config=config,
             island=island,
@@ -149,7 +151,7 @@ def open_runtime(
             checkpoints=stack.enter_context(open_checkpoints(config, island, folder, trainer, outer)),
             profiler=stack.enter_context(Profiler(island.profile, folder / "profile", ranks.rank)),
             slow_down=partial(slow_down, hooks),
-            activity=ActivityMonitor(island.watchdog_seconds),
+            activity=activity,
             requests=requests,
             rounds=rounds,
             book=Logbook(folder.parent, island.label),

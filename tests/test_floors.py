@@ -49,6 +49,7 @@ FLOORS = {
         report runtime
         checkpoints connections swarm
         doctor
+        status
         assemble island_rounds
         island own_loop
         island_quorum simulate virtual

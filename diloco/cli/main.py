@@ -13,6 +13,7 @@ from diloco.cli.key import key
 from diloco.cli.launch import launch
 from diloco.cli.prepare import prepare
 from diloco.cli.simulate import simulate
+from diloco.cli.swarm import bootstrap, doctor, join, relay, status
 from diloco.cli.weights import evaluate, export, generate
 
 app = typer.Typer(
@@ -68,103 +69,6 @@ def baseline(
     from diloco.train import baseline as run
 
     run(resolved, islands, ranks)
-
-
-@app.command()
-def bootstrap(
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.")] = 0,
-    rendezvous: Annotated[
-        str, typer.Option(help="dht (for outer.transport=hivemind) or tcp (for gloo and tls).")
-    ] = "dht",
-    identity: Annotated[
-        Path | None, typer.Option(help="With dht: key file that keeps the address the same over restarts.")
-    ] = None,
-    run_key_file: Annotated[
-        Path | None, typer.Option(help="With tcp: file with the run key, for runs whose islands use one.")
-    ] = None,
-    folder: Annotated[
-        Path | None, typer.Option(help="With tcp: folder that keeps the owners of islands' names over restarts.")
-    ] = None,
-) -> None:
-    """Serve the address where islands find each other, and print it. Trains nothing.
-
-    Serves until SIGTERM or Ctrl-C, also after the shell or terminal that started it has ended.
-    """
-    from diloco.swarm.bootstrap import bootstrap as run
-
-    run(host, port, rendezvous, identity, run_key_file, folder)
-
-
-@app.command()
-def relay(
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.")] = 0,
-    announce_host: Annotated[
-        str | None, typer.Option(help="Address to print, if others reach this machine by another one.")
-    ] = None,
-    run_key_file: Annotated[
-        Path | None, typer.Option(help="File with the run key: only islands that hold it may register.")
-    ] = None,
-    allow: Annotated[
-        list[str] | None, typer.Option(help="Public key of an island that may register; repeat it (default: all).")
-    ] = None,
-    mbit: Annotated[
-        float | None, typer.Option(min=0.1, help="Most Mbit/s to forward to and from one island together.")
-    ] = None,
-) -> None:
-    """Forward connections to islands that nobody can reach (outer.transport=tls, island.relays), and print the address.
-
-    It sees who connects to whom and how much, and nothing else: TLS runs between the islands.
-    """
-    from diloco.swarm.bootstrap import relay as run
-
-    run(host, port, announce_host, run_key_file, allow or [], mbit)
-
-
-@app.command()
-def join(
-    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Address printed by `diloco bootstrap`.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[island.key=value ...]", help="Settings of this island.")
-    ] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Processes of this island.")] = 1,
-    run_name: Annotated[
-        str | None, typer.Option("--run", help="Name of the run to join, if the swarm has several.")
-    ] = None,
-    resume: args.Resume = None,
-) -> None:
-    """Join a run: get its config from the swarm, download the state from the other islands, train."""
-    from diloco.swarm.join import join as run
-
-    run(address, args.with_resume(overrides, resume), ranks, run_name)
-
-
-@app.command()
-def doctor(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[ADDRESS] [section.key=value ...]", help="Address printed by `diloco bootstrap`, and settings."
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="The run's YAML file, to check it and compare it with the swarm's config.")
-    ] = None,
-    run_name: Annotated[str | None, typer.Option("--run", help="Name of the run to check (default: all runs).")] = None,
-) -> None:
-    """Check this machine and, given an address, the links to every island there. Exits 1 if a check fails.
-
-    Pass the settings that the island on this machine will have (island.listen_host,
-    island.listen_port, island.announce_host, island.run_key_file, ...): the doctor listens as
-    that island would and asks the others to call back. It changes nothing.
-    """
-    import logging
-
-    from diloco.doctor.diagnose import doctor as run
-
-    logging.getLogger("outer").setLevel(logging.CRITICAL)  # The checks report these problems themselves.
-    raise typer.Exit(run(arguments or [], config, run_name))
 
 
 @app.command("config")
@@ -275,7 +179,7 @@ def report(
     typer.echo(f"report: {write_report(run_dir)}")
 
 
-for command in (launch, key, prepare, export, evaluate, generate):
+for command in (bootstrap, relay, join, doctor, status, launch, key, prepare, export, evaluate, generate):
     app.command()(command)
 
 

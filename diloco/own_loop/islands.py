@@ -35,6 +35,7 @@ from diloco.own_loop.saved_state import SavedState, parse_state
 from diloco.runtime.operator_requests import OperatorRequests
 from diloco.runtime.process_group import require_one_node
 from diloco.runtime.round_records import RoundRecords
+from diloco.status.visitors import serve_visitors
 from inner.files import write_atomically
 from outer.connect import Network
 from outer.errors import TransportError
@@ -68,6 +69,7 @@ class Islands:
         """
         read = read_config(config, overrides)
         params = trained_params(model)
+        self._device = str(next(model.parameters()).device)
         self._ranks = find_ranks()
         text = describe(params.specs)
         check_same(self._ranks, text, "what is trained of the model")
@@ -200,6 +202,7 @@ class Islands:
         self._events = LoopEvents(self._outer, network, records, requests, metrics, self._moments)
         if ranks.is_leader:
             self._events.keep_book(folder, island)
+        serve_visitors(run, island, network, self._outer, metrics, mesh="its own loop", device=self._device, doing=None)
         self._slow_down = partial(slow_down, hooks)
         self._watch_network(network, event_loop)
 

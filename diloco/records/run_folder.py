@@ -111,6 +111,13 @@ class Tail:
 
 def read_run(run_dir: Path) -> RunRecords:
     """Read all records and facts of a run. Raises InputError if the folder holds no run."""
+    islands = [read_island(folder) for folder in find_island_folders(run_dir)]
+    baseline = read_island(run_dir / BASELINE) if (run_dir / BASELINE / METRICS).is_file() else None
+    return RunRecords(run_dir, read_facts(run_dir), islands, baseline)
+
+
+def find_island_folders(run_dir: Path) -> list[Path]:
+    """As `island_folders`. Raises InputError if there are none."""
     if not (folders := island_folders(run_dir)):
         found = sorted(entry.name for entry in run_dir.iterdir())[:8] if run_dir.is_dir() else None
         raise InputError(
@@ -118,9 +125,7 @@ def read_run(run_dir: Path) -> RunRecords:
             + ("but there is no such folder" if found is None else f"found {', '.join(found) or 'nothing'}")
             + "; give the folder of one run, for example runs/quickstart"
         )
-    islands = [read_island(folder) for folder in folders]
-    baseline = read_island(run_dir / BASELINE) if (run_dir / BASELINE / METRICS).is_file() else None
-    return RunRecords(run_dir, read_facts(run_dir), islands, baseline)
+    return folders
 
 
 def read_island(folder: Path) -> IslandRecords:

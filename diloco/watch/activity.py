@@ -41,6 +41,11 @@ class ActivityMonitor:
         self._end()
         self.work = Work(kind, None)
 
+    @property
+    def now(self) -> tuple[str, float]:
+        """The kind of the current work, and for how many seconds it has lasted."""
+        return self.work.kind, self._clock() - self._began_at
+
     def _end(self) -> None:
         now = self._clock()
         if self.work.limit_seconds is not None:

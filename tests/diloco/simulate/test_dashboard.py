@@ -137,5 +137,5 @@ def test_the_plain_line_of_many_islands_shows_the_range_of_their_losses() -> Non
     islands = [LatestRecords(f"island-{number}") for number in range(32)]
     assert "| loss - - - - - - |" in format_status_line(RunState(islands, 60))
     for number in range(31):
-        islands[number].update(a_step(1, loss=2.5 + number / 100))
+        islands[number].write(a_step(1, loss=2.5 + number / 100))
     assert "| loss 2.5000 to 2.8000 |" in format_status_line(RunState(islands, 60))

@@ -1,0 +1,123 @@
+"""The commands between islands on different machines: bootstrap, relay, join, doctor, status."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diloco.cli import arguments as args
+
+
+def bootstrap(
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.")] = 0,
+    rendezvous: Annotated[
+        str, typer.Option(help="dht (for outer.transport=hivemind) or tcp (for gloo and tls).")
+    ] = "dht",
+    identity: Annotated[
+        Path | None, typer.Option(help="With dht: key file that keeps the address the same over restarts.")
+    ] = None,
+    run_key_file: Annotated[
+        Path | None, typer.Option(help="With tcp: file with the run key, for runs whose islands use one.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="With tcp: folder that keeps the owners of islands' names over restarts.")
+    ] = None,
+) -> None:
+    """Serve the address where islands find each other, and print it. Trains nothing.
+
+    Serves until SIGTERM or Ctrl-C, also after the shell or terminal that started it has ended.
+    """
+    from diloco.swarm.bootstrap import bootstrap as run
+
+    run(host, port, rendezvous, identity, run_key_file, folder)
+
+
+def relay(
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.")] = 0,
+    announce_host: Annotated[
+        str | None, typer.Option(help="Address to print, if others reach this machine by another one.")
+    ] = None,
+    run_key_file: Annotated[
+        Path | None, typer.Option(help="File with the run key: only islands that hold it may register.")
+    ] = None,
+    allow: Annotated[
+        list[str] | None, typer.Option(help="Public key of an island that may register; repeat it (default: all).")
+    ] = None,
+    mbit: Annotated[
+        float | None, typer.Option(min=0.1, help="Most Mbit/s to forward to and from one island together.")
+    ] = None,
+) -> None:
+    """Forward connections to islands that nobody can reach (outer.transport=tls, island.relays), and print the address.
+
+    It sees who connects to whom and how much, and nothing else: TLS runs between the islands.
+    """
+    from diloco.swarm.bootstrap import relay as run
+
+    run(host, port, announce_host, run_key_file, allow or [], mbit)
+
+
+def join(
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Address printed by `diloco bootstrap`.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[island.key=value ...]", help="Settings of this island.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes of this island.")] = 1,
+    run_name: Annotated[
+        str | None, typer.Option("--run", help="Name of the run to join, if the swarm has several.")
+    ] = None,
+    resume: args.Resume = None,
+) -> None:
+    """Join a run: get its config from the swarm, download the state from the other islands, train."""
+    from diloco.swarm.join import join as run
+
+    run(address, args.with_resume(overrides, resume), ranks, run_name)
+
+
+def doctor(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[ADDRESS] [section.key=value ...]", help="Address printed by `diloco bootstrap`, and settings."
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="The run's YAML file, to check it and compare it with the swarm's config.")
+    ] = None,
+    run_name: Annotated[str | None, typer.Option("--run", help="Name of the run to check (default: all runs).")] = None,
+) -> None:
+    """Check this machine and, given an address, the links to every island there. Exits 1 if a check fails.
+
+    Pass the settings that the island on this machine will have (island.listen_host,
+    island.listen_port, island.announce_host, island.run_key_file, ...): the doctor listens as
+    that island would and asks the others to call back. It changes nothing.
+    """
+    import logging
+
+    from diloco.doctor.diagnose import doctor as run
+
+    logging.getLogger("outer").setLevel(logging.CRITICAL)  # The checks report these problems themselves.
+    raise typer.Exit(run(arguments or [], config, run_name))
+
+
+def status(
+    target: Annotated[
+        str, typer.Argument(metavar="ADDRESS|RUN_DIR", help="Address printed by `diloco bootstrap`, or a run's folder.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[island.key=value ...]", help="Key, proxy, ... to reach it with.")
+    ] = None,
+    run_name: Annotated[str | None, typer.Option("--run", help="Name of the run to show (default: all runs).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show how each island of a run does: asked of them from anywhere, or from the records in a folder.
+
+    Exits 1 if an island does not answer. It changes nothing; an island that trains answers within milliseconds.
+    """
+    import logging
+
+    from diloco.status.command import status as run
+
+    logging.getLogger("outer").setLevel(logging.CRITICAL)  # An island that cannot be reached is in the table.
+    raise typer.Exit(run(target, overrides or [], run_name, as_json=as_json))

@@ -1,0 +1,165 @@
+"""What an island says of itself to whoever asks, and the server on its rank 0 that says it.
+
+    call            body    reply
+    island_status   empty   IslandStatus
+
+As with the doctor's calls, anybody who knows the address, and the run key if there is one, may ask.
+"""
+
+import math
+import platform
+import time
+from collections.abc import Callable
+from typing import Annotated, Protocol
+
+from pydantic import Field
+
+from diloco.formatting import one_line
+from diloco.records.latest import LatestRecords
+from diloco.records.metrics import Metrics
+from outer.diagnostics import package_versions
+from outer.errors import MessageError
+from outer.network.endpoints import Endpoint, Messenger
+from outer.network.messages import MAX_RANKS, MAX_ROUND, MAX_TOKENS, IslandName, Message
+from outer.state.part_state import Position
+
+CALL = "island_status"
+MAX_EVENT_CHARACTERS = 300
+MAX_STEP = 1 << 40
+
+ShortText = Annotated[str, Field(max_length=64)]
+Figure = Annotated[float, Field(ge=-1e30, le=1e30)]
+"""A finite number."""
+Seconds = Annotated[float, Field(ge=0, lt=1e11)]
+
+
+class Training(Message):
+    """What an island's records say of its training. It comes from a peer, so it is validated strictly."""
+
+    step: int = Field(ge=0, lt=MAX_STEP)
+    """The last inner step of the run that it has made."""
+    loss: Figure | None
+    """Of that step, in nats a token."""
+    heldout_loss: Figure | None
+    tokens_per_second: Figure | None
+    committed: int = Field(ge=0, lt=MAX_ROUND)
+    """Rounds that are committed in these records. A process that is asked has its own only."""
+    aborted: int = Field(ge=0, lt=MAX_ROUND)
+    """Attempts that are aborted in these records."""
+    bytes_sent: int = Field(ge=0, lt=MAX_TOKENS)
+    """In these rounds."""
+    digest: str = Field(max_length=64, pattern=r"^[0-9a-f]*$")
+    """Digest of the state after the last committed round, or empty."""
+    event: str = Field(max_length=MAX_EVENT_CHARACTERS)
+    """What happened last, or empty."""
+    event_seconds: Seconds
+    """How long ago that was."""
+
+
+class IslandStatus(Training):
+    """The state of an island that runs."""
+
+    island: IslandName
+    doing: ShortText
+    """What its training thread does: an inner step, a round, ..."""
+    doing_seconds: Seconds
+    """For how long it has done so."""
+    num_steps: int = Field(ge=0, lt=MAX_STEP)
+    """Inner steps of the whole run."""
+    round: int = Field(ge=0, lt=MAX_ROUND)
+    """Committed rounds of the run."""
+    num_rounds: int = Field(ge=0, lt=MAX_ROUND)
+    """Rounds of the whole run."""
+    tokens: int = Field(ge=0, lt=MAX_TOKENS)
+    """Tokens of all islands in committed rounds."""
+    ranks: int = Field(ge=1, le=MAX_RANKS)
+    mesh: ShortText
+    hardware: ShortText
+    """The device of rank 0."""
+    host: ShortText
+    """Name of rank 0's machine."""
+    versions: dict[ShortText, ShortText] = Field(max_length=16)
+    up_seconds: Seconds
+    """Time since its process began to answer."""
+
+
+class Place(Message):
+    """What of an island's status stays the same while its process runs."""
+
+    island: IslandName
+    num_steps: int
+    num_rounds: int
+    ranks: int
+    mesh: str
+    hardware: str
+
+
+class Doing(Protocol):
+    """What a training thread does now. An ActivityMonitor has it."""
+
+    @property
+    def now(self) -> tuple[str, float]:
+        """The kind of work, and for how many seconds it has lasted."""
+        ...
+
+
+class StatusServer:
+    """Answers on rank 0 with what its records have said last."""
+
+    def __init__(
+        self,
+        messenger: Messenger,
+        metrics: Metrics,
+        place: Place,
+        find_position: Callable[[], Position],
+        doing: Doing | None,
+    ) -> None:
+        """`doing` is None where nobody watches the training thread: then the time since the last record is told."""
+        self._place, self._find_position, self._doing = place, find_position, doing
+        self._latest, self._began_at = LatestRecords(place.island), time.monotonic()
+        self._versions = package_versions()
+        metrics.add_sink(self._latest)
+        messenger.serve(CALL, self._on_status)
+
+    async def _on_status(self, source: Endpoint, body: bytes) -> bytes:
+        if body:
+            raise MessageError(f"a call {CALL!r} with a body of {len(body)} bytes, none expected")
+        return self.status().encode()
+
+    def status(self) -> IslandStatus:
+        """The island's state now."""
+        latest, position, now = self._latest, self._find_position(), time.time()
+        silent = max(now - latest.time, 0.0) if latest.time else 0.0
+        doing, doing_seconds = self._doing.now if self._doing is not None else ("since its last record", silent)
+        return IslandStatus(
+            **self._place.model_dump(),
+            **describe_records(latest, now).model_dump(),
+            doing=doing,
+            doing_seconds=doing_seconds,
+            round=position.round,
+            tokens=position.tokens,
+            host=platform.node()[:64],
+            versions=self._versions,
+            up_seconds=time.monotonic() - self._began_at,
+        )
+
+
+def describe_records(latest: LatestRecords, now: float) -> Training:
+    """What an island's records say at unix time `now`."""
+    return Training(
+        step=latest.step,
+        loss=finite(latest.loss),
+        heldout_loss=finite(latest.eval_loss),
+        tokens_per_second=finite(latest.tokens_per_second),
+        committed=len(latest.committed),
+        aborted=latest.num_aborted,
+        bytes_sent=latest.bytes_sent,
+        digest=latest.digest,
+        event=one_line(latest.event)[:MAX_EVENT_CHARACTERS],
+        event_seconds=max(now - latest.event_time, 0.0) if latest.event else 0.0,
+    )
+
+
+def finite(value: float | None) -> float | None:
+    """The value, or None if JSON cannot hold it or no loss is so large."""
+    return value if value is not None and math.isfinite(value) and abs(value) <= 1e30 else None

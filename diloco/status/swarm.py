@@ -1,0 +1,89 @@
+"""The state of all islands of a run, asked of them from anywhere."""
+
+import asyncio
+from collections.abc import Sequence
+
+from diloco.config.from_swarm import parse_swarm_config
+from diloco.config.schema import RunConfig, parse_config
+from diloco.doctor.path_checks import describe_route, find_route
+from diloco.errors import ConfigError
+from diloco.formatting import human_seconds, one_line
+from diloco.records.run_folder import natural_key
+from diloco.status.reply import CALL, IslandStatus
+from diloco.status.run_status import RunStatus, SeenIsland
+from diloco.swarm.visit import LocalIsland, find_members, load_usable_key, open_run_network, resolve_local_island
+from outer.connect import Network, find_runs
+from outer.errors import DeadlineError, MessageError, OuterError, first_line
+from outer.membership.base import Member
+from outer.membership.records import RunInfo
+from outer.network.messages import call_message
+from outer.routes.addresses import parse_island_address
+from outer.routes.dialer import Dialer
+from outer.routes.proxy import parse_proxy
+
+CALL_SECONDS = 5.0
+
+
+async def ask_swarm(address: str, overrides: Sequence[str], run_name: str | None) -> list[RunStatus]:
+    """The state of the runs at an address, or of the one named. `overrides` are those of an island on this machine.
+
+    Raises ConfigError or InputError if there is no such run or the swarm cannot be reached.
+    """
+    local = resolve_local_island(None, parse_config("", overrides, where="the command line"), address)
+    runs = await find_runs(address, local.connect_seconds, load_usable_key(local.island), local.island.proxy)
+    if run_name is not None and run_name not in runs:
+        raise ConfigError(f"--run: no run {run_name!r} at {address}; runs there: {', '.join(sorted(runs)) or 'none'}")
+    if not runs:
+        raise ConfigError(f"no run is known at {address}: start an island of it first, or check the address")
+    return [await ask_run(local, address, name, runs[name]) for name in sorted(runs) if run_name in (None, name)]
+
+
+async def ask_run(local: LocalIsland, address: str, name: str, info: RunInfo) -> RunStatus:
+    """Ask all islands of a run at once. Takes CALL_SECONDS at most for those that are silent."""
+    run = parse_swarm_config(info.config_text)
+    islands: list[SeenIsland] = []
+    if info.islands:
+        async with open_run_network(local, address, run, info) as network:
+            members = await find_members(network, info)
+            names = sorted({*info.islands, *members}, key=natural_key)
+            asked = [ask_island(local, run, network, each, members.get(each)) for each in names]
+            islands = list(await asyncio.gather(*asked))
+    return RunStatus(name, address, run.hash, islands, run.total_steps, run.outer.num_rounds)
+
+
+async def ask_island(
+    local: LocalIsland, run: RunConfig, network: Network, name: str, member: Member | None
+) -> SeenIsland:
+    """Ask one island."""
+    if member is None:
+        return SeenIsland(name=name, state="its record has not come: ask again")
+    address, record = member.control_addresses[0], {"round": member.round, "digest": member.digest}
+    call = call_message(network.messenger, address, CALL, None, IslandStatus, timeout_seconds=CALL_SECONDS)
+    try:
+        status = await call
+    except OuterError as error:
+        return SeenIsland(name=name, state=explain_silence(error), **record)
+    state = f"{one_line(status.doing)} for {human_seconds(status.doing_seconds)}"
+    path = await find_path(local, run, address)
+    return SeenIsland(name=name, state=state, training=status, status=status, path=path, **record)
+
+
+def explain_silence(error: OuterError) -> str:
+    """Why an island has not answered."""
+    if isinstance(error, MessageError):
+        return f"runs another version of diloco: {first_line(error)}"
+    cause = f"no answer within {CALL_SECONDS:g} s" if isinstance(error, DeadlineError) else first_line(error)
+    return f"{cause}; `diloco doctor` says more"
+
+
+async def find_path(local: LocalIsland, run: RunConfig, address: str) -> str:
+    """By which way rank 0 at this address is reached from here."""
+    if run.outer.transport == "hivemind":
+        return "libp2p"
+    if run.outer.transport != "tls":
+        return f"direct {address}"
+    try:
+        route, failed = await find_route(Dialer(parse_proxy(local.island.proxy)), parse_island_address(address))
+    except MessageError as error:
+        return f"unknown: {first_line(error)}"
+    return f"none: {'; '.join(failed)}" if route is None else describe_route(route)

@@ -1,0 +1,43 @@
+"""Lets an island answer visitors: `diloco doctor` on every rank, `diloco status` on rank 0."""
+
+import platform
+
+import torch
+
+from diloco.config.schema import IslandConfig, RunConfig
+from diloco.records.metrics import Metrics
+from diloco.status.reply import Doing, Place, StatusServer
+from outer.connect import Network
+from outer.diagnostics import DiagnosticsServer, ProbeResponder
+from outer.loop import OuterLoop
+
+
+def serve_visitors(
+    config: RunConfig,
+    island: IslandConfig,
+    network: Network,
+    outer: OuterLoop,
+    metrics: Metrics | None,
+    *,
+    mesh: str,
+    device: str,
+    doing: Doing | None,
+) -> None:
+    """Answer their calls from now on. `metrics` and `doing` are rank 0's, None on other ranks."""
+    DiagnosticsServer(network.messenger, ProbeResponder(config.hash, lambda: outer.position.round))
+    if metrics is None:
+        return
+    place = Place(
+        island=island.label,
+        num_steps=config.total_steps,
+        num_rounds=config.outer.num_rounds,
+        ranks=island.ranks,
+        mesh=mesh[:64],
+        hardware=name_device(device)[:64],
+    )
+    StatusServer(network.messenger, metrics, place, lambda: outer.position, doing)
+
+
+def name_device(device: str) -> str:
+    """The name of a GPU, or the kind of processor."""
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"CPU ({platform.machine()})"
