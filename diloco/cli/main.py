@@ -165,18 +165,29 @@ def plan(
 
 @app.command()
 def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, for example runs/quickstart.")],
+    run_dirs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN_DIR...",
+            help="Folder of a run, for example runs/quickstart; of a run over several clusters the folder of each.",
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Folder of the report (default: the first RUN_DIR).")
+    ] = None,
 ) -> None:
     """Write summary.json and report.html of a run from its metrics, and print the summary."""
     from rich.console import Console
 
     from diloco.report.html import write_report
     from diloco.report.summary import write_summary
-    from diloco.report.summary_table import print_summary
+    from diloco.report.summary_table import describe_unread, print_summary
 
-    summary = write_summary(run_dir)
+    summary = write_summary(*run_dirs, out=out)
     print_summary(summary, Console())
-    typer.echo(f"report: {write_report(run_dir)}")
+    if unread := describe_unread(summary):
+        typer.echo(unread)
+    typer.echo(f"report: {write_report(*run_dirs, out=out)}")
 
 
 for command in (bootstrap, relay, join, doctor, status, launch, key, prepare, export, evaluate, generate):

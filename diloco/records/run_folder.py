@@ -6,6 +6,7 @@ runs/NAME/config.yaml  run.json  summary.json  report.html  plots/  LOGBOOK.md
 
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from diloco.errors import FolderInUse
+from diloco.records.faults import FaultRecord, read_faults
 from diloco.records.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
 from inner.errors import InputError
 from inner.files import try_lock, write_atomically
 
 METRICS = "metrics.jsonl"
 FACTS = "run.json"
+CONFIG = "config.yaml"
 BASELINE = "baseline"
 
 
@@ -67,17 +70,25 @@ class IslandRecords:
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The content of a run's folder. `facts` is None if there is no run.json."""
+    """The content of a run's folder, or of its folders on several clusters. `facts` is None if there is no run.json."""
 
     run_dir: Path
+    """The first folder, where reports are written."""
     facts: RunFacts | None
     islands: list[IslandRecords]
     baseline: IslandRecords | None
+    faults: list[FaultRecord]
+
+    @property
+    def unread_islands(self) -> list[str]:
+        """Islands that took part in a round and whose records are not in these folders."""
+        named = {name for island in self.islands for record in island.rounds for name in record.participants}
+        return sorted(named - {island.name for island in self.islands}, key=natural_key)
 
     @property
     def num_islands(self) -> int:
         """Number of islands that the run was launched with or has had, whichever is larger."""
-        return max(self.facts.num_islands if self.facts else 0, len(self.islands))
+        return max(self.facts.num_islands if self.facts else 0, len(self.islands) + len(self.unread_islands))
 
 
 _PARSER: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")])
@@ -109,11 +120,59 @@ class Tail:
         return records
 
 
-def read_run(run_dir: Path) -> RunRecords:
-    """Read all records and facts of a run. Raises InputError if the folder holds no run."""
-    islands = [read_island(folder) for folder in find_island_folders(run_dir)]
-    baseline = read_island(run_dir / BASELINE) if (run_dir / BASELINE / METRICS).is_file() else None
-    return RunRecords(run_dir, read_facts(run_dir), islands, baseline)
+def read_run(run_dir: Path, *others: Path) -> RunRecords:
+    """Read all records and facts of a run. `others` are its folders on other clusters.
+
+    Raises InputError if a folder holds no run or is given twice.
+    """
+    folders = [run_dir, *others]
+    if again := [folder for place, folder in enumerate(folders) if folder.resolve() in resolve_all(folders[:place])]:
+        raise InputError(f"{str(again[0])!r} is given twice: its islands would count twice; give each folder once")
+    check_one_run(folders)
+    islands = [read_island(folder) for each in folders for folder in find_island_folders(each)]
+    baselines = [read_island(each / BASELINE) for each in folders if (each / BASELINE / METRICS).is_file()]
+    facts = [found for each in folders if (found := read_facts(each)) is not None]
+    faults = sorted((fault for each in folders for fault in read_faults(each)), key=lambda fault: fault.time)
+    return RunRecords(run_dir, next(iter(facts), None), merge_islands(islands), next(iter(baselines), None), faults)
+
+
+def check_one_run(folders: Sequence[Path]) -> None:
+    """Raise InputError if the configs in the folders say that they are of different runs."""
+    from diloco.config.schema import load_config  # A single folder needs no config, and half a second less.
+
+    found = (
+        {each: load_config(path).run for each in folders if (path := each / CONFIG).is_file()} if folders[1:] else {}
+    )
+    for other, run in list(found.items())[1:]:
+        first, expected = next(iter(found.items()))
+        if (run.name, run.hash) != (expected.name, expected.hash):
+            raise InputError(
+                f"{str(other)!r} is of run {run.name!r} with config {run.hash[:12]}, and {str(first)!r} of run "
+                f"{expected.name!r} with config {expected.hash[:12]}; give the folders of one run"
+            )
+
+
+def resolve_all(folders: Sequence[Path]) -> set[Path]:
+    """The folders without links and dots."""
+    return {folder.resolve() for folder in folders}
+
+
+def merge_islands(islands: Sequence[IslandRecords]) -> list[IslandRecords]:
+    """One entry for each name: an island that went on elsewhere has records in two folders, the earlier ones first.
+
+    Raises InputError if they are copies of one another.
+    """
+    merged: dict[str, IslandRecords] = {}
+    for island in sorted(islands, key=lambda island: min(island.spans, default=(0.0, 0.0))):
+        known = merged.setdefault(island.name, IslandRecords(island.name))
+        if known.spans[:1] and known.spans[:1] == island.spans[:1]:
+            raise InputError(
+                f"two of the folders hold the same records of {island.name!r}: one is a copy, and its steps would "
+                "count twice; leave it out"
+            )
+        for kind in ("steps", "rounds", "evals", "events"):
+            getattr(known, kind).extend(getattr(island, kind))
+    return sorted(merged.values(), key=lambda island: natural_key(island.name))
 
 
 def find_island_folders(run_dir: Path) -> list[Path]:

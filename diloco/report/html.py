@@ -7,10 +7,10 @@ from typing import NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from diloco.formatting import UNKNOWN, human_bytes, human_count, human_loss, human_seconds
-from diloco.records.faults import FaultRecord, read_faults
+from diloco.records.faults import FaultRecord
 from diloco.records.run_folder import FACTS, IslandRecords, RunRecords, read_run
 from diloco.report.summary import SUMMARY, Summary, summarise_records, total, traffic_ratio
-from diloco.report.summary_table import summary_rows
+from diloco.report.summary_table import describe_unread, summary_rows
 from inner.files import write_atomically
 
 REPORT = "report.html"
@@ -52,33 +52,37 @@ class TextTable(NamedTuple):
     num_omitted: int = 0
 
 
-def write_report(run_dir: Path) -> Path:
-    """Draw the plots, write report.html and return its path. Raises InputError when the folder holds no run."""
-    run = read_run(run_dir)
+def write_report(run_dir: Path, *others: Path, out: Path | None = None) -> Path:
+    """Draw the plots, write report.html into `out`, by default the first folder, and return its path.
+
+    Raises InputError when a folder holds no run.
+    """
+    run, out = read_run(run_dir, *others), out or run_dir
     # Imported late because matplotlib takes a second to import, and `diloco simulate` imports this module.
     from diloco.report.plots import PLOTS, write_plots
 
-    notes = write_plots(run, run_dir / PLOT_FOLDER)
+    notes = write_plots(run, out / PLOT_FOLDER)
     figures = [Figure(p.title, p.caption, f"{PLOT_FOLDER}/{p.stem}.png", notes[p.stem]) for p in PLOTS]
-    path = run_dir / REPORT
-    write_atomically(path, render(run, summarise_records(run), figures))
+    path = out / REPORT
+    write_atomically(path, render(run, summarise_records(run), figures, out))
     return path
 
 
-def render(run: RunRecords, summary: Summary, figures: Sequence[Figure]) -> str:
-    """Return the whole page as HTML."""
+def render(run: RunRecords, summary: Summary, figures: Sequence[Figure], out: Path) -> str:
+    """Return the whole page, which will lie in `out`, as HTML."""
     num_columns = 3 if summary["baseline"] else 2
     return TEMPLATES.get_template(TEMPLATE).render(
         name=summary["name"],
         subtitle=_subtitle(run, summary),
+        unread=describe_unread(summary),
         tiles=_tiles(summary),
         summary_columns=SUMMARY_COLUMNS[:num_columns],
         summary_rows=[row[:num_columns] for row in summary_rows(summary)],
         figures=figures,
         island_columns=ISLAND_COLUMNS,
         island_rows=[_island_row(island) for island in run.islands],
-        text_tables=[_fault_table(read_faults(run.run_dir)), _abort_table(run.islands), _event_table(run.islands)],
-        files=[name for name in LINKED_FILES if (run.run_dir / name).is_file()],
+        text_tables=[_fault_table(run.faults), _abort_table(run.islands), _event_table(run.islands)],
+        files=[name for name in LINKED_FILES if (out / name).is_file()],
     )
 
 
@@ -109,10 +113,16 @@ def _tiles(summary: Summary) -> list[Tile]:
         Tile(
             "Digests of all islands",
             digests,
-            f"rounds {disagreeing}" if disagreeing else "in every committed round",
+            f"rounds {disagreeing}" if disagreeing else _digest_scope(summary),
             look,
         ),
     ]
+
+
+def _digest_scope(summary: Summary) -> str:
+    if summary["islands_unread"]:
+        return f"in every committed round, of {summary['islands_read']} of {summary['num_islands']} islands"
+    return "in every committed round"
 
 
 def _bigram_reference(summary: Summary) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco.records.faults import read_faults
 from diloco.records.metrics import EvalRecord
 from diloco.records.run_folder import IslandRecords, RunRecords, read_run
 from diloco.report.data_account import data_account
@@ -20,15 +19,15 @@ DATA_PARALLEL_FORMULA = "2 (N-1)/N x 2 bytes x parameters x inner steps, sent by
 Summary = dict[str, Any]
 
 
-def summarise(run_dir: Path) -> Summary:
-    """The run's figures, ready for JSON, None where unknown. Raises InputError when the folder holds no run."""
-    return summarise_records(read_run(run_dir))
+def summarise(run_dir: Path, *others: Path) -> Summary:
+    """The run's figures, ready for JSON, None where unknown. Raises InputError when a folder holds no run."""
+    return summarise_records(read_run(run_dir, *others))
 
 
-def write_summary(run_dir: Path) -> Summary:
-    """Write summary.json and return its contents."""
-    summary = summarise(run_dir)
-    write_atomically(run_dir / SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+def write_summary(run_dir: Path, *others: Path, out: Path | None = None) -> Summary:
+    """Write summary.json into `out`, by default the first folder, and return its contents."""
+    summary = summarise(run_dir, *others)
+    write_atomically((out or run_dir) / SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return summary
 
 
@@ -38,10 +37,12 @@ def summarise_records(run: RunRecords) -> Summary:
         "name": run.facts.name if run.facts else run.run_dir.resolve().name,
         "num_params": run.facts.num_params if run.facts else None,
         "num_islands": run.num_islands,
+        "islands_read": len(run.islands),
+        "islands_unread": run.unread_islands,
         "bigram_loss": run.facts.bigram_loss if run.facts else None,
         **training_figures(run.islands),
         **data_account(run.islands),
-        "faults": dict(Counter(fault.kind for fault in read_faults(run.run_dir) if not fault.is_end)),
+        "faults": dict(Counter(fault.kind for fault in run.faults if not fault.is_end)),
         "links": run.facts.links or None if run.facts else None,
         "wire_bytes_sent": run.facts.wire_bytes_sent if run.facts else None,
         "wire_bytes_received": run.facts.wire_bytes_received if run.facts else None,

@@ -46,7 +46,20 @@ def describe_digests(summary: Summary) -> str:
     if summary["final_eval_losses"] is not None:
         return "gossip: each its own"
     is_equal = summary["digests_equal"]
+    if is_equal and summary["islands_unread"]:
+        return f"yes, of {summary['islands_read']} of {summary['num_islands']} islands"
     return UNKNOWN if is_equal is None else "yes" if is_equal else "NO"
+
+
+def describe_unread(summary: Summary) -> str:
+    """What to do about islands whose records are elsewhere; empty if all have been read."""
+    if not (unread := summary["islands_unread"]):
+        return ""
+    names = ", ".join(unread[:8]) + (", ..." if len(unread) > 8 else "")
+    return (
+        f"Not in this report: {names}. Their records are in the run's folder on their own machines; to have all in one "
+        "report, give those folders, too: diloco report RUN_DIR RUN_DIR ..."
+    )
 
 
 def _training_figures(figures: Summary) -> dict[str, str]:

@@ -11,7 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from diloco.records.faults import read_faults
 from diloco.records.metrics import RoundRecord, StepRecord
 from diloco.records.run_folder import IslandRecords, RunRecords
 from diloco.report.style import INK, REFERENCE, WRONG, new_axes, save
@@ -106,7 +105,7 @@ def draw_timeline(run: RunRecords, path: Path) -> str | None:
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    handles = activity_legend(has_faults=bool(read_faults(run.run_dir)))
+    handles = activity_legend(has_faults=bool(run.faults))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=10)
     return save(figure, path)
 
@@ -149,7 +148,7 @@ def label_commits(axes: Axes, run: RunRecords, at: Callable[[float], float]) -> 
 def mark_faults(axes: Axes, run: RunRecords, at: Callable[[float], float]) -> None:
     """Draw a cross with the fault's kind in the lane of each affected island, or above all lanes if there is none."""
     lanes_of = {island.name: lane for lane, island in enumerate(run.islands)}
-    for fault in read_faults(run.run_dir):
+    for fault in run.faults:
         affected = [lanes_of[name] for name in fault.islands if name in lanes_of] or [-0.55]
         for lane in [] if fault.is_end else affected:
             look = {"marker": "X", "color": WRONG, "markeredgecolor": "white", "markersize": 9, "zorder": 6}

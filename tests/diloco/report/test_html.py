@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from io import StringIO
@@ -15,7 +16,7 @@ from diloco.records.metrics import EvalRecord, EventRecord, Metrics, RoundRecord
 from diloco.records.run_folder import RunFacts, read_run, write_facts
 from diloco.report.html import TEMPLATE, write_report
 from diloco.report.summary import DATA_PARALLEL_FORMULA, summarise, traffic_ratio, write_summary
-from diloco.report.summary_table import print_summary
+from diloco.report.summary_table import describe_digests, print_summary
 from diloco.report.timeline import merge_steps, round_segments
 from inner.errors import InputError
 
@@ -326,3 +327,60 @@ def test_importing_the_report_does_not_import_matplotlib_or_torch() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=True)
     assert result.stdout == b"set()\n"
+
+
+# -- a run whose islands have their folders on several clusters ------------------------------------------------
+
+
+def spread_out(run_dir: Path, folder: Path) -> tuple[Path, Path]:
+    """Move island-2 into a folder of its own, as on another cluster. Returns both folders."""
+    (folder / "there").mkdir()
+    (run_dir / "island-2").rename(folder / "there/island-2")
+    return run_dir, folder / "there"
+
+
+def test_the_folders_of_several_clusters_make_the_report_of_one_run(run_dir: Path, tmp_path: Path) -> None:
+    whole = summarise(run_dir)
+    here, there = spread_out(run_dir, tmp_path)
+    assert summarise(here, there) == whole
+    out = tmp_path / "out"
+    write_summary(here, there, out=out)
+    page = write_report(here, there, out=out).read_text()
+    assert "in every committed round<" in page and "Not in this report" not in page and (out / "plots").is_dir()
+
+
+def test_a_report_without_some_islands_speaks_of_the_others_only(run_dir: Path, tmp_path: Path) -> None:
+    here, _ = spread_out(run_dir, tmp_path)
+    summary = summarise(here)
+    assert (summary["islands_unread"], summary["num_islands"]) == (["island-2"], 3)
+    assert describe_digests(summary) == "yes, of 2 of 3 islands"
+    page = write_report(here).read_text()
+    assert "in every committed round, of 2 of 3 islands" in page and "Not in this report: island-2." in page
+
+
+def test_an_island_that_went_on_elsewhere_is_one_island(run_dir: Path, tmp_path: Path) -> None:
+    whole = summarise(run_dir)
+    path = run_dir / "island-0/metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    elsewhere = tmp_path / "there/island-0/metrics.jsonl"
+    elsewhere.parent.mkdir(parents=True)
+    path.write_text("".join(lines[:40]))
+    elsewhere.write_text("".join(lines[40:]))
+    assert summarise(tmp_path / "there", run_dir) | {"name": ""} == whole | {"name": ""}
+
+
+def test_records_do_not_count_twice(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is given twice"):
+        summarise(run_dir, run_dir / ".")
+    copy = tmp_path / "copy"
+    shutil.copytree(run_dir, copy)
+    with pytest.raises(InputError, match="one is a copy"):
+        summarise(run_dir, copy)
+
+
+def test_folders_of_different_runs_make_no_report(run_dir: Path, tmp_path: Path) -> None:
+    here, there = spread_out(run_dir, tmp_path)
+    (here / "config.yaml").write_text("name: a\n")
+    (there / "config.yaml").write_text("name: a\nseed: 3\n")
+    with pytest.raises(InputError, match="give the folders of one run"):
+        summarise(here, there)
