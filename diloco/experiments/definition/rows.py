@@ -95,9 +95,11 @@ def hash_config(config: Config, *, with_seed: bool) -> str:
 
 def label_rows(rows: list[Row]) -> list[Row]:
     """The rows with labels that tell them apart: the method, then what else varies."""
-    sizes = {row.num_params for row in rows}
+    extents = [describe for describe in (size_of, step_of) if len({describe(row) for row in rows}) > 1]
     labelled = [
-        replace(row, label=", ".join([row.label, *describe_others(row.point)] + [size_of(row)] * (len(sizes) > 1)))
+        replace(
+            row, label=", ".join([row.label, *describe_others(row.point), *(describe(row) for describe in extents)])
+        )
         for row in rows
     ]
     times = Counter(row.label for row in labelled)
@@ -109,6 +111,10 @@ def label_rows(rows: list[Row]) -> list[Row]:
 
 def size_of(row: Row) -> str:
     return f"{human_count(row.num_params)} params"
+
+
+def step_of(row: Row) -> str:
+    return f"{row.step_tokens} tokens a step"
 
 
 def describe_others(point: Point) -> list[str]:

@@ -51,6 +51,15 @@ def test_a_row_is_called_by_the_method_that_ran(tmp_path):
     ]
 
 
+def test_what_a_step_holds_is_in_the_label_where_it_varies(tmp_path):
+    rows = rows_of(tmp_path, axes=[{"step_tokens": [128, 256]}, {"outer.inner_steps": [4, 8]}])
+    assert labels(rows)[:3] == [
+        "data-parallel AdamW, 128 tokens a step",
+        "data-parallel AdamW, 256 tokens a step",
+        "Nesterov 0.7/0.9, H 4, 2 islands, bf16, 128 tokens a step",
+    ]
+
+
 def test_rows_of_equal_labels_are_told_apart_by_their_points(tmp_path):
     rows = rows_of(tmp_path, axes=[{"outer.merge": [{"rule": "trimmed_mean", "trim": trim} for trim in (0.1, 0.2)]}])
     assert len(set(labels(rows))) == len(rows.rows) == 3
