@@ -25,7 +25,7 @@ from diloco.runtime.operator_requests import OperatorRequests
 from diloco.runtime.round_records import RoundRecords
 from diloco.runtime.step_records import MfuMeter, build_mfu_meter
 from diloco.status.visitors import serve_visitors
-from diloco.watch.activity import ActivityMonitor
+from diloco.watchdog.activity import ActivityMonitor
 from inner.data.batches import IslandBatches
 from inner.data.corpus import Corpus
 from inner.measure.profile import Profiler

@@ -24,8 +24,8 @@ from diloco.runtime.garbage import collect_garbage, schedule_garbage
 from diloco.runtime.operator_requests import SIGNALS, make_request
 from diloco.runtime.process_group import open_process_group, pick_device, require_one_node
 from diloco.runtime.step_records import build_mfu_meter, evaluate_heldout, make_step_record
-from diloco.watch.signals import end_with_parent, on_stop
-from diloco.watch.watchdog import Watchdog, WatchedRank
+from diloco.watchdog.signals import end_with_parent, on_stop
+from diloco.watchdog.watchdog import Watchdog, WatchedRank
 from inner.data.batches import IslandBatches
 from inner.data.corpus import Corpus
 from inner.files import write_atomically

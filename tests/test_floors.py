@@ -43,7 +43,7 @@ FLOORS = {
         loop
     """,
     "diloco": """
-        errors watch
+        errors watchdog
         config faults formatting
         network_emulation planning records
         report runtime

@@ -15,7 +15,7 @@ from diloco.experiments.forecast import Cost
 from diloco.runtime.corpus import load_corpus
 from diloco.runtime.process_group import open_process_group, pick_device
 from diloco.runtime.step_records import evaluate_heldout
-from diloco.watch.signals import end_with_parent
+from diloco.watchdog.signals import end_with_parent
 from inner.files import write_atomically
 from inner.trainer import Trainer
 

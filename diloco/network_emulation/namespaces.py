@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from diloco.errors import ConfigError
 from diloco.network_emulation.delay_relay import link_layer_address
-from diloco.watch.signals import end_with_parent
+from diloco.watchdog.signals import end_with_parent
 
 PREFIX = "diloco-net"
 COMMAND_SECONDS = 10

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from diloco.faults.spec import DAEMON
-from diloco.watch.signals import end_with_parent
+from diloco.watchdog.signals import end_with_parent
 
 TERMINATE_SECONDS = 8.0
 KILL_SECONDS = 10.0

@@ -18,13 +18,13 @@ from contextlib import contextmanager, suppress
 from tempfile import TemporaryDirectory
 
 from diloco.errors import FINAL_STATUS
-from diloco.watch.signals import end_with_parent
+from diloco.watchdog.signals import end_with_parent
 
 STORE = "DILOCO_RANK_STORE"
 """Environment variable: path of the FileStore in which the ranks of one life of the island meet."""
 POLL_SECONDS = 0.1
 STOP_SECONDS = 6.0
-"""Time for ranks to say goodbye (diloco.watch.signals.GRACE_SECONDS) and to end. It is shorter than
+"""Time for ranks to say goodbye (diloco.watchdog.signals.GRACE_SECONDS) and to end. It is shorter than
 processes.TERMINATE_SECONDS."""
 STOPS, FORWARDED = (signal.SIGTERM, signal.SIGINT), (signal.SIGUSR1, signal.SIGUSR2)
 ENDED_FOR_GOOD = (FINAL_STATUS, *(128 + number for number in STOPS))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from diloco.runtime.processes import NODE
 from diloco.runtime.rank_launcher import FORWARDED, STOPS, end_ranks, wait_for_ranks
-from diloco.watch.signals import end_with_parent
+from diloco.watchdog.signals import end_with_parent
 
 
 def launch_nodes(commands: Sequence[Sequence[str]]) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from diloco.watch.signals import end_with_parent
+from diloco.watchdog.signals import end_with_parent
 from outer.config import OuterConfig
 from outer.connect import NetworkSettings, open_network
 from outer.loop import OuterLoop, build_loop

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from diloco.watch.signals import end_with_parent
+from diloco.watchdog.signals import end_with_parent
 from scripts.bench.contestants import Contestant, IslandSpec, WrongResult
 from scripts.bench.our_contestants import OurReduce, OurSync
 from scripts.bench.rival_contestants import Averager, PlainSync, Torch

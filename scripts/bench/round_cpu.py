@@ -28,7 +28,7 @@ from statistics import median
 import torch
 
 from diloco.swarm.bootstrap import PREFIX
-from diloco.watch.signals import end_with_parent
+from diloco.watchdog.signals import end_with_parent
 from outer.config import AT_RENDEZVOUS, OuterConfig
 from outer.connect import NetworkSettings, open_network
 from outer.loop import build_loop

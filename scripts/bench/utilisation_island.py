@@ -17,7 +17,7 @@ import torch
 
 from diloco.network_emulation.links import sent_bytes
 from diloco.network_emulation.namespaces import Namespace
-from diloco.watch.signals import end_with_parent
+from diloco.watchdog.signals import end_with_parent
 from outer.config import OuterConfig
 from outer.connect import NetworkSettings, open_network
 from outer.loop import OuterLoop, build_loop

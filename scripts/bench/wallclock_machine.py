@@ -23,7 +23,7 @@ from torch import nn
 from diloco.config.schema import load_config
 from diloco.records.metrics import EvalRecord, Metrics, RoundRecord, StepRecord
 from diloco.records.run_folder import BASELINE, METRICS
-from diloco.watch.signals import end_with_parent
+from diloco.watchdog.signals import end_with_parent
 from inner.data.batches import heldout_windows
 from inner.data.micro_batch import Cutter, num_targets
 from inner.model.single_process import summed_loss

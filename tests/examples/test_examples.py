@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.watch.signals import end_with_parent
+from diloco.watchdog.signals import end_with_parent
 from tests.faults.bootstraps import bootstrap
 from tests.swarm import GUARD_SECONDS, read_records
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from diloco.simulate.fleet import port_of
 from diloco.swarm.bootstrap import PREFIX
-from diloco.watch.signals import end_with_parent
+from diloco.watchdog.signals import end_with_parent
 
 KINDS = {"gloo": "tcp", "tls": "tcp", "hivemind": "dht"}
 """Kind of rendezvous, by transport."""

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from diloco.cli.exit import error_text, exit_status
 from diloco.runtime import rank_launcher
-from diloco.watch.signals import end_with_parent
+from diloco.watchdog.signals import end_with_parent
 from tests.faults.leftovers import children_of, descendants_of, name_of, state_of
 from tests.harness import begin_fork
 from tests.swarm import Rank, Swarm, enter_namespace

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from diloco.swarm.bootstrap import PREFIX
-from diloco.watch.signals import end_with_parent
+from diloco.watchdog.signals import end_with_parent
 
 
 @contextmanager

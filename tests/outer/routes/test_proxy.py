@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.watch.signals import end_with_parent
+from diloco.watchdog.signals import end_with_parent
 from outer.errors import InputError
 from outer.routes.addresses import Route
 from outer.routes.dialer import Dialer

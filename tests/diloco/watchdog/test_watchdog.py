@@ -15,9 +15,9 @@ import torch.distributed as dist
 from diloco.config.schema import dump_config
 from diloco.runtime.process_group import open_process_group
 from diloco.runtime.processes import island_command, kill, start
-from diloco.watch.activity import FIRST_SECONDS, FLOOR_SECONDS, ActivityMonitor
-from diloco.watch.hang_verdict import GroupState, RankState, from_values, group_states, reads_tensor, verdict
-from diloco.watch.watchdog import HUNG, Watchdog, WatchedRank, expression_of
+from diloco.watchdog.activity import FIRST_SECONDS, FLOOR_SECONDS, ActivityMonitor
+from diloco.watchdog.hang_verdict import GroupState, RankState, from_values, group_states, reads_tensor, verdict
+from diloco.watchdog.watchdog import HUNG, Watchdog, WatchedRank, expression_of
 from tests.swarm import swarm
 
 

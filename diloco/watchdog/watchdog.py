@@ -26,9 +26,9 @@ from typing import Any, NoReturn
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-from diloco.watch.activity import ActivityMonitor
-from diloco.watch.hang_verdict import RankState, from_values, group_states, reads_tensor, verdict
-from diloco.watch.signals import end_after
+from diloco.watchdog.activity import ActivityMonitor
+from diloco.watchdog.hang_verdict import RankState, from_values, group_states, reads_tensor, verdict
+from diloco.watchdog.signals import end_after
 from outer.network.retry import retry_blocking
 
 log = logging.getLogger(__name__)
