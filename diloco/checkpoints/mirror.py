@@ -42,7 +42,8 @@ class Mirror:
         try:
             self._files, path = fsspec.url_to_fs(url)
         except (ImportError, ValueError) as error:
-            raise InputError(f"island.checkpoint.mirror: got {url!r}; {error}") from None
+            cure = "; pip install 'diloco[s3]'" if url.startswith("s3:") else ""
+            raise InputError(f"island.checkpoint.mirror: got {url!r}; {error}{cure}") from None
         self._root = PurePosixPath(path)
         self._lock = Lock()
 
@@ -107,6 +108,8 @@ class Mirror:
     def _list(self) -> tuple[list[Copy], list[str]]:
         """The complete checkpoints at the URL, oldest first, and a message for each damaged or refused one."""
         copies, problems = [], []
+        # Backends keep listings, also of before others wrote there.
+        self._files.invalidate_cache()
         for path in map(PurePosixPath, self._files.glob(str(self._root / "step-*" / MANIFEST))):
             name = path.parent.name
             if disk.PUBLISHED_NAME.fullmatch(name):

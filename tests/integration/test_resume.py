@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from diloco.checkpoints.global_params import read_global_params
 from diloco.config.schema import Config
 from diloco.train import train
 from inner.checkpoint.folder import list_published
+from tests.diloco.checkpoints.s3_server import s3_server
 from tests.faults.waits import last_round, until
 from tests.swarm import GUARD_SECONDS, Island, Work, swarm, train_and_return_params
 
@@ -183,8 +184,17 @@ def test_killed_in_any_step_it_ends_as_if_nothing_had_been(tmp_path: Path) -> No
             assert losses(again) == whole, f"killed in step {steps}"
 
 
-def test_an_island_whose_disk_is_lost_goes_on_from_the_copy(tmp_path: Path) -> None:
-    settings = [*EACH_ROUND, f"island.checkpoint.mirror={tmp_path / 'other disk'}"]
+@pytest.fixture(params=["folder", "s3"])
+def other_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "folder":
+        yield str(tmp_path / "other disk")
+        return
+    with s3_server() as url:
+        yield url
+
+
+def test_an_island_whose_disk_is_lost_goes_on_from_the_copy(tmp_path: Path, other_disk: str) -> None:
+    settings = [*EACH_ROUND, f"island.checkpoint.mirror={other_disk}"]
     with swarm(tmp_path, *settings, islands=[{}]) as made:
         made.start(0).finish()
         digest = made.started[0].committed()[LAST]["digest"]

@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
@@ -12,12 +13,21 @@ from diloco.checkpoints.mirror import Mirror
 from inner.checkpoint import folder as disk
 from inner.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, FileSpec, Manifest, Unsigned, write_manifest
 from inner.errors import InputError
+from tests.diloco.checkpoints.s3_server import s3_server
 
 _numbers = itertools.count()
 
 
-@pytest.fixture(params=["memory", "folder"])
-def url(request, tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture(params=["memory", "folder", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "s3":
+        return f"{request.getfixturevalue('bucket')}/run-{next(_numbers)}"
     return f"memory://mirror-{next(_numbers)}/run" if request.param == "memory" else str(tmp_path / "other disk")
 
 

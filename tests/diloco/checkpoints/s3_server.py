@@ -1,0 +1,49 @@
+"""A server of S3's protocol on loopback, in a process of its own."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+START_SECONDS = 60.0
+BUCKET = "mirror"
+
+
+@contextmanager
+def s3_server() -> Iterator[str]:
+    """Start the server with an empty BUCKET; while it runs, s3:// leads there. Yields the URL of the bucket."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    # moto reads this process's environment, too: no key of a real account may be in it.
+    account = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+    account |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_EC2_METADATA_DISABLED": "true"}
+    with mock.patch.dict(os.environ, account):
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        try:
+            wait_for(port, process)
+            import s3fs
+
+            s3fs.S3FileSystem(skip_instance_cache=True).mkdir(BUCKET)
+            yield f"s3://{BUCKET}"
+        finally:
+            process.kill()
+            process.wait()
+
+
+def wait_for(port: int, process: "subprocess.Popen[bytes]") -> None:
+    """Wait until the server takes connections. Fails with what it has printed if it ends before."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise AssertionError(f"the server has ended: {process.stderr.read().decode() if process.stderr else ''}")
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+    raise AssertionError(f"the server did not listen within {START_SECONDS:g} s")
