@@ -1,4 +1,7 @@
-"""A server of S3's protocol on loopback, in a process of its own."""
+"""A server of S3's protocol on loopback, in a process of its own.
+
+The tests' own process uses boto3, because s3fs starts a thread that stays, and islands are forked from it.
+"""
 
 import os
 import socket
@@ -8,6 +11,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
+
+import boto3
 
 START_SECONDS = 60.0
 BUCKET = "mirror"
@@ -26,9 +31,7 @@ def s3_server() -> Iterator[str]:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         try:
             wait_for(port, process)
-            import s3fs
-
-            s3fs.S3FileSystem(skip_instance_cache=True).mkdir(BUCKET)
+            boto3.client("s3").create_bucket(Bucket=BUCKET)
             yield f"s3://{BUCKET}"
         finally:
             process.kill()

@@ -1,8 +1,10 @@
 """Copies of checkpoints at a URL: whole or not there, as many as wanted, found again on another disk."""
 
 import itertools
+import os
 import shutil
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
 
 import fsspec
@@ -16,19 +18,26 @@ from inner.errors import InputError
 from tests.diloco.checkpoints.s3_server import s3_server
 
 _numbers = itertools.count()
+ROOT = Path(__file__).parents[3]
+AT_S3 = os.environ.get("MIRROR_AT_S3")
+"""A bucket where these tests are made, in a process of its own: s3fs starts a thread that stays, and others fork."""
 
 
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[str]:
-    with s3_server() as url:
-        yield url
-
-
-@pytest.fixture(params=["memory", "folder", "s3"])
+@pytest.fixture(params=["memory", "folder"] if AT_S3 is None else ["s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "s3":
-        return f"{request.getfixturevalue('bucket')}/run-{next(_numbers)}"
+    if AT_S3 is not None:
+        return f"{AT_S3}/run-{next(_numbers)}"
     return f"memory://mirror-{next(_numbers)}/run" if request.param == "memory" else str(tmp_path / "other disk")
+
+
+@pytest.mark.skipif(AT_S3 is not None, reason="this is the process that the test has started")
+def test_all_of_this_holds_at_s3() -> None:
+    with s3_server() as bucket:
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", __file__]
+        env = os.environ | {"MIRROR_AT_S3": bucket}
+        done = subprocess.run(command, env=env, cwd=ROOT, timeout=200, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert done.stdout.count("PASSED") > 12 and done.stdout.count("[s3]") >= 8, done.stdout[-4000:]
 
 
 def saved(folder: Path, *steps: int) -> None:
