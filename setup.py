@@ -1,4 +1,4 @@
-"""Finds the packages for the wheel and the template of the report. Everything else is in pyproject.toml.
+"""Finds the packages for the wheel, and what lies beside their modules. Everything else is in pyproject.toml.
 
 In the checkout `diloco`, `inner` and `outer` lie side by side. In a wheel `inner` and `outer` are inside
 `diloco/_bundled`, so that installing this project puts the one name `diloco` beside other people's packages
@@ -13,5 +13,5 @@ inside = [package for name in BUNDLED for package in find_packages(include=[name
 setup(
     packages=find_packages(include=["diloco", "diloco.*"]) + [f"diloco._bundled.{package}" for package in inside],
     package_dir={f"diloco._bundled.{name}": name for name in BUNDLED},
-    package_data={"diloco.report": ["*.jinja"]},
+    package_data={"diloco.report": ["*.jinja"], "diloco.config": ["*.yaml"]},
 )

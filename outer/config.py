@@ -19,15 +19,18 @@ PORTS_OF_TLS = 2
 class Section(BaseModel):
     """Base of the config's sections. They are frozen, and unknown keys are an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class OuterOptimizerConfig(Section):
     """torch.optim.SGD on the fp32 global params. The defaults are those of DiLoCo (2311.08105)."""
 
     lr: float = Field(default=0.7, gt=0)
+    """Step size along the mean pseudo-gradient. With momentum 0 and lr 1 the outer step is plain averaging."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Share of the momentum that each step keeps; 0 for none."""
     nesterov: bool = True
+    """Whether momentum is Nesterov's, which looks one step ahead."""
     delayed: bool = False
     """Delayed Nesterov (2401.09135): apply each pseudo-gradient at once as one share of `outer.start_islands`, and let
     momentum move the params once that many have come. Rounds of a few islands then do no more than one round of all."""

@@ -29,9 +29,11 @@ def test_a_wheel_installs_one_name(installed: Path) -> None:
     assert [path.name for path in installed.iterdir()] == ["diloco"]
 
 
-def test_every_module_and_the_report_template_are_in_the_wheel(installed: Path) -> None:
+def test_every_module_and_template_is_in_the_wheel(installed: Path) -> None:
     homes = {"diloco": installed, "inner": installed / "diloco/_bundled", "outer": installed / "diloco/_bundled"}
-    wanted = [path for name in homes for suffix in ("py", "jinja") for path in (ROOT / name).rglob(f"*.{suffix}")]
+    wanted = [
+        path for name in homes for suffix in ("py", "jinja", "yaml") for path in (ROOT / name).rglob(f"*.{suffix}")
+    ]
     relative = [path.relative_to(ROOT) for path in wanted]
     assert [path for path in relative if not (homes[path.parts[0]] / path).is_file()] == []
 
@@ -48,3 +50,27 @@ def test_a_package_inner_of_another_project_is_left_alone_or_named(installed: Pa
     assert first.stdout.strip() == str(installed / "diloco/_bundled/inner/__init__.py"), first.stderr
     late = run_program("import inner, diloco", tmp_path, installed)
     assert late.returncode == 1 and f"{tmp_path}/inner/__init__.py; import diloco first" in late.stderr
+
+
+def test_a_wheel_made_from_the_sdist_trains_in_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
+    build = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(tmp_path), "sdist", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, timeout=120, check=True, capture_output=True)
+    source = next(tmp_path.glob("*.tar.gz"))
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target"]
+    subprocess.run([*install, str(tmp_path / "site"), str(source)], timeout=120, check=True, capture_output=True)
+    work = tmp_path / "work"
+    work.mkdir()
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "OMP_NUM_THREADS": "1"}
+    small = ["outer.rounds=2", "outer.inner_steps=2", "optimizer.tokens_per_step=512", "island.micro_batch=2"]
+    for words in (
+        ["init", "first"],
+        ["simulate", "first.yaml", *small, "evaluate.tokens=1024"],
+        ["report", "runs/first"],
+    ):
+        command = [sys.executable, "-m", "diloco", *words]
+        done = subprocess.run(command, cwd=work, env=environment, timeout=240, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr + done.stdout
+    assert "Digests equal in every round" in done.stdout and (work / "runs/first/report.html").is_file()
+    where = [sys.executable, "-c", "import diloco; print(diloco.__file__)"]
+    found = subprocess.run(where, cwd=work, env=environment, timeout=60, capture_output=True, text=True).stdout
+    assert found.strip() == str(tmp_path / "site/diloco/__init__.py")

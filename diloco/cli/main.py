@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from diloco.cli import arguments as args
+from diloco.cli.config import config, init, key, settings
 from diloco.cli.exit import end, error_text, exit_status
 from diloco.cli.experiment import experiment
-from diloco.cli.key import key
 from diloco.cli.launch import launch
 from diloco.cli.prepare import prepare
 from diloco.cli.simulate import simulate
@@ -20,13 +20,13 @@ app = typer.Typer(
     name="diloco",
     help="Train one language model over islands: FSDP inside each island, DiLoCo between them.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
 )
 
 
-app.command()(simulate)
-app.command()(experiment)
+for command in (init, simulate, experiment):
+    app.command()(command)
 
 
 @app.command()
@@ -71,13 +71,8 @@ def baseline(
     run(resolved, islands, ranks)
 
 
-@app.command("config")
-def show_config(config: args.ConfigPath, overrides: args.Overrides = None) -> None:
-    """Print the resolved config: every value, and the hash that all islands of a run must share."""
-    from diloco.config.schema import dump_config, load_config
-
-    resolved = load_config(config, overrides or [])
-    typer.echo(f"# hash of the run's part: {resolved.run.hash}\n{dump_config(resolved)}", nl=False)
+for command in (config, settings):
+    app.command()(command)
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """Checks of a run's config before any process starts. Importing this does not import torch."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from diloco.config.schema import Config, IslandConfig, RunConfig
@@ -21,6 +22,7 @@ MAX_BIGRAM_VOCAB = 1024
 def check_island(run: RunConfig, island: IslandConfig, where: str) -> None:
     """Raise ConfigError if the island's mesh or micro-batch cannot train this run. `where` names it in the error."""
     check_trainer(run)
+    check_extras(island, where)
     try:
         degrees = resolve_degrees(island.mesh, island.ranks)
         tokens, seq_len = run.optimizer.tokens_per_step, run.data.seq_len
@@ -49,6 +51,14 @@ def check_trainer(run: RunConfig) -> None:
             f"the run {run.name!r} is trained by its own program with diloco.Islands ({run.params}), and that model "
             "is not known here: start that program, with island.bootstrap=[ADDRESS] and island.joins=true"
         )
+
+
+def check_extras(island: IslandConfig, where: str) -> None:
+    """Raise ConfigError if the island logs to a package that is not installed, because it is an extra."""
+    chosen = {"wandb": island.wandb != "off", "tensorboard": island.tensorboard}
+    for extra in (name for name, is_chosen in chosen.items() if is_chosen and find_spec(name) is None):
+        cure = f"pip install {extra} (or 'diloco[{extra}]'), or leave the setting out"
+        raise ConfigError(f"{where}: island.{extra} is set, and the package {extra} is not installed; {cure}")
 
 
 def check_fragments(run: RunConfig) -> None:

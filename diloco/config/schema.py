@@ -42,7 +42,9 @@ class RunConfig(Section):
     """The part of the config that all islands of a run share."""
 
     name: str = Field(default="run", pattern=f"^{RUN_NAME}$")
+    """Name of the run: its folder in island.run_dir, and part of its identity in the swarm."""
     seed: int = Field(default=0, ge=0)
+    """Seed of the initial weights, of the reading order and of all other random numbers of the run."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -97,7 +99,8 @@ class CheckpointConfig(Section):
     keep: int = Field(default=2, ge=1)
     """Number of checkpoints to keep; older ones are deleted."""
     folder: str | None = None
-    """All ranks of the island must see this folder. None is `checkpoints` in the island's folder."""
+    """Folder of the checkpoints, which all ranks of the island must see. null is `checkpoints` in the island's
+    folder."""
     mirror: str | None = None
     """A URL that fsspec supports (s3://bucket/run) or a folder on another disk, to which each checkpoint is copied. An
     island resumes from the copy if its own folder has no checkpoint as new."""
@@ -112,8 +115,9 @@ class IslandConfig(Section):
     """The part of the config that is local to one island."""
 
     name: str | None = Field(default=None, pattern=f"^{ISLAND_NAME}$")
-    """None is `island-<index>`."""
+    """Name of the island in the run, which no other island may have. null is `island-<index>`."""
     index: int = Field(default=0, ge=0)
+    """Number of this island in the file, from 0: which entry of `islands` it takes."""
     ranks: int = Field(default=1, ge=1)
     """Number of processes of this island, on all of its nodes together."""
     mesh: MeshConfig = MeshConfig()
@@ -121,16 +125,21 @@ class IslandConfig(Section):
     micro_batch: int = Field(default=8, ge=1)
     """Number of sequences in one forward pass on one rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto is CUDA if this machine has a GPU for each of the island's ranks on it, else the CPU."""
+    """What the ranks compute on. auto is CUDA if this machine has a GPU for each of the island's ranks on it, else the
+    CPU."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto is bfloat16 on CUDA and float32 on the CPU. Weights, gradients and their sums stay in fp32."""
+    """Dtype in which the model computes. auto is bfloat16 on CUDA and float32 on the CPU. Weights, gradients and their
+    sums stay in fp32."""
     matmul_precision: Literal["highest", "high"] = "high"
     """CUDA only: `high` multiplies fp32 matrices with TF32's mantissas of 10 bits, several times as fast; `highest`
     with all 23 bits."""
     bootstrap: tuple[str, ...] = ()
     """Addresses of the swarm that `diloco bootstrap` has printed."""
     listen_host: str = "127.0.0.1"
+    """Address on which this island listens for other islands; 0.0.0.0 or :: for all of the machine's."""
     listen_port: int = Field(default=0, ge=0, le=65535)
+    """First port on which this island listens; 0 lets the system choose. Over tls a rank has two ports, and the next
+    rank the next two."""
     announce_host: str | None = None
     """Address at which other islands reach this one, if it differs from listen_host (NAT, cloud)."""
     link_mbit: float | None = Field(default=None, ge=0.001)
@@ -160,26 +169,32 @@ class IslandConfig(Section):
     joins: bool = False
     """Take the state from a running run and never start one."""
     run_dir: str = "runs"
+    """Folder of the folders of runs: records, logbook and checkpoints are in run_dir/NAME."""
     cache_dir: str = "~/.cache/diloco"
+    """Folder of the tokenised text, which several runs and islands share."""
     data_paths: tuple[str, ...] | None = None
     """Replaces data.paths on this island, or data.dataset by the one folder where this island has the dataset."""
     mixture_paths: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """The same for the sources of data.mixture, by their names."""
+    """Replaces the paths of the sources of data.mixture on this island, by the names of the sources."""
     tokenizer: str | None = None
     """Replaces data.tokenizer on this island: the path where it has the same tokenizer.json."""
     init_from: str | None = None
     """Replaces model.init_from on this island: the folder where it has the same weights."""
     connect_seconds: float = Field(default=30.0, gt=0)
+    """Longest time for one try to connect to the swarm."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog_seconds: float | None = Field(default=None, gt=0)
     """Time limit of an inner step or evaluation, after which the island ends. The first ones have a limit of their
-    own. None derives the limit from measured times."""
+    own. null derives the limit from measured times."""
     max_hours: float | None = Field(default=None, gt=0)
     """The island leaves after the last round that fits into this time since its start, which restarts of its
     ranks do not change."""
     profile: ProfileConfig = ProfileConfig()
     tensorboard: bool = False
+    """Whether the island also writes event files for TensorBoard, into `tensorboard` in its folder."""
     wandb: Literal["off", "offline", "online"] = "off"
+    """Whether the island also logs to Weights & Biases: into files of its folder (offline), or to its server
+    (online)."""
 
     @property
     def label(self) -> str:
@@ -198,6 +213,7 @@ class Config(RunConfig):
 
     island: IslandConfig = IslandConfig()
     islands: tuple[dict[str, Any], ...] = ()
+    """What is different on each island: an entry for each, with keys of `island`. `simulate` starts as many islands."""
 
     @model_validator(mode="after")
     def _islands_are_valid(self) -> "Config":

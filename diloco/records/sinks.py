@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from diloco.config.check import check_extras
 from diloco.config.schema import IslandConfig
 from diloco.errors import ConfigError
 from diloco.records.metrics import EvalRecord, EventRecord, Record, RoundRecord, Sink, StepRecord
@@ -13,7 +14,11 @@ NOT_SCALARS = frozenset({"time", "step", "round"})
 
 
 def build_sinks(config: IslandConfig, folder: Path, *, run_name: str, settings: Mapping[str, object]) -> list[Sink]:
-    """The sinks that the config enables, with files in the island's `folder`. `settings`: the resolved config."""
+    """The sinks that the config enables, with files in the island's `folder`. `settings`: the resolved config.
+
+    Raises ConfigError if a package that the config names is not installed.
+    """
+    check_extras(config, config.label)
     sinks: list[Sink] = []
     if config.wandb != "off":
         sinks.append(WandbSink(config, folder, run_name=run_name, settings=settings))

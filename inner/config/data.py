@@ -14,7 +14,8 @@ class SourceConfig(Section):
     source: Annotated[str, one_of(("python-stdlib", "files", "tokens", "huggingface"), "my_package.sources:Papers")] = (
         "python-stdlib"
     )
-    """An own source is named by its import path: inner/data/sources/own_source.py."""
+    """Where the text comes from: `python-stdlib` (Python's own source text, for tests), `files`, `tokens`,
+    `huggingface`, or an own source by its import path: inner/data/sources/own_source.py."""
     options: Options = Field(default_factory=dict)
     """Arguments of an own source."""
     paths: list[str] = Field(default_factory=list)
@@ -23,15 +24,18 @@ class SourceConfig(Section):
     dataset: str | None = None
     """For `huggingface`: the name of the dataset, for example `allenai/c4`."""
     dataset_config: str | None = None
+    """For `huggingface`: the configuration of the dataset, for example `en`. null: its only one."""
     split: str = "train"
+    """For `huggingface`: the split that is read."""
     text_field: str = "text"
+    """Name of the field of a row that holds the text, or the messages of a conversation."""
     format: Literal["text", "chat"] = "text"
-    """`chat`: a row holds a conversation, in the field `messages` if `text_field` names no other; the loss is on the
-    assistant's words only. Rows of .jsonl, .parquet, .tar and datasets."""
+    """What a row of .jsonl, .parquet, .tar or a dataset holds: text, or a conversation (`chat`) in the field `messages`
+    if `text_field` names no other, with the loss on the assistant's words only."""
     chat_template: Literal["chatml", "llama3"] = "chatml"
     """What stands around the messages of a conversation."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Number of training tokens to read at most. None: all of the text."""
+    """Number of training tokens to read at most. null: all of the text."""
 
     @model_validator(mode="after")
     def _settings_fit_the_source(self) -> Self:
@@ -57,11 +61,14 @@ class DataConfig(SourceConfig):
     mixture: tuple[MixtureEntry, ...] = ()
     """Several sources, mixed by weight. Empty: the single source given by `source` and the keys next to it."""
     tokenizer: str = "bytes"
-    """`bytes`, the path of a tokenizer.json, or the name of a tokenizer on the Hugging Face hub."""
+    """How text becomes tokens: `bytes`, the path of a tokenizer.json, or the name of a tokenizer on the Hugging Face
+    hub."""
     seq_len: int = Field(default=256, ge=8)
+    """Tokens of a sequence."""
     document_mask: bool = False
     """Whether attention stays within its document when a sequence holds several documents."""
     heldout_fraction: float = Field(default=0.02, gt=0, lt=1)
+    """Share of the text that is never trained on, and on which the loss is evaluated."""
 
     @model_validator(mode="after")
     def _a_mixture_names_each_source_once(self) -> "DataConfig":
@@ -87,4 +94,6 @@ class EvaluateConfig(Section):
     """Held-out loss on the global params."""
 
     every_rounds: int = Field(default=1, ge=1)
+    """Averagings of every parameter between evaluations."""
     tokens: int = Field(default=65536, ge=1)
+    """Held-out tokens of an evaluation, if there are as many."""

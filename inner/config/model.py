@@ -20,17 +20,21 @@ class RopeScaling(Section):
     """How RoPE is scaled for sequences longer than in pre-training, in transformers' words. See inner/model/rope.py."""
 
     rope_type: Literal["linear", "dynamic", "llama3", "yarn"]
+    """The rule by which positions are scaled."""
     factor: float = Field(ge=1)
+    """How many times longer sequences may be than in pre-training."""
     original_max_position_embeddings: int | None = Field(default=None, ge=1)
     """Length of the sequences in pre-training."""
     low_freq_factor: float | None = Field(default=None, gt=0)
+    """For llama3: frequencies that turn fewer times within the original length are scaled by the whole factor."""
     high_freq_factor: float | None = Field(default=None, gt=0)
+    """For llama3: frequencies that turn more often within the original length stay as they are."""
     attention_factor: float | None = Field(default=None, gt=0)
-    """None: 0.1 ln(factor) + 1."""
+    """For yarn: what cosines and sines are multiplied by. null: 0.1 ln(factor) + 1."""
     beta_fast: float | None = Field(default=None, gt=0)
-    """None: 32."""
+    """For yarn: turns within the original length from which a frequency stays as it is. null: 32."""
     beta_slow: float | None = Field(default=None, gt=0)
-    """None: 1."""
+    """For yarn: turns within the original length below which a frequency is scaled by the whole factor. null: 1."""
 
     @property
     def original_length(self) -> int:
@@ -61,26 +65,35 @@ class ModelConfig(Section):
     init_from: str | None = None
     """Folder in Hugging Face's layout. Its weights are the initial weights, and its config.json gives the sizes."""
     init_sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
-    """SHA-256 of its *.safetensors, concatenated in the order of their names. None: filled in when the run starts."""
+    """SHA-256 of its *.safetensors, concatenated in the order of their names. null: filled in when the run starts."""
     preset: str | None = None
+    """Sizes by name: 1m, 4m, 15m, 60m, 150m, 400m, or Llama 3's 1b, 3b, 8b, 70b, 405b."""
     dim: int | None = Field(default=None, ge=8)
+    """Width of the residual stream."""
     num_layers: int | None = Field(default=None, ge=1, le=10000)
+    """Number of blocks."""
     num_heads: int | None = Field(default=None, ge=1)
+    """Number of query heads of a block."""
     num_kv_heads: int | None = Field(default=None, ge=1)
+    """Number of key and value heads of a block; num_heads must be a multiple."""
     head_dim: int | None = Field(default=None, ge=2)
-    """Size of a head. None: dim / num_heads."""
+    """Size of a head. null: dim / num_heads."""
     ffn_dim: int | None = Field(default=None, ge=8)
+    """Width inside the SwiGLU feed-forward of a block."""
     vocab_size: int | None = Field(default=None, ge=2)
-    """None: the size of the tokenizer's vocabulary."""
+    """Rows of the embedding, at least as many as the tokenizer has tokens. null: as many."""
     rope_theta: float | None = Field(default=None, gt=0)
-    """None: the preset's value, or 10000 without a preset."""
+    """Base of the wavelengths of RoPE. null: the preset's value, or 10000 without a preset."""
     rope_scaling: RopeScaling | None = None
+    """How RoPE is scaled for long sequences. null: not."""
     norm_eps: float = Field(default=1e-5, gt=0)
+    """Added to the mean square inside every RMSNorm."""
     qk_norm: bool = False
     """RMSNorm of each query and key head, as in Qwen3."""
     qkv_bias: bool = False
     """Biases of the query, key and value projections, as in Qwen2.5."""
     tie_embeddings: bool | None = None
+    """Whether the head uses the embedding's weights. null: the preset's choice, or false without a preset."""
 
     @model_validator(mode="after")
     def _an_own_model_has_its_own_settings(self) -> Self:

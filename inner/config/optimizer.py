@@ -18,7 +18,7 @@ class ParamGroup(Section):
     lr_scale: float = Field(default=1.0, ge=0)
     """Factor on the learning rate; 0 freezes the parameters."""
     weight_decay: float | None = Field(default=None, ge=0)
-    """None: the value that the parameters would have without this group."""
+    """Weight decay of these parameters. null: the value that they would have without this group."""
     optimizer: Literal["adamw"] | None = None
     """`adamw` beside Muon or an own optimizer: step these parameters with AdamW instead."""
 
@@ -49,25 +49,35 @@ class OptimizerConfig(Section):
     """The inner optimizer, its learning-rate schedule in inner steps, clipping, and the limit on skipped steps."""
 
     name: Annotated[str, one_of(("adamw", "sgd", "muon"), "my_package.optimizers:Lion")] = "adamw"
-    """`muon`: Muon for the matrices of the blocks, AdamW with the same lr for all other parameters. An own optimizer is
-    named by its import path: inner/optim/own_optimizer.py."""
+    """`adamw`, `sgd`, or `muon`: Muon for the matrices of the blocks and AdamW with the same lr for all other
+    parameters. An own optimizer is named by its import path: inner/optim/own_optimizer.py."""
     options: Options = Field(default_factory=dict)
     """Arguments of an own optimizer."""
     lr: float = Field(default=4e-4, gt=0)
+    """Peak learning rate, reached at the end of the warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's first and second moments."""
     eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of AdamW's second moments."""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Momentum of Muon for the matrices of the blocks."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """For matrices. Norms and the embedding do not decay unless a group sets it."""
+    """Share of lr by which a step shrinks matrices. Norms and the embedding do not decay unless a group sets it."""
     groups: tuple[ParamGroup, ...] = ()
+    """Settings of their own for some parameters, by patterns on their names."""
     averaging: AveragingConfig | None = None
-    """None: the inner optimizer steps the params directly."""
+    """Generalized primal averaging (2512.17131). null: the inner optimizer steps the params directly."""
     clip_norm: float | None = Field(default=1.0, gt=0)
+    """Largest norm of a step's gradient over all parameters; a larger one is scaled down to it. null never clips."""
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
+    """Course of the learning rate after the warm-up: `constant`, `cosine` down to min_lr_ratio at the end of the run,
+    or `wsd`, constant and then linear down to min_lr_ratio in the last decay_steps."""
     warmup_steps: int = Field(default=100, ge=0)
+    """Inner steps in which the learning rate rises linearly to lr."""
     decay_steps: int = Field(default=0, ge=0)
     """For `wsd`: number of steps of the final linear decay."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Share of lr at which cosine and wsd end."""
     tokens_per_step: int = Field(default=16384, ge=1)
     """Tokens of one inner step of one island, over all of its ranks and micro-batches."""
     max_skipped_steps: int = Field(default=10, ge=0)

@@ -11,10 +11,16 @@ class MeshConfig(Section):
     """Degrees of the island's mesh. Their product is the number of ranks; dp_shard -1 takes the remaining ranks."""
 
     pp: int = Field(default=1, ge=1)
+    """Ranks of the pipeline, each of which holds some of the layers."""
     dp_replicate: int = Field(default=1, ge=1)
+    """Replicas of the weights, each of which trains on its share of a step's sequences."""
     dp_shard: int = Field(default=-1, ge=-1)
+    """Ranks over which FSDP shards weights, gradients and optimizer; they share a step's sequences, too. -1: all ranks
+    that the other degrees leave."""
     cp: int = Field(default=1, ge=1)
+    """Ranks that share the positions of a sequence (context parallelism)."""
     tp: int = Field(default=1, ge=1)
+    """Ranks that share the heads and the feed-forward of a layer (tensor parallelism)."""
 
     @model_validator(mode="after")
     def _shard_is_a_degree(self) -> "MeshConfig":
@@ -33,7 +39,8 @@ class ParallelConfig(Section):
     """How an island uses the axes of its mesh. These settings change the results by rounding only."""
 
     zero: Literal[2, 3] | None = None
-    """FSDP: 3 frees a block's gathered weights after its forward, 2 keeps them. None: 2 with a pipeline, else 3."""
+    """How far FSDP shards: 3 frees a block's gathered weights after its forward, 2 keeps them. null: 2 with a pipeline,
+    else 3."""
     accumulate: Accumulate = "sharded"
     """How gradients of several micro-batches add up. `sharded`: each micro-batch reduces them over the shards. `whole`:
     every rank keeps whole gradients until the last one, which sends less and needs 4 bytes for each parameter."""
@@ -42,10 +49,11 @@ class ParallelConfig(Section):
     loss_chunk: int = Field(default=4096, ge=1)
     """Number of tokens whose logits are held at the same time."""
     schedule: Schedule = "1f1b"
+    """Order of micro-batches in the pipeline, where pp is above 1."""
     stages_per_rank: int | None = Field(default=None, ge=1)
-    """Number of (virtual) pipeline stages per rank. None: 1 for gpipe and 1f1b, else 2."""
+    """Number of (virtual) pipeline stages per rank. null: 1 for gpipe and 1f1b, else 2."""
     layers_per_stage: tuple[int, ...] | None = None
-    """Number of layers of each stage, first to last. None: so that the stage with most FLOPs has as few as it
+    """Number of layers of each stage, first to last. null: so that the stage with most FLOPs has as few as it
     can; the head counts."""
     context: ContextMethod = "ring"
     """How attention reads the other ranks' share of the sequence when cp > 1."""
@@ -71,7 +79,7 @@ class ProfileConfig(Section):
     """The inner steps that every rank profiles."""
 
     steps: tuple[int, int] | None = None
-    """First and last step, counted from 1. None: no profile."""
+    """First and last step, counted from 1. null: no profile."""
     memory: bool = False
     """Whether to also record memory allocations by operation and time."""
 

@@ -1,5 +1,6 @@
 """Configs: strict, overridable, hashed; a mistake gets an error that says what to do."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -227,3 +228,13 @@ def test_more_fragments_than_layers_is_found_before_any_process_starts():
 def test_moments_that_cannot_be_averaged_are_refused_with_the_cure(settings: list[str], text: str):
     with pytest.raises(ConfigError, match=text):
         parse_config("outer: {moments: [3, 6]}", settings)
+
+
+@pytest.mark.parametrize("setting", ["wandb=offline", "tensorboard=true"])
+def test_a_logger_whose_package_is_missing_is_named_with_its_extra(setting: str, monkeypatch: pytest.MonkeyPatch):
+    extra = setting.partition("=")[0]
+    # None is what Python's import system takes for a package that is not there.
+    monkeypatch.setitem(sys.modules, extra, None)
+    config = parse_config("", [f"island.{setting}"])
+    with pytest.raises(ConfigError, match=rf"island 0: island.{extra} is set.*'diloco\[{extra}\]'"):
+        check_island(config.run, config.for_island(0), "island 0")

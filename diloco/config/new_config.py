@@ -1,0 +1,26 @@
+"""The config of a first run, for `diloco init`."""
+
+import re
+from importlib.resources import files
+from pathlib import Path
+
+from diloco.errors import ConfigError
+from outer.network.endpoints import RUN_NAME
+
+TEMPLATE = "new_config.yaml"
+
+
+def write_config(name: str, folder: Path) -> Path:
+    """Write `folder`/NAME.yaml for a run called `name`. Raises ConfigError for a bad name and never replaces a file."""
+    if not re.fullmatch(RUN_NAME, name):
+        raise ConfigError(
+            f"NAME: got {name!r}; allowed: letters, digits, . _ and -, at most 64, a letter or digit first"
+        )
+    path = folder / f"{name}.yaml"
+    text = files("diloco.config").joinpath(TEMPLATE).read_text().replace("NAME", name)
+    try:
+        with open(path, "x") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists already; choose another name, or move that file away") from None
+    return path
