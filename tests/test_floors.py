@@ -53,7 +53,7 @@ FLOORS = {
         assemble island_rounds
         island own_loop
         island_quorum simulate virtual
-        experiments.definition train
+        experiments.definition train watch
         experiments.results
         experiments
         cli

@@ -185,6 +185,35 @@ def report(
     typer.echo(f"report: {write_report(*run_dirs, out=out)}")
 
 
+@app.command()
+def watch(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, for example runs/quickstart.")],
+    host: Annotated[
+        str, typer.Option(help="Address to listen at. Beyond this machine a token is needed, which the URL holds.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8420,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the state once as JSON; serve nothing.")] = False,
+    text: Annotated[bool, typer.Option("--text", help="Show the run in the terminal; serve nothing.")] = False,
+) -> None:
+    """Serve a page of the whole run, live or replayed, from its folder. Reads only."""
+    import json
+
+    if as_json:
+        from diloco.watch.run_view import RunView, state_now
+
+        view = RunView(run_dir)
+        view.read()
+        typer.echo(json.dumps(state_now(view), indent=2, allow_nan=False))
+    elif text:
+        from diloco.watch.terminal import show_text
+
+        show_text(run_dir)
+    else:
+        from diloco.watch.server import serve
+
+        serve(run_dir, host, port, lambda url: typer.echo(f"{url}  (stop with Ctrl-C)"))
+
+
 for command in (bootstrap, relay, join, doctor, status, launch, key, prepare, export, evaluate, generate):
     app.command()(command)
 

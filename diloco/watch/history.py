@@ -1,0 +1,163 @@
+"""What an island has recorded so far, as rows of numbers that a page can draw at any moment of the run."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diloco.formatting import one_line
+from diloco.records.latest import ENDS, LatestRecords
+from diloco.records.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
+from diloco.records.run_folder import METRICS, Tail
+
+Row = list[Any]
+Rows = dict[str, list[Row]]
+KINDS = ("steps", "work", "rounds", "evals", "events", "sources")
+MAX_POINTS = 2000
+"""Most rows of a kind that a page gets of an island at first; with many islands fewer."""
+MAX_ROWS = 16_000
+"""The same of all islands together."""
+TAIL_ROWS = 200
+"""The newest rounds and inner steps, which a page gets all of."""
+MAX_TEXT = 400
+MAX_TIME = 1e11
+"""Unix time in seconds. A record with a later one is damaged."""
+
+
+class Groups:
+    """The sets of islands that took part in rounds, each kept once: a long run has few, and many rounds."""
+
+    def __init__(self) -> None:
+        self.names: list[tuple[str, ...]] = []
+        self._numbers: dict[tuple[str, ...], int] = {}
+
+    def number_of(self, names: tuple[str, ...]) -> int:
+        """The set's place in `names`, where it is put if it is new."""
+        if names not in self._numbers:
+            self._numbers[names] = len(self.names)
+            self.names.append(names)
+        return self._numbers[names]
+
+
+@dataclass
+class IslandHistory:
+    """The rows of one island by kind, each in the order of the records. Times are unix seconds.
+
+    steps    time, inner step, tokens so far, loss, tokens per second
+    work     begin, end: an inner step, or several without a pause between them
+    rounds   end, round, attempt, committed (0 or 1), seconds of wait, seconds of reduce, bytes sent so far,
+             committed so far, aborted so far, number of the group of its participants, digest, cause, planner
+    evals    time, tokens of all islands, held-out loss
+    events   time, name, text, whether the island's processes ended with it (0 or 1)
+    sources  time, tokens so far by source of the text
+    """
+
+    folder: Path
+    groups: Groups
+    latest: LatestRecords = field(init=False)
+    rows: Rows = field(default_factory=lambda: {kind: [] for kind in KINDS})
+
+    def __post_init__(self) -> None:
+        self.latest = LatestRecords(self.folder.name)
+        self._tail, self._sources = Tail(self.folder / METRICS), Counter[str]()
+
+    def read(self) -> None:
+        """Read the records that were completed since the last call."""
+        try:
+            records = self._tail.new_records()
+        except OSError:  # The file cannot be read now; the next call tries again.
+            records = []
+        for record in records:
+            if 0 <= record.time < MAX_TIME:
+                self.latest.write(record)
+                self._add(record)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of rows of each kind."""
+        return {kind: len(rows) for kind, rows in self.rows.items()}
+
+    def _add(self, record: Record) -> None:
+        match record:
+            case StepRecord():
+                self._add_step(record)
+            case RoundRecord():
+                self._add_round(record)
+            case EvalRecord():
+                self.rows["evals"].append([record.time, record.tokens, finite(record.loss)])
+            case EventRecord():
+                text = one_line(record.text)[:MAX_TEXT]
+                self.rows["events"].append([record.time, record.name[:64], text, int(record.name in ENDS)])
+
+    def _add_step(self, record: StepRecord) -> None:
+        row = [record.time, record.step, record.tokens, finite(record.loss), finite(record.tokens_per_second)]
+        self.rows["steps"].append(row)
+        seconds = finite(record.seconds) or 0.0
+        self.rows["work"].append([record.time - seconds, record.time])
+        if record.source_tokens:
+            self._sources.update(record.source_tokens)
+            self.rows["sources"].append([record.time, dict(self._sources)])
+
+    def _add_round(self, record: RoundRecord) -> None:
+        counts = [self.latest.bytes_sent, len(self.latest.committed), self.latest.num_aborted]
+        seconds = [finite(record.wait_seconds) or 0.0, finite(record.reduce_seconds) or 0.0]
+        told = [
+            self.groups.number_of(record.participants),
+            record.digest[:16],
+            one_line(record.cause or "")[:MAX_TEXT],
+            record.planner,
+        ]
+        which = [record.time, record.round, record.attempt, int(record.committed)]
+        self.rows["rounds"].append([*which, *seconds, *counts, *told])
+
+    def thinned(self, counts: dict[str, int], most: int) -> Rows:
+        """About `most` of the first `counts` rows of each kind, and the newest ones.
+
+        The same rounds are kept on every island that has made as many.
+        """
+        first = {kind: rows[: counts[kind]] for kind, rows in self.rows.items()}
+        thinned = {kind: thin(rows, most) for kind, rows in first.items()}
+        return thinned | {"work": join_work(first["work"], most), "rounds": thin_rounds(first["rounds"], most)}
+
+
+def finite(value: float | None) -> float | None:
+    """The value, or None if JSON cannot hold it."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def thin(rows: Sequence[Row], most: int) -> list[Row]:
+    """At most about `most` rows at equal distances, always with the last one."""
+    stride = max(1, math.ceil(len(rows) / most))
+    return list(rows[::-1][::stride][::-1])
+
+
+def thin_rounds(rows: Sequence[Row], most: int) -> list[Row]:
+    """Rounds whose number is a multiple of a power of two, aborted attempts, and all of the last TAIL_ROWS."""
+    stride = 1
+    while len(rows) / stride > most:
+        stride *= 2
+    aborted = thin([row for row in rows if not row[3]], most // 2)
+    kept = [row for row in rows if row[3] and row[1] % stride == 0] + aborted + list(rows[-TAIL_ROWS:])
+    return sorted({(row[0], row[1], row[2]): row for row in kept}.values(), key=lambda row: row[0])
+
+
+def join_work(rows: Sequence[Row], most: int) -> list[Row]:
+    """Join inner steps that follow one another, and of the older ones also those between which no pause can be seen."""
+    if not rows:
+        return []
+    older, newest = rows[:-TAIL_ROWS], rows[-TAIL_ROWS:]
+    smallest = (rows[-1][1] - rows[0][0]) / most
+    return join_close(older, smallest) + join_close(newest, 0.0)
+
+
+def join_close(rows: Sequence[Row], smallest: float) -> list[Row]:
+    """Join inner steps with a pause of at most `smallest` seconds, or of half a step, between them."""
+    joined: list[Row] = []
+    for begin, end in rows:
+        if joined and begin - joined[-1][1] <= max(smallest, (end - begin) / 2):
+            joined[-1][1] = max(joined[-1][1], end)
+        else:
+            joined.append([begin, end])
+    return joined

@@ -1,0 +1,101 @@
+// Charts and the Gantt. A row's fields are described in diloco/watch/history.py.
+"use strict";
+const COLORS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#7A5C00"];
+const ACTIVITIES = { "inner steps": "#56B4E9", wait: "#C9CCD3", reduce: "#E69F00", aborted: "#D55E00" };
+const byId = (id) => document.getElementById(id);
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function human(value, unit = "") {
+  if (value === null || value === undefined) return "–";
+  for (const [size, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]])
+    if (Math.abs(value) >= size) return (value / size).toPrecision(3) + " " + letter + unit;
+  return (Number.isInteger(value) ? value : value.toPrecision(3)) + (unit && " " + unit);
+}
+
+function duration(seconds) {
+  const s = Math.max(0, seconds);
+  if (s < 60) return s.toFixed(s < 10 ? 1 : 0) + " s";
+  if (s < 3600) return Math.floor(s / 60) + " min " + Math.floor(s % 60) + " s";
+  if (s < 172800) return Math.floor(s / 3600) + " h " + Math.floor((s % 3600) / 60) + " min";
+  return Math.floor(s / 86400) + " days";
+}
+
+// The number of rows whose time is at most t; rows are in the order of time.
+function countUntil(rows, t) {
+  let low = 0, high = rows.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (rows[middle][0] <= t) low = middle + 1; else high = middle;
+  }
+  return low;
+}
+
+const charts = {};
+// Each line is { label, color, width, points: [[x, y], ...] }.
+function drawChart(id, lines, xText, yText) {
+  const place = byId(id), shown = lines.filter((line) => line.points.length);
+  if (!shown.length) {
+    charts[id]?.plot.destroy();
+    delete charts[id];
+    place.replaceChildren(Object.assign(document.createElement("p"), { className: "empty", textContent: "Nothing is recorded yet." }));
+    return;
+  }
+  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  const key = JSON.stringify([place.clientWidth, dark, shown.map((line) => line.label)]);
+  const data = uPlot.join(shown.map((line) => [line.points.map((p) => p[0]), line.points.map((p) => p[1])]));
+  if (charts[id]?.key === key) { charts[id].plot.setData(data); return; }
+  charts[id]?.plot.destroy();
+  place.replaceChildren();
+  const axis = { stroke: css("--grey"), grid: { stroke: css("--faint"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };
+  const options = {
+    width: Math.max(200, place.clientWidth), height: 260, legend: { show: shown.length <= 9, live: false },
+    cursor: { drag: { x: true, y: false } }, scales: { x: { time: false } },
+    axes: [{ ...axis, values: (_, ticks) => ticks.map(xText), space: 70 }, { ...axis, size: 58, values: (_, ticks) => ticks.map(yText) }],
+    series: [{}, ...shown.map((line) => ({ label: line.label, stroke: line.color, width: line.width, spanGaps: true, points: { show: line.width > 2 && line.points.length < 40 } }))],
+  };
+  charts[id] = { key, plot: new uPlot(options, data, place) };
+}
+
+// Lanes of `names` from `start` to `end`; `islands` has the rows by name. Times are counted from `first`.
+function drawGantt(names, islands, faults, start, end, first) {
+  const canvas = byId("gantt"), left = innerWidth < 500 ? 62 : 84, lane = names.length > 12 ? 18 : 30;
+  const width = canvas.parentElement.clientWidth, height = names.length * lane + 26, scale = devicePixelRatio || 1;
+  canvas.width = width * scale; canvas.height = height * scale; canvas.style.height = height + "px";
+  const draw = canvas.getContext("2d");
+  draw.scale(scale, scale);
+  draw.font = "12px system-ui";
+  draw.textBaseline = "middle";
+  const span = Math.max(end - start, 1e-6), at = (t) => left + (Math.min(Math.max(t, start), end) - start) / span * (width - left - 8);
+  const bar = (from, to, y, color, h) => {
+    if (to < start || from > end) return;
+    draw.fillStyle = color;
+    draw.fillRect(at(from), y, Math.max(at(to) - at(from), 1), h);
+  };
+  names.forEach((name, i) => {
+    const y = i * lane + 4, h = lane - 10, rows = islands[name];
+    draw.fillStyle = css("--ink");
+    draw.textAlign = "left";
+    draw.fillText(name, 0, y + h / 2, left - 6);
+    for (const [from, to] of rows.work) bar(from, Math.min(to, end), y, ACTIVITIES["inner steps"], h);
+    for (const r of rows.rounds) {
+      if (r[0] > end) break;
+      const reduce = r[0] - r[5], wait = reduce - r[4];
+      if (r[3]) { bar(wait, reduce, y, ACTIVITIES.wait, h); bar(reduce, r[0], y, ACTIVITIES.reduce, h); }
+      else bar(wait, r[0], y + h / 4, ACTIVITIES.aborted, h / 2);
+    }
+    draw.strokeStyle = "#D55E00";
+    draw.lineWidth = 2;
+    for (const f of faults) if (!f[4] && f[0] >= start && f[0] <= end && f[2].includes(name)) {
+      const x = at(f[0]), m = y + h / 2;
+      draw.beginPath();
+      draw.moveTo(x - 5, m - 5); draw.lineTo(x + 5, m + 5); draw.moveTo(x - 5, m + 5); draw.lineTo(x + 5, m - 5);
+      draw.stroke();
+    }
+  });
+  draw.fillStyle = css("--grey");
+  const ticks = width < 500 ? 3 : 6;
+  for (let i = 0; i <= ticks; i++) {
+    draw.textAlign = i === ticks ? "right" : i ? "center" : "left";
+    draw.fillText(duration(start - first + span * i / ticks), at(start + span * i / ticks), height - 8);
+  }
+}

@@ -1,0 +1,222 @@
+// Keeps what the server has sent and shows the run at the moment that is chosen.
+"use strict";
+let run = null, first = 0, last = 0, chosen = null, isConnected = false;
+
+function make(tag, text, className) {
+  const node = document.createElement(tag);
+  if (text !== undefined) node.textContent = text;
+  if (className) node.className = className;
+  return node;
+}
+
+const names = () => Object.keys(run.islands).sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+const colorOf = (i) => COLORS[i % COLORS.length];
+const until = (rows, t) => rows[countUntil(rows, t) - 1];
+
+function findSpan() {
+  first = Infinity; last = 0;
+  for (const rows of Object.values(run.islands)) {
+    for (const kind of ["work", "steps", "rounds", "evals", "events"]) {
+      if (!rows[kind].length) continue;
+      first = Math.min(first, rows[kind][0][0]);
+      last = Math.max(last, rows[kind].at(-1)[kind === "work" ? 1 : 0]);
+    }
+  }
+  if (first > last) first = last;
+}
+
+function stateOf(name, t) {
+  const rows = run.islands[name];
+  const kinds = ["steps", "rounds", "evals", "events"];
+  const newest = Math.max(0, ...kinds.map((kind) => until(rows[kind], t)?.[0] ?? 0));
+  const event = until(rows.events, t);
+  if (!newest) return ["not started", false];
+  const ago = duration(t - newest);
+  if (event && event[3] && event[0] >= newest) return [`${event[1]} ${ago} ago`, ["hung", "failed"].includes(event[1])];
+  const steps = countUntil(rows.steps, t), a = rows.steps[Math.max(0, steps - 20)], b = rows.steps[steps - 1];
+  const usual = steps > 1 ? (b[0] - a[0]) / Math.min(steps - 1, 20) : 10;
+  const missed = t - newest > 2 * usual ? roundWithout(name, newest, t) : null;
+  if (missed !== null) return [`silent for ${ago}, not in round ${missed}`, true];
+  return t - newest > Math.max(15, 5 * usual) ? [`silent for ${ago}`, true] : [`last record ${ago} ago`, false];
+}
+
+// The number of the latest round that others committed without the island, after its last record; null if there is none.
+function roundWithout(name, newest, t) {
+  let missed = null;
+  for (const [other, rows] of Object.entries(run.islands)) {
+    const r = other === name ? undefined : until(rows.rounds, t);
+    if (r && r[3] && r[0] > newest && !run.groups[r[9]].includes(name)) missed = Math.max(missed ?? 0, r[1]);
+  }
+  return missed;
+}
+
+function drawCards(t) {
+  byId("cards").replaceChildren(...names().map((name, i) => {
+    const rows = run.islands[name], card = make("article"), [state, isBad] = stateOf(name, t), list = make("dl");
+    const step = until(rows.steps, t), round = until(rows.rounds, t), held = until(rows.evals, t);
+    const lossRow = rows.steps.slice(0, countUntil(rows.steps, t)).reverse().find((row) => row[3] !== null);
+    card.style.borderLeftColor = colorOf(i);
+    card.classList.toggle("bad", isBad);
+    const title = make("h2", name);
+    title.append(make("span", state));
+    const facts = [["step", step ? step[1] + (run.total_steps ? "/" + run.total_steps : "") : "–"], ["round", round ? round[1] : "–"],
+      ["loss", lossRow ? lossRow[3].toFixed(4) : "–"], ["held-out", held?.[2] != null ? held[2].toFixed(4) : "–"],
+      ["tokens", human(step?.[2])], ["tok/s", human(step?.[4])],
+      ["ok/abort", round ? `${round[7]}/${round[8]}` : "–"], ["sent", human(round?.[6], "B")]];
+    for (const [key, value] of facts) list.append(make("dt", key), make("dd", value));
+    card.append(title, list);
+    const event = until(rows.events, t), note = run.notes.filter((n) => n[1] === name && n[0] <= t && n[2].startsWith("started")).at(-1);
+    if (event) card.append(make("p", `${event[1]}${event[2] ? ": " + event[2] : ""}`));
+    if (note) card.append(make("p", note[2].replace(/^started[^:]*: config \S+ /, "")));
+    return card;
+  }));
+}
+
+// Tokens of all islands at a time, between those that were recorded with the held-out losses; null if there are too few.
+function tokensAt(evals, time) {
+  if (evals.length < 2) return null;
+  const i = Math.min(Math.max(countUntil(evals, time), 1), evals.length - 1), [a, b] = [evals[i - 1], evals[i]];
+  return Math.max(0, a[1] + (b[0] > a[0] ? (time - a[0]) / (b[0] - a[0]) : 0) * (b[1] - a[1]));
+}
+
+function drawLosses(t) {
+  const list = names(), held = new Map();
+  const lines = (x) => list.map((name, i) => ({ label: name, color: colorOf(i), width: 1,
+    points: run.islands[name].steps.slice(0, countUntil(run.islands[name].steps, t)).filter((r) => r[3] !== null).map((r) => [x(r), r[3]]).filter((p) => p[0] !== null) }));
+  for (const name of list) for (const r of run.islands[name].evals) if (r[0] <= t && r[2] !== null && !held.has(r[1])) held.set(r[1], r);
+  const evals = [...held.values()].sort((a, b) => a[0] - b[0]);
+  const thick = (x) => ({ label: "held-out", color: css("--ink"), width: 3, points: evals.map((r) => [x(r), r[2]]) });
+  const loss = (v) => v.toFixed(2);
+  drawChart("loss-tokens", [...lines((r) => tokensAt(evals, r[0])), thick((r) => r[1])], (v) => human(v), loss);
+  drawChart("loss-time", [...lines((r) => r[0] - first), thick((r) => r[0] - first)], duration, loss);
+  drawChart("bytes", list.map((name, i) => ({ label: name, color: colorOf(i), width: 1.5,
+    points: run.islands[name].rounds.slice(0, countUntil(run.islands[name].rounds, t)).map((r) => [r[0] - first, r[6]]) })), duration, (v) => human(v, "B"));
+}
+
+function findAttempts(t) {
+  const attempts = new Map();
+  for (const [name, rows] of Object.entries(run.islands)) for (const r of rows.rounds) {
+    if (r[0] > t) break;
+    const key = `${r[1]} ${r[2]}`, known = attempts.get(key) ?? { rows: [], time: 0 };
+    known.rows.push([name, r]);
+    known.time = Math.max(known.time, r[0]);
+    attempts.set(key, known);
+  }
+  return [...attempts.values()].sort((a, b) => b.time - a.time);
+}
+
+// Whoever came last to a round waited least, if the others waited for longer.
+function lastToCome(attempt) {
+  if (attempt.rows.length < 2) return "";
+  const waits = attempt.rows.map(([name, r]) => [r[4], name]).sort((a, b) => a[0] - b[0]), longest = waits.at(-1)[0];
+  return longest - waits[0][0] > 0.05 ? `${waits[0][1]} (${duration(longest - waits[0][0])})` : "";
+}
+
+function drawRounds(attempts) {
+  byId("rounds").replaceChildren(...attempts.slice(0, 60).map((attempt) => {
+    const row = make("tr"), r = attempt.rows[0][1], digests = new Set(attempt.rows.filter((a) => a[1][3]).map((a) => a[1][10]));
+    const cause = attempt.rows.map((a) => a[1][11]).find(Boolean) ?? "", isCommitted = digests.size > 0, who = run.groups[r[9]];
+    row.append(make("td", duration(attempt.time - first)), make("td", r[1]), make("td", r[2]),
+      make("td", isCommitted ? "committed" + (cause && `: ${cause}`) : `aborted: ${cause || "no cause recorded"}`, isCommitted ? "" : "bad"),
+      make("td", who.length > 6 ? `${who.length} islands` : who.join(" ")),
+      make("td", [...digests].map((d) => d.slice(0, 8)).join(" ≠ "), digests.size > 1 ? "bad" : ""), make("td", lastToCome(attempt)));
+    return row;
+  }));
+  const counts = new Map();
+  for (const attempt of attempts) { const who = lastToCome(attempt).split(" (")[0]; if (who) counts.set(who, (counts.get(who) ?? 0) + 1); }
+  const told = [...counts].sort((a, b) => b[1] - a[1]).slice(0, 4).map(([name, n]) => `${name} ${n}×`);
+  byId("waited").textContent = told.length ? `Last to come to a round, in the rounds shown: ${told.join(", ")}.` : "No island kept the others waiting.";
+}
+
+function drawHappened(t) {
+  const rows = run.notes.map((n) => [n[0], n[1], n[2], false]).concat(run.faults.map((f) => [f[0], f[2].join(" ") || "network", `fault ${f[1]}: ${f[3]}`, !f[4]]));
+  if (!run.notes.length) for (const [name, island] of Object.entries(run.islands)) rows.push(...island.events.map((e) => [e[0], name, `${e[1]}: ${e[2]}`, false]));
+  const shown = rows.filter((r) => r[0] <= t).sort((a, b) => b[0] - a[0]).slice(0, 200);
+  byId("happened").replaceChildren(...shown.map((r) => {
+    const row = make("tr");
+    row.append(make("td", duration(r[0] - first)), make("td", r[1]), make("td", r[2], r[3] ? "bad" : ""));
+    return row;
+  }));
+}
+
+function drawSources(t) {
+  const total = new Map();
+  for (const rows of Object.values(run.islands)) for (const [name, tokens] of Object.entries(until(rows.sources, t)?.[1] ?? {})) total.set(name, (total.get(name) ?? 0) + tokens);
+  const sum = [...total.values()].reduce((a, b) => a + b, 0), table = make("table");
+  if (!sum) { byId("sources").replaceChildren(make("p", "The text is of one source.", "empty")); return; }
+  for (const [name, tokens] of [...total].sort((a, b) => b[1] - a[1])) {
+    const row = make("tr"), share = Object.assign(make("meter"), { max: sum, value: tokens }), cell = make("td");
+    cell.append(share);
+    row.append(make("td", name), make("td", human(tokens)), make("td", (100 * tokens / sum).toFixed(1) + " %"), cell);
+    table.append(row);
+  }
+  byId("sources").replaceChildren(table);
+}
+
+function draw() {
+  if (!run) return;
+  // A run whose last record is minutes old is over: it is shown as it was then, not as silent ever since.
+  const now = Date.now() / 1000, t = chosen ?? (now - last < 600 ? Math.max(now, last) : last);
+  const attempts = findAttempts(t);
+  drawCards(t); drawLosses(t); drawRounds(attempts); drawHappened(t); drawSources(t);
+  const end = Math.min(t, last), shown = Number(byId("window").value);
+  // Attempts are in the order of their ends, the newest first.
+  const begin = shown && attempts.length > shown ? attempts[shown].time : first;
+  drawGantt(names(), run.islands, run.faults, begin, end, first);
+  byId("moment").textContent = duration(Math.min(t, last) - first);
+  byId("live").setAttribute("aria-pressed", String(chosen === null));
+  if (chosen === null) byId("scrubber").value = 1000;
+  byId("link").textContent = !isConnected ? "no connection" : now - last < 600 ? "live" : `last record ${new Date(last * 1000).toLocaleString()}`;
+}
+
+let isDue = false;
+function drawSoon() {
+  if (isDue) return;
+  isDue = true;
+  requestAnimationFrame(() => { isDue = false; draw(); });
+}
+
+function take(more) {
+  for (const [name, rows] of Object.entries(more.islands)) {
+    run.islands[name] ??= { steps: [], work: [], rounds: [], evals: [], events: [], sources: [] };
+    for (const kind in rows) run.islands[name][kind].push(...rows[kind]);
+  }
+  run.groups.push(...more.groups);
+  run.faults.push(...more.faults);
+  run.notes.push(...more.notes);
+}
+
+function begin() {
+  for (const [text, color] of Object.entries(ACTIVITIES)) {
+    const entry = make("span"), box = make("i");
+    box.style.background = color;
+    entry.append(box, text === "aborted" ? "aborted attempt" : text);
+    byId("legend").append(entry);
+  }
+  byId("legend").append(make("span", "× fault"));
+  const source = new EventSource("events");
+  source.addEventListener("snapshot", (event) => {
+    run = JSON.parse(event.data);
+    isConnected = true;
+    byId("name").textContent = run.name;
+    document.title = `${run.name} · diloco watch`;
+    byId("facts").textContent = `${Object.keys(run.islands).length} islands` + (run.num_params ? `, ${human(run.num_params)} parameters` : "");
+    findSpan();
+    if (findAttempts(last).length > 60) byId("window").value = "20";
+    drawSoon();
+  });
+  source.addEventListener("more", (event) => { take(JSON.parse(event.data)); findSpan(); drawSoon(); });
+  source.addEventListener("error", () => { isConnected = false; drawSoon(); });
+  byId("scrubber").addEventListener("input", (event) => {
+    const share = event.target.value / 1000;
+    chosen = share >= 1 ? null : first + share * (last - first);
+    drawSoon();
+  });
+  byId("live").addEventListener("click", () => { chosen = null; drawSoon(); });
+  byId("window").addEventListener("change", drawSoon);
+  addEventListener("resize", drawSoon);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawSoon);
+  setInterval(() => { if (chosen === null && run && Date.now() / 1000 - last < 600) drawSoon(); }, 2000);
+}
+
+begin();

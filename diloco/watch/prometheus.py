@@ -1,0 +1,39 @@
+"""The state of a run in Prometheus' text format."""
+
+from diloco.watch.run_view import RunView, state_now
+
+GAUGES = {
+    "step": "Inner steps made.",
+    "round": "Number of the last round that was tried.",
+    "tokens_per_second": "Tokens a second in the last inner step.",
+    "loss": "Loss of the last inner step, nats a token.",
+    "heldout_loss": "Held-out loss of the global params, nats a token.",
+    "last_record": "Unix time of the last record.",
+}
+COUNTERS = {
+    "tokens": "Tokens trained.",
+    "committed": "Rounds committed.",
+    "aborted": "Attempts aborted.",
+    "bytes_sent": "Bytes sent to other islands.",
+}
+
+
+def metrics_text(view: RunView) -> str:
+    """One family for each figure, one sample for each island that has it."""
+    state = state_now(view)
+    run, lines = escape(state["name"]), []
+    for names, kind in ((GAUGES, "gauge"), (COUNTERS, "counter")):
+        for name, help_text in names.items():
+            family = f"diloco_{name}_total" if kind == "counter" else f"diloco_{name}"
+            lines += [f"# HELP {family} {help_text}", f"# TYPE {family} {kind}"]
+            lines += [
+                f'{family}{{run="{run}",island="{escape(island["name"])}"}} {island[name]!r}'
+                for island in state["islands"]
+                if island[name] is not None
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def escape(label: str) -> str:
+    """A label's value with what the format reserves escaped."""
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
