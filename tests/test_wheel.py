@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+SUFFIXES = ("py", "jinja", "yaml", "html", "css", "js")
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +32,7 @@ def test_a_wheel_installs_one_name(installed: Path) -> None:
 
 def test_every_module_and_template_is_in_the_wheel(installed: Path) -> None:
     homes = {"diloco": installed, "inner": installed / "diloco/_bundled", "outer": installed / "diloco/_bundled"}
-    wanted = [
-        path for name in homes for suffix in ("py", "jinja", "yaml", "html", "css", "js") for path in (ROOT / name).rglob(f"*.{suffix}")
-    ]
+    wanted = [path for name in homes for suffix in SUFFIXES for path in (ROOT / name).rglob(f"*.{suffix}")]
     relative = [path.relative_to(ROOT) for path in wanted]
     assert [path for path in relative if not (homes[path.parts[0]] / path).is_file()] == []
 

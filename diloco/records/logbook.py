@@ -13,6 +13,7 @@ from typing import Any
 
 from diloco.config.schema import IslandConfig, RunConfig, flatten
 from diloco.formatting import one_line
+from diloco.records.environment import write_environment
 from diloco.records.latest import ENDS
 from inner.files import wait_for_lock, write_atomically
 from inner.mesh import resolve_degrees
@@ -66,7 +67,16 @@ class Logbook:
                 self.note("cause", describe_end(entries))
             for change in differences(previous, config):
                 self.note("config changed", change)
+        for key, change in self._write_environment().items():
+            self.note("environment changed", f"{key}: {change}")
         write_atomically(self.path.parent / self.island / START, json.dumps(config, indent=1) + "\n")
+
+    def _write_environment(self) -> dict[str, str]:
+        try:
+            return write_environment(self.path.parent / self.island)
+        except OSError as error:
+            log.warning("the island's environment.json was not written: %s", error)
+            return {}
 
     def last_entries(self) -> list[str]:
         """This island's entries since its last start, without its name; [] if the end of the file has none."""

@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from diloco.formatting import one_line
+from diloco.records.environment import read_environment
 from diloco.records.faults import LOG
 from diloco.records.logbook import LOGBOOK
 from diloco.records.run_folder import RunFacts, find_island_folders, island_folders, read_facts
@@ -89,9 +92,21 @@ class RunView:
             "bigram_loss": facts.bigram_loss if facts else None,
             "islands": {name: self.islands[name].thinned(counts, most) for name, counts in now.islands.items()},
             "groups": self.groups.names[: now.groups],
+            "machines": {name: describe_machine(self.run_dir / name) for name in now.islands},
             "faults": self.faults[: now.faults][-MAX_POINTS:],
             "notes": self.notes[: now.notes][-MAX_POINTS:],
         }
+
+
+def describe_machine(folder: Path) -> str:
+    """The code and hardware of the island's last start in a line; empty if it has not written them."""
+    found = read_environment(folder) or {}
+    commit = str(found.get("commit") or "")[:10]
+    changed = " with changes" if commit and found.get("is_changed") else ""
+    gpus = found.get("gpus")
+    hardware = Counter(map(str, gpus)) if isinstance(gpus, list) and gpus else {str(found.get("processor") or ""): 1}
+    words = [f"{count} x {name}" if count > 1 else name for name, count in hardware.items()]
+    return one_line(", ".join(filter(None, [f"commit {commit}{changed}" if commit else "", *words])))[:MAX_TEXT]
 
 
 class LinesTail:

@@ -67,7 +67,8 @@ function drawCards(t) {
     card.append(title, list);
     const event = until(rows.events, t), note = run.notes.filter((n) => n[1] === name && n[0] <= t && n[2].startsWith("started")).at(-1);
     if (event) card.append(make("p", `${event[1]}${event[2] ? ": " + event[2] : ""}`));
-    if (note) card.append(make("p", note[2].replace(/^started[^:]*: config \S+ /, "")));
+    const machine = [note?.[2].replace(/^started[^:]*: config \S+ /, ""), run.machines[name]].filter(Boolean).join(", ");
+    if (machine) card.append(make("p", machine));
     return card;
   }));
 }

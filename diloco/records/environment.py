@@ -1,0 +1,117 @@
+"""environment.json: with what an island was started, so that its numbers can be reproduced. Does not import torch.
+
+The code's uncommitted changes lie beside it in code.diff.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from inner.files import write_atomically
+
+FILE, DIFF = "environment.json", "code.diff"
+MAX_DIFF_BYTES = 1 << 20
+GIT_SECONDS = 10.0
+VARIABLES = ("CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "SLURM_JOB", "HF_HUB_", "HF_DATASETS_")
+"""Beginnings of the names of environment variables that may change a result or its speed."""
+SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
+CHECKOUT = Path(__file__).parents[2]
+
+
+def write_environment(folder: Path) -> dict[str, str]:
+    """Write environment.json and code.diff into the island's folder.
+
+    Returns what has changed since the last start that can change a result, as values by name: the code and packages.
+    """
+    before, now = read_environment(folder), describe_environment()
+    diff = read_diff(CHECKOUT)
+    write_atomically(folder / FILE, json.dumps(now | {"command": sys.argv}, indent=1) + "\n")
+    if diff:
+        write_atomically(folder / DIFF, diff)
+    else:
+        (folder / DIFF).unlink(missing_ok=True)
+    return changes(before, now) if before is not None else {}
+
+
+def read_environment(folder: Path) -> dict[str, Any] | None:
+    """What write_environment has written; None if there is nothing that can be read."""
+    with suppress(OSError, ValueError):
+        values = json.loads((folder / FILE).read_text())
+        return values if isinstance(values, dict) else None
+    return None
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """`old -> new` of the code's commit, Python, the processor, and each package whose version differs."""
+    found = {key: (before.get(key), now.get(key)) for key in ("commit", "python", "processor")}
+    packages = before.get("packages"), now.get("packages")
+    old, new = (each if isinstance(each, dict) else {} for each in packages)
+    found |= {name: (old.get(name), new.get(name)) for name in sorted({*old, *new})}
+    return {name: f"{first} -> {second}" for name, (first, second) in found.items() if first != second}
+
+
+@cache
+def describe_environment() -> dict[str, Any]:
+    """Code, software and hardware of this process, the same for all islands of it."""
+    commit, untracked = git(CHECKOUT, "rev-parse", "HEAD"), git(CHECKOUT, "ls-files", "--others", "--exclude-standard")
+    return {
+        "commit": commit.strip() or None,
+        "is_changed": bool(read_diff(CHECKOUT)),
+        "untracked": untracked.splitlines()[:100],
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "host": platform.node(),
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": gpu_names(),
+        "variables": {name: value for name, value in sorted(os.environ.items()) if is_told(name)},
+        "packages": {each.name: each.version for each in sorted(distributions(), key=lambda each: each.name.lower())},
+    }
+
+
+def is_told(name: str) -> bool:
+    """Whether the environment variable is written down: it matters, and it is not by its name a secret."""
+    return name.startswith(VARIABLES) and not any(word in name.upper() for word in SECRETS)
+
+
+@cache
+def read_diff(checkout: Path) -> str:
+    """Uncommitted changes of the tracked files, cut at MAX_DIFF_BYTES; empty where the code is not a git checkout."""
+    return git(checkout, "diff", "HEAD")[:MAX_DIFF_BYTES]
+
+
+def git(checkout: Path, *words: str) -> str:
+    """What git prints; empty if it fails, is not installed, or the folder is not the root of a checkout."""
+    if not (checkout / ".git").exists():
+        return ""
+    command = ["git", "--no-optional-locks", "-C", str(checkout), *words]
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, timeout=GIT_SECONDS, check=True)
+        return done.stdout.decode(errors="replace")
+    return ""
+
+
+def processor_name() -> str:
+    """As the kernel calls the processor, else its architecture."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def gpu_names() -> list[str]:
+    """Names of the GPUs, if torch is loaded and sees any. Starts nothing on them."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
