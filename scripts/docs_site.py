@@ -1,0 +1,46 @@
+"""Hooks of mkdocs: the page of all commands, and links to files beside docs/, which a site does not have."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+OUTSIDE = re.compile(r"\[([^\]]*)\]\(\.\./(?!\.\./)[^)]*\)")
+COMMAND = re.compile(r"^## `diloco ([\w-]+)`$", re.MULTILINE)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that are made: commands.md from the program, decisions/index.md from the decisions."""
+    files.append(File.generated(config, "commands.md", content=commands_page()))
+    files.append(File.generated(config, "decisions/index.md", content=decisions_page(ROOT / "docs" / "decisions")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Keep the words of a link out of docs/ and drop the link."""
+    return OUTSIDE.sub(r"\1", markdown) if "/" not in page.file.src_uri else markdown
+
+
+def decisions_page(folder: Path) -> str:
+    """The titles of all decisions."""
+    titles = [(path.name, path.read_text().splitlines()[0].removeprefix("# ")) for path in sorted(folder.glob("0*.md"))]
+    return "# Decisions\n\n" + "\n".join(f"- [{title}]({name})" for name, title in titles) + "\n"
+
+
+def commands_page() -> str:
+    """All commands with their options, as typer describes them, without those that only other commands start."""
+    from diloco.cli.main import app
+
+    hidden = {each.callback.__name__ for each in app.registered_commands if each.hidden and each.callback is not None}
+    words = [sys.executable, "-m", "typer", "diloco.cli.main", "utils", "docs", "--name", "diloco"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    begin, *sections = re.split(r"(?m)^(?=## `diloco )", done.stdout)
+    kept = [each for each in sections if COMMAND.match(each.splitlines()[0])[1] not in hidden]  # type: ignore[index]
+    begin = "\n".join(
+        line for line in begin.splitlines() if not line.startswith(tuple(f"* `{name}`" for name in hidden))
+    )
+    return begin.replace("# `diloco`", "# Commands", 1) + "\n\n" + "".join(kept)

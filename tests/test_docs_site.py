@@ -1,0 +1,39 @@
+"""The documentation builds as a site without a warning, and its generated pages are complete."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, timeout=200, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_every_page_is_built(site: Path) -> None:
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"} | {"commands"}
+    assert {path.parent.name for path in site.glob("*/index.html")} >= pages
+
+
+def test_the_page_of_commands_has_those_of_users(site: Path) -> None:
+    text = (site / "commands/index.html").read_text()
+    assert all(f"diloco {name}</code>" in text for name in ("simulate", "plan", "join", "watch", "settings"))
+    assert "diloco baseline</code>" not in text
+
+
+def test_the_decisions_are_listed(site: Path) -> None:
+    text = (site / "decisions/index.html").read_text()
+    assert all(path.stem in text for path in (ROOT / "docs/decisions").glob("0*.md"))
+
+
+def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
+    loads = ('src="http', "src='http", 'rel="stylesheet" href="http', 'rel="preconnect"')
+    assert [page for page in site.rglob("*.html") if any(each in page.read_text() for each in loads)] == []
