@@ -53,7 +53,7 @@ FLOORS = {
         assemble island_rounds
         island own_loop
         island_quorum simulate virtual
-        experiments.definition train watch
+        experiments.definition launch_files train watch
         experiments.results
         experiments
         cli

@@ -1,6 +1,7 @@
-"""`diloco launch`: starts all ranks of an island of one node. Importing this does not import torch."""
+"""`diloco launch` starts the ranks of an island, `diloco launch-files` writes files for clusters. Imports no torch."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
@@ -38,3 +39,27 @@ def launch(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(FINAL_STATUS) from None
     become_island(num_ranks, ["train", str(config), *values], max_restarts)
+
+
+def launch_files(
+    target: Annotated[Literal["slurm", "kubernetes", "skypilot"], typer.Argument(help="What starts the islands.")],
+    config: ConfigPath,
+    address: Annotated[str, typer.Option(metavar="ADDRESS", help="What `diloco bootstrap` has printed.")],
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the files go.")] = Path("launch"),
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
+    image: Annotated[
+        str | None, typer.Option(help="Container image in which `python -m diloco` runs, for kubernetes and skypilot.")
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="Kind of GPU, in SkyPilot's words.")] = "H100",
+) -> None:
+    """Write the files that start each island of CONFIG on a cluster. Starts nothing."""
+    from diloco.launch_files.write import ClusterOptions, write_launch_files
+
+    written = write_launch_files(
+        target, config, overrides or [], out, ClusterOptions(address, gpus_per_node, image, gpu)
+    )
+    start = {"slurm": "bash {} --time 24:00:00", "kubernetes": "kubectl apply -f {}", "skypilot": "sky jobs launch {}"}
+    before = f"cd {out} && " if target == "skypilot" else ""
+    for path in written:
+        typer.echo(before + start[target].format(path.name if before else path))

@@ -10,7 +10,7 @@ from diloco.cli import arguments as args
 from diloco.cli.config import config, init, key, settings
 from diloco.cli.exit import end, error_text, exit_status
 from diloco.cli.experiment import experiment
-from diloco.cli.launch import launch
+from diloco.cli.launch import launch, launch_files
 from diloco.cli.prepare import prepare
 from diloco.cli.simulate import simulate
 from diloco.cli.swarm import bootstrap, doctor, join, relay, status
@@ -214,6 +214,7 @@ def watch(
         serve(run_dir, host, port, lambda url: typer.echo(f"{url}  (stop with Ctrl-C)"))
 
 
+app.command("launch-files")(launch_files)
 for command in (bootstrap, relay, join, doctor, status, launch, key, prepare, export, evaluate, generate):
     app.command()(command)
 

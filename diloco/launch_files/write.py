@@ -1,0 +1,75 @@
+"""Writes the files with which clusters start the islands of a run, one for each island."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from diloco.config.check import check_island
+from diloco.config.schema import Config, dump_config, load_config
+from diloco.errors import ConfigError
+from diloco.launch_files.islands import PlacedIsland, place_islands, require_relays
+from diloco.launch_files.kubernetes import island_objects
+from diloco.launch_files.skypilot import island_task
+
+Target = Literal["slurm", "kubernetes", "skypilot"]
+SCRIPT = Path("scripts/launch/slurm.sh")
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """What the config does not say."""
+
+    address: str
+    """What `diloco bootstrap` has printed."""
+    gpus_per_node: int = 8
+    image: str | None = None
+    """A container image in which `python -m diloco` runs; for kubernetes and skypilot."""
+    gpu: str = "H100"
+    """The kind of GPU, in SkyPilot's words."""
+
+
+def write_launch_files(
+    target: Target, config: Path, overrides: Sequence[str], out: Path, options: ClusterOptions
+) -> list[Path]:
+    """Write run.yaml and one file for each island into `out`, and return the latter. Raises ConfigError."""
+    resolved = load_config(config, overrides)
+    placed = place_islands(resolved, options.gpus_per_node)
+    for island in placed:
+        check_island(resolved.run, resolved.for_island(island.index), island.label)
+    if target != "slurm":
+        require_relays(resolved)
+        if options.image is None:
+            raise ConfigError(f"--image: {target} needs an image in which `python -m diloco` runs; none was given")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "run.yaml").write_text(dump_config(resolved))
+    written = [out / f"{island.label}.{'sh' if target == 'slurm' else 'yaml'}" for island in placed]
+    for path, island in zip(written, placed, strict=True):
+        path.write_text(island_file(target, island, resolved, out, options))
+    return written
+
+
+def island_file(target: Target, island: PlacedIsland, config: Config, out: Path, options: ClusterOptions) -> str:
+    """The text of an island's file."""
+    settings = [f"island.bootstrap=[{options.address}]"]
+    if target == "slurm":
+        return submission(island, out, options)
+    assert options.image is not None, "the image has been checked"
+    if target == "skypilot":
+        return yaml.safe_dump(island_task(island, options.image, options.gpu, settings), sort_keys=False)
+    return yaml.safe_dump_all(
+        island_objects(island, dump_config(config), options.image, settings), sort_keys=False, explicit_start=True
+    )
+
+
+def submission(island: PlacedIsland, out: Path, options: ClusterOptions) -> str:
+    """A shell script that submits the island's job."""
+    if not SCRIPT.exists():
+        raise ConfigError(f"{SCRIPT} is not here, and a SLURM job starts with it; run this in a checkout of diloco")
+    values = {"CONFIG": str(out / "run.yaml"), "INDEX": str(island.index), "BOOTSTRAP": options.address}
+    exports = "".join(f"export DILOCO_{name}={shlex.quote(value)}\n" for name, value in values.items())
+    size = f"--nodes {island.nodes} --gpus-per-node {island.gpus}"
+    return f'#!/usr/bin/env bash\n# Arguments go to sbatch.\n{exports}exec sbatch {size} "$@" {SCRIPT}\n'
