@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: the page of all commands, and links to files beside docs/, which a site does not have."""
+"""Hooks of mkdocs: pages that are made, and links to files beside docs/, which a site does not have."""
 
 import re
 import subprocess
@@ -6,22 +6,30 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jupytext
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = re.compile(r"\[([^\]]*)\]\(\.\./(?!\.\./)[^)]*\)")
+TUTORIAL = re.compile(r"\((tutorials/\w+)\.py\)")
+HEADER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
+"""What jupytext puts above a notebook's text."""
 COMMAND = re.compile(r"^## `diloco ([\w-]+)`$", re.MULTILINE)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are made: commands.md from the program, decisions/index.md from the decisions."""
+    """Add the pages that are made from the program, from the decisions, and from the tutorials."""
     files.append(File.generated(config, "commands.md", content=commands_page()))
     files.append(File.generated(config, "decisions/index.md", content=decisions_page(ROOT / "docs" / "decisions")))
+    for path in sorted((ROOT / "docs" / "tutorials").glob("*.py")):
+        text = jupytext.writes(jupytext.read(path), fmt="md")
+        files.append(File.generated(config, f"tutorials/{path.stem}.md", content=HEADER.sub("", text)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Keep the words of a link out of docs/ and drop the link."""
+    """Keep the words of a link out of docs/ and drop the link; lead links to a tutorial to its page."""
+    markdown = TUTORIAL.sub(r"(\1.md)", markdown)
     return OUTSIDE.sub(r"\1", markdown) if "/" not in page.file.src_uri else markdown
 
 

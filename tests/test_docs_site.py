@@ -29,6 +29,11 @@ def test_the_page_of_commands_has_those_of_users(site: Path) -> None:
     assert "diloco baseline</code>" not in text
 
 
+def test_a_tutorial_is_a_page_with_its_code(site: Path) -> None:
+    text = (site / "tutorials/what_a_codec_does/index.html").read_text()
+    assert "error feedback" in text and "build_codec" in text and "jupytext" not in text
+
+
 def test_the_decisions_are_listed(site: Path) -> None:
     text = (site / "decisions/index.html").read_text()
     assert all(path.stem in text for path in (ROOT / "docs/decisions").glob("0*.md"))
