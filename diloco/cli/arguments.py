@@ -17,6 +17,9 @@ Resume = Annotated[
         "Overrides every other setting of island.checkpoint.resume (default: auto)."
     ),
 ]
+ResumeRun = Annotated[
+    bool, typer.Option("--resume", help="Go on with the run of this name, which was stopped, from its checkpoints.")
+]
 Faults = Annotated[
     list[str] | None,
     typer.Option(

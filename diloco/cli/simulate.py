@@ -25,6 +25,7 @@ def simulate(
     nat: args.Nat = None,
     link: args.LinkOptions = None,
     in_process: args.InProcess = False,
+    resume: args.ResumeRun = False,
     virtual: args.Virtual = False,
     step_seconds: args.StepSeconds = None,
     spread: args.Spread = None,
@@ -52,7 +53,15 @@ def simulate(
     cut:0@step=40                  cut one island off; cut:0+1-2+3@step=40 separates groups
     """
     check_storm(storm, storm_seed, storm_count)
-    given = {"--ranks": ranks, "--baseline": baseline, "--netns": netns, "--nat": nat, "--nodes": nodes > 1}
+    check_resume(resume=resume, baseline=baseline)
+    given = {
+        "--ranks": ranks,
+        "--baseline": baseline,
+        "--netns": netns,
+        "--nat": nat,
+        "--nodes": nodes > 1,
+        "--resume": resume,
+    }
     modelled = {"--step-seconds": step_seconds, "--spread": spread, "--host-seconds": host_seconds}
     check_modelled(given | {"--in-process": in_process}, modelled, virtual=virtual)
     from diloco.faults.disturbances import Disturbances
@@ -66,7 +75,7 @@ def simulate(
         raise typer.Exit(simulate_virtually(config, overrides or [], request))
     from diloco.simulate.launch import simulate as run
 
-    how = {"disturbances": disturbances, "with_baseline": baseline, "in_process": in_process}
+    how = {"disturbances": disturbances, "with_baseline": baseline, "in_process": in_process, "resume": resume}
     raise typer.Exit(run(config, overrides or [], islands, ranks, **how))
 
 
@@ -76,6 +85,13 @@ def check_storm(rate: float | None, seed: int, count: int | None) -> None:
         raise typer.BadParameter(f"got {rate}; allowed: a number above 0, for example 2", param_hint="--storm")
     if rate is None and (seed or count):
         raise typer.BadParameter("there is no storm without --storm RATE", param_hint="--storm-seed, --storm-count")
+
+
+def check_resume(*, resume: bool, baseline: bool) -> None:
+    """Raise BadParameter for a baseline of a run that goes on."""
+    if resume and baseline:
+        names = "--resume, --baseline"
+        raise typer.BadParameter("a baseline begins anew each time; leave one of them out", param_hint=names)
 
 
 def check_modelled(of_processes: Mapping[str, object], of_models: Mapping[str, object], *, virtual: bool) -> None:

@@ -170,7 +170,7 @@ def start_bootstrap(config: Config, run_dir: Path, fleet: Fleet) -> str:
     command += ["--folder", str(run_dir / "rendezvous")] if kind == "tcp" else []
     if kind == "tcp" and config.island.run_key_file is not None:
         command += ["--run-key-file", config.island.run_key_file]
-    child = fleet.bootstrap = start_child(fleet, BOOTSTRAP, BOOTSTRAP, command, run_dir / "bootstrap.txt")
+    child = fleet.bootstrap = start_child(fleet, BOOTSTRAP, BOOTSTRAP, command, empty_log(run_dir / "bootstrap.txt"))
     address = wait_for_address(child)
     child.command = (*child.command, "--port", port_of(address))
     return address
@@ -181,7 +181,15 @@ def start_relay(config: Config, fleet: Fleet) -> None:
     command = [sys.executable, "-m", "diloco", "relay", "--host", fleet.namespaces[BOOTSTRAP].host]
     if config.island.run_key_file is not None:
         command += ["--run-key-file", config.island.run_key_file]
-    fleet.relay = wait_for_address(start_child(fleet, BOOTSTRAP, "relay", command, fleet.run_dir / "relay.txt"))
+    fleet.relay = wait_for_address(
+        start_child(fleet, BOOTSTRAP, "relay", command, empty_log(fleet.run_dir / "relay.txt"))
+    )
+
+
+def empty_log(path: Path) -> Path:
+    """The path, where no address of an earlier start is left to be read."""
+    path.unlink(missing_ok=True)
+    return path
 
 
 def wait_for_address(child: Child) -> str:

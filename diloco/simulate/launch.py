@@ -5,15 +5,13 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
 
-from diloco.config.check import bigram_baseline, check_run, count_params
 from diloco.config.init_weights import pin_weights_hash
-from diloco.config.schema import Config, dump_config, load_config
+from diloco.config.schema import Config, load_config
 from diloco.errors import ConfigError
 from diloco.faults.disturbances import NO_DISTURBANCES, Disturbances
 from diloco.faults.spec import BOOTSTRAP, check_nodes_of, check_processes, check_targets, parse_fault
@@ -40,7 +38,7 @@ from diloco.simulate.fleet import (
 from diloco.simulate.in_process import configure_in_process, run_in_process
 from diloco.simulate.injector import FaultInjector
 from diloco.simulate.nodes import check_nodes
-from inner.files import write_atomically
+from diloco.simulate.run_dir import prepare_run
 
 POLL_SECONDS = 0.05
 
@@ -54,8 +52,12 @@ def simulate(
     with_baseline: bool,
     disturbances: Disturbances = NO_DISTURBANCES,
     in_process: bool = False,
+    resume: bool = False,
 ) -> int:
-    """Run the simulation. Returns exit status 0 if an island finished the run, 1 if none did, 130 if interrupted."""
+    """Run the simulation, or with `resume` go on with one that was stopped.
+
+    Returns exit status 0 if an island finished the run, 1 if none did, 130 if interrupted.
+    """
     config = resize(pin_weights_hash(load_config(path, overrides)), islands, ranks)
     if in_process:
         config = configure_in_process(config, has_disturbances=disturbances != NO_DISTURBANCES)
@@ -65,7 +67,9 @@ def simulate(
     check_disturbances(disturbances, config)
     console = Console()
     gpus = GpuShares() if in_process else share_machine(config, console)
-    facts, run_dir = prepare_run(config, with_baseline=with_baseline)
+    if with_baseline:
+        check_baseline(config)
+    facts, run_dir = prepare_run(config, resume=resume)
     config = config.model_copy(update={"name": run_dir.name})
     console.print(
         f"{facts.num_islands} islands, {facts.num_params:,} parameters, {config.total_steps} inner steps: {run_dir}"
@@ -110,27 +114,6 @@ def print_results(run_dir: Path, console: Console) -> None:
         console.print(f"report: {write_report(run_dir)}", soft_wrap=True)
     except OSError as error:
         console.print(f"no report: {error}; make room, then: diloco report {run_dir}", soft_wrap=True)
-
-
-def prepare_run(config: Config, *, with_baseline: bool) -> tuple[RunFacts, Path]:
-    """Check the run, then create its folder with the config and the facts. Raises ConfigError and InputError."""
-    num_islands = len(config.islands)
-    corpus = check_run(config, num_islands)
-    if with_baseline:
-        check_baseline(config)
-    run_dir = new_run_dir(Path(config.island.run_dir), config.name)
-    config = config.model_copy(update={"name": run_dir.name})
-    write_atomically(run_dir / "config.yaml", dump_config(config))
-    facts = RunFacts(
-        name=config.name,
-        num_params=count_params(config.run, corpus),
-        num_islands=num_islands,
-        total_steps=config.total_steps,
-        bigram_loss=bigram_baseline(corpus),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
-    write_facts(run_dir, facts)
-    return facts, run_dir
 
 
 def share_machine(config: Config, console: Console) -> GpuShares:
@@ -190,18 +173,6 @@ def check_transport(config: Config) -> None:
             "outer.transport is 'loopback', which connects islands of one process only; simulate starts real "
             "processes: use outer.transport=gloo, tls or hivemind, or --in-process"
         )
-
-
-def new_run_dir(parent: Path, name: str) -> Path:
-    """Create the folder NAME, or NAME-2, NAME-3, ... if it exists, so that no run is overwritten."""
-    for number in range(1, 10_000):
-        folder = parent / (name if number == 1 else f"{name}-{number}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return folder
-    raise ConfigError(f"{parent} holds too many runs called {name!r}; choose another name=...")
 
 
 def run_islands(config: Config, run_dir: Path, disturbances: Disturbances, fleet: Fleet, console: Console) -> bool:

@@ -55,9 +55,7 @@ for island in ("island-0", "island-1", "island-2"):
             digests.setdefault(record["round"], set()).add(record["digest"])
 alone = [record for record in rounds_of("island-0") if record["committed"] and len(record["participants"]) == 2]
 back = [record for record in rounds_of("island-1") if record["committed"] and record["time"] > alone[-1]["time"]]
-print(
 print(f"{len(digests)} rounds, {len(alone)} without the killed island, which was in {len(back)} after it came back")
-)
 assert all(len(found) == 1 for found in digests.values()) and len(digests) == 30 and alone and back
 
 # %% [markdown]
