@@ -54,16 +54,9 @@ def simulate(
     """
     check_storm(storm, storm_seed, storm_count)
     check_resume(resume=resume, baseline=baseline)
-    given = {
-        "--ranks": ranks,
-        "--baseline": baseline,
-        "--netns": netns,
-        "--nat": nat,
-        "--nodes": nodes > 1,
-        "--resume": resume,
-    }
+    given = {"--ranks": ranks, "--baseline": baseline, "--netns": netns, "--nat": nat, "--nodes": nodes > 1}
     modelled = {"--step-seconds": step_seconds, "--spread": spread, "--host-seconds": host_seconds}
-    check_modelled(given | {"--in-process": in_process}, modelled, virtual=virtual)
+    check_modelled(given | {"--in-process": in_process, "--resume": resume}, modelled, virtual=virtual)
     from diloco.faults.disturbances import Disturbances
 
     own = netns, tuple(link or ()), tuple(sorted(set(nat or ()))), nodes
