@@ -53,7 +53,6 @@ def simulate(
     cut:0@step=40                  cut one island off; cut:0+1-2+3@step=40 separates groups
     """
     check_storm(storm, storm_seed, storm_count)
-    check_resume(resume=resume, baseline=baseline)
     given = {"--ranks": ranks, "--baseline": baseline, "--netns": netns, "--nat": nat, "--nodes": nodes > 1}
     modelled = {"--step-seconds": step_seconds, "--spread": spread, "--host-seconds": host_seconds}
     check_modelled(given | {"--in-process": in_process, "--resume": resume}, modelled, virtual=virtual)
@@ -80,15 +79,14 @@ def check_storm(rate: float | None, seed: int, count: int | None) -> None:
         raise typer.BadParameter("there is no storm without --storm RATE", param_hint="--storm-seed, --storm-count")
 
 
-def check_resume(*, resume: bool, baseline: bool) -> None:
-    """Raise BadParameter for a baseline of a run that goes on."""
-    if resume and baseline:
+def check_modelled(of_processes: Mapping[str, object], of_models: Mapping[str, object], *, virtual: bool) -> None:
+    """Raise BadParameter for an option of real processes with --virtual, or one of modelled islands without it.
+
+    Also for a baseline of a run that goes on.
+    """
+    if of_processes["--resume"] and of_processes["--baseline"]:
         names = "--resume, --baseline"
         raise typer.BadParameter("a baseline begins anew each time; leave one of them out", param_hint=names)
-
-
-def check_modelled(of_processes: Mapping[str, object], of_models: Mapping[str, object], *, virtual: bool) -> None:
-    """Raise BadParameter for an option of real processes with --virtual, or one of modelled islands without it."""
     if virtual and (given := [name for name, value in of_processes.items() if value]):
         raise typer.BadParameter("--virtual starts no processes; leave it out", param_hint=", ".join(given))
     if not virtual and (given := [name for name, value in of_models.items() if value is not None]):
