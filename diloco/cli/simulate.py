@@ -37,8 +37,7 @@ def simulate(
     round N; the first is 0), step=N (it has made N inner steps) or second=S (seconds after the run's first commit).
 
     \b
-    kill:1@round=3,back=5          SIGKILL island 1; restart it after 5 s, if back is given
-    kill:bootstrap@round=2,back=5  kill the bootstrap process
+    kill:1@round=3,back=5          SIGKILL island 1 (or bootstrap); restart it after 5 s, if back is given
     leave:1@round=6                SIGTERM; back as above
     freeze:1@round=3,seconds=20    SIGSTOP, then SIGCONT
     kill:1@round=3,phase=decide    kill or freeze at this point of the round
@@ -58,8 +57,8 @@ def simulate(
     check_modelled(given | {"--in-process": in_process, "--resume": resume}, modelled, virtual=virtual)
     from diloco.faults.disturbances import Disturbances
 
-    own = netns, tuple(link or ()), tuple(sorted(set(nat or ()))), nodes
-    disturbances = Disturbances(tuple(fault or ()), storm, storm_seed, storm_count, *own)
+    nets = netns, tuple(link or ()), tuple(sorted(set(nat or ()))), nodes
+    disturbances = Disturbances(tuple(fault or ()), storm, storm_seed, storm_count, *nets)
     if virtual:
         from diloco.virtual.simulate import VirtualRequest, simulate_virtually
 

@@ -111,14 +111,17 @@ class _Rank:
         work, itemsize = self.work, self.work.compute_itemsize
         if work.degrees.num_copies == 1:
             return itemsize * sum(work.numel(stage) for stage in self.stages) if itemsize < FP32 else 0
-        if work.degrees.pp == 1 and work.frees_after_forward:
+        if work.degrees.pp == 1:
             root, is_sharded = work.root(self.stages[0]).numel, work.degrees.fsdp > 1
-            blocks = min(2 if is_sharded else 1, work.sizes.num_layers) * work.block.numel
-            # The buffer of the last gather of the forward, that of an untied head, is there until the backward gathers.
+            # The buffer of the last gather of the forward, that of an untied head, is there until the backward gathers,
+            # which it does not with ZeRO-2.
             buffer = root if is_sharded and not work.sizes.tie_embeddings else 0
+            if not work.frees_after_forward:
+                return itemsize * (work.numel(self.stages[0]) + buffer)
+            blocks = min(2 if is_sharded else 1, work.sizes.num_layers) * work.block.numel
             return itemsize * max(root + max(blocks, buffer), work.embedding(self.stages[0]).numel)
         by_stage = sorted((work.numel(stage) for stage in self.stages), reverse=True)
-        most = len(by_stage) if work.degrees.pp == 1 or work.parallel.schedule in ONE_STAGE_PER_RANK else MANAGED_STAGES
+        most = len(by_stage) if work.parallel.schedule in ONE_STAGE_PER_RANK else MANAGED_STAGES
         return itemsize * sum(by_stage[:most])
 
     @property
