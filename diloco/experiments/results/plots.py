@@ -146,6 +146,8 @@ def name_without(row: Row, key: str) -> str:
     words = {f"{human_count(value)} params"} if key == "params" else words
     if key == "islands":
         words = {f"{value} islands", f"{value} island"}
+    if key == "step_tokens":
+        words = {f"{value} tokens a step"}
     return ", ".join(word for word in row.label.split(", ") if word not in words)
 
 
