@@ -54,7 +54,7 @@ def settings(
         return
     found = find_settings(text)
     for each in found:
-        typer.echo(f"{each.key}  [{each.allowed}; default: {each.default}]\n    {each.meaning}")
+        typer.echo(f"{each.key}  ({each.allowed}; default: {each.default})\n    {each.meaning}")
     if not found:
         raise typer.BadParameter(f"no setting has {text!r} in its name or meaning", param_hint="TEXT")
 
