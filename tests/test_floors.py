@@ -45,7 +45,8 @@ FLOORS = {
     "diloco": """
         errors watchdog
         config faults formatting
-        network_emulation planning records
+        network_emulation planning.mesh records
+        planning
         report runtime
         checkpoints connections swarm
         doctor

@@ -83,6 +83,14 @@ def mesh(
     memory: Annotated[
         str | None, typer.Option(help="Memory per rank, for example 80GB; exits 1 if a step does not fit.")
     ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="GPUs of the island, for example h100: their memory, and seconds of a step by data sheets."),
+    ] = None,
+    fabric: Annotated[
+        str | None,
+        typer.Option(help="With --gpu, the links between its nodes of eight GPUs (default: infiniband-ndr)."),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -95,12 +103,14 @@ def mesh(
     """Draw an island's mesh without starting it: the ranks, their traffic, the pipeline and the memory."""
     from rich.console import Console
 
-    from diloco.planning.mesh_picture import show_mesh
+    from diloco.planning.mesh.picture import show_mesh
+    from diloco.planning.mesh.request import MeshRequest
 
+    request = MeshRequest(index=island, memory=memory, gpu=gpu, fabric=fabric)
     rehearse = None
     if dry_run:
-        from diloco.planning.dry_run import show_dry_run as rehearse
-    raise typer.Exit(0 if show_mesh(config, overrides or [], island, memory, Console(), rehearse) else 1)
+        from diloco.planning.mesh.dry_run import show_dry_run as rehearse
+    raise typer.Exit(0 if show_mesh(config, overrides or [], request, Console(), rehearse) else 1)
 
 
 @app.command()
@@ -118,6 +128,13 @@ def plan(
     ] = None,
     flops: Annotated[
         str | None, typer.Option(metavar="RATE", help="Peak FLOP/s of a rank, for example 400T (default: measured).")
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Instead of --flops the GPUs of the islands, one kind or one for each: h100 or h100,a100.",
+        ),
     ] = None,
     spread: Annotated[
         float | None,
@@ -150,6 +167,7 @@ def plan(
         rtt=rtt,
         step_seconds=step_seconds,
         flops=flops,
+        gpu=gpu,
         spread=spread,
         codec_speed=codec_speed,
         utilisation=utilisation,

@@ -11,8 +11,8 @@ from diloco.config.schema import IslandConfig, RunConfig
 from diloco.doctor.checks import Check
 from diloco.errors import ConfigError
 from diloco.formatting import human_bytes
-from diloco.planning.host_memory import HostMemory, estimate_host_memory
-from diloco.planning.mesh_picture import build_step_plan, vocabulary
+from diloco.planning.mesh.host_memory import HostMemory, estimate_host_memory
+from diloco.planning.mesh.step_plan import build_step_plan, vocabulary
 from diloco.runtime.devices import choose_device, list_gpus
 from diloco.swarm.visit import LocalIsland
 from inner.errors import InputError as DataError

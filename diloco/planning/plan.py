@@ -16,8 +16,9 @@ from rich.console import Console
 from diloco.config.schema import Config, load_config
 from diloco.errors import ConfigError
 from diloco.formatting import parse_bits_per_second, parse_seconds
-from diloco.planning.mesh_picture import StepPlan, build_step_plan, load_island
-from inner.flops import flops_per_token
+from diloco.planning.mesh.gpus import find_gpu
+from diloco.planning.mesh.seconds import MFU, compute_seconds
+from diloco.planning.mesh.step_plan import StepPlan, build_step_plan, load_island
 from inner.measure.peak_flops import peak_flops
 from outer.config import OuterConfig
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from outer.cost import HostSpeed
 
 T = TypeVar("T")
-MFU = 0.4
-"""Model FLOPs utilisation that is assumed for inner steps: what a tuned trainer reaches on GPUs."""
 UTILISATION = 0.95
 """Default target of the recommendations."""
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12, "p": 1e15}
@@ -41,6 +40,7 @@ class PlanRequest:
     rtt: str = "0ms"
     step_seconds: str | None = None
     flops: str | None = None
+    gpu: str | None = None
     spread: float | None = None
     codec_speed: str | None = None
     utilisation: float | None = None
@@ -108,20 +108,22 @@ def step_time(config: Config, islands: list[StepPlan], request: PlanRequest) -> 
     if request.step_seconds is not None:
         seconds = _parse("--step-seconds", _step_seconds, request.step_seconds)
         return StepTime(seconds, request.spread or 0.0, "as given")
-    peak, source = _peak(config, request.flops)
-    times = []
-    for island in islands:
-        flops = flops_per_token(island.work.sizes, config.data.seq_len).total * config.optimizer.tokens_per_step
-        times.append(flops / (island.work.degrees.num_ranks * peak * MFU))
+    peaks, source = _peaks(config, request)
+    tokens, num_islands = config.optimizer.tokens_per_step, max(len(islands), len(peaks))
+    # A single plan, or a single peak, is that of all islands.
+    plans, rates = islands * (num_islands // len(islands)), peaks * (num_islands // len(peaks))
+    times = [compute_seconds(plan.work, tokens, rate) for plan, rate in zip(plans, rates, strict=True)]
     spread = max(times) / min(times) - 1 if request.spread is None else request.spread
     return StepTime(min(times), spread, f"{source}, {MFU:.0%} of it assumed; or give --step-seconds")
 
 
-def _peak(config: Config, flops: str | None) -> tuple[float, str]:
-    """Peak operations per second of a rank, from the flag or measured, and the source as text."""
-    if flops is not None:
-        peak = _parse("--flops", parse_count, flops)
-        return peak, f"{_flops(peak)} a rank"
+def _peaks(config: Config, request: PlanRequest) -> tuple[list[float], str]:
+    """Peak operations per second of a rank, one for all islands or one for each, and the source as text."""
+    if request.gpu is not None:
+        return _peaks_of_gpus(config, request)
+    if request.flops is not None:
+        peak = _parse("--flops", parse_count, request.flops)
+        return [peak], f"{_flops(peak)} a rank"
     import torch
 
     island = config.for_island(0)
@@ -136,7 +138,22 @@ def _peak(config: Config, flops: str | None) -> tuple[float, str]:
     peak = peak_flops(device, dtype)
     if peak is None:
         raise ConfigError(f"this machine's {device} cannot multiply {dtype}; give --step-seconds or --flops")
-    return peak, f"{_flops(peak)} a rank, measured on this machine's {'CPU' if device == 'cpu' else 'GPU'}"
+    return [peak], f"{_flops(peak)} a rank, measured on this machine's {'CPU' if device == 'cpu' else 'GPU'}"
+
+
+def _peaks_of_gpus(config: Config, request: PlanRequest) -> tuple[list[float], str]:
+    """Peaks by the makers' data sheets. Raises ConfigError."""
+    names = (request.gpu or "").split(",")
+    num_islands = max(len(config.islands), 1)
+    if request.flops is not None:
+        raise ConfigError("--gpu and --flops both give the peak of a rank; give one of them")
+    if len(names) > 1 and num_islands not in (1, len(names)):
+        raise ConfigError(
+            f"--gpu: got {len(names)} kinds ({request.gpu}) for the config's {num_islands} islands; allowed: one for "
+            f"all, or {num_islands}"
+        )
+    peaks = [_parse("--gpu", find_gpu, name.strip()).flops for name in names]
+    return peaks, " and ".join(f"{name} with {_flops(peak)}" for name, peak in zip(names, peaks, strict=True))
 
 
 def _flops(peak: float) -> str:

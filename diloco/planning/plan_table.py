@@ -11,9 +11,10 @@ from rich.table import Table
 from diloco.config.schema import Config
 from diloco.formatting import human_bytes, human_count, human_seconds
 from diloco.planning.advice import Rung, needed_bandwidth
-from diloco.planning.host_memory import estimate_host_memory
-from diloco.planning.mesh_picture import StepPlan, header, print_section, print_text
-from diloco.planning.mesh_traffic import plain_table
+from diloco.planning.mesh.host_memory import estimate_host_memory
+from diloco.planning.mesh.picture import header, print_section, print_text
+from diloco.planning.mesh.step_plan import StepPlan
+from diloco.planning.mesh.traffic import plain_table
 from diloco.planning.predict import CONTROL_TRIPS, PAYLOAD_TRIPS, Case, Prediction
 from diloco.planning.utilisation import Model, diloco, streaming, utilisation
 from inner.measure.param_specs import num_elements

@@ -15,7 +15,7 @@ from diloco.faults.disturbances import NO_DISTURBANCES, Disturbances
 from diloco.faults.storm import storm
 from diloco.formatting import human_bytes, human_seconds, parse_seconds
 from diloco.network_emulation.links import parse_links
-from diloco.planning.mesh_picture import build_step_plan, load_island
+from diloco.planning.mesh.step_plan import build_step_plan, load_island
 from diloco.virtual.faults import parse_faults
 from diloco.virtual.results import Results, measure, quantile
 from diloco.virtual.run import VirtualRun, run_virtually

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from diloco.planning.dry_run import rehearse_apart
+from diloco.planning.mesh.dry_run import rehearse_apart
 from inner.config import ParallelConfig
 from inner.dry_run.case import Rehearsal
 from inner.mesh import Degrees

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from diloco.errors import ConfigError
-from diloco.planning.dry_run import rehearse_apart
+from diloco.planning.mesh.dry_run import rehearse_apart
 from inner.config import OptimizerConfig, ParallelConfig
 from inner.dry_run.case import Rehearsal, RehearsalResult
 from inner.measure.memory import estimate_memory

@@ -8,7 +8,7 @@ import pytest
 from diloco.config.check import check_fragments, check_island
 from diloco.config.schema import differing_keys, dump_config, load_config, parse_config
 from diloco.errors import ConfigError
-from diloco.planning.mesh_picture import build_step_plan
+from diloco.planning.mesh.step_plan import build_step_plan
 from inner.errors import InputError
 from inner.model.sizes import resolve_sizes
 

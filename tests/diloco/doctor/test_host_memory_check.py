@@ -16,7 +16,7 @@ from diloco.doctor.host_memory_check import (
 )
 from diloco.doctor.machine_checks import state_bytes
 from diloco.errors import ConfigError
-from diloco.planning.host_memory import HostMemory
+from diloco.planning.mesh.host_memory import HostMemory
 from diloco.swarm.visit import LocalIsland
 from inner.measure.param_specs import num_elements
 

@@ -6,8 +6,8 @@ import pytest
 
 from diloco.config.check import model_specs
 from diloco.config.schema import load_config, parse_config
-from diloco.planning.host_memory import PROCESS_BYTES, HostMemory, estimate_host_memory
-from diloco.planning.mesh_picture import build_step_plan
+from diloco.planning.mesh.host_memory import PROCESS_BYTES, HostMemory, estimate_host_memory
+from diloco.planning.mesh.step_plan import build_step_plan
 from inner.param_spec import ParamSpec
 from outer.config import OuterConfig
 from outer.cost import FP32_BYTES, memory_bytes

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from diloco.config.schema import load_config
 from diloco.errors import ConfigError
-from diloco.planning.plan import PlanRequest, parse_count, show_plan
+from diloco.planning.mesh.step_plan import build_step_plan
+from diloco.planning.plan import PlanRequest, StepTime, parse_count, show_plan, step_time
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
@@ -112,3 +114,21 @@ def test_too_many_fragments_are_answered_with_as_many_as_there_can_be():
 
 def test_counts_are_read_with_their_letters():
     assert [parse_count(text) for text in ("10B", "1.5k", "2e6", "400T")] == [1e10, 1500.0, 2e6, 4e14]
+
+
+def test_gpus_of_different_kinds_make_the_slower_island_wait_as_long_as_their_peaks_differ():
+    def seconds(gpu: str) -> StepTime:
+        config = load_config(QUICKSTART)
+        islands = [build_step_plan(config.run, config.for_island(0))]
+        return step_time(config, islands, PlanRequest(gpu=gpu))
+
+    one, two = seconds("h100"), seconds("h100, A100")
+    assert one.spread == 0 and two.seconds == one.seconds
+    assert two.spread == pytest.approx(989 / 312 - 1)
+
+
+def test_a_wrong_gpu_is_named_with_the_known_ones():
+    assert "'h1000' is no GPU" in error_of(gpu="h1000", step_seconds=None)
+    assert "mi300x" in error_of(gpu="h1000", step_seconds=None)
+    assert "got 2 kinds" in error_of(["islands=[{},{},{}]"], gpu="h100,a100", step_seconds=None)
+    assert "give one of them" in error_of(gpu="h100", flops="1T", step_seconds=None)

@@ -8,7 +8,7 @@ import pytest
 from diloco.config.schema import load_config
 from diloco.errors import ConfigError
 from diloco.faults.disturbances import Disturbances
-from diloco.planning.mesh_picture import build_step_plan, load_island
+from diloco.planning.mesh.step_plan import build_step_plan, load_island
 from diloco.virtual.fleet import VirtualFleet
 from diloco.virtual.results import measure
 from diloco.virtual.run import run_virtually

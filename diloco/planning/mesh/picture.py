@@ -3,39 +3,30 @@
 It starts no process and no process group; torch is imported only to read the order of a pipeline's schedule.
 """
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from diloco.config.check import check_island
 from diloco.config.schema import Config, IslandConfig, RunConfig, load_config
-from diloco.errors import ConfigError
 from diloco.formatting import human_bytes, human_count
-from diloco.planning.mesh_ranks import grids, select_shown
-from diloco.planning.mesh_traffic import GUTTER, plain_table, traffic_table
-from inner.data.tokenizer import build_tokenizer, tokenizer_fingerprint
+from diloco.planning.mesh.ranks import grids, select_shown
+from diloco.planning.mesh.request import MeshRequest, find_requested_hardware, parse_bytes
+from diloco.planning.mesh.seconds import seconds_table
+from diloco.planning.mesh.step_plan import StepPlan, build_step_plan, load_island
+from diloco.planning.mesh.traffic import GUTTER, plain_table, traffic_table
 from inner.measure.advice import advice
 from inner.measure.fsdp_gathers import MANAGED_STAGES
-from inner.measure.memory import MemoryEstimate, estimate_memory
 from inner.measure.param_specs import param_specs
-from inner.measure.workload import Workload
-from inner.mesh import AXES, accumulation_steps, resolve_degrees
-from inner.model.sizes import BYTE_VOCAB_SIZE, PRESETS, num_params, resolve_sizes
+from inner.mesh import AXES
+from inner.model.sizes import num_params
 from inner.model.stage import Stage
-from inner.optim.state_bytes import StateBytes, find_state_bytes
-from inner.parallel.pipeline.schedule import Simulation, draw, simulate
+from inner.parallel.pipeline.schedule import draw
 from inner.parallel.pipeline.stages import ONE_STAGE_PER_RANK
 
-ITEMSIZES = {"float32": 4, "bfloat16": 2}
 MAX_DRAWN_RANKS = 8
-UNITS = {"B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4}
-UNITS |= {"KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "TIB": 1024**4}
 MEMORY_ROWS = {
     "params": "params",
     "optimizer": "optimizer",
@@ -49,43 +40,25 @@ MEMORY_ROWS = {
 """Labels of the fields of MemoryEstimate."""
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """An inner step of one island: its workload, optimizer and device."""
-
-    work: Workload
-    optimizer: StateBytes
-    device_type: str
-    is_vocabulary_assumed: bool
-
-    @cached_property
-    def simulation(self) -> Simulation:
-        """The pipeline's schedule, simulated."""
-        return simulate(self.work.orders)
-
-    @cached_property
-    def memory(self) -> list[MemoryEstimate]:
-        """Memory of a rank, by pp coordinate."""
-        return estimate_memory(self.work, self.optimizer, self.device_type)
-
-
 def show_mesh(
     path: Path,
     overrides: list[str],
-    index: int,
-    memory: str | None,
+    request: MeshRequest,
     console: Console,
     rehearse: Callable[[RunConfig, IslandConfig, StepPlan, Console], bool] | None = None,
 ) -> bool:
-    """Print the mesh of one island. Returns False if a step does not fit into `memory` (None sets no limit).
+    """Print the mesh of one island. Returns False if a step does not fit into the memory that is asked for.
 
     `rehearse` (dry_run.py) makes a step and prints it; its False is returned, too.
 
     Raises ConfigError or InputError.
     """
-    config = load_config(path, overrides)
+    config, index = load_config(path, overrides), request.index
     island = load_island(config, index)
-    limit = None if memory is None else parse_bytes(memory)
+    hardware = find_requested_hardware(request)
+    limit = None if hardware is None else int(hardware.gpu.memory_bytes)
+    if request.memory is not None:
+        limit = parse_bytes(request.memory)
     plan = build_step_plan(config.run, island)
     work, width = plan.work, console.width
     print_text(console, _title(config, index), style="bold")
@@ -102,6 +75,9 @@ def show_mesh(
     dtype = island.resolve_compute_dtype(plan.device_type)
     title = f"What a rank holds on {where}, computing in {dtype} (estimate)"
     print_section(console, title, memory_table(plan, width))
+    if hardware is not None:
+        title = f"Seconds of a step on {hardware.gpu_name} (by data sheets; each term alone, they overlap)"
+        print_section(console, title, seconds_table(work, config.optimizer.tokens_per_step, hardware))
     console.print()
     print_text(console, host_line(config, island, plan))
     is_sound = rehearse is None or rehearse(config.run, island, plan, console)
@@ -113,58 +89,6 @@ def show_mesh(
         console, advice(work, plan.optimizer, limit, plan.device_type), style="bold green" if fits else "bold red"
     )
     return fits and is_sound
-
-
-def parse_bytes(text: str) -> int:
-    """Parse `80GB`, `79.6 GiB` or `500 MB` into bytes. Raises ConfigError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
-    if match is None or match[2].upper() not in UNITS:
-        raise ConfigError(
-            f"--memory: got {text!r}; allowed: a number with a unit, B kB MB GB TB (powers of 1000) or "
-            "KiB MiB GiB TiB (of 1024), for example 80GB"
-        )
-    return int(float(match[1]) * UNITS[match[2].upper()])
-
-
-def load_island(config: Config, index: int) -> IslandConfig:
-    """The config of one island, after all checks. Raises ConfigError."""
-    count = max(1, len(config.islands))
-    if index >= count:
-        raise ConfigError(f"--island: got {index}; allowed: {', '.join(map(str, range(count)))}, the config's islands")
-    island = config.for_island(index)
-    check_island(config.run, island, f"island {index}")
-    return island
-
-
-def build_step_plan(run: RunConfig, island: IslandConfig) -> StepPlan:
-    """The inner step of an island."""
-    degrees = resolve_degrees(island.mesh, island.ranks)
-    vocab_size, is_assumed = vocabulary(run)
-    device_type = "cpu" if island.device == "cpu" else "cuda"
-    work = Workload(
-        sizes=resolve_sizes(run.model, vocab_size),
-        degrees=degrees,
-        parallel=island.parallel,
-        seq_len=run.data.seq_len,
-        micro_batch=island.micro_batch,
-        num_micro_batches=accumulation_steps(
-            run.optimizer.tokens_per_step, run.data.seq_len, island.micro_batch, degrees.num_data_ranks
-        ),
-        compute_itemsize=ITEMSIZES[island.resolve_compute_dtype(device_type)],
-    )
-    return StepPlan(work, find_state_bytes(run.optimizer), device_type, is_assumed)
-
-
-def vocabulary(run: RunConfig) -> tuple[int, bool]:
-    """Vocabulary size, and whether it is assumed: for a tokenizer on the hub, which is not read, from the preset."""
-    name = run.data.tokenizer
-    # A tokenizer file's fingerprint is a hash of its content; on the hub it is the name itself.
-    if name == "bytes" or tokenizer_fingerprint(name) != name:
-        return build_tokenizer(run.data.tokenizer).vocab_size, False
-    if run.model.vocab_size is not None:
-        return run.model.vocab_size, False
-    preset = PRESETS.get(run.model.preset or "")
-    return preset.vocab_size if preset else BYTE_VOCAB_SIZE, True
 
 
 def _title(config: Config, index: int) -> str:
@@ -233,7 +157,7 @@ def _gathered_note(stages_per_rank: int) -> str:
 def host_line(config: Config, island: IslandConfig, plan: StepPlan) -> str:
     """What an average rank needs on the host."""
     # Imported here because it imports torch: all else is printed without waiting for it.
-    from diloco.planning.host_memory import estimate_host_memory
+    from diloco.planning.mesh.host_memory import estimate_host_memory
 
     num_islands = max(len(config.islands), config.outer.start_islands)
     specs = param_specs(plan.work.sizes)

@@ -15,9 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from diloco.config.check import check_island
 from diloco.config.schema import load_config
 from diloco.errors import ConfigError
-from diloco.planning.mesh_picture import build_step_plan, parse_bytes, pipeline, show_mesh
-from diloco.planning.mesh_ranks import grids, groups_text, rank_groups
-from diloco.planning.mesh_traffic import traffic_lines
+from diloco.planning.mesh.picture import pipeline, show_mesh
+from diloco.planning.mesh.ranks import grids, groups_text, rank_groups
+from diloco.planning.mesh.request import MeshRequest, parse_bytes
+from diloco.planning.mesh.step_plan import build_step_plan
+from diloco.planning.mesh.traffic import traffic_lines
 from inner.measure.traffic import expected_traffic
 from inner.mesh import AXES, Degrees, IslandMesh
 
@@ -39,13 +41,13 @@ BREADTH = "islands=[{ranks: 16, mesh: {pp: 2, dp_shard: 2, cp: 2, tp: 2}, parall
 def picture(overrides: list[str], width: int = 100, memory: str | None = None) -> list[str]:
     """The lines that the command prints at a terminal width of `width`."""
     out = StringIO()
-    show_mesh(FOUR, overrides, 0, memory, Console(file=out, width=width))
+    show_mesh(FOUR, overrides, MeshRequest(memory=memory), Console(file=out, width=width))
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
 def error_of(overrides: list[str], index: int = 0, memory: str | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
-        show_mesh(FOUR, overrides, index, memory, Console(file=StringIO()))
+        show_mesh(FOUR, overrides, MeshRequest(index=index, memory=memory), Console(file=StringIO()))
     return str(caught.value)
 
 
@@ -228,8 +230,8 @@ def test_a_limit_is_compared_with_the_rank_that_needs_most():
     config = load_config(FOUR)
     peak = max(each.peak for each in build_step_plan(config.run, config.for_island(0)).memory)
     console = Console(file=StringIO(), width=100)
-    assert show_mesh(FOUR, [], 0, f"{peak}B", console)
-    assert not show_mesh(FOUR, [], 0, f"{peak - 1}B", console)
+    assert show_mesh(FOUR, [], MeshRequest(memory=f"{peak}B"), console)
+    assert not show_mesh(FOUR, [], MeshRequest(memory=f"{peak - 1}B"), console)
 
 
 def test_what_does_not_fit_names_a_value_to_set():
@@ -295,3 +297,31 @@ def test_the_status_says_that_a_step_does_not_fit():
     command = [sys.executable, "-m", "diloco", "mesh", str(FOUR), "islands=[{ranks: 1}]", "--memory", "1kB"]
     done = subprocess.run(command, cwd=ROOT, timeout=60, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "") and "an inner step needs" in done.stdout
+
+
+def seconds_of(overrides: list[str], **flags: str) -> dict[str, tuple[str, float]]:
+    """The section of seconds: by what, the link or rate and the seconds."""
+    out = StringIO()
+    show_mesh(FOUR, overrides, MeshRequest(**flags), Console(file=out, width=160))  # pyright: ignore[reportArgumentType]
+    section = out.getvalue().split("Seconds of a step")[1].split("\n\n")[0]
+    rows = [re.split(r"\s{2,}", line.strip()) for line in section.splitlines()[2:]]
+    return {what: (by, float(seconds)) for what, by, seconds in rows}
+
+
+def test_traffic_takes_the_link_of_its_node_or_the_one_between_nodes():
+    rows = seconds_of([], gpu="h100", fabric="ethernet-100")
+    assert rows["tp: activations"][0] == "h100's own link, 450 GB/s"
+    assert rows["pp: activations"][0] == "ethernet-100, 12.5 GB/s", "16 ranks, pp 2: ranks 0 and 8 are on two nodes"
+    config = load_config(FOUR)
+    lines = traffic_lines(build_step_plan(config.run, config.for_island(0)).work)
+    sent = {(line.axis, line.what): line.sent_bytes for line in lines}
+    assert rows["pp: activations"][1] == pytest.approx(sent["pp", "activations"] / 12.5e9, rel=0.01)
+
+
+def test_a_step_must_fit_into_the_gpu_that_is_named():
+    console = Console(file=StringIO())
+    assert show_mesh(FOUR, [], MeshRequest(gpu="h100"), console)
+    large = [*THOUSAND, "island={ranks: 256, micro_batch: 4, mesh: {tp: 4}}"]
+    assert not show_mesh(FOUR, large, MeshRequest(gpu="rtx4090"), console)
+    with pytest.raises(ConfigError, match="--gpu, too"):
+        show_mesh(FOUR, [], MeshRequest(fabric="ethernet-10"), console)

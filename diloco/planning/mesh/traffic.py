@@ -5,7 +5,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from diloco.formatting import human_bytes
-from diloco.planning.mesh_ranks import groups_text, rank_groups
+from diloco.planning.mesh.ranks import groups_text, rank_groups
 from inner.measure.traffic import OTHER, TrafficRow, expected_traffic
 from inner.measure.workload import Workload
 from inner.mesh import AXES, Degrees

@@ -14,8 +14,9 @@ from rich.table import Table
 from diloco.config.schema import IslandConfig, RunConfig
 from diloco.errors import ConfigError
 from diloco.formatting import human_bytes, human_count, human_seconds
-from diloco.planning.mesh_picture import StepPlan, print_section, print_text
-from diloco.planning.mesh_traffic import plain_table
+from diloco.planning.mesh.picture import print_section, print_text
+from diloco.planning.mesh.step_plan import StepPlan
+from diloco.planning.mesh.traffic import plain_table
 from inner.dry_run.case import Rehearsal, RehearsalResult
 from inner.measure.traffic import SCALARS, TrafficRow, expected_traffic
 

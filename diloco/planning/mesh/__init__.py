@@ -1,0 +1,1 @@
+"""`diloco mesh`: the ranks of an island, their traffic, memory and time, before anything runs."""

@@ -1,0 +1,62 @@
+"""What the makers of usual GPUs and fabrics say of them. For plans: nothing here was measured. No torch here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from diloco.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU by its maker's data sheet."""
+
+    flops: float
+    """Operations per second of dense matrix products in bf16, summed in fp32. Sheets often print twice as many, for
+    sparse matrices."""
+    memory_bytes: float
+    link_bytes: float
+    """Bytes per second in one direction to the other GPUs of its node, by its fastest link."""
+    source: str
+
+
+GPUS = {
+    "a100": Gpu(312e12, 80e9, 300e9, "NVIDIA A100 80GB SXM data sheet; NVLink 3"),
+    "a100-40gb": Gpu(312e12, 40e9, 300e9, "NVIDIA A100 40GB SXM data sheet; NVLink 3"),
+    "h100": Gpu(989e12, 80e9, 450e9, "NVIDIA H100 SXM data sheet; NVLink 4"),
+    "h200": Gpu(989e12, 141e9, 450e9, "NVIDIA H200 SXM data sheet; NVLink 4"),
+    "b200": Gpu(2250e12, 180e9, 900e9, "NVIDIA HGX B200 data sheet; NVLink 5"),
+    "l40s": Gpu(362e12, 48e9, 32e9, "NVIDIA L40S data sheet; PCIe 4.0 x16"),
+    "rtx4090": Gpu(165e12, 24e9, 32e9, "NVIDIA Ada architecture white paper; PCIe 4.0 x16"),
+    "rtx3090": Gpu(71e12, 24e9, 32e9, "NVIDIA GA102 architecture white paper; PCIe 4.0 x16"),
+    "mi300x": Gpu(1307e12, 192e9, 448e9, "AMD Instinct MI300X data sheet; Infinity Fabric, seven links"),
+}
+
+FABRICS = {
+    "infiniband-hdr": 25e9,
+    "infiniband-ndr": 50e9,
+    "ethernet-400": 50e9,
+    "ethernet-100": 12.5e9,
+    "ethernet-25": 3.125e9,
+    "ethernet-10": 1.25e9,
+}
+"""Links between nodes, in bytes per second and direction of one port, of which a GPU is taken to have one. Standards:
+InfiniBand HDR and NDR with four lanes, IEEE 802.3."""
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of this name. Raises ConfigError with the known ones."""
+    return _find(name, GPUS, "GPU")
+
+
+def find_fabric(name: str) -> float:
+    """Bytes per second and direction of the fabric of this name. Raises ConfigError with the known ones."""
+    return _find(name, FABRICS, "fabric")
+
+
+def _find(name: str, known: Mapping[str, T], what: str) -> T:
+    if name.lower() not in known:
+        raise ConfigError(f"{name!r} is no {what} that is known here; allowed: {', '.join(known)}")
+    return known[name.lower()]

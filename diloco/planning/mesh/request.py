@@ -1,0 +1,40 @@
+"""What the command line of `diloco mesh` asks for."""
+
+import re
+from dataclasses import dataclass
+
+from diloco.errors import ConfigError
+from diloco.planning.mesh.seconds import Hardware, find_hardware
+
+UNITS = {"B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4}
+UNITS |= {"KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "TIB": 1024**4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshRequest:
+    """Flags of the command line as they are written; None if a flag is not given."""
+
+    index: int = 0
+    memory: str | None = None
+    gpu: str | None = None
+    fabric: str | None = None
+
+
+def find_requested_hardware(request: MeshRequest) -> Hardware | None:
+    """The GPUs of --gpu with the links of --fabric; None without --gpu. Raises ConfigError."""
+    if request.gpu is None:
+        if request.fabric is not None:
+            raise ConfigError("--fabric: says how long traffic takes between nodes of GPUs; give --gpu, too")
+        return None
+    return find_hardware(request.gpu, request.fabric)
+
+
+def parse_bytes(text: str) -> int:
+    """Parse `80GB`, `79.6 GiB` or `500 MB` into bytes. Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    if match is None or match[2].upper() not in UNITS:
+        raise ConfigError(
+            f"--memory: got {text!r}; allowed: a number with a unit, B kB MB GB TB (powers of 1000) or "
+            "KiB MiB GiB TiB (of 1024), for example 80GB"
+        )
+    return int(float(match[1]) * UNITS[match[2].upper()])

@@ -1,0 +1,78 @@
+"""An inner step of an island as it is planned: workload, optimizer, memory. Nothing is started."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from diloco.config.check import check_island
+from diloco.config.schema import Config, IslandConfig, RunConfig
+from diloco.errors import ConfigError
+from inner.data.tokenizer import build_tokenizer, tokenizer_fingerprint
+from inner.measure.memory import MemoryEstimate, estimate_memory
+from inner.measure.workload import Workload
+from inner.mesh import accumulation_steps, resolve_degrees
+from inner.model.sizes import BYTE_VOCAB_SIZE, PRESETS, resolve_sizes
+from inner.optim.state_bytes import StateBytes, find_state_bytes
+from inner.parallel.pipeline.schedule import Simulation, simulate
+
+ITEMSIZES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """An inner step of one island: its workload, optimizer and device."""
+
+    work: Workload
+    optimizer: StateBytes
+    device_type: str
+    is_vocabulary_assumed: bool
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The pipeline's schedule, simulated."""
+        return simulate(self.work.orders)
+
+    @cached_property
+    def memory(self) -> list[MemoryEstimate]:
+        """Memory of a rank, by pp coordinate."""
+        return estimate_memory(self.work, self.optimizer, self.device_type)
+
+
+def load_island(config: Config, index: int) -> IslandConfig:
+    """The config of one island, after all checks. Raises ConfigError."""
+    count = max(1, len(config.islands))
+    if index >= count:
+        raise ConfigError(f"--island: got {index}; allowed: {', '.join(map(str, range(count)))}, the config's islands")
+    island = config.for_island(index)
+    check_island(config.run, island, f"island {index}")
+    return island
+
+
+def build_step_plan(run: RunConfig, island: IslandConfig) -> StepPlan:
+    """The inner step of an island."""
+    degrees = resolve_degrees(island.mesh, island.ranks)
+    vocab_size, is_assumed = vocabulary(run)
+    device_type = "cpu" if island.device == "cpu" else "cuda"
+    work = Workload(
+        sizes=resolve_sizes(run.model, vocab_size),
+        degrees=degrees,
+        parallel=island.parallel,
+        seq_len=run.data.seq_len,
+        micro_batch=island.micro_batch,
+        num_micro_batches=accumulation_steps(
+            run.optimizer.tokens_per_step, run.data.seq_len, island.micro_batch, degrees.num_data_ranks
+        ),
+        compute_itemsize=ITEMSIZES[island.resolve_compute_dtype(device_type)],
+    )
+    return StepPlan(work, find_state_bytes(run.optimizer), device_type, is_assumed)
+
+
+def vocabulary(run: RunConfig) -> tuple[int, bool]:
+    """Vocabulary size, and whether it is assumed: for a tokenizer on the hub, which is not read, from the preset."""
+    name = run.data.tokenizer
+    # A tokenizer file's fingerprint is a hash of its content; on the hub it is the name itself.
+    if name == "bytes" or tokenizer_fingerprint(name) != name:
+        return build_tokenizer(run.data.tokenizer).vocab_size, False
+    if run.model.vocab_size is not None:
+        return run.model.vocab_size, False
+    preset = PRESETS.get(run.model.preset or "")
+    return preset.vocab_size if preset else BYTE_VOCAB_SIZE, True
