@@ -25,6 +25,7 @@ from diloco.runtime.operator_requests import OperatorRequests
 from diloco.runtime.round_records import RoundRecords
 from diloco.runtime.step_records import MfuMeter, build_mfu_meter
 from diloco.status.visitors import serve_visitors
+from diloco.tuning.choice import choose_settings
 from diloco.watchdog.activity import ActivityMonitor
 from inner.data.batches import IslandBatches
 from inner.data.corpus import Corpus
@@ -88,9 +89,7 @@ def build_trainer(
     config: RunConfig, island: IslandConfig, corpus: Corpus, device: str, *, num_islands: int = 1
 ) -> Trainer:
     """The inner trainer. With `num_islands` it trains data-parallel on the tokens of so many islands in each step."""
-    optimizer = config.optimizer
-    if num_islands > 1:
-        optimizer = optimizer.model_copy(update={"tokens_per_step": optimizer.tokens_per_step * num_islands})
+    optimizer = of_all_islands(config, num_islands).optimizer
     degrees = resolve_degrees(island.mesh, island.ranks)
     settings = TrainerSettings(
         device=device,
@@ -111,6 +110,12 @@ def build_trainer(
     return Trainer(model, optimizer, mesh, island.parallel, settings)
 
 
+def of_all_islands(config: RunConfig, num_islands: int) -> RunConfig:
+    """The config with the tokens of all islands in a step: that of data-parallel training."""
+    tokens = config.optimizer.tokens_per_step * num_islands
+    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"tokens_per_step": tokens})})
+
+
 @contextmanager
 def open_runtime(
     config: RunConfig, island: IslandConfig, ranks: RankGroup, device: str, folder: Path, shared: Shared | None = None
@@ -121,6 +126,7 @@ def open_runtime(
     """
     with ExitStack() as stack:
         started_at = time.time()
+        island = choose_settings(config, island, device, ranks, folder)
         corpus = load_corpus(config, island)
         trainer = build_trainer(config, island, corpus, device)
         metrics = stack.enter_context(open_records(config, island, folder)) if ranks.is_leader else None

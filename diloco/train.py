@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from diloco import island, island_quorum
-from diloco.assemble import Runtime, build_trainer, open_metrics, open_runtime
+from diloco.assemble import Runtime, build_trainer, of_all_islands, open_metrics, open_runtime
 from diloco.config.check import check_trainer
 from diloco.config.init_weights import add_weights_hash
 from diloco.config.own_code import add_code_hashes
@@ -24,6 +24,7 @@ from diloco.runtime.garbage import collect_garbage, schedule_garbage
 from diloco.runtime.operator_requests import SIGNALS, make_request
 from diloco.runtime.process_group import open_process_group, pick_device, require_one_node
 from diloco.runtime.step_records import build_mfu_meter, evaluate_heldout, make_step_record
+from diloco.tuning.choice import choose_settings
 from diloco.watchdog.signals import end_with_parent, on_stop
 from diloco.watchdog.watchdog import Watchdog, WatchedRank
 from inner.data.batches import IslandBatches
@@ -76,10 +77,10 @@ def baseline(config: Config, num_islands: int, num_ranks: int) -> None:
     device = pick_device(settings)
     with open_process_group(settings, device) as ranks:
         corpus = load_corpus(run, settings)
+        folder = Path(settings.run_dir) / run.name / "baseline"
+        settings = choose_settings(of_all_islands(run, num_islands), settings, device, ranks, folder)
         trainer = build_trainer(run, settings, corpus, device, num_islands=num_islands)
-        metrics = (
-            open_metrics(run, settings, Path(settings.run_dir) / run.name / "baseline") if ranks.is_leader else None
-        )
+        metrics = open_metrics(run, settings, folder) if ranks.is_leader else None
         schedule_garbage()
         train_data_parallel(run, settings, corpus, trainer, num_islands, metrics)
 

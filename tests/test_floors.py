@@ -50,7 +50,7 @@ FLOORS = {
         report runtime
         checkpoints connections swarm
         doctor
-        status
+        status tuning
         assemble island_rounds
         island own_loop
         island_quorum simulate virtual

@@ -1,11 +1,14 @@
 """Checks of a run's config before any process starts. Importing this does not import torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
+from typing import get_args
 
 from diloco.config.schema import Config, IslandConfig, RunConfig
 from diloco.errors import ConfigError
+from inner.config import Recompute
 from inner.data.bigram import bigram_loss
 from inner.data.corpus import Corpus, check_source, prepare_corpus
 from inner.import_path import is_import_path
@@ -17,6 +20,9 @@ from inner.param_spec import ParamSpec
 from outer.space.fragments import assign_fragments
 
 MAX_BIGRAM_VOCAB = 1024
+AUTO_TP = (1, 2, 4, 8)
+"""Ranks of a layer among which `island.auto` chooses. More are on several nodes, where tensor parallelism is slow."""
+AUTO_MICRO_BATCH = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 
 
 def check_island(run: RunConfig, island: IslandConfig, where: str) -> None:
@@ -24,24 +30,71 @@ def check_island(run: RunConfig, island: IslandConfig, where: str) -> None:
     check_trainer(run)
     check_extras(island, where)
     try:
-        degrees = resolve_degrees(island.mesh, island.ranks)
-        tokens, seq_len = run.optimizer.tokens_per_step, run.data.seq_len
-        num_micro_batches = accumulation_steps(tokens, seq_len, island.micro_batch, degrees.num_data_ranks)
-        # The vocabulary's size comes from the tokenizer, which is not loaded yet. Any size serves for these checks.
-        model = resolve_model(run.model, run.model.vocab_size or BYTE_VOCAB_SIZE)
-        if isinstance(model, OwnModel):
-            from inner.parallel.own_model import check_own_model
-
-            masks_documents = run.data.document_mask
-            check_own_model(model, degrees, island.parallel, seq_len, masks_documents=masks_documents)
-        else:
-            check_layout(model, degrees, island.parallel, seq_len, num_micro_batches)
-        if is_import_path(run.optimizer.name):
-            from inner.optim.own_optimizer import check_own_optimizer
-
-            check_own_optimizer(run.optimizer, degrees)
+        list_candidates(run, island)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def list_candidates(run: RunConfig, island: IslandConfig) -> list[IslandConfig]:
+    """The island with each of the settings that it may choose by `island.auto`; without it the island as it is.
+
+    Fewer ranks of a layer come first, then less recomputation, then larger micro-batches, so the last one needs least
+    memory. Raises InputError or ConfigError if the run cannot be trained with any.
+    """
+    if not island.auto:
+        check_step(run, island)
+        return [island]
+    if run.model.name is not None:
+        raise ConfigError("island.auto plans memory, which it cannot for a model of your own; set the settings")
+    candidates, refusal = [], ValueError("nothing to choose from")
+    for each in _combine(run, island):
+        try:
+            check_step(run, each)
+            candidates.append(each)
+        except ValueError as error:
+            refusal = error
+    if not candidates:
+        raise ConfigError(
+            f"island.auto={list(island.auto)} finds no setting that can train this run; one was: {refusal}"
+        )
+    return candidates
+
+
+def _combine(run: RunConfig, island: IslandConfig) -> Iterator[IslandConfig]:
+    """All combinations of what `island.auto` names, in the order of list_candidates."""
+    sequences = run.optimizer.tokens_per_step // run.data.seq_len
+    meshes, kinds, sizes = [island.mesh], [island.parallel.recompute], [island.micro_batch]
+    if "mesh" in island.auto:
+        degrees = [n for n in AUTO_TP if island.ranks % n == 0]
+        meshes = [island.mesh.model_copy(update={"dp_shard": -1, "tp": tp}) for tp in degrees]
+    if "recompute" in island.auto:
+        kinds = list(get_args(Recompute))
+    if "micro_batch" in island.auto:
+        sizes = [n for n in AUTO_MICRO_BATCH if sequences % n == 0]
+    for mesh, recompute, micro_batch in product(meshes, kinds, sizes):
+        parallel = island.parallel.model_copy(update={"recompute": recompute})
+        changes = {"mesh": mesh, "parallel": parallel, "micro_batch": micro_batch, "auto": ()}
+        yield island.model_copy(update=changes)
+
+
+def check_step(run: RunConfig, island: IslandConfig) -> None:
+    """Raise InputError if the island's mesh, micro-batch and so on cannot make an inner step of this run."""
+    degrees = resolve_degrees(island.mesh, island.ranks)
+    tokens, seq_len = run.optimizer.tokens_per_step, run.data.seq_len
+    num_micro_batches = accumulation_steps(tokens, seq_len, island.micro_batch, degrees.num_data_ranks)
+    # The vocabulary's size comes from the tokenizer, which is not loaded yet. Any size serves for these checks.
+    model = resolve_model(run.model, run.model.vocab_size or BYTE_VOCAB_SIZE)
+    if isinstance(model, OwnModel):
+        from inner.parallel.own_model import check_own_model
+
+        masks_documents = run.data.document_mask
+        check_own_model(model, degrees, island.parallel, seq_len, masks_documents=masks_documents)
+    else:
+        check_layout(model, degrees, island.parallel, seq_len, num_micro_batches)
+    if is_import_path(run.optimizer.name):
+        from inner.optim.own_optimizer import check_own_optimizer
+
+        check_own_optimizer(run.optimizer, degrees)
 
 
 def check_trainer(run: RunConfig) -> None:

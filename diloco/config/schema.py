@@ -124,6 +124,9 @@ class IslandConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     micro_batch: int = Field(default=8, ge=1)
     """Number of sequences in one forward pass on one rank."""
+    auto: tuple[Literal["micro_batch", "recompute", "mesh"], ...] = ()
+    """What the island chooses itself when it first starts, by its ranks' memory and measured speed, in place of
+    micro_batch, parallel.recompute and mesh (dp_shard and tp). It changes results by rounding only."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What the ranks compute on. auto is CUDA if this machine has a GPU for each of the island's ranks on it, else the
     CPU."""

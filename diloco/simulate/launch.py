@@ -232,11 +232,12 @@ def check_baseline(config: Config) -> None:
     """Raise ConfigError if the tokens of a step of all islands do not divide evenly over all ranks."""
     first, ranks = config.for_island(0), baseline_ranks(config)
     together = config.optimizer.tokens_per_step * len(config.islands)
-    unit = config.data.seq_len * first.micro_batch * ranks
+    micro_batch = 1 if "micro_batch" in first.auto else first.micro_batch
+    unit = config.data.seq_len * micro_batch * ranks
     if together % unit:
         raise ConfigError(
             f"--baseline: {together} tokens of a step do not divide over {ranks} ranks with micro-batches of "
-            f"{first.micro_batch} x {config.data.seq_len} tokens; make optimizer.tokens_per_step x islands a "
+            f"{micro_batch} x {config.data.seq_len} tokens; make optimizer.tokens_per_step x islands a "
             f"multiple of {unit}, or lower island.micro_batch"
         )
 

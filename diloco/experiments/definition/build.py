@@ -170,7 +170,9 @@ def fit_micro_batch(config: Config) -> Config:
     """The config with the largest micro-batch that divides an island's sequences of a step and the one asked for."""
     sequences = config.optimizer.tokens_per_step // config.data.seq_len
     micro_batch = math.gcd(config.island.micro_batch, max(sequences, 1))
-    return config.model_copy(update={"island": config.island.model_copy(update={"micro_batch": micro_batch})})
+    return config.model_copy(
+        update={"island": config.island.model_copy(update={"micro_batch": micro_batch, "auto": ()})}
+    )
 
 
 def check_row(config: Config, where: str) -> None:

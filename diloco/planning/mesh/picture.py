@@ -54,15 +54,18 @@ def show_mesh(
     Raises ConfigError or InputError.
     """
     config, index = load_config(path, overrides), request.index
-    island = load_island(config, index)
     hardware = find_requested_hardware(request)
     limit = None if hardware is None else int(hardware.gpu.memory_bytes)
     if request.memory is not None:
         limit = parse_bytes(request.memory)
+    island = load_island(config, index, limit)
     plan = build_step_plan(config.run, island)
     work, width = plan.work, console.width
     print_text(console, _title(config, index), style="bold")
     print_text(console, header(config.run, plan))
+    if config.for_island(index).auto:
+        which = "the first candidate that fits" if limit is not None else "the first candidate, without a limit"
+        print_text(console, f"auto   {which}, recompute {island.parallel.recompute}; the island will measure its speed")
     name, *lines = grids(work.degrees, width)
     print_section(console, name, "\n".join(lines))
     if work.degrees.num_ranks > 1:

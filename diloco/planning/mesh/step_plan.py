@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from diloco.config.check import check_island
+from diloco.config.check import check_island, list_candidates
 from diloco.config.schema import Config, IslandConfig, RunConfig
 from diloco.errors import ConfigError
 from inner.data.tokenizer import build_tokenizer, tokenizer_fingerprint
@@ -37,14 +37,23 @@ class StepPlan:
         return estimate_memory(self.work, self.optimizer, self.device_type)
 
 
-def load_island(config: Config, index: int) -> IslandConfig:
-    """The config of one island, after all checks. Raises ConfigError."""
+def load_island(config: Config, index: int, memory_bytes: int | None = None) -> IslandConfig:
+    """The config of one island, after all checks. Raises ConfigError.
+
+    What the island chooses itself (`island.auto`) is planned as the first candidate whose inner step fits into
+    `memory_bytes`, or else as the last; without a limit as the first.
+    """
     count = max(1, len(config.islands))
     if index >= count:
         raise ConfigError(f"--island: got {index}; allowed: {', '.join(map(str, range(count)))}, the config's islands")
     island = config.for_island(index)
     check_island(config.run, island, f"island {index}")
-    return island
+    *others, last = list_candidates(config.run, island)
+    for each in others:
+        memory = build_step_plan(config.run, each).memory
+        if memory_bytes is None or max(stage.peak for stage in memory) <= memory_bytes:
+            return each
+    return last
 
 
 def build_step_plan(run: RunConfig, island: IslandConfig) -> StepPlan:

@@ -1,0 +1,1 @@
+"""What an island chooses itself when it starts: island.auto."""

@@ -1,0 +1,83 @@
+"""Chooses an island's micro-batch, recomputation and mesh when it first starts, as its config asks by `island.auto`."""
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+
+import torch
+
+from diloco.config.check import list_candidates
+from diloco.config.schema import IslandConfig, RunConfig
+from diloco.errors import ConfigError
+from diloco.formatting import human_bytes, human_count
+from diloco.records.logbook import Logbook
+from diloco.tuning.candidates import Candidates, describe, peak_bytes
+from inner.files import write_atomically
+from outer.space.ranks import RankGroup
+
+log = logging.getLogger(__name__)
+
+FILE = "chosen.json"
+
+
+def choose_settings(run: RunConfig, island: IslandConfig, device: str, ranks: RankGroup, folder: Path) -> IslandConfig:
+    """The island with the settings that its config leaves to it; every rank must call it together.
+
+    A later start in the same `folder`, with the same ranks and kind of device, takes the same ones, so that a run that
+    is resumed goes on bit for bit. Raises ConfigError if no setting fits into the memory.
+    """
+    if not island.auto:
+        return island
+    free = min(ranks.gather(_free_bytes(device)))
+    key, path = _key(run, island, device), folder / FILE
+    number = ranks.on_leader(lambda: _read(path, key))
+    if number is None:
+        number, text = ranks.on_leader(lambda: _choose(Candidates(run, list_candidates(run, island), device, free)))
+        if ranks.is_leader:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps({"number": number, "key": key, "text": text}))
+            Logbook(folder.parent, island.label).note("chose", text)
+            log.info("chose %s", text)
+    return list_candidates(run, island)[number]
+
+
+def _free_bytes(device: str) -> float:
+    """Free memory of this rank's GPU; on the CPU the host's memory is looked at instead."""
+    return float(torch.cuda.mem_get_info(device)[0]) if device.startswith("cuda") else float("inf")
+
+
+def _key(run: RunConfig, island: IslandConfig, device: str) -> str:
+    """A hash of what a choice depends on, except for memory and speed, which vary from start to start."""
+    kind = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+    settings = island.model_dump_json(include={"ranks", "auto", "mesh", "parallel", "micro_batch", "compute_dtype"})
+    return hashlib.sha256(f"{run.hash} {settings} {kind}".encode()).hexdigest()[:32]
+
+
+def _read(path: Path, key: str) -> int | None:
+    """Number of the candidate that an earlier start has chosen; None if there was none with this key."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found["number"] if isinstance(found, dict) and found.get("key") == key else None
+
+
+def _choose(candidates: Candidates) -> tuple[int, str]:
+    """Number of the best candidate, and the reason as text. Raises ConfigError if none fits."""
+    number_of_all, last = len(candidates.islands), candidates.islands[-1]
+    fitting = candidates.find_fitting()
+    if not fitting:
+        raise ConfigError(
+            f"island.auto: none of {number_of_all} settings fits into the memory of {last.label!r}; the smallest, "
+            f"{describe(last)}, needs {human_bytes(peak_bytes(candidates.run, last, candidates.device))} a rank for an "
+            "inner step; use more ranks or a smaller model"
+        )
+    speeds = candidates.measure(fitting)
+    best = candidates.find_best(speeds)
+    island = candidates.islands[best]
+    return best, (
+        f"{describe(island)}; {len(speeds)} of {number_of_all} candidates were compared, a layer does "
+        f"{human_count(speeds[best])} tokens/s, an inner step is planned to need "
+        f"{human_bytes(peak_bytes(candidates.run, island, candidates.device))} a rank"
+    )
