@@ -16,7 +16,7 @@ from outer.hooks import Hooks
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Endpoint
 from outer.network.event_loop import loop_time
-from outer.network.messages import inflate, parse
+from outer.network.messages import inflate, parse, unpack_carriers
 from outer.reduce.auditor import Auditor
 from outer.reduce.payloads import Mean
 from outer.reduce.reducer import DigestAfter, Reducer
@@ -126,7 +126,7 @@ class Attempts:
         members = tuple(p.incarnation for p in plan.participants)
         is_connected = self.epoch and members == self._members and all(p.epoch == self.epoch for p in plan.participants)
         if not is_connected:
-            await self._transport.connect(plan.id, plan.addresses)
+            await self._transport.connect(plan.id, find_partners(plan, self.reducer.me))
             self.epoch, self._members = plan.id, members
         started = loop_time()
         means = await self.reducer.run(plan, pseudo_grads, digest_after)
@@ -144,6 +144,21 @@ class Attempts:
         while self.find_no_vote(plan) is None:
             self._no_vote_arrived.clear()
             await self._no_vote_arrived.wait()
+
+
+def find_partners(plan: Plan, me: Endpoint) -> dict[Endpoint, str]:
+    """Addresses of this endpoint, and of those that it shares parts with, directly or through others.
+
+    Islands of equal meshes cut their parts alike, and each rank speaks with one of each island. All endpoints of the
+    result find the same ones, because all have the same plan.
+    """
+    names, carriers = plan.names, [unpack_carriers(each.carriers) for each in plan.participants]
+    sharing = {frozenset(map(Endpoint, names, ranks)) for ranks in zip(*carriers, strict=True)}
+    found, before = {me}, 0
+    while len(found) > before:
+        before = len(found)
+        found.update(*(endpoints for endpoints in sharing if not found.isdisjoint(endpoints)))
+    return {endpoint: address for endpoint, address in plan.addresses.items() if endpoint in found}
 
 
 def build_attempts(

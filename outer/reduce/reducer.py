@@ -72,7 +72,7 @@ class Reducer:
         kept: KeptPayloads | None = None,
     ) -> None:
         """`kept`: where to keep what other islands may audit; None if there are no audits."""
-        self.payloads = Payloads(codecs, space)
+        self.me, self.payloads = me, Payloads(codecs, space)
         self.feedbacks = self.payloads.feedbacks
         transport.max_payload_bytes = self.payloads.longest + (0 if kept is None else SIGNATURE_BYTES)
         self.filters = OutlierFilters(config)

@@ -57,6 +57,17 @@ def test_three_islands_of_unequal_ranks_exchange_all_to_all(kind):
 
 
 @all_kinds
+def test_a_rank_that_shares_no_part_is_connected_alone(kind):
+    async def main() -> None:
+        async with swarm(kind) as place:
+            (alone,) = await place.connect(A)
+            with pytest.raises(PeerLost, match="not in this group"):
+                await alone.transport.send(B, tag(0), payload(10))
+
+    run(main())
+
+
+@all_kinds
 def test_a_sent_buffer_may_be_reused_at_once(kind):
     async def test(a: Network, b: Network) -> None:
         buffer = payload(1 << 20)
