@@ -1,7 +1,7 @@
 """Tokens per second of inner's trainer relative to plain PyTorch and transformers, on one process and on meshes.
 
     python scripts/bench/inner.py [--steps N] [--dims 256,512] [--vocabs 260,32000] [--dtypes float32,bfloat16]
-        [--what plain,ours,transformers,plain_x2,fsdp2,tp2,pp2] [--device cpu] [--split] [--json FILE]
+        [--what plain,ours,transformers,plain_x2,dp2,fsdp2,tp2,pp2,cp2] [--device cpu] [--split] [--json FILE]
 
 Contestants are processes with one thread each. They take turns, one step each, so that a busy machine affects all of
 them alike. A ratio is the median over all rounds of a contestant's speed relative to its rival's in the same round.
@@ -40,9 +40,11 @@ RIVALS = {
     "ours": "plain",
     "transformers": "plain",
     "plain_x2": "plain_x2",
+    "dp2": "plain_x2",
     "fsdp2": "plain_x2",
     "tp2": "plain_x2",
     "pp2": "plain_x2",
+    "cp2": "plain_x2",
 }
 """The rival that each contestant is compared with, in the order of the table."""
 NUM_PROCESSES = {"plain": 1, "plain_x2": 2}

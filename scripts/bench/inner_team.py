@@ -26,7 +26,14 @@ from scripts.bench.inner_rivals import (
     build_transformers_llama,
 )
 
-MESHES = {"ours": Degrees(), "fsdp2": Degrees(dp_shard=2), "tp2": Degrees(tp=2), "pp2": Degrees(pp=2)}
+MESHES = {
+    "ours": Degrees(),
+    "dp2": Degrees(dp_replicate=2),
+    "fsdp2": Degrees(dp_shard=2),
+    "tp2": Degrees(tp=2),
+    "pp2": Degrees(pp=2),
+    "cp2": Degrees(cp=2),
+}
 LOOPS = {"plain": build_plain_llama, "transformers": build_transformers_llama, "plain_x2": build_plain_llama}
 PHASES = ["forward", "backward", "optimizer", "rest"]
 ANSWER_SECONDS = 300.0
