@@ -6,7 +6,7 @@ parameter is (n, 1), a number (1, 1). The slices of one replica's ranks cover th
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,11 @@ class LocalParams:
 
     def read(self, index: int) -> Tensor:
         """Slice `index` as a 2-D fp32 CPU tensor, which may be a view if the live parameter is on the CPU."""
-        return local_tensor(self._copies[index][0]).reshape(self.slices[index].shape).cpu()
+        return self.read_all([index])[index]
+
+    def read_all(self, indices: Iterable[int]) -> dict[int, Tensor]:
+        """Slices by index, each as `read`. The host waits for an accelerator once, for all of them."""
+        return read_to_host({index: self.matrix(index) for index in indices})
 
     def write(self, index: int, values: Tensor) -> None:
         """Copy `values` (2-D, shape of the slice) in place into the live parameter (all copies of a tied one)."""
@@ -67,7 +71,20 @@ class LocalParams:
         assert values.shape == target.shape, f"{target.name}: got {tuple(values.shape)}, holds {target.shape}"
         for param in self._copies[index]:
             local = local_tensor(param)
-            local.copy_(values.view(local.shape))
+            local.copy_(values.view(local.shape), non_blocking=True)
+
+    def write_all(self, values: Mapping[int, Tensor]) -> None:
+        """Write slices by index. The host waits for none of those that lie in memory from `pinned`."""
+        for index, new in values.items():
+            self.write(index, new)
+
+    def pinned(self, index: int) -> Tensor | None:
+        """Page-locked memory for new values of slice `index`; None where that is of no use, as on a CPU."""
+        return pinned_like(self.matrix(index))
+
+    def matrix(self, index: int) -> Tensor:
+        """Slice `index` where it lies, 2-D fp32; a copy if its memory has another order."""
+        return local_tensor(self._copies[index][0]).reshape(self.slices[index].shape)
 
     def live(self, index: int) -> Tensor | None:
         """Slice `index` itself (2-D fp32), to be written in place, if it is on the CPU and exists once; else None."""
@@ -84,6 +101,36 @@ def local_tensor(param: Tensor) -> Tensor:
     # Without detach(), which goes through DTensor's slow dispatch: this runs for each parameter in each step.
     with torch.no_grad():
         return param.to_local()
+
+
+def read_to_host(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """The tensors on the CPU: copies of those of an accelerator, and the others themselves."""
+    elsewhere = {key: tensor for key, tensor in tensors.items() if tensor.device.type != "cpu"}
+    copies = copy_to_host(list(elsewhere.values()))
+    return dict(tensors) | dict(zip(elsewhere, copies, strict=True))
+
+
+def copy_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A copy of each tensor on the CPU, also of those that are there. DTensors stay DTensors.
+
+    An accelerator writes them all, into page-locked memory if it is CUDA, before the host waits for it, once.
+    """
+    copies = [torch.empty_like(tensor, device="cpu", pin_memory=_can_pin(tensor)) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        local_tensor(copy).copy_(local_tensor(tensor), non_blocking=True)
+    for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+        torch.get_device_module(device).current_stream(device).synchronize()
+    return copies
+
+
+def pinned_like(tensor: Tensor) -> Tensor | None:
+    """Page-locked memory for the values of a tensor on CUDA, None for others. It is not used again too early:
+    torch keeps what a copy to the device still reads."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True) if _can_pin(tensor) else None
+
+
+def _can_pin(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"
 
 
 def _slice(spec: ParamSpec, param: Tensor) -> ParamSlice:

@@ -4,7 +4,7 @@ Islands train, reduce, digest and hand over the stand-in with the real code. The
 real parts, by the run's codec. Where a model has very many parts, several of them are one payload of the stand-in.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,11 +49,15 @@ class StandInParams:
         self._values = [torch.zeros(spec.matrix_shape) for spec in specs]
         self._progress = 1e-3 * (1 + index)
 
-    def read(self, index: int) -> torch.Tensor:
-        return self._values[index]
+    def read_all(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
+        return {index: self._values[index] for index in indices}
 
-    def write(self, index: int, values: torch.Tensor) -> None:
-        self._values[index].copy_(values)
+    def write_all(self, values: Mapping[int, torch.Tensor]) -> None:
+        for index, new in values.items():
+            self._values[index].copy_(new)
+
+    def pinned(self, index: int) -> None:
+        return None
 
     def live(self, index: int) -> torch.Tensor:
         return self._values[index]

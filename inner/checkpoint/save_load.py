@@ -29,6 +29,7 @@ from inner.checkpoint.index import read_index
 from inner.checkpoint.manifest import INDEX, Manifest, Signer
 from inner.checkpoint.tensor_reader import CheckpointFailed, describe, read_tensors
 from inner.errors import InputError
+from inner.params import copy_to_host
 
 log = logging.getLogger(__name__)
 
@@ -94,8 +95,7 @@ class Checkpoints:
             return disk.create_partial(self._folder, manifest.inner_step, sum(sizes.values()), len(sizes))
 
         partial = run_on_first_rank(self._group, begin)
-        # DTensors stay DTensors, with their shards on the CPU.
-        copies = {name: copies[0].to("cpu", copy=True) for name, copies in live.items()}
+        copies = dict(zip(live, copy_to_host([tensor for tensor, *_ in live.values()]), strict=True))
         device = next(param.device for _, param in state.named_params(trainer.stages))
         self._writing = _in_background(lambda: self._write(copies, partial, manifest), device)
         if wait:

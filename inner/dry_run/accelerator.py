@@ -5,6 +5,7 @@ torch without CUDA cannot run a backward there, nor open the streams that FSDP a
 with those of the CPU is an error, as on a real one.
 """
 
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,6 +16,8 @@ from inner.errors import InputError
 
 DEVICE_TYPE = "dryrun"
 _is_registered = False
+WAITS: Counter[str] = Counter()
+"""How often the host has waited until the device had done all before, by what it waited for."""
 
 
 class _Event:
@@ -25,7 +28,9 @@ class _Event:
 
     def record(self, stream: Any = None) -> None: ...
     def wait(self, stream: Any = None) -> None: ...
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        WAITS["event"] += 1
+
     def query(self) -> bool:
         return True
 
@@ -41,7 +46,9 @@ class _Stream:
 
     def wait_stream(self, stream: Any) -> None: ...
     def wait_event(self, event: Any) -> None: ...
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        WAITS["stream"] += 1
+
     def query(self) -> bool:
         return True
 
@@ -72,7 +79,9 @@ class _Backend:
         return 0
 
     def set_device(self, device: Any) -> None: ...
-    def synchronize(self, device: Any = None) -> None: ...
+    def synchronize(self, device: Any = None) -> None:
+        WAITS["device"] += 1
+
     def manual_seed_all(self, seed: int) -> None: ...
     def current_stream(self, device: Any = None) -> _Stream:
         return _Stream()

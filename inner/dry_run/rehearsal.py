@@ -46,7 +46,7 @@ def rehearse(case: Rehearsal) -> RehearsalResult:
     enter_world(case.degrees.num_ranks, case.rank)
     mesh = IslandMesh(case.degrees, DEVICE_TYPE)
     with without_values():
-        trainer = _build(case, mesh)
+        trainer = build_rehearsing_trainer(case, mesh)
         windows = _make_windows(case, trainer.micro_batches_per_step)
         with StepTracker():
             trainer.step(windows)
@@ -64,7 +64,8 @@ def rehearse(case: Rehearsal) -> RehearsalResult:
     )
 
 
-def _build(case: Rehearsal, mesh: IslandMesh) -> Trainer:
+def build_rehearsing_trainer(case: Rehearsal, mesh: IslandMesh) -> Trainer:
+    """The trainer of this process's rank, in the world that it has entered. Call it `without_values`."""
     settings = TrainerSettings(
         device=DEVICE,
         compute_dtype=case.compute_dtype,

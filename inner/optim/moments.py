@@ -3,14 +3,14 @@
 A moment has the name of its parameter followed by `@exp_avg` or `@exp_avg_sq`, and is sharded like it on every mesh.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from inner.param_spec import ParamSlice, ParamSpec
-from inner.params import LocalParams, local_tensor
+from inner.params import LocalParams, local_tensor, pinned_like, read_to_host
 
 KINDS = ("exp_avg", "exp_avg_sq")
 STEP = "step"
@@ -42,12 +42,25 @@ class ParamsAndMoments:
                 self.slices.append(replace(param_slice, name=f"{param_slice.name}@{kind}"))
                 self._moments.append([state[kind] for state in self._states[param_slice.name]])
 
-    def read(self, index: int) -> Tensor:
-        """Slice `index` as a 2-D fp32 CPU tensor, which is a view if the live tensor is on the CPU."""
+    def read_all(self, indices: Iterable[int]) -> dict[int, Tensor]:
+        """Slices by index, as `LocalParams.read_all`."""
+        return read_to_host({index: self.matrix(index) for index in indices})
+
+    def write_all(self, values: Mapping[int, Tensor]) -> None:
+        """Write slices by index, as `LocalParams.write_all`."""
+        for index, new in values.items():
+            self.write(index, new)
+
+    def pinned(self, index: int) -> Tensor | None:
+        """Memory for new values of slice `index`, as `LocalParams.pinned`."""
+        return pinned_like(self.matrix(index))
+
+    def matrix(self, index: int) -> Tensor:
+        """Slice `index` where it lies, 2-D fp32."""
         number = index - len(self._params.slices)
         if number < 0:
-            return self._params.read(index)
-        return local_tensor(self._moments[number][0]).view(self.slices[index].shape).cpu()
+            return self._params.matrix(index)
+        return local_tensor(self._moments[number][0]).view(self.slices[index].shape)
 
     def write(self, index: int, values: Tensor) -> None:
         """Copy `values` (2-D, shape of the slice) into the live tensor in place, and into all copies if it is tied."""
@@ -58,7 +71,7 @@ class ParamsAndMoments:
         target = self.slices[index]
         assert values.shape == target.shape, f"{target.name}: got {tuple(values.shape)}, holds {target.shape}"
         for moment in self._moments[number]:
-            local_tensor(moment).view(target.shape).copy_(values)
+            local_tensor(moment).view(target.shape).copy_(values, non_blocking=True)
 
     def live(self, index: int) -> Tensor | None:
         """Slice `index` itself, to be written in place, where that is possible (see LocalParams); else None."""

@@ -4,7 +4,7 @@ Each part has one carrier, a rank that holds much of it. `gather` sends every pa
 carrier; `scatter` sends new values from the carriers to every rank that holds them, replicas included.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,8 +25,9 @@ class Params(Protocol):
     def specs(self) -> Sequence: ...
     @property
     def slices(self) -> Sequence[SliceBounds]: ...
-    def read(self, index: int) -> torch.Tensor: ...
-    def write(self, index: int, values: torch.Tensor) -> None: ...
+    def read_all(self, indices: Iterable[int]) -> dict[int, torch.Tensor]: ...
+    def write_all(self, values: Mapping[int, torch.Tensor]) -> None: ...
+    def pinned(self, index: int) -> torch.Tensor | None: ...
     def live(self, index: int) -> torch.Tensor | None: ...
 
 
@@ -97,8 +98,8 @@ class Redistribution:
             for i in self._space.parts_in[part_group]
             if self.carriers[i] == self._ranks.rank
         }
-        # Read each slice once: with params on a GPU a read copies the whole slice.
-        slices = {i: self._params.read(i) for i in {_slice_index(m) for moves in planned.sends for m in moves}}
+        # Read each slice once, and all together: with params on a GPU a read copies whole slices, and waits for it.
+        slices = self._params.read_all({_slice_index(m) for moves in planned.sends for m in moves})
         outgoing = [[_rectangle_view(slices[_slice_index(m)], m.piece) for m in moves] for moves in planned.sends]
         incoming = [[_part_view(parts, m.piece) for m in moves] for moves in planned.receives]
         self._ranks.exchange(outgoing, incoming)
@@ -113,15 +114,17 @@ class Redistribution:
         outgoing = [[_part_view(parts, m.piece) for m in moves] for moves in planned.sends]
         incoming = [[_rectangle_view(buffers[_slice_index(m)], m.piece) for m in moves] for moves in planned.receives]
         self._ranks.exchange(outgoing, incoming)
-        for index in [i for i in buffers if live[i] is None]:
-            values = buffers[index]
-            if mix:
-                # Products and sum round separately, without a fused multiply-add, so that replicas on other machines
-                # get the same bits.
-                values = values * (1 - mix) + self._params.read(index) * mix
-            self._params.write(index, values)
+        brought = {i: values for i, values in buffers.items() if live[i] is None}
+        if mix:
+            # Products and sum round separately, without a fused multiply-add, so that replicas on other machines get
+            # the same bits.
+            for index, values in self._params.read_all(brought).items():
+                brought[index].mul_(1 - mix).add_(values * mix)
+        self._params.write_all(brought)
 
     def _buffer(self, slice_index: int) -> torch.Tensor:
+        if (pinned := self._params.pinned(slice_index)) is not None:
+            return pinned
         num_rows, num_cols = _shape(self._params.slices[slice_index])
         return BUFFERS.floats(num_rows * num_cols).view(num_rows, num_cols)
 

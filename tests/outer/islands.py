@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -56,12 +56,16 @@ class FakeParams:
         self.slices = whole if slices is None else list(slices)
         self.values = [matrices[s.name][slice(*s.rows), slice(*s.cols)].clone() for s in self.slices]
 
-    def read(self, index: int) -> torch.Tensor:
-        return self.values[index]
+    def read_all(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
+        return {index: self.values[index] for index in indices}
 
-    def write(self, index: int, values: torch.Tensor) -> None:
-        assert values.shape == self.values[index].shape
-        self.values[index].copy_(values)
+    def write_all(self, values: Mapping[int, torch.Tensor]) -> None:
+        for index, new in values.items():
+            assert new.shape == self.values[index].shape
+            self.values[index].copy_(new)
+
+    def pinned(self, index: int) -> None:
+        return None
 
     def live(self, index: int) -> torch.Tensor:
         return self.values[index]

@@ -184,7 +184,7 @@ def train_and_return_moments(config: Config, index: int, pace: float = 0.0) -> t
         count()
         assert parts.moments is not None
         for index, held in enumerate(parts.moments.slices):
-            found[held.name, held.rows] = parts.moments.read(index).clone()
+            found[held.name, held.rows] = parts.moments.read_all([index])[index].clone()
 
     train(config, index, live)
     return found, counts

@@ -69,8 +69,8 @@ def test_moments_made_beforehand_change_no_bit_of_training() -> None:
 def test_who_takes_moments_and_their_steps_goes_on_as_who_made_them() -> None:
     (donor, theirs), (joiner, ours), (uncounted, others) = trained(STEPS), trained(1), trained(1)
     for index in range(len(theirs.slices)):
-        ours.write(index, theirs.read(index))
-        others.write(index, theirs.read(index))
+        ours.write(index, theirs.read_all([index])[index])
+        others.write(index, theirs.read_all([index])[index])
     ours.set_steps({spec.name: STEPS for spec in theirs.specs})
     expected, following = donor.train(range(STEPS, STEPS + 1)), range(STEPS, STEPS + 1)
     assert all(map(torch.equal, joiner.train(following), expected))
@@ -106,10 +106,10 @@ def moments_on_a_rank(rank: int, degrees: Degrees, parallel: ParallelConfig | No
     for index, held in enumerate(moments.slices):
         values = torch.rand(held.shape, generator=torch.Generator().manual_seed(index))
         moments.write(index, values)
-        assert torch.equal(moments.read(index), values)
+        assert torch.equal(moments.read_all([index])[index], values)
     trainer.step(share(trainer, batch(STEPS)))
     written = (torch.rand(h.shape, generator=torch.Generator().manual_seed(i)) for i, h in enumerate(moments.slices))
-    assert not any(torch.equal(moments.read(i), values) for i, values in enumerate(written)), "these are live"
+    assert not any(torch.equal(moments.read_all([i])[i], values) for i, values in enumerate(written)), "these are live"
     return whole
 
 
@@ -122,7 +122,8 @@ class OneKind:
         self.slices = [replace(moments.slices[i], name=moments.slices[i].name.partition("@")[0]) for i in self._indices]
 
     def read(self, index: int) -> Tensor:
-        return self._moments.read(self._indices[index])
+        number = self._indices[index]
+        return self._moments.read_all([number])[number]
 
 
 @pytest.mark.parametrize(
