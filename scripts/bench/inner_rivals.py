@@ -84,7 +84,10 @@ class TrainingLoop:
 
 def build_our_trainer(case: ModelCase, degrees: Degrees) -> TrainingLoop:
     """Build inner's trainer on one rank of a mesh. Every rank must call it, and then step."""
-    micro_batch = min(case.sequences, PIPELINE_MICRO_BATCH) if degrees.pp > 1 else case.sequences
+    # Ranks along tp, cp and pp together read what as many independent processes would read. Those of tp and cp share
+    # each sequence, so that in one micro-batch they have no more of it in memory than those processes.
+    each = degrees.num_ranks // degrees.num_data_ranks
+    micro_batch = min(case.sequences, PIPELINE_MICRO_BATCH) if degrees.pp > 1 else case.sequences * each
     settings = TrainerSettings(
         device=case.device,
         compute_dtype=case.dtype,
@@ -95,8 +98,6 @@ def build_our_trainer(case: ModelCase, degrees: Degrees) -> TrainingLoop:
     )
     config = OPTIMIZER.model_copy(update={"tokens_per_step": case.tokens * degrees.num_ranks})
     trainer = Trainer(case.sizes, config, IslandMesh(degrees, case.device), ParallelConfig(), settings)
-    # Ranks along tp and pp together read what as many independent processes would read.
-    each = degrees.num_ranks // degrees.num_data_ranks
     shares = range(trainer.data_rank * each, (trainer.data_rank + 1) * each)
     batches = [torch.cat([case.windows(share, number) for share in shares]) for number in range(NUM_BATCHES)]
 
