@@ -2,7 +2,7 @@
 
 Shape suffixes: B sequences, S positions, V vocabulary, D dim, H heads, K key-value heads, E head size.
 A parameter's full name does not depend on the parallel layout: layers.<number>.<module>.weight. Parallelism replaces
-plain attributes: Attention.attend and .kv_heads, Head.cross_entropy, Transformer.enter.
+plain attributes: Attention.attend and .kv_heads, Head.cross_entropy.
 """
 
 from collections.abc import Callable, Iterator
@@ -113,8 +113,6 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(number): Block(sizes) for number in stage.layers})
         self.norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps) if stage.is_last else None
         self.head = Head(sizes) if stage.is_last else None
-        self.enter: Callable[[Tensor], Tensor] | None = None
-        """Applied to the embedded tokens before the first block."""
         self._positions_S = positions_S
         self._seq_len = len(positions_S) if seq_len is None else seq_len
         self.register_buffer("rope_2SE", torch.empty(2, len(positions_S), sizes.head_dim), persistent=False)
@@ -135,8 +133,6 @@ class Transformer(nn.Module):
         """
         # Padding is still an input, so it must be an index that the embedding has.
         x_BSD = self.embed(x.clamp(min=0)) if self.stage.is_first and self.embed is not None else x
-        if self.stage.is_first and self.enter is not None:
-            x_BSD = self.enter(x_BSD)
         for layer in self.layers.values():
             x_BSD = layer(x_BSD, self.rope_2SE, packing)
         if self.norm is None or self.head is None:

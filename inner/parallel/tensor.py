@@ -5,146 +5,113 @@ q, k, v, gate, up          rows: heads and hidden units          x is gathered o
 out, down                  columns                               partial sums are scattered (or all-reduced) after
 norms                      replicated; each rank norms its own positions
 head                       rows (vocabulary)                     logits stay sharded; two small all-reduces a chunk
+
+Parameters are DTensors, for FSDP, checkpoints and the view of a model by names. Activations are plain tensors, each
+rank's own: DTensor's dispatch takes more of the host's time than small layers take to compute.
 """
 
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
+from typing import Any
 
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 from inner.model.loss import ChunkedCrossEntropy, VocabShard
 from inner.model.transformer import Block, Head, Transformer
-
-POSITIONS = 1
-"""Dimension of x_BSD."""
+from inner.parallel.tensor_stream import TensorStream
 
 
 def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
     """Shard every parameter over the 1-D `mesh`, and activations with them. Every rank must call it, before FSDP."""
-    stream: Placement = Shard(POSITIONS) if sequence_parallel else Replicate()
+    stream = TensorStream(mesh.get_group().group_name, mesh.size(), is_split=sequence_parallel)
     for layer in model.blocks():
         _split_block(layer, mesh, stream)
-    plan: dict[str, ParallelStyle] = {}
     if model.embed is not None:
-        plan["embed"] = VocabParallelEmbedding(stream)
-        # The embedding returns an asynchronous tensor, which a compiled block cannot take as input.
-        model.enter = funcol.wait_tensor
+        _split(model.embed, mesh, Shard(0), _embed_here, stream)
     if model.norm is not None:
-        plan |= {"norm": LocalModule(), "head": VocabParallelHead(stream)}
-    if plan:
-        parallelize_module(model, mesh, plan)
+        _split(model.norm, mesh, Replicate(), _norm_here)
+    if model.head is not None:
+        _split_head(model.head, mesh, stream)
 
 
-def _split_block(layer: Block, mesh: DeviceMesh, stream: Placement) -> None:
-    attention = layer.attention
+def _split_block(layer: Block, mesh: DeviceMesh, stream: TensorStream) -> None:
+    attention, ffn = layer.attention, layer.ffn
     kv_heads = attention.k_proj.out_features // attention.head_dim
     shares_kv_heads = kv_heads < mesh.size()
     if shares_kv_heads:
         # With fewer key-value heads than ranks, each rank projects all of them and reads the one its queries share.
         mine = mesh.get_local_rank() * kv_heads // mesh.size()
         attention.kv_heads = slice(mine, mine + 1)
-    whole, rows = Replicate(), ColwiseParallel()
-    kv_rows = LocalModule() if shares_kv_heads else rows
-    columns = RowwiseParallel(output_layouts=stream)
-    plan: dict[str, ParallelStyle] = {
-        "attention_norm": LocalModule(),
-        # A single gather serves q, k and v.
-        "attention": PrepareModuleInput(input_layouts=(stream, None, None), desired_input_layouts=(whole, None, None)),
-        "attention.q_proj": rows,
-        "attention.k_proj": kv_rows,
-        "attention.v_proj": kv_rows,
-        "attention.out_proj": columns,
-        "ffn_norm": LocalModule(),
-        "ffn": PrepareModuleInput(input_layouts=stream, desired_input_layouts=whole),
-        "ffn.gate_proj": rows,
-        "ffn.up_proj": rows,
-        "ffn.down_proj": columns,
-    }
-    if attention.q_norm is not None:
-        plan |= {"attention.q_norm": LocalModule(), "attention.k_norm": LocalModule()}
-    parallelize_module(layer, mesh, plan)
+    for projection in (attention.q_proj, ffn.gate_proj, ffn.up_proj):
+        _split(projection, mesh, Shard(0), _project_here)
+    for projection in (attention.k_proj, attention.v_proj):
+        _split(projection, mesh, Replicate() if shares_kv_heads else Shard(0), _project_here)
+    for projection in (attention.out_proj, ffn.down_proj):
+        _split(projection, mesh, Shard(1), _project_and_sum, stream)
+    for norm in (layer.attention_norm, layer.ffn_norm, attention.q_norm, attention.k_norm):
+        if norm is not None:
+            _split(norm, mesh, Replicate(), _norm_here)
+    for reader in (attention, ffn):
+        # A single gather serves all projections of the same x.
+        reader.register_forward_pre_hook(partial(_gather_first, stream))
 
 
-class LocalModule(ParallelStyle):
-    """Every rank holds the whole weight and computes with it on what it has of the input, without DTensor.
+def _split(
+    module: nn.Module, mesh: DeviceMesh, placement: Placement, forward: Callable[..., Tensor], *options: Any
+) -> None:
+    """Distribute a module's parameters, and let it compute `forward(*options, module, x)` with what this rank has.
 
-    Where ranks have different inputs, the gradient is a part of the sum over them: see gradients.sum_over_tensor_ranks.
+    Where ranks compute with a whole weight on different inputs, its gradient is a part of the sum over them: see
+    gradients.sum_over_tensor_ranks.
     """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, Replicate())
-        module.forward = MethodType(_forward_locally, module)
-        return module
-
-
-def _forward_locally(module: nn.Linear | nn.RMSNorm, x: Tensor) -> Tensor:
-    weight = _local(module.weight)
-    if isinstance(module, nn.RMSNorm):
-        return F.rms_norm(x, module.normalized_shape, weight, module.eps)
-    # Each rank goes on with other columns of the result, so it has a part of the gradient of x.
-    x_BSD = x.to_local(grad_placements=[Partial()]) if isinstance(x, DTensor) else x
-    return F.linear(x_BSD, weight, None if module.bias is None else _local(module.bias))
+    for name, param in list(module.named_parameters(recurse=False)):
+        # No values are sent: parameters are on the meta device, and initial values are the same on every rank.
+        sharded = distribute_tensor(param.data, mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(sharded))
+    module.forward = MethodType(partial(forward, *options), module)
 
 
-class VocabParallelEmbedding(ParallelStyle):
-    """Each rank looks up the tokens of its rows of the vocabulary; the sum over ranks is the stream.
+def _split_head(head: Head, mesh: DeviceMesh, stream: TensorStream) -> None:
+    """Each rank scores its rows of the vocabulary for all positions; logits are never gathered."""
+    assert isinstance(head.cross_entropy, ChunkedCrossEntropy)
+    for name, param in list(head.named_parameters(recurse=False)):
+        head.register_parameter(name, nn.Parameter(distribute_tensor(param.data, mesh, [Shard(0)], src_data_rank=None)))
+    head.cross_entropy = partial(_sharded_cross_entropy, mesh, head.cross_entropy.chunk_tokens)
+    head.register_forward_pre_hook(partial(_gather_first, stream))
+
+
+def _gather_first(stream: TensorStream, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    x_BSD, *others = inputs
+    return stream.gather(x_BSD), *others
+
+
+def _project_here(module: nn.Linear, x_BSD: Tensor) -> Tensor:
+    return F.linear(x_BSD, _local(module.weight), None if module.bias is None else _local(module.bias))
+
+
+def _project_and_sum(stream: TensorStream, module: nn.Linear, x_BSH: Tensor) -> Tensor:
+    return stream.scatter(F.linear(x_BSH, _local(module.weight)))
+
+
+def _norm_here(module: nn.RMSNorm, x_BSD: Tensor) -> Tensor:
+    return F.rms_norm(x_BSD, module.normalized_shape, _local(module.weight), module.eps)
+
+
+def _embed_here(stream: TensorStream, module: nn.Embedding, tokens_BS: Tensor) -> Tensor:
+    """Look up the tokens of this rank's rows of the vocabulary; the sum over ranks is the stream.
 
     DTensor's own would compute the gradient of the whole table on every rank.
     """
-
-    def __init__(self, stream: Placement) -> None:
-        self.stream = stream
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, Shard(0))
-        module.forward = MethodType(partial(_embed_here, device_mesh, self.stream), module)
-        return module
-
-
-def _embed_here(mesh: DeviceMesh, stream: Placement, module: nn.Embedding, tokens_BS: Tensor) -> Tensor:
     weight_VD = _local(module.weight)
     rows_BS = tokens_BS - _first_row(module.weight)
     is_elsewhere_BS = (rows_BS < 0) | (rows_BS >= weight_VD.shape[0])
     x_BSD = F.embedding(rows_BS.masked_fill(is_elsewhere_BS, 0), weight_VD)
-    x_BSD = x_BSD.masked_fill(is_elsewhere_BS[..., None], 0.0)
-    return DTensor.from_local(x_BSD, mesh, [Partial()], run_check=False).redistribute(placements=[stream]).to_local()
-
-
-class VocabParallelHead(ParallelStyle):
-    """Each rank scores its rows of the vocabulary for all positions; logits are never gathered."""
-
-    def __init__(self, stream: Placement) -> None:
-        self.stream = stream
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, Head)
-        _distribute(module, device_mesh, Shard(0))
-        assert isinstance(module.cross_entropy, ChunkedCrossEntropy)
-        module.cross_entropy = partial(_sharded_cross_entropy, device_mesh, module.cross_entropy.chunk_tokens)
-        module.register_forward_pre_hook(partial(self._gather, device_mesh))
-        return module
-
-    def _gather(
-        self, mesh: DeviceMesh, _: nn.Module, inputs: tuple[Tensor, Tensor | None, Tensor | None]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        x, tied_VD, targets_BS = inputs
-        assert targets_BS is not None, "a tensor-parallel head computes the loss, not logits"
-        if not isinstance(x, DTensor):
-            x = DTensor.from_local(x, mesh, [self.stream], run_check=False)
-        # Each rank contributes a partial sum to the gradient of x.
-        return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]), tied_VD, targets_BS
+    return stream.scatter(x_BSD.masked_fill(is_elsewhere_BS[..., None], 0.0))
 
 
 def _sharded_cross_entropy(mesh: DeviceMesh, chunk: int, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
@@ -163,10 +130,3 @@ def _first_row(weight: Tensor) -> int:
     """Index of this rank's first row."""
     assert isinstance(weight, DTensor)
     return compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)[1][0]
-
-
-def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
-    for name, param in list(module.named_parameters(recurse=False)):
-        # No values are sent: parameters are on the meta device, and initial values are the same on every rank.
-        sharded = distribute_tensor(param.data, mesh, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(sharded))

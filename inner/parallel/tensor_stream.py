@@ -1,0 +1,74 @@
+"""How tensor-parallel ranks share the residual stream: whole before a pair of matrices, summed over ranks after it.
+
+Each rank holds its block of the positions (sequence parallelism), or the whole stream. The backward of one is the
+other. The collectives are those that torch.compile and recomputation see as single operators.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_functional = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class TensorStream:
+    """The stream of one group of ranks. All of them must make each call together."""
+
+    group_name: str
+    num_ranks: int
+    is_split: bool
+    """Whether each rank holds its block of the positions only."""
+
+    def gather(self, x_BSD: Tensor) -> Tensor:
+        """All positions, from what this rank holds. Gradients of the result are summed over the ranks."""
+        whole_BSD = _Gather.apply(x_BSD, self)
+        assert isinstance(whole_BSD, Tensor)
+        return whole_BSD
+
+    def scatter(self, part_BSD: Tensor) -> Tensor:
+        """What this rank holds of the sum over the ranks."""
+        x_BSD = _Scatter.apply(part_BSD, self)
+        assert isinstance(x_BSD, Tensor)
+        return x_BSD
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BSD: Tensor, stream: TensorStream) -> Tensor:
+        ctx.stream = stream
+        return _gather(x_BSD, stream) if stream.is_split else x_BSD.view_as(x_BSD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _sum(grads[0], ctx.stream), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part_BSD: Tensor, stream: TensorStream) -> Tensor:
+        ctx.stream = stream
+        return _sum(part_BSD, stream)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _gather(grads[0], ctx.stream) if ctx.stream.is_split else grads[0], None
+
+
+def _gather(x_BSD: Tensor, stream: TensorStream) -> Tensor:
+    """All ranks' blocks of the positions, one after the other."""
+    n, (B, S, D) = stream.num_ranks, x_BSD.shape
+    stacked = _functional.all_gather_into_tensor(x_BSD.contiguous(), n, stream.group_name)
+    blocks_NBSD = _functional.wait_tensor(stacked).view(n, B, S, D)
+    return blocks_NBSD.transpose(0, 1).reshape(B, n * S, D)
+
+
+def _sum(part_BSD: Tensor, stream: TensorStream) -> Tensor:
+    """The sum over the ranks, or this rank's block of its positions."""
+    if not stream.is_split:
+        return _functional.wait_tensor(_functional.all_reduce(part_BSD.contiguous(), "sum", stream.group_name))
+    n, (B, S, D) = stream.num_ranks, part_BSD.shape
+    stacked = part_BSD.view(B, n, S // n, D).transpose(0, 1).reshape(n * B, S // n, D)
+    return _functional.wait_tensor(_functional.reduce_scatter_tensor(stacked.contiguous(), "sum", n, stream.group_name))
