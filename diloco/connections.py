@@ -1,6 +1,8 @@
 """Opens what one rank of an island speaks to other islands through."""
 
 import logging
+import os
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -69,27 +71,40 @@ def build_network_settings(
         island_key=key,
         names_path=folder / NAMES_FILE if ranks.is_leader else None,
         ban_files=[folder / BANNED_FILE, folder.parent / BANNED_FILE],
-        identity_path=folder / "identity.key",
+        # The nodes of an island share its folder, and each has a libp2p daemon with a key of its own.
+        identity_path=folder / ("identity.key" if ranks.is_leader else f"identity-{ranks.rank}.key"),
         hub=hub,
         **{name: getattr(island, name) for name in names},
     )
 
 
 def connect(config: RunConfig, ranks: RankGroup, event_loop: EventLoop, settings: NetworkSettings) -> Network:
-    """Open the rank's connections to other islands. The leader checks that they run the same config."""
-    leader_address = None
-    network = None
-    for turn in ("leader", "others"):
-        if ranks.is_leader == (turn == "leader"):
-            own = replace(settings, leader_address=leader_address)
-            network = event_loop.run(open_network(config.outer.transport, own))
-        leader_address = ranks.broadcast(network.leader_address if ranks.is_leader and network else None)
+    """Open the rank's connections to other islands. The leader checks that they run the same config.
+
+    The leader opens first, then the first rank of each other node, then all that may share what those have opened.
+    """
+    first = find_first_of_node(ranks)
+    my_turn = "leader" if ranks.is_leader else "first of node" if first == ranks.rank else "others"
+    network, daemon_address = None, None
+    for turn in ("leader", "first of node", "others"):
+        if turn == my_turn:
+            network = event_loop.run(
+                open_network(config.outer.transport, replace(settings, daemon_address=daemon_address))
+            )
+        daemon_address = ranks.gather(network.daemon_address if network else None)[first]
     assert network is not None
     if network.membership is not None:
         theirs = event_loop.run(network.membership.read_config())
         check_same_run(config, theirs)
         event_loop.run(network.membership.publish_config(swarm_text(config)))
     return network
+
+
+def find_first_of_node(ranks: RankGroup) -> int:
+    """The first of the ranks on this rank's node. Every rank of the island calls it together."""
+    # Names of machines may be equal. Launchers number the ranks of a node from 0, one after the other.
+    node = socket.gethostname(), ranks.rank - int(os.environ.get("LOCAL_RANK", ranks.rank))
+    return ranks.gather(node).index(node)
 
 
 def check_same_run(ours: RunConfig, theirs: str | None) -> None:

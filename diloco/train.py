@@ -22,7 +22,7 @@ from diloco.records.metrics import Metrics
 from diloco.runtime.corpus import load_corpus
 from diloco.runtime.garbage import collect_garbage, schedule_garbage
 from diloco.runtime.operator_requests import SIGNALS, make_request
-from diloco.runtime.process_group import open_process_group, pick_device, require_one_node
+from diloco.runtime.process_group import open_process_group, pick_device
 from diloco.runtime.step_records import build_mfu_meter, evaluate_heldout, make_step_record
 from diloco.tuning.choice import choose_settings
 from diloco.watchdog.signals import end_with_parent, on_stop
@@ -48,7 +48,6 @@ def train(config: Config, index: int, loop: Callable[[Runtime], None] | None = N
     folder = Path(settings.run_dir) / run.name / settings.label
     requests = {int(number): partial(make_request, folder, name) for number, name in SIGNALS.items()}
     on_stop(lambda: say_goodbye(goodbyes, "left", "stopped by a signal"), requests)
-    require_one_node(run.outer.transport)
     check_trainer(run)
     device = pick_device(settings)
     require_host_memory(run, settings, device)

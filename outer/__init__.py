@@ -9,7 +9,7 @@ What a program uses of it; everything else may change without notice (tests/test
     identity.access, identity.island_key, identity.known_names      an island's key, owners of names, bans
     network.deadlines, network.endpoints, network.event_loop, network.frames, network.messages, network.retry,
     network.run_key
-    membership.base, membership.hivemind, membership.records, membership.rendezvous     records of islands, bootstraps
+    membership.base, membership.dht, membership.records, membership.rendezvous     records of islands, bootstraps
     routes.addresses, routes.dialer, routes.proxy, routes.relay     how islands are reached over tls; the relay
     transports.gloo.groups, transports.gloo.open_files, transports.loopback
                                             addresses of gloo; the limit of open files; the hub of one process

@@ -33,6 +33,7 @@ FLOORS = {
         codecs diagnostics leases routes transports transports.gloo
         transports.tls
         agreement.proofs membership report
+        membership.dht
         agreement connect
         agreement.running audits
         reduce

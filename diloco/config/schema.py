@@ -143,6 +143,9 @@ class IslandConfig(Section):
     listen_port: int = Field(default=0, ge=0, le=65535)
     """First port on which this island listens; 0 lets the system choose. Over tls a rank has two ports, and the next
     rank the next two."""
+    dht_port: int = Field(default=0, ge=0, le=65535)
+    """tls only, with `bootstrap` addresses of a DHT: port of this island's node of the DHT; 0 lets the system choose,
+    and with announce_host the node then only asks the others."""
     announce_host: str | None = None
     """Address at which other islands reach this one, if it differs from listen_host (NAT, cloud)."""
     link_mbit: float | None = Field(default=None, ge=0.001)

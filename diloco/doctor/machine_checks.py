@@ -142,7 +142,7 @@ def check_key(path: Path) -> Check:
 
 def check_daemon() -> Check:
     """Check that hivemind's libp2p daemon starts on this machine."""
-    from outer.membership.hivemind import serve_bootstrap
+    from outer.membership.dht.membership import serve_bootstrap
     from outer.network.event_loop import EventLoopThread
 
     loop, began = EventLoopThread(), time.monotonic()

@@ -67,7 +67,8 @@ class Fault:
     """Seconds since the run's first commit."""
     phase: "Phase | None" = None
     process: str | None = None
-    """The only process of the island that is hit: rank0, rank1, ..., DAEMON, or the AGENT of `node`. None: all."""
+    """The only process of the island that is hit: rank0, rank1, ..., DAEMON (of `node`, if it is given), or
+    the AGENT of `node`. None: all."""
     node: int | None = None
     """The only node of the island that is hit; a cut is then between it and the island's other nodes."""
     seconds: float | None = None
@@ -85,7 +86,8 @@ class Fault:
 
     @property
     def part(self) -> str | None:
-        """Name of the part of the island that is hit, as `find_process` knows it: rank1, node1, agent1. None: all."""
+        """Name of the part of the island that is hit, as `find_process` knows it: rank1, node1, agent1, daemon1.
+        None: all."""
         if self.node is None:
             return self.process
         return f"{self.process or 'node'}{self.node}"
@@ -224,7 +226,7 @@ def check_node(text: str, fault: Fault) -> None:
         raise invalid(text, f"process={AGENT}: each node has one; add node=N", fault.kind)
     if fault.node is None:
         return
-    if fault.process not in (None, AGENT):
+    if fault.process not in (None, AGENT, DAEMON):
         raise invalid(text, f"{fault.process} is one process wherever it runs; leave out node or process", fault.kind)
     if fault.phase is not None or len(fault.targets) != 1 or fault.targets == (BOOTSTRAP,) or fault.other_side:
         raise invalid(

@@ -53,11 +53,6 @@ def place_islands(config: Config, gpus_per_node: int) -> list[PlacedIsland]:
                 "at most as many"
             )
         nodes = max(1, island.ranks // gpus_per_node)
-        if nodes > 1 and config.outer.transport == "hivemind":
-            raise ConfigError(
-                f"islands[{index}] has {nodes} nodes, and outer.transport=hivemind needs all ranks of an island on "
-                "one; set outer.transport=tls"
-            )
         shape = nodes, min(island.ranks, gpus_per_node)
         placed.append(PlacedIsland(config.name, index, island.label, *shape, island.run_key_file))
     return placed

@@ -33,7 +33,6 @@ from diloco.own_loop.records import LoopEvents
 from diloco.own_loop.run_config import OwnLoopConfig, read_config
 from diloco.own_loop.saved_state import SavedState, parse_state
 from diloco.runtime.operator_requests import OperatorRequests
-from diloco.runtime.process_group import require_one_node
 from diloco.runtime.round_records import RoundRecords
 from diloco.status.visitors import serve_visitors
 from inner.files import write_atomically
@@ -185,7 +184,6 @@ class Islands:
     def _open(self, stack: ExitStack) -> None:
         """Open records and connections, and build the outer loop."""
         run, island, ranks = self.config.run, self.config.island, self._ranks
-        require_one_node(run.outer.transport)
         folder, started_at = Path(island.run_dir) / run.name / island.label, time.time()
         metrics = stack.enter_context(open_records(run, island, folder)) if ranks.is_leader else None
         if ranks.is_leader and not (path := folder.parent / "config.yaml").exists():

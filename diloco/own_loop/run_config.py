@@ -15,7 +15,7 @@ OPTIMIZER_KEYS = {"tokens_per_step"}
 ISLAND_KEYS = {
     *("name", "index", "ranks", "joins", "run_dir", "max_hours", "faults", "tensorboard", "wandb"),
     *("bootstrap", "connect_seconds", "run_key_file", "allow", "relay", "relays", "proxy", "tls_streams"),
-    *("listen_host", "listen_port", "announce_host", "link_mbit", "gloo_in_public"),
+    *("listen_host", "listen_port", "dht_port", "announce_host", "link_mbit", "gloo_in_public"),
 }
 UNBOUNDED = 1 << 40
 """Tokens of an inner step where optimizer.tokens_per_step does not bound them."""

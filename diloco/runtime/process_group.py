@@ -74,17 +74,6 @@ def open_process_group(island: IslandConfig, device: str) -> Iterator[RankGroup]
     yield RankGroup(group, background)
 
 
-def require_one_node(transport: str) -> None:
-    """Raise ConfigError if the island's ranks are on several nodes, and over this transport they must be on one."""
-    num_ranks, num_here = os.environ.get("WORLD_SIZE"), os.environ.get(LOCAL_SIZE)
-    if transport == "hivemind" and num_here is not None and num_here != num_ranks:
-        raise ConfigError(
-            "outer.transport is 'hivemind', where an island is one node, because its ranks share one libp2p daemon, "
-            f"and {num_here} of this island's {num_ranks} ranks are here; set outer.transport=tls (or gloo on a "
-            "private network) for all islands, or start all ranks on one node"
-        )
-
-
 def check_same_device(store: dist.Store, rank: int, device: str) -> None:
     """Raise ConfigError if this rank and rank 0 compute on different kinds of devices. Every rank must call it."""
     kind = device.split(":")[0]

@@ -156,7 +156,8 @@ def find_processes(children: Sequence[Child]) -> set[int]:
 
 
 def find_process(child: Child, name: str) -> set[int]:
-    """The process ids of a part of an island: `rankN`, all of `nodeN`, its `agentN` (torchrun), or the DAEMON."""
+    """The process ids of a part of an island: `rankN`, all of `nodeN`, its `agentN` (torchrun) or `daemonN`, or the
+    DAEMON of each node."""
     found: set[int] = set()
     for pid in find_processes([child]) - {child.process.pid}:
         with suppress(OSError):
@@ -173,7 +174,7 @@ def parts_of_island(pid: int) -> set[str]:
     parts = {f"node{node}"}
     # What a rank or an agent starts inherits its variables and its session, which it leads.
     if Path(f"/proc/{pid}/comm").read_text().strip() == DAEMON_NAME:
-        parts.add(DAEMON)
+        parts |= {DAEMON, f"{DAEMON}{node}"}
     elif os.getsid(pid) == pid:
         parts.add(f"agent{node}" if rank is None else f"rank{rank}")
     return parts

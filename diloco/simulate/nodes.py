@@ -23,11 +23,6 @@ MAX_RESTARTS = 3
 
 def check_nodes(config: Config, num_nodes: int) -> None:
     """Raise ConfigError if the islands cannot have so many nodes."""
-    if config.outer.transport == "hivemind":
-        raise ConfigError(
-            f"--nodes {num_nodes}: outer.transport is 'hivemind', where an island is one node, because its ranks share "
-            "one libp2p daemon; set outer.transport=tls, or gloo on a private network"
-        )
     for index in range(len(config.islands)):
         ranks = config.for_island(index).ranks
         if ranks % num_nodes:

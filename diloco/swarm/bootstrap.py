@@ -91,7 +91,7 @@ def _check(host: str, rendezvous: str, identity: Path | None, run_key_file: Path
 
 
 def _serve_dht(host: str, port: int, identity: Path | None):
-    from outer.membership.hivemind import serve_bootstrap
+    from outer.membership.dht.membership import serve_bootstrap
     from outer.network.event_loop import EventLoopThread
 
     loop = EventLoopThread()

@@ -66,12 +66,19 @@ class RendezvousLink:
         self.is_up, self.version = False, 0
 
 
+def is_of_dht(addresses: Sequence[str]) -> bool:
+    """Whether there are addresses, and all are those of libp2p peers."""
+    return bool(addresses) and all(address.startswith("/") for address in addresses)
+
+
 def check_rendezvous_addresses(transport: str, addresses: Sequence[str]) -> None:
     """Raise InputError unless there are addresses, and all are those of rendezvous."""
     if not addresses:
         raise InputError(
             f"island.bootstrap: got no address; outer.transport {transport} needs tcp://HOST:PORT, as "
-            "`diloco bootstrap --rendezvous tcp` prints it. With several addresses the run survives the loss of any"
+            "`diloco bootstrap --rendezvous tcp` prints it"
+            + (", or addresses of a DHT, as `diloco bootstrap` prints them" if transport == "tls" else "")
+            + ". With several addresses the run survives the loss of any"
         )
     for address in addresses:
         parse_rendezvous_address(address)
@@ -83,6 +90,6 @@ def parse_rendezvous_address(address: str) -> tuple[str, int]:
     if not address.startswith(SCHEME) or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise InputError(
             f"island.bootstrap: got {address!r}; with outer.transport gloo or tls it is tcp://HOST:PORT, "
-            "as `diloco bootstrap --rendezvous tcp` prints it"
+            "as `diloco bootstrap --rendezvous tcp` prints it; with tls all may be those of a DHT instead"
         )
     return host.strip("[]"), int(port)

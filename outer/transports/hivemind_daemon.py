@@ -1,6 +1,6 @@
-"""The libp2p daemon of an island: one process, which rank 0 starts and the other ranks attach to.
+"""The libp2p daemon of an island's node: one process, which the node's first rank starts and its others attach to.
 
-The daemon stops when idle, so it ends within seconds after the island's last rank, however that rank ended.
+The daemon stops when idle, so it ends within seconds after the node's last rank, however that rank ended.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ StreamHandler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awai
 
 @dataclass(frozen=True)
 class DaemonSettings:
-    """Addresses on which an island's daemon listens, and the peers that it connects to first."""
+    """Addresses on which a node's daemon listens, and the peers that it connects to first."""
 
     host_maddrs: Sequence[str]
     announce_maddrs: Sequence[str] | None = None
@@ -60,10 +60,12 @@ class DaemonSettings:
     connect_seconds: float = 15.0
     relay: RelayMode = "off"
     auth: PeerAuth = field(default_factory=PeerAuth)
+    rank: int = 0
+    """The rank that starts it."""
 
 
 class Daemon:
-    """A rank's client of its island's libp2p daemon."""
+    """A rank's client of its node's libp2p daemon."""
 
     def __init__(self, p2p: P2P, rank: int, maddrs: Sequence[str], auth: PeerAuth) -> None:
         assert p2p.peer_id is not None, "the daemon has not told its peer id"
@@ -75,8 +77,8 @@ class Daemon:
         self._is_closed = False
 
     @property
-    def leader_address(self) -> str:
-        """Address to which the other ranks of this island attach."""
+    def local_address(self) -> str:
+        """Address to which the other ranks of this node attach."""
         return ";".join((str(self.p2p._daemon_listen_maddr), *self.maddrs))  # pyright: ignore[reportAttributeAccessIssue]
 
     async def serve(self, name: str, accept: StreamHandler) -> None:
@@ -120,7 +122,7 @@ class Daemon:
         if self._is_closed:
             return ""
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return f"the island's libp2p daemon {how}, and with it all of its connections"
+        return f"the libp2p daemon of this node {how}, and with it all of its connections"
 
     async def close(self) -> None:
         """Detach from the daemon, which ends if this rank started it, and remove its sockets. Idempotent."""
@@ -136,11 +138,18 @@ class Daemon:
         remove_dead_sockets()  # Those of others that have died meanwhile: perhaps nobody starts here any more.
 
 
-async def attach_daemon(leader_address: str, rank: int, auth: PeerAuth) -> Daemon:
-    """Attach to the daemon that rank 0 of this island started, given rank 0's `Daemon.leader_address`."""
+async def attach_daemon(local_address: str, rank: int, auth: PeerAuth) -> Daemon:
+    """Attach to the daemon that another rank of this node has started, given its `local_address`. Raises InputError."""
     silence_libraries()
-    listens_at, *maddrs = leader_address.split(";")
-    return Daemon(await named_p2p(next_prefix()).replicate(Multiaddr(listens_at)), rank, maddrs, auth)
+    listens_at, *maddrs = local_address.split(";")
+    try:
+        return Daemon(await named_p2p(next_prefix()).replicate(Multiaddr(listens_at)), rank, maddrs, auth)
+    except OSError as error:
+        raise InputError(
+            f"the libp2p daemon of this node does not answer at {listens_at}: {error.strerror or error}; it has ended, "
+            "or ranks of different nodes or containers have the same host name and node number (LOCAL_RANK): start "
+            "them with torchrun or `diloco launch`"
+        ) from None
 
 
 async def start_daemon(settings: DaemonSettings) -> Daemon:
@@ -169,7 +178,7 @@ async def start_daemon(settings: DaemonSettings) -> Daemon:
     if settings.relay == "client":  # it uses two of the relays, and others try to reach it through all of them
         peer = maddrs[0].rpartition("/p2p/")[2]
         maddrs += [f"{m}/p2p-circuit/p2p/{peer}" for m in settings.bootstrap]
-    return Daemon(p2p, 0, maddrs, settings.auth)
+    return Daemon(p2p, settings.rank, maddrs, settings.auth)
 
 
 async def _create_p2p(settings: DaemonSettings, seconds_left: float) -> P2P:

@@ -74,14 +74,11 @@ from diloco.config.schema import load_config
 from diloco.errors import ConfigError
 try:
     config = load_config(sys.argv[2], sys.argv[3:])
-    print(config.name, config.for_island(int(sys.argv[1])).label, config.outer.transport)
+    print(config.name, config.for_island(int(sys.argv[1])).label)
 except ConfigError as error:
     sys.exit(f"error: {error}")'
 facts=$("$python" -c "$read_config" "$DILOCO_INDEX" "$DILOCO_CONFIG" "${values[@]}") || exit 2
-read -r run name transport <<<"$facts"
-if ((nodes > 1)) && [[ $transport == hivemind ]]; then
-    fail "outer.transport=hivemind: an island on $nodes nodes cannot share one libp2p daemon; use one node, tls or gloo"
-fi
+read -r run name <<<"$facts"
 island=$runs/$run/$name
 
 head=$(hostname)

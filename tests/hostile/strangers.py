@@ -13,9 +13,10 @@ from diloco.config.schema import Config
 from outer.config import AT_RENDEZVOUS
 from outer.errors import OuterError
 from outer.identity.tls import TlsIdentity
-from outer.membership.dht import open_dht
-from outer.membership.dht_records import store_config, store_record
+from outer.membership.dht.node import open_dht
+from outer.membership.dht.records import store_config, store_record
 from outer.network.frames import HEADER_BYTES, Header, Kind, hash_names, pack_header
+from outer.routes.addresses import parse_island_address
 from outer.routes.dialer import dial
 from outer.transports.hivemind_addresses import parse_address
 from outer.transports.hivemind_daemon import Daemon, DaemonSettings, start_daemon, stream_name
@@ -45,8 +46,8 @@ async def openers(config: Config, purposes: tuple[str, ...] = ("control",)) -> A
 
 
 async def dial_within_tls(target: str) -> Pair:
-    host, _, port = target.rpartition(":")
-    return await asyncio.open_connection(host, int(port), ssl=TlsIdentity().client)
+    host, port = parse_island_address(target).routes[0].place
+    return await asyncio.open_connection(host, port, ssl=TlsIdentity().client)
 
 
 async def stranger_daemon(config: Config) -> Daemon:

@@ -17,12 +17,15 @@ from outer.config import AT_RENDEZVOUS
 from outer.connect import Network, NetworkSettings, open_network
 from outer.identity.island_key import IslandKey
 from outer.membership.base import Member
+from outer.membership.dht.membership import serve_bootstrap
 from outer.membership.rendezvous import serve_rendezvous
 from outer.network.endpoints import Endpoint, Leg, Tag
 from outer.network.run_key import RunKey
 from outer.transports.loopback import Hub
 
 KINDS = ["loopback", "gloo", "tls", "hivemind"]
+TLS_IN_DHT = "tls in a dht"
+"""A swarm over tls whose islands meet in a DHT, not at a rendezvous."""
 A, B, C = Endpoint("a", 0), Endpoint("b", 0), Endpoint("c", 0)
 TEST_SECONDS = 120
 ROOT = Path(__file__).parents[2]
@@ -41,8 +44,9 @@ async def swarm(
 ) -> AsyncIterator["Swarm"]:
     """Create a Swarm, and close it and all of its networks at the end. `run_key` is the rendezvous' own."""
     rendezvous = serve_rendezvous("127.0.0.1", 0, run_key) if kind in AT_RENDEZVOUS else None
-    bootstrap = [rendezvous.address] if rendezvous else []
-    place = Swarm(kind, run_id, connect_seconds, bootstrap)
+    peer = await serve_bootstrap(["/ip4/127.0.0.1/tcp/0"], None) if kind == TLS_IN_DHT else None
+    bootstrap = [rendezvous.address] if rendezvous else list(peer.addresses) if peer else []
+    place = Swarm("tls" if peer else kind, run_id, connect_seconds, bootstrap)
     try:
         yield place
     finally:
@@ -50,6 +54,8 @@ async def swarm(
             await network.close()
         if rendezvous:
             rendezvous.close()
+        if peer:
+            await peer.close()
 
 
 def with_two(kind: str, test: Callable[[Network, Network], Coroutine[Any, Any, None]]) -> None:
@@ -79,11 +85,12 @@ class Swarm:
         self.kind, self.run_id, self.connect_seconds, self.bootstrap = kind, run_id, connect_seconds, bootstrap
         self.hub = Hub()
         self.networks: list[Network] = []
-        self._leader_addresses: dict[str, str | None] = {}
+        self._daemon_addresses: dict[str, str | None] = {}
 
     async def open(self, me: Endpoint, run_id: str | None = None, **changes: Any) -> Network:
         """Open the network of one rank, with other settings if given. An island's rank 0 must be opened first."""
-        own = {"island_key": key_of(me.island), "connect_seconds": self.connect_seconds} | changes
+        own = {"island_key": key_of(me.island), "connect_seconds": self.connect_seconds}
+        own |= {"daemon_address": self._daemon_addresses.get(me.island)} | changes
         network = await open_network(
             self.kind,
             NetworkSettings(
@@ -92,13 +99,12 @@ class Swarm:
                 rank=me.rank,
                 bootstrap=self.bootstrap,
                 hub=self.hub,
-                leader_address=self._leader_addresses.get(me.island),
                 record_seconds=4,
                 **own,
             ),
         )
         self.networks.append(network)
-        self._leader_addresses.setdefault(me.island, network.leader_address)
+        self._daemon_addresses.setdefault(me.island, network.daemon_address)
         if self.kind == "hivemind" and not self.bootstrap:
             self.bootstrap.append(network.transport.address.partition("@")[2])
         return network

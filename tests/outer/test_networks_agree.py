@@ -11,7 +11,7 @@ import torch
 from outer.config import AT_RENDEZVOUS, OuterConfig
 from outer.connect import NetworkSettings, open_network
 from outer.loop import build_loop
-from outer.membership.hivemind import serve_bootstrap
+from outer.membership.dht.membership import serve_bootstrap
 from outer.membership.rendezvous import serve_rendezvous
 from outer.network.event_loop import EventLoopThread
 from outer.space.ranks import RankGroup

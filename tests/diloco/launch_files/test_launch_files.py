@@ -127,7 +127,6 @@ def test_a_slurm_file_submits_the_islands_job(config: Path, tmp_path: Path) -> N
     [
         (["islands=[{ranks: 12}]"], OPTIONS, "islands[0].ranks is 12"),
         (["islands=[]"], OPTIONS, "the config lists none"),
-        (["outer.transport=hivemind"], OPTIONS, "needs all ranks of an island on one"),
         (["island.relays=[]"], OPTIONS, "start `diloco relay`"),
         (["islands=[{ranks: 8, mesh: {tp: 3}}]"], OPTIONS, "island-0: "),
         ([], ClusterOptions(ADDRESS), "--image: kubernetes needs an image"),

@@ -51,11 +51,6 @@ def test_an_island_of_one_node_needs_no_rendezvous():
     assert "torch.distributed.run" not in command
 
 
-def test_an_island_of_several_nodes_over_hivemind_is_refused():
-    done = slurm("--dry-run", SLURM_NNODES="2")
-    assert done.returncode == 2 and "outer.transport=hivemind" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "env", "problem"),
     [

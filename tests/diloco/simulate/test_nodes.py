@@ -30,11 +30,6 @@ def nodes_of(config: Config, **settings: object) -> NodesOf:
     return NodesOf(config, config.for_island(1), Site(Namespace("r", "10.213.0.1", "v1"), "", nodes), **settings)  # pyright: ignore[reportArgumentType]
 
 
-def test_an_island_over_hivemind_has_one_node():
-    with pytest.raises(ConfigError, match=r"--nodes 2: outer.transport is 'hivemind'.* set .*=tls, or gloo"):
-        check_disturbances(Disturbances(nodes=2), tiny("outer.transport=hivemind"))
-
-
 def test_the_ranks_of_an_island_must_divide_over_its_nodes():
     with pytest.raises(ConfigError, match=r"--nodes 3: island 0 has 4 ranks, .* --ranks to a multiple of 3"):
         check_disturbances(Disturbances(nodes=3), tiny(TLS))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from outer.connect import NetworkSettings, find_runs, open_network
-from outer.membership.hivemind import HivemindMembership, serve_bootstrap
+from outer.membership.dht.membership import HivemindMembership, serve_bootstrap
 from tests.outer.nets import key_of, member, run
 
 

@@ -9,11 +9,12 @@ from hivemind.utils.timed_storage import get_dht_time
 from outer.connect import find_runs
 from outer.errors import InputError
 from outer.membership.base import Membership
+from outer.membership.dht.membership import HivemindMembership, serve_bootstrap
 from outer.membership.records import MAX_CONFIG_BYTES
 from outer.network.endpoints import Endpoint
-from tests.outer.nets import KINDS, A, B, RemotePeer, Swarm, key_of, member, run, swarm
+from tests.outer.nets import KINDS, TLS_IN_DHT, A, B, RemotePeer, Swarm, key_of, member, run, swarm
 
-all_kinds = pytest.mark.parametrize("kind", KINDS)
+all_kinds = pytest.mark.parametrize("kind", [*KINDS, pytest.param(TLS_IN_DHT, marks=pytest.mark.slow)])
 ANOTHER = "11111111"
 
 
@@ -34,7 +35,7 @@ async def wait_for(read: Callable[[], Awaitable[Any]], expected: Any, seconds: f
             await asyncio.sleep(0.05)
 
 
-@all_kinds
+@pytest.mark.parametrize("kind", [*KINDS, TLS_IN_DHT])
 def test_islands_see_each_others_records(kind):
     async def main() -> None:
         async with open_two(kind) as (_, a, b):
@@ -218,7 +219,7 @@ def test_a_killed_island_vanishes_and_its_name_remains_its_own(kind):
     run(main())
 
 
-@pytest.mark.parametrize("kind", ["gloo", "hivemind"])
+@pytest.mark.parametrize("kind", ["gloo", "hivemind", pytest.param(TLS_IN_DHT, marks=pytest.mark.slow)])
 def test_a_visitor_finds_runs_configs_and_islands_by_an_address_alone(kind):
     async def main() -> None:
         async with open_two(kind) as (place, a, b):
@@ -246,6 +247,56 @@ def test_a_swarm_goes_on_without_the_one_that_began_it():
             await b.membership.announce(member("b"))
             await wait_for(a.membership.members, {"a": member("a"), "b": member("b")}, seconds=10)
             assert await b.membership.read_config() == "text"
+
+    run(main())
+
+
+def test_an_island_whose_node_nobody_reaches_only_asks_the_dht_and_is_seen():
+    async def main() -> None:
+        async with swarm(TLS_IN_DHT) as place:
+            a, b = await place.open(A), await place.open(B, announce_host="127.0.0.1")
+            assert isinstance(a.membership, HivemindMembership) and isinstance(b.membership, HivemindMembership)
+            assert not a.membership._dht.protocol.client_mode and b.membership._dht.protocol.client_mode
+            await b.membership.announce(member("b"))
+            await wait_for(a.membership.members, {"b": member("b")})
+
+    run(main())
+
+
+def test_a_proxy_does_not_lead_into_a_dht():
+    async def main() -> None:
+        async with swarm(TLS_IN_DHT) as place:
+            with pytest.raises(InputError, match=r"island.proxy does not lead; .* --rendezvous tcp"):
+                await place.open(A, proxy="http://127.0.0.1:9")
+
+    run(main())
+
+
+@pytest.mark.slow
+def test_islands_over_tls_stay_together_when_the_peer_that_they_met_by_has_died():
+    async def main() -> None:
+        peer = await serve_bootstrap(["/ip4/127.0.0.1/tcp/0"], None)
+        place = Swarm("tls", "run", 10, list(peer.addresses))
+        a, b = await place.open(A), await place.open(B)
+        assert isinstance(a.membership, HivemindMembership) and isinstance(b.membership, HivemindMembership)
+        tables = [one.membership._dht.protocol.routing_table for one in (a, b)]
+        await a.membership.announce(member("a"))
+        await b.membership.announce(member("b"))
+        await wait_for(b.membership.members, {"a": member("a"), "b": member("b")})
+        async with asyncio.timeout(30):
+            while not all(len(one.membership._peers) == 2 for one in (a, b)):  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.1)
+        await peer.close()
+        for table in tables:  # as a cut between the two leaves them
+            for peer_id in list(table.peer_id_to_uid):
+                del table[table.get(peer_id=peer_id)]
+        async with asyncio.timeout(30):
+            while not all(len(table.peer_id_to_uid) == 1 for table in tables):  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.1)
+        a.membership.update(member("a", round=7))
+        await wait_for(b.membership.members, {"a": member("a", round=7), "b": member("b")}, seconds=10)
+        for one in (a, b):
+            await one.close()
 
     run(main())
 

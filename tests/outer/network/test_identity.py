@@ -10,7 +10,7 @@ from hivemind.utils.timed_storage import get_dht_time
 from outer.connect import Network
 from outer.errors import InputError, MessageError, PeerLost, TransportError
 from outer.identity import access
-from outer.membership.dht_records import store_config, store_record
+from outer.membership.dht.records import store_config, store_record
 from outer.membership.records import SLACK_MS, Announcement, open_records, sign_record, sign_withdrawal
 from outer.network.endpoints import Endpoint
 from outer.network.frames import Header, Kind, hash_names, pack_header

@@ -56,6 +56,26 @@ def test_three_islands_of_unequal_ranks_exchange_all_to_all(kind):
     run(main())
 
 
+def test_ranks_on_two_nodes_have_a_daemon_each_which_carries_their_own_payloads():
+    async def main() -> None:
+        async with swarm("hivemind") as place:
+            a, b = await place.open(A), await place.open(B)
+            other_node, same_node = Endpoint("b", 1), Endpoint("b", 2)
+            far = await place.open(other_node, daemon_address=None)
+            near = await place.open(same_node, daemon_address=far.daemon_address)
+            networks = {A: a, B: b, other_node: far, same_node: near}
+            peers = {end: network.transport.address.partition(":")[0] for end, network in networks.items()}
+            assert peers[other_node] == peers[same_node] and len(set(peers.values())) == 3
+            await connect(networks, "1")
+            for end in (other_node, same_node):
+                sending = networks[end].transport.send(A, tag(end.rank), payload(5000))
+                _, got = await asyncio.gather(sending, a.transport.recv(end, tag(end.rank), 5000))
+                assert torch.equal(got, payload(5000))
+            assert [networks[end].wait_for_loss is not None for end in networks] == [True, True, True, False]
+
+    run(main())
+
+
 @all_kinds
 def test_a_rank_that_shares_no_part_is_connected_alone(kind):
     async def main() -> None:

@@ -10,7 +10,7 @@ import torch
 from outer.connect import Network, NetworkSettings, open_network
 from outer.errors import DeadlineError, InputError, MessageError, PeerLost, TransportError
 from outer.identity.known_names import KnownNames
-from outer.membership.hivemind import open_messenger
+from outer.membership.dht.membership import open_messenger
 from outer.network.endpoints import Endpoint, Tag, Traffic
 from outer.network.run_key import PeerAuth, RunKey
 from outer.transports.base import Transport

@@ -12,7 +12,7 @@ from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
 from outer.errors import InputError, UnreachableError, first_line
-from outer.membership.owned_records import MAX_AHEAD_SECONDS, OwnedRecords
+from outer.membership.dht.owned_records import MAX_AHEAD_SECONDS, OwnedRecords
 from outer.network.retry import retry
 from outer.transports.hivemind_addresses import PeerAddress, parse_address, unreachable_message
 from outer.transports.hivemind_daemon import Daemon
@@ -33,11 +33,18 @@ RECOUNT_SECONDS = 1.0
 """What has expired makes room after this time; counting at each store would let a stranger stop the event loop."""
 
 
-async def open_dht(daemon: Daemon, bootstrap: Sequence[str], connect_seconds: float = RPC_SECONDS) -> DHTNode:
-    """Open a DHT node and connect it to a peer at `bootstrap`. Raises InputError if none answers in time."""
+async def open_dht(
+    daemon: Daemon, bootstrap: Sequence[str], connect_seconds: float = RPC_SECONDS, *, only_asks: bool = False
+) -> DHTNode:
+    """Open a DHT node and connect it to a peer at `bootstrap`. Raises InputError if none answers in time.
+
+    One that `only_asks` keeps nothing for others, which do not have to reach it.
+    """
     try:
         owned = OwnedRecords(daemon.auth.island)
-        dht = await DHTNode.create(p2p=daemon.p2p, wait_timeout=RPC_SECONDS, strict=False, record_validator=owned)
+        dht = await DHTNode.create(
+            p2p=daemon.p2p, wait_timeout=RPC_SECONDS, strict=False, record_validator=owned, client_mode=only_asks
+        )
     except (P2PDaemonError, RuntimeError) as error:
         raise InputError(f"the DHT cannot be opened: {first_line(error)}") from None
     dht.protocol.storage, dht.protocol.cache = BoundedStorage(), BoundedStorage()

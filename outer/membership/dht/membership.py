@@ -13,13 +13,13 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from outer.errors import InputError, PeerLost
 from outer.membership.base import Member
-from outer.membership.dht import RPC_SECONDS, bootstrap_addresses, close_dht, meet, open_dht
-from outer.membership.dht_records import find_members, find_records, list_runs, read_config, store_config, store_record
+from outer.membership.dht.node import RPC_SECONDS, bootstrap_addresses, close_dht, meet, open_dht
+from outer.membership.dht.records import find_members, find_records, list_runs, read_config, store_config, store_record
 from outer.membership.records import RunInfo, check_config_text, name_taken_error
 from outer.network.endpoints import Endpoint, Traffic
 from outer.network.rpc import StreamMessenger
 from outer.network.run_key import PeerAuth, RunKey
-from outer.transports.hivemind_addresses import parse_address
+from outer.transports.hivemind_addresses import PeerAddress, parse_address
 from outer.transports.hivemind_daemon import Daemon, DaemonSettings, start_daemon, stream_name
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,9 @@ class HivemindMembership:
         self._dht, self._daemon, self._run_id, self._auth = dht, daemon, run_id, daemon.auth
         self._record_seconds = record_seconds
         self._peers = bootstrap_addresses(bootstrap)
-        """Addresses of bootstrap peers, by multiaddress, and of islands, by name."""
+        """Addresses of bootstrap peers, by multiaddress, and of islands, by name or by the peer id of their node."""
+        self.remembers_nodes = False
+        """Whether to keep pinging all nodes that were met, because the islands' records do not name their nodes."""
         self._refresh_seconds = min(REFRESH_SECONDS, record_seconds / 3)
         self._own: Member | None = None
         self._config: str | None = None
@@ -134,8 +136,17 @@ class HivemindMembership:
         while True:
             await asyncio.sleep(MEET_SECONDS)
             table = self._dht.protocol.routing_table
+            self._remember([peer_id.to_base58() for peer_id in table.peer_id_to_uid])
             lost = [a for a in self._peers.values() if table.get(peer_id=PeerID.from_base58(a.peer_id)) is None]
             await asyncio.gather(*(meet(self._dht, self._daemon, a) for a in lost if a.peer_id != self._daemon.peer_id))
+
+    def _remember(self, peer_ids: Sequence[str]) -> None:
+        """Remember nodes without addresses: the libp2p daemon knows those of the peers that it was connected to."""
+        if self.remembers_nodes:
+            known = {address.peer_id for address in self._peers.values()}
+            for peer_id in peer_ids[: MAX_KNOWN_PEERS - len(self._peers)]:
+                if peer_id not in known:
+                    self._peers[peer_id] = PeerAddress(peer_id, 0, ())
 
     async def _refresh(self) -> None:
         while True:

@@ -1,121 +1,33 @@
 """Opens the connections of one rank: a transport, a messenger and, on rank 0, the membership, all of one kind."""
 
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
-
 from outer.agreement.proofs.signer import IslandSigner
 from outer.config import PORTS_OF_TLS
+from outer.connect.meeting import meet
+from outer.connect.settings import Network, NetworkSettings
 from outer.errors import InputError
 from outer.identity.access import Access
 from outer.identity.island_key import IslandKey
 from outer.identity.known_names import KnownNames
 from outer.identity.tls import TlsIdentity
-from outer.membership.base import Membership
-from outer.membership.records import RunInfo
-from outer.membership.rendezvous_link import check_rendezvous_addresses
-from outer.membership.tcp import find_runs_at_rendezvous, open_membership
-from outer.network.endpoints import Endpoint, Messenger, Traffic
+from outer.membership.rendezvous_link import check_rendezvous_addresses, is_of_dht
+from outer.network.endpoints import Traffic
 from outer.network.rejections import Rejections
 from outer.network.retry import retry_unreachable
 from outer.network.rpc import StreamMessenger
-from outer.network.run_key import PeerAuth, RunKey
+from outer.network.run_key import PeerAuth
 from outer.routes.addresses import Door, find_key, parse_relays
 from outer.routes.dialer import Dialer
 from outer.routes.proxy import parse_proxy
 from outer.routes.registration import Accept, Registrant, Registrations
 from outer.routes.streams import find_port, listen, serve_connection
-from outer.transports.base import Transport
-from outer.transports.loopback import Hub
 from outer.transports.tls.addresses import build_address, choose_announced_host
 
 
-@dataclass(frozen=True)
-class NetworkSettings:
-    """Identity of this rank, its addresses, and those of the swarm."""
-
-    run_id: str
-    island: str
-    rank: int
-    bootstrap: Sequence[str] = ()
-    """Addresses of the swarm, any of which may be dead. With hivemind, an island without addresses starts a swarm."""
-    listen_host: str = "127.0.0.1"
-    listen_port: int = 0
-    announce_host: str | None = None
-    """Host at which others reach this machine, if it is not listen_host."""
-    island_key: IslandKey | None = None
-    """The island's key. Without one, the network makes a key that nobody knows afterwards."""
-    names_path: Path | None = None
-    """File that keeps the owners of the run's names. On rank 0 only."""
-    ban_files: Sequence[Path] = ()
-    """Files of banned islands (outer/identity/access.py)."""
-    identity_path: Path | None = None
-    """With hivemind, file of the libp2p daemon's own key."""
-    hub: Hub | None = None
-    """With loopback, the network that the islands of this process share."""
-    leader_address: str | None = None
-    """On ranks above 0, rank 0's `Network.leader_address`."""
-    connect_seconds: float = 30.0
-    """Longest wait for the swarm, and for the other endpoints of a group."""
-    record_seconds: float = 15.0
-    """Time after which the DHT drops a dead island's record. The islands' clocks must agree to well within it. A
-    rendezvous uses its own clock and drops the record after a third of this time."""
-    run_key: RunKey | None = None
-    """Key that authenticates every message. Without one, anybody who knows the address may take part."""
-    allow: Sequence[str] = ()
-    """Public keys of the islands that may take part; with hivemind also libp2p peer ids. Empty allows all."""
-    relay: Literal["off", "client", "server"] = "off"
-    """With hivemind: client is reached through relays, server relays for others."""
-    tls_streams: int = 1
-    """With tls, connections on which this rank sends to each rank of another island."""
-    relays: Sequence[str] = ()
-    """With tls, relays as host:port, by which others reach this rank."""
-    proxy: str | None = None
-    """With tls, the URL of the proxy through which this rank dials whatever it dials."""
-    gloo_in_public: bool = False
-    """With gloo, listen on an address of the open internet although gloo asks nobody who he is."""
-
-    @property
-    def me(self) -> Endpoint:
-        return Endpoint(self.island, self.rank)
-
-
-@dataclass
-class Network:
-    """The connections of one rank to other islands. They live on one event loop."""
-
-    transport: Transport
-    messenger: Messenger
-    rejections: Rejections
-    names: KnownNames
-    island_key: IslandKey
-    membership: Membership | None = None  # on rank 0 only
-    leader_address: str | None = None
-    """Address that the other ranks of this island need to open their networks."""
-    _closers: Sequence[Callable[[], Awaitable[None]]] = ()
-    wait_for_loss: Callable[[], Awaitable[str]] | None = None
-    """Waits until these connections are lost for good, so that the island needs a new process, and returns the cause,
-    or "" if they were closed. None where that cannot happen."""
-    signer: IslandSigner = field(init=False)
-    """Signs this island's votes and checks those of others. `open_network` sets it."""
-
-    async def close(self) -> None:
-        """Leave the swarm and free sockets, processes and files. Idempotent."""
-        async with AsyncExitStack() as steps:  # runs all steps in reverse order, even if some of them raise
-            closers, self._closers = self._closers, ()
-            for close in reversed(closers):
-                steps.push_async_callback(close)
-            steps.push_async_callback(self.transport.close)
-            steps.push_async_callback(self.messenger.close)
-            if self.membership is not None:
-                steps.push_async_callback(self.membership.leave)
-            self.names.save()
-
-
 async def open_network(kind: str, settings: NetworkSettings) -> Network:
-    """Open this rank's network on the running event loop. Rank 0 opens first. Raises InputError on failure."""
+    """Open this rank's network on the running event loop. Raises InputError on failure.
+
+    Rank 0 opens first. With hivemind, the first rank of each other node opens then, and the others last.
+    """
     if kind not in OPENERS:
         raise InputError(f"outer.transport: got {kind!r}; allowed: {', '.join(OPENERS)}")
     auth, names = _build_auth(settings)
@@ -147,22 +59,6 @@ def _build_auth(settings: NetworkSettings) -> tuple[PeerAuth, KnownNames]:
         )
     access = Access(frozenset(settings.allow), settings.ban_files)
     return PeerAuth(settings.run_key, Rejections(), key, names, access=access), names
-
-
-async def find_runs(
-    address: str, connect_seconds: float, run_key: RunKey | None = None, proxy: str | None = None
-) -> dict[str, RunInfo]:
-    """The runs at a bootstrap address that `run_key` opens, by id. Raises InputError if unreachable or none opens."""
-    if address.startswith("tcp://"):
-        return await find_runs_at_rendezvous(address, connect_seconds, run_key, Dialer(parse_proxy(proxy)))
-    if address.startswith("/"):
-        from outer.membership.hivemind import find_runs_in_swarm
-
-        return await find_runs_in_swarm(address, connect_seconds, run_key)
-    raise InputError(
-        f"got the address {address!r}; allowed: /ip4/HOST/tcp/PORT/p2p/PEER_ID or tcp://HOST:PORT, "
-        "as `diloco bootstrap` prints it"
-    )
 
 
 async def _open_loopback(settings: NetworkSettings, auth: PeerAuth, names: KnownNames) -> Network:
@@ -198,7 +94,7 @@ async def _open_gloo(settings: NetworkSettings, auth: PeerAuth, names: KnownName
     if auth.key is not None:
         transport = SealedTransport(transport, auth, settings.run_id, settings.me)
     network = Network(transport, messenger, auth.rejections, names, auth.island)
-    return await _meet_at_rendezvous(settings, network, auth)
+    return await meet(settings, network, auth)
 
 
 async def _open_tls(settings: NetworkSettings, auth: PeerAuth, names: KnownNames) -> Network:
@@ -227,14 +123,15 @@ async def _open_tls(settings: NetworkSettings, auth: PeerAuth, names: KnownNames
         except BaseException:
             await network.close()
             raise
-    return await _meet_at_rendezvous(settings, network, auth, dialer)
+    return await meet(settings, network, auth, dialer, is_reachable=announced is not None)
 
 
 async def _open_messenger(
     settings: NetworkSettings, kind: str, auth: PeerAuth, port: int, announced: str, dialer: Dialer
 ) -> StreamMessenger:
     """Listen for calls. Raises InputError, also for addresses that are no rendezvous."""
-    check_rendezvous_addresses(kind, settings.bootstrap)
+    if kind != "tls" or not is_of_dht(settings.bootstrap):
+        check_rendezvous_addresses(kind, settings.bootstrap)
     messenger = StreamMessenger(settings.run_id, settings.me, dialer.open_streams, Traffic(), auth)
     try:
         return await listen(messenger, settings.listen_host, port, announced)
@@ -249,52 +146,37 @@ def _cannot_listen(host: str, port: int, error: OSError) -> InputError:
     )
 
 
-async def _meet_at_rendezvous(
-    settings: NetworkSettings, network: Network, auth: PeerAuth, dialer: Dialer | None = None
-) -> Network:
-    """The network with the membership at the rendezvous, which rank 0 has. It is closed if that fails."""
-    if settings.rank > 0:
-        return network
-    seconds = settings.record_seconds / 3, settings.connect_seconds
-    try:
-        network.membership = membership = await open_membership(
-            settings.bootstrap, settings.run_id, settings.me, *seconds, auth, dialer
-        )
-    except BaseException:
-        await network.close()
-        raise
-    network._closers = (*network._closers, membership.close)
-    return network
-
-
 async def _open_hivemind(settings: NetworkSettings, auth: PeerAuth, names: KnownNames) -> Network:
-    from outer.membership.dht import open_dht
-    from outer.membership.hivemind import HivemindMembership, open_messenger
+    from outer.membership.dht.membership import HivemindMembership, open_messenger
+    from outer.membership.dht.node import open_dht
     from outer.transports.hivemind import HivemindTransport
     from outer.transports.hivemind_addresses import choose_multiaddresses
     from outer.transports.hivemind_daemon import DaemonSettings, attach_daemon, start_daemon
 
-    if settings.rank == 0:
-        own = (settings.identity_path, settings.connect_seconds, settings.relay, auth)
+    starts_daemon = settings.daemon_address is None
+    if settings.daemon_address is None:
+        own = (settings.identity_path, settings.connect_seconds, settings.relay, auth, settings.rank)
         places = choose_multiaddresses(settings.listen_host, settings.listen_port, settings.announce_host)
         daemon = await start_daemon(DaemonSettings(*places, list(settings.bootstrap), *own))
     else:
-        assert settings.leader_address is not None, "ranks above 0 need rank 0's leader_address"
-        daemon = await attach_daemon(settings.leader_address, settings.rank, auth)
+        daemon = await attach_daemon(settings.daemon_address, settings.rank, auth)
     try:
         transport = HivemindTransport(daemon, settings.run_id, settings.me, settings.connect_seconds)
         await transport.open()
         messenger = await open_messenger(daemon, settings.run_id, settings.me, transport.traffic)
+        network = Network(
+            transport, messenger, auth.rejections, names, auth.island, daemon_address=daemon.local_address
+        )
+        network._closers, network.wait_for_loss = [daemon.close], daemon.wait_for_loss if starts_daemon else None
         if settings.rank > 0:
-            return Network(transport, messenger, auth.rejections, names, auth.island, _closers=[daemon.close])
+            return network
         dht = await open_dht(daemon, settings.bootstrap, settings.connect_seconds)
         membership = HivemindMembership(dht, daemon, settings.run_id, settings.record_seconds, settings.bootstrap)
     except BaseException:
         await daemon.close()
         raise
-    own = (auth.rejections, names, auth.island, membership, daemon.leader_address)
-    closers = (membership.close, daemon.close)
-    return Network(transport, messenger, *own, _closers=closers, wait_for_loss=daemon.wait_for_loss)
+    network.membership, network._closers = membership, (membership.close, daemon.close)
+    return network
 
 
 OPENERS = {"loopback": _open_loopback, "gloo": _open_gloo, "tls": _open_tls, "hivemind": _open_hivemind}

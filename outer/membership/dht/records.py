@@ -5,7 +5,7 @@
     <run>/config     config@key      the run's config as this island knows it, sealed
     diloco/runs      <run>@key       empty
 
-`key` is the island key that has signed the value (outer/membership/owned_records.py).
+`key` is the island key that has signed the value (outer/membership/dht/owned_records.py).
 """
 
 from collections import Counter
@@ -17,8 +17,8 @@ from hivemind.dht import DHTNode
 from outer.errors import InputError, MessageError
 from outer.identity.island_key import SIGNATURE_BYTES
 from outer.membership.base import Member
-from outer.membership.dht import MAX_VALUE_BYTES
-from outer.membership.owned_records import make_subkey, parse_subkey
+from outer.membership.dht.node import MAX_VALUE_BYTES
+from outer.membership.dht.owned_records import make_subkey, parse_subkey
 from outer.membership.records import MAX_CONFIG_BYTES, MAX_RECORD_BYTES, RUNS_KEY, check_record, parse_record
 from outer.network.rejections import RefusedError
 from outer.network.run_key import SEAL_BYTES, PeerAuth, RunKey, seal, unseal
