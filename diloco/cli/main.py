@@ -91,6 +91,9 @@ def mesh(
         str | None,
         typer.Option(help="With --gpu, the links between its nodes of eight GPUs (default: infiniband-ndr)."),
     ] = None,
+    placements: Annotated[
+        bool, typer.Option("--placements", help="Also list what a rank holds of every parameter, read off the model.")
+    ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -107,10 +110,12 @@ def mesh(
     from diloco.planning.mesh.request import MeshRequest
 
     request = MeshRequest(index=island, memory=memory, gpu=gpu, fabric=fabric)
-    rehearse = None
-    if dry_run:
-        from diloco.planning.mesh.dry_run import show_dry_run as rehearse
-    raise typer.Exit(0 if show_mesh(config, overrides or [], request, Console(), rehearse) else 1)
+    more = []
+    if placements or dry_run:
+        from diloco.planning.mesh.dry_run import show_dry_run, show_placements
+
+        more = [show_placements] * placements + [show_dry_run] * dry_run
+    raise typer.Exit(0 if show_mesh(config, overrides or [], request, Console(), more) else 1)
 
 
 @app.command()

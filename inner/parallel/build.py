@@ -69,7 +69,7 @@ def build_stages(layout: Layout) -> list[Transformer]:
     if isinstance(layout.model, OwnModel):
         return [_build_own_model(layout, layout.model)]
     mine = stages_at(layout.stages, layout.stage_ranks, layout.mesh.at["pp"])
-    return [_build_stage(layout, stage) for stage in mine]
+    return [build_stage(layout, stage) for stage in mine]
 
 
 def build_whole(layout: Layout) -> nn.Module:
@@ -90,7 +90,8 @@ def _build_own_model(layout: Layout, own: OwnModel) -> Transformer:
     return model.to_empty(device=layout.device)
 
 
-def _build_stage(layout: Layout, stage: Stage) -> Transformer:
+def build_stage(layout: Layout, stage: Stage) -> Transformer:
+    """A stage as the ranks of its pp coordinate hold it, parameters sharded and without values; call it on all."""
     parallel, degrees = layout.parallel, layout.mesh.degrees
     with torch.device("meta"):
         model = Transformer(layout.sizes, layout.positions, stage, layout.seq_len)

@@ -45,11 +45,11 @@ def show_mesh(
     overrides: list[str],
     request: MeshRequest,
     console: Console,
-    rehearse: Callable[[RunConfig, IslandConfig, StepPlan, Console], bool] | None = None,
+    more: Sequence[Callable[[RunConfig, IslandConfig, StepPlan, Console], bool]] = (),
 ) -> bool:
     """Print the mesh of one island. Returns False if a step does not fit into the memory that is asked for.
 
-    `rehearse` (dry_run.py) makes a step and prints it; its False is returned, too.
+    `more` (dry_run.py) prints what is found by building the model; False from any of it is returned, too.
 
     Raises ConfigError or InputError.
     """
@@ -83,15 +83,15 @@ def show_mesh(
         print_section(console, title, seconds_table(work, config.optimizer.tokens_per_step, hardware))
     console.print()
     print_text(console, host_line(config, island, plan))
-    is_sound = rehearse is None or rehearse(config.run, island, plan, console)
+    verdicts = [each(config.run, island, plan, console) for each in more]
     if limit is None:
-        return is_sound
+        return all(verdicts)
     fits = max(each.peak for each in plan.memory) <= limit
     console.print()
     print_text(
         console, advice(work, plan.optimizer, limit, plan.device_type), style="bold green" if fits else "bold red"
     )
-    return fits and is_sound
+    return fits and all(verdicts)
 
 
 def _title(config: Config, index: int) -> str:

@@ -1,0 +1,99 @@
+"""Where every parameter lies on a mesh, read off the model as it is built: without memory, values or other ranks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from inner.config import ParallelConfig
+from inner.mesh import Degrees, IslandMesh
+from inner.model.sizes import ModelSizes, OwnModel
+from inner.model.transformer import Transformer
+from inner.parallel.build import Layout, build_stage, build_stages
+from inner.params import local_tensor
+
+FSDP_AXIS = "fsdp"
+"""The axis of IslandMesh that is dp_shard and cp together."""
+
+
+@dataclass(frozen=True)
+class PlacedParam:
+    """A parameter on the first rank of a pp coordinate, which has the most where ranks have unequal shares."""
+
+    name: str
+    shape: tuple[int, ...]
+    pp: int
+    """The coordinate on pp of the ranks that hold it."""
+    cuts: tuple[tuple[str, str], ...]
+    """(axis, `rows` or `columns` or `whole`) for each axis of more than one rank: dp_replicate, fsdp, tp."""
+    local_shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+
+def find_placements(
+    model: ModelSizes | OwnModel, degrees: Degrees, parallel: ParallelConfig, seq_len: int
+) -> list[PlacedParam]:
+    """All parameters by pp coordinate, in the order of the model; a tied table is in the first stage and the last.
+
+    Call it where no process group is open. Raises InputError if the mesh does not fit the model.
+    """
+    with _rank_zero(degrees.num_ranks):
+        mesh, nowhere = IslandMesh(degrees, "cpu"), torch.device("meta")
+        # A dtype that nothing is stored in: it changes what is computed with only.
+        layout = Layout(model, seq_len, mesh, parallel, torch.bfloat16, nowhere)
+        placed = [
+            _place(name, param, degrees, pp)
+            for pp, stage in _all_stages(layout)
+            for name, param in stage.named_parameters()
+        ]
+    return sorted(placed, key=lambda each: each.pp)
+
+
+def _all_stages(layout: Layout) -> list[tuple[int, Transformer]]:
+    """Each stage with its pp coordinate: they differ in layers alone, so one rank can build them all."""
+    if isinstance(layout.model, OwnModel):
+        return [(0, stage) for stage in build_stages(layout)]
+    return [(pp, build_stage(layout, stage)) for pp, stage in zip(layout.stage_ranks, layout.stages, strict=True)]
+
+
+def _place(name: str, param: Tensor, degrees: Degrees, pp: int) -> PlacedParam:
+    cuts = {
+        axis: "whole"
+        for axis, degree in (("dp_replicate", degrees.dp_replicate), (FSDP_AXIS, degrees.fsdp), ("tp", degrees.tp))
+        if degree > 1
+    }
+    if isinstance(param, DTensor):
+        names = param.device_mesh.mesh_dim_names or ()
+        cuts |= {axis: _cut(each) for axis, each in zip(names, param.placements, strict=True) if axis in cuts}
+    local = local_tensor(param)
+    return PlacedParam(
+        name=name,
+        shape=tuple(param.shape),
+        pp=pp,
+        cuts=tuple(cuts.items()),
+        local_shape=tuple(local.shape),
+        dtype=str(local.dtype).removeprefix("torch."),
+        num_bytes=local.numel() * local.element_size(),
+    )
+
+
+def _cut(placement: Placement) -> str:
+    """FSDP's shard of what tp has cut by rows is strided and no Shard, but has a dimension, too."""
+    dim = getattr(placement, "dim", None)
+    return "whole" if dim is None else ("rows", "columns")[dim]
+
+
+@contextmanager
+def _rank_zero(num_ranks: int) -> Iterator[None]:
+    """Inside, this process is the first of so many ranks, of which no other exists; collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
