@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import diloco  # finds `inner`, in a checkout and in an installed wheel
 
-from diloco.planning.mesh_ranks import rank_groups
+from diloco.planning.mesh.ranks import rank_groups
 from inner.config import ParallelConfig
 from inner.dry_run.placements import find_placements
 from inner.mesh import Degrees, IslandMesh
