@@ -46,7 +46,7 @@ FLOORS = {
     "diloco": """
         errors watchdog
         config faults formatting
-        network_emulation planning.mesh records
+        network_emulation planning.laws planning.mesh records
         planning
         report runtime
         checkpoints connections swarm

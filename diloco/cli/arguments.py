@@ -104,6 +104,15 @@ Spread = Annotated[
         "between. Example: --spread 0.2.",
     ),
 ]
+Gpus = Annotated[
+    int | None,
+    typer.Option(min=1, help="GPUs of all islands: adds what scaling laws say of size, batch, loss and time."),
+]
+Watts = Annotated[
+    float | None,
+    typer.Option(min=1, help="With --gpus: power of a GPU with its share of the machine, for the energy."),
+]
+Hours = Annotated[float | None, typer.Option(min=0.01, help="With --gpus: the best size and tokens for so many hours.")]
 
 
 def with_resume(overrides: list[str] | None, resume: str | None) -> list[str]:

@@ -160,6 +160,9 @@ def plan(
     tokens: Annotated[
         str | None, typer.Option(metavar="COUNT", help="Tokens to estimate a duration for: 10B (default: the run's).")
     ] = None,
+    gpus: args.Gpus = None,
+    watts: args.Watts = None,
+    hours: args.Hours = None,
 ) -> None:
     """Predict the cost of a run on given links, term by term, and recommend settings. Starts nothing."""
     from rich.console import Console
@@ -177,6 +180,9 @@ def plan(
         codec_speed=codec_speed,
         utilisation=utilisation,
         tokens=tokens,
+        gpus=gpus,
+        watts=watts,
+        hours=hours,
     )
     raise typer.Exit(0 if show_plan(config, overrides or [], request, Console()) else 1)
 

@@ -17,12 +17,15 @@ from diloco.config.schema import Config, load_config
 from diloco.errors import ConfigError
 from diloco.formatting import parse_bits_per_second, parse_seconds
 from diloco.planning.mesh.gpus import find_gpu
+from diloco.planning.mesh.picture import print_section
 from diloco.planning.mesh.seconds import MFU, compute_seconds
 from diloco.planning.mesh.step_plan import StepPlan, build_step_plan, load_island
+from inner.flops import flops_per_token
 from inner.measure.peak_flops import peak_flops
 from outer.config import OuterConfig
 
 if TYPE_CHECKING:
+    from diloco.planning.plan_table import Picture
     from outer.cost import HostSpeed
 
 T = TypeVar("T")
@@ -45,6 +48,9 @@ class PlanRequest:
     codec_speed: str | None = None
     utilisation: float | None = None
     tokens: str | None = None
+    gpus: int | None = None
+    watts: float | None = None
+    hours: float | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,8 @@ def show_plan(path: Path, overrides: list[str], request: PlanRequest, console: C
     rtt_seconds = _parse("--rtt", parse_seconds, request.rtt)
     tokens = None if request.tokens is None else _parse("--tokens", parse_count, request.tokens)
     codec_bytes = None if request.codec_speed is None else _parse("--codec-speed", parse_count, request.codec_speed)
+    if request.gpus is None and (request.watts or request.hours):
+        raise ConfigError("--watts and --hours are those of some GPUs: give --gpus, their number in all islands")
     islands = [build_step_plan(config.run, load_island(config, i)) for i in range(max(1, len(config.islands)))]
     step = step_time(config, islands, request)
 
@@ -90,8 +98,28 @@ def show_plan(path: Path, overrides: list[str], request: PlanRequest, console: C
     )
     target = request.utilisation or UTILISATION
     rungs = ladder(case, target, measure)
-    print_plan(Picture(config, islands[0], step.source, rungs, target, tokens), console)
+    picture = Picture(config, islands[0], step.source, rungs, target, tokens)
+    print_plan(picture, console)
+    if request.gpus is not None:
+        show_laws(picture, request, console)
     return request.utilisation is None or rungs[0].prediction.utilisation >= target
+
+
+def show_laws(picture: "Picture", request: PlanRequest, console: Console) -> None:
+    """Print what scaling laws say of the run on `request.gpus` GPUs, as many of each kind. Raises ConfigError."""
+    from diloco.planning.laws.chinchilla import Allocation
+    from diloco.planning.laws.statements import Fleet, LawQuestion, statements
+    from inner.measure.param_specs import num_elements
+
+    config, case = picture.config, picture.case
+    assert request.gpus is not None, "the laws are asked for with --gpus"
+    peaks, source = _peaks(config, request)
+    fleet = Fleet(request.gpus, sum(peaks) / len(peaks), MFU, picture.prediction.utilisation, request.watts)
+    tokens = picture.tokens or picture.run_tokens
+    flops = tokens * flops_per_token(picture.island.work.sizes, config.data.seq_len).total
+    run = Allocation(num_elements(case.specs), tokens)
+    question = LawQuestion(config, run, flops, case.num_islands, fleet, request.hours)
+    print_section(console, f"What scaling laws and our runs say; {source}", "\n".join(statements(question)))
 
 
 def parse_count(text: str) -> float:

@@ -41,6 +41,11 @@ class Picture:
         return self.rungs[0].case
 
     @property
+    def run_tokens(self) -> float:
+        """Tokens that all islands of the run train on."""
+        return self.config.run.total_steps * self.config.optimizer.tokens_per_step * self.case.num_islands
+
+    @property
     def prediction(self) -> Prediction:
         return self.rungs[0].prediction
 
@@ -113,7 +118,7 @@ def _tokens(picture: Picture) -> str:
     """The number of tokens, and the time to train them."""
     config, case, p = picture.config, picture.case, picture.prediction
     a_cycle = case.num_islands * config.optimizer.tokens_per_step * p.inner_steps
-    tokens = picture.tokens or config.run.total_steps * config.optimizer.tokens_per_step * case.num_islands
+    tokens = picture.tokens or picture.run_tokens
     seconds = tokens / a_cycle * p.total_seconds
     counted = f"{human_count(tokens)} tokens".ljust(13)
     return f"{counted}  {human_duration(seconds)}, {human_count(tokens / seconds)} tokens/s in all islands"

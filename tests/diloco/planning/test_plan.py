@@ -81,6 +81,27 @@ def test_the_status_is_asked_for_with_the_utilisation():
     assert status() and status(utilisation=0.01) and not status(utilisation=0.99)
 
 
+def test_with_gpus_the_plan_says_what_laws_and_our_runs_say():
+    asked = {"gpus": 16, "watts": 1000.0, "flops": "400T", "tokens": "1G"}
+    text = "\n".join(printed([], 160, **asked))
+    for word in ("1.05M parameters on 1.0B tokens", "kWh", "Chinchilla", "2503.09799, extrapolated", "rounds; here 40"):
+        assert word in text, text
+    assert "best in 10 h" in "\n".join(printed([], 160, hours=10.0, **asked))
+    assert "scaling laws" not in "\n".join(printed([]))
+
+
+def test_the_time_on_gpus_is_compute_over_their_speed():
+    def hours(**more: object) -> float:
+        line = next(line for line in printed([], 160, flops="1G", tokens="100M", **more) if line.startswith("takes"))
+        return float(line.split()[1]) * (24 if "days" in line else 1)
+
+    assert hours(gpus=8) == pytest.approx(hours(gpus=2) / 4, rel=0.01)
+
+
+def test_watts_and_hours_without_gpus_are_refused():
+    assert "--gpus" in error_of(watts=700.0) and "--gpus" in error_of(hours=3.0)
+
+
 def test_a_codec_slower_than_the_link_is_warned_of():
     assert any("WARNING: int8 is slower" in line for line in printed([], codec_speed="1M"))
     assert not any("WARNING" in line for line in printed([], bandwidth="1mbit"))

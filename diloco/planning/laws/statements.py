@@ -1,0 +1,101 @@
+"""What the scaling laws and our own runs say of a run: its size, batch, learning rate, loss, time and energy."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from diloco.config.schema import Config
+from diloco.formatting import human_count
+from diloco.planning.laws.chinchilla import Allocation, best_for_compute, overhead
+from diloco.planning.laws.islands import CHECKED, best_batch, best_lr, is_extrapolated, loss_gap
+
+MEASURED_GAPS = {40: 0.148, 80: 0.064, 164: 0.023}
+"""Loss relative to data-parallel training by rounds, for outer Nesterov 0.7/0.9, 30 inner steps and four islands at 20
+tokens a parameter and 249k parameters: configs/experiments/batch.yaml, three seeds, docs/results.md."""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The GPUs, or other ranks, of all islands, and how fast they train."""
+
+    gpus: int
+    peak: float
+    """Operations per second of one."""
+    mfu: float
+    """Share of the peak that inner steps reach."""
+    utilisation: float
+    """Share of the time that islands spend on inner steps."""
+    watts: float | None = None
+    """Power of one, with its share of the machine; None if it was not given."""
+
+    @property
+    def flops_per_second(self) -> float:
+        """Model operations per second of all together."""
+        return self.gpus * self.peak * self.mfu * self.utilisation
+
+
+@dataclass(frozen=True)
+class LawQuestion:
+    """What the laws are asked."""
+
+    config: Config
+    run: Allocation
+    """The model's parameters, and the tokens that all islands train on."""
+    flops: float
+    """Model operations of the run, attention included."""
+    islands: int
+    fleet: Fleet
+    hours: float | None = None
+    """A budget to spend on the same fleet. None: the run's own compute."""
+
+
+def statements(question: LawQuestion) -> Iterator[str]:
+    """One line for each statement, with who says so in brackets."""
+    for name, text, source in [*_budget_lines(question), *_island_lines(question)]:
+        yield f"{name:<20}{text} [{source}]"
+
+
+def _budget_lines(question: LawQuestion) -> Iterator[tuple[str, str, str]]:
+    run, fleet, chinchilla = question.run, question.fleet, "Chinchilla (2203.15556)"
+    ratio = f"{run.tokens / run.params:.3g} tokens a parameter"
+    yield "this run", f"{_allocation(run)}, {ratio}: {question.flops:.3g} FLOP", "the model's own formula"
+    seconds = question.flops / fleet.flops_per_second
+    speed = f"{fleet.mfu:.0%} of the peak, {fleet.utilisation:.0%} of the time"
+    yield "takes", f"{_hours(seconds / 3600)} on {fleet.gpus} GPUs", f"{speed} computing"
+    if fleet.watts is not None:
+        kwh = fleet.gpus * fleet.watts * seconds / 3.6e6
+        yield "energy", f"{kwh:.3g} kWh", f"{fleet.watts:g} W a GPU, all the time"
+    yield "overhead", f"{100 * overhead(run):.3g} % more compute than the best size for this loss", chinchilla
+    budget = run.flops if question.hours is None else 3600 * question.hours * fleet.flops_per_second
+    what = "best with its FLOP" if question.hours is None else f"best in {_hours(question.hours)}"
+    best = best_for_compute(budget)
+    yield what, f"{_allocation(best)}; this size has {run.params / best.params:.2g} of its parameters", chinchilla
+
+
+def _island_lines(question: LawQuestion) -> Iterator[tuple[str, str, str]]:
+    config, islands, params = question.config, question.islands, question.run.params
+    law = "2503.09799" + (", extrapolated" if is_extrapolated(params) else "")
+    batch = config.optimizer.tokens_per_step * islands
+    yield "batch of all", f"{human_count(best_batch(params, islands))} tokens; here {human_count(batch)}", law
+    yield "", f"{human_count(best_batch(params, None))} tokens for data-parallel training", law
+    yield "inner lr", f"{best_lr(params, islands):.2g} with that batch; here {config.optimizer.lr:g}", law
+    yield "", f"{best_lr(params, None):.2g} for data-parallel training", law
+    outer = config.outer.optimizer
+    advice = "grows with islands and inner steps, not with the size"
+    yield "outer lr", f"{advice}; here {outer.lr:g}, momentum {outer.momentum:g}", "2503.09799, as words"
+    yield "loss", f"{_signed(loss_gap(params, islands))} to data-parallel training, at 20 tokens a parameter", law
+    checked = ", ".join(f"{_signed(ours / theirs - 1)} at {size}" for size, (theirs, ours) in CHECKED.items())
+    yield "", f"{checked}, measured with four islands", "2503.09799"
+    measured = ", ".join(f"{_signed(gap)} after {rounds}" for rounds, gap in MEASURED_GAPS.items())
+    yield "", f"{measured} rounds; here {config.outer.rounds}", "docs/results.md, 249k, 4 islands"
+
+
+def _allocation(allocation: Allocation) -> str:
+    return f"{human_count(allocation.params)} parameters on {human_count(allocation.tokens)} tokens"
+
+
+def _signed(share: float) -> str:
+    return f"{100 * share:+.1f} %"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:.3g} h" if hours < 48 else f"{hours / 24:.3g} days"
