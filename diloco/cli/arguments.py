@@ -104,6 +104,16 @@ Spread = Annotated[
         "between. Example: --spread 0.2.",
     ),
 ]
+Flops = Annotated[
+    str | None, typer.Option(metavar="RATE", help="Peak FLOP/s of a rank, for example 400T (default: measured).")
+]
+GpuNames = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAMES",
+        help="Instead of --flops the GPUs of the islands, one kind or one for each: h100 or h100,a100.",
+    ),
+]
 Gpus = Annotated[
     int | None,
     typer.Option(min=1, help="GPUs of all islands: adds what scaling laws say of size, batch, loss and time."),

@@ -131,16 +131,8 @@ def plan(
         str | None,
         typer.Option(metavar="TIME", help="Time of an inner step: 0.2 or 200ms (default: computed from --flops)."),
     ] = None,
-    flops: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Peak FLOP/s of a rank, for example 400T (default: measured).")
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="Instead of --flops the GPUs of the islands, one kind or one for each: h100 or h100,a100.",
-        ),
-    ] = None,
+    flops: args.Flops = None,
+    gpu: args.GpuNames = None,
     spread: Annotated[
         float | None,
         typer.Option(min=0, help="Extra step time of the slowest island, as a fraction of the fastest one's: 0.1."),
