@@ -53,6 +53,9 @@ def train_together(
         for settings in islands:
             folder = Path(settings.run_dir) / run.name / settings.label
             pinned = add_weights_hash(run, settings)
+            # Torch compiles in one thread at a time.
+            eager = settings.parallel.model_copy(update={"compile": False})
+            settings = settings.model_copy(update={"parallel": eager})
             running.append(stack.enter_context(open_runtime(pinned, settings, ranks, device, folder, shared)))
         resume_together(running)
         schedule_garbage()

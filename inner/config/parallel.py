@@ -59,8 +59,9 @@ class ParallelConfig(Section):
     """How attention reads the other ranks' share of the sequence when cp > 1."""
     recompute: Recompute = "none"
     """Activations that a block's backward recomputes instead of keeping them."""
-    compile: bool = False
-    """Whether each block is compiled with torch.compile."""
+    compile: bool | Literal["auto"] = "auto"
+    """Whether each block is compiled with torch.compile. auto: on CUDA with triton, where the layout allows it and
+    attention is not spread over cp."""
 
     def frees_after_forward(self, pp: int) -> bool:
         """Whether blocks free their gathered weights after the forward. Pipelines would gather them per micro-batch."""

@@ -17,7 +17,7 @@ from inner.model.loss import ChunkedCrossEntropy
 from inner.model.sizes import ModelSizes, OwnModel
 from inner.model.stage import Stage
 from inner.model.transformer import Transformer
-from inner.parallel.compile import compile_blocks
+from inner.parallel.compile import compile_blocks, is_compiled
 from inner.parallel.context.build import build_attend, rank_positions
 from inner.parallel.one_stage import OneStage, whole_loss
 from inner.parallel.own_model import build_own_model, own_model_loss
@@ -83,7 +83,7 @@ def build_whole(layout: Layout) -> nn.Module:
 def _build_own_model(layout: Layout, own: OwnModel) -> Transformer:
     parallel, model = layout.parallel, build_own_model(own, layout.seq_len)
     apply_recompute(model, parallel.recompute)
-    if parallel.compile:
+    if parallel.compile is True:
         compile_blocks(model, layout.device.type)
     if layout.mesh.degrees.num_copies > 1:
         apply_block_fsdp(model, layout.mesh.fsdp, layout.compute_dtype, reshard=parallel.frees_after_forward(pp=1))
@@ -103,7 +103,7 @@ def build_stage(layout: Layout, stage: Stage) -> Transformer:
     if degrees.tp > 1:
         apply_tensor_parallel(model, layout.mesh.tp, sequence_parallel=parallel.sequence_parallel)
     apply_recompute(model, parallel.recompute)
-    if parallel.compile:
+    if is_compiled(parallel, degrees, layout.device.type):
         compile_blocks(model, layout.device.type)
     if degrees.num_copies > 1:
         apply_fsdp(model, layout.mesh.fsdp, layout.compute_dtype, reshard=parallel.frees_after_forward(degrees.pp))

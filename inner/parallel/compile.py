@@ -2,7 +2,23 @@
 
 from torch import nn
 
+from inner.config import ParallelConfig
 from inner.errors import InputError
+from inner.mesh import Degrees
+from inner.parallel.layout_check import find_compile_obstacle
+
+
+def is_compiled(parallel: ParallelConfig, degrees: Degrees, device_type: str) -> bool:
+    """Whether blocks are compiled: as the config says, or with auto where it is of use and there is triton."""
+    if parallel.compile != "auto":
+        return parallel.compile
+    return is_worth_compiling(parallel, degrees, device_type) and _has_triton()
+
+
+def is_worth_compiling(parallel: ParallelConfig, degrees: Degrees, device_type: str) -> bool:
+    """Whether to compile unasked: on CUDA, unless torch is known to fail, or would make several graphs of a block."""
+    is_whole = degrees.cp == 1
+    return device_type == "cuda" and is_whole and find_compile_obstacle(parallel, degrees) is None
 
 
 def compile_blocks(model: nn.Module, device_type: str) -> None:
@@ -26,7 +42,6 @@ def _check_compiler(device_type: str) -> None:
     from torch._inductor import config
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
-    from torch.utils._triton import has_triton
 
     if device_type == "cpu":
         try:
@@ -37,8 +52,14 @@ def _check_compiler(device_type: str) -> None:
                 f"parallel.compile: needs a C++ compiler on a CPU, and {compiler!r} cannot be run; install one "
                 "(apt install g++), or name yours in CXX, or set parallel.compile to false"
             ) from None
-    elif not has_triton():
+    elif not _has_triton():
         raise InputError(
             "parallel.compile: needs triton on a GPU (compute capability 7.0 or later); pip install triton, "
             "or set parallel.compile to false"
         )
+
+
+def _has_triton() -> bool:
+    from torch.utils._triton import has_triton
+
+    return has_triton()

@@ -43,25 +43,31 @@ def _check_zero(parallel: ParallelConfig, degrees: Degrees) -> None:
 
 
 def _check_compile(parallel: ParallelConfig, degrees: Degrees) -> None:
-    """Refuse layouts that torch 2.13 cannot compile."""
-    if not parallel.compile:
-        return
-    where, recompute = "island.parallel.compile", parallel.recompute
+    """Refuse layouts that torch 2.13 cannot compile, if the config asks for it."""
+    obstacle = find_compile_obstacle(parallel, degrees) if parallel.compile is True else None
+    if obstacle is not None:
+        raise InputError(f"island.parallel.compile: {obstacle}")
+
+
+def find_compile_obstacle(parallel: ParallelConfig, degrees: Degrees) -> str | None:
+    """Why torch 2.13 cannot compile the blocks of a layout, and what to set; None if it can."""
+    recompute = parallel.recompute
     if degrees.pp > 1 and parallel.schedule in SPLIT_BACKWARD:
-        raise InputError(
-            f"{where}: schedule {parallel.schedule} splits the backward into inputs and weights, which a compiled "
+        return (
+            f"schedule {parallel.schedule} splits the backward into inputs and weights, which a compiled "
             "block cannot do; set compile to false, or schedule to 1f1b, interleaved_1f1b or breadth_first"
         )
     if degrees.tp > 1 and recompute in ("attention", "full"):
-        raise InputError(
-            f"{where}: with island.mesh.tp {degrees.tp}, blocks that recompute {recompute} cannot be compiled; "
+        return (
+            f"with island.mesh.tp {degrees.tp}, blocks that recompute {recompute} cannot be compiled; "
             "set recompute to selective or none, or compile to false"
         )
     if degrees.cp > 1 and recompute != "none":
-        raise InputError(
-            f"{where}: with island.mesh.cp {degrees.cp}, blocks that recompute {recompute} would run uncompiled; "
+        return (
+            f"with island.mesh.cp {degrees.cp}, blocks that recompute {recompute} would run uncompiled; "
             "set recompute to none, or compile to false"
         )
+    return None
 
 
 def _check_tensor(sizes: ModelSizes, tp: int) -> None:

@@ -97,7 +97,7 @@ def build_our_trainer(case: ModelCase, degrees: Degrees) -> TrainingLoop:
         total_steps=10**6,
     )
     config = OPTIMIZER.model_copy(update={"tokens_per_step": case.tokens * degrees.num_ranks})
-    trainer = Trainer(case.sizes, config, IslandMesh(degrees, case.device), ParallelConfig(), settings)
+    trainer = Trainer(case.sizes, config, IslandMesh(degrees, case.device), ParallelConfig(compile=False), settings)
     shares = range(trainer.data_rank * each, (trainer.data_rank + 1) * each)
     batches = [torch.cat([case.windows(share, number) for share in shares]) for number in range(NUM_BATCHES)]
 

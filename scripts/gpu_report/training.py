@@ -73,7 +73,9 @@ class TrainingCase:
             eos_id=EOS if self.masks_documents else None,
         )
         mesh = IslandMesh(self.degrees, torch.device(device).type)
-        return Trainer(self.sizes, self.optimizer, mesh, self.parallel, settings)
+        # What a section does not ask to be compiled is measured as it is.
+        parallel = self.parallel.model_copy(update={"compile": self.parallel.compile is True})
+        return Trainer(self.sizes, self.optimizer, mesh, parallel, settings)
 
     def windows(self, step: int) -> list[Tensor]:
         """A step's text, the same on every device: random, with a pattern that can be learned."""

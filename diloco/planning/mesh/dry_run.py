@@ -77,7 +77,7 @@ def show_dry_run(run: RunConfig, island: IslandConfig, plan: StepPlan, console: 
     seconds = human_seconds(max(report.done.seconds for report in reports))
     print_section(console, f"Dry run of a step on a device that computes nothing ({seconds} a rank)", _table(reports))
     notes = [line for report in reports for line in report.differences]
-    if island.parallel.compile:
+    if island.parallel.compile is not False and plan.device_type == "cuda":
         notes.append("torch.compile is left out of a dry run")
     if notes:
         print_text(console, "\n".join(notes))

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from inner.config import ParallelConfig, Recompute
 from inner.mesh import Degrees
 from inner.model.sizes import ModelSizes
+from inner.parallel.compile import is_compiled, is_worth_compiling
 from inner.params import LocalParams
 from tests.harness import run_ranks
 from tests.inner.small import batch, build_trainer, relative_error, share
@@ -134,3 +135,28 @@ def test_a_missing_compiler_is_said_with_a_cure() -> None:
     message = done.stderr.splitlines()[-1]
     assert message.startswith("inner.errors.InputError: parallel.compile"), done.stderr
     assert "'/nonexistent/g++'" in message and "set parallel.compile to false" in message
+
+
+@pytest.mark.parametrize(
+    "degrees,how,device",
+    [
+        (Degrees(), {}, "cpu"),
+        (Degrees(cp=2), {}, "cuda"),
+        (Degrees(tp=2), {"recompute": "full"}, "cuda"),
+        (Degrees(pp=2), {"schedule": "zbv"}, "cuda"),
+    ],
+)
+def test_blocks_are_not_compiled_unasked_where_that_fails_or_gains_little(
+    degrees: Degrees, how: dict[str, Any], device: str
+) -> None:
+    assert not is_worth_compiling(ParallelConfig(**how), degrees, device)
+
+
+def test_blocks_are_compiled_by_themselves_on_cuda() -> None:
+    assert is_worth_compiling(ParallelConfig(recompute="selective"), Degrees(dp_shard=8, tp=2, pp=2), "cuda")
+
+
+@pytest.mark.parametrize("choice", [True, False])
+def test_whoever_says_whether_to_compile_decides(choice: bool) -> None:
+    for degrees, device in ((Degrees(cp=2), "cpu"), (Degrees(dp_shard=8), "cuda")):
+        assert is_compiled(ParallelConfig(compile=choice), degrees, device) == choice
