@@ -71,8 +71,14 @@ def estimate_host_memory(
     if on_cpu and inner_step:
         counted = trained + certain.get("gradients", 0.0)
         possible["the rest of an inner step"] = max(0.0, max(each.peak for each in inner_step) - counted)
-    moving = moving_bytes(run.outer, tuple(specs), num_islands, degrees.num_ranks, is_copied=not on_cpu)
-    return HostMemory(certain, possible | {"slices and parts on their way": moving})
+    moved = run.outer, tuple(specs), num_islands, degrees.num_ranks
+    moving = moving_bytes(*moved, is_copied=not on_cpu)
+    possible["slices and parts on their way"] = moving
+    if not on_cpu:
+        # What comes from a GPU does so in page-locked memory, which torch takes in powers of two and keeps.
+        saved = trained if island.checkpoint.every_rounds is not None else 0.0
+        possible["page-locked memory rounded up"] = saved + moving - moving_bytes(*moved, is_copied=False)
+    return HostMemory(certain, possible)
 
 
 def _certain_purposes(run: RunConfig) -> tuple[str, ...]:

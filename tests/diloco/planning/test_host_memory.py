@@ -15,6 +15,7 @@ from outer.reduce.reducer import PARTS_IN_FLIGHT
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 MOVING = "slices and parts on their way"
+PINNED = "page-locked memory rounded up"
 
 
 def estimate(device: str, *overrides: str, num_ranks: int = 2) -> HostMemory:
@@ -42,6 +43,14 @@ def test_what_a_gpu_holds_is_not_on_the_host() -> None:
 def test_slices_are_copied_to_the_host_from_a_gpu_only() -> None:
     # A rank's share of the slices, and the half of its parts that the other rank holds or gets.
     assert estimate("cuda").possible[MOVING] == 2 * estimate("cpu").possible[MOVING] > 0
+
+
+def test_page_locked_memory_may_take_twice_what_is_copied_from_a_gpu() -> None:
+    without, host, cpu = estimate("cuda", "island.checkpoint.every_rounds=null"), estimate("cuda"), estimate("cpu")
+    slices = without.possible[PINNED]
+    assert slices == cpu.certain["global params"] > 0
+    assert host.possible[PINNED] == slices + cpu.certain["params and optimizer"]
+    assert PINNED not in cpu.possible
 
 
 def test_a_checkpoint_is_a_copy_of_what_is_trained_and_averaged() -> None:
