@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from inner.measure.fsdp_gathers import StageGathers, count_gathers
+from inner.measure.muon_traffic import list_exchanges
 from inner.measure.workload import FsdpParamGroup, Workload
 from inner.mesh import Degrees
 from inner.model.stage import Stage
@@ -47,7 +48,8 @@ def sent_bytes(op: str, size: int, num_ranks: int) -> int:
 def expected_traffic(work: Workload, pp_rank: int = 0) -> list[TrafficRow]:
     """Traffic of a rank at pipeline coordinate `pp_rank` in the forward and backward of one inner step.
 
-    It excludes bookkeeping of a few bytes (losses, norms, counts) and Muon's traffic; AdamW and SGD send nothing.
+    It excludes bookkeeping of a few bytes (losses, norms, counts). Muon's exchange is that of all matrices in one param
+    group; AdamW and SGD send nothing.
     """
     tally = _Tally(work.degrees)
     gathers = count_gathers(work, pp_rank)
@@ -58,6 +60,9 @@ def expected_traffic(work: Workload, pp_rank: int = 0) -> list[TrafficRow]:
         _count_pipeline(tally, work, stage)
     _count_replicated(tally, work, work.stages_at(pp_rank))
     _count_tied(tally, work, pp_rank)
+    if work.deals_matrices:
+        for exchange in list_exchanges(work, work.stages_at(pp_rank)):
+            tally.add(*exchange)
     return tally.rows
 
 

@@ -25,6 +25,8 @@ class Workload:
     """Micro-batches of one rank."""
     compute_itemsize: int
     """Bytes per element in the compute dtype."""
+    deals_matrices: bool = False
+    """Whether the optimizer deals the matrices of the layers out to the ranks, as Muon does."""
 
     @property
     def tokens(self) -> int:

@@ -6,15 +6,14 @@ that of one process. Here, in fp32 on whole matrices, it differs by 1e-5.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
-from inner.params import local_tensor
+from inner.optim.matrix_exchange import build_exchange
 
 # Quintic iteration x <- a x + (b xx' + c (xx')^2) x: steep at 0, it maps singular values to about 0.7 .. 1.2.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -75,38 +74,16 @@ def _batches(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def orthogonalise(matrices: list[Tensor], dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Orthogonalise matrices of one kind. Of sharded ones each rank of their mesh does as many, whole.
+    """Orthogonalise matrices of one kind. Of sharded ones each rank of their mesh does one, whole.
 
     The results are sharded alike. Every rank of the mesh must call it with the same list.
     """
     first = matrices[0]
     if not isinstance(first, DTensor):
         return [newton_schulz(matrix, dtype) for matrix in matrices]
-    mesh, shape = first.device_mesh, torch.Size((len(matrices), *first.shape))
-    stride = (first.shape[0] * first.shape[1], first.shape[1], 1)
-    pieces = torch.stack([local_tensor(matrix) for matrix in matrices])
-    stacked = DTensor.from_local(pieces, mesh, _behind(first.placements), shape=shape, stride=stride)
-    by_matrix = [Shard(0)] * mesh.ndim
-    # Contiguous, because strides decide how products round.
-    whole = stacked.redistribute(placements=by_matrix).to_local().contiguous()
-    for matrix in whole:
-        matrix.copy_(newton_schulz(matrix, dtype))
-    back = DTensor.from_local(whole, mesh, by_matrix, shape=shape, stride=stride)
-    shards = back.redistribute(placements=stacked.placements).to_local()
-    return [
-        DTensor.from_local(shard, mesh, first.placements, shape=first.shape, stride=first.stride()) for shard in shards
-    ]
-
-
-def _behind(placements: Sequence[Placement]) -> list[Placement]:
-    """The placements of matrices, for a stack of them: each dim is one further."""
-    moved: list[Placement] = []
-    for placement in placements:
-        if isinstance(placement, _StridedShard):
-            moved.append(_StridedShard(placement.dim + 1, split_factor=placement.split_factor))
-        else:
-            moved.append(Shard(placement.dim + 1) if isinstance(placement, Shard) else placement)
-    return moved
+    exchange = build_exchange(first)
+    whole = exchange.deal(matrices)
+    return exchange.collect(newton_schulz(whole, dtype) if exchange.index < len(matrices) else whole, matrices)
 
 
 def newton_schulz(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -50,6 +50,7 @@ class Case:
             micro_batch=1,
             num_micro_batches=self.num_micro_batches,
             compute_itemsize=2,
+            deals_matrices=self.optimizer == "muon",
         )
 
     @property
@@ -80,6 +81,7 @@ CASES = {
     "8b, 8 layers on 128, the last rank": Case(
         "8b", Degrees(pp=4, dp_shard=2, cp=2, tp=8), num_layers=8, num_micro_batches=4, rank=127
     ),
+    "1b, 4 layers, Muon": Case("1b", Degrees(dp_replicate=2, dp_shard=2, tp=2), num_layers=4, rank=5, optimizer="muon"),
     "1b, 2 layers, the tied table in two stages": Case("1b", Degrees(pp=2, tp=2), num_layers=2, rank=3),
 }
 SLOW = {
@@ -107,6 +109,13 @@ SLOW = {
     "8b, 4 layers, ZeRO-2": Case("8b", Degrees(dp_shard=8), num_layers=4, parallel={"zero": 2}),
     "8b, 4 layers, keys gathered": Case(
         "8b", Degrees(dp_shard=2, cp=4), num_layers=4, parallel={"context": "all_gather"}
+    ),
+    "8b, 4 layers, Muon": Case("8b", Degrees(dp_shard=8), num_layers=4, optimizer="muon"),
+    "8b, 4 layers in 2 stages, Muon": Case(
+        "8b", Degrees(pp=2, dp_shard=2, cp=2), num_layers=4, rank=7, optimizer="muon"
+    ),
+    "8b, 6 layers, more ranks than key-value heads, Muon": Case(
+        "8b", Degrees(dp_shard=2, tp=16), num_layers=6, seq_len=8192, rank=31, optimizer="muon"
     ),
     "8b, 4 layers, ring": Case("8b", Degrees(dp_shard=2, cp=4), num_layers=4, rank=7),
     **{

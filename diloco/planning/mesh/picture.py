@@ -70,8 +70,7 @@ def show_mesh(
     print_section(console, name, "\n".join(lines))
     if work.degrees.num_ranks > 1:
         which = "" if work.degrees.pp == 1 else " (of the pp ranks, the one that sends most)"
-        without = ", without Muon's own exchange" if plan.optimizer == "muon" else ""
-        print_section(console, f"What a rank sends in a step{which}{without}", traffic_table(work, width))
+        print_section(console, f"What a rank sends in a step{which}", traffic_table(work, width))
     if work.degrees.pp > 1:
         print_section(console, *pipeline(plan, width))
     where = "the CPU" if plan.device_type == "cpu" else "a GPU"

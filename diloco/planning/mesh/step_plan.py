@@ -71,6 +71,7 @@ def build_step_plan(run: RunConfig, island: IslandConfig) -> StepPlan:
             run.optimizer.tokens_per_step, run.data.seq_len, island.micro_batch, degrees.num_data_ranks
         ),
         compute_itemsize=ITEMSIZES[island.resolve_compute_dtype(device_type)],
+        deals_matrices=run.optimizer.name == "muon",
     )
     return StepPlan(work, find_state_bytes(run.optimizer), device_type, is_assumed)
 

@@ -98,6 +98,10 @@ def _axis(row: TrafficRow, degrees: Degrees) -> str:
 
 def _what(row: TrafficRow, work: Workload) -> str:
     """Kind of traffic. The gradients of activations, keys and values are counted with them."""
+    if row.axis in ("fsdp", "tp") and row.op == "all_to_all":
+        return "Muon's matrices"
+    if row.axis == "dp_replicate" and row.op == "all_gather":
+        return "Muon's updates"
     if row.axis == "cp":
         return "heads" if work.parallel.context == "ulysses" else "keys and values"
     if row.axis == "fsdp":

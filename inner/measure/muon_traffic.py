@@ -1,0 +1,72 @@
+"""Predicts what Muon sends in a step: shards of matrices that it orthogonalises whole, and back. No torch here."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from inner.measure.workload import Workload
+from inner.model.stage import Stage
+
+FP32 = 4
+
+
+class MatrixKind(NamedTuple):
+    """Matrices of one shape that are sharded alike. FSDP shards their rows."""
+
+    rows: int
+    cols: int
+    tp_dim: int | None
+    """The dim that tp shards; None if every rank of tp has the whole matrix."""
+
+
+class Exchange(NamedTuple):
+    """Calls of one operation along an axis, each with `size` bytes of input."""
+
+    axis: str
+    op: str
+    calls: int
+    size: int
+
+
+def list_exchanges(work: Workload, stages: list[Stage]) -> Iterator[Exchange]:
+    """Muon's exchange of the matrices of these stages' layers, as one param group has them all."""
+    num_layers = sum(len(stage.layers) for stage in stages)
+    for kind, count in _matrix_kinds(work).items():
+        yield from _exchanges_of(work, kind, -(-count * num_layers // _num_ranks(work)))
+
+
+def _num_ranks(work: Workload) -> int:
+    """Ranks over which a stage's parameters are spread."""
+    return work.degrees.dp_replicate * work.degrees.fsdp * work.degrees.tp
+
+
+def _matrix_kinds(work: Workload) -> Counter[MatrixKind]:
+    """The matrices of a layer, by kind."""
+    sizes, is_split = work.sizes, work.degrees.tp > 1
+    by_rows, by_cols = 0, 1 if is_split else 0
+    of_kv = None if sizes.num_kv_heads < work.degrees.tp else by_rows
+    return Counter(
+        [
+            MatrixKind(sizes.q_dim, sizes.dim, by_rows),
+            MatrixKind(sizes.dim, sizes.q_dim, by_cols),
+            *[MatrixKind(sizes.kv_dim, sizes.dim, of_kv)] * 2,
+            *[MatrixKind(sizes.ffn_dim, sizes.dim, by_rows)] * 2,
+            MatrixKind(sizes.dim, sizes.ffn_dim, by_cols),
+        ]
+    )
+
+
+def _exchanges_of(work: Workload, kind: MatrixKind, batches: int) -> Iterator[Exchange]:
+    """Of so many batches, each of as many matrices as there are ranks (inner/optim/matrix_exchange.py)."""
+    replicas, shards, tp = work.degrees.dp_replicate, work.degrees.fsdp, work.degrees.tp
+    rows = kind.rows // tp if kind.tp_dim == 0 else kind.rows
+    cols = kind.cols // tp if kind.tp_dim == 1 else kind.cols
+    tp_replicas = tp if kind.tp_dim is None else 1
+    shard = -(-rows // shards) * cols * FP32
+    share = _num_ranks(work) // (replicas * tp_replicas)
+    yield Exchange("fsdp", "all_to_all", 2 * batches, share * shard)
+    if kind.tp_dim is not None:
+        yield Exchange("tp", "all_to_all", 2 * batches, share // shards * rows * cols * FP32)
+    else:
+        yield Exchange("tp", "all_gather", batches, share * shard)
+    yield Exchange("dp_replicate", "all_gather", batches, share * tp_replicas * shard)

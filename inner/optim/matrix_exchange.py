@@ -1,0 +1,137 @@
+"""Deals sharded matrices out to the ranks of their mesh, one whole matrix each, and brings results back as shards.
+
+dp_replicate   every rank takes its share of the matrices       results are gathered
+fsdp, tp       shards go to the rank that gets the matrix       and come back
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from inner.params import local_tensor
+
+
+class _Axis(NamedTuple):
+    """An axis of the mesh with more than one rank."""
+
+    group: ProcessGroup
+    size: int
+    rank: int
+    dim: int | None
+    """The dim of the matrices that it shards; None if it has replicas."""
+    length: int
+    """Rows or columns of a matrix once the shards of this axis, and of those before it, are together."""
+
+
+@dataclass(frozen=True)
+class MatrixExchange:
+    """The exchange of matrices of one kind. Every rank of their mesh must make each call together."""
+
+    axes: list[_Axis]
+    """Those with replicas first. Where two axes shard one dim, the second one was applied first."""
+    shard: tuple[int, int]
+    """Rows and columns of the largest shard; others are padded to it."""
+
+    @property
+    def num_ranks(self) -> int:
+        return prod(axis.size for axis in self.axes)
+
+    @property
+    def index(self) -> int:
+        """Index of the matrix that this rank gets."""
+        index = 0
+        for axis in self.axes:
+            index = index * axis.size + axis.rank
+        return index
+
+    def deal(self, matrices: Sequence[Tensor]) -> Tensor:
+        """This rank's matrix, whole, of at most `num_ranks`; zeros if there are fewer."""
+        first = local_tensor(matrices[0])
+        x = first.new_zeros((self.num_ranks, *self.shard))
+        for place, matrix in zip(x, matrices, strict=False):
+            local = local_tensor(matrix)
+            place[: local.shape[0], : local.shape[1]] = local
+        for axis in self.axes:
+            x = x.chunk(axis.size)[axis.rank] if axis.dim is None else _join(x, axis, axis.dim)
+        # Contiguous, because strides decide how products round.
+        return x[0].contiguous()
+
+    def collect(self, whole: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """What all ranks have made of `matrices`, sharded like them, from what this one has made of its own."""
+        x = whole[None]
+        for axis in reversed(self.axes):
+            x = _gather(x, axis) if axis.dim is None else _split(x, axis, axis.dim)
+        pairs = zip(x, matrices, strict=False)
+        return [_like(piece, matrix) for piece, matrix in pairs if isinstance(matrix, DTensor)]
+
+
+def build_exchange(matrix: DTensor) -> MatrixExchange:
+    """The exchange for matrices that are shaped and sharded like this one."""
+    mesh, shape = matrix.device_mesh, list(matrix.shape)
+    place = mesh.get_coordinate()
+    assert place is not None, "a matrix of another rank's mesh"
+    replicas: list[_Axis] = []
+    shards: list[_Axis] = []
+    for number in reversed(range(mesh.ndim)):
+        placement, size = matrix.placements[number], mesh.size(number)
+        if size == 1:
+            continue
+        dim = placement.dim if isinstance(placement, Shard | _StridedShard) else None
+        axes = replicas if dim is None else shards
+        axes.insert(0, _Axis(mesh.get_group(number), size, place[number], dim, 0 if dim is None else shape[dim]))
+        if dim is not None:
+            shape[dim] = -(-shape[dim] // size)
+    return MatrixExchange(replicas + shards, (shape[0], shape[1]))
+
+
+def _join(x_MAB: Tensor, axis: _Axis, dim: int) -> Tensor:
+    """Give each rank of the axis its share of the matrices with all shards of them."""
+    (M, A, B), k = x_MAB.shape, axis.size
+    blocks = _swap(x_MAB, axis).view(k, M // k, A, B)
+    if dim == 0:
+        joined = blocks.transpose(0, 1).reshape(M // k, k * A, B)
+    else:
+        joined = blocks.permute(1, 2, 0, 3).reshape(M // k, A, k * B)
+    return joined.narrow(1 + dim, 0, axis.length)
+
+
+def _split(x_MAB: Tensor, axis: _Axis, dim: int) -> Tensor:
+    """The inverse of `_join`."""
+    k, length = axis.size, -(-axis.length // axis.size)
+    missing = k * length - axis.length
+    padded = torch.nn.functional.pad(x_MAB, (0, missing * dim, 0, missing * (1 - dim)))
+    M, A, B = padded.shape
+    if dim == 0:
+        blocks = padded.view(M, k, length, B).transpose(0, 1)
+    else:
+        blocks = padded.view(M, A, k, length).permute(2, 0, 1, 3)
+    return _swap(blocks.flatten(0, 1), axis)
+
+
+def _swap(x_MAB: Tensor, axis: _Axis) -> Tensor:
+    """Send the ranks of the axis one part of the matrices each, and get theirs."""
+    received = torch.empty_like(x_MAB, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x_MAB.contiguous(), group=axis.group)
+    return received
+
+
+def _gather(x_MAB: Tensor, axis: _Axis) -> Tensor:
+    gathered = x_MAB.new_empty((axis.size * x_MAB.shape[0], *x_MAB.shape[1:]))
+    dist.all_gather_into_tensor(gathered, x_MAB.contiguous(), group=axis.group)
+    return gathered
+
+
+def _like(padded: Tensor, matrix: DTensor) -> Tensor:
+    rows, cols = local_tensor(matrix).shape
+    local = padded[:rows, :cols]
+    return DTensor.from_local(
+        local, matrix.device_mesh, matrix.placements, run_check=False, shape=matrix.shape, stride=matrix.stride()
+    )
