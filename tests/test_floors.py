@@ -24,6 +24,7 @@ FLOORS = {
         parallel.pipeline
         checkpoint parallel
         measure trainer
+        measure.traffic
         dry_run
     """,
     "outer": """

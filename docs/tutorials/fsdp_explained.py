@@ -20,7 +20,7 @@ import diloco  # finds `inner`, in a checkout and in an installed wheel
 
 from inner.config import ParallelConfig
 from inner.dry_run.comm_counter import CommCounter, island_groups
-from inner.measure.traffic import expected_traffic
+from inner.measure.traffic.expected import expected_traffic
 from inner.measure.workload import Workload
 from inner.mesh import Degrees, IslandMesh
 from inner.model.init import initialise

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from inner.measure.traffic import OTHER, SCALARS, TrafficRow, sent_bytes
+from inner.measure.traffic.expected import OTHER, SCALARS, TrafficRow, sent_bytes
 from inner.mesh import IslandMesh
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")

@@ -3,9 +3,8 @@
 from dataclasses import dataclass, replace
 
 from inner.measure.activations import FP32, TOKEN_IDS, ActivationMemory, loss_memory
-from inner.measure.fsdp_gathers import MANAGED_STAGES
 from inner.measure.gradients import StageGradients
-from inner.measure.workload import FsdpParamGroup, Workload
+from inner.measure.workload import MANAGED_STAGES, FsdpParamGroup, Workload
 from inner.model.stage import Stage
 from inner.optim.state_bytes import STATE_BYTES, StateBytes
 from inner.parallel.pipeline.stages import ONE_STAGE_PER_RANK

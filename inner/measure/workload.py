@@ -11,6 +11,9 @@ from inner.model.stage import Stage
 from inner.parallel.pipeline.schedule import Action, rank_actions
 from inner.parallel.pipeline.stages import plan_stages, ranks_of_stages, stages_at
 
+MANAGED_STAGES = 3
+"""Number of stages, the next ones to compute, whose weights torch keeps in schedules with several stages per rank."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:

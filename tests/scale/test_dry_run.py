@@ -15,7 +15,7 @@ from diloco.planning.mesh.dry_run import rehearse_apart
 from inner.config import OptimizerConfig, ParallelConfig
 from inner.dry_run.case import Rehearsal, RehearsalResult
 from inner.measure.memory import estimate_memory
-from inner.measure.traffic import SCALARS, expected_traffic
+from inner.measure.traffic.expected import SCALARS, expected_traffic
 from inner.measure.workload import Workload
 from inner.mesh import Degrees
 from inner.model.sizes import PRESETS

@@ -23,7 +23,7 @@ from diloco.planning.mesh.step_plan import StepPlan
 from diloco.planning.mesh.traffic import plain_table
 from inner.dry_run.case import Rehearsal, RehearsalResult
 from inner.dry_run.placements import FSDP_AXIS, PlacedParam, find_placements
-from inner.measure.traffic import SCALARS, TrafficRow, expected_traffic
+from inner.measure.traffic.expected import SCALARS, TrafficRow, expected_traffic
 
 LIMIT_SECONDS = 3600.0
 """Longest time for one rank."""

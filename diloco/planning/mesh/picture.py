@@ -18,8 +18,8 @@ from diloco.planning.mesh.seconds import seconds_table
 from diloco.planning.mesh.step_plan import StepPlan, build_step_plan, load_island
 from diloco.planning.mesh.traffic import GUTTER, plain_table, traffic_table
 from inner.measure.advice import advice
-from inner.measure.fsdp_gathers import MANAGED_STAGES
 from inner.measure.param_specs import param_specs
+from inner.measure.workload import MANAGED_STAGES
 from inner.mesh import AXES
 from inner.model.sizes import num_params
 from inner.model.stage import Stage

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from diloco.formatting import human_bytes
 from diloco.planning.mesh.ranks import groups_text, rank_groups
-from inner.measure.traffic import OTHER, TrafficRow, expected_traffic
+from inner.measure.traffic.expected import OTHER, TrafficRow, expected_traffic
 from inner.measure.workload import Workload
 from inner.mesh import AXES, Degrees
 

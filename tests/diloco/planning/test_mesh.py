@@ -20,7 +20,7 @@ from diloco.planning.mesh.ranks import grids, groups_text, rank_groups
 from diloco.planning.mesh.request import MeshRequest, parse_bytes
 from diloco.planning.mesh.step_plan import build_step_plan
 from diloco.planning.mesh.traffic import traffic_lines
-from inner.measure.traffic import expected_traffic
+from inner.measure.traffic.expected import expected_traffic
 from inner.mesh import AXES, Degrees, IslandMesh
 
 ROOT = Path(__file__).parents[3]

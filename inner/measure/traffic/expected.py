@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from inner.measure.fsdp_gathers import StageGathers, count_gathers
-from inner.measure.muon_traffic import list_exchanges
+from inner.measure.traffic.fsdp_gathers import StageGathers, count_gathers
+from inner.measure.traffic.muon import list_exchanges
 from inner.measure.workload import FsdpParamGroup, Workload
 from inner.mesh import Degrees
 from inner.model.stage import Stage

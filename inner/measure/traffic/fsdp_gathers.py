@@ -2,12 +2,9 @@
 
 from dataclasses import dataclass
 
-from inner.measure.workload import Workload
+from inner.measure.workload import MANAGED_STAGES, Workload
 from inner.parallel.pipeline.schedule import Action
 from inner.parallel.pipeline.stages import ONE_STAGE_PER_RANK
-
-MANAGED_STAGES = 3
-"""Number of stages, the next ones to compute, whose weights torch keeps in schedules with several stages per rank."""
 
 
 @dataclass

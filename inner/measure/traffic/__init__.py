@@ -1,0 +1,1 @@
+"""The traffic between the ranks of an island in a step, predicted."""
