@@ -42,6 +42,13 @@ def test_files_and_modules_that_are_named_exist(page: Path) -> None:
         assert (ROOT / path).exists(), f"{name} is not there"
 
 
+def test_tests_that_answer_for_the_hardware_exist() -> None:
+    named = re.findall(r"(tests/[\w/]+\.py) `(\w+)`", (ROOT / "docs" / "hardware.md").read_text())
+    assert len(named) > 10
+    missing = [words for path, words in named if words not in (ROOT / path).read_text()]
+    assert not missing
+
+
 def tree_in(page: Path) -> dict[str, set[str]]:
     """Folders and files that the section "The tree" of a page shows, by package."""
     tree: dict[str, set[str]] = {name: set() for name in PACKAGES}
