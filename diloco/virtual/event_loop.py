@@ -7,6 +7,7 @@ loop has nothing left to do now, or the thread waits. So what runs in which orde
 import asyncio
 import selectors
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
 from functools import partial
@@ -71,6 +72,8 @@ class VirtualThread:
         self.is_over = False
         self._is_given_up = False
         self._joining: list[VirtualThread] = []
+        self._since = 0.0
+        """This thread's processor time when it was resumed last."""
         self._turn, self._pause = threading.Lock(), threading.Lock()
         self._turn.acquire()
         self._pause.acquire()
@@ -85,8 +88,10 @@ class VirtualThread:
     def wait(self) -> None:
         """Called on this thread: let the world go on until the thread is resumed."""
         if not self._is_given_up:
+            self._count()
             self._pause.release()
             self._turn.acquire()
+            self._since = time.thread_time()
         if self._is_given_up:
             raise _GivenUp
 
@@ -106,8 +111,13 @@ class VirtualThread:
         self._turn.release()
         self._pause.acquire()
 
+    def _count(self) -> None:
+        """Charge the machine for what this thread has done since it was resumed."""
+        self._machine.cpu_seconds += time.thread_time() - self._since
+
     def _live(self) -> None:
         self._turn.acquire()
+        self._since = time.thread_time()
         _CURRENT.thread = self
         try:
             if not self._is_given_up:
@@ -115,6 +125,7 @@ class VirtualThread:
         except _GivenUp:
             pass
         finally:
+            self._count()
             self.is_over = True
             for thread in self._joining:
                 thread.resume_at(self._machine.world.now)
@@ -131,6 +142,8 @@ class _Loop(asyncio.SelectorEventLoop):
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._wakes_at = inf
+        self._asked_for: set[float] = set()
+        """Times at which the machine will run this loop, if it is still due then."""
         self._is_active = False
         self._idle_seconds = inf
         super().__init__(_IdleSelector(self._on_select))
@@ -159,9 +172,12 @@ class _Loop(asyncio.SelectorEventLoop):
     def _wake_at(self, when: float) -> None:
         if when < self._wakes_at:
             self._wakes_at = when
-            self._machine.at(when, partial(self._run_if_due, when))
+            if when not in self._asked_for:
+                self._asked_for.add(when)
+                self._machine.at(when, partial(self._run_if_due, when))
 
     def _run_if_due(self, when: float) -> None:
+        self._asked_for.discard(when)
         if when != self._wakes_at:
             return  # An earlier run has asked for another time.
         self._wakes_at, self._is_active = inf, True

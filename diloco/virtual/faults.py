@@ -6,7 +6,7 @@ from functools import partial
 from diloco.errors import ConfigError
 from diloco.faults.spec import Fault, parse_fault
 from diloco.virtual.fleet import VirtualFleet
-from diloco.virtual.island import Seat
+from diloco.virtual.island import Seat, VirtualIsland
 
 KINDS = ("kill", "freeze", "slow", "join")
 WATCH_SECONDS = 0.25
@@ -27,6 +27,8 @@ class VirtualFaults:
         self._fleet, self._pending, self._seat_of = fleet, list(faults), seat_of
         self._storm = filter(lambda fault: fault.kind in KINDS and isinstance(fault.targets[0], int), storm)
         self._next_of_storm = next(self._storm, None)
+        self._is_waited_for: VirtualIsland | None = None
+        """An island that was not over when it was last asked whether all are."""
         self._num_coming = 0
         """Islands that are down and will be started again."""
         self._watch()
@@ -34,8 +36,12 @@ class VirtualFaults:
     @property
     def is_over(self) -> bool:
         """Whether the run is over. Once an island has finished, those that are down are not waited for."""
+        if self._is_waited_for is not None and not self._is_waited_for.is_over:
+            return False  # Asked after everything that happens.
+        islands = self._fleet.islands.values()
+        self._is_waited_for = next((island for island in islands if not island.is_over), None)
         is_coming = self._num_coming > 0 and not self._fleet.has_finished
-        return not is_coming and all(island.is_over for island in self._fleet.islands.values())
+        return not is_coming and self._is_waited_for is None
 
     def _watch(self) -> None:
         fleet = self._fleet

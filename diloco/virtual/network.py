@@ -16,7 +16,7 @@ from typing import get_args
 from diloco.network_emulation.links import AccessLink
 from diloco.virtual.stand_in import StandIn
 from diloco.virtual.world import Action, World
-from outer.network.endpoints import Lane, Tag
+from outer.network.endpoints import Lane, Leg, Tag
 from outer.transports.loopback import Parcel
 
 UNSHAPED = AccessLink(rate=float("inf"))
@@ -30,13 +30,16 @@ class Counts:
 
     messages: Counter[str] = field(default_factory=Counter)
     num_bytes: Counter[str] = field(default_factory=Counter)
+    small_bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes of all but payloads, by the island that has sent them."""
 
     def copy(self) -> "Counts":
-        return Counts(self.messages.copy(), self.num_bytes.copy())
+        return Counts(self.messages.copy(), self.num_bytes.copy(), self.small_bytes.copy())
 
     def since(self, earlier: "Counts") -> "Counts":
         """What has been sent since then."""
-        return Counts(self.messages - earlier.messages, self.num_bytes - earlier.num_bytes)
+        small_bytes = self.small_bytes - earlier.small_bytes
+        return Counts(self.messages - earlier.messages, self.num_bytes - earlier.num_bytes, small_bytes)
 
 
 @dataclass
@@ -158,15 +161,16 @@ class VirtualNetwork:
 
     def deliver(self, parcel: Parcel, deliver: Callable[[], None]) -> None:
         """Count the parcel and call `deliver` when it has arrived."""
-        size = self.size_of(parcel)
-        self.counts.messages[parcel.kind] += 1
+        size, num_messages, sent, received = self._weigh(parcel)
+        self.counts.messages[parcel.kind] += num_messages
         self.counts.num_bytes[parcel.kind] += size
         source, target = self.link_of(parcel.source) or UNSHAPED, self.link_of(parcel.to) or UNSHAPED
         share = self.payload_share if parcel.lane == "bulk" else 1.0
-        sending, receiving = 8 * size / (source.rate * share), 8 * size / (target.rate * share)
+        sending, receiving = 8 * sent / (source.rate * share), 8 * received / (target.rate * share)
         # Each of two links adds half of its round trip to that between the islands, so a quarter to one way.
         latency = (source.rtt + target.rtt) / 4
         if parcel.lane == "control":
+            self.counts.small_bytes[parcel.source] += size
             self.world.at(self._pass_both(parcel, sending, receiving) + latency, deliver)
         else:
             self._send_payload(parcel, sending, receiving, lambda arrived: self.world.at(arrived + latency, deliver))
@@ -175,6 +179,14 @@ class VirtualNetwork:
     def busiest_seconds(self) -> float:
         """For how long the busiest direction of any link has been in use."""
         return max((way.busy_seconds for way in (*self.up.values(), *self.down.values())), default=0.0)
+
+    def _weigh(self, parcel: Parcel) -> tuple[int, float, float, float]:
+        """Bytes of the parcel, how many messages it stands for, and its bytes on the links of both islands."""
+        size, share = self.size_of(parcel), self.stand_in.share
+        if parcel.tag is None or share == 1.0:
+            return size, 1, size, size
+        is_to_reducer = parcel.tag.leg is Leg.REDUCE
+        return size, round(1 / share), size * (1 if is_to_reducer else share), size * (share if is_to_reducer else 1)
 
     def size_of(self, parcel: Parcel) -> int:
         """Bytes of what the parcel stands for in a real run."""

@@ -55,6 +55,8 @@ class Results:
     """Real processor time that an island's code took in a round, on average over islands."""
     busiest_cpu: tuple[str, float]
     """The island whose code took most, and how much in a round."""
+    busiest_sender: tuple[str, float]
+    """The island that sent most bytes besides payloads, and how many in a round."""
     virtual_seconds: float
     bottleneck: str
     num_steps_lost: int
@@ -87,6 +89,7 @@ def measure(fleet: VirtualFleet) -> Results:
         link_share=link_share,
         cpu_seconds=sum(cpu.values()) / len(fleet.islands),
         busiest_cpu=(busiest, cpu[busiest]),
+        busiest_sender=_find_busiest_sender(totals.counts.small_bytes, rounds),
         virtual_seconds=fleet.world.now,
         bottleneck=_find_bottleneck(terms, link_share, sum(cpu.values()) / len(fleet.islands)),
         num_steps_lost=made - kept,
@@ -135,6 +138,11 @@ def _steady_totals(fleet: VirtualFleet) -> tuple[int, float, Totals]:
     ended = max((number for number in fleet.totals if begun < number < fleet.num_rounds), default=fleet.num_rounds)
     first, last = fleet.totals[begun if begun < ended else 0], fleet.totals[ended]
     return last.num_rounds - first.num_rounds, last.at - first.at, last.since(first)
+
+
+def _find_busiest_sender(small_bytes: Mapping[str, int], rounds: int) -> tuple[str, float]:
+    busiest = max(small_bytes, key=lambda name: small_bytes[name], default="")
+    return busiest, small_bytes.get(busiest, 0) / max(rounds, 1)
 
 
 def _by_kind(counts: Mapping[str, int], shares: int) -> dict[str, float]:

@@ -15,15 +15,16 @@ from diloco.virtual.fleet import VirtualFleet
 from diloco.virtual.island import Seat
 from diloco.virtual.network import VirtualNetwork
 from diloco.virtual.stand_in import build_stand_in
-from diloco.virtual.world import World
+from diloco.virtual.world import SharedWork, World
 from inner.param_spec import ParamSpec
 from outer.config import OuterConfig
+from outer.network.messages import sharing
 from outer.transports.loopback import Hub
 
 MOST_PERIODS, MOST_SECONDS = 20, 3600.0
 """A run is given up when its rounds take so many times as long as their inner steps, and so much longer."""
-
-
+MOST_MEASURED, SAMPLED = 64, 16
+"""With more islands than that, the processor time of one in SAMPLED actions is measured."""
 NO_LINKS = Links()
 
 
@@ -60,6 +61,7 @@ def run_virtually(run: VirtualRun) -> VirtualFleet:
     outer = run.outer.model_copy(update={"start_islands": run.num_islands})
     slowest = run.step_seconds * (1 + run.spread)
     world = World(outer.rounds * (MOST_PERIODS * outer.inner_steps * slowest + MOST_SECONDS))
+    world.sampled = 1 if run.num_islands <= MOST_MEASURED else SAMPLED
     stand_in = build_stand_in(run.specs, outer, run.num_islands)
     share = find_payload_share(outer, run.num_islands)
     find_link = cache(lambda name: _find_link(run.links, name))
@@ -88,7 +90,8 @@ def run_virtually(run: VirtualRun) -> VirtualFleet:
         for index in range(run.num_islands):
             fleet.start(seat_of(index), joins=False)
         faults = VirtualFaults(fleet, run.faults, run.storm, seat_of)
-        world.run(lambda: faults.is_over)
+        with sharing(SharedWork(world)):
+            world.run(lambda: faults.is_over)
         fleet.watch()
     finally:
         gc.enable()

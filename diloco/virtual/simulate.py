@@ -146,6 +146,7 @@ def _rows(results: Results) -> Iterator[tuple[str, str]]:
     yield "Busiest link in use", f"{100 * results.link_share:.1f} %"
     yield "Processor time a round and island (real)", f"{results.cpu_seconds:.4f} s"
     yield f"The same of {results.busiest_cpu[0]}, the most", f"{results.busiest_cpu[1]:.4f} s"
+    yield f"Small messages of {results.busiest_sender[0]}, the most, a round", human_bytes(results.busiest_sender[1])
     yield "Virtual time", human_seconds(results.virtual_seconds)
     yield "First bottleneck", results.bottleneck
 

@@ -20,6 +20,8 @@ FP32_BYTES = 4
 PARTS_PER_ISLAND = 4
 MIN_PARTS = 16
 """With fewer parts than islands, some islands reduce nothing, as in a real run."""
+MAX_WHOLE, SHARERS = 256, 64
+"""Among more than MAX_WHOLE islands that all reduce, SHARERS of them stand for all that reduce: see `StandIn.share`."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,9 @@ class StandIn:
     """Bytes of a part of the state as a donor sends it, on average."""
     mean_bytes: int
     """Bytes of a part's encoded mean, on average."""
+    share: float = 1.0
+    """Share of the reducers that reduce in the stand-in. Each of them does so for others, too: a payload that it gets
+    or sends as a reducer is that of several, over links like its own, of which it has this share."""
 
     def payload_bytes(self, tag: Tag) -> int:
         """Size of the payload with this tag."""
@@ -71,8 +76,9 @@ class StandInParams:
 def build_stand_in(specs: Sequence[ParamSpec], outer: OuterConfig, num_islands: int) -> StandIn:
     """The stand-in for a model with these parameters in a run of so many islands."""
     real, codecs = build_space(specs, outer), build_codec_choice(outer)
-    most = max(MIN_PARTS, PARTS_PER_ISLAND * num_islands)
     by_fragment = [[p for p in real.parts if p.fragment == fragment] for fragment in range(real.num_fragments)]
+    is_shared = num_islands > MAX_WHOLE and min(map(len, by_fragment)) >= num_islands
+    most = SHARERS if is_shared else max(MIN_PARTS, PARTS_PER_ISLAND * num_islands)
     small_specs = [ParamSpec(_name(f, len(by_fragment)), (min(len(p), most), 1)) for f, p in enumerate(by_fragment)]
     config = outer.model_copy(
         update={
@@ -93,6 +99,7 @@ def build_stand_in(specs: Sequence[ParamSpec], outer: OuterConfig, num_islands: 
         sizes=sizes,
         part_bytes=FP32_BYTES * tensors * real.num_elements // len(small.parts),
         mean_bytes=sum(sizes[Leg.GATHER]) // len(small.parts),
+        share=SHARERS / num_islands if is_shared else 1.0,
     )
 
 

@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 
 from outer.leases.ranges import MAX_UNIT, Ranges, UnitRange, append, count, deal, head, tail
 from outer.network.endpoints import ISLAND_NAME
-from outer.network.messages import Message
+from outer.network.messages import Message, do_shared
 
 LEASE_ROUNDS = 4
 """Size of a full lease in rounds: one being trained and one in flight, and as much again for re-based progress."""
@@ -82,6 +82,11 @@ class Ledger(Message):
         return self
 
     @cached_property
+    def text(self) -> str:
+        """The ledger as JSON, as it enters the digest of a state."""
+        return self.model_dump_json()
+
+    @cached_property
     def unnamed(self) -> dict[int, Ranges]:
         """Leases of islands whose names are not known yet, by their first unit."""
         return {lease.runs[0][0]: lease.runs for name, lease in self.leases.items() if name.startswith("#")}
@@ -117,6 +122,11 @@ def reopen(ledger: Ledger, num_islands: int, terms: Terms) -> Ledger:
     needs = {placeholder(index): terms.lease for index in range(num_islands)}
     given, returned, frontier = deal(sorted(closed, key=itemgetter(0)), ledger.frontier, needs)
     return _build_ledger(frontier, returned, {name: Lease(runs=ranges) for name, ranges in given.items()})
+
+
+def begin_ledger(num_islands: int, terms: Terms) -> Ledger:
+    """The ledger of a run that begins."""
+    return do_shared(("ledger", num_islands, terms), lambda: reopen(Ledger(), num_islands, terms))
 
 
 def placeholder(index: int) -> str:

@@ -23,7 +23,8 @@ class LoopbackMessenger:
         self._hub = hub
         self._loop = asyncio.get_running_loop()
         self._handlers: dict[str, Handler] = {}
-        self._waiting: dict[asyncio.Future[tuple[Kind, bytes]], tuple[str, str]] = {}
+        self._waiting: dict[tuple[str, str], set[asyncio.Future[tuple[Kind, bytes]]]] = {}
+        """The replies that are waited for, by the (island, address) that is to give them."""
         with hub.lock:
             hub.messengers[self.address] = self
         hub.add_listener(self.on_lost)
@@ -41,7 +42,8 @@ class LoopbackMessenger:
         if target is None or self._hub.is_cut(self.island, target.island):
             raise PeerLost(address, "it cannot be reached")
         future: asyncio.Future[tuple[Kind, bytes]] = self._loop.create_future()
-        self._waiting[future] = (target.island, address)
+        waiting = self._waiting.setdefault(called := (target.island, address), set())
+        waiting.add(future)
 
         def on_reply(reply: tuple[Kind, bytes]) -> None:
             call_on_loop(self._loop, lambda: future.done() or future.set_result(reply))
@@ -55,7 +57,9 @@ class LoopbackMessenger:
         except TimeoutError:
             raise DeadlineError(f"{address} did not answer {kind!r} within {timeout_seconds:g} s") from None
         finally:
-            del self._waiting[future]
+            waiting.discard(future)
+            if not waiting:
+                self._waiting.pop(called, None)
         self._count(lane, received=len(reply))
         if code is Kind.REFUSAL:
             raise MessageError(reply.decode())
@@ -88,13 +92,15 @@ class LoopbackMessenger:
 
     def on_lost(self, name: str) -> None:
         """Called on any thread with the name of a lost island, or the address of a messenger that has closed."""
-        call_on_loop(self._loop, lambda: self._break(name))
+        if name == self.island or any(name in called for called in list(self._waiting)):
+            call_on_loop(self._loop, lambda: self._break(name))
 
     def _break(self, name: str) -> None:
         """Fail the calls to an island or address, or all calls if `name` is this island."""
-        for future, (island, address) in list(self._waiting.items()):
-            if name in (self.island, island, address) and not future.done():
-                future.set_exception(PeerLost(address, "its connection is broken"))
+        for island, address in [key for key in self._waiting if name == self.island or name in key]:
+            for future in self._waiting[island, address]:
+                if not future.done():
+                    future.set_exception(PeerLost(address, "its connection is broken"))
 
     def _count(self, lane: Lane, *, sent: int | None = None, received: int | None = None) -> None:
         """Count one message. Messages of the control lane are not counted, because they are few and small."""
@@ -118,7 +124,7 @@ class LoopbackMembership:
             raise TransportError("this island is cut off")
         with self._hub.lock:
             check_identity(member, parse_record(member.island, self._records.get(member.island)))
-            self._records[member.island] = member.model_dump_json()
+            self._write(member)
         self._own = member
 
     def update(self, member: Member) -> None:
@@ -129,10 +135,11 @@ class LoopbackMembership:
     async def members(self) -> dict[str, Member]:
         if not self._is_cut:
             self._beat()
-            with self._hub.lock:
-                self._known = parse_records(self._records)
-        own = {self._own.island: self._own} if self._own else {}
-        return dict(sorted((self._known | own).items()))
+            self._known = self._read()
+        own = self._own
+        if own is None or self._known.get(own.island) == own:
+            return self._known
+        return dict(sorted((self._known | {own.island: own}).items()))
 
     async def publish_config(self, text: str) -> None:
         check_config_text(text)
@@ -147,10 +154,11 @@ class LoopbackMembership:
         own, self._own = self._own, None
         if own is None:
             return
-        self._known.pop(own.island, None)
+        self._known = {name: member for name, member in self._known.items() if name != own.island}
         with self._hub.lock:
             if self._is_held_by(own):
                 del self._records[own.island]
+                self._hub.num_changes += 1
 
     @property
     def _is_cut(self) -> bool:
@@ -161,7 +169,24 @@ class LoopbackMembership:
         with self._hub.lock:
             own = self._own
             if own is not None and not self._is_cut and (own.island not in self._records or self._is_held_by(own)):
-                self._records[own.island] = own.model_dump_json()
+                self._write(own)
+
+    def _write(self, member: Member) -> None:
+        """Write this island's record, under the lock."""
+        text = member.model_dump_json()
+        if self._records.get(member.island) != text:
+            self._records[member.island] = text
+            self._hub.num_changes += 1
+
+    def _read(self) -> dict[str, Member]:
+        """All records, which islands of one process parse once for all. Nobody changes the result."""
+        hub = self._hub
+        with hub.lock:
+            changes, members = hub.parsed.get(self._run_id, (-1, {}))
+            if changes != hub.num_changes:
+                members = parse_records(self._records)
+                hub.parsed[self._run_id] = hub.num_changes, members
+        return members
 
     def _is_held_by(self, own: Member) -> bool:
         record = parse_record(own.island, self._records.get(own.island))

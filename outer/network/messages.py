@@ -2,10 +2,11 @@
 
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import groupby
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -42,11 +43,15 @@ class Message(BaseModel):
         return self.model_dump_json().encode()
 
 
-M = TypeVar("M", bound=Message)
+M, T = TypeVar("M", bound=Message), TypeVar("T")
 
 
 def parse(model: type[M], body: str | bytes) -> M:
     """Parse a message from a peer. Raises MessageError, which names the first field that is wrong."""
+    return do_shared((model, body), lambda: _parse(model, body))
+
+
+def _parse(model: type[M], body: str | bytes) -> M:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -122,6 +127,34 @@ def pack_carriers(carriers: Sequence[int]) -> list[tuple[int, int]]:
     return [(rank, len(list(run))) for rank, run in groupby(carriers)]
 
 
-def unpack_carriers(packed: Sequence[tuple[int, int]]) -> list[int]:
-    """The carrier rank of each part, the inverse of `pack_carriers`."""
-    return [rank for rank, count in packed for _ in range(count)]
+def unpack_carriers(packed: Sequence[tuple[int, int]]) -> Sequence[int]:
+    """The carrier rank of each part, the inverse of `pack_carriers`. Most islands have the same, and share them."""
+    return _unpack_carriers(tuple(packed))
+
+
+@lru_cache(maxsize=64)
+def _unpack_carriers(packed: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    return tuple(rank for rank, count in packed for _ in range(count))
+
+
+Share = Callable[[Hashable, Callable[[], Any]], Any]
+"""Given what names a piece of work, and the work: its result, perhaps of an earlier time."""
+_shares: list[Share] = []
+
+
+def do_shared(name: Hashable, work: Callable[[], T]) -> T:
+    """The result of the work, which follows from `name` alone and is never changed. Raises what the work raises.
+
+    A simulation of many islands in one process may share such work between them (diloco/virtual/world.py).
+    """
+    return _shares[-1](name, work) if _shares else work()
+
+
+@contextmanager
+def sharing(share: Share) -> Iterator[None]:
+    """Share all such work in this process by `share`."""
+    _shares.append(share)
+    try:
+        yield
+    finally:
+        _shares.pop()

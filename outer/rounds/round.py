@@ -17,7 +17,7 @@ from outer.identity.known_names import KnownNames
 from outer.leases.cursor import LeaseCursor
 from outer.leases.ledger import settle
 from outer.merges.base import weights_of
-from outer.network.messages import parse
+from outer.network.messages import do_shared, parse
 from outer.report import RoundReport
 from outer.rounds.island_reduce import IslandReduce, ReduceResult
 from outer.rounds.leader import Leader
@@ -144,7 +144,9 @@ class RoundRunner:
         """Where the run stands once the plan is committed."""
         before = self.replica.position
         tokens = before.tokens + sum(p.tokens for p in plan.participants)
-        ledger = settle(before.ledger, plan.participants, self.replica.terms)
+        # The plan names the digest of the state before, which covers the ledger.
+        name = "settle", plan.id, self.replica.terms
+        ledger = do_shared(name, lambda: settle(before.ledger, plan.participants, self.replica.terms))
         return Position(round=plan.round + 1, tokens=tokens, ledger=ledger)
 
     def _decide(self, plan: Plan, result: ReduceResult, digest: str | None) -> tuple[bool, str]:

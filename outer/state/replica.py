@@ -7,7 +7,7 @@ import torch
 
 from outer.codecs.choice import build_space
 from outer.config import OuterConfig
-from outer.leases.ledger import Ledger, Terms, reopen
+from outer.leases.ledger import Ledger, Terms, begin_ledger
 from outer.reduce.payloads import Mean
 from outer.space.digest import combine_digests, state_digest
 from outer.space.ranks import RankGroup
@@ -40,7 +40,7 @@ class Replica:
         """Global params and outer momentum of the parts that this rank carries."""
         self.terms = Terms(inner_steps=config.inner_steps)
         # Gossip has no commit of all islands, so there is no common ledger to lease data from.
-        ledger = Ledger() if config.gossip else reopen(Ledger(), config.start_islands, self.terms)
+        ledger = Ledger() if config.gossip else begin_ledger(config.start_islands, self.terms)
         self.carried.position = Position(round=0, tokens=0, ledger=ledger)
         self.digest = self._compute_digest(ranks)
         """Digest of the committed state of all ranks, ledger included; `commit`, `replace` and `restore` change it."""
@@ -77,7 +77,7 @@ class Replica:
     def digest_after(self, means: Mapping[int, Mean], position: Position) -> str:
         """What `digest` will be after a `commit` of these means, which say the digests of their parts after it."""
         digests = self.carried.digests() | _digests_after(means)
-        return state_digest(self.combine(digests, self.ranks.background), position.ledger.model_dump_json())
+        return state_digest(self.combine(digests, self.ranks.background), position.ledger.text)
 
     def merge(self, round_number: int, mix: float) -> None:
         """Local params and moments that the round sent become mix x local + (1 - mix) x global."""
@@ -148,7 +148,7 @@ class Replica:
         return combine_digests([merged[i] for i in sorted(merged)])
 
     def _compute_digest(self, ranks: RankGroup) -> str:
-        return state_digest(self.combine(self.carried.digests(), ranks), self.carried.position.ledger.model_dump_json())
+        return state_digest(self.combine(self.carried.digests(), ranks), self.carried.position.ledger.text)
 
 
 def _digests_after(means: Mapping[int, Mean]) -> dict[int, bytes]:

@@ -189,7 +189,7 @@ async def _find_first_description(
         except MessageError as error:
             differing.append(f"{donor.name} does not prove it: {error}")
             return None
-        ours = None if digest is None else state_digest(digest, answer.position.ledger.model_dump_json())
+        ours = None if digest is None else state_digest(digest, answer.position.ledger.text)
         if ours in (None, answer.digest):
             return answer
         differing.append(f"{donor.name} says {answer.digest}, here it is {ours}")

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -51,6 +52,10 @@ class Hub:
         self.messengers: dict[str, Any] = {}  # by address; their type is in outer.membership.loopback
         self.records: dict[str, dict[str, str]] = defaultdict(dict)
         """Members as JSON, by run and island."""
+        self.num_changes = 0
+        """Changes of the records so far. Whoever changes one counts it."""
+        self.parsed: dict[str, Any] = {}
+        """What outer.membership.loopback has parsed of the records, by run."""
         self.configs: dict[str, str] = {}
         self._keys: dict[str, dict[str, str]] = defaultdict(dict)
         self._names: dict[str, list[KnownNames]] = defaultdict(list)
@@ -62,9 +67,10 @@ class Hub:
         with self.lock:
             keys, known = self._keys[run_id], self._names[run_id]
             keys[island] = key
-            known.append(names)
             for each in known:
-                each.adopt(keys)
+                each.adopt({island: key})
+            names.adopt(keys)
+            known.append(names)
 
     def lose(self, island: str) -> None:
         """Break all connections of an island, as if its machine had failed."""
@@ -72,6 +78,7 @@ class Hub:
             self._lost.add(island)
             for records in self.records.values():
                 records.pop(island, None)
+            self.num_changes += 1
             listeners = list(self._listeners)
         for listener in listeners:
             listener(island)
@@ -111,6 +118,8 @@ class LoopbackTransport:
         self._loop = asyncio.get_running_loop()
         self._epoch = ""
         self._others: list[Endpoint] = []
+        self._ranks_of: dict[str, tuple[Endpoint, ...]] = {}
+        """The ranks of each of the other islands, which are next to each other in `_others`."""
         self._mailbox = Mailbox([])
         self._changed = ChangeSignal()
         hub.add_listener(self._on_lost)
@@ -119,14 +128,16 @@ class LoopbackTransport:
         await self.disconnect()
         self._epoch = f"{self._run_id}/{epoch}"
         self._others = [e for e in addresses if e.island != self._me.island]
+        self._ranks_of = {name: tuple(ranks) for name, ranks in groupby(self._others, key=lambda e: e.island)}
         self._mailbox = Mailbox(self._others)
         for other in self._others:
             if self._hub.is_cut(self._me.island, other.island):
                 self._fail(other, "its connection is broken")
         with self._hub.lock:
             self._hub.groups.setdefault(self._epoch, {})[self._me] = self
-            joined = self._joined()
-        for transport in joined:
+            group = self._group
+            complete = [each for each in self._joined() if len(group) > len(each._others)]
+        for transport in complete:
             call_on_loop(transport._loop, transport._changed.notify)
         try:
             async with asyncio.timeout(self._connect_seconds):
@@ -157,7 +168,7 @@ class LoopbackTransport:
             if not self._group:
                 self._hub.groups.pop(epoch, None)
         self._mailbox.fail_all("this group was left")
-        self._epoch, self._others = "", []
+        self._epoch, self._others, self._ranks_of = "", [], {}
         for transport in joined:
             call_on_loop(transport._loop, lambda t=transport: t._on_goodbye(epoch, self._me))
 
@@ -166,7 +177,8 @@ class LoopbackTransport:
         self._hub.remove_listener(self._on_lost)
 
     def _on_lost(self, island: str) -> None:
-        call_on_loop(self._loop, lambda: self._break(island))
+        if island == self._me.island or island in self._ranks_of:
+            call_on_loop(self._loop, lambda: self._break(island))
 
     @property
     def _group(self) -> "dict[Endpoint, LoopbackTransport]":
@@ -202,9 +214,9 @@ class LoopbackTransport:
             self._fail(source, "it left the group")
 
     def _break(self, island: str) -> None:
-        for other in self._others:
-            if island in (self._me.island, other.island):
-                self._fail(other, "its connection is broken")
+        lost = self._others if island == self._me.island else self._ranks_of.get(island, ())
+        for other in lost:
+            self._fail(other, "its connection is broken")
 
     def _fail(self, other: Endpoint, cause: str) -> None:
         self._mailbox.fail(other, PeerLost(other.island, cause))

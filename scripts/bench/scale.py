@@ -18,17 +18,18 @@ from diloco.virtual.run import run_virtually
 from diloco.virtual.simulate import VirtualRequest, build_run
 from scripts.bench.arguments import whole_numbers
 
-CONTROL = ("ready", "plan", "vote", "votelist", "settled", "status")
+CONTROL = ("ready", "plannotice", "plan", "vote", "votelist", "votereceipt", "settled", "status")
 COLUMNS = (
-    "| islands | utilisation | commit: median, p90, max | ready, plan, vote, list, settled, status | all small "
-    "| payloads | MB sent | link in use | CPU a round: island, most | first bottleneck |"
+    "| islands | utilisation | commit: median, p90, max "
+    "| ready, notice, plan, vote, list, receipt, settled, status | all small "
+    "| payloads | MB sent | small MB of one, most | link in use | CPU a round: island, most | first bottleneck |"
 )
 
 
 def main() -> None:
     options = parse_arguments()
     print(f"{options.config}, {' '.join(options.overrides)}: steps of {options.step_seconds}, {options.link}")
-    print(COLUMNS + "\n|" + "---|" * 10)
+    print(COLUMNS + "\n|" + "---|" * 11)
     found = []
     for num_islands in options.islands:
         started = time.process_time()
@@ -77,6 +78,7 @@ def row(results: Results) -> str:
         f"{small:.0f}",
         f"{results.messages.get('payload', 0.0):.0f}",
         f"{sum(results.sent_bytes.values()) / 1e6:.2f}",
+        f"{results.busiest_sender[1] / 1e6:.3f}",
         f"{results.link_share:.2f}",
         f"{results.cpu_seconds:.3f}, {results.busiest_cpu[1]:.3f}",
         results.bottleneck,

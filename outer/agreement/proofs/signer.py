@@ -6,6 +6,7 @@ from typing import Protocol
 from outer.identity.access import Access
 from outer.identity.island_key import IslandKey, verify
 from outer.identity.known_names import KnownNames
+from outer.network.messages import do_shared
 
 MAX_REMEMBERED = 8192
 """Signatures that are known to be good. A vote is checked when it comes and again in a certificate."""
@@ -54,7 +55,9 @@ class IslandSigner:
         if entry in self._good:
             return True
         try:
-            is_good = verify(key, self._purpose, text, bytes.fromhex(signature))
+            is_good = do_shared(
+                (self._purpose, *entry), lambda: verify(key, self._purpose, text, bytes.fromhex(signature))
+            )
         except ValueError:
             return False
         if is_good:

@@ -1,32 +1,35 @@
 """Messages take the time that the links of both islands need for them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from diloco.network_emulation.links import AccessLink
 from diloco.virtual.network import VirtualNetwork
-from diloco.virtual.stand_in import build_stand_in
+from diloco.virtual.stand_in import StandIn, build_stand_in
 from diloco.virtual.world import World
 from inner.param_spec import ParamSpec
 from outer.config import OuterConfig
-from outer.network.endpoints import Lane
+from outer.network.endpoints import Lane, Leg, Tag
 from outer.transports.loopback import Parcel
 
 SLOW, RTT = AccessLink(rate=8000.0, rtt=0.2), 0.2
 """1000 bytes take a second."""
 
 
-def arrivals(*parcels: Parcel, links: dict[str, AccessLink]) -> list[float]:
+def arrivals(*parcels: Parcel, links: dict[str, AccessLink], stand_in: StandIn | None = None) -> list[float]:
     """When parcels have arrived that are all sent at time 0."""
-    return arrivals_at([(0.0, parcel) for parcel in parcels], links)
+    return arrivals_at([(0.0, parcel) for parcel in parcels], links, stand_in)
 
 
-def arrivals_at(sent: Sequence[tuple[float, Parcel]], links: dict[str, AccessLink]) -> list[float]:
+def arrivals_at(
+    sent: Sequence[tuple[float, Parcel]], links: dict[str, AccessLink], stand_in: StandIn | None = None
+) -> list[float]:
     """When parcels have arrived that are sent at these times."""
     world, times = World(100.0), dict.fromkeys((parcel for _, parcel in sent), 0.0)
-    stand_in = build_stand_in([ParamSpec("w", (4, 4))], OuterConfig(inner_steps=1), 2)
+    stand_in = stand_in or build_stand_in([ParamSpec("w", (4, 4))], OuterConfig(inner_steps=1), 2)
     network = VirtualNetwork(world, stand_in, links.get, payload_share=1.0)
     for when, parcel in sent:
         arrived = partial(lambda parcel: times.update({parcel: world.now}), parcel)
@@ -88,3 +91,17 @@ def test_a_message_passes_two_links_at_the_pace_of_the_slower_one() -> None:
 def test_a_small_message_does_not_wait_for_payloads() -> None:
     parcels = [message("a", "b", "bulk"), message("a", "b", "control")]
     assert arrivals(*parcels, links={"a": SLOW}) == pytest.approx([1 + RTT / 4] * 2)
+
+
+def test_a_payload_that_stands_for_several_takes_a_share_of_its_reducers_link() -> None:
+    stand_in = replace(build_stand_in([ParamSpec("w", (4, 4))], OuterConfig(inner_steps=1), 2), share=0.25)
+    size = stand_in.payload_bytes(Tag(0, 0, Leg.REDUCE, 0))
+    to_reducer = Parcel("a", "r", "payload", size, "bulk", Tag(0, 0, Leg.REDUCE, 0))
+    of_reducer = Parcel("r", "a", "payload", size, "bulk", Tag(0, 0, Leg.GATHER, 0))
+
+    def seconds(parcel: Parcel, slow: str) -> float:
+        return arrivals(parcel, links={slow: SLOW}, stand_in=stand_in)[0] - RTT / 4
+
+    whole = size / 1000
+    assert (seconds(to_reducer, "a"), seconds(to_reducer, "r")) == pytest.approx((whole, whole / 4))
+    assert (seconds(of_reducer, "a"), seconds(of_reducer, "r")) == pytest.approx((whole, whole / 4))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco.virtual.stand_in import build_stand_in
+from diloco.virtual.stand_in import MAX_WHOLE, SHARERS, build_stand_in
 from inner.param_spec import ParamSpec
 from outer.codecs.choice import build_space
 from outer.config import OuterConfig
@@ -49,3 +49,11 @@ def test_a_fragment_of_the_model_is_one_of_the_stand_in() -> None:
     config = outer(fragments=4, fragment_pattern="strided")
     stand_in = build_stand_in(SPECS, config, num_islands=2)
     assert build_space(stand_in.specs, stand_in.config).num_fragments == 4
+
+
+def test_among_very_many_islands_some_reduce_for_all_and_the_bytes_stay() -> None:
+    specs, config = [ParamSpec("w", (1024, 1024))], outer(codec="fp32", part_elements=1024)
+    whole, shared = build_stand_in(specs, config, MAX_WHOLE), build_stand_in(specs, config, 2 * MAX_WHOLE)
+    assert whole.share == 1.0 and shared.share == SHARERS / (2 * MAX_WHOLE)
+    assert len(shared.sizes[Leg.REDUCE]) == SHARERS
+    assert sum(shared.sizes[Leg.REDUCE]) == sum(whole.sizes[Leg.REDUCE])
