@@ -1,4 +1,4 @@
-"""Which island collects the ready messages of a round, so that not all have to write to all.
+"""Which island collects the ready messages of a round, and how its plan reaches all, so that not all write to all.
 
 After a commit its participants (the crew) know that all of them hold the same state. In the next round they send their
 ready messages to one of them, the coordinator: the fastest, by the speeds in the last plan. It makes the plan, says how
@@ -7,14 +7,29 @@ many islands are ready, and finds out who is lost; the others watch it.
 An island that has not taken part in the last commit writes to all. So does, until the next commit, every island that
 finds the coordinator lost, slow or away, and every one after a failed attempt. An island does not rely for some rounds
 on a coordinator that was slow.
+
+A plan of many participants, and the list of their votes, are passed on from island to island, down a tree. Both name
+all participants, so their planner would send n^2 bytes if it wrote to all. It stands at the root instead, and
+each participant passes what it gets on to a few others, its branches. What the islands may believe does not depend on
+who passes it on:
+
+    Plan        is believed once the planner itself has said its hash (PlanNotice, to all)
+    VoteList    has the signatures of all
+
+So whoever passes on can only keep things back. Then who lacks the plan asks the planner for it (PlanQuery), and the
+planner sends the list to those that have not acknowledged it, both within two seconds.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from pydantic import Field
+
 from outer.agreement.messages import Plan, Status
+from outer.agreement.proofs.certificate import PlanId
 from outer.agreement.rules import Rules
 from outer.agreement.suspicions import Streak
+from outer.network.messages import MAX_ROUND, Message
 
 
 @dataclass
@@ -99,3 +114,76 @@ class Coordination:
             return present
         # Who is not in the crew knows of no coordinator, and hears from this one.
         return present - frozenset(self.crew) if self.is_mine else present & {self.coordinator}
+
+
+MAX_NOTICES = 1024
+"""Planners whose notices are remembered: as many as there can be islands, so that liars crowd no other out."""
+
+
+class PlanNotice(Message):
+    """Word of the planner that it has made this plan, which then comes from island to island."""
+
+    plan: PlanId
+    round: int = Field(ge=0, lt=MAX_ROUND)
+
+
+class PlanQuery(Message):
+    """Question to the planner for a plan of which it has given notice."""
+
+    plan: PlanId
+
+
+def find_branches(plan: Plan, me: str, rules: Rules) -> frozenset[str]:
+    """The participants to which this one passes the plan on; of the planner: to which it sends it."""
+    others = [name for name in plan.names if name != plan.planner]
+    if not is_passed_on(plan, rules):
+        return frozenset(others if me == plan.planner else ())
+    first = rules.fan_out * (0 if me == plan.planner else 1 + others.index(me))
+    return frozenset(others[first : first + rules.fan_out])
+
+
+def is_passed_on(plan: Plan, rules: Rules) -> bool:
+    """Whether the plan has so many participants that they pass it on."""
+    return len(plan.names) > rules.tree_islands
+
+
+@dataclass
+class Passing:
+    """What one island knows of plans that are on their way to it. Its fields hold immutable values."""
+
+    notices: dict[str, PlanNotice] = field(default_factory=dict)
+    """The last notice of each planner."""
+    asked: frozenset[str] = frozenset()
+    """Plans that have been on their way for a second, by id. After another second the planner is asked for them."""
+    early: Plan | None = None
+    """The last plan that has come before its notice."""
+
+    def hear(self, planner: str, notice: PlanNotice) -> Plan | None:
+        """The planner itself says that it has made a plan. Returns the plan if it is here already."""
+        kept = {name: known for name, known in self.notices.items() if name != planner}
+        self.notices = dict([*kept.items()][1 - MAX_NOTICES :]) | {planner: notice}
+        return self.early if self.early is not None and self.believes(self.early) else None
+
+    def believes(self, plan: Plan) -> bool:
+        """Whether its planner has said that it has made the plan. If not, it is kept until the notice comes."""
+        notice = self.notices.get(plan.planner)
+        if notice is not None and notice.plan == plan.id:
+            return True
+        self.early = plan
+        return False
+
+    def find_missing(self, number: int) -> list[tuple[str, PlanQuery]]:
+        """The questions to planners for plans of round `number` that have not come. Called each second."""
+        missing = {planner: notice for planner, notice in self.notices.items() if notice.round == number}
+        asked = [(planner, PlanQuery(plan=each.plan)) for planner, each in missing.items() if each.plan in self.asked]
+        self.asked = frozenset(notice.plan for notice in missing.values())
+        return asked
+
+    def forget(self, planner: str) -> None:
+        """The plan has come."""
+        self.notices = {name: notice for name, notice in self.notices.items() if name != planner}
+        self.early = None
+
+    def end(self) -> None:
+        """The round is over."""
+        self.notices, self.asked, self.early = {}, frozenset(), None

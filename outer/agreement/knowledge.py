@@ -58,24 +58,30 @@ class Knowledge:
         """Record that a message of the island has arrived. Raises MessageError if too many islands are known."""
         if island not in self.present and len(self.present) >= MAX_ISLANDS:
             raise MessageError(f"{self.me!r} knows of {MAX_ISLANDS} islands already")
-        self.add([island])
-        self.lost -= {island}
+        if island not in self.present:
+            self.add([island])
+        if island in self.lost:
+            self.lost -= {island}
 
     def record(self, island: str, status: Status) -> None:
         """Record which state the island says it holds. Raises MessageError if the run has fewer rounds."""
         if status.round > self.rules.max_round:
             raise MessageError(f"{island!r} claims round {status.round}, the run has {self.rules.max_round}")
         self.statuses[island] = status
-        self.reported |= {island}
-        self.presumed -= {island}
+        if island not in self.reported:
+            self.reported |= {island}
+        if island in self.presumed:
+            self.presumed -= {island}
 
     def presume(self, islands: Iterable[str], status: Status) -> None:
         """Record that islands hold a state, or soon will: they have signed its commit together with this one."""
-        for name in islands:
+        rank, presumed = status.rank, set[str]()
+        for name in self.present.intersection(islands):
             known = self.statuses.get(name)
-            if name in self.present and (known is None or known.rank < status.rank):
+            if known is None or known.rank < rank:
                 self.statuses[name] = status
-                self.presumed |= {name}
+                presumed.add(name)
+        self.presumed |= presumed
 
     def hold(self, status: Status) -> None:
         """Record that this island holds another state, from a commit or from donors."""
@@ -97,9 +103,12 @@ class Knowledge:
 
     def judge_claims(self) -> Judged:
         """Which of the other islands are believed, and which may take part in a round."""
-        live, refused = {}, set()
+        live, refused, islands, own = {}, set(), self.present - self.lost, self.status.claim
         for name, status in self.statuses.items():
-            if name not in self.present or name in self.lost:
+            if name not in islands:
+                continue
+            if name not in self.doubted and (status is self.status or status.claim == own):
+                live[name] = status  # As most do.
                 continue
             is_doubted = self._is_doubted(name, status)
             if not is_doubted and (not self._is_rival(status) or self.is_proved(status.claim)):

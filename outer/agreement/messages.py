@@ -4,8 +4,11 @@ message         receiver           meaning                                      
 Status          all islands        "I hold this state": sent each second and when the state changes  Status
 Ready           all islands        "I could take part in an attempt at round r from this state"      Status
 Plan            its participants   "attempt a at round r is made by these islands, in this order"    -
+PlanNotice      its participants   "I have made a plan, and this is its hash", if it is passed on    -
+PlanQuery       its planner        "the plan has not come": the planner sends it                     -
 Vote            its participants   "I have the mean, with this digest" or "I have none, because"     VoteReceipt
-VoteList        its participants   "these are the votes of all", from the planner                    VoteReceipt
+VoteList        its participants   "these are the votes of all", from the planner or passed on       VoteReceipt
+VoteReceipt     its planner        "I have the votes of all", if another has passed them on          -
 Settled         its participants   "all have the votes of all: commit", from the planner             VoteReceipt
 OutcomeQuery    its participants   "a vote or its receipt is missing: what came of this plan?"       OutcomeReply
 ProofQuery      one that is ahead  "why should I believe that you hold this state?"                  Proof
@@ -28,8 +31,6 @@ from outer.agreement.proofs.certificate import (
     Certificate,
     Claim,
     PlanId,
-    Proof,
-    ProofQuery,
     Statement,
     Verify,
 )
@@ -173,7 +174,7 @@ class Plan(Message):
         """The last statement by its digest, because the votes of all are checked against the same one."""
         return {}
 
-    @property
+    @cached_property
     def addresses(self) -> dict[Endpoint, str]:
         """Transport address of every endpoint of every participant."""
         return {Endpoint(p.island, rank): a for p in self.participants for rank, a in enumerate(p.transport_addresses)}
@@ -222,7 +223,7 @@ class Vote(Message):
 
 
 class VoteList(Message):
-    """The yes votes of all participants of a plan, which the planner passes on to each of them."""
+    """The yes votes of all participants of a plan, which the planner sends to them, or they pass on to each other."""
 
     plan: PlanId
     round: int = Field(ge=0, lt=MAX_ROUND)
@@ -281,17 +282,3 @@ class Goodbye(Message):
     round: int = Field(ge=0, lt=MAX_ROUND)
     steps: int = Field(ge=0)
     """Inner steps of the round that the island had made when it left."""
-
-
-CALLS = (Ready, Status, Plan, Vote, VoteList, Settled, OutcomeQuery, ProofQuery, Goodbye)
-"""Types of the messages that an island sends by itself. The others are replies."""
-REPLIES: dict[type[Message], type[Message]] = {
-    Ready: Status,
-    Status: Status,
-    Vote: VoteReceipt,
-    VoteList: VoteReceipt,
-    Settled: VoteReceipt,
-    OutcomeQuery: OutcomeReply,
-    ProofQuery: Proof,
-}
-"""Type of the reply by type of the message, for the messages that are answered."""

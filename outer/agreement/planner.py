@@ -15,6 +15,7 @@ A lost island is neither counted nor awaited, so when the planner dies, the next
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from outer.agreement.coordination import Coordination
 from outer.agreement.knowledge import Knowledge, ReadyTable
@@ -76,10 +77,11 @@ class Gathering:
 
         `is_late`: the grace period is over. `is_patient`: observers still have time to finish their inner steps.
         """
-        me, absent, agreeing = self.own.island, self.absent, self._find_agreeing()
-        is_settled = is_late or not absent
+        me, is_settled = self.own.island, is_late or not self.absent
         if behind := find_behind(me, self.status, self.statuses, self.weigh, is_settled=is_settled):
             return behind
+        # While others are awaited nothing is planned, and whose data overlap takes long to find out.
+        agreeing = self._find_agreeing() if is_settled else self._same_state
         if me not in agreeing:
             return None  # The others go on without this island. It takes their state afterwards.
         allowed = {name: ready for name, ready in agreeing.items() if name not in self.excluded}
@@ -102,17 +104,19 @@ class Gathering:
         """The island whose plan this island waits for, or None while others are awaited."""
         if self.coordination.is_led:
             return self.coordination.coordinator if self.coordination.num_ready > len(self.live) else None
+        if self.absent and not is_late:
+            return None
         allowed = {name: ready for name, ready in self._find_agreeing().items() if name not in self.excluded}
-        if not allowed or (self.absent and not is_late):
+        if not allowed:
             return None
         return self._find_planner(self._choose(allowed), is_late=is_late)
 
-    @property
+    @cached_property
     def ready(self) -> dict[str, Ready]:
         """Ready messages for this round that can be used in a plan, by island, with this island's own."""
         return self.readies.usable(self.own.round, self.live) | {self.own.island: self.own}
 
-    @property
+    @cached_property
     def absent(self) -> frozenset[str]:
         """Islands worth waiting for: they live, are not ready, and are neither excluded nor have said not to wait."""
         return self._find_absent(self.ready) - self.excluded.keys()
@@ -154,9 +158,14 @@ class Gathering:
             if name not in self.reported or self.statuses[name].is_coming
         )
 
+    @cached_property
+    def _same_state(self) -> dict[str, Ready]:
+        """Ready messages of the islands that hold this island's state."""
+        return {name: r for name, r in self.ready.items() if r.digest == self.own.digest}
+
     def _find_agreeing(self) -> dict[str, Ready]:
         """Ready messages of the islands that hold this island's state and whose data do not overlap."""
-        agreeing = {name: r for name, r in self.ready.items() if r.digest == self.own.digest}
+        agreeing = self._same_state
         refused = self.rules.find_refusals([agreeing[name] for name in sorted(agreeing)])
         return {name: r for name, r in agreeing.items() if name not in refused}
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from outer.agreement.coordination import Coordination
+from outer.agreement.coordination import Coordination, Passing, PlanQuery, find_branches
 from outer.agreement.knowledge import Knowledge, ReadyTable
 from outer.agreement.messages import Plan, Ready
 from outer.agreement.planner import Gathering, build_gathering
@@ -31,6 +31,8 @@ class RoundState:
     """The plan in which this island takes part, and how its votes are exchanged."""
     coordination: Coordination = field(init=False)
     """Who collects the ready messages of this round."""
+    passing: Passing = field(default_factory=Passing)
+    """Plans that are on their way to this island."""
     outbox: list[tuple[str, Message]] = field(default_factory=list)
     """Messages to send, each with the island that receives it."""
 
@@ -65,6 +67,26 @@ class RoundState:
             self.coordination.turn_direct()
             if self.state == "gathering" and self.own is not None and self.plan is None:
                 self.send_ready(self.own)
+
+    def give_up_coordinator(self) -> None:
+        """Rely on the coordinator no longer, because it has had its time."""
+        self.coordination.find_slow(self.knowledge.status.round)
+        self.write_to_all()
+
+    def stop_gathering(self) -> None:
+        """Take part in no plan until the next ready message."""
+        self.state, self.own = "training", None
+
+    def pass_on(self, plan: Plan) -> None:
+        """Send the plan to this island's branches, even if this island takes no part in it: others may."""
+        self.passing.forget(plan.planner)
+        if self.knowledge.me in plan.names:
+            self.send(find_branches(plan, self.knowledge.me, self.knowledge.rules), plan)
+
+    def answer_plan_query(self, sender: str, query: PlanQuery) -> None:
+        """Send a participant this island's plan, which has not come to it."""
+        if self.plan is not None and self.plan.id == query.plan and self.plan.planner == self.knowledge.me:
+            self.send([sender], self.plan)
 
     def require_query(self) -> None:
         """Never commit the open plan on votes alone, because the others may have given this island up."""

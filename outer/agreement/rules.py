@@ -7,6 +7,7 @@ from typing import Literal
 from outer.agreement.messages import Plan, Ready, Status
 from outer.config import OuterConfig
 from outer.errors import MessageError
+from outer.network.messages import do_shared
 
 MAX_AHEAD = 1 << 12
 """How far a peer may move this island's attempt number ahead at once, so that liars cannot use the numbers up."""
@@ -14,6 +15,8 @@ GRACE_SHARE = 0.1
 """Share of their inner steps' duration for which contributors wait for observers."""
 DIRECT_ISLANDS = 4
 """Up to so many islands send their messages to each other; among more of them one passes messages on."""
+TREE_ISLANDS, FAN_OUT = 128, 8
+"""More participants than TREE_ISLANDS pass the plan and the list of votes on, each to FAN_OUT others."""
 OBSERVER_FIELDS = {"listens": True, "tokens": 0, "weight": 0, "units": 0}
 """Fields of an observer's ready message."""
 
@@ -36,6 +39,8 @@ class Rules:
     grace_steps: float = 0.0
     """Number of inner steps for whose duration contributors wait for observers."""
     direct_islands: int = DIRECT_ISLANDS
+    tree_islands: int = TREE_ISLANDS
+    fan_out: int = FAN_OUT
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,8 @@ def find_objection(plan: Plan, own: Ready, rules: Rules, first_attempt: int = 0)
     # The island may have renewed its ready message since, because the planner's status overtook this plan. It may also
     # have become a contributor since: this plan still has it as an observer, and its progress goes to the next round.
     valid = own, own.model_copy(update=OBSERVER_FIELDS)
-    mine = [p.attempt for p in plan.participants if p.model_copy(update=_mutable_fields(p, own)) in valid]
+    ours = [p for p in plan.participants if p.island == own.island]
+    mine = [p.attempt for p in ours if p.model_copy(update=_mutable_fields(p, own)) in valid]
     if not mine or not first_attempt <= mine[0] <= own.attempt:
         return f"{own.island!r} is not in the plan as it is now"
     if not plan.contributors:
@@ -97,7 +103,9 @@ def find_objection(plan: Plan, own: Ready, rules: Rules, first_attempt: int = 0)
             return str(error)
     if plan.attempt != max(p.attempt for p in plan.participants) or plan.attempt > first_attempt + 2 * MAX_AHEAD:
         return f"attempt {plan.attempt} does not follow from the participants' ready messages"
-    return next(iter(rules.find_refusals(plan.participants).values()), None)
+    # All participants hold this island's state, so they find the same.
+    refusals = do_shared(("refusals", plan.id), lambda: rules.find_refusals(plan.participants))
+    return next(iter(refusals.values()), None)
 
 
 def _mutable_fields(planned: Ready, own: Ready) -> dict[str, int | float]:

@@ -21,6 +21,7 @@ When a partition or a false alarm lets two histories grow, the one with the high
 islands of the other take its state, if enough islands stand behind it (proofs/claims.py).
 """
 
+from outer.agreement.coordination import PlanNotice, PlanQuery, is_passed_on
 from outer.agreement.messages import (
     Goodbye,
     Outcome,
@@ -59,6 +60,7 @@ class RoundProtocol(RoundState):
         self.knowledge.hold(status)
         self.state, self.own = "training", None
         self.exchange.end()
+        self.passing.end()
         self.vote_table.prune(status.round)
 
     def prepare(self, own: Ready) -> None:
@@ -97,32 +99,31 @@ class RoundProtocol(RoundState):
                 self.suspicions.forgive()
                 decision = self.gathering.decide(is_late=is_late, is_patient=is_patient)
         if isinstance(decision, Behind):
-            self._stop_gathering()
+            self.stop_gathering()
         elif isinstance(decision, Plan):
             self._accept(decision)
-            self.send(self.others, decision)
+            if is_passed_on(decision, self.knowledge.rules):
+                self.send(self.others, PlanNotice(plan=decision.id, round=decision.round))
+            self.pass_on(decision)
         return None if isinstance(decision, Hopeless) else decision
 
     def _wait_for_coordinator(self, *, is_late: bool) -> Behind | None:
         """What `try_plan` returns while another island collects the ready messages."""
         if behind := self.knowledge.behind(is_settled=False):
-            self._stop_gathering()
+            self.stop_gathering()
         elif is_late:
-            self._give_up_coordinator()
+            self.give_up_coordinator()
         elif self.knowledge.is_held_up:
             self.coordination.hold_up()
             self.write_to_all()
         return behind
-
-    def _stop_gathering(self) -> None:
-        self.state, self.own = "training", None
 
     def pass_over(self, *, is_late: bool) -> str | None:
         """Wait no longer for the plan of the island that should make one. Returns its name, if it is another."""
         planner = self.gathering.find_planner(is_late=is_late)
         if planner in (None, self.knowledge.me):
             return None
-        self._give_up_coordinator()
+        self.give_up_coordinator()
         self.suspicions.passed_over |= {planner}
         if self.knowledge.me in self.gathering.excluded:
             self.suspicions.forgive()  # The others do not go on without this island, perhaps for a reason like its own.
@@ -153,7 +154,9 @@ class RoundProtocol(RoundState):
         return outcome
 
     def resend(self) -> None:
-        """Send again every message of the current state that may have been lost."""
+        """Send again every message of the current state that may have been lost. Called each second."""
+        for planner, query in self.passing.find_missing(self.knowledge.status.round):
+            self.send([planner], query)
         if self.state == "gathering" and self.own is not None:
             self.send_ready(self.own)
         if self.state == "voting":
@@ -192,13 +195,20 @@ class RoundProtocol(RoundState):
                 return self._receive_status(sender, message)
             case Plan():
                 self._receive_plan(sender, message)
+            case PlanNotice():
+                if plan := self.passing.hear(sender, message):
+                    self._receive_plan(plan.planner, plan)
+            case PlanQuery():
+                self.answer_plan_query(sender, message)
             case Vote():
                 self._check_sender(sender, message.island)
                 is_own_plan = message.plan in self.suspicions.plans
                 return self.vote_table.answer_vote(message, self.knowledge, self.plan, is_own_plan=is_own_plan)
             case VoteList() | Settled():
                 has_voted = self.state == "voting"
-                return self.exchange.receive(sender, message, self.vote_table, self.knowledge, has_voted=has_voted)
+                reply = self.exchange.receive(sender, message, self.vote_table, self.knowledge, has_voted=has_voted)
+                self.send_votes()
+                return reply
             case OutcomeQuery():
                 participants = self.suspicions.plans.get(message.plan)
                 return self.vote_table.answer_query(sender, message, self.knowledge, participants)
@@ -241,10 +251,15 @@ class RoundProtocol(RoundState):
             self.send_ready(self.own)
 
     def _receive_plan(self, sender: str, plan: Plan) -> None:
-        self._check_sender(sender, plan.planner)
-        self.suspicions.passed_over -= {sender}
         if self.plan is not None and plan.id == self.plan.id:
             return
+        if sender != plan.planner and is_passed_on(plan, self.knowledge.rules):
+            if not self.passing.believes(plan):
+                return  # Until the planner says that it is its own.
+        else:
+            self._check_sender(sender, plan.planner)
+        self.suspicions.passed_over -= {plan.planner}
+        self.pass_on(plan)
         if (cause := self._find_objection(plan)) is None:
             self._accept(plan)
         elif plan.id not in self.vote_table.outcomes:
@@ -264,7 +279,7 @@ class RoundProtocol(RoundState):
 
     def _accept(self, plan: Plan) -> None:
         self.state = "reducing"
-        self.exchange.begin(plan, self.knowledge.rules.direct_islands)
+        self.exchange.begin(plan, self.knowledge.me, self.knowledge.rules)
         self.vote_table.drop_unsigned(plan, self.knowledge.signer.verify)
         self.readies.mark_used(plan)
         self.suspicions.take_part(plan)
@@ -277,10 +292,6 @@ class RoundProtocol(RoundState):
         vote = Vote.no(plan, self.knowledge.me, cause)
         self.vote_table.add(vote)
         self.send(frozenset(plan.names) & (self.knowledge.present | {plan.planner}), vote)
-
-    def _give_up_coordinator(self) -> None:
-        self.coordination.find_slow(self.knowledge.status.round)
-        self.write_to_all()
 
     def _check_sender(self, sender: str, claimed: str) -> None:
         if sender != claimed:

@@ -3,7 +3,8 @@
 Among many participants the planner passes the votes on, so that a round takes each of them a few messages and not n:
 
     Vote        each participant -> planner
-    VoteList    planner -> all: the votes of all, once it has them
+    VoteList    planner -> all: the votes of all, once it has them. Very many pass it on (passing.py), and acknowledge
+                it to the planner
     Settled     planner -> all: all have acknowledged the list. They commit, and say so in their receipts
                 The planner commits when the first of them has: if it freezes, they need not hear of it to go on.
 
@@ -14,8 +15,10 @@ vote to each of the others, which acknowledge it. An island commits when it has 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from outer.agreement.coordination import find_branches
 from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Outcome, OutcomeQuery, Plan, Settled, Vote, VoteList, VoteReceipt
+from outer.agreement.rules import Rules
 from outer.agreement.votes import VoteTable
 from outer.network.messages import Message
 
@@ -29,7 +32,11 @@ class VoteExchange:
     is_direct: bool = True
     """Whether this island sends its vote to each of the others."""
     passed_on: VoteList | Settled | None = None
-    """What this island has sent last as the planner."""
+    """What this island has sent last as the planner, or passed on."""
+    branches: frozenset[str] = frozenset()
+    """The participants to which this island sends the votes of all, as the planner or when it gets them."""
+    num_repeats: int = 0
+    """How often this island might have sent again what the others have not acknowledged."""
     is_settled: bool = False
     """Whether the planner has told this island that all have the votes of all."""
     is_querying: bool = False
@@ -37,10 +44,11 @@ class VoteExchange:
     outbox: list[tuple[Iterable[str], Message]] = field(default_factory=list)
     """Messages to send, each with the islands that receive it."""
 
-    def begin(self, plan: Plan, direct_islands: int) -> None:
-        """This island takes part in the plan. `direct_islands`: up to so many participants vote from each to each."""
+    def begin(self, plan: Plan, me: str, rules: Rules) -> None:
+        """This island takes part in the plan."""
         self.plan, self.passed_on, self.is_settled, self.is_querying = plan, None, False, False
-        self.is_direct = len(plan.names) <= direct_islands
+        self.is_direct = len(plan.names) <= rules.direct_islands
+        self.branches, self.num_repeats = find_branches(plan, me, rules), 0
 
     def end(self) -> None:
         """This island takes part in no plan."""
@@ -85,8 +93,13 @@ class VoteExchange:
             self.outbox.append((pending, own))
         elif planner != knowledge.me and (self.plan.id, planner) not in table.receipts:
             self.outbox.append(({planner}, own))
-        elif self.passed_on is not None:
-            self.outbox.append((others if isinstance(self.passed_on, Settled) else pending, self.passed_on))
+        elif isinstance(self.passed_on, Settled):
+            self.outbox.append((others, self.passed_on))
+        elif self.passed_on is not None and planner == knowledge.me:
+            self.num_repeats += 1
+            # For the first second the list is on its way from island to island.
+            late = pending & self.branches if self.num_repeats == 1 else pending
+            self.outbox.append((late, self.passed_on))
         if self.is_querying:
             self._query(self.plan, table, others - knowledge.lost)
 
@@ -98,16 +111,26 @@ class VoteExchange:
         `has_voted`: on the plan under way. Raises MessageError if a vote is missing or is not signed.
         """
         plan = self.plan
-        if plan is not None and message.plan == plan.id and sender == plan.planner and has_voted:
+        if plan is not None and message.plan == plan.id and has_voted:
             if isinstance(message, VoteList):
-                table.add_list(message, plan, knowledge.signer.verify)
-            else:
+                self._take_list(sender, message, plan, table, knowledge)
+            elif sender == plan.planner:
                 table.settle(plan)
                 self.is_settled = True
                 if table.decide(plan, self.others(knowledge.me), is_late=False) == "commit":
                     _record(plan, "commit", table, knowledge)
         is_near = knowledge.is_near(message.round)
         return VoteReceipt(plan=message.plan, outcome=table.outcome_of(message.plan, is_near=is_near))
+
+    def _take_list(self, sender: str, message: VoteList, plan: Plan, table: VoteTable, knowledge: Knowledge) -> None:
+        """Remember the votes of all, whoever passes them on, and do so as well. Raises as `VoteTable.add_list`."""
+        table.add_list(sender, message, plan, knowledge.signer.verify)
+        if self.passed_on is None and plan.planner != knowledge.me:
+            self.passed_on = message
+            self.outbox.append((self.branches, message))
+        if sender != plan.planner:
+            receipt = VoteReceipt(plan=plan.id, outcome=table.outcome_of(plan.id, is_near=True))
+            self.outbox.append(({plan.planner}, receipt))
 
     def others(self, me: str) -> frozenset[str]:
         """The participants without this island."""
@@ -122,7 +145,8 @@ class VoteExchange:
             self.repeat(table, knowledge)
         elif plan.planner == knowledge.me and (message := self._find_next(plan, table, knowledge.me)):
             self.passed_on = message
-            self.outbox.append((self.others(knowledge.me), message))
+            is_list = isinstance(message, VoteList)
+            self.outbox.append((self.branches if is_list else self.others(knowledge.me), message))
 
     def _find_next(self, plan: Plan, table: VoteTable, me: str) -> VoteList | Settled | None:
         """What the planner passes on next, if it is time to do so."""

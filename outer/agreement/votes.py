@@ -82,12 +82,12 @@ class VoteTable:
             raise MessageError(f"a vote on round {vote.round}, {knowledge.me!r} is in round {knowledge.status.round}")
         return VoteReceipt(plan=vote.plan, outcome=self.outcome_of(vote.plan, is_near=is_near))
 
-    def add_list(self, message: VoteList, plan: Plan, verify: Verify) -> None:
+    def add_list(self, sender: str, message: VoteList, plan: Plan, verify: Verify) -> None:
         """Remember the votes of all participants. Raises MessageError unless each has signed its vote."""
         votes = message.votes(plan)
         for vote in votes:
             if not vote.is_signed(plan, verify):
-                raise RefusedError("vote", f"{plan.planner!r} passes on a vote that {vote.island!r} has not signed")
+                raise RefusedError("vote", f"{sender!r} passes on a vote that {vote.island!r} has not signed")
         for vote in votes:
             self.add(vote)
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from copy import copy
 
-from outer.agreement.coordination import Coordination
+from outer.agreement.coordination import Coordination, Passing
 from outer.agreement.knowledge import Knowledge, ReadyTable
 from outer.agreement.proofs.claims import Claims
 from outer.agreement.proofs.witnesses import Witnesses
@@ -17,7 +17,7 @@ from outer.agreement.votes import VoteTable
 from outer.network.messages import Message
 from tests.outer.world import Budget, Commit, World, copy_node, events, is_mishap, step, think
 
-Tables = Knowledge | Claims | Witnesses | ReadyTable | VoteTable | VoteExchange | Coordination | Suspicions
+Tables = Knowledge | Claims | Witnesses | ReadyTable | VoteTable | VoteExchange | Coordination | Suspicions | Passing
 _numbers: dict[int, tuple[object, int]] = {}
 """(value, hash of its contents) by id. The value is kept so that its id is not reused."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from outer.agreement.coordination import PlanNotice
 from outer.agreement.messages import (
     Goodbye,
     OutcomeQuery,
@@ -101,6 +102,32 @@ def lists_to_some(run: "Run", liar: str, to: str, message: Message) -> Message |
     return None if isinstance(message, VoteList | Settled) and run.chance.random() < 0.5 else message
 
 
+def passes_on_other_plans(run: "Run", liar: str, to: str, message: Message) -> Message | None:
+    """Makes another plan of what it passes on, and of its own what its notice does not say."""
+    if not isinstance(message, Plan) or run.chance.random() < 0.3:
+        return message
+    attempt = message.attempt + 1
+    return Plan(round=message.round, attempt=attempt, planner=message.planner, participants=message.participants)
+
+
+def notices_of_nothing(run: "Run", liar: str, to: str, message: Message) -> Message | None:
+    """Gives notice of plans that it has not made, and none of some that it has."""
+    if isinstance(message, PlanNotice):
+        return None if run.chance.random() < 0.5 else message
+    if isinstance(message, Ready | Plan):
+        run.send(liar, to, PlanNotice(plan=f"{run.chance.getrandbits(128):032x}", round=message.round))
+    return message
+
+
+def forged_lists(run: "Run", liar: str, to: str, message: Message) -> Message | None:
+    """Changes a signature in the lists that it passes on, and acknowledges lists that it does not have."""
+    if isinstance(message, Vote):
+        run.send(liar, to, VoteReceipt(plan=message.plan, outcome="open"))
+    if not isinstance(message, VoteList):
+        return message
+    return message.model_copy(update={"signatures": ["0" * 128, *message.signatures[1:]]})
+
+
 def settled_too_early(run: "Run", liar: str, to: str, message: Message) -> Message | None:
     if isinstance(message, VoteList):
         run.send(liar, to, Settled(plan=message.plan, round=message.round))
@@ -178,6 +205,9 @@ HABITS: list[Habit] = [
     lists_to_some,
     settled_too_early,
     miscounts,
+    passes_on_other_plans,
+    notices_of_nothing,
+    forged_lists,
 ]
 WITH_A_QUORUM = [*HABITS, made_up_states]
 """With a quorum of one, an island alone may make a history, so it may make one up, too."""

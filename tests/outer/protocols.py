@@ -13,7 +13,14 @@ from tests.outer.world import START, ready_of
 
 PASSED_ON = 0
 """Up to so many islands write to each other: to none, so the coordinator and the planner pass everything on."""
-WRITE_TO = [pytest.param(DIRECT_ISLANDS, id="to each other"), pytest.param(PASSED_ON, id="passed on")]
+DOWN_A_TREE = 1
+"""More islands than that pass plans and lists of votes on, each to one other, so that all ranks of a tree are seen."""
+WAYS = [
+    pytest.param({"direct_islands": DIRECT_ISLANDS}, id="to each other"),
+    pytest.param({"direct_islands": PASSED_ON}, id="passed on"),
+    pytest.param({"direct_islands": PASSED_ON, "tree_islands": DOWN_A_TREE, "fan_out": 1}, id="down a tree"),
+]
+"""Rules by which messages reach the others."""
 
 
 def node(name: str, others: Iterable[str], **rules: object) -> RoundProtocol:

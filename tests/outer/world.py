@@ -264,7 +264,7 @@ def copy_node(world: World, name: str) -> RoundProtocol:
     node = copy(world.nodes[name])
     node.knowledge, node.readies = copy(node.knowledge), copy(node.readies)
     node.vote_table, node.suspicions = copy(node.vote_table), copy(node.suspicions)
-    node.exchange, node.coordination = copy(node.exchange), copy(node.coordination)
+    node.exchange, node.coordination, node.passing = copy(node.exchange), copy(node.coordination), copy(node.passing)
     node.knowledge.claims = claims = copy(node.knowledge.claims)
     claims.witnesses = copy(claims.witnesses)
     for tables in (
@@ -277,6 +277,7 @@ def copy_node(world: World, name: str) -> RoundProtocol:
         node.suspicions,
         node.exchange,
         node.coordination,
+        node.passing,
     ):
         vars(tables).update((key, copy(value)) for key, value in vars(tables).items() if isinstance(value, dict | list))
     world.nodes = world.nodes | {name: node}

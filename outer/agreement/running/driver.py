@@ -7,10 +7,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Literal
 
-from outer.agreement.messages import CALLS, REPLIES, Goodbye, Plan, Ready, Status, Vote
+from outer.agreement.messages import Goodbye, Plan, Ready, Status, Vote, VoteList, VoteReceipt
 from outer.agreement.planner import GiveUp, TooFew
 from outer.agreement.rules import Behind
-from outer.agreement.running.changes import Changes
+from outer.agreement.running.calls import CALLS, REPLIES, OpenCalls
+from outer.agreement.running.changes import VOTE_SECONDS, Changes
 from outer.agreement.running.doubts import Doubts
 from outer.agreement.running.failure_detector import PING_SECONDS, FailureDetector
 from outer.agreement.running.grace import GraceTimer, HeldUpTimer, find_contributors
@@ -23,7 +24,7 @@ from outer.errors import BehindError, DeadlineError, MessageError, OuterError, P
 from outer.membership.base import Member
 from outer.network.endpoints import Endpoint
 from outer.network.event_loop import loop_time
-from outer.network.messages import Message, deflate, inflate, parse
+from outer.network.messages import Message, inflate, parse
 from outer.network.rejections import Rejections
 from outer.report import Waiting
 
@@ -54,7 +55,7 @@ class ProtocolDriver:
         self._on_wait, self._rejections = on_wait, rejections or Rejections()
         self.protocol, self._knowledge = protocol, protocol.knowledge
         self._peers, self._deadlines, self._on_no = peers, peers.deadlines, on_no
-        self._calls: dict[tuple[str, type[Message]], asyncio.Task[None]] = {}
+        self._calls = OpenCalls(peers, self._call)
         self._changes = Changes(self._knowledge)
         self._has_left = False
         self._planned_at = 0.0
@@ -249,16 +250,11 @@ class ProtocolDriver:
         """Send the protocol's messages, except for repetitions of a call that has not ended yet."""
         self._doubts.report_refused(self._rejections)
         outbox, self.protocol.outbox = self.protocol.outbox, []
-        for island, message in outbox:
-            key, contents = (island, type(message)), str(hash(message.encode()))
-            running = self._calls.get(key)
-            is_repeat = running is not None and not running.done() and running.get_name() == contents
-            if not is_repeat and self._peers.addresses(island):
-                self._calls[key] = asyncio.create_task(self._call(island, message), name=contents)
+        self._calls.send(outbox)
 
-    async def _call(self, island: str, message: Message) -> None:
-        """Send one message and process the reply. A no goes to all ranks of the island: each must end its reduce."""
-        kind, body, called_at = kind_of(type(message)), deflate(message.encode()), loop_time()
+    async def _call(self, island: str, message: Message, body: bytes) -> None:
+        """Make the call for a message. A no goes to all ranks of the island: each must end its reduce."""
+        kind, called_at = kind_of(type(message)), loop_time()
         if isinstance(message, Vote) and message.digest is None:
             self._peers.notify_other_ranks(island, kind, body)
         try:
@@ -284,6 +280,8 @@ class ProtocolDriver:
         """Note that a message has been received or answered."""
         if isinstance(message, Ready | Status):
             self._changes.add_report()
+        elif isinstance(message, VoteList | VoteReceipt) or (isinstance(message, Vote) and message.digest):
+            self._changes.add_report(VOTE_SECONDS)
         else:
             self._changes.add()
 

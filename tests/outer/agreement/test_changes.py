@@ -2,7 +2,9 @@
 
 import asyncio
 
-from outer.agreement.running.changes import FEW_ISLANDS, Changes
+import pytest
+
+from outer.agreement.running.changes import FEW_ISLANDS, VOTE_SECONDS, Changes
 from tests.outer.clock import now, run
 from tests.outer.protocols import node
 
@@ -51,6 +53,18 @@ def test_a_report_among_many_islands_is_looked_at_soon() -> None:
         changes.add_report()
         await changes.wait(60.0)
         assert now() - before < 0.1
+
+    run(test)
+
+
+def test_votes_among_many_islands_are_looked_at_sooner() -> None:
+    async def test() -> None:
+        changes, before = changes_among(100), now()
+        changes.add_report()
+        changes.add_report(VOTE_SECONDS)
+        changes.add_report()
+        await changes.wait(60.0)
+        assert now() - before == pytest.approx(100 * VOTE_SECONDS, rel=0.1)
 
     run(test)
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.outer.habits import HABITS, WITH_A_QUORUM, Habit, false_commits
 from tests.outer.lies import Run, new_run, seconds_until
-from tests.outer.protocols import WRITE_TO
+from tests.outer.protocols import WAYS
 
 BOUND = 60
 """Seconds for a round. A vote is late after 4 and given up after 6, and a planner is passed over after 3."""
@@ -22,23 +22,25 @@ def commit_rounds(run: Run, rounds: int = 3) -> None:
 
 @pytest.mark.parametrize("names", ["abc", pytest.param("abcde", marks=SLOW)])
 @pytest.mark.parametrize("habit", WITH_A_QUORUM, ids=lambda habit: habit.__name__)
-@pytest.mark.parametrize("direct_islands", WRITE_TO)
-def test_whatever_one_island_does_all_the_time_the_others_commit(direct_islands: int, habit: Habit, names: str) -> None:
+@pytest.mark.parametrize("ways", WAYS)
+def test_whatever_one_island_does_all_the_time_the_others_commit(
+    ways: dict[str, int], habit: Habit, names: str
+) -> None:
     for liar in (names[0], names[-1]):
         quorum = len(names) // 2 + 1
-        commit_rounds(new_run(names, {liar: [habit]}, seed=1, quorum=quorum, direct_islands=direct_islands))
+        commit_rounds(new_run(names, {liar: [habit]}, seed=1, quorum=quorum, **ways))
 
 
 @pytest.mark.parametrize("num_seeds", [12, pytest.param(150, marks=SLOW)])
 @pytest.mark.parametrize("names,quorum", [("abc", 1), ("abc", 2), ("abcd", 3)])
-@pytest.mark.parametrize("direct_islands", WRITE_TO)
+@pytest.mark.parametrize("ways", WAYS)
 def test_whatever_mixture_of_lies_one_island_tells_the_others_commit(
-    direct_islands: int, names: str, quorum: int, num_seeds: int
+    ways: dict[str, int], names: str, quorum: int, num_seeds: int
 ) -> None:
     for seed in range(num_seeds):
         chance = random.Random(seed)
         liars = {chance.choice(names): chance.sample(HABITS if quorum == 1 else WITH_A_QUORUM, 3)}
-        commit_rounds(new_run(names, liars, seed, quorum=quorum, direct_islands=direct_islands))
+        commit_rounds(new_run(names, liars, seed, quorum=quorum, **ways))
 
 
 def test_no_plan_is_committed_here_and_aborted_there_because_an_island_says_that_it_has_committed() -> None:
@@ -49,12 +51,12 @@ def test_no_plan_is_committed_here_and_aborted_there_because_an_island_says_that
 
 
 @pytest.mark.parametrize("num_seeds", [8, pytest.param(100, marks=SLOW)])
-@pytest.mark.parametrize("direct_islands", WRITE_TO)
-def test_after_a_freeze_and_a_death_beside_a_liar_the_others_commit(direct_islands: int, num_seeds: int) -> None:
+@pytest.mark.parametrize("ways", WAYS)
+def test_after_a_freeze_and_a_death_beside_a_liar_the_others_commit(ways: dict[str, int], num_seeds: int) -> None:
     for seed in range(num_seeds):
         chance = random.Random(seed)
         liars = {chance.choice("abcde"): chance.sample(WITH_A_QUORUM, 2)}
-        run = new_run("abcde", liars, seed, quorum=3, direct_islands=direct_islands)
+        run = new_run("abcde", liars, seed, quorum=3, **ways)
         frozen, dying = chance.sample(run.honest, 2)
         commit_rounds(run, chance.randint(0, 1))
         run.pass_second()
@@ -66,11 +68,13 @@ def test_after_a_freeze_and_a_death_beside_a_liar_the_others_commit(direct_islan
 
 
 @pytest.mark.parametrize("num_seeds", [4, pytest.param(60, marks=SLOW)])
-@pytest.mark.parametrize("direct_islands", WRITE_TO)
-def test_freezes_and_deaths_between_any_two_steps_hold_up_no_honest_island(direct_islands: int, num_seeds: int) -> None:
+@pytest.mark.parametrize("ways", WAYS)
+def test_freezes_and_deaths_between_any_two_steps_hold_up_no_honest_island(
+    ways: dict[str, int], num_seeds: int
+) -> None:
     for seed in range(num_seeds):
         chance = random.Random(seed)
-        run = new_run("abcd", {}, seed, direct_islands=direct_islands)
+        run = new_run("abcd", {}, seed, **ways)
         for _ in range(chance.randint(0, 3)):
             run.pass_second()
             for _ in range(chance.randint(0, 40)):

@@ -7,10 +7,10 @@ import pytest
 
 from outer.agreement.messages import Goodbye, OutcomeQuery, Plan, Status, Vote
 from outer.agreement.planner import TooFew
-from outer.agreement.rules import DIRECT_ISLANDS, Behind
+from outer.agreement.rules import DIRECT_ISLANDS, TREE_ISLANDS, Behind
 from outer.errors import MessageError
 from tests.outer.explore import agree, explore, forked, walk
-from tests.outer.protocols import PASSED_ON, WRITE_TO, gathering, node
+from tests.outer.protocols import DOWN_A_TREE, PASSED_ON, WAYS, gathering, node
 from tests.outer.signers import signed_yes
 from tests.outer.world import START, Budget, World, digest_of, events, new_world, ready_of
 
@@ -21,9 +21,17 @@ WHOLE = {
     "2 islands, a crash": ("ab", 1, Budget(crashes=1)),
     "2 islands, nothing wrong, passed on": ("ab", 1, Budget(), PASSED_ON),
     "2 islands, a crash, passed on": ("ab", 1, Budget(crashes=1), PASSED_ON),
+    "2 islands, a crash, down a tree": ("ab", 1, Budget(crashes=1), PASSED_ON, DOWN_A_TREE),
 }
 """Cases whose reachable worlds are all searched."""
-WHOLE_CASES = [pytest.param(case, marks=[pytest.mark.slow] if "2 rounds" in case else []) for case in WHOLE]
+SLOW_CASES = ("2 rounds", "2 islands, a crash, down a tree", "4 islands, a loss")
+
+
+def cases_of(table: dict[str, tuple]) -> list:
+    """The cases of a table, of which the long ones are slow."""
+    return [pytest.param(case, marks=[pytest.mark.slow] * any(name in case for name in SLOW_CASES)) for case in table]
+
+
 BOUNDED = {
     "2 islands, everything once": ("ab", 1, ONCE),
     "3 islands, a crash": ("abc", 1, Budget(crashes=1)),
@@ -31,6 +39,8 @@ BOUNDED = {
     "4 islands, a crash, patience runs out": ("abcd", 1, Budget(crashes=1, impatient=1)),
     "2 islands, everything once, passed on": ("ab", 1, ONCE, PASSED_ON),
     "3 islands, a crash, passed on": ("abc", 1, Budget(crashes=1), PASSED_ON),
+    "3 islands, a crash, down a tree": ("abc", 1, Budget(crashes=1), PASSED_ON, DOWN_A_TREE),
+    "4 islands, a loss, a crash, down a tree": ("abcd", 1, Budget(crashes=1, dropped=1), PASSED_ON, DOWN_A_TREE),
 }
 CRASHES = Budget(crashes=2, failed_reduces=2, duplicated=2, impatient=3)
 LOSSES = Budget(crashes=2, failed_reduces=2, duplicated=2, dropped=4)
@@ -52,9 +62,16 @@ class Findings:
 
 
 @cache
-def findings(bound: int, names: str, rounds: int, budget: Budget, direct_islands: int = DIRECT_ISLANDS) -> Findings:
-    found = Findings()
-    for world in explore(new_world(names, rounds, budget, direct_islands=direct_islands), bound):
+def findings(
+    bound: int,
+    names: str,
+    rounds: int,
+    budget: Budget,
+    direct_islands: int = DIRECT_ISLANDS,
+    tree_islands: int = TREE_ISLANDS,
+) -> Findings:
+    found, ways = Findings(), {"direct_islands": direct_islands, "tree_islands": tree_islands, "fan_out": 1}
+    for world in explore(new_world(names, rounds, budget, **ways), bound):
         found.num_worlds += 1
         if forked(world) or breaks_a_vote(world):
             found.wrong.append(world)
@@ -70,14 +87,14 @@ def breaks_a_vote(world: World) -> bool:
     return any(vote is not None and vote.digest != digest_of(commit.base + commit.plan) for commit, vote in cast)
 
 
-@pytest.mark.parametrize("case", WHOLE_CASES)
+@pytest.mark.parametrize("case", cases_of(WHOLE))
 def test_no_order_of_events_makes_two_results_of_one_round(case):
     found = findings(20_000, *WHOLE[case])
     assert not found.wrong
     assert 100 < found.num_worlds < 20_000, "not all worlds were seen"
 
 
-@pytest.mark.parametrize("case", WHOLE_CASES)
+@pytest.mark.parametrize("case", cases_of(WHOLE))
 def test_every_history_ends_with_all_rounds_committed_alike(case):
     found = findings(20_000, *WHOLE[case])
     assert found.num_ends
@@ -85,7 +102,7 @@ def test_every_history_ends_with_all_rounds_committed_alike(case):
 
 
 @pytest.mark.parametrize("bound", [2_500, pytest.param(60_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", BOUNDED)
+@pytest.mark.parametrize("case", cases_of(BOUNDED))
 def test_in_larger_cases_no_order_that_was_tried_makes_two_results_of_one_round(case, bound):
     found = findings(bound, *BOUNDED[case])
     assert not found.wrong
@@ -95,10 +112,10 @@ def test_in_larger_cases_no_order_that_was_tried_makes_two_results_of_one_round(
 @pytest.mark.parametrize("num_seeds", SEEDS)
 @pytest.mark.parametrize("budget", [CRASHES, LOSSES], ids=["crashes", "losses"])
 @pytest.mark.parametrize("names", ["abc", "abcd"])
-@pytest.mark.parametrize("direct_islands", WRITE_TO)
-def test_whatever_crashes_fails_or_is_lost_the_living_go_on_with_one_history(direct_islands, names, budget, num_seeds):
+@pytest.mark.parametrize("ways", WAYS)
+def test_whatever_crashes_fails_or_is_lost_the_living_go_on_with_one_history(ways, names, budget, num_seeds):
     for seed in range(num_seeds):
-        world = walk(new_world(names, 3, budget, direct_islands=direct_islands), seed)
+        world = walk(new_world(names, 3, budget, **ways), seed)
         assert not forked(world), f"seed {seed}"
         assert world.is_over, f"seed {seed}: the islands are stuck"
         assert agree(world), f"seed {seed}"
@@ -107,28 +124,28 @@ def test_whatever_crashes_fails_or_is_lost_the_living_go_on_with_one_history(dir
 @pytest.mark.parametrize(
     "names, bound", [("ab", 20_000), ("abc", 2_500), pytest.param("abc", 60_000, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("direct_islands", WRITE_TO)
-def test_an_island_that_freezes_has_committed_nothing_that_the_others_do_not(direct_islands, names, bound):
-    for world in explore(new_world(names, 1, Budget(freezes=1), direct_islands=direct_islands), bound):
+@pytest.mark.parametrize("ways", WAYS)
+def test_an_island_that_freezes_has_committed_nothing_that_the_others_do_not(ways, names, bound):
+    for world in explore(new_world(names, 1, Budget(freezes=1), **ways), bound):
         assert not forked(world, with_dead=True)
 
 
 @pytest.mark.parametrize("num_seeds", SEEDS)
 @pytest.mark.parametrize("names", ["abc", "abcd"])
-@pytest.mark.parametrize("direct_islands", WRITE_TO)
-def test_what_a_frozen_island_has_committed_is_what_the_others_commit(direct_islands, names, num_seeds):
+@pytest.mark.parametrize("ways", WAYS)
+def test_what_a_frozen_island_has_committed_is_what_the_others_commit(ways, names, num_seeds):
     for seed in range(num_seeds):
-        world = walk(new_world(names, 3, Budget(freezes=1), direct_islands=direct_islands), seed, mishap=0.05)
+        world = walk(new_world(names, 3, Budget(freezes=1), **ways), seed, mishap=0.05)
         assert not forked(world, with_dead=True), f"seed {seed}"
         assert world.is_over and agree(world), f"seed {seed}"
 
 
 @pytest.mark.parametrize("num_seeds", SEEDS)
 @pytest.mark.parametrize("names", ["abc", "abcd"])
-@pytest.mark.parametrize("direct_islands", WRITE_TO)
-def test_after_false_alarms_one_history_survives(direct_islands, names, num_seeds):
+@pytest.mark.parametrize("ways", WAYS)
+def test_after_false_alarms_one_history_survives(ways, names, num_seeds):
     for seed in range(num_seeds):
-        world = walk(new_world(names, 3, ALARMS, direct_islands=direct_islands), seed, mishap=0.3)
+        world = walk(new_world(names, 3, ALARMS, **ways), seed, mishap=0.3)
         assert world.is_over, f"seed {seed}: the islands are stuck"
         assert agree(world), f"seed {seed}"
 
