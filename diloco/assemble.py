@@ -37,7 +37,7 @@ from inner.optim.own_optimizer import check_own_optimizer
 from inner.parallel.own_model import check_own_model
 from inner.trainer import Trainer, TrainerSettings
 from outer.agreement.running.peers import Identity
-from outer.connect import Network
+from outer.connect.settings import Network
 from outer.hooks import Hooks
 from outer.identity.island_key import IslandKey
 from outer.loop import OuterLoop, build_loop

@@ -13,7 +13,8 @@ from diloco.config.from_swarm import parse_swarm_config, swarm_text
 from diloco.config.own_code import find_other_code
 from diloco.config.schema import IslandConfig, RunConfig, differing_keys
 from diloco.errors import ConfigError
-from outer.connect import Network, NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import Network, NetworkSettings
 from outer.identity.access import BANNED_FILE
 from outer.identity.island_key import KEY_FILE, IslandKey, load_island_key
 from outer.identity.known_names import NAMES_FILE

@@ -31,6 +31,7 @@ from inner.data.batches import IslandBatches
 from inner.data.corpus import Corpus
 from inner.files import write_atomically
 from inner.trainer import Trainer
+from outer.errors import name_lost_rank
 
 log = logging.getLogger(__name__)
 
@@ -122,15 +123,18 @@ def keep_config(folder: Path, config: Config) -> None:
 
 @contextmanager
 def log_failure(book: Logbook, rank: int) -> Iterator[None]:
-    """Write the error that ends this rank into the logbook."""
+    """Write the error that ends this rank into the logbook. Raises RankLost if it is that another rank has ended."""
     try:
         yield
     except FolderInUse:
         # The folder and its logbook belong to the process that runs there.
         raise
     except Exception as error:
-        book.note("failed", f"rank {rank}: {type(error).__name__}: {error}")
-        raise
+        named = name_lost_rank(error)
+        book.note("failed", f"rank {rank}: {type(named).__name__}: {named}")
+        if named is error:
+            raise
+        raise named from error
 
 
 async def end_at_loss(runtime: Runtime, wait_for_loss: Callable[[], Awaitable[str]]) -> None:

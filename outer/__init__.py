@@ -4,12 +4,14 @@ What a program uses of it; everything else may change without notice (tests/test
 
     config, errors, hooks, report, cost     settings, errors, named phases of a round, what happened, what a round costs
     loop                                    build_loop and OuterLoop: begin, launch, land, finish; read this first
-    connect, diagnostics                    the network of one rank; what `diloco doctor` asks of it
+    connect.settings, connect.opening, connect.meeting, diagnostics
+                                            the network of one rank, where islands meet; what `diloco doctor` asks of it
     agreement.running.peers, space.ranks    who this island is, and its ranks
     identity.access, identity.island_key, identity.known_names      an island's key, owners of names, bans
     network.deadlines, network.endpoints, network.event_loop, network.frames, network.messages, network.retry,
     network.run_key
-    membership.base, membership.dht, membership.records, membership.rendezvous     records of islands, bootstraps
+    membership.base, membership.dht.membership, membership.records, membership.rendezvous
+                                            records of islands, bootstraps
     routes.addresses, routes.dialer, routes.proxy, routes.relay     how islands are reached over tls; the relay
     transports.gloo.groups, transports.gloo.open_files, transports.loopback
                                             addresses of gloo; the limit of open files; the hub of one process

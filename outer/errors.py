@@ -13,9 +13,14 @@ OuterError            a failed round
   NonFiniteError      a tensor to be encoded holds inf or nan
   BehindError         others hold the state that survives
   QuorumError         too few islands
+RankLost              another rank of this island has ended, and with it the island
 """
 
+import re
 from collections.abc import Collection
+
+_OF_COLLECTIVES = re.compile(r"gloo/transport|\bgloo\b.*onnection|NCCL|ProcessGroup|TCPStore|Connection reset by peer")
+"""In the errors of torch.distributed when a process at the other end has ended."""
 
 
 class InputError(ValueError):
@@ -93,6 +98,19 @@ class BehindError(OuterError):
     def __init__(self, donors: Collection[str], cause: str) -> None:
         super().__init__(cause)
         self.donors, self.cause = tuple(donors), cause
+
+
+class RankLost(RuntimeError):
+    """Another rank of this island has ended. Its launcher starts all of them again."""
+
+
+def name_lost_rank(error: BaseException) -> BaseException:
+    """A RankLost if an error of torch.distributed says that a rank of the island has ended, else the error itself."""
+    if isinstance(error, RankLost | OuterError) or not isinstance(error, RuntimeError):
+        return error
+    if not _OF_COLLECTIVES.search(str(error)):
+        return error
+    return RankLost(f"another rank of this island has ended, so this one ends, too ({first_line(error)})")
 
 
 def is_about_run_key(cause: str) -> bool:

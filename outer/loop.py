@@ -20,7 +20,7 @@ import torch
 from outer.agreement.running.driver import Interruption
 from outer.agreement.running.peers import Identity
 from outer.config import OuterConfig
-from outer.connect import Network
+from outer.connect.settings import Network
 from outer.errors import BehindError
 from outer.gossip.averager import build_gossip_averager
 from outer.gossip.step import build_optimizer_config

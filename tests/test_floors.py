@@ -180,8 +180,16 @@ def test_a_function_is_short_enough_to_be_read_at_once(path):
 
 
 @pytest.mark.parametrize(
-    "module", ["diloco.cli.main", "diloco.config.schema", "inner.config", "outer.config", "diloco.config.check"]
+    "module",
+    [
+        "diloco.cli.main",
+        "diloco.config.schema",
+        "inner.config",
+        "outer.config",
+        "diloco.config.check",
+        "outer.routes.relay",
+    ],
 )
-def test_the_command_line_and_configs_import_no_torch(module):
+def test_the_command_line_configs_and_relays_import_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'hivemind' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=180).returncode == 0

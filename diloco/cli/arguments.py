@@ -55,8 +55,16 @@ Nat = Annotated[
     list[int] | None,
     typer.Option(
         metavar="ISLAND",
-        help="Put this island behind a masquerading NAT, where others reach it by a relay only, which is started, too; "
-        "needs root, nft and outer.transport=tls. Repeatable.",
+        help="Put this island behind a masquerading NAT, where others reach it by a relay only; two are started, too. "
+        "Needs root, nft and outer.transport=tls. Repeatable.",
+    ),
+]
+Proxy = Annotated[
+    list[int] | None,
+    typer.Option(
+        metavar="ISLAND",
+        help="Put this island into a cluster that nothing leaves but by an HTTP proxy, and where others reach it by a "
+        "relay only; both are started, too. Needs root, nft and outer.transport=tls. Repeatable.",
     ),
 ]
 LinkOptions = Annotated[

@@ -13,9 +13,9 @@ def error_text(error: BaseException) -> str | None:
     from diloco.errors import ConfigError
     from inner.errors import InputError as DataError
     from inner.errors import TrainingStopped
-    from outer.errors import InputError, OuterError
+    from outer.errors import InputError, OuterError, RankLost
 
-    if isinstance(error, ConfigError | DataError | TrainingStopped | InputError | OuterError):
+    if isinstance(error, ConfigError | DataError | TrainingStopped | InputError | OuterError | RankLost):
         return str(error)
     if isinstance(error, OSError) and error.errno in DISK_PROBLEMS and error.filename is not None:
         return f"{error.filename}: {error.strerror}; it must be on a disk that has room and where this user may write"

@@ -23,6 +23,7 @@ def simulate(
     netns: args.Netns = False,
     nodes: args.Nodes = 1,
     nat: args.Nat = None,
+    proxy: args.Proxy = None,
     link: args.LinkOptions = None,
     in_process: args.InProcess = False,
     resume: args.ResumeRun = False,
@@ -37,27 +38,26 @@ def simulate(
     round N; the first is 0), step=N (it has made N inner steps) or second=S (seconds after the run's first commit).
 
     \b
-    kill:1@round=3,back=5          SIGKILL island 1 (or bootstrap); restart it after 5 s, if back is given
-    leave:1@round=6                SIGTERM; back as above
-    freeze:1@round=3,seconds=20    SIGSTOP, then SIGCONT
+    kill:1@round=3,back=5          SIGKILL island 1 (or bootstrap, relay0, relay1); with back, restart it after 5 s
+    leave:1@round=6                SIGTERM; back as above. freeze:1@round=3,seconds=20 is SIGSTOP, then SIGCONT
     kill:1@round=3,phase=decide    kill or freeze at this point of the round
     kill:1@round=3,process=rank1   kill or freeze one process only: rank0, ... or daemon (libp2p's), agent (torchrun)
     kill:1@round=3,node=1          with --nodes: kill or freeze a node, or cut it off inside its island
     slow:2x3                       make each inner step take 3 times as long
-    corrupt:1@round=4              flip one bit of a payload that the island sends
-    nan:1@round=4                  send a payload of NaN
+    corrupt:1@round=4              flip one bit of a payload that the island sends; nan:1@round=4 sends one of NaN
     poison:1@round=5,rounds=1      multiply the pseudo-gradient by -10; without rounds, for good
     join:@round=4                  add one island, by diloco join
-    cut:0-1@step=40,seconds=15     cut the link between two islands; needs root
-    cut:0@step=40                  cut one island off; cut:0+1-2+3@step=40 separates groups
+    forget:1@round=4               with --nat: its NAT loses all connections, as one that is started again
+    cut:0-1@step=40,seconds=15     cut the link between two islands; cut:0@step=40 cuts one off, cut:0+1-2+3@... groups
     """
     check_storm(storm, storm_seed, storm_count)
-    given = {"--ranks": ranks, "--baseline": baseline, "--netns": netns, "--nat": nat, "--nodes": nodes > 1}
+    given = {"--ranks": ranks, "--baseline": baseline, "--netns": netns, "--nat": nat, "--proxy": proxy}
     modelled = {"--step-seconds": step_seconds, "--spread": spread, "--host-seconds": host_seconds}
-    check_modelled(given | {"--in-process": in_process, "--resume": resume}, modelled, virtual=virtual)
+    given |= {"--nodes": nodes > 1, "--in-process": in_process, "--resume": resume}
+    check_modelled(given, modelled, virtual=virtual)
     from diloco.faults.disturbances import Disturbances
 
-    nets = netns, tuple(link or ()), tuple(sorted(set(nat or ()))), nodes
+    nets = netns, tuple(link or ()), sort_islands(nat), sort_islands(proxy), nodes
     disturbances = Disturbances(tuple(fault or ()), storm, storm_seed, storm_count, *nets)
     if virtual:
         from diloco.virtual.simulate import VirtualRequest, simulate_virtually
@@ -68,6 +68,11 @@ def simulate(
 
     how = {"disturbances": disturbances, "with_baseline": baseline, "in_process": in_process, "resume": resume}
     raise typer.Exit(run(config, overrides or [], islands, ranks, **how))
+
+
+def sort_islands(given: list[int] | None) -> tuple[int, ...]:
+    """Islands of a repeatable option, each once."""
+    return tuple(sorted(set(given or ())))
 
 
 def check_storm(rate: float | None, seed: int, count: int | None) -> None:

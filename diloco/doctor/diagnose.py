@@ -34,7 +34,8 @@ from diloco.swarm.visit import (
     resolve_local_island,
 )
 from outer.config import AT_RENDEZVOUS
-from outer.connect import Network, find_runs
+from outer.connect.meeting import find_runs
+from outer.connect.settings import Network
 from outer.errors import InputError, OuterError, is_about_run_key
 from outer.membership.base import Member
 from outer.membership.records import RunInfo

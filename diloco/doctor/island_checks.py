@@ -15,7 +15,7 @@ from diloco.doctor.path_checks import MAX_RANKS, check_gloo_ports, check_paths
 from diloco.formatting import human_bytes, human_seconds
 from diloco.swarm.visit import LocalIsland
 from outer import diagnostics
-from outer.connect import Network
+from outer.connect.settings import Network
 from outer.errors import DeadlineError, MessageError, OuterError, first_line, is_about_run_key
 from outer.membership.base import Member
 from outer.network.endpoints import Endpoint, Messenger

@@ -17,6 +17,8 @@ class Disturbances:
     links: tuple[str, ...] = ()
     nat: tuple[int, ...] = ()
     """Islands behind a NAT."""
+    proxy: tuple[int, ...] = ()
+    """Islands that nothing leaves but by a proxy."""
     nodes: int = 1
     """Nodes of each island."""
 
@@ -29,7 +31,7 @@ class Disturbances:
     def needs_net(self) -> bool:
         """Whether the islands need network namespaces."""
         has_cut = any(parse_fault(spec).kind == "cut" for spec in self.faults)
-        return self.netns or has_cut or bool(self.links or self.nat) or self.nodes > 1
+        return self.netns or has_cut or bool(self.links or self.nat or self.proxy) or self.nodes > 1
 
 
 NO_DISTURBANCES = Disturbances()

@@ -15,13 +15,17 @@ from diloco.errors import ConfigError
 if TYPE_CHECKING:
     from outer.hooks import Phase
 
-FaultKind = Literal["kill", "freeze", "cut", "slow", "corrupt", "nan", "poison", "join", "leave"]
-BOOTSTRAP = "bootstrap"
+FaultKind = Literal["kill", "freeze", "cut", "slow", "corrupt", "nan", "poison", "join", "leave", "forget"]
+BOOTSTRAP: "Service" = "bootstrap"
 DAEMON = "daemon"
 AGENT = "agent"
 """torchrun's process on a node, which starts the node's ranks and watches them."""
-Target = int | Literal["bootstrap"]
-"""An island's index, or the bootstrap process."""
+Service = Literal["bootstrap", "relay0", "relay1"]
+Target = int | Service
+"""An island's index, or a process that serves the islands."""
+RELAYS: tuple[Service, ...] = ("relay0", "relay1")
+"""The relays of islands that nobody can reach otherwise."""
+SERVICES: tuple[Service, ...] = (BOOTSTRAP, *RELAYS)
 
 TRIGGERS = ("round", "step", "second")
 OPTIONS: dict[FaultKind, tuple[str, ...]] = {
@@ -34,6 +38,7 @@ OPTIONS: dict[FaultKind, tuple[str, ...]] = {
     "poison": ("round", "rounds"),
     "join": TRIGGERS,
     "leave": (*TRIGGERS, "back"),
+    "forget": TRIGGERS,
 }
 EXAMPLES: dict[FaultKind, str] = {
     "kill": "kill:1@round=3,back=5",
@@ -45,6 +50,7 @@ EXAMPLES: dict[FaultKind, str] = {
     "poison": "poison:1@round=5,rounds=1",
     "join": "join:@round=4",
     "leave": "leave:1@round=6",
+    "forget": "forget:1@round=4",
 }
 SECONDS: dict[str, float] = {"freeze": 20.0, "cut": 15.0, "slow": 10.0}
 """Default duration of each kind of fault."""
@@ -148,8 +154,8 @@ def parse_targets(
             raise invalid(text, f"got {names!r}; allowed: an island, 'x' and a number above 1", kind)
         return (int(match[1]),), (), float(match[2])
     targets = parse_target_group(text, kind, names)
-    if len(targets) > 1 or (targets == (BOOTSTRAP,) and kind not in ("kill", "freeze")):
-        allowed = "one island" + (f", or {BOOTSTRAP}" if kind in ("kill", "freeze") else "")
+    if len(targets) > 1 or (set(targets) & set(SERVICES) and kind not in ("kill", "freeze")):
+        allowed = "one island" + (f", or {', '.join(SERVICES)}" if kind in ("kill", "freeze") else "")
         raise invalid(text, f"got {names!r}; allowed: {allowed}", kind)
     return targets, (), None
 
@@ -158,9 +164,11 @@ def parse_target_group(text: str, kind: FaultKind, group: str) -> tuple[Target, 
     """Parse targets that are joined by '+', without duplicates."""
     names = group.split("+")
     for name in names:
-        if not name.isdecimal() and name != BOOTSTRAP:
-            raise invalid(text, f"got {name!r} for an island; allowed: its index (0, 1, ...) or {BOOTSTRAP}", kind)
-    return tuple(dict.fromkeys(BOOTSTRAP if name == BOOTSTRAP else int(name) for name in names))
+        if not name.isdecimal() and name not in SERVICES:
+            allowed = f"its index (0, 1, ...), or {', '.join(SERVICES)}"
+            raise invalid(text, f"got {name!r} for an island; allowed: {allowed}", kind)
+    services: dict[str, Target] = {service: service for service in SERVICES}
+    return tuple(dict.fromkeys(services[name] if name in services else int(name) for name in names))
 
 
 def parse_options(text: str, kind: FaultKind, options: str) -> dict[str, Any]:
@@ -212,10 +220,11 @@ def check_options(text: str, fault: Fault) -> None:
         raise invalid(text, f"got {' and '.join(given)}; it can wait for one of them only", fault.kind)
     if not given and fault.kind != "slow":
         raise invalid(text, f"it does not say when; add {' or '.join(f'@{name}=N' for name in allowed)}", fault.kind)
-    if fault.phase is not None and (fault.round is None or fault.targets == (BOOTSTRAP,)):
+    hits_service = any(isinstance(target, str) for target in fault.targets)
+    if fault.phase is not None and (fault.round is None or hits_service):
         raise invalid(text, "a phase is one of an island's round: say the island and @round=N,phase=...", fault.kind)
 
-    if fault.process is not None and (fault.phase is not None or fault.targets == (BOOTSTRAP,)):
+    if fault.process is not None and (fault.phase is not None or hits_service):
         raise invalid(text, "a process is one of an island's, and the one that reaches a phase is known", fault.kind)
     check_node(text, fault)
 
@@ -228,7 +237,7 @@ def check_node(text: str, fault: Fault) -> None:
         return
     if fault.process not in (None, AGENT, DAEMON):
         raise invalid(text, f"{fault.process} is one process wherever it runs; leave out node or process", fault.kind)
-    if fault.phase is not None or len(fault.targets) != 1 or fault.targets == (BOOTSTRAP,) or fault.other_side:
+    if fault.phase is not None or len(fault.targets) != 1 or isinstance(fault.targets[0], str) or fault.other_side:
         raise invalid(
             text, "a node is one of one island, without a phase; for example cut:0@round=2,node=1", fault.kind
         )
@@ -258,13 +267,22 @@ def check_processes(faults: Iterable[Fault], num_ranks: Sequence[int], *, has_da
                 raise invalid(str(fault), f"island {island} has the ranks 0 to {most} only", fault.kind)
 
 
-def check_targets(faults: Iterable[Fault], num_islands: int, *, has_bootstrap: bool) -> None:
-    """Raise ConfigError if a fault targets an island that will not exist. Each join adds one island."""
+def check_targets(
+    faults: Iterable[Fault], num_islands: int, *, has_bootstrap: bool, nat: Sequence[int] = (), has_relays: bool = False
+) -> None:
+    """Raise ConfigError if a fault targets an island or process that will not exist. Each join adds one island.
+
+    `nat`: the islands behind a NAT.
+    """
     faults = list(faults)
     there = num_islands + sum(fault.kind == "join" for fault in faults)
     for fault in faults:
         for name in (*fault.targets, *fault.other_side):
             if name == BOOTSTRAP and not has_bootstrap:
                 raise invalid(str(fault), "a run over loopback has no bootstrap process", fault.kind)
+            if name in RELAYS and not has_relays:
+                raise invalid(str(fault), "there are relays only for islands of --nat or --proxy", fault.kind)
+            if fault.kind == "forget" and name not in nat:
+                raise invalid(str(fault), f"island {name} is behind no NAT; see --nat", fault.kind)
             if isinstance(name, int) and name >= there:
                 raise invalid(str(fault), f"there is no island {name}; allowed: 0 to {there - 1}", fault.kind)

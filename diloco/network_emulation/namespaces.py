@@ -30,7 +30,7 @@ COMMAND_SECONDS = 10
 MAX_NAMESPACES = 250
 NOBODY = "02:00:00:00:00:00"
 """A link-layer address (locally administered) that no interface has."""
-NEEDED_BY = "--link, --netns, --nodes, --nat and faults of the kind cut"
+NEEDED_BY = "--link, --netns, --nodes, --nat, --proxy and faults of the kind cut"
 
 
 @dataclass(frozen=True)

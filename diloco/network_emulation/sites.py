@@ -27,6 +27,11 @@ class Site:
     network: str
     nodes: tuple[Namespace, ...]
 
+    @property
+    def gateway(self) -> str:
+        """Address of the router for the nodes."""
+        return f"{self.network.rpartition('.')[0]}.{ROUTER}"
+
 
 def build_site(router: Namespace, num_nodes: int) -> Site:
     """Add namespaces for the nodes behind a router. They are removed with the others of the router's network.

@@ -36,7 +36,7 @@ from diloco.runtime.operator_requests import OperatorRequests
 from diloco.runtime.round_records import RoundRecords
 from diloco.status.visitors import serve_visitors
 from inner.files import write_atomically
-from outer.connect import Network
+from outer.connect.settings import Network
 from outer.errors import TransportError
 from outer.loop import OuterLoop, build_loop
 from outer.network.event_loop import EventLoop

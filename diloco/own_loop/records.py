@@ -10,7 +10,7 @@ from diloco.runtime.operator_requests import OperatorRequests
 from diloco.runtime.progress import Progress
 from diloco.runtime.round_records import RoundRecords
 from inner.optim.moments import ParamsAndMoments
-from outer.connect import Network
+from outer.connect.settings import Network
 from outer.loop import OuterLoop
 from outer.report import CaughtUp, Landing, RoundReport
 

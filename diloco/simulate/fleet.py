@@ -12,10 +12,10 @@ from diloco.config.from_swarm import own_the_places
 from diloco.config.schema import Config, IslandConfig
 from diloco.errors import ConfigError
 from diloco.faults.self_inflicted import FAULTS_FOLDER
-from diloco.faults.spec import BOOTSTRAP, Fault, Target
+from diloco.faults.spec import BOOTSTRAP, RELAYS, Fault, Service, Target
 from diloco.network_emulation.links import Links, attach
 from diloco.network_emulation.namespaces import Namespace, Net
-from diloco.network_emulation.nat import masquerade
+from diloco.network_emulation.nat import enclose, masquerade
 from diloco.network_emulation.sites import Site, build_site
 from diloco.runtime.devices import GpuShares
 from diloco.runtime.processes import Child, island_command, kill, start
@@ -25,6 +25,7 @@ from outer.config import AT_RENDEZVOUS
 
 BOOTSTRAP_SECONDS = 60.0
 POLL_SECONDS = 0.05
+PROXY_PORT = 3128
 
 
 @dataclass
@@ -34,7 +35,8 @@ class Fleet:
     run_dir: Path
     started: list[Child]
     islands: dict[int, Child] = field(default_factory=dict)
-    bootstrap: Child | None = None
+    services: dict[Service, Child] = field(default_factory=dict)
+    """The bootstrap process and the relays."""
     join: Callable[[int], Child] | None = None
     joined: set[int] = field(default_factory=set)
     net: Net | None = None
@@ -48,13 +50,20 @@ class Fleet:
     """Nodes of each island that does not join."""
     sites: dict[Target, Site] = field(default_factory=dict)
     """Where islands of several nodes or behind a NAT run. Their namespaces are those of their routers."""
-    relay: str = ""
-    """Address of the relay for the islands behind a NAT."""
+    proxied: Sequence[int] = ()
+    """Islands that nothing leaves but by a proxy on their router."""
+    relays: tuple[str, ...] = ()
+    """Addresses of the relays by which the islands of `hidden` are reached."""
     gpus: GpuShares = field(default_factory=GpuShares)
+
+    @property
+    def hidden(self) -> set[int]:
+        """Islands that nobody can reach but by a relay."""
+        return {*self.nat, *self.proxied}
 
     def child(self, target: Target) -> Child | None:
         """The target's current process, None if it was never started."""
-        return self.bootstrap if isinstance(target, str) else self.islands.get(target)
+        return self.services.get(target) if isinstance(target, str) else self.islands.get(target)
 
     def restart(self, target: Target) -> None:
         """Start the target again with the same command, after all processes of its previous life are killed."""
@@ -67,7 +76,7 @@ class Fleet:
         new = start(old.name, old.command, old.log, old.env)
         self.started.append(new)
         if isinstance(target, str):
-            self.bootstrap = new
+            self.services[target] = new
         else:
             self.islands[target] = new
 
@@ -83,9 +92,11 @@ def assign_namespace(fleet: Fleet, target: Target, num_nodes: int = 1) -> None:
     if fleet.net is None or target in fleet.namespaces:
         return
     router = fleet.namespaces[target] = attach(fleet.net, fleet.links.of(target))
-    if num_nodes > 1 or target in fleet.nat:
+    if num_nodes > 1 or target in fleet.hidden:
         site = fleet.sites[target] = build_site(router, num_nodes)
-        if target in fleet.nat:
+        if target in fleet.proxied:
+            enclose(router)
+        elif target in fleet.nat:
             masquerade(router)
         else:
             fleet.net.route(site.network, router)
@@ -102,7 +113,7 @@ def start_island(config: Config, index: int, address: str | None, faults: Sequen
     if fleet.num_nodes == 1:
         return start_child(fleet, index, island.label, island_command(island.ranks, train), log)
     gpus = fleet.gpus.by_island.get(index, ())
-    nodes = NodesOf(config, island, fleet.sites[index], gpus, is_hidden=index in fleet.nat)
+    nodes = NodesOf(config, island, fleet.sites[index], gpus, is_hidden=index in fleet.hidden)
     child = start(island.label, nodes_command(nodes, train), log)
     fleet.started.append(child)
     return child
@@ -136,8 +147,10 @@ def changed_values(island: IslandConfig) -> list[str]:
 def island_overrides(island: IslandConfig, index: int, faults: Sequence[Fault], fleet: Fleet) -> list[str]:
     """Overrides for where the island writes and listens, and for the faults it inflicts on itself."""
     overrides = [f"island.run_dir={fleet.run_dir.parent}"]
-    if index in fleet.nat:
-        overrides.append(f"island.relays=[{fleet.relay}]")
+    if index in fleet.hidden:
+        overrides.append(f"island.relays=[{','.join(fleet.relays)}]")
+        if index in fleet.proxied:
+            overrides.append(f"island.proxy=http://{fleet.sites[index].gateway}:{PROXY_PORT}")
     elif index in fleet.namespaces and index not in fleet.sites:
         overrides.append(f"island.listen_host={fleet.namespaces[index].host}")
     if (link := fleet.links.of(index)) is not None and island.link_mbit is None:
@@ -170,20 +183,31 @@ def start_bootstrap(config: Config, run_dir: Path, fleet: Fleet) -> str:
     command += ["--folder", str(run_dir / "rendezvous")] if kind == "tcp" else []
     if kind == "tcp" and config.island.run_key_file is not None:
         command += ["--run-key-file", config.island.run_key_file]
-    child = fleet.bootstrap = start_child(fleet, BOOTSTRAP, BOOTSTRAP, command, empty_log(run_dir / "bootstrap.txt"))
+    child = fleet.services[BOOTSTRAP] = start_child(
+        fleet, BOOTSTRAP, BOOTSTRAP, command, empty_log(run_dir / "bootstrap.txt")
+    )
     address = wait_for_address(child)
     child.command = (*child.command, "--port", port_of(address))
     return address
 
 
-def start_relay(config: Config, fleet: Fleet) -> None:
-    """Start the relay for the islands behind a NAT, beside the bootstrap process."""
-    command = [sys.executable, "-m", "diloco", "relay", "--host", fleet.namespaces[BOOTSTRAP].host]
-    if config.island.run_key_file is not None:
-        command += ["--run-key-file", config.island.run_key_file]
-    fleet.relay = wait_for_address(
-        start_child(fleet, BOOTSTRAP, "relay", command, empty_log(fleet.run_dir / "relay.txt"))
-    )
+def start_relays(config: Config, fleet: Fleet) -> None:
+    """Start the relays for the islands that nobody can reach, each on a machine of its own. They keep their ports."""
+    key = [] if config.island.run_key_file is None else ["--run-key-file", config.island.run_key_file]
+    for name in RELAYS:
+        assign_namespace(fleet, name)
+        command = [sys.executable, "-m", "diloco", "relay", "--host", fleet.namespaces[name].host, *key]
+        child = start_child(fleet, name, name, command, empty_log(fleet.run_dir / f"{name}.txt"))
+        fleet.services[name], address = child, wait_for_address(child)
+        child.command = (*child.command, "--port", port_of(address))
+        fleet.relays = (*fleet.relays, address)
+
+
+def start_proxy(fleet: Fleet, index: int) -> None:
+    """Start the proxy of an island that lets nothing else out, on the island's router."""
+    words = [sys.executable, "-m", "diloco.network_emulation.proxy", fleet.sites[index].gateway, str(PROXY_PORT)]
+    log = empty_log(fleet.run_dir / f"proxy-{index}.txt")
+    fleet.started.append(start(f"proxy-{index}", fleet.namespaces[index].command(*words), log))
 
 
 def empty_log(path: Path) -> Path:

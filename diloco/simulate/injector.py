@@ -8,8 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from diloco.faults.self_inflicted import done_path, request_fault
-from diloco.faults.spec import BOOTSTRAP, Fault, Target
+from diloco.faults.spec import Fault, Target
 from diloco.faults.storm import TAKES_DOWN
+from diloco.network_emulation.nat import forget_connections
 from diloco.records.faults import FaultRecord, record_fault
 from diloco.records.metrics import RoundRecord, StepRecord
 from diloco.records.run_folder import METRICS, Tail
@@ -94,7 +95,7 @@ class FaultInjector:
             if self._too_late is None:
                 self._too_late = frozenset(filter(self._is_starting, running))
             return all(index in self._too_late or self.is_down(index) for index in running)
-        return not running and not any(target != BOOTSTRAP for target in self._restarts)
+        return not running and not any(isinstance(target, int) for target in self._restarts)
 
     def is_down(self, index: int) -> bool:
         """Whether the island takes no part now: it failed, is being ended, is frozen, or is still starting."""
@@ -114,7 +115,7 @@ class FaultInjector:
     def _is_due(self, fault: Fault, now: float) -> bool:
         if fault.second is not None:
             return self._first_commit_at is not None and now - self._first_commit_at >= fault.second
-        named = {name for name in (*fault.targets, *fault.other_side) if name != BOOTSTRAP}
+        named = {name for name in (*fault.targets, *fault.other_side) if isinstance(name, int)}
         asked = [progress for index, progress in self._progress.items() if not named or index in named]
         return not fault.has_trigger or any(progress.has_reached(fault) for progress in asked)
 
@@ -122,7 +123,7 @@ class FaultInjector:
         """Whether the target of the storm's next fault is up, and at least half of the islands stay up after it."""
         target = fault.targets[0]
         if isinstance(target, str):
-            return self._fleet.bootstrap is not None and self._fleet.bootstrap.exit_code is None
+            return (service := self._fleet.child(target)) is not None and service.exit_code is None
         num_down = sum(self.is_down(index) for index in self._fleet.islands)
         is_too_much = fault.kind in TAKES_DOWN and num_down + 1 > len(self._fleet.islands) // 2
         return not self.is_down(target) and not is_too_much
@@ -136,6 +137,7 @@ class FaultInjector:
             "corrupt": self._request,
             "join": self._join,
             "leave": self._leave,
+            "forget": self._forget,
         }
         is_process = fault.kind in ("kill", "freeze", "leave")
         child = self._fleet.child(fault.targets[0]) if is_process else None
@@ -180,6 +182,10 @@ class FaultInjector:
 
         self._schedule_end(fault, heal)
         return f"cut {len(some)} from {len(others)} for {fault.seconds:g} s"
+
+    def _forget(self, fault: Fault) -> str:
+        forget_connections(self._fleet.namespaces[fault.targets[0]])
+        return f"the NAT of {self._name(fault.targets[0])} has forgotten its connections"
 
     def _request(self, fault: Fault) -> str:
         request_fault(self._folder(fault.targets[0]), fault)

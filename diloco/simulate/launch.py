@@ -33,7 +33,8 @@ from diloco.simulate.fleet import (
     start_child,
     start_island,
     start_joiner,
-    start_relay,
+    start_proxy,
+    start_relays,
 )
 from diloco.simulate.in_process import configure_in_process, run_in_process
 from diloco.simulate.injector import FaultInjector
@@ -80,7 +81,7 @@ def simulate(
     try:
         with open_links(links) if disturbances.needs_net else nullcontext() as net:
             fleet = Fleet(run_dir, started, net=net, links=links, gpus=gpus, nat=disturbances.nat)
-            fleet.num_nodes = disturbances.nodes
+            fleet.num_nodes, fleet.proxied = disturbances.nodes, disturbances.proxy
             fleet.injects_faults = disturbances.has_faults
             if net is not None and (warning := relay_warning(net, links, len(config.islands))):
                 console.print(warning)
@@ -127,29 +128,35 @@ def share_machine(config: Config, console: Console) -> GpuShares:
 
 def check_disturbances(disturbances: Disturbances, config: Config) -> None:
     """Raise ConfigError if a fault is invalid, does not fit the run, or cannot be injected on this machine."""
-    has_bootstrap = config.outer.transport != "loopback"
-    check_targets([parse_fault(spec) for spec in disturbances.faults], len(config.islands), has_bootstrap=has_bootstrap)
+    faults = [parse_fault(spec) for spec in disturbances.faults]
+    hidden = (*disturbances.nat, *disturbances.proxy)
+    is_there = {"has_bootstrap": config.outer.transport != "loopback", "has_relays": bool(hidden)}
+    check_targets(faults, len(config.islands), nat=disturbances.nat, **is_there)
     check_processes(
-        [parse_fault(spec) for spec in disturbances.faults],
+        faults,
         [config.for_island(index).ranks for index in range(len(config.islands))],
         has_daemon=config.outer.transport == "hivemind",
     )
-    check_nodes_of([parse_fault(spec) for spec in disturbances.faults], disturbances.nodes)
+    check_nodes_of(faults, disturbances.nodes)
     if disturbances.nodes > 1:
         check_nodes(config, disturbances.nodes)
     if disturbances.needs_net:
         check_possible()
-    if disturbances.nat:
-        check_nat(disturbances.nat, config)
+    check_hidden("--nat", disturbances.nat, config, forgets=any(fault.kind == "forget" for fault in faults))
+    check_hidden("--proxy", disturbances.proxy, config)
+    if both := set(disturbances.nat) & set(disturbances.proxy):
+        raise ConfigError(f"--nat, --proxy: island {min(both)} is given to both; one of them hides it")
 
 
-def check_nat(nat: Sequence[int], config: Config) -> None:
-    """Raise ConfigError if these islands cannot be put behind a NAT."""
-    if config.outer.transport != "tls":
-        raise ConfigError(f"--nat: only tls has relays; outer.transport is {config.outer.transport!r}, set it to tls")
-    if unknown := [index for index in nat if not 0 <= index < len(config.islands)]:
-        raise ConfigError(f"--nat: there is no island {unknown[0]}; islands are 0 to {len(config.islands) - 1}")
-    check_nat_possible()
+def check_hidden(option: str, hidden: Sequence[int], config: Config, *, forgets: bool = False) -> None:
+    """Raise ConfigError if these islands cannot be put where only a relay reaches them."""
+    if not hidden:
+        return
+    if (transport := config.outer.transport) != "tls":
+        raise ConfigError(f"{option}: only tls has relays; outer.transport is {transport!r}, set it to tls")
+    if unknown := [index for index in hidden if not 0 <= index < len(config.islands)]:
+        raise ConfigError(f"{option}: there is no island {unknown[0]}; islands are 0 to {len(config.islands) - 1}")
+    check_nat_possible(option, forgets=forgets)
 
 
 def resize(config: Config, islands: int | None, ranks: int | None) -> Config:
@@ -182,10 +189,12 @@ def run_islands(config: Config, run_dir: Path, disturbances: Disturbances, fleet
     if config.outer.transport != "loopback":
         assign_namespace(fleet, BOOTSTRAP)
         address = start_bootstrap(config, run_dir, fleet)
-    if fleet.nat:
-        start_relay(config, fleet)
+    if fleet.hidden:
+        start_relays(config, fleet)
     for index in range(len(config.islands)):
         assign_namespace(fleet, index, fleet.num_nodes)
+        if index in fleet.proxied:
+            start_proxy(fleet, index)
         fleet.islands[index] = start_island(config, index, address, faults, fleet)
     if address is not None:
         fleet.join = lambda index: start_joiner(config, index, address, faults, fleet)

@@ -12,7 +12,8 @@ from diloco.records.run_folder import natural_key
 from diloco.status.reply import CALL, IslandStatus
 from diloco.status.run_status import RunStatus, SeenIsland
 from diloco.swarm.visit import LocalIsland, find_members, load_usable_key, open_run_network, resolve_local_island
-from outer.connect import Network, find_runs
+from outer.connect.meeting import find_runs
+from outer.connect.settings import Network
 from outer.errors import DeadlineError, MessageError, OuterError, first_line
 from outer.membership.base import Member
 from outer.membership.records import RunInfo

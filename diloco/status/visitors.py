@@ -7,7 +7,7 @@ import torch
 from diloco.config.schema import IslandConfig, RunConfig
 from diloco.records.metrics import Metrics
 from diloco.status.reply import Doing, Place, StatusServer
-from outer.connect import Network
+from outer.connect.settings import Network
 from outer.diagnostics import DiagnosticsServer, ProbeResponder
 from outer.loop import OuterLoop
 

@@ -72,7 +72,7 @@ def fetch_run_config(
     address: str, run_name: str | None, run_key_file: str | None, proxy: str | None = None
 ) -> tuple[str, set[str]]:
     """Fetch the config text of a run and the names of its islands from the swarm at `address`. Raises ConfigError."""
-    from outer.connect import find_runs
+    from outer.connect.meeting import find_runs
     from outer.network.event_loop import EventLoopThread
     from outer.network.run_key import load_run_key
 

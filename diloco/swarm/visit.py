@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from diloco.config.schema import Config, IslandConfig, RunConfig
-from outer.connect import Network, NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import Network, NetworkSettings
 from outer.errors import InputError
 from outer.identity.island_key import KEY_FILE, IslandKey, load_island_key
 from outer.identity.known_names import guest_name

@@ -8,7 +8,8 @@ from diloco.virtual.event_loop import VirtualEventLoop
 from diloco.virtual.stand_in import StandIn, StandInParams
 from diloco.virtual.world import Machine
 from outer.agreement.running.peers import Identity
-from outer.connect import NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import NetworkSettings
 from outer.hooks import NoHooks, Phase
 from outer.identity.island_key import IslandKey
 from outer.loop import OuterLoop, build_loop

@@ -19,7 +19,7 @@ from outer.agreement.running.peers import Identity
 from outer.codecs.cast import Fp32Codec
 from outer.codecs.choice import build_uniform_choice
 from outer.config import GossipConfig, OuterConfig
-from outer.connect import Network
+from outer.connect.settings import Network
 from outer.errors import InputError, OuterError
 from outer.gossip.exchange import GossipExchange
 from outer.gossip.partners import Partners

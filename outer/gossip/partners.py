@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from outer.agreement.running.peers import Identity, Peers
-from outer.connect import Network
+from outer.connect.settings import Network
 from outer.errors import DeadlineError, TransportError
 from outer.gossip.server import GossipServer, Meet, MeetReply, Tell, TellReply
 from outer.membership.base import Member

@@ -9,7 +9,7 @@ from outer.codecs import build_codec
 from outer.codecs.base import Codec
 from outer.codecs.choice import build_codec_choice
 from outer.config import OuterConfig
-from outer.connect import Network
+from outer.connect.settings import Network
 from outer.errors import MessageError, NonFiniteError, OuterError, TransportError, first_cause
 from outer.gossip.partners import Route
 from outer.gossip.server import Take

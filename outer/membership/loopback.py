@@ -6,8 +6,8 @@ from collections.abc import Callable
 from outer.errors import DeadlineError, MessageError, PeerLost, TransportError
 from outer.membership.base import Member
 from outer.membership.records import check_config_text, check_identity, parse_record, parse_records
-from outer.network.endpoints import Endpoint, Handler, Lane, Traffic
-from outer.network.frames import HEADER_BYTES, Kind
+from outer.network.endpoints import Endpoint, Handler, Kind, Lane, Traffic
+from outer.network.frames import HEADER_BYTES
 from outer.network.messages import answer
 from outer.network.rpc import MAX_CALL_BYTES
 from outer.transports.loopback import Hub, Parcel, call_on_loop

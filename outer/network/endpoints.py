@@ -1,4 +1,4 @@
-"""Endpoints, the tags of payloads between them, traffic counters, and the interface for small calls."""
+"""Endpoints, the kinds of frames and tags of payloads between them, traffic counters, and the interface for calls."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -20,6 +20,20 @@ class Endpoint:
 
     def __str__(self) -> str:
         return f"{self.island}/{self.rank}"
+
+
+class Kind(IntEnum):
+    """What a frame of a stream holds."""
+
+    HELLO = 0  # the dialer's name, group and keys; the rank is in the header
+    PAYLOAD = 1
+    CALL = 2
+    REPLY = 3
+    REFUSAL = 4  # the text of an error, as UTF-8; with request 0 the whole stream is refused
+    CHALLENGE = 5  # the acceptor's name, keys and proof
+    PROOF = 6  # the dialer's
+    END = 7  # nothing follows on this stream of payloads, and nobody is lost
+    ACK = 8  # the payload with this tag has come
 
 
 class Leg(IntEnum):

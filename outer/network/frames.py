@@ -16,13 +16,12 @@ from asyncio import StreamReader, StreamWriter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from enum import IntEnum
 
 import torch
 
 from outer.errors import MessageError
 from outer.identity.tls import hash_certificate
-from outer.network.endpoints import Leg, Tag, Traffic
+from outer.network.endpoints import Kind, Leg, Tag, Traffic
 from outer.network.rejections import BODY_SECONDS, RefusedError, printable
 from outer.network.run_key import MAC_BYTES, FrameMacs
 
@@ -36,18 +35,6 @@ PIECE_BYTES = 1 << 18
 MAX_HELLO_BYTES = 1024
 """Limit for every frame of a handshake, and for a refusal."""
 NO_TAG = Tag(0, 0, Leg.REDUCE, 0)
-
-
-class Kind(IntEnum):
-    HELLO = 0  # the dialer's name, group and keys; the rank is in the header
-    PAYLOAD = 1
-    CALL = 2
-    REPLY = 3
-    REFUSAL = 4  # the text of an error, as UTF-8; with request 0 the whole stream is refused
-    CHALLENGE = 5  # the acceptor's name, keys and proof
-    PROOF = 6  # the dialer's
-    END = 7  # nothing follows on this stream of payloads, and nobody is lost
-    ACK = 8  # the payload with this tag has come
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from pydantic import Field
 
 from outer.errors import MessageError
 from outer.identity.island_key import PublicKey, verify
-from outer.network.endpoints import Endpoint
-from outer.network.frames import MAX_HELLO_BYTES, VERSION, Header, Kind, PeerIds, refusal_error, view_of
+from outer.network.endpoints import Endpoint, Kind
+from outer.network.frames import MAX_HELLO_BYTES, VERSION, Header, PeerIds, refusal_error, view_of
 from outer.network.messages import IslandName, M, Message, parse
 from outer.network.rejections import RefusedError, Rejections
 from outer.network.run_key import FrameMacs, PeerAuth, RunKey

@@ -11,8 +11,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from outer.errors import InputError, MessageError, TransportError
-from outer.network.endpoints import ISLAND_NAME, RUN_NAME, Endpoint, Handler, Messenger
-from outer.network.frames import Kind
+from outer.network.endpoints import ISLAND_NAME, RUN_NAME, Endpoint, Handler, Kind, Messenger
 from outer.network.rejections import RefusedError, Rejections
 
 log = logging.getLogger(__name__)

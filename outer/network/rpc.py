@@ -7,13 +7,12 @@ from collections.abc import Awaitable, Callable
 
 from outer.errors import DeadlineError, MessageError, PeerLost
 from outer.identity.tls import TlsIdentity
-from outer.network.endpoints import Endpoint, Handler, Lane, Traffic
+from outer.network.endpoints import Endpoint, Handler, Kind, Lane, Traffic
 from outer.network.event_loop import Tasks
 from outer.network.frames import (
     CutOffError,
     FrameStream,
     Header,
-    Kind,
     PeerIds,
     hash_names,
     refusal_error,

@@ -10,7 +10,7 @@ from outer.audits.commitments import Commitments
 from outer.audits.kept_payloads import KeptPayloads
 from outer.codecs.choice import build_codec_choice
 from outer.config import OuterConfig
-from outer.connect import Network
+from outer.connect.settings import Network
 from outer.errors import DeadlineError, MessageError, StalledError, TransportError
 from outer.hooks import Hooks
 from outer.network.deadlines import Deadlines

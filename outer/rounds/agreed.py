@@ -17,7 +17,7 @@ from outer.agreement.state_machine import RoundProtocol
 from outer.agreement.suspicions import ROTATE_AFTER
 from outer.codecs.choice import build_codec_choice
 from outer.config import OuterConfig
-from outer.connect import Network
+from outer.connect.settings import Network
 from outer.errors import InputError, OuterError
 from outer.leases.cursor import LeaseCursor
 from outer.leases.ledger import find_refusals

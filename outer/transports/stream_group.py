@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from outer.errors import MessageError, PeerLost, TransportError
-from outer.network.endpoints import Endpoint, Tag
+from outer.network.endpoints import Endpoint, Kind, Tag
 from outer.network.event_loop import ChangeSignal, Tasks
-from outer.network.frames import MAX_HELLO_BYTES, CutOffError, Header, Kind, refusal_error
+from outer.network.frames import MAX_HELLO_BYTES, CutOffError, Header, refusal_error
 from outer.network.handshake import Stream, check_access
 from outer.network.rejections import RefusedError
 from outer.network.run_key import PeerAuth

@@ -14,9 +14,9 @@ from dataclasses import replace
 import torch
 
 from outer.errors import DeadlineError, MessageError, PeerLost, first_cause
-from outer.network.endpoints import MAX_PAYLOAD_BYTES, Endpoint, Tag, Traffic
+from outer.network.endpoints import MAX_PAYLOAD_BYTES, Endpoint, Kind, Tag, Traffic
 from outer.network.event_loop import ChangeSignal
-from outer.network.frames import Header, Kind, view_of
+from outer.network.frames import Header, view_of
 from outer.network.handshake import Stream, check_access, read_hello, refuse, say_hello, say_refusal
 from outer.network.rejections import Guest, Guests, RefusedError
 from outer.network.run_key import PeerAuth

@@ -16,7 +16,8 @@ import torch
 
 from diloco.watchdog.signals import end_with_parent
 from outer.config import OuterConfig
-from outer.connect import NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import NetworkSettings
 from outer.loop import OuterLoop, build_loop
 from outer.network.event_loop import EventLoopThread
 from outer.report import CaughtUp, LoopSettings

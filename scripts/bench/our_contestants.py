@@ -8,7 +8,8 @@ from outer.agreement.messages import Plan, Ready
 from outer.codecs import build_codec
 from outer.codecs.choice import build_uniform_choice
 from outer.config import AT_RENDEZVOUS, OuterConfig
-from outer.connect import NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import NetworkSettings
 from outer.loop import build_loop
 from outer.membership.rendezvous import serve_rendezvous
 from outer.network.endpoints import Endpoint

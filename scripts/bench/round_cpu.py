@@ -30,7 +30,8 @@ import torch
 from diloco.swarm.bootstrap import PREFIX
 from diloco.watchdog.signals import end_with_parent
 from outer.config import AT_RENDEZVOUS, OuterConfig
-from outer.connect import NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import NetworkSettings
 from outer.loop import build_loop
 from outer.network.event_loop import EventLoopThread
 from outer.space.ranks import RankGroup

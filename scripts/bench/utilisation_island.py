@@ -19,7 +19,8 @@ from diloco.network_emulation.links import sent_bytes
 from diloco.network_emulation.namespaces import Namespace
 from diloco.watchdog.signals import end_with_parent
 from outer.config import OuterConfig
-from outer.connect import NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import NetworkSettings
 from outer.loop import OuterLoop, build_loop
 from outer.network.event_loop import EventLoopThread
 from outer.space.ranks import RankGroup

@@ -133,8 +133,7 @@ class StormRunner:
         names = tuple(f"island-{name}" if isinstance(name, int) else name for name in fault.targets)
         record_fault(self.run_dir, FaultRecord(spec=str(fault), kind=fault.kind, islands=names, text=str(fault)))
         if isinstance(target, str):
-            assert self._fleet.bootstrap is not None, "a swarm has a bootstrap process"
-            kill([self._fleet.bootstrap])
+            kill([self._fleet.services[BOOTSTRAP]])
             self._back_from[target] = now + (fault.back or 0)
         elif fault.kind in ("kill", "leave"):
             self._islands[target].signal(signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM)

@@ -111,7 +111,9 @@ def test_an_island_whose_libp2p_daemon_is_killed_ends_and_comes_back_as_the_same
         (daemon,) = case.victim.daemons
         send(daemon, signal.SIGKILL)
         until(case.is_back, "the island's return", *case.readers.values())
-        check_return(case, "the island's libp2p daemon was ended by SIGKILL, and with it all of its connections", key)
+        check_return(
+            case, "the libp2p daemon of this node was ended by SIGKILL, and with it all of its connections", key
+        )
 
 
 @slow

@@ -17,8 +17,8 @@ from outer.errors import OuterError
 from outer.identity.access import Access
 from outer.membership.records import MAX_CONFIG_BYTES, Announcement, Publication, Records, RunQuery, sign_record
 from outer.membership.tcp import RENDEZVOUS
-from outer.network.endpoints import Endpoint, Traffic
-from outer.network.frames import Header, Kind
+from outer.network.endpoints import Endpoint, Kind, Traffic
+from outer.network.frames import Header
 from outer.network.handshake import say_hello
 from outer.network.messages import Message, parse
 from outer.network.rpc import MAX_CALL_BYTES, StreamMessenger

@@ -22,7 +22,8 @@ from diloco.config.schema import Config
 from diloco.train import train
 from inner.files import write_atomically
 from outer.agreement.running.limits import commit_bound
-from outer.connect import NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import NetworkSettings
 from outer.membership.rendezvous import serve_rendezvous
 from outer.network.run_key import load_run_key
 from tests.faults.bootstraps import bootstrap

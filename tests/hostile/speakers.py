@@ -13,7 +13,8 @@ from typing import Any
 from diloco.config.schema import Config
 from outer.agreement.messages import Ready, Status
 from outer.agreement.running.peers import kind_of
-from outer.connect import Network, NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import Network, NetworkSettings
 from outer.errors import OuterError
 from outer.identity.island_key import IslandKey
 from outer.membership.base import Member

@@ -15,7 +15,8 @@ from outer.errors import OuterError
 from outer.identity.tls import TlsIdentity
 from outer.membership.dht.node import open_dht
 from outer.membership.dht.records import store_config, store_record
-from outer.network.frames import HEADER_BYTES, Header, Kind, hash_names, pack_header
+from outer.network.endpoints import Kind
+from outer.network.frames import HEADER_BYTES, Header, hash_names, pack_header
 from outer.routes.addresses import parse_island_address
 from outer.routes.dialer import dial
 from outer.transports.hivemind_addresses import parse_address

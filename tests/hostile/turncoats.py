@@ -111,7 +111,8 @@ def sends_other_digests(config: Config, index: int) -> None:
 
 def sends_long_payloads(config: Config, index: int) -> None:
     """Send frames of payloads that are far longer than anybody waits for."""
-    from outer.network.frames import FrameStream, Header, Kind
+    from outer.network.endpoints import Kind
+    from outer.network.frames import FrameStream, Header
 
     write = FrameStream.write
 

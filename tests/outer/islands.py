@@ -12,7 +12,8 @@ import torch
 
 from outer.agreement.running.peers import Identity
 from outer.config import OuterConfig
-from outer.connect import Network, NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import Network, NetworkSettings
 from outer.errors import BehindError, MessageError
 from outer.hooks import NO_HOOKS, Hooks
 from outer.loop import OuterLoop, build_loop

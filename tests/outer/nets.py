@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from outer.config import AT_RENDEZVOUS
-from outer.connect import Network, NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import Network, NetworkSettings
 from outer.identity.island_key import IslandKey
 from outer.membership.base import Member
 from outer.membership.dht.membership import serve_bootstrap
@@ -90,7 +91,7 @@ class Swarm:
     async def open(self, me: Endpoint, run_id: str | None = None, **changes: Any) -> Network:
         """Open the network of one rank, with other settings if given. An island's rank 0 must be opened first."""
         own = {"island_key": key_of(me.island), "connect_seconds": self.connect_seconds}
-        own |= {"daemon_address": self._daemon_addresses.get(me.island)} | changes
+        own |= {"daemon_address": self._daemon_addresses.get(me.island) if me.rank else None} | changes
         network = await open_network(
             self.kind,
             NetworkSettings(

@@ -5,7 +5,8 @@ import json
 import sys
 from typing import Any
 
-from outer.connect import NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import NetworkSettings
 from outer.network.endpoints import Endpoint
 from tests.outer.nets import B, key_of, member
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from outer.connect import NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import NetworkSettings
 from outer.errors import UnreachableError
 from outer.identity.known_names import NAMES_FILE, KnownNames
 from outer.membership.rendezvous import serve_rendezvous

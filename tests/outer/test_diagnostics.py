@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from outer.connect import Network
+from outer.connect.settings import Network
 from outer.diagnostics import (
     DIAL_BACKS_PER_MINUTE,
     MAX_ADDRESS_LENGTH,

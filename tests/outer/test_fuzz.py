@@ -19,8 +19,8 @@ from outer.codecs import _BUILDERS, build_codec
 from outer.errors import MessageError, PeerLost
 from outer.membership import records
 from outer.membership.records import parse_record
-from outer.network.endpoints import Endpoint, Leg, Tag, Traffic
-from outer.network.frames import FrameStream, Header, Kind, hash_names, pack_header, parse_header, unpack_call
+from outer.network.endpoints import Endpoint, Kind, Leg, Tag, Traffic
+from outer.network.frames import FrameStream, Header, hash_names, pack_header, parse_header, unpack_call
 from outer.network.handshake import Challenge, Hello, Proof, read_hello, say_hello
 from outer.network.messages import Message, parse
 from outer.network.run_key import PeerAuth, RunKey, seal, unseal

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from outer.config import AT_RENDEZVOUS, OuterConfig
-from outer.connect import NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import NetworkSettings
 from outer.loop import build_loop
 from outer.membership.dht.membership import serve_bootstrap
 from outer.membership.rendezvous import serve_rendezvous

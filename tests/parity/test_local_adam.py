@@ -16,7 +16,8 @@ from inner.optim.moments import ParamsAndMoments
 from inner.params import LocalParams
 from inner.trainer import StepResult
 from outer.config import OuterConfig, OuterOptimizerConfig
-from outer.connect import NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import NetworkSettings
 from outer.loop import build_loop
 from outer.network.event_loop import EventLoopThread
 from outer.space.ranks import RankGroup

@@ -10,7 +10,8 @@ from diloco.config.schema import dump_config, parse_config
 from diloco.doctor.diagnose import doctor
 from diloco.errors import ConfigError
 from diloco.swarm.visit import host_of
-from outer.connect import NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import NetworkSettings
 from outer.diagnostics import DiagnosticsServer, ProbeResponder
 from outer.membership.rendezvous import serve_rendezvous
 from outer.network.run_key import RunKey

@@ -11,7 +11,7 @@ from diloco.config.schema import dump_config, parse_config
 from diloco.doctor.checks import Check
 from diloco.doctor.diagnose import Line, check_swarm
 from diloco.swarm.visit import resolve_local_island
-from outer.connect import Network
+from outer.connect.settings import Network
 from outer.diagnostics import DiagnosticsServer, ProbeResponder
 from outer.network.endpoints import Endpoint
 from tests.outer.nets import Swarm, member, swarm

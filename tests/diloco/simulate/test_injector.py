@@ -50,11 +50,11 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
     """Two islands and a bootstrap process, all running, each island inside its first round."""
     made = Fleet(tmp_path, [])
     command = [sys.executable, "-S", "-c", ISLAND]
-    made.bootstrap = start("bootstrap", command, tmp_path / "bootstrap.txt")
+    made.services["bootstrap"] = start("bootstrap", command, tmp_path / "bootstrap.txt")
     for index in range(2):
         made.islands[index] = start(f"island-{index}", command, tmp_path / f"island-{index}" / "log.txt")
         record(tmp_path / f"island-{index}")
-    made.started += [made.bootstrap, *made.islands.values()]
+    made.started += [made.services["bootstrap"], *made.islands.values()]
     try:
         for child in made.started:
             wait_until(lambda child=child: "begun" in child.log.read_text(), "the start of the worker")
@@ -139,9 +139,9 @@ def test_leaving_is_a_request(fleet):
 
 
 def test_the_bootstrap_process_is_killed_and_started_again(fleet):
-    injector, first = make_injector(fleet, "kill:bootstrap@round=1,back=0"), fleet.bootstrap
+    injector, first = make_injector(fleet, "kill:bootstrap@round=1,back=0"), fleet.services["bootstrap"]
     record(fleet.run_dir / "island-0", rounds=1)
-    poll_until(injector, lambda: fleet.bootstrap is not first, "the return")
+    poll_until(injector, lambda: fleet.services["bootstrap"] is not first, "the return")
     assert done(fleet) == ["killed bootstrap", "started bootstrap again"] and first.exit_code == -9
 
 

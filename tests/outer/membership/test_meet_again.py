@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from outer.connect import NetworkSettings, find_runs, open_network
+from outer.connect.meeting import find_runs
+from outer.connect.opening import open_network
+from outer.connect.settings import NetworkSettings
 from outer.membership.dht.membership import HivemindMembership, serve_bootstrap
 from tests.outer.nets import key_of, member, run
 

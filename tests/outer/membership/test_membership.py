@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hivemind.utils.timed_storage import get_dht_time
 
-from outer.connect import find_runs
+from outer.connect.meeting import find_runs
 from outer.errors import InputError
 from outer.membership.base import Membership
 from outer.membership.dht.membership import HivemindMembership, serve_bootstrap

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from outer.connect import find_runs
+from outer.connect.meeting import find_runs
 from outer.errors import InputError
 from outer.membership.records import Records, RunInfo, sign_record
 from outer.membership.rendezvous import Rendezvous, serve_rendezvous

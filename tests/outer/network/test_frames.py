@@ -7,13 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outer.errors import MessageError
-from outer.network.endpoints import Endpoint, Leg, Tag, Traffic
+from outer.network.endpoints import Endpoint, Kind, Leg, Tag, Traffic
 from outer.network.frames import (
     HEADER_BYTES,
     MAX_HELLO_BYTES,
     FrameStream,
     Header,
-    Kind,
     hash_names,
     pack_header,
     parse_header,

@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 import pytest
 from hivemind.utils.timed_storage import get_dht_time
 
-from outer.connect import Network
+from outer.connect.settings import Network
 from outer.errors import InputError, MessageError, PeerLost, TransportError
 from outer.identity import access
 from outer.membership.dht.records import store_config, store_record
 from outer.membership.records import SLACK_MS, Announcement, open_records, sign_record, sign_withdrawal
-from outer.network.endpoints import Endpoint
-from outer.network.frames import Header, Kind, hash_names, pack_header
+from outer.network.endpoints import Endpoint, Kind
+from outer.network.frames import Header, hash_names, pack_header
 from outer.network.run_key import PeerAuth, RunKey
 from tests.outer.membership.test_membership import wait_for
 from tests.outer.nets import A, B, C, Swarm, key_of, member, run, swarm

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from outer.connect import Network
+from outer.connect.settings import Network
 from outer.errors import DeadlineError, InputError, MessageError, PeerLost
 from outer.network import rpc as calls
-from outer.network.endpoints import Endpoint, Traffic
-from outer.network.frames import HEADER_BYTES, FrameStream, Header, Kind, hash_names, pack_header
+from outer.network.endpoints import Endpoint, Kind, Traffic
+from outer.network.frames import HEADER_BYTES, FrameStream, Header, hash_names, pack_header
 from outer.network.handshake import Hello, say_hello
 from outer.network.run_key import PeerAuth
 from tests.outer.nets import KINDS, A, B, key_of, run, swarm, with_two

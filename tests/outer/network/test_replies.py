@@ -6,8 +6,8 @@ import pytest
 
 from outer.errors import PeerLost
 from outer.network import rejections, rpc
-from outer.network.endpoints import Endpoint
-from outer.network.frames import Header, Kind
+from outer.network.endpoints import Endpoint, Kind
+from outer.network.frames import Header
 from outer.network.handshake import say_hello
 from outer.network.rpc import StreamMessenger
 from tests.outer.membership.test_membership import wait_for

@@ -6,11 +6,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from outer.connect import Network, NetworkSettings, find_runs, open_network
+from outer.connect.meeting import find_runs
+from outer.connect.opening import open_network
+from outer.connect.settings import Network, NetworkSettings
 from outer.errors import InputError, MessageError, PeerLost
 from outer.membership.rendezvous import serve_rendezvous
-from outer.network.endpoints import Endpoint
-from outer.network.frames import HEADER_BYTES, Kind
+from outer.network.endpoints import Endpoint, Kind
+from outer.network.frames import HEADER_BYTES
 from outer.network.rejections import MAX_ENTRIES, OTHERS, Rejections
 from outer.network.run_key import MAC_BYTES, RunKey, read_run_key, seal, unseal
 from tests.outer.nets import A, B, Swarm, connect, key_of, member, payload, run, swarm, tag

@@ -12,7 +12,8 @@ from outer.audits.commitments import Commitments
 from outer.codecs import build_codec
 from outer.codecs.choice import CodecChoice, build_uniform_choice
 from outer.config import CodingConfig, GossipConfig, MergeConfig, OuterConfig
-from outer.connect import NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import NetworkSettings
 from outer.hooks import NO_HOOKS
 from outer.identity.known_names import KnownNames
 from outer.membership.loopback import LoopbackMessenger

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from outer.config import OuterConfig
-from outer.connect import NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import NetworkSettings
 from outer.errors import OuterError
 from outer.loop import build_loop
 from outer.membership.rendezvous import serve_rendezvous

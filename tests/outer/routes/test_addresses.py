@@ -2,7 +2,8 @@
 
 import pytest
 
-from outer.connect import NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import NetworkSettings
 from outer.errors import InputError, MessageError
 from outer.routes.addresses import Behind, IslandAddress, Route, find_key, parse_island_address, parse_relays
 from outer.transports.tls.addresses import build_address, choose_announced_host

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from outer.connect import Network
+from outer.connect.settings import Network
 from outer.errors import PeerLost
 from outer.routes.relay import Relay
 from tests.outer.membership.test_membership import wait_for

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 @contextmanager
 def proxy(login: str = "") -> Iterator[tuple[int, "subprocess.Popen[str]"]]:
     """A proxy in a process of its own, and its port."""
-    command = [sys.executable, "-m", "tests.outer.routes.proxy_process", *([login] if login else [])]
+    command = [sys.executable, "-m", "diloco.network_emulation.proxy", "127.0.0.1", "0", *([login] if login else [])]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent)
     try:
         assert process.stdout is not None

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from outer.connect import Network
+from outer.connect.settings import Network
 from outer.errors import PeerLost, TransportError, UnreachableError
 from outer.identity.island_key import IslandKey
 from outer.network.endpoints import Endpoint

@@ -2,7 +2,8 @@
 
 import pytest
 
-from outer.connect import NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import NetworkSettings
 from outer.errors import InputError, PeerLost
 from outer.transports.hivemind_addresses import parse_address
 from tests.outer.nets import A, B, connect, run, swarm

@@ -5,7 +5,8 @@ import socket
 
 import pytest
 
-from outer.connect import NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import NetworkSettings
 from outer.errors import DeadlineError, InputError, MessageError, PeerLost
 from outer.network.endpoints import Endpoint
 from outer.transports.gloo.addresses import AddressExchange, AddressStore, GlooAddress, check_gloo_address

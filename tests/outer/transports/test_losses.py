@@ -7,7 +7,7 @@ import select
 import pytest
 import torch
 
-from outer.connect import Network
+from outer.connect.settings import Network
 from outer.errors import DeadlineError, PeerLost
 from tests.outer.nets import (
     KINDS,

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from outer.connect import Network, NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import Network, NetworkSettings
 from outer.errors import InputError, PeerLost, TransportError
 from outer.identity.tls import TlsIdentity
 from outer.network.endpoints import Endpoint

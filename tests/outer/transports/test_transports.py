@@ -6,7 +6,8 @@ import threading
 import pytest
 import torch
 
-from outer.connect import Network, NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import Network, NetworkSettings
 from outer.errors import MessageError, PeerLost
 from outer.network.endpoints import Endpoint, Leg, Tag
 from outer.network.frames import HEADER_BYTES

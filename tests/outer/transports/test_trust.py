@@ -7,7 +7,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from outer.connect import Network, NetworkSettings, open_network
+from outer.connect.opening import open_network
+from outer.connect.settings import Network, NetworkSettings
 from outer.errors import DeadlineError, InputError, MessageError, PeerLost, TransportError
 from outer.identity.known_names import KnownNames
 from outer.membership.dht.membership import open_messenger

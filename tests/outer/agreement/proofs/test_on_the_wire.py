@@ -15,7 +15,7 @@ from outer.agreement.rules import Rules
 from outer.agreement.running.driver import ProtocolDriver
 from outer.agreement.running.peers import Peers
 from outer.agreement.state_machine import RoundProtocol
-from outer.connect import Network
+from outer.connect.settings import Network
 from outer.errors import MessageError
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Endpoint
