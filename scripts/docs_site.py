@@ -14,12 +14,37 @@ OUTSIDE = re.compile(r"\[([^\]]*)\]\(\.\./(?!\.\./)[^)]*\)")
 TUTORIAL = re.compile(r"\((tutorials/\w+)\.py\)")
 HEADER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 """What jupytext puts above a notebook's text."""
+API = {
+    "A training loop of your own": (
+        "diloco.own_loop.islands.Islands",
+        "diloco.own_loop.huggingface.IslandsCallback",
+        "diloco.own_loop.fabric.IslandsCallback",
+        "outer.report.RoundReport",
+    ),
+    "Code of your own, named in a config": (
+        "inner.optim.own_optimizer",
+        "inner.data.sources.own_source",
+        "inner.parallel.own_model",
+    ),
+    "The seam between inside and outside": (
+        "inner.params.LocalParams",
+        "inner.param_spec.ParamSpec",
+        "inner.param_spec.ParamSlice",
+    ),
+    "Families of interchangeable parts": (
+        "outer.codecs.base.Codec",
+        "outer.merges.base.Merge",
+        "outer.transports.base.Transport",
+    ),
+}
+"""What the page of the Python API shows; a module is shown by its docstring alone."""
 COMMAND = re.compile(r"^## `diloco ([\w-]+)`$", re.MULTILINE)
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made from the program, from the decisions, and from the tutorials."""
     files.append(File.generated(config, "commands.md", content=commands_page()))
+    files.append(File.generated(config, "api.md", content=api_page()))
     files.append(File.generated(config, "decisions/index.md", content=decisions_page(ROOT / "docs" / "decisions")))
     for path in sorted((ROOT / "docs" / "tutorials").glob("*.py")):
         text = jupytext.writes(jupytext.read(path), fmt="md")
@@ -37,6 +62,23 @@ def decisions_page(folder: Path) -> str:
     """The titles of all decisions."""
     titles = [(path.name, path.read_text().splitlines()[0].removeprefix("# ")) for path in sorted(folder.glob("0*.md"))]
     return "# Decisions\n\n" + "\n".join(f"- [{title}]({name})" for name, title in titles) + "\n"
+
+
+def api_page() -> str:
+    """Classes and protocols, to be filled in from their docstrings by mkdocstrings."""
+    lines = [
+        "# Python API",
+        "Made from the docstrings. `diloco.Islands` is used as [library](library.md) says, own code as",
+        "[extending](extending.md) says. The classes of the last two sections are what the parts of this project agree",
+        "on among themselves: they may change with any release, and the CHANGELOG says so.",
+    ]
+    for title, names in API.items():
+        lines.append(f"\n## {title}\n")
+        for name in names:
+            is_module = name.rsplit(".", 1)[1].islower()
+            members = "\n    options:\n      members: false" if is_module else ""
+            lines.append(f"::: {name}{members}\n")
+    return "\n".join(lines)
 
 
 def commands_page() -> str:

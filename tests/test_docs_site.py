@@ -19,7 +19,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_page_is_built(site: Path) -> None:
-    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"} | {"commands"}
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"} | {"commands", "api"}
     assert {path.parent.name for path in site.glob("*/index.html")} >= pages
 
 
@@ -27,6 +27,19 @@ def test_the_page_of_commands_has_those_of_users(site: Path) -> None:
     text = (site / "commands/index.html").read_text()
     assert all(f"diloco {name}</code>" in text for name in ("simulate", "plan", "join", "watch", "settings"))
     assert "diloco baseline</code>" not in text
+
+
+def test_the_page_of_the_python_api_has_what_the_docstrings_say(site: Path) -> None:
+    text = (site / "api/index.html").read_text()
+    said = (
+        "Blocks until the other islands",
+        "Count one optimizer step",
+        "handles_shards",
+        "Exact payload size",
+        "weights_of",
+    )
+    assert [each for each in said if each not in text] == []
+    assert "_open" not in text and ">>> " not in text.replace('<span class="gp">&gt;&gt;&gt; </span>', "")
 
 
 def test_a_tutorial_is_a_page_with_its_code(site: Path) -> None:
