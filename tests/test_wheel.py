@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,15 @@ def test_a_package_inner_of_another_project_is_left_alone_or_named(installed: Pa
     assert first.stdout.strip() == str(installed / "diloco/_bundled/inner/__init__.py"), first.stderr
     late = run_program("import inner, diloco", tmp_path, installed)
     assert late.returncode == 1 and f"{tmp_path}/inner/__init__.py; import diloco first" in late.stderr
+
+
+def test_the_container_file_installs_the_torch_and_the_extras_that_there_are() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (ROOT / "scripts/launch/Containerfile").read_text()
+    torch = next(each for each in project["dependencies"] if each.startswith("torch"))
+    assert f'"{torch}"' in text
+    extras = next(line for line in text.splitlines() if line.startswith("ARG EXTRAS=")).partition("=")[2]
+    assert set(extras.split(",")) <= set(project["optional-dependencies"])
 
 
 def test_a_wheel_made_from_the_sdist_trains_in_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
