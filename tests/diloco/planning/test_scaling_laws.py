@@ -57,3 +57,8 @@ def test_the_papers_largest_models_are_behind_the_fits_by_a_third_to_two_thirds_
 
 def test_sizes_that_were_not_fitted_are_known_as_such():
     assert [is_extrapolated(params) for params in (1e6, 35e6, 2.4e9, 1e10)] == [True, False, False, True]
+
+
+def test_the_fit_expects_of_chinchilla_less_loss_than_of_gopher_by_so_much():
+    gopher, chinchilla = Allocation(280e9, 300e9), Allocation(70e9, 1.4e12)
+    assert (gopher.loss, chinchilla.loss) == pytest.approx((1.993, 1.937), abs=0.0005)
