@@ -1,9 +1,12 @@
 """The commands that use the weights of a run: export, evaluate, generate. Importing this does not import torch."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from diloco.checkpoints.weights import Weights
 
 WeightsSource = Annotated[
     Path, typer.Argument(metavar="RUN_DIR|EXPORT", help="Folder of a run, or of a model written by `diloco export`.")
@@ -70,6 +73,11 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="Approximate upper limit (default: all of DATA, or the run's evaluate.tokens)."),
     ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Tasks of lm-eval instead, as hellaswag,arc_easy (extra: eval).")
+    ] = None,
+    task_folder: Annotated[Path | None, typer.Option(help="With --tasks: folder with YAML files of own tasks.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: most examples of a task.")] = None,
     island: Island = None,
     run_key_file: RunKeyFile = None,
     accept_unsigned: AcceptUnsigned = False,
@@ -83,7 +91,14 @@ def evaluate(
     from diloco.runtime.process_group import pick_device
 
     torch_device = pick_device(IslandConfig(device=device))
+    if tasks:
+        from diloco.checkpoints.tasks import check_harness
+
+        check_harness()
     weights = library.open_weights(source, island, SignatureOptions(run_key_file, accept_unsigned))
+    if tasks:
+        print_tasks(weights, tasks.split(","), task_folder, limit, torch_device)
+        return
     if data:
         corpus = library.load_text(data, weights, tokens)
     else:
@@ -94,6 +109,19 @@ def evaluate(
     typer.echo(f"loss           {result.loss:.4f} nats a token")
     typer.echo(f"bits per byte  {result.bits_per_byte:.4f}")
     typer.echo(f"tokens         {result.tokens:,} of {text}")
+
+
+def print_tasks(weights: "Weights", tasks: list[str], task_folder: Path | None, limit: int | None, device: str) -> None:
+    """Print one line for each figure of each task. Raises InputError."""
+    from tempfile import TemporaryDirectory
+
+    from diloco.checkpoints.tasks import TaskRequest, evaluate_tasks
+
+    with TemporaryDirectory() as folder:
+        scores = evaluate_tasks(weights, TaskRequest(tasks, task_folder, limit), device, Path(folder) / "export")
+    for score in scores:
+        error = "" if score.error is None else f"  +- {score.error:.4f}"
+        typer.echo(f"{score.task}  {score.metric}  {score.value:.4f}{error}")
 
 
 def generate(
