@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from diloco.runtime.step_records import MfuMeter, build_mfu_meter
 from diloco.status.visitors import serve_visitors
 from diloco.tuning.choice import choose_settings
 from diloco.watchdog.activity import ActivityMonitor
+from diloco.watchdog.rank_times import RankTimes
 from inner.data.batches import IslandBatches
 from inner.data.corpus import Corpus
 from inner.measure.profile import Profiler
@@ -76,6 +77,8 @@ class Runtime:
     """Held while the model computes; it limits how many islands of one process do so at once."""
     tokens: int = 0
     """Number of tokens that this island has trained on."""
+    times: RankTimes = field(default_factory=RankTimes)
+    """Where this rank's time goes."""
 
     def event(self, name: str, text: str) -> None:
         """Record and log an event of the island. Only the leader does anything."""
@@ -142,7 +145,9 @@ def open_runtime(
         rounds.find_ledger = lambda: outer.position.ledger
         activity = ActivityMonitor(island.watchdog_seconds)
         mesh = str(resolve_degrees(island.mesh, island.ranks))
-        serve_visitors(config, island, network, outer, metrics, mesh=mesh, device=device, doing=activity)
+        told = serve_visitors(config, island, network, outer, metrics, mesh=mesh, device=device, doing=activity)
+        if told is not None:
+            stack.callback(told.linger, event_loop)
         yield Runtime(
             config=config,
             island=island,
@@ -213,6 +218,8 @@ def build_loop_settings(
         cache_dir=folder / "incoming",
         hooks=hooks,
         on_wait=rounds.on_wait,
+        on_lost=rounds.on_lost,
+        on_download=rounds.on_download,
         on_abort=rounds.on_abort,
     )
 

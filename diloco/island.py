@@ -16,6 +16,7 @@ from diloco.records.metrics import EventRecord
 from diloco.runtime.garbage import collect_garbage
 from diloco.runtime.progress import Progress, ResumedState, ResumePoint
 from diloco.runtime.step_records import evaluate_heldout, make_step_record
+from diloco.watchdog.rank_times import gather_times
 from inner.data.batches import StepBatch
 from inner.trainer import StepResult
 from outer.leases.ledger import Ledger
@@ -109,6 +110,7 @@ class IslandDuties:
 def train(runtime: Runtime) -> StepResult:
     """Make one inner step, measure and record it. Its seconds include the wait for a turn to compute."""
     runtime.activity.start("inner step")
+    runtime.times.begin()
     trainer = runtime.trainer
     unit = runtime.outer.cursor.next_unit()
     batch = runtime.batches.read_step(unit, trainer.data_rank, trainer.num_data_ranks, trainer.settings.micro_batch)
@@ -116,6 +118,7 @@ def train(runtime: Runtime) -> StepResult:
     with runtime.turns:
         result = trainer.step(batch.micro_batches)
     result = replace(result, seconds=time.monotonic() - started)
+    runtime.times.end(batch.seconds)
     runtime.slow_down(result.seconds)
     runtime.profiler.step()
     runtime.outer.pace.observe_step(time.monotonic() - started)
@@ -188,7 +191,8 @@ def record_step(runtime: Runtime, result: StepResult, batch: StepBatch) -> None:
 
 def record_round(runtime: Runtime, progress: Progress, landing: Landing, ledger: Ledger) -> None:
     """Write one line to metrics.jsonl for the attempt that committed, and lines for what peers were refused."""
-    runtime.rounds.write(landing.reports[-1], progress, landing.waited_seconds, ledger)
+    ranks = gather_times(runtime.times, runtime.outer.replica.ranks)
+    runtime.rounds.write(landing.reports[-1], progress, landing.waited_seconds, ledger, ranks)
     if runtime.metrics is None:
         return
     for peer, kind, text, count in runtime.network.rejections.drain():

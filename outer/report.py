@@ -55,6 +55,10 @@ class LoopSettings:
 
     Only on the leader, and on the event loop's thread, so it must return at once.
     """
+    on_lost: Callable[[str, str], None] = lambda island, cause: None
+    """Called with an island that has lived until now and is lost, and the cause; as `on_wait` otherwise."""
+    on_download: Callable[[str], None] = lambda text: None
+    """Called every few seconds of a download of others' state with how much has come; on every rank, as `on_wait`."""
     on_abort: Callable[["RoundReport"], None] = lambda report: None
     """Called with each attempt that is aborted, when that happens, on every rank and on the thread of the round."""
 
@@ -90,6 +94,13 @@ class RoundReport:
     """Number of parts of other reducers that this island recomputed."""
     planner: str = ""
     """The island that planned the attempt: among more than four, the coordinator. Empty in a gossip run."""
+    mean_norm: float | None = None
+    """L2 norm of the mean, without moments; None if the reduce failed, or in a gossip run."""
+    mean_cosine: float | None = None
+    """Cosine of the angle between this island's pseudo-gradient and the mean; None without either."""
+    signers: int = 0
+    """Islands whose signatures this island's certificate of the committed state has; 0 on ranks other than the leader,
+    or if it has none."""
 
     @property
     def unit_triples(self) -> list[list[int]]:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+LOST = "lost"
+"""Name of the event that another island is lost to this one. Its text is the island's name, a colon, and the cause."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """One inner step. `tokens` is the island's total so far; `loss` is None if the step was skipped."""
@@ -81,13 +85,29 @@ class RoundRecord:
     """Number of parts that others reduced and this island recomputed."""
     planner: str = ""
     """The island that planned the attempt: among more than four, the coordinator. Empty with gossip."""
+    mean_norm: float | None = None
+    """L2 norm of the mean pseudo-gradient; None if the attempt has none."""
+    mean_cosine: float | None = None
+    """Cosine of the angle between this island's pseudo-gradient and the mean; None without either."""
+    signers: int = 0
+    """Islands that signed the committed state, by the certificate that this island holds."""
+    ranks: list[list[float]] = field(default_factory=list)
+    """Where the time of each rank's training thread went since the last landed round: rank number, then seconds in
+    steps, in reading text, computing, ready without a processor, and between steps. Islands of one rank have none."""
     time: float = field(default_factory=time.time)
     """The end of the attempt, which consists of the wait and then the reduce."""
     kind: Literal["round"] = "round"
 
     @classmethod
     def from_report(
-        cls, report: "RoundReport", *, steps: int, tokens: int, waited_seconds: float, ledger: "Ledger"
+        cls,
+        report: "RoundReport",
+        *,
+        steps: int,
+        tokens: int,
+        waited_seconds: float,
+        ledger: "Ledger",
+        ranks: list[list[float]] | None = None,
     ) -> "RoundRecord":
         """The record of an attempt to which this island contributed `steps` inner steps on `tokens` tokens.
 
@@ -108,6 +128,7 @@ class RoundRecord:
             "trained_units": ledger.trained,
             "open_units": ledger.open,
             "listeners": tuple(report.listeners),
+            "ranks": ranks or [],
         }
         return cls(**values)
 
@@ -172,7 +193,12 @@ class Metrics:
         self._file = path.open("ab", buffering=0)
         self._sinks, self._lock = list(sinks), threading.RLock()
         self._path, self._num_lost = path, 0
-        self._is_inside_a_line = _ends_inside_a_line(path)
+        self._is_inside_a_line = ends_inside_a_line(path)
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
 
     def add_sink(self, sink: Sink) -> None:
         """Pass all later records to this sink, too."""
@@ -229,7 +255,7 @@ def to_line(record: Record) -> str:
     return json.dumps(values, allow_nan=False) + "\n"
 
 
-def _ends_inside_a_line(path: Path) -> bool:
+def ends_inside_a_line(path: Path) -> bool:
     """Whether an earlier process was killed in the middle of a line."""
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)

@@ -21,6 +21,8 @@ from inner.errors import InputError
 from inner.files import try_lock, write_atomically
 
 METRICS = "metrics.jsonl"
+PRESENCE = "presence.jsonl"
+"""In the folder of an island that was watched over the network: when it answered and when it did not."""
 FACTS = "run.json"
 CONFIG = "config.yaml"
 BASELINE = "baseline"
@@ -95,6 +97,11 @@ _PARSER: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator
 _FACTS_PARSER = TypeAdapter(RunFacts)
 
 
+def parse_record(line: bytes) -> Record:
+    """The record in a line of metrics.jsonl. Raises ValidationError if it is none."""
+    return _PARSER.validate_json(line)
+
+
 class Tail:
     """Reads a metrics.jsonl that may still grow or may not exist yet."""
 
@@ -116,7 +123,7 @@ class Tail:
         for line in whole.splitlines():
             # A kill in the middle of a line leaves a line that is not a record.
             with suppress(ValidationError):
-                records.append(_PARSER.validate_json(line))
+                records.append(parse_record(line))
         return records
 
 

@@ -1,10 +1,11 @@
 """Records of an island's rounds: attempts and waits when they happen, committed rounds when they land. Leader only."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
-from diloco.records.metrics import EventRecord, Metrics, RoundRecord
+from diloco.records.metrics import LOST, EventRecord, Metrics, RoundRecord
 from diloco.runtime.progress import NO_PROGRESS, Progress
 from outer.leases.ledger import Ledger
 from outer.report import RoundReport, Waiting
@@ -29,6 +30,8 @@ class RoundRecords:
         self.find_ledger: Callable[[], Ledger] = Ledger
         """Finds the data ledger of the committed state. The outer loop is built after this object, and sets it."""
         self._minority: list[str] = []
+        self._lost: dict[str, float] = {}
+        """When each lost island was last recorded."""
         self._waited: tuple[frozenset[str], float] | None = None
         """The islands of the last recorded wait, and when it was recorded."""
 
@@ -45,12 +48,34 @@ class RoundRecords:
             self._waited = names, now
             self._metrics.write(EventRecord(name="waiting", text=str(waiting)))
 
-    def write(self, report: RoundReport, progress: Progress, waited_seconds: float, ledger: Ledger) -> None:
-        """Write one line for an attempt, and warn if few islands have committed, as a broken network would make it."""
+    def on_lost(self, island: str, cause: str) -> None:
+        """Record that an island is lost to this one, at most every WAIT_SECONDS for the same island."""
+        now = time.monotonic()
+        if self._metrics is not None and now - self._lost.get(island, -math.inf) >= WAIT_SECONDS:
+            self._lost[island] = now
+            self._metrics.write(EventRecord(name=LOST, text=f"{island}: {cause}"))
+
+    def on_download(self, text: str) -> None:
+        """Record how much of others' state has come."""
+        if self._metrics is not None:
+            self._metrics.write(EventRecord(name="downloading", text=text))
+
+    def write(
+        self,
+        report: RoundReport,
+        progress: Progress,
+        waited_seconds: float,
+        ledger: Ledger,
+        ranks: list[list[float]] | None = None,
+    ) -> None:
+        """Write one line for an attempt, and warn if few islands have committed, as a broken network would make it.
+
+        `ranks`: times of the island's ranks (watchdog/rank_times.py), with the attempt that has landed.
+        """
         if self._metrics is None:
             return
         values = {"steps": progress.steps, "tokens": progress.tokens, "waited_seconds": waited_seconds}
-        self._metrics.write(RoundRecord.from_report(report, ledger=ledger, **values))
+        self._metrics.write(RoundRecord.from_report(report, ledger=ledger, ranks=ranks, **values))
         state = "committed" if report.is_committed else f"aborted ({report.cause})"
         log.info("round %d attempt %d: %s with %s", report.round, report.attempt, state, ", ".join(report.participants))
         if report.is_committed:

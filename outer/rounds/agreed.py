@@ -257,7 +257,8 @@ def _build_download(
         cache = PartsCache(folder, space.fingerprint, config_hash)
     parts, codecs = replica.redistribution.own_parts, build_codec_choice(config)
     wanted = DownloadPlan(space, parts, codecs, config.optimizer, config.start_islands)
-    return Download(network.messenger, wanted, cache, partial(settings.hooks.reached, "fetch"))
+    fetch = partial(settings.hooks.reached, "fetch")
+    return Download(network.messenger, wanted, cache, fetch, settings.on_download)
 
 
 def _build_driver(
@@ -274,7 +275,8 @@ def _build_driver(
     rules = replace(rules, find_refusals=refusals)
     start, claims = build_status(replica, is_coming=False), Claims(Witnesses(network.signer))
     protocol, on_no = RoundProtocol(Knowledge(island, rules, start, claims)), attempts.record_no_vote
-    return ProtocolDriver(protocol, peers, on_no=on_no, on_wait=settings.on_wait, rejections=network.rejections)
+    tell = {"on_wait": settings.on_wait, "on_lost": settings.on_lost}
+    return ProtocolDriver(protocol, peers, on_no=on_no, **tell, rejections=network.rejections)
 
 
 def _find_refusals(

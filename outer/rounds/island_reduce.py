@@ -1,7 +1,8 @@
 """The reduce of one attempt on all ranks of an island, and what the island votes after it."""
 
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,6 +14,7 @@ from outer.network.event_loop import EventLoop
 from outer.network.rejections import Rejections
 from outer.reduce.attempt import Attempts
 from outer.reduce.payloads import Mean
+from outer.state.pseudo_gradient import dot, sum_of_squares
 from outer.state.replica import Replica
 from outer.transfer.donor import Donor
 
@@ -33,6 +35,10 @@ class ReduceResult:
     """Parts that all ranks of the island have audited."""
     norm: float = 0.0
     """L2 norm of the pseudo-gradient over all ranks of the island, without moments; 0 if the island observed."""
+    mean_norm: float | None = None
+    """The same of the mean; None if there is none."""
+    cosine: float | None = None
+    """Cosine of the angle between the island's pseudo-gradient and the mean; None if one of them is 0 or missing."""
     is_stalled: bool = False
     """Whether it took too long on a rank that cannot tell who held it up."""
 
@@ -67,11 +73,13 @@ class IslandReduce:
         finally:
             self.donor.is_busy = False
         ranks = self.replica.ranks.background
-        outcomes = ranks.gather(replace(self._outcome(failure), squares=squares))
+        products = self._products(means, pseudo_grads)
+        outcomes = ranks.gather(replace(self._outcome(failure), squares=squares, products=products))
         norm = sum(outcome.squares for outcome in outcomes) ** 0.5
         num_audited, failed = sum(o.num_audited for o in outcomes), [o for o in outcomes if o.cause is not None]
         if not failed:
-            return ReduceResult(means, num_audited=num_audited, norm=norm)
+            mean_norm, cosine = compare_with_mean(norm, [outcome.products for outcome in outcomes])
+            return ReduceResult(means, num_audited=num_audited, norm=norm, mean_norm=mean_norm, cosine=cosine)
         # This island's own fault comes first, then a peer's: ranks without a fault only report what they were told.
         worst = min(failed, key=lambda o: (o.at_fault != self.island, o.at_fault is None, not o.is_wrong_mean))
         if worst.at_fault is not None and worst.at_fault != self.island:
@@ -81,6 +89,15 @@ class IslandReduce:
                 self.distrust.note(plan.round, worst.at_fault, is_wrong=worst.is_wrong_mean)
         is_stalled = worst.at_fault is None and any(outcome.is_stalled for outcome in outcomes)
         return ReduceResult(means, worst.cause or "", worst.at_fault, num_audited, norm, is_stalled)
+
+    def _products(self, means: Mapping[int, Mean], pseudo_grads: Mapping[int, torch.Tensor]) -> tuple[float, float]:
+        """This rank's shares of the mean's squared norm and of its scalar product with the pseudo-gradient.
+
+        Parts of moments do not count. On the thread of the round, like everything here.
+        """
+        own = {i: mean.values for i, mean in means.items() if not self.replica.space.parts[i].is_moment}
+        squares = sum(map(sum_of_squares, own.values()))
+        return squares, sum(dot(values, pseudo_grads[i]) for i, values in own.items() if i in pseudo_grads)
 
     def drop(self) -> None:
         """Leave the transport group of an attempt that did not commit. Every rank calls it."""
@@ -112,3 +129,16 @@ class _Outcome:
     """Whether it took too long, and nobody alone has held it up."""
     squares: float = 0.0
     """The squared L2 norm of this rank's pseudo-gradient."""
+    products: tuple[float, float] = (0.0, 0.0)
+    """What `IslandReduce._products` returns."""
+
+
+def compare_with_mean(norm: float, products: Sequence[tuple[float, float]]) -> tuple[float, float | None]:
+    """Norm of the mean, and its cosine with a pseudo-gradient of this norm, from the `products` of all ranks.
+
+    >>> compare_with_mean(5.0, [(4.0, 6.0), (0.0, 0.0)])
+    (2.0, 0.6)
+    """
+    mean_norm = sum(squares for squares, _ in products) ** 0.5
+    scale = norm * mean_norm
+    return mean_norm, sum(each for _, each in products) / scale if scale > 0 and math.isfinite(scale) else None

@@ -86,6 +86,9 @@ class RoundRunner:
             reduce_seconds=reduced - planned,
             wait_seconds=planned - started,
             pseudo_grad_norm=result.norm,
+            mean_norm=result.mean_norm,
+            mean_cosine=result.cosine,
+            signers=self._count_signers() if is_committed else 0,
             listeners=[p.island for p in plan.participants if p.listens],
             gated=dict(self.reduce.attempts.reducer.filtered),
             cause=cause,
@@ -179,6 +182,11 @@ class RoundRunner:
         shares = weights_of([p.weight for p in plan.participants])
         self.share = shares[plan.names.index(self.island)]
         self.pace.observe_commit(plan, self._now())
+
+    def _count_signers(self) -> int:
+        """Signatures under the committed state, by the leader's certificate."""
+        certificate = None if self.leader is None else self.leader.proof.certificate
+        return 0 if certificate is None else len(certificate.signatures)
 
     def _now(self) -> float:
         return self.reduce.event_loop.time()

@@ -32,7 +32,13 @@ class Snapshot:
 
 def sum_of_squares(values: torch.Tensor) -> float:
     """The squared L2 norm of 1-D fp32 values: sums of short stretches in fp32, which are added in double precision."""
-    return sum(float(torch.dot(piece, piece)) for piece in values.split(STRETCH_ELEMENTS))
+    return dot(values, values)
+
+
+def dot(left: torch.Tensor, right: torch.Tensor) -> float:
+    """The scalar product of 1-D fp32 values, summed as `sum_of_squares` sums."""
+    pieces = zip(left.split(STRETCH_ELEMENTS), right.split(STRETCH_ELEMENTS), strict=True)
+    return sum(float(torch.dot(one, other)) for one, other in pieces)
 
 
 class Contribution:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 WORKERS_PER_DONOR = 4
 PAUSE_SECONDS = 0.2
 """Pause before a donor that was busy or behind is asked again."""
-LOG_SECONDS = 10.0
+LOG_SECONDS, TELL_SECONDS = 10.0, 2.0
 
 
 class Download:
@@ -39,8 +39,10 @@ class Download:
         plan: DownloadPlan,
         cache: PartsCache | None = None,
         on_first_part: Callable[[int], None] = lambda round_number: None,
+        on_progress: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """See `PartFetcher` for `on_first_part`."""
+        """See `PartFetcher` for `on_first_part`. `on_progress` gets a line every TELL_SECONDS, on the event loop."""
+        self._on_progress = on_progress
         self._messenger, self._plan, self._cache = messenger, plan, cache
         self.fetcher = PartFetcher(plan, cache, on_first_part)
         self.parts = self.fetcher.parts
@@ -147,7 +149,7 @@ class Download:
 
     async def _watch(self, done: "asyncio.Task[None]", workers: "list[asyncio.Task[None]]") -> None:
         """Wait until `done`. Raises the error of a worker, and TransportError if no part has arrived for too long."""
-        started = logged_at = self.fetcher.arrived_at = loop_time()
+        started = logged_at = told_at = self.fetcher.arrived_at = loop_time()
         bytes_before = self.fetcher.bytes_received
         while not done.done():
             await asyncio.wait([done, *workers], timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
@@ -158,11 +160,14 @@ class Download:
             quiet = now - self.fetcher.arrived_at
             if quiet > max(PART_SECONDS, self.fetcher.deadlines.limit("part")):
                 raise TransportError(f"no part of the state has come for {quiet:.0f} s: {self._causes()}")
-            if now - logged_at > LOG_SECONDS:
-                logged_at, rate = now, (self.fetcher.bytes_received - bytes_before) / (now - started) / 1e6
+            if now - told_at > TELL_SECONDS:
+                told_at, rate = now, (self.fetcher.bytes_received - bytes_before) / (now - started) / 1e6
                 donors = ", ".join(donor.name for donor in self._donors if donor.is_usable)
-                count = f"{len(self.parts)} of {len(self._plan.parts)}"
-                log.info("downloading the state: %s parts, %.1f MB/s from %s", count, rate, donors)
+                text = f"{len(self.parts)} of {len(self._plan.parts)} parts, {rate:.1f} MB/s from {donors}"
+                self._on_progress(text)
+                if now - logged_at > LOG_SECONDS:
+                    logged_at = now
+                    log.info("downloading the state: %s", text)
 
     async def _read_cache(self) -> None:
         """Load the parts that an earlier process of this rank has downloaded. Does so only once."""

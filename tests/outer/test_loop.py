@@ -9,7 +9,7 @@ import torch
 from outer.config import OuterConfig, OuterOptimizerConfig
 from outer.errors import OuterError
 from outer.network.frames import HEADER_BYTES
-from outer.report import CaughtUp
+from outer.report import CaughtUp, RoundReport
 from tests.outer.islands import (
     GUARD_SECONDS,
     FakeParams,
@@ -108,6 +108,21 @@ def test_reports_say_what_happened() -> None:
         assert a.bytes_sent == b.bytes_sent == a.bytes_received == b.bytes_received == 4 * 121 + 8 * HEADER_BYTES
         assert 0 < a.pseudo_grad_norm < 1 and a.cause == ""
     assert len({report.digest for report in reports["a"]}) == 3
+
+
+def test_reports_compare_the_pseudo_gradient_with_the_mean() -> None:
+    def script(island: Island) -> tuple[torch.Tensor, torch.Tensor, RoundReport]:
+        island.outer.begin()
+        before = island.params.flat().double()
+        own = before - island.train(0).double()
+        report = island.commit(TOKENS[island.name])
+        return own, before - island.params.flat().double(), report
+
+    found = run_islands(dict.fromkeys("abc", script), config(3, optimizer=AVERAGE))
+    for own, mean, report in found.values():
+        assert report.mean_norm == pytest.approx(float(mean.norm()), rel=1e-4)
+        assert report.mean_cosine == pytest.approx(float(own @ mean / own.norm() / mean.norm()), abs=1e-4)
+        assert report.signers == 3
 
 
 def test_the_position_counts_rounds_and_the_tokens_of_all_islands() -> None:

@@ -40,7 +40,7 @@ class ProtocolDriver:
 
     `on_no` is called with (plan id, island, cause) for every no vote and lost participant, to end a running reduce.
     `on_wait` is called on the event loop every few seconds in which a round makes no progress, and with None when it
-    goes on. `rejections` counts claims without proof.
+    goes on; `on_lost` with an island that lived until now and the cause. `rejections` counts claims without proof.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class ProtocolDriver:
         *,
         on_no: Callable[[str, str, str], None],
         on_wait: Callable[[Waiting | None], None] = lambda waiting: None,
+        on_lost: Callable[[str, str], None] = lambda island, cause: None,
         rejections: Rejections | None = None,
     ) -> None:
         self._on_wait, self._rejections = on_wait, rejections or Rejections()
@@ -62,7 +63,8 @@ class ProtocolDriver:
         self._held_up = HeldUpTimer(self._knowledge, peers.deadlines)
         self._few = FewIslands(self._knowledge, peers.deadlines)
         self._doubts = Doubts(self._knowledge)
-        self._detector = FailureDetector(protocol, peers, self._send_outbox, self._end_reduce_with, self._changes.add)
+        send, changed = self._send_outbox, self._changes.add
+        self._detector = FailureDetector(protocol, peers, send, self._end_reduce_with, changed, on_lost)
         for model in CALLS:
             peers.messenger.serve(kind_of(model), partial(self._on_message, model))
 

@@ -40,6 +40,8 @@ class FailureDetector:
     on_lost: Callable[[str, str], None]
     """Called with an island that became lost and the cause."""
     on_removed: Callable[[], None]
+    on_newly_lost: Callable[[str, str], None] = lambda island, cause: None
+    """The same, but not again while the island stays lost."""
     woke_at: float = float("-inf")
     """End of this process's last freeze, in seconds of the event loop's clock."""
     losses: dict[str, str] = field(default_factory=dict)
@@ -57,6 +59,8 @@ class FailureDetector:
         self._tasks = [asyncio.create_task(self._ping_forever()), asyncio.create_task(self._watch_for_freezes())]
 
     def stop(self) -> None:
+        # This island leaves: whom it no longer hears is not lost.
+        self.on_newly_lost = lambda island, cause: None
         for task in self._tasks:
             task.cancel()
 
@@ -116,6 +120,7 @@ class FailureDetector:
             return
         if island not in self.protocol.knowledge.lost:
             log.info("%s is lost: %s", island, cause)
+            self.on_newly_lost(island, cause)
         self.protocol.mark_lost(island)
         self.losses[island] = cause
         self.on_lost(island, f"it is lost: {cause}")

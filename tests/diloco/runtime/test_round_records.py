@@ -71,3 +71,24 @@ def test_an_island_that_began_alone_is_told_of_no_majority(tmp_path: Path) -> No
     opened(tmp_path, start_islands=1).write(report_of(["a"], is_committed=True), NO_PROGRESS, 0.0, Ledger())
     (event,) = (line for line in lines(tmp_path) if line["kind"] == "event")
     assert "majority" not in event["text"]
+
+
+def test_a_loss_is_recorded_at_once_and_the_same_one_rarely(tmp_path: Path) -> None:
+    records = opened(tmp_path)
+    for island in ("b", "b", "c"):
+        records.on_lost(island, "connection refused")
+    assert [(line["name"], line["text"]) for line in lines(tmp_path)] == [
+        ("lost", "b: connection refused"),
+        ("lost", "c: connection refused"),
+    ]
+
+
+def test_the_progress_of_a_download_is_recorded(tmp_path: Path) -> None:
+    opened(tmp_path).on_download("12 of 40 parts, 1.5 MB/s from a, b")
+    assert [line["name"] for line in lines(tmp_path)] == ["downloading"]
+
+
+def test_an_attempt_that_has_landed_has_the_times_of_the_ranks(tmp_path: Path) -> None:
+    rows = [[0.0, 1.0, 0.0, 0.5, 0.0, 0.1], [1.0, 1.0, 0.0, 0.9, 0.0, 0.1]]
+    opened(tmp_path).write(report_of(["a", "b"], is_committed=True), NO_PROGRESS, 0.0, Ledger(), rows)
+    assert lines(tmp_path)[0]["ranks"] == rows

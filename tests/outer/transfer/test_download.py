@@ -1,6 +1,8 @@
 """A joiner downloads its state from donors that continue to commit rounds, over real sockets."""
 
+import asyncio
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +100,32 @@ def test_each_rank_of_a_donor_gives_what_it_carries() -> None:
         await enter_state(here, download)
         given = [address for address, kind, _ in watched.calls if kind == "part"]
         assert [given.count(m.address) for m in island.messengers] == [island.carriers.count(r) for r in range(3)]
+
+    with_run(test)
+
+
+def test_a_download_that_takes_long_tells_how_much_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outer.transfer.download, "TELL_SECONDS", 0.5)
+
+    async def test(here: Run, messenger: Messenger) -> None:
+        await here.enter("a")
+        here.commit()
+        texts, told, inner, num_parts = [], asyncio.Event(), messenger.call, 0
+
+        async def call(address: str, kind: str, body: bytes, **options: Any) -> bytes:
+            nonlocal num_parts
+            num_parts += kind == "part"
+            if kind == "part" and num_parts > 3:
+                await told.wait()
+            return await inner(address, kind, body, **options)
+
+        def tell(text: str) -> None:
+            texts.append(text)
+            told.set()
+
+        messenger.call = call  # pyright: ignore[reportAttributeAccessIssue]
+        await here.download(messenger, on_progress=tell).run(1)
+        assert texts[0].startswith(f"3 of {NUM_PARTS} parts, ") and texts[0].endswith(" from a")
 
     with_run(test)
 
