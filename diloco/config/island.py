@@ -1,6 +1,6 @@
 """The part of a config that each island decides for itself: `island`, and what `islands` changes of it."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -75,6 +75,9 @@ class IslandConfig(Section):
     allow: tuple[str, ...] = ()
     """Public keys of the islands that may take part (`diloco key` prints them), with hivemind also libp2p peer ids.
     Empty allows all."""
+    operators: tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...] = ()
+    """Public keys of those who may tell this island over the network to save, stop, or exclude an island
+    (`diloco watch ADDRESS --control KEY`)."""
     relay: Literal["off", "client", "server"] = "off"
     """hivemind behind a NAT: a `client` is reached through relays and hole punching, a `server` relays for others."""
     gloo_in_public: bool = False

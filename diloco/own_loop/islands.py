@@ -200,7 +200,9 @@ class Islands:
         self._events = LoopEvents(self._outer, network, records, requests, metrics, self._moments)
         if ranks.is_leader:
             self._events.keep_book(folder, island)
-        serve_visitors(run, island, network, self._outer, metrics, mesh="its own loop", device=self._device, doing=None)
+        visits = {"mesh": "its own loop", "device": self._device, "doing": None}
+        if (told := serve_visitors(run, island, network, self._outer, metrics, **visits)) is not None:
+            stack.callback(told.linger, event_loop)
         self._slow_down = partial(slow_down, hooks)
         self._watch_network(network, event_loop)
 

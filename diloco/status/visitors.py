@@ -1,11 +1,14 @@
-"""Lets an island answer visitors: `diloco doctor` on every rank, `diloco status` on rank 0."""
+"""Lets an island answer visitors: `diloco doctor` on every rank, `diloco status` and `diloco watch` on rank 0."""
 
 import platform
 
 import torch
 
 from diloco.config.schema import IslandConfig, RunConfig
-from diloco.records.metrics import Metrics
+from diloco.records.logbook import Logbook
+from diloco.records.metrics import EventRecord, Metrics
+from diloco.status.orders import OrderServer
+from diloco.status.record_pages import RecordsServer
 from diloco.status.reply import Doing, Place, StatusServer
 from outer.connect.settings import Network
 from outer.diagnostics import DiagnosticsServer, ProbeResponder
@@ -22,11 +25,14 @@ def serve_visitors(
     mesh: str,
     device: str,
     doing: Doing | None,
-) -> None:
-    """Answer their calls from now on. `metrics` and `doing` are rank 0's, None on other ranks."""
+) -> RecordsServer | None:
+    """Answer their calls from now on. `metrics` and `doing` are rank 0's, None on other ranks.
+
+    What is returned on rank 0 must `linger` before the network closes.
+    """
     DiagnosticsServer(network.messenger, ProbeResponder(config.hash, lambda: outer.position.round))
     if metrics is None:
-        return
+        return None
     place = Place(
         island=island.label,
         num_steps=config.total_steps,
@@ -36,6 +42,16 @@ def serve_visitors(
         hardware=name_device(device)[:64],
     )
     StatusServer(network.messenger, metrics, place, lambda: outer.position, doing)
+    book = Logbook(metrics.path.parent.parent, island.label)
+
+    def note(name: str, text: str) -> None:
+        metrics.write(EventRecord(name=name, text=text))
+        book.note(name, text)
+
+    OrderServer(config.name, metrics.path.parent, island.operators, note).serve(network.messenger)
+    records = RecordsServer(metrics.path)
+    records.serve(network.messenger)
+    return records
 
 
 def name_device(device: str) -> str:
