@@ -53,7 +53,7 @@ FLOORS = {
         checkpoints connections swarm
         doctor
         status tuning
-        assemble island_rounds
+        assemble island_rounds watch.collection watch.view
         island own_loop
         island_quorum simulate virtual
         experiments.definition launch_files train watch

@@ -13,7 +13,7 @@ from diloco.cli.experiment import experiment
 from diloco.cli.launch import launch, launch_files
 from diloco.cli.prepare import prepare
 from diloco.cli.simulate import simulate
-from diloco.cli.swarm import bootstrap, doctor, join, relay, status
+from diloco.cli.swarm import bootstrap, doctor, join, relay, status, watch
 from diloco.cli.weights import evaluate, export, generate
 
 app = typer.Typer(
@@ -206,37 +206,8 @@ def report(
     typer.echo(f"report: {write_report(*run_dirs, out=out)}")
 
 
-@app.command()
-def watch(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, for example runs/quickstart.")],
-    host: Annotated[
-        str, typer.Option(help="Address to listen at. Beyond this machine a token is needed, which the URL holds.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8420,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the state once as JSON; serve nothing.")] = False,
-    text: Annotated[bool, typer.Option("--text", help="Show the run in the terminal; serve nothing.")] = False,
-) -> None:
-    """Serve a page of the whole run, live or replayed, from its folder. Reads only."""
-    import json
-
-    if as_json:
-        from diloco.watch.run_view import RunView, state_now
-
-        view = RunView(run_dir)
-        view.read()
-        typer.echo(json.dumps(state_now(view), indent=2, allow_nan=False))
-    elif text:
-        from diloco.watch.terminal import show_text
-
-        show_text(run_dir)
-    else:
-        from diloco.watch.server import serve
-
-        serve(run_dir, host, port, lambda url: typer.echo(f"{url}  (stop with Ctrl-C)"))
-
-
 app.command("launch-files")(launch_files)
-for command in (bootstrap, relay, join, doctor, status, launch, key, prepare, export, evaluate, generate):
+for command in (watch, bootstrap, relay, join, doctor, status, launch, key, prepare, export, evaluate, generate):
     app.command()(command)
 
 

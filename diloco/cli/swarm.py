@@ -1,4 +1,4 @@
-"""The commands between islands on different machines: bootstrap, relay, join, doctor, status."""
+"""The commands between islands on different machines: bootstrap, relay, join, doctor, status, watch."""
 
 from pathlib import Path
 from typing import Annotated
@@ -121,3 +121,48 @@ def status(
 
     logging.getLogger("outer").setLevel(logging.CRITICAL)  # An island that cannot be reached is in the table.
     raise typer.Exit(run(target, overrides or [], run_name, as_json=as_json))
+
+
+def watch(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="RUN_DIR|ADDRESS", help="A run's folder, or the address printed by `diloco bootstrap`."),
+    ],
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN_DIR | island.key=value ...]",
+            help="The folder of a second run, to see both side by side; with an address the key, proxy, ... to reach "
+            "it with.",
+        ),
+    ] = None,
+    run_name: Annotated[
+        str | None, typer.Option("--run", help="Name of the run to watch, if the swarm has several.")
+    ] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="With an address: folder that keeps the collected records (default: they are deleted)."),
+    ] = None,
+    control: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="KEYFILE",
+            help="Let the page act (save, stop, exclude, invite) in the name of this operator's key; made if missing.",
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at. Beyond this machine a token is needed, which the URL holds.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8420,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the state once as JSON; serve nothing.")] = False,
+    text: Annotated[bool, typer.Option("--text", help="Show the run in the terminal; serve nothing.")] = False,
+) -> None:
+    """Serve a page of the whole run, live or replayed: from its folder, or asked of its islands over the network."""
+    import logging
+
+    from diloco.watch.command import Watched
+    from diloco.watch.command import watch as run
+
+    logging.getLogger("outer").setLevel(logging.CRITICAL)  # An island that cannot be reached is on the page.
+    how = "json" if as_json else "text" if text else "page"
+    run(Watched(target, more or [], run_name, keep, control), how, host, port)

@@ -1,6 +1,7 @@
 """The state of a run in Prometheus' text format."""
 
-from diloco.watch.run_view import RunView, state_now
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 GAUGES = {
     "step": "Inner steps made.",
@@ -18,16 +19,16 @@ COUNTERS = {
 }
 
 
-def metrics_text(view: RunView) -> str:
-    """One family for each figure, one sample for each island that has it."""
-    state = state_now(view)
-    run, lines = escape(state["name"]), []
+def metrics_text(states: Sequence[Mapping[str, Any]]) -> str:
+    """One family for each figure, one sample for each island of each run that has it. `states`: of `state_now`."""
+    lines: list[str] = []
     for names, kind in ((GAUGES, "gauge"), (COUNTERS, "counter")):
         for name, help_text in names.items():
             family = f"diloco_{name}_total" if kind == "counter" else f"diloco_{name}"
             lines += [f"# HELP {family} {help_text}", f"# TYPE {family} {kind}"]
             lines += [
-                f'{family}{{run="{run}",island="{escape(island["name"])}"}} {island[name]!r}'
+                f'{family}{{run="{escape(state["name"])}",island="{escape(island["name"])}"}} {island[name]!r}'
+                for state in states
                 for island in state["islands"]
                 if island[name] is not None
             ]

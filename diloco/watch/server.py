@@ -5,44 +5,59 @@ import hmac
 import ipaddress
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from diloco.errors import ConfigError
+from diloco.watch.control import Control, Wish
 from diloco.watch.prometheus import metrics_text
-from diloco.watch.run_view import RunView, state_now
+from diloco.watch.view.run_view import RunView
+from diloco.watch.view.state import state_now
+from outer.errors import OuterError, first_line
 
 PAGE = Path(__file__).with_name("page")
 FILES = {
     "page.css": "text/css",
     "page.js": "text/javascript",
     "drawing.js": "text/javascript",
+    "panels.js": "text/javascript",
+    "control.js": "text/javascript",
+    "compare.js": "text/javascript",
     "uplot-1.6.32.iife.min.js": "text/javascript",
     "uplot-1.6.32.min.css": "text/css",
 }
-UPDATE_SECONDS = 1.0
+UPDATE_SECONDS = 0.5
+Route = Callable[..., Awaitable[Any]]
 HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'self'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
 LOCAL_NAMES = ["127.0.0.1", "localhost", "[::1]"]
+MAX_WISH_BYTES = 1 << 12
 MISSING = (
     "the page of `diloco watch` needs {}, which is not installed; pip install fastapi uvicorn (or 'diloco[web]'), or "
     "give --text or --json"
 )
 
 
-def build_app(view: RunView, token: str | None) -> Any:
-    """The FastAPI application of a run's page. With a token every request needs it.
+def build_app(
+    views: Sequence[RunView], token: str | None, control: Control | None = None, *, is_local: bool = True
+) -> Any:
+    """The FastAPI application of the page of a run, or of two side by side. With a token every request needs it.
+
+    `control` is what the page of one run may do besides showing it; it needs a token. `is_local`: only requests to
+    names of this machine are answered.
 
     Raises ConfigError if FastAPI is not installed.
     """
     try:
         from fastapi import FastAPI
-        from fastapi.responses import FileResponse, PlainTextResponse, StreamingResponse
+        from fastapi.responses import PlainTextResponse
         from starlette.middleware.trustedhost import TrustedHostMiddleware
         from starlette.requests import Request
         from starlette.responses import Response
@@ -59,32 +74,95 @@ def build_app(view: RunView, token: str | None) -> Any:
             response.set_cookie("diloco_watch", token, httponly=True, samesite="strict")
         return response
 
+    app.middleware("http")(guard)
+    if is_local:  # Against pages elsewhere whose names resolve to this machine.
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_NAMES)
+    routes = figure_routes(views)
+    if len(views) == 1:
+        operator = None if control is None else control.operator
+        routes |= page_routes("/", "index.html") | {"/events": event_route(views[0], operator)}
+    else:
+        routes |= page_routes("/", "compare.html")
+        for number, view in enumerate(views):
+            routes |= page_routes(f"/run/{number}/", "index.html") | {f"/run/{number}/events": event_route(view)}
+    for path, handler in routes.items():
+        app.add_api_route(path, handler, methods=["GET"], response_model=None)
+    if control is not None:
+        assert token is not None, "who has no token must not act"
+        app.add_api_route("/act", act_route(control), methods=["POST"], response_model=None)
+    return app
+
+
+def page_routes(place: str, name: str) -> dict[str, Route]:
+    """A page at a path that ends with a slash, and its files below it."""
+    from fastapi.responses import FileResponse, PlainTextResponse
+    from starlette.responses import Response
+
     async def page() -> Response:
-        return FileResponse(PAGE / "index.html", media_type="text/html")
+        return FileResponse(PAGE / name, media_type="text/html")
 
     async def file(name: str) -> Response:
         if name not in FILES:
             return PlainTextResponse("no such file\n", 404)
         return FileResponse(PAGE / name, media_type=FILES[name])
 
+    return {place: page, place + "page/{name}": file}
+
+
+def act_route(control: Control) -> Route:
+    """Takes a Wish and answers with a text, with the word that confirms it, or with an error."""
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
+
+    async def act(request: Request) -> Response:
+        # A page elsewhere cannot send this header without asking, and is not answered.
+        if request.headers.get("x-diloco-control") != "1":
+            return JSONResponse({"error": "the header x-diloco-control is missing"}, 403)
+        body = b""
+        async for piece in request.stream():
+            body += piece
+            if len(body) > MAX_WISH_BYTES:
+                return JSONResponse({"error": f"a wish has at most {MAX_WISH_BYTES} bytes"}, 413)
+        try:
+            return JSONResponse(dict(await asyncio.to_thread(control.answer, Wish.model_validate_json(body))))
+        except ValidationError as error:
+            return JSONResponse({"error": f"no wish: {error.errors()[0]['msg']}"}, 422)
+        except OuterError as error:
+            return JSONResponse({"error": first_line(error)}, 409)
+
+    return act
+
+
+def event_route(view: RunView, operator: str | None = None) -> Route:
+    """The stream of a run's events."""
+    from fastapi.responses import StreamingResponse
+    from starlette.responses import Response
+
     async def events() -> Response:
-        return StreamingResponse(stream(view), media_type="text/event-stream")
+        return StreamingResponse(stream(view, operator), media_type="text/event-stream")
+
+    return events
+
+
+def figure_routes(views: Sequence[RunView]) -> dict[str, Route]:
+    """The state as JSON, and figures for Prometheus."""
+    from fastapi.responses import PlainTextResponse
+    from starlette.responses import Response
+
+    async def states() -> list[dict[str, Any]]:
+        for view in views:
+            await asyncio.to_thread(view.read)
+        return [state_now(view) for view in views]
 
     async def state() -> Response:
-        await asyncio.to_thread(view.read)
-        return Response(json.dumps(state_now(view), allow_nan=False), media_type="application/json")
+        found = await states()
+        text = json.dumps(found[0] if len(found) == 1 else found, allow_nan=False)
+        return Response(text, media_type="application/json")
 
     async def metrics() -> Response:
-        await asyncio.to_thread(view.read)
-        return PlainTextResponse(metrics_text(view))
+        return PlainTextResponse(metrics_text(await states()))
 
-    app.middleware("http")(guard)
-    if token is None:  # Against pages elsewhere whose names resolve to this machine.
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_NAMES)
-    routes = {"/": page, "/page/{name}": file, "/events": events, "/state": state, "/metrics": metrics}
-    for path, handler in routes.items():
-        app.add_api_route(path, handler, methods=["GET"], response_model=None)
-    return app
+    return {"/state": state, "/metrics": metrics}
 
 
 def is_known(request: Any, token: str) -> bool:
@@ -94,10 +172,13 @@ def is_known(request: Any, token: str) -> bool:
     return any(hmac.compare_digest(each.encode(), token.encode()) for each in given)
 
 
-async def stream(view: RunView) -> AsyncIterator[str]:
-    """Server-sent events: first a snapshot of the run, then what is new, each second."""
+async def stream(view: RunView, operator: str | None = None) -> AsyncIterator[str]:
+    """Server-sent events: first a snapshot of the run, then what is new, every UPDATE_SECONDS.
+
+    `operator`: the key in whose name the page may act, if it may.
+    """
     sent = await asyncio.to_thread(view.read)
-    yield encode_event("snapshot", await asyncio.to_thread(view.snapshot, sent))
+    yield encode_event("snapshot", {"operator": operator} | await asyncio.to_thread(view.snapshot, sent))
     while True:
         await asyncio.sleep(UPDATE_SECONDS)
         now = await asyncio.to_thread(view.read)
@@ -111,12 +192,13 @@ def encode_event(name: str, values: dict[str, Any]) -> str:
     return f"event: {name}\ndata: {json.dumps(values, allow_nan=False, separators=(',', ':'))}\n\n"
 
 
-def serve(run_dir: Path, host: str, port: int, announce: Callable[[str], None]) -> None:
-    """Serve the page until interrupted. `announce` gets the URL to open. Raises InputError if there is no run."""
-    view = RunView(run_dir)
-    view.read()
-    token = None if is_loopback(host) else secrets.token_urlsafe(24)
-    app = build_app(view, token)
+def serve(
+    views: Sequence[RunView], host: str, port: int, announce: Callable[[str], None], control: Control | None = None
+) -> None:
+    """Serve the page until interrupted. `announce` gets the URL to open."""
+    is_local = is_loopback(host)
+    token = None if is_local and control is None else secrets.token_urlsafe(24)
+    app = build_app(views, token, control, is_local=is_local)
     try:
         import uvicorn
     except ImportError as error:

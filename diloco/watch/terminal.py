@@ -1,26 +1,97 @@
-"""The run's state in the terminal, with the table of `diloco simulate`."""
+"""Runs in the terminal: the facts of the page as text."""
 
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from diloco.records.run_folder import find_island_folders, island_folders, read_facts
-from diloco.simulate.dashboard import Dashboard
+from diloco.formatting import UNKNOWN, human_bytes, human_count, human_loss, one_line
+from diloco.records.metrics import LOST
+from diloco.watch.view.attempts import Attempt, find_attempts, find_stragglers
+from diloco.watch.view.run_view import RunView
+from diloco.watch.view.state import state_now
 
 UPDATE_SECONDS = 1.0
+PLAIN_WIDTH = 200
+"""Of a line where no terminal says how wide it is."""
+COLUMNS = ("island", "state", "step", "round", "loss", "held-out", "tok/s", "ok/abort", "sent", "digest")
+LINES_SHOWN, ROUNDS_SHOWN = 8, 4
 
 
-def show_text(run_dir: Path) -> None:
-    """Show the table of `diloco simulate`; on a terminal until Ctrl-C, elsewhere once."""
-    names, facts, console = [each.name for each in find_island_folders(run_dir)], read_facts(run_dir), Console()
-    with (
-        Dashboard(run_dir, names, facts.total_steps if facts else 0, console) as dashboard,
-        suppress(KeyboardInterrupt),
-    ):
-        while console.is_terminal:
-            for folder in island_folders(run_dir):
-                dashboard.add_island(folder.name)
-            dashboard.update()
+def show_text(views: Sequence[RunView]) -> None:
+    """Show the runs one below the other; on a terminal until Ctrl-C, elsewhere once."""
+    console = Console()
+    if not console.is_terminal:
+        Console(width=PLAIN_WIDTH).print(Group(*map(render, views)))
+        return
+    with Live(console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
+        while True:
+            live.update(Group(*map(render, views)), refresh=True)
             time.sleep(UPDATE_SECONDS)
+
+
+def render(view: RunView) -> Group:
+    """A table of the islands, and below it what happened last."""
+    view.read()
+    state = state_now(view)
+    table = Table(title=Text(state["name"]), title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
+    for number, column in enumerate(COLUMNS):
+        table.add_column(column, justify="left" if number < 2 else "right", no_wrap=True, overflow="ellipsis")
+    for island in state["islands"]:
+        cells = format_island(island, state["total_steps"])
+        table.add_row(*cells, style="red" if island["is_wrong"] else None)
+    lines = [*map(format_attempt, find_attempts(view, ROUNDS_SHOWN)), *find_stragglers(view.islands), *last_lines(view)]
+    return Group(table, *(Text(line, no_wrap=True, overflow="ellipsis") for line in lines))
+
+
+def format_attempt(attempt: Attempt) -> str:
+    """One attempt as a line."""
+    result = "committed" if attempt.digests else "aborted"
+    late = f"last to come {attempt.last_to_come}" if attempt.last_to_come else ""
+    words = [
+        f"{result} on {len(attempt.rows)}",
+        attempt.cause,
+        " != ".join(d[:8] for d in sorted(attempt.digests)),
+        late,
+    ]
+    return f"round {attempt.round} attempt {attempt.attempt}: {', '.join(filter(None, [*words, *attempt.notes]))}"
+
+
+def format_island(island: dict[str, Any], total_steps: int | None) -> list[Text]:
+    """One row of the table."""
+    known = [UNKNOWN if island["round"] is None else str(island["round"]), human_loss(island["loss"])]
+    return [
+        Text(cell)
+        for cell in (
+            island["name"],
+            island["state"],
+            f"{island['step']}/{total_steps}" if total_steps else str(island["step"]),
+            *known,
+            human_loss(island["heldout_loss"]),
+            human_count(island["tokens_per_second"]),
+            f"{island['committed']}/{island['aborted']}",
+            human_bytes(island["bytes_sent"]),
+            island["digest"][:8] or UNKNOWN,
+        )
+    ]
+
+
+def last_lines(view: RunView) -> Iterator[str]:
+    """What the logbook, events, faults and visits tell last; the newest last."""
+    rows = [(time, f"{name} {text}") for time, name, text in view.notes]
+    booked = {name for _, name, _ in view.notes}
+    for name, island in view.islands.items():
+        # The logbook lacks what islands elsewhere did, and what islands note of others.
+        events = [row for row in island.rows["events"] if name not in booked or row[1] in (LOST, "downloading")]
+        rows += [(row[0], f"{name} {row[1]}: {row[2]}") for row in events]
+        rows += [
+            (row[0], f"{name} {'answers' if row[1] else f'no answer: {row[2]}'}") for row in island.rows["presence"]
+        ]
+    rows += [(row[0], f"fault {row[1]}: {row[3]}") for row in view.faults]
+    for at, text in sorted(rows)[-LINES_SHOWN:]:
+        yield f"{time.strftime('%H:%M:%S', time.gmtime(at))}Z {one_line(text)}"

@@ -1,4 +1,4 @@
-// Charts and the Gantt. A row's fields are described in diloco/watch/history.py.
+// Charts and the Gantt. A row's fields are described in diloco/watch/view/history.py.
 "use strict";
 const COLORS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#7A5C00"];
 const ACTIVITIES = { "inner steps": "#56B4E9", wait: "#C9CCD3", reduce: "#E69F00", aborted: "#D55E00" };
@@ -51,7 +51,7 @@ function drawChart(id, lines, xText, yText) {
     width: Math.max(200, place.clientWidth), height: 260, legend: { show: shown.length <= 9, live: false },
     cursor: { drag: { x: true, y: false } }, scales: { x: { time: false } },
     axes: [{ ...axis, values: (_, ticks) => ticks.map(xText), space: 70 }, { ...axis, size: 58, values: (_, ticks) => ticks.map(yText) }],
-    series: [{}, ...shown.map((line) => ({ label: line.label, stroke: line.color, width: line.width, spanGaps: true, points: { show: line.width > 2 && line.points.length < 40 } }))],
+    series: [{}, ...shown.map((line) => ({ label: line.label, stroke: line.color, width: line.width, dash: line.dash, spanGaps: true, points: { show: line.width > 2 && line.points.length < 40 } }))],
   };
   charts[id] = { key, plot: new uPlot(options, data, place) };
 }

@@ -30,14 +30,23 @@ function stateOf(name, t) {
   const kinds = ["steps", "rounds", "evals", "events"];
   const newest = Math.max(0, ...kinds.map((kind) => until(rows[kind], t)?.[0] ?? 0));
   const event = until(rows.events, t);
-  if (!newest) return ["not started", false];
+  const present = until(rows.presence, t), isAway = present && !present[1];
+  if (!newest) return isAway ? [`no answer: ${present[2]}`, true] : ["not started", false];
   const ago = duration(t - newest);
   if (event && event[3] && event[0] >= newest) return [`${event[1]} ${ago} ago`, ["hung", "failed"].includes(event[1])];
+  if (isAway && present[0] > newest) return [`no answer for ${ago}: ${present[2]}`, true];
+  const losers = losersOf(name, newest, t);
+  if (losers.length) return [`silent for ${ago}, lost to ${losers.join(", ")}`, true];
   const steps = countUntil(rows.steps, t), a = rows.steps[Math.max(0, steps - 20)], b = rows.steps[steps - 1];
   const usual = steps > 1 ? (b[0] - a[0]) / Math.min(steps - 1, 20) : 10;
   const missed = t - newest > 2 * usual ? roundWithout(name, newest, t) : null;
   if (missed !== null) return [`silent for ${ago}, not in round ${missed}`, true];
   return t - newest > Math.max(15, 5 * usual) ? [`silent for ${ago}`, true] : [`last record ${ago} ago`, false];
+}
+
+// The islands that have recorded since the time `newest` that they lost the one with this name.
+function losersOf(name, newest, t) {
+  return names().filter((other) => other !== name && run.islands[other].events.slice(-50).some((e) => e[1] === "lost" && e[0] > newest && e[0] <= t && e[2].startsWith(name + ": ")));
 }
 
 // The number of the latest round that others committed without the island, after its last record; null if there is none.
@@ -66,6 +75,8 @@ function drawCards(t) {
     for (const [key, value] of facts) list.append(make("dt", key), make("dd", value));
     card.append(title, list);
     const event = until(rows.events, t), note = run.notes.filter((n) => n[1] === name && n[0] <= t && n[2].startsWith("started")).at(-1);
+    const progress = progressOf(event);
+    if (progress) card.append(progress);
     if (event) card.append(make("p", `${event[1]}${event[2] ? ": " + event[2] : ""}`));
     const machine = [note?.[2].replace(/^started[^:]*: config \S+ /, ""), run.machines[name]].filter(Boolean).join(", ");
     if (machine) card.append(make("p", machine));
@@ -88,8 +99,9 @@ function drawLosses(t) {
   const evals = [...held.values()].sort((a, b) => a[0] - b[0]);
   const thick = (x) => ({ label: "held-out", color: css("--ink"), width: 3, points: evals.map((r) => [x(r), r[2]]) });
   const loss = (v) => v.toFixed(2);
-  drawChart("loss-tokens", [...lines((r) => tokensAt(evals, r[0])), thick((r) => r[1])], (v) => human(v), loss);
-  drawChart("loss-time", [...lines((r) => r[0] - first), thick((r) => r[0] - first)], duration, loss);
+  const tokens = [...lines((r) => tokensAt(evals, r[0])), ...baselineLines(true), thick((r) => r[1])];
+  drawChart("loss-tokens", tokens, (v) => human(v), loss);
+  drawChart("loss-time", [...lines((r) => r[0] - first), ...baselineLines(false), thick((r) => r[0] - first)], duration, loss);
   drawChart("bytes", list.map((name, i) => ({ label: name, color: colorOf(i), width: 1.5,
     points: run.islands[name].rounds.slice(0, countUntil(run.islands[name].rounds, t)).map((r) => [r[0] - first, r[6]]) })), duration, (v) => human(v, "B"));
 }
@@ -120,7 +132,7 @@ function drawRounds(attempts) {
     row.append(make("td", duration(attempt.time - first)), make("td", r[1]), make("td", r[2]),
       make("td", isCommitted ? "committed" + (cause && `: ${cause}`) : `aborted: ${cause || "no cause recorded"}`, isCommitted ? "" : "bad"),
       make("td", who.length > 6 ? `${who.length} islands` : who.join(" ")),
-      make("td", [...digests].map((d) => d.slice(0, 8)).join(" ≠ "), digests.size > 1 ? "bad" : ""), make("td", lastToCome(attempt)));
+      make("td", [...digests].map((d) => d.slice(0, 8)).join(" ≠ "), digests.size > 1 ? "bad" : ""), make("td", lastToCome(attempt)), make("td", notesOf(attempt)));
     return row;
   }));
   const counts = new Map();
@@ -130,9 +142,14 @@ function drawRounds(attempts) {
 }
 
 function drawHappened(t) {
-  const rows = run.notes.map((n) => [n[0], n[1], n[2], false]).concat(run.faults.map((f) => [f[0], f[2].join(" ") || "network", `fault ${f[1]}: ${f[3]}`, !f[4]]));
-  if (!run.notes.length) for (const [name, island] of Object.entries(run.islands)) rows.push(...island.events.map((e) => [e[0], name, `${e[1]}: ${e[2]}`, false]));
-  const shown = rows.filter((r) => r[0] <= t).sort((a, b) => b[0] - a[0]).slice(0, 200);
+  const isTrouble = (text) => TROUBLE.includes(text.split(":")[0]), booked = new Set(run.notes.map((n) => n[1]));
+  const rows = run.notes.map((n) => [n[0], n[1], n[2], isTrouble(n[2])]).concat(run.faults.map((f) => [f[0], f[2].join(" ") || "network", `fault ${f[1]}: ${f[3]}`, !f[4]]));
+  // Events that the logbook does not have: those of islands whose folder is elsewhere, and those that islands note of others.
+  for (const [name, island] of Object.entries(run.islands)) for (const e of island.events)
+    if (!booked.has(name) || e[1] === "lost" || e[1] === "downloading") rows.push([e[0], name, `${e[1]}: ${e[2]}`, TROUBLE.includes(e[1])]);
+  for (const [name, island] of Object.entries(run.islands)) for (const p of island.presence)
+    rows.push([p[0], name, p[1] ? "answers" : `no answer: ${p[2]}`, !p[1]]);
+  const which = byId("which").value, shown = rows.filter((r) => r[0] <= t && (which === "all" || r[3])).sort((a, b) => b[0] - a[0]).slice(0, 200);
   byId("happened").replaceChildren(...shown.map((r) => {
     const row = make("tr");
     row.append(make("td", duration(r[0] - first)), make("td", r[1]), make("td", r[2], r[3] ? "bad" : ""));
@@ -159,7 +176,7 @@ function draw() {
   // A run whose last record is minutes old is over: it is shown as it was then, not as silent ever since.
   const now = Date.now() / 1000, t = chosen ?? (now - last < 600 ? Math.max(now, last) : last);
   const attempts = findAttempts(t);
-  drawCards(t); drawLosses(t); drawRounds(attempts); drawHappened(t); drawSources(t);
+  drawCards(t); drawLosses(t); drawRounds(attempts); drawHappened(t); drawSources(t); drawGradients(t); drawRanks(t); drawControl();
   const end = Math.min(t, last), shown = Number(byId("window").value);
   // Attempts are in the order of their ends, the newest first.
   const begin = shown && attempts.length > shown ? attempts[shown].time : first;
@@ -177,23 +194,20 @@ function drawSoon() {
   requestAnimationFrame(() => { isDue = false; draw(); });
 }
 
+const noRows = () => ({ steps: [], work: [], rounds: [], evals: [], events: [], sources: [], presence: [], ranks: [] });
+
 function take(more) {
-  for (const [name, rows] of Object.entries(more.islands)) {
-    run.islands[name] ??= { steps: [], work: [], rounds: [], evals: [], events: [], sources: [] };
-    for (const kind in rows) run.islands[name][kind].push(...rows[kind]);
-  }
+  const add = (known, rows) => { for (const kind in rows) known[kind].push(...rows[kind]); };
+  for (const [name, rows] of Object.entries(more.islands)) add(run.islands[name] ??= noRows(), rows);
+  if (more.baseline) add(run.baseline ??= noRows(), more.baseline);
   run.groups.push(...more.groups);
   run.faults.push(...more.faults);
   run.notes.push(...more.notes);
 }
 
 function begin() {
-  for (const [text, color] of Object.entries(ACTIVITIES)) {
-    const entry = make("span"), box = make("i");
-    box.style.background = color;
-    entry.append(box, text === "aborted" ? "aborted attempt" : text);
-    byId("legend").append(entry);
-  }
+  legendOf("legend", ACTIVITIES);
+  legendOf("rank-legend", RANK_TIMES);
   byId("legend").append(make("span", "× fault"));
   const source = new EventSource("events");
   source.addEventListener("snapshot", (event) => {
@@ -214,7 +228,7 @@ function begin() {
     drawSoon();
   });
   byId("live").addEventListener("click", () => { chosen = null; drawSoon(); });
-  byId("window").addEventListener("change", drawSoon);
+  for (const id of ["window", "which"]) byId(id).addEventListener("change", drawSoon);
   addEventListener("resize", drawSoon);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawSoon);
   setInterval(() => { if (chosen === null && run && Date.now() / 1000 - last < 600) drawSoon(); }, 2000);

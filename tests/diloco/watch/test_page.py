@@ -4,14 +4,20 @@
 """
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from diloco.records.logbook import LOGBOOK
+from tests.swarm import swarm as islands_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
@@ -23,9 +29,15 @@ SETTINGS = [
     *("outer.transport=tls", "outer.rounds=26", "optimizer.tokens_per_step=2048", "evaluate.every_rounds=1"),
     *("evaluate.tokens=8192", "name=storm", MIXTURE.replace("paths: [docs]", "weight: 1, paths: ['docs/*.md']")),
 ]
+MAKE_KEY = (
+    "import sys, pathlib; from outer.identity.island_key import load_island_key as load; "
+    "print(load(pathlib.Path(sys.argv[1])).public)"
+)
 FAULTS = ["kill:1@round=4,back=12", "freeze:2@round=12,seconds=10", "nan:3@round=16", "join:@round=8"]
 PANELS = ["#cards article", "#loss-tokens canvas", "#loss-time canvas", "#gantt", "#bytes canvas", "#sources meter"]
+PANELS += ["#norms canvas", "#cosines canvas", "#ranks td.bar"]
 TABLES = ["#rounds tr", "#happened tr"]
+ISLANDS = "islands=[{}, {}, {}, {ranks: 2}]"
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +54,7 @@ def storm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subp
     """The folder of a run that has begun, and its process."""
     folder = tmp_path_factory.mktemp("runs")
     faults = [word for fault in FAULTS for word in ("--fault", fault)]
-    command = [sys.executable, "-m", "diloco", "simulate", "configs/quickstart.yaml", "--islands", "4", "--ranks", "1"]
+    command = [sys.executable, "-m", "diloco", "simulate", "configs/quickstart.yaml", "--ranks", "1", ISLANDS]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [*command, *SETTINGS, f"island.run_dir={folder}", *faults], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL
@@ -55,12 +67,23 @@ def storm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subp
 
 @pytest.fixture(scope="module")
 def url(storm: tuple[Path, subprocess.Popen[bytes]]) -> Iterator[str]:
-    command = [sys.executable, "-m", "diloco", "watch", str(storm[0]), "--port", "8519"]
+    with serving(str(storm[0])) as url:
+        yield url
+
+
+@contextmanager
+def serving(*words: str) -> Iterator[str]:
+    """The URL of `diloco watch` with these arguments, while the block lasts."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "diloco", "watch", *words, "--port", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    yield server.stdout.readline().split()[0]
-    server.terminate()
-    server.wait(timeout=20)
+    try:
+        assert server.stdout is not None
+        yield next(line for line in server.stdout if line.startswith("http")).split()[0]
+    finally:
+        server.terminate()
+        server.wait(timeout=20)
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -115,3 +138,58 @@ def test_the_whole_page_shows_the_moment_that_the_keyboard_chooses(browser: Brow
     page.get_by_role("button", name="latest").press("Enter")
     expect(rounds).to_have_count(before)
     page.close()
+
+
+def test_only_trouble_is_shown_on_request(browser: Browser, url: str) -> None:
+    page = open_page(browser, url, [])
+    everything = page.locator("#happened tr").count()
+    page.get_by_label("what to show").select_option("trouble")
+    expect(page.locator("#happened td.bad").first).to_be_visible()
+    assert 0 < page.locator("#happened tr").count() < everything
+    page.close()
+
+
+def test_two_runs_are_shown_side_by_side(
+    browser: Browser, storm: tuple[Path, subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    errors: list[str] = []
+    with serving(str(storm[0]), str(storm[0])) as url:
+        page = browser.new_page(viewport={"width": 1400, "height": 1000})
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.goto(url)
+        for place in ("#loss-tokens canvas", "#loss-time canvas", "#committed canvas", "#bytes canvas", "#figures tr"):
+            expect(page.locator(place).first).to_be_visible(timeout=20_000)
+        for number in (0, 1):
+            frame = page.frame_locator("iframe").nth(number)
+            expect(frame.locator("article").first).to_be_visible(timeout=20_000)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.screenshot(path=Path(os.environ.get("SCREENSHOTS", tmp_path)) / "watch-two.png")
+        page.close()
+    assert errors == []
+
+
+def test_a_run_at_an_address_is_shown_lost_and_obeys_its_operator(browser: Browser, tmp_path: Path) -> None:
+    key, errors = tmp_path / "operator.key", list[str]()
+    made = subprocess.run([sys.executable, "-c", MAKE_KEY, str(key)], capture_output=True, text=True, check=True)
+    settings = [f"island.run_dir={tmp_path / 'runs'}", f"island.operators=[{made.stdout.strip()}]"]
+    settings += ["outer.transport=tls", "outer.rounds=100000"]
+    with islands_of(tmp_path, *settings, islands=[{}, {}, {}]) as swarm:
+        islands = swarm.start_all()
+        for island in islands:
+            island.wait_for_round(1)
+        with serving(swarm.address, "--control", str(key)) as url:
+            page = open_page(browser, url, errors, viewport={"width": 1400, "height": 1000})
+            expect(page.locator("article")).to_have_count(3, timeout=20_000)
+            islands[2].signal(signal.SIGKILL)
+            card = page.locator("article.bad", has_text="island-2")
+            expect(card).to_contain_text("no answer", timeout=1000 * GUARD_SECONDS)
+            page.get_by_label("island", exact=True).select_option("island-1")
+            page.get_by_role("button", name="stop after the round", exact=True).click()
+            expect(page.locator("#control-said")).to_contain_text("island-1 leaves after its round")
+            page.screenshot(path=Path(os.environ.get("SCREENSHOTS", tmp_path)) / "watch-address.png")
+            page.get_by_role("button", name="yes, stop after the round").click()
+            islands[1].finish()
+            expect(page.locator("article", has_text="island-1")).to_contain_text("left", timeout=1000 * GUARD_SECONDS)
+            page.close()
+        assert "ordered: " in (tmp_path / "runs/test" / LOGBOOK).read_text()
+    assert errors == []

@@ -11,10 +11,11 @@ import pytest
 from diloco.records.faults import FaultRecord, record_fault
 from diloco.records.logbook import Logbook
 from diloco.records.metrics import EvalRecord, EventRecord, Metrics
-from diloco.watch.history import MAX_POINTS, TAIL_ROWS
 from diloco.watch.prometheus import metrics_text
-from diloco.watch.run_view import RunView, parse_entry, parse_fault, state_now
 from diloco.watch.server import build_app, is_loopback, stream
+from diloco.watch.view.history import MAX_POINTS, TAIL_ROWS
+from diloco.watch.view.run_view import RunView, parse_entry, parse_fault
+from diloco.watch.view.state import state_now
 from inner.errors import InputError
 from tests.diloco.sample_records import a_round, a_step
 
@@ -50,13 +51,17 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def get(run_dir: Path, path: str, token: str | None = None, **options) -> httpx.Response:
+def get_from(app: Any, path: str, method: str = "GET", **options) -> httpx.Response:
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(app=build_app(read_view(run_dir), token))
+        transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            return await client.get(path, **options)
+            return await client.request(method, path, **options)
 
     return asyncio.run(ask())
+
+
+def get(run_dir: Path, path: str, token: str | None = None, **options) -> httpx.Response:
+    return get_from(build_app([read_view(run_dir)], token), path, **options)
 
 
 def test_the_state_is_that_of_the_last_records(run_dir: Path) -> None:
@@ -165,7 +170,7 @@ def test_the_token_opens_the_page_and_is_kept_in_a_cookie(run_dir: Path) -> None
 
 
 def test_prometheus_gets_a_sample_of_each_figure(run_dir: Path) -> None:
-    text = metrics_text(read_view(run_dir))
+    text = metrics_text([state_now(read_view(run_dir))])
     assert f'diloco_bytes_sent_total{{run="{run_dir.name}",island="island-0"}} 2000\n' in text
 
 

@@ -1,5 +1,6 @@
 """What an island has recorded so far, as rows of numbers that a page can draw at any moment of the run."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -10,15 +11,16 @@ from typing import Any
 from diloco.formatting import one_line
 from diloco.records.latest import ENDS, LatestRecords
 from diloco.records.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
-from diloco.records.run_folder import METRICS, Tail
+from diloco.records.run_folder import METRICS, PRESENCE, Tail
 
 Row = list[Any]
 Rows = dict[str, list[Row]]
-KINDS = ("steps", "work", "rounds", "evals", "events", "sources")
+KINDS = ("steps", "work", "rounds", "evals", "events", "sources", "presence", "ranks")
 MAX_POINTS = 2000
 """Most rows of a kind that a page gets of an island at first; with many islands fewer."""
 MAX_ROWS = 16_000
 """The same of all islands together."""
+RANK_FIELDS = 6
 TAIL_ROWS = 200
 """The newest rounds and inner steps, which a page gets all of."""
 MAX_TEXT = 400
@@ -45,13 +47,16 @@ class Groups:
 class IslandHistory:
     """The rows of one island by kind, each in the order of the records. Times are unix seconds.
 
-    steps    time, inner step, tokens so far, loss, tokens per second
+    steps    time, inner step, tokens so far, loss, tokens per second, gradient noise scale (None if not recorded)
     work     begin, end: an inner step, or several without a pause between them
     rounds   end, round, attempt, committed (0 or 1), seconds of wait, seconds of reduce, bytes sent so far,
-             committed so far, aborted so far, number of the group of its participants, digest, cause, planner
+             committed so far, aborted so far, number of the group of its participants, digest, cause, planner, norm of
+             the pseudo-gradient, norm of the mean, their cosine, signers, audited parts, parts left out by island
     evals    time, tokens of all islands, held-out loss
     events   time, name, text, whether the island's processes ended with it (0 or 1)
     sources  time, tokens so far by source of the text
+    ranks    time, round, and for each rank what RoundRecord.ranks has
+    presence time, whether the island answers whoever watches it over the network (0 or 1), why it does not
     """
 
     folder: Path
@@ -62,6 +67,7 @@ class IslandHistory:
     def __post_init__(self) -> None:
         self.latest = LatestRecords(self.folder.name)
         self._tail, self._sources = Tail(self.folder / METRICS), Counter[str]()
+        self._presence = LinesTail(self.folder / PRESENCE)
 
     def read(self) -> None:
         """Read the records that were completed since the last call."""
@@ -73,6 +79,7 @@ class IslandHistory:
             if 0 <= record.time < MAX_TIME:
                 self.latest.write(record)
                 self._add(record)
+        self.rows["presence"] += [row for line in self._presence.new_lines() if (row := parse_presence(line))]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -93,7 +100,7 @@ class IslandHistory:
 
     def _add_step(self, record: StepRecord) -> None:
         row = [record.time, record.step, record.tokens, finite(record.loss), finite(record.tokens_per_second)]
-        self.rows["steps"].append(row)
+        self.rows["steps"].append([*row, finite(getattr(record, "noise_scale", None))])
         seconds = finite(record.seconds) or 0.0
         self.rows["work"].append([record.time - seconds, record.time])
         if record.source_tokens:
@@ -110,7 +117,11 @@ class IslandHistory:
             record.planner,
         ]
         which = [record.time, record.round, record.attempt, int(record.committed)]
-        self.rows["rounds"].append([*which, *seconds, *counts, *told])
+        norms = [finite(each) for each in (record.pseudo_gradient_norm, record.mean_norm, record.mean_cosine)]
+        checked = [record.signers, record.audited, record.gated]
+        self.rows["rounds"].append([*which, *seconds, *counts, *told, *norms, *checked])
+        if ranks := [row for row in record.ranks if len(row) == RANK_FIELDS and all(map(math.isfinite, row))]:
+            self.rows["ranks"].append([record.time, record.round, ranks])
 
     def thinned(self, counts: dict[str, int], most: int) -> Rows:
         """About `most` of the first `counts` rows of each kind, and the newest ones.
@@ -120,6 +131,35 @@ class IslandHistory:
         first = {kind: rows[: counts[kind]] for kind, rows in self.rows.items()}
         thinned = {kind: thin(rows, most) for kind, rows in first.items()}
         return thinned | {"work": join_work(first["work"], most), "rounds": thin_rounds(first["rounds"], most)}
+
+
+class LinesTail:
+    """Reads the completed lines of a text file that may still grow or may not exist."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._offset = path, 0
+
+    def new_lines(self) -> list[str]:
+        """Lines that were completed since the last call."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+
+def parse_presence(line: str) -> Row | None:
+    """A line of presence.jsonl as a row; None if it is none."""
+    try:
+        values = json.loads(line)
+        time, text = float(values["time"]), one_line(str(values["text"]))[:MAX_TEXT]
+        return [time, int(bool(values["answers"])), text] if 0 <= time < MAX_TIME else None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
 def finite(value: float | None) -> float | None:

@@ -1,0 +1,1 @@
+"""Collects the records of a run from its islands over the network."""

@@ -1,0 +1,182 @@
+"""Collects the records of a run's islands from the network into a folder, in which a page finds them as in a run's own.
+
+It visits the swarm as `diloco status` does and announces nothing, so no island counts it. Each island has a task of its
+own that asks it: one that is silent delays no other.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from diloco.config.from_swarm import parse_swarm_config
+from diloco.config.schema import RunConfig, dump_config, parse_config
+from diloco.errors import ConfigError
+from diloco.formatting import one_line
+from diloco.records.run_folder import CONFIG, METRICS
+from diloco.status.orders import CALL as ORDER
+from diloco.status.orders import Carried, Order
+from diloco.status.record_pages import CALL, PAGE_BYTES, RecordsPage
+from diloco.status.reply import CALL as STATUS_CALL
+from diloco.status.reply import IslandStatus
+from diloco.swarm.visit import load_usable_key, open_run_network, resolve_local_island
+from diloco.watch.collection.mirror import Mirror
+from inner.files import write_atomically
+from outer.connect import Network, find_runs
+from outer.errors import DeadlineError, MessageError, OuterError, first_line
+from outer.membership.base import Member
+from outer.membership.records import RunInfo
+from outer.network.event_loop import EventLoopThread
+from outer.network.messages import call_message, inflate, parse
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+CALL_SECONDS = 5.0
+LONGEST_REPLY = 1 << 20
+"""Bytes. A page is shorter: its lines have PAGE_BYTES before JSON escapes them."""
+FIRST_SECONDS = 30.0
+"""Longest wait for the first record of an island."""
+GONE_SECONDS = 5.0
+"""How long an island is still asked after its record has left the swarm: it may have its last records to tell."""
+MAX_ISLANDS = 1024
+
+
+class Collector:
+    """Follows one run. `start` returns once its folder holds records; `close` ends the visit."""
+
+    def __init__(self, address: str, overrides: Sequence[str], run_name: str | None, folder: Path) -> None:
+        """`folder` gets a folder with the run's name. Raises ConfigError if an override is not of an island."""
+        if refused := [override for override in overrides if not override.startswith("island.")]:
+            raise ConfigError(f"got {refused[0]!r}; a visitor has no run of its own and may only set island.key=value")
+        self.address, self.overrides, self._run_name, self._parent = address, overrides, run_name, folder
+        self._local = resolve_local_island(None, parse_config("", overrides, where="the command line"), address)
+        self._loop, self._has_records = EventLoopThread(), threading.Event()
+        self.members: dict[str, Member] = {}
+        """The islands of which the swarm has a record now."""
+        self._network: Network | None = None
+        self._silence: dict[str, str] = {}
+        self.folder = folder
+        self.run: RunConfig | None = None
+
+    def start(self) -> Path:
+        """Visit the swarm and return the run's folder. Raises ConfigError or OuterError where nothing can be seen."""
+        info = self._loop.run(self._find_run())
+        self.run = parse_swarm_config(info.config_text)
+        self.folder = self._parent / self.run.name
+        write_atomically(self.folder / CONFIG, dump_config(self.run))
+        visit = self._loop.start(self._visit(self.run, info))
+        deadline = time.monotonic() + FIRST_SECONDS
+        while not self._has_records.wait(0.1):
+            if visit.done():
+                visit.result()
+            if time.monotonic() > deadline:
+                causes = [f"{name}: {cause}" for name, cause in sorted(self._silence.items())]
+                why = "; ".join(causes[:4]) or "the swarm lists none that is alive"
+                raise ConfigError(f"no island of {self.run.name!r} has told a record in {FIRST_SECONDS:g} s ({why})")
+        return self.folder
+
+    def order(self, orders: Mapping[str, Order], seconds: float) -> dict[str, str | OuterError]:
+        """Send each island its order. What each says to it, or why it did not do it. Any thread but the loop's."""
+        return self._loop.run(self._order_all(orders, seconds))
+
+    def close(self) -> None:
+        """Leave. Idempotent."""
+        with suppress(RuntimeError):
+            self._loop.close()
+
+    async def _order_all(self, orders: Mapping[str, Order], seconds: float) -> dict[str, str | OuterError]:
+        assert self._network is not None, "the collector has been started"
+        messenger = self._network.messenger
+
+        async def order(name: str) -> str | OuterError:
+            try:
+                address = self.members[name].control_addresses[0]
+                call = call_message(messenger, address, ORDER, orders[name], Carried, timeout_seconds=seconds)
+                return one_line((await call).text)
+            except OuterError as error:
+                return error
+
+        return dict(zip(orders, await asyncio.gather(*map(order, orders)), strict=True))
+
+    async def _find_run(self) -> RunInfo:
+        local, address = self._local, self.address
+        runs = await find_runs(address, local.connect_seconds, load_usable_key(local.island), local.island.proxy)
+        names = ", ".join(sorted(runs))
+        if not runs:
+            raise ConfigError(f"no run is known at {address}: start an island of it first, or check the address")
+        if self._run_name is None and len(runs) > 1:
+            raise ConfigError(f"{len(runs)} runs are known at {address}: {names}; choose with --run NAME")
+        if (name := self._run_name or next(iter(runs))) not in runs:
+            raise ConfigError(f"--run: no run {name!r} at {address}; runs there: {names}")
+        return runs[name]
+
+    async def _visit(self, run: RunConfig, info: RunInfo) -> None:
+        async with open_run_network(self._local, self.address, run, info) as network, asyncio.TaskGroup() as tasks:
+            self._network = network
+            followed: set[str] = set()
+            while True:
+                assert network.membership is not None, "rank 0 has a membership"
+                with suppress(OuterError):  # The swarm's address is away: those that are known are asked on.
+                    self.members = await network.membership.members()
+                for name in sorted(self.members.keys() - followed)[: MAX_ISLANDS - len(followed)]:
+                    followed.add(name)
+                    tasks.create_task(self._follow(network, name))
+                await asyncio.sleep(POLL_SECONDS)
+
+    async def _follow(self, network: Network, name: str) -> None:
+        """Ask one island again and again, at once while it has more to tell."""
+        if name.startswith("."):
+            return  # No name for a folder.
+        mirror, described = Mirror(self.folder / name), ""
+        member, seen_at = self.members[name], time.monotonic()
+        while True:
+            has_more = False
+            if name in self.members:
+                member, seen_at = self.members[name], time.monotonic()
+            try:
+                if time.monotonic() - seen_at > GONE_SECONDS:
+                    mirror.note_presence(answers=False, text="the swarm has no record of it any more")
+                else:
+                    has_more = await self._ask(network, mirror, member)
+                    if described != member.incarnation:
+                        mirror.note_machine(await ask_status(network, member))
+                        described = member.incarnation
+                    mirror.note_presence(answers=True, text="")
+                    self._silence.pop(name, None)
+            except OuterError as error:
+                self._silence[name] = explain(error)
+                mirror.note_presence(answers=False, text=self._silence[name])
+            except OSError as error:
+                log.error("%s: records are not kept: %s", mirror.folder, error)
+            await asyncio.sleep(0 if has_more else POLL_SECONDS)
+
+    async def _ask(self, network: Network, mirror: Mirror, member: Member) -> bool:
+        """Get the next page. Whether the island has more."""
+        if mirror.is_full:
+            raise MessageError(f"it has told more than {mirror.folder / METRICS} may hold: nothing more is kept")
+        address, body = member.control_addresses[0], mirror.request.encode()
+        call = network.messenger.call(address, CALL, body, timeout_seconds=CALL_SECONDS, longest=LONGEST_REPLY)
+        reply = await call
+        page = parse(RecordsPage, inflate(reply))
+        before = mirror.request
+        await asyncio.to_thread(mirror.add, page)
+        if page.journal:
+            self._has_records.set()
+        return page.size - page.end >= PAGE_BYTES // 4 and mirror.request != before
+
+
+async def ask_status(network: Network, member: Member) -> IslandStatus:
+    """The island's status."""
+    address = member.control_addresses[0]
+    return await call_message(network.messenger, address, STATUS_CALL, None, IslandStatus, timeout_seconds=CALL_SECONDS)
+
+
+def explain(error: OuterError) -> str:
+    """Why an island has not answered."""
+    if isinstance(error, MessageError):
+        return f"runs another version of diloco: {first_line(error)}"[:300]
+    return f"no answer within {CALL_SECONDS:g} s" if isinstance(error, DeadlineError) else first_line(error)[:300]

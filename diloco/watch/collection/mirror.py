@@ -1,0 +1,86 @@
+"""A copy of an island's records on this machine, written as the island tells them. What a peer says is checked here.
+
+FOLDER/ISLAND/metrics.jsonl  told.json  presence.jsonl  environment.json
+"""
+
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from diloco.records.environment import FILE as ENVIRONMENT
+from diloco.records.metrics import ends_inside_a_line, to_line
+from diloco.records.run_folder import METRICS, PRESENCE
+from diloco.status.record_pages import RecordsPage, RecordsRequest
+from diloco.status.reply import IslandStatus
+from diloco.watch.collection.record_check import check_record
+from inner.files import write_atomically
+
+TOLD = "told.json"
+"""Says how much of an island's records is here."""
+MAX_ISLAND_BYTES = 1 << 30
+"""Most bytes of records that are kept of one island."""
+
+
+class Mirror:
+    """The records of one island in a folder with its name."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / METRICS).touch()
+        self.folder = folder
+        self.request = read_request(folder / TOLD)
+        """What to ask for next."""
+        self.num_dropped = 0
+        """Lines that were no records, or records that cannot be right."""
+        self._last_presence: tuple[bool, str] | None = None
+        # A watcher that was killed may have left half a line.
+        for name in (METRICS, PRESENCE):
+            end_line(folder / name)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the island has told more than anybody would record."""
+        return (self.folder / METRICS).exists() and (self.folder / METRICS).stat().st_size >= MAX_ISLAND_BYTES
+
+    def add(self, page: RecordsPage) -> None:
+        """Append the records of a page that answers `request`. Raises OSError if the disk is full."""
+        if not page.journal:
+            return
+        lines, now = page.lines.split("\n")[:-1], time.time()
+        records = [record for line in lines if (record := check_record(line, now)) is not None]
+        self.num_dropped += len(lines) - len(records)
+        if records:
+            with (self.folder / METRICS).open("a", encoding="ascii") as file:
+                file.write("".join(map(to_line, records)))
+        self.request = RecordsRequest(journal=page.journal, offset=page.end)
+        write_atomically(self.folder / TOLD, self.request.model_dump_json())
+
+    def note_presence(self, *, answers: bool, text: str) -> None:
+        """Write down that the island answers, or does not and why, if that is new."""
+        if (answers, text) != self._last_presence:
+            self._last_presence = answers, text
+            with (self.folder / PRESENCE).open("a") as file:
+                file.write(json.dumps({"time": time.time(), "answers": answers, "text": text}) + "\n")
+
+    def note_machine(self, status: IslandStatus) -> None:
+        """Write down on what the island runs, where the island's own environment.json would say it."""
+        versions = ", ".join(f"{name} {version}" for name, version in status.versions.items())
+        values = {"processor": f"{status.hardware} on {status.host}, {versions}"}
+        write_atomically(self.folder / ENVIRONMENT, json.dumps(values) + "\n")
+
+
+def read_request(path: Path) -> RecordsRequest:
+    """What an earlier watcher would have asked for next; the beginning if there was none."""
+    with suppress(OSError, ValidationError):
+        return RecordsRequest.model_validate_json(path.read_bytes())
+    return RecordsRequest(journal="", offset=0)
+
+
+def end_line(path: Path) -> None:
+    """Add a line's end to a file that lacks its last one."""
+    if path.exists() and ends_inside_a_line(path):
+        with path.open("ab") as file:
+            file.write(b"\n")

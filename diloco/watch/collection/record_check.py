@@ -1,0 +1,47 @@
+"""Checks records that a peer has told: what of them is believed, and kept."""
+
+import math
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+
+from diloco.records.metrics import EventRecord, Record, RoundRecord, StepRecord
+from diloco.records.run_folder import parse_record
+
+MAX_NAMES = 4096
+MAX_NAME, MAX_TEXT = 64, 2000
+MAX_INTEGER = 1 << 62
+PAST_SECONDS, FUTURE_SECONDS = 400 * 86400.0, 3600.0
+"""Records from farther away in time than this are dropped: one would stretch every time axis."""
+
+
+def check_record(line: str, now: float) -> Record | None:
+    """The record in a line from a peer, if it can be one of unix time `now` or earlier; otherwise None."""
+    try:
+        record = parse_record(line.encode())
+    except (ValidationError, ValueError):
+        return None
+    is_sane = -PAST_SECONDS < record.time - now < FUTURE_SECONDS and all(map(is_bounded, vars(record).values()))
+    match record:
+        case StepRecord():
+            is_sane &= are_names(list(record.source_tokens)) and math.isfinite(record.seconds)
+        case RoundRecord():
+            is_sane &= are_names([*record.participants, *record.listeners]) and are_names(list(record.gated))
+            is_sane &= math.isfinite(record.reduce_seconds) and math.isfinite(record.wait_seconds)
+        case EventRecord():
+            is_sane &= len(record.name) <= MAX_NAME
+    return record if is_sane else None
+
+
+def is_bounded(value: object) -> bool:
+    """Whether a field of a record is no longer and no larger than an honest one."""
+    if isinstance(value, dict):
+        return all(map(is_bounded, value.values()))
+    if isinstance(value, str):
+        return len(value) <= MAX_TEXT
+    return not isinstance(value, int) or abs(value) < MAX_INTEGER
+
+
+def are_names(names: Sequence[str]) -> bool:
+    """Whether a list of names is no longer than a run may have islands or sources, and each of a name's length."""
+    return len(names) <= MAX_NAMES and all(len(name) <= MAX_NAME for name in names)

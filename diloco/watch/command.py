@@ -1,0 +1,100 @@
+"""`diloco watch`: finds what is to be shown, and shows it as a page, as text or as JSON."""
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import typer
+
+from diloco.errors import ConfigError
+from diloco.swarm.visit import host_of
+from diloco.watch.control import Control, FolderHand
+from diloco.watch.view.run_view import RunView
+from diloco.watch.view.state import state_now
+from outer.identity.island_key import IslandKey, load_island_key
+
+How = Literal["page", "text", "json"]
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What the user wants to see: one run, or two in their folders."""
+
+    target: str
+    more: Sequence[str]
+    """The folder of a second run; with an address overrides of the island that visits."""
+    run_name: str | None
+    keep: Path | None
+    key: Path | None = None
+    """File with the key of an operator, who may act."""
+
+    @property
+    def is_address(self) -> bool:
+        return host_of(self.target) is not None and not Path(self.target).is_dir()
+
+
+def watch(watched: Watched, how: How, host: str, port: int) -> None:
+    """Show it until Ctrl-C, or print it once. Raises ConfigError, InputError or OuterError if nothing can be shown."""
+    with open_views(watched) as (views, control):
+        if how == "json":
+            for view in views:
+                view.read()
+            states = [state_now(view) for view in views]
+            typer.echo(json.dumps(states[0] if len(states) == 1 else states, indent=2, allow_nan=False))
+        elif how == "text":
+            from diloco.watch.terminal import show_text
+
+            show_text(views)
+        else:
+            from diloco.watch.server import serve
+
+            serve(views, host, port, lambda url: typer.echo(f"{url}  (stop with Ctrl-C)"), control)
+
+
+@contextmanager
+def open_views(watched: Watched) -> Iterator[tuple[list[RunView], Control | None]]:
+    """The runs to show, and how to act on one. One at an address is collected into a folder while the block lasts."""
+    check(watched)
+    key = None if watched.key is None else load_operator_key(watched.key)
+    if not watched.is_address:
+        views = [RunView(Path(each)) for each in (watched.target, *watched.more)]
+        yield views, None if key is None else Control(FolderHand(Path(watched.target)), key.public)
+        return
+    from diloco.watch.collection.collector import Collector
+    from diloco.watch.swarm_hand import SwarmHand
+
+    with ExitStack() as stack:
+        folder = watched.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="diloco-watch-")))
+        collector = Collector(watched.target, watched.more, watched.run_name, folder)
+        stack.callback(collector.close)
+        view = RunView(collector.start())
+        yield [view], None if key is None else Control(SwarmHand(collector, key), key.public)
+
+
+def load_operator_key(path: Path) -> IslandKey:
+    """Read the operator's key, or make it, and say which it is."""
+    is_new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    key = load_island_key(path)
+    made = ", made now: islands that are to obey it over the network list it in island.operators" if is_new else ""
+    typer.echo(f"operator {key.public}{made}")
+    return key
+
+
+def check(watched: Watched) -> None:
+    """Raise ConfigError for words and options that do not belong together."""
+    if watched.is_address:
+        return
+    for option, value in (("--run", watched.run_name), ("--keep", watched.keep)):
+        if value is not None:
+            raise ConfigError(f"got {option} {value}, which is for an address; {watched.target!r} is a folder")
+    if setting := next((word for word in watched.more if "=" in word), None):
+        raise ConfigError(f"got {setting}, which is for an address; {watched.target!r} is a folder: leave it out")
+    if watched.key is not None and watched.more:
+        raise ConfigError("got --control with two runs; watch one of them, to act on it")
+    if len(watched.more) > 1:
+        raise ConfigError(f"got {1 + len(watched.more)} folders; at most two runs can be seen side by side")

@@ -1,0 +1,88 @@
+// Panels of norms, cosines, noise and ranks, and of the baseline. A row's fields are described in diloco/watch/view/history.py.
+"use strict";
+const TROUBLE = ["hung", "failed", "lost", "alone", "minority", "refused", "not saved", "dropped", "waiting"];
+const RANK_TIMES = { "reading text": "#CC79A7", computing: "#56B4E9", "no processor": "#E69F00", waiting: "#C9CCD3" };
+
+// A line for each island of one field of its committed rounds.
+function roundLines(t, field, width = 1.5) {
+  return names().map((name, i) => ({ label: name, color: colorOf(i), width,
+    points: run.islands[name].rounds.slice(0, countUntil(run.islands[name].rounds, t)).filter((r) => r[3] && r[field] !== null).map((r) => [r[0] - first, r[field]]) }));
+}
+
+// The mean's norm is the same on every island that took part.
+function meanLine(t) {
+  const rows = new Map();
+  for (const name of names()) for (const r of run.islands[name].rounds) if (r[0] <= t && r[3] && r[14] !== null && !rows.has(r[1])) rows.set(r[1], [r[0] - first, r[14]]);
+  return { label: "mean", color: css("--ink"), width: 3, points: [...rows.values()].sort((a, b) => a[0] - b[0]) };
+}
+
+function drawGradients(t) {
+  const short = (v) => v.toPrecision(2);
+  drawChart("norms", [...roundLines(t, 13), meanLine(t)], duration, short);
+  drawChart("cosines", roundLines(t, 15), duration, (v) => v.toFixed(2));
+  const noise = names().map((name, i) => ({ label: name, color: colorOf(i), width: 1.5,
+    points: run.islands[name].steps.slice(0, countUntil(run.islands[name].steps, t)).filter((r) => r[5] !== null).map((r) => [r[0] - first, r[5]]) }));
+  const hasNoise = noise.some((line) => line.points.length);
+  byId("noise").parentElement.hidden = !hasNoise;
+  if (hasNoise) drawChart("noise", noise, duration, (v) => human(v));
+}
+
+// Losses of data-parallel training on the same tokens; its times are counted from its own beginning.
+function baselineLines(isTokens) {
+  const rows = run.baseline;
+  if (!rows || !rows.evals.length) return [];
+  const began = Math.min(rows.evals[0][0], rows.steps[0]?.[0] ?? Infinity);
+  const points = rows.evals.filter((r) => r[2] !== null).map((r) => [isTokens ? r[1] : r[0] - began, r[2]]);
+  return [{ label: "data-parallel", color: css("--grey"), width: 2, dash: [6, 4], points }];
+}
+
+const waitOf = (row) => row[1] - row[2] - row[3] - row[4];
+
+// Whoever waits least, between steps included, is whom the other ranks wait for.
+function drawRanks(t) {
+  const shown = names().map((name) => [name, until(run.islands[name].ranks, t)]).filter(([, row]) => row);
+  byId("ranks").parentElement.hidden = !shown.length;
+  const table = make("table");
+  for (const [name, [, round, ranks]] of shown) {
+    const least = ranks.reduce((a, b) => (waitOf(b) - b[5] < waitOf(a) - a[5] ? b : a)), most = Math.max(...ranks.map((r) => waitOf(r) - r[5]));
+    const behind = most - (waitOf(least) - least[5]), isSlow = behind > 0.1 * least[1] && behind > 0.05;
+    for (const r of ranks) {
+      const row = make("tr"), bar = make("td", "", "bar"), parts = [r[2], r[3], r[4], Math.max(0, waitOf(r))], total = Math.max(r[1], 1e-9);
+      Object.values(RANK_TIMES).forEach((color, i) => {
+        const piece = make("i");
+        piece.style.background = color;
+        piece.style.width = (100 * parts[i] / total).toFixed(1) + "%";
+        bar.append(piece);
+      });
+      bar.title = Object.keys(RANK_TIMES).map((key, i) => `${key} ${duration(parts[i])}`).join(", ");
+      const held = isSlow && r === least;
+      row.append(make("td", r === ranks[0] ? `${name}, round ${round}` : ""), make("td", `rank ${r[0]}`), make("td", duration(r[1])), bar,
+        make("td", held ? `the others waited ${duration(behind)} for it` : "", held ? "bad" : ""));
+      table.append(row);
+    }
+  }
+  byId("ranks").replaceChildren(table);
+}
+
+function legendOf(id, colors) {
+  for (const [text, color] of Object.entries(colors)) {
+    const entry = make("span"), box = make("i");
+    box.style.background = color;
+    entry.append(box, text === "aborted" ? "aborted attempt" : text);
+    byId(id).append(entry);
+  }
+}
+
+// What else is known of an attempt: signatures under its state, audits, and whose parts were left out.
+function notesOf(attempt) {
+  const most = (field) => Math.max(...attempt.rows.map((a) => a[1][field])), gated = new Map();
+  for (const [, r] of attempt.rows) for (const [name, n] of Object.entries(r[18])) gated.set(name, (gated.get(name) ?? 0) + n);
+  return [most(16) ? `signed by ${most(16)}` : "", most(17) ? `${most(17)} parts audited` : "",
+    ...[...gated].map(([name, n]) => `${n} parts of ${name} left out`)].filter(Boolean).join(", ");
+}
+
+// Parts of the state that a joiner has, from the text of its event "downloading"; null if it says nothing else.
+function progressOf(event) {
+  const found = event && event[1] === "downloading" ? /(\d+) of (\d+) parts/.exec(event[2]) : null;
+  return found ? Object.assign(make("progress"), { value: Number(found[1]), max: Number(found[2]) }) : null;
+}

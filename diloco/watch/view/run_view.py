@@ -1,0 +1,124 @@
+"""A run's folder, read again and again: its islands, faults, logbook and facts."""
+
+import json
+import re
+import threading
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from diloco.records.faults import LOG
+from diloco.records.logbook import LOGBOOK
+from diloco.records.run_folder import BASELINE, find_island_folders, island_folders
+from diloco.watch.view.facts import describe_machine, describe_run
+from diloco.watch.view.history import (
+    MAX_POINTS,
+    MAX_ROWS,
+    MAX_TEXT,
+    MAX_TIME,
+    Groups,
+    IslandHistory,
+    LinesTail,
+    Row,
+    Rows,
+)
+
+ENTRY = re.compile(r"- (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)Z \*\*(.{1,64}?)\*\* (.*)")
+
+
+@dataclass
+class Position:
+    """How much of a run a page has been sent: numbers of rows."""
+
+    islands: dict[str, dict[str, int]] = field(default_factory=dict)
+    baseline: dict[str, int] = field(default_factory=dict)
+    groups: int = 0
+    faults: int = 0
+    notes: int = 0
+
+
+class RunView:
+    """All that is known of a run from its folder. `read` brings it up to date; several threads may call it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Raises InputError if the folder holds no run."""
+        find_island_folders(run_dir)
+        self.run_dir = run_dir
+        self.islands: dict[str, IslandHistory] = {}
+        self.baseline = IslandHistory(run_dir / BASELINE, Groups())
+        """Data-parallel training on the same tokens; without rows if there was none."""
+        self.groups = Groups()
+        self._lock = threading.Lock()
+        self._faults, self._logbook = LinesTail(run_dir / LOG), LinesTail(run_dir / LOGBOOK)
+        self.faults: list[Row] = []
+        """Each is time, kind, islands, text, whether it is the end of a fault (0 or 1)."""
+        self.notes: list[Row] = []
+        """Entries of the logbook; each is time, island, text."""
+
+    def read(self) -> Position:
+        """Read what is new. The position after all that has been read."""
+        with self._lock:
+            for folder in island_folders(self.run_dir):
+                self.islands.setdefault(folder.name, IslandHistory(folder, self.groups))
+            for island in (self.baseline, *self.islands.values()):
+                island.read()
+            self.faults += [row for line in self._faults.new_lines() if (row := parse_fault(line))]
+            self.notes += [row for line in self._logbook.new_lines() if (row := parse_entry(line))]
+            counts = {name: island.counts for name, island in self.islands.items()}
+            return Position(counts, self.baseline.counts, len(self.groups.names), len(self.faults), len(self.notes))
+
+    def between(self, sent: Position, now: Position) -> dict[str, Any]:
+        """The rows after the first position and up to the second, as a page takes them; islands that have any."""
+        islands = {
+            name: rows_between(self.islands[name], sent.islands.get(name, {}), counts)
+            for name, counts in now.islands.items()
+        }
+        baseline = rows_between(self.baseline, sent.baseline, now.baseline)
+        return {
+            "islands": {name: rows for name, rows in islands.items() if any(rows.values())},
+            "baseline": baseline if any(baseline.values()) else None,
+            "groups": self.groups.names[sent.groups : now.groups],
+            "faults": self.faults[sent.faults : now.faults],
+            "notes": self.notes[sent.notes : now.notes],
+        }
+
+    def snapshot(self, now: Position) -> dict[str, Any]:
+        """Everything up to the position, thinned, as a page takes it."""
+        most = max(100, min(MAX_POINTS, MAX_ROWS // max(len(now.islands), 1)))
+        return {
+            **describe_run(self.run_dir),
+            "islands": {name: self.islands[name].thinned(counts, most) for name, counts in now.islands.items()},
+            "baseline": self.baseline.thinned(now.baseline, most) if any(now.baseline.values()) else None,
+            "groups": self.groups.names[: now.groups],
+            "machines": {name: describe_machine(self.run_dir / name) for name in now.islands},
+            "faults": self.faults[: now.faults][-MAX_POINTS:],
+            "notes": self.notes[: now.notes][-MAX_POINTS:],
+        }
+
+
+def rows_between(island: IslandHistory, sent: dict[str, int], now: dict[str, int]) -> Rows:
+    """The island's rows of each kind from one count to another."""
+    return {kind: rows[sent.get(kind, 0) : now[kind]] for kind, rows in island.rows.items()}
+
+
+def parse_fault(line: str) -> Row | None:
+    """A line of faults.jsonl as a row; None if it is not a record."""
+    try:
+        values = json.loads(line)
+        time, islands = float(values["time"]), [str(name)[:64] for name in values["islands"]]
+        text, kind = str(values["text"])[:MAX_TEXT], str(values["kind"])[:64]
+        return [time, kind, islands, text, int(bool(values["is_end"]))] if 0 <= time < MAX_TIME else None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def parse_entry(line: str) -> Row | None:
+    """A line of the logbook as a row; None if it is not an entry."""
+    if (found := ENTRY.fullmatch(line)) is None:
+        return None
+    try:
+        time = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        return None
+    return [time, found[2], found[3][:MAX_TEXT]]

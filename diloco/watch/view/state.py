@@ -1,0 +1,88 @@
+"""The latest of each island of a run, for `--json`, `--text` and Prometheus."""
+
+import time
+from collections.abc import Mapping
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from diloco.formatting import human_seconds
+from diloco.records.metrics import LOST
+from diloco.watch.view.facts import describe_run
+from diloco.watch.view.history import IslandHistory
+from diloco.watch.view.run_view import RunView
+
+OVER_SECONDS = 600.0
+"""A run without a record for so long is over: it is shown as it was then."""
+SILENT_SECONDS, SILENT_STEPS = 15.0, 5
+"""An island is called silent after this time without a record, and after so many of its usual inner steps."""
+
+
+def state_now(view: RunView) -> dict[str, Any]:
+    """The run and the latest of each island, as values for JSON."""
+    now, last = time.time(), max((island.latest.time for island in view.islands.values()), default=0.0)
+    at = now if now - last < OVER_SECONDS else last
+    run = describe_run(view.run_dir)
+    return {
+        "name": run["name"],
+        "total_steps": run["total_steps"],
+        "islands": [describe_island(view, name, at) for name in view.islands],
+        "faults": len([fault for fault in view.faults if not fault[4]]),
+    }
+
+
+def describe_island(view: RunView, name: str, at: float) -> dict[str, Any]:
+    """The latest of one island as values for JSON. `at`: unix time for which its state is told."""
+    island = view.islands[name]
+    latest, rows = island.latest, island.rows
+    state, is_wrong = find_state(view.islands, name, at)
+    return {
+        "name": name,
+        "state": state,
+        "is_wrong": is_wrong,
+        "end": latest.end or None,
+        "last_record": latest.time or None,
+        "step": latest.step,
+        "round": latest.round,
+        "tokens": latest.tokens,
+        "tokens_per_second": rows["steps"][-1][4] if rows["steps"] else None,
+        "loss": next((row[3] for row in reversed(rows["steps"]) if row[3] is not None), None),
+        "heldout_loss": rows["evals"][-1][2] if rows["evals"] else None,
+        "committed": len(latest.committed),
+        "aborted": latest.num_aborted,
+        "bytes_sent": latest.bytes_sent,
+        "digest": latest.digest,
+        "event": latest.event or None,
+    }
+
+
+def find_state(islands: Mapping[str, IslandHistory], name: str, at: float) -> tuple[str, bool]:
+    """What an island does in words, and whether that is wrong. The page's `stateOf` says the same."""
+    island = islands[name]
+    newest, rows = island.latest.time, island.rows
+    silence = rows["presence"][-1] if rows["presence"] and not rows["presence"][-1][1] else None
+    if not newest:
+        return ("not started", False) if silence is None else (f"no answer: {silence[2]}", True)
+    ago = human_seconds(max(at - newest, 0.0))
+    if island.latest.end:
+        return f"{island.latest.end} {ago} ago", island.latest.end in ("hung", "failed")
+    if silence is not None and silence[0] > newest:
+        return f"no answer for {ago}: {silence[2]}", True
+    if losers := find_losers(islands, name, newest):
+        return f"silent for {ago}, lost to {', '.join(losers)}", True
+    steps = [row[0] for row in rows["steps"][-20:]]
+    usual = median(b - a for a, b in pairwise(steps)) if len(steps) > 1 else 10.0
+    is_silent = at - newest > max(SILENT_SECONDS, SILENT_STEPS * usual)
+    return (f"silent for {ago}", True) if is_silent else (f"last record {ago} ago", False)
+
+
+def find_losers(islands: Mapping[str, IslandHistory], name: str, newest: float) -> list[str]:
+    """The islands that have recorded since the time `newest` that they lost the one with this name."""
+    return [
+        other
+        for other, island in islands.items()
+        if other != name
+        and any(
+            row[1] == LOST and row[2].startswith(f"{name}: ") and row[0] > newest for row in island.rows["events"][-50:]
+        )
+    ]
