@@ -25,7 +25,8 @@ from diloco.status.reply import IslandStatus
 from diloco.swarm.visit import load_usable_key, open_run_network, resolve_local_island
 from diloco.watch.collection.mirror import Mirror
 from inner.files import write_atomically
-from outer.connect import Network, find_runs
+from outer.connect.meeting import find_runs
+from outer.connect.settings import Network
 from outer.errors import DeadlineError, MessageError, OuterError, first_line
 from outer.membership.base import Member
 from outer.membership.records import RunInfo
