@@ -7,8 +7,9 @@ import tarfile
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import zstandard
 
@@ -17,6 +18,19 @@ from inner.errors import InputError
 
 MAX_MEMBER_BYTES = 1 << 30
 """A longer member of an archive is no document."""
+
+
+class Row(NamedTuple):
+    """A document in a file."""
+
+    key: str
+    text: str
+    share: float
+    """Share of the file that has been read up to the end of this document."""
+    number: int = 0
+    """Number of the row in the file."""
+    offset: int = 0
+    """Where it begins in the file, in bytes; 0 where one cannot begin there."""
 
 
 @contextmanager
@@ -39,15 +53,15 @@ def open_lines(path: Path) -> Iterator[tuple[Iterable[bytes], IO[bytes]]]:
         raise InputError(f"{path}: cannot be decompressed ({error}); write it again or remove it") from error
 
 
-def tar_rows(key: str, path: Path, field: TextField) -> Iterator[tuple[str, str, float]]:
-    """Key, text and share of the file of each text in an archive: .txt members, and a field of .json members."""
+def tar_rows(key: str, path: Path, field: TextField, first: int = 0) -> Iterator[Row]:
+    """The row of each text in an archive, from member `first` on: .txt members, and a field of .json members."""
     size = path.stat().st_size
     try:
         with path.open("rb") as raw, tarfile.open(fileobj=raw, mode="r:*") as archive:
-            for member in archive:
+            for number, member in enumerate(islice(archive, first, None), start=first):
                 if member.isfile() and member.name.endswith((".txt", ".json")):
                     text = _read_member(archive, member, f"{path}, member {member.name}", field)
-                    yield f"{key}#{member.name}", text, min(raw.tell() / size, 1.0)
+                    yield Row(f"{key}#{member.name}", text, min(raw.tell() / size, 1.0), number)
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         raise InputError(f"{path}: cannot be read as tar ({error}); write it again or remove it") from error
 

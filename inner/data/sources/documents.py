@@ -4,13 +4,16 @@ import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from itertools import islice
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from inner.data.chat.messages import parse_messages, to_text
 from inner.errors import InputError
 
 log = logging.getLogger(__name__)
 
+Place = list[int]
+"""A place in a source, in numbers that the source itself understands; it is kept in JSON."""
 MIN_CUT_CHARACTERS = 1000
 """A shorter text is not cut in two."""
 
@@ -25,6 +28,8 @@ class Document:
     """Share of the source that has been read up to the end of this document, 0 to 1; None if unknown."""
     is_end: bool = False
     """Whether it is the end of a longer text, which is held out whatever its key says: see `hold_out_an_end`."""
+    place: Place | None = None
+    """From where the source can read on with this document; None if only from its beginning."""
 
 
 class Source(Protocol):
@@ -43,6 +48,22 @@ class Source(Protocol):
     def documents(self) -> Iterator[Document]:
         """Yield all documents in a fixed order; none is empty. Raises InputError if there are none or one is broken."""
         ...
+
+
+@runtime_checkable
+class SeekableSource(Protocol):
+    """A source that can begin in its middle."""
+
+    def documents_from(self, place: Place) -> Iterator[Document]:
+        """Yield the document at a place that `documents` has given, and those after it."""
+        ...
+
+
+def read_from(source: Source, number: int, place: Place | None) -> Iterator[Document]:
+    """The documents of a source from `number` on; from its beginning only where `place` cannot be found otherwise."""
+    if place is not None and isinstance(source, SeekableSource):
+        return source.documents_from(place)
+    return islice(source.documents(), number, None)
 
 
 def is_heldout(key: str, heldout_fraction: float) -> bool:

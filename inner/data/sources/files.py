@@ -8,16 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from inner.data.sources.compressed import open_lines, tar_rows
-from inner.data.sources.documents import Document, TextField, missing_field_error, row_text
+from inner.data.sources.compressed import Row, open_lines, tar_rows
+from inner.data.sources.documents import Document, Place, TextField, missing_field_error, row_text
 from inner.errors import InputError
 
 log = logging.getLogger(__name__)
 
 ROWS_PER_READ = 1024
-
-Row = tuple[str, str, float]
-"""Key and text of a document, and the share of its file that has been read up to the document's end."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +31,28 @@ class FilesSource:
 
     def documents(self) -> Iterator[Document]:
         """Yield documents in the order of `paths`, and sorted by path within a folder or pattern."""
-        files = self._files()
-        sizes = [path.stat().st_size for _, path in files]
-        found, size_read, whole_size = False, 0, max(sum(sizes), 1)
-        for (key, path), size in zip(files, sizes, strict=True):
-            for row_key, text, file_share in _read_rows(key, path, self.field):
-                if text:
-                    found = True
-                    yield Document(row_key, text, (size_read + file_share * size) / whole_size)
-            size_read += size
+        found = False
+        for document in self.documents_from([0, 0, 0]):
+            found = True
+            yield document
         if not found:
             raise InputError(
-                f"data.paths {list(self.paths)}: no text in any of the {len(files)} files found; "
+                f"data.paths {list(self.paths)}: no text in any of the {len(self._files())} files found; "
                 "need UTF-8 text, .jsonl, .parquet or .tar files that are not empty"
             )
+
+    def documents_from(self, place: Place) -> Iterator[Document]:
+        """The documents from one on, by the number of its file, and its row and first byte in that file."""
+        first_file, first_row, first_byte = place
+        files = self._files()
+        sizes = [path.stat().st_size for _, path in files]
+        before, whole_size = [0, *itertools.accumulate(sizes)], max(sum(sizes), 1)
+        for number, (key, path) in enumerate(files[first_file:], start=first_file):
+            for row in _read_rows(key, path, self.field, (first_row, first_byte)):
+                if row.text:
+                    share = (before[number] + row.share * sizes[number]) / whole_size
+                    yield Document(row.key, row.text, share, place=[number, row.number, row.offset])
+            first_row = first_byte = 0
 
     def _files(self) -> list[tuple[str, Path]]:
         if not self.paths:
@@ -87,13 +92,14 @@ def _relative_to(folder: Path, paths: list[Path], entry: str) -> list[tuple[str,
     return files
 
 
-def _read_rows(key: str, path: Path, field: TextField) -> Iterator[Row]:
+def _read_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -> Iterator[Row]:
+    """The rows of a file from one on, by its number and first byte."""
     if path.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
-        return _jsonl_rows(key, path, field)
+        return _jsonl_rows(key, path, field, start)
     if path.suffix == ".parquet":
-        return _parquet_rows(key, path, field)
+        return _parquet_rows(key, path, field, start[0])
     if path.name.endswith((".tar", ".tar.gz", ".tgz")):
-        return tar_rows(key, path, field)
+        return tar_rows(key, path, field, start[0])
     if field.is_chat:
         raise InputError(f"{path}: a file of text holds no conversations; name .jsonl, .parquet or .tar files only")
     return _text_rows(key, path)
@@ -101,20 +107,27 @@ def _read_rows(key: str, path: Path, field: TextField) -> Iterator[Row]:
 
 def _text_rows(key: str, path: Path) -> Iterator[Row]:
     try:
-        yield key, path.read_bytes().decode("utf-8"), 1.0
+        yield Row(key, path.read_bytes().decode("utf-8"), 1.0)
     except UnicodeDecodeError:
         # Folders of text often contain a few images, which are no reason to stop.
         log.warning("%s is not UTF-8 text and is skipped", path)
 
 
-def _jsonl_rows(key: str, path: Path, field: TextField) -> Iterator[Row]:
+def _jsonl_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -> Iterator[Row]:
     size = path.stat().st_size
+    first, offset = start
     with open_lines(path) as (lines, raw):
-        for number, line in enumerate(lines):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number + 1}"
-            yield f"{key}#{number}", row_text(_json_object(line, where), field, where), raw.tell() / size
+        is_plain = lines is raw
+        if is_plain:
+            raw.seek(offset)
+        else:
+            lines = itertools.islice(lines, first, None)
+        for number, line in enumerate(lines, start=first):
+            if line.strip():
+                where = f"{path}, line {number + 1}"
+                text = row_text(_json_object(line, where), field, where)
+                yield Row(f"{key}#{number}", text, raw.tell() / size, number, offset)
+            offset += len(line) if is_plain else 0
 
 
 def _json_object(line: bytes, where: str) -> dict[str, object]:
@@ -127,7 +140,7 @@ def _json_object(line: bytes, where: str) -> dict[str, object]:
     return row
 
 
-def _parquet_rows(key: str, path: Path, field: TextField) -> Iterator[Row]:
+def _parquet_rows(key: str, path: Path, field: TextField, first: int) -> Iterator[Row]:
     # Imported here because pyarrow takes half a second, which only readers of Parquet should pay.
     import pyarrow
     import pyarrow.parquet
@@ -136,10 +149,20 @@ def _parquet_rows(key: str, path: Path, field: TextField) -> Iterator[Row]:
         with pyarrow.parquet.ParquetFile(path) as file:
             if field.name not in file.schema_arrow.names:
                 raise missing_field_error(field.name, file.schema_arrow.names, str(path))
-            batches = file.iter_batches(ROWS_PER_READ, columns=[field.name])
+            groups, begin = _row_groups_from(
+                [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)], first
+            )
+            batches = file.iter_batches(ROWS_PER_READ, row_groups=groups, columns=[field.name])
             rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-            for number, row in enumerate(rows):
+            for number, row in itertools.islice(enumerate(rows, start=begin), first - begin, None):
                 text = row_text(row, field, f"{path}, row {number}")
-                yield f"{key}#{number}", text, (number + 1) / file.metadata.num_rows
+                yield Row(f"{key}#{number}", text, (number + 1) / file.metadata.num_rows, number)
     except pyarrow.ArrowException as error:
         raise InputError(f"{path}: cannot be read as Parquet ({error}); write it again or remove it") from error
+
+
+def _row_groups_from(sizes: list[int], first: int) -> tuple[list[int], int]:
+    """The row groups that hold row `first` and those after it, and the number of their first row."""
+    ends = list(itertools.accumulate(sizes))
+    group = next((number for number, end in enumerate(ends) if end > first), len(sizes))
+    return list(range(group, len(sizes))), sum(sizes[:group])

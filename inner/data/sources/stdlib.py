@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from inner.data.sources.documents import Document
+from inner.data.sources.documents import Document, Place
 from inner.errors import InputError
 
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
@@ -25,17 +25,21 @@ class StdlibSource:
     def documents(self) -> Iterator[Document]:
         """Yield one document per file; its key is the path relative to the library's folder."""
         found = False
-        files = _python_files(self.folder)
-        for number, (key, path) in enumerate(files, start=1):
-            text = _utf8_or_empty(path)
-            if text:
-                found = True
-                yield Document(key, text, number / len(files))
+        for document in self.documents_from([0]):
+            found = True
+            yield document
         if not found:
             raise InputError(
                 f"data.source=python-stdlib: no readable .py file below {self.folder} (this Python comes "
                 "without its sources); use data.source=files with data.paths"
             )
+
+    def documents_from(self, place: Place) -> Iterator[Document]:
+        """The documents from one on, by the number of its file."""
+        files = _python_files(self.folder)
+        for number, (key, path) in enumerate(files[place[0] :], start=place[0]):
+            if text := _utf8_or_empty(path):
+                yield Document(key, text, (number + 1) / len(files), place=[number])
 
 
 def _python_files(folder: Path) -> list[tuple[str, Path]]:
