@@ -131,6 +131,7 @@ def open_runtime(
         started_at = time.time()
         island = choose_settings(config, island, device, ranks, folder)
         corpus = load_corpus(config, island)
+        stack.callback(corpus.close)
         trainer = build_trainer(config, island, corpus, device)
         metrics = stack.enter_context(open_records(config, island, folder)) if ranks.is_leader else None
         requests = OperatorRequests(ranks, folder, island.max_hours, started_at)

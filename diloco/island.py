@@ -109,11 +109,18 @@ class IslandDuties:
 
 def train(runtime: Runtime) -> StepResult:
     """Make one inner step, measure and record it. Its seconds include the wait for a turn to compute."""
-    runtime.activity.start("inner step")
+    if runtime.batches.is_streamed:
+        # It is waited for with deadlines of its own.
+        runtime.activity.start_untimed("reading text")
+        runtime.batches.expect(runtime.outer.cursor.coming)
+    else:
+        runtime.activity.start("inner step")
     runtime.times.begin()
     trainer = runtime.trainer
     unit = runtime.outer.cursor.next_unit()
     batch = runtime.batches.read_step(unit, trainer.data_rank, trainer.num_data_ranks, trainer.settings.micro_batch)
+    if runtime.batches.is_streamed:
+        runtime.activity.start("inner step")
     started = time.monotonic()
     with runtime.turns:
         result = trainer.step(batch.micro_batches)

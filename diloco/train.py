@@ -94,6 +94,7 @@ def train_data_parallel(
     speed = build_mfu_meter(run, settings, corpus, trainer.settings.device) if metrics is not None else None
     tokens = 0
     for step in range(run.total_steps):
+        batches.expect([range(step, run.total_steps)])
         batch = batches.read_step(step, trainer.data_rank, trainer.num_data_ranks, trainer.settings.micro_batch)
         result = trainer.step(batch.micro_batches)
         tokens += result.tokens

@@ -19,6 +19,7 @@ FLOORS = {
         data.sources
         data.token_files
         data
+        data.streaming
         model
         flops huggingface optim parallel.context parallel.weights
         parallel.pipeline

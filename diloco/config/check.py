@@ -11,6 +11,9 @@ from diloco.errors import ConfigError
 from inner.config import Recompute
 from inner.data.bigram import bigram_loss
 from inner.data.corpus import Corpus, check_source, prepare_corpus
+from inner.data.mixture import StreamedTokens
+from inner.data.streaming.open import is_streamed
+from inner.data.tokenizer import build_tokenizer
 from inner.import_path import is_import_path
 from inner.measure.param_specs import num_elements, param_specs
 from inner.mesh import accumulation_steps, resolve_degrees
@@ -134,7 +137,10 @@ def check_names(config: Config, num_islands: int) -> None:
 
 
 def check_run(config: Config, num_islands: int) -> Corpus:
-    """Check all that this machine can check of the run, and return the prepared corpus. Raises ConfigError."""
+    """Check all that this machine can check of the run, and return the corpus. Raises ConfigError.
+
+    It is prepared, or has no texts where islands read it shard by shard.
+    """
     run = config.run
     for index in range(num_islands):
         check_island(run, config.for_island(index), f"island {index}")
@@ -142,9 +148,16 @@ def check_run(config: Config, num_islands: int) -> Corpus:
     check_fragments(run)
     island = config.for_island(0)
     check_source(run.data)
-    corpus = prepare_corpus(run.data, Path(island.cache_dir).expanduser())
+    corpus = _prepare(run, island)
     resolve_model(run.model, corpus.vocab_size)
     return corpus
+
+
+def _prepare(run: RunConfig, island: IslandConfig) -> Corpus:
+    if is_streamed(run.data):
+        tokenizer = build_tokenizer(run.data.tokenizer)
+        return Corpus((), tokenizer.vocab_size, tokenizer.eos_id)
+    return prepare_corpus(run.data, Path(island.cache_dir).expanduser())
 
 
 def count_params(run: RunConfig, corpus: Corpus) -> int:
@@ -163,8 +176,10 @@ def model_specs(run: RunConfig, vocab_size: int) -> Sequence[ParamSpec]:
 
 
 def bigram_baseline(corpus: Corpus) -> float | None:
-    """Held-out loss of a bigram model, in nats per token; None for mixtures, large vocabularies and conversations."""
-    text, *others = corpus.texts
-    if corpus.vocab_size > MAX_BIGRAM_VOCAB or others or text.is_coded:
+    """Held-out loss of a bigram model, in nats a token; None for mixtures, large vocabularies, chat and shards."""
+    if corpus.vocab_size > MAX_BIGRAM_VOCAB or len(corpus.texts) != 1:
+        return None
+    (text,) = corpus.texts
+    if text.is_coded or isinstance(text.train, StreamedTokens):
         return None
     return bigram_loss(text.train, text.heldout, corpus.vocab_size)

@@ -43,8 +43,8 @@ FROM_SWARM = {
     "norm_eps qk_norm qkv_bias tie_embeddings",
     "model.rope_scaling": "rope_type factor original_max_position_embeddings low_freq_factor high_freq_factor "
     "attention_factor beta_fast beta_slow",
-    "data": "options dataset_config split text_field format chat_template max_tokens seq_len document_mask "
-    "heldout_fraction",
+    "data": "options dataset_config split text_field format chat_template max_tokens seq_len order "
+    "shard_tokens document_mask heldout_fraction",
     "data.mixture": "options dataset_config split text_field format chat_template max_tokens name weight",
     "optimizer": "options lr betas eps muon_momentum weight_decay clip_norm schedule warmup_steps decay_steps "
     "min_lr_ratio tokens_per_step max_skipped_steps",
@@ -119,7 +119,7 @@ def describe_data(run: RunConfig) -> str:
 
 def _places_of(source: DataConfig) -> tuple[str, ...]:
     """The places on a machine that a source is read from; empty if it needs none."""
-    if source.source in ("files", "tokens") or is_import_path(source.source):
+    if source.source in ("files", "tokens", "shards") or is_import_path(source.source):
         return tuple(source.paths)
     if source.source == "huggingface" and source.dataset is not None and _names_a_file(source.dataset):
         return (source.dataset,)

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from inner.config import MeshConfig, ParallelConfig, ProfileConfig, Section
+from inner.config import MeshConfig, ParallelConfig, ProfileConfig, Section, ShardsConfig
 from outer.config import MAX_TLS_STREAMS
 from outer.network.endpoints import ISLAND_NAME
 
@@ -100,6 +100,7 @@ class IslandConfig(Section):
     """Folder of the folders of runs: records, logbook and checkpoints are in run_dir/NAME."""
     cache_dir: str = "~/.cache/diloco"
     """Folder of the tokenised text, which several runs and islands share."""
+    shards: ShardsConfig = ShardsConfig()
     data_paths: tuple[str, ...] | None = None
     """Replaces data.paths on this island, or data.dataset by the one folder where this island has the dataset."""
     mixture_paths: dict[str, tuple[str, ...]] = Field(default_factory=dict)

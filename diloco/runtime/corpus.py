@@ -1,5 +1,9 @@
-"""The text that an island reads: its config and the tokenised corpus. Importing this does not import torch."""
+"""The text that an island reads: its config and the tokenised corpus. Importing this does not import torch.
 
+`python -m diloco.runtime.corpus PROCESSES` is the process of an island that tokenises ahead of training.
+"""
+
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +11,8 @@ from diloco.config.schema import IslandConfig, RunConfig
 from diloco.errors import ConfigError
 from inner.config import DataConfig, MixtureEntry, SourceConfig
 from inner.data.corpus import Corpus, prepare_corpus
+from inner.data.streaming.open import StreamOptions, is_streamed, open_streamed
+from inner.data.streaming.worker import serve
 
 
 def data_of(run: RunConfig, island: IslandConfig) -> DataConfig:
@@ -45,5 +51,26 @@ def _at_places(source: SourceConfig, places: tuple[str, ...], key: str) -> dict[
 
 
 def load_corpus(config: RunConfig, island: IslandConfig) -> Corpus:
-    """Load the island's text from its cache, or tokenise it now."""
-    return prepare_corpus(data_of(config, island), Path(island.cache_dir).expanduser())
+    """Load the island's text from its cache, or tokenise it now; what is read shard by shard is here in part only.
+
+    Close it after use.
+    """
+    data, cache_dir = data_of(config, island), Path(island.cache_dir).expanduser()
+    return (
+        open_streamed(data, cache_dir, stream_options(island)) if is_streamed(data) else prepare_corpus(data, cache_dir)
+    )
+
+
+def stream_options(island: IslandConfig) -> StreamOptions:
+    """How the island reads text shard by shard."""
+    shards = island.shards
+    return StreamOptions(
+        cache_bytes=None if shards.cache_gb is None else round(shards.cache_gb * 1e9),
+        ahead=shards.ahead,
+        patience=shards.store_seconds,
+        command=[sys.executable, "-m", "diloco.runtime.corpus", str(shards.processes)],
+    )
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

@@ -1,6 +1,6 @@
 """Config of one island: model, data, optimizer and parallelism. No torch, so that config errors appear fast."""
 
-from inner.config.data import DataConfig, EvaluateConfig, MixtureEntry, SourceConfig
+from inner.config.data import DataConfig, EvaluateConfig, MixtureEntry, ShardsConfig, SourceConfig
 from inner.config.model import ROPE_KEYS, ModelConfig, RopeScaling
 from inner.config.optimizer import AveragingConfig, OptimizerConfig, ParamGroup
 from inner.config.parallel import (
@@ -32,5 +32,6 @@ __all__ = [
     "RopeScaling",
     "Schedule",
     "Section",
+    "ShardsConfig",
     "SourceConfig",
 ]

@@ -5,22 +5,25 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from inner.config.section import Section
+from inner.errors import nearest_multiples
 from inner.import_path import Options, is_import_path, one_of
+
+SOURCES = ("python-stdlib", "files", "tokens", "shards", "huggingface")
 
 
 class SourceConfig(Section):
     """One source of text."""
 
-    source: Annotated[str, one_of(("python-stdlib", "files", "tokens", "huggingface"), "my_package.sources:Papers")] = (
-        "python-stdlib"
-    )
-    """Where the text comes from: `python-stdlib` (Python's own source text, for tests), `files`, `tokens`,
-    `huggingface`, or an own source by its import path: inner/data/sources/own_source.py."""
+    source: Annotated[str, one_of(SOURCES, "my_package.sources:Papers")] = "python-stdlib"
+    """Where the text comes from: `python-stdlib` (Python's own source text, for tests), `files`, `tokens`, `shards`
+    (what `diloco prepare --into` has written), `huggingface`, or an own source by its import path:
+    inner/data/sources/own_source.py."""
     options: Options = Field(default_factory=dict)
     """Arguments of an own source."""
     paths: list[str] = Field(default_factory=list)
     """For `files`: text, .jsonl, .parquet or .tar files, folders, or glob patterns. For `tokens`: token files
-    of Megatron, datatrove or OLMo. An own source gets them as they are."""
+    of Megatron, datatrove or OLMo. For `shards`: one folder or URL that fsspec supports (s3://bucket/text). An own
+    source gets them as they are."""
     dataset: str | None = None
     """For `huggingface`: the name of the dataset, for example `allenai/c4`."""
     dataset_config: str | None = None
@@ -41,6 +44,8 @@ class SourceConfig(Section):
     def _settings_fit_the_source(self) -> Self:
         if self.options and not is_import_path(self.source):
             raise ValueError(f"options are those of an own source, and source is {self.source}; leave options out")
+        if self.source == "shards" and self.max_tokens is not None:
+            raise ValueError("max_tokens is set when text is prepared, and shards are prepared; leave it out here")
         if self.format == "chat" and self.source not in ("files", "huggingface"):
             raise ValueError(f"format chat needs rows of the source files or huggingface, and source is {self.source}")
         return self
@@ -65,6 +70,11 @@ class DataConfig(SourceConfig):
     hub."""
     seq_len: int = Field(default=256, ge=8)
     """Tokens of a sequence."""
+    order: Literal["global", "shards"] = "global"
+    """`global` shuffles all sequences of the text, which is tokenised first. `shards` shuffles within each shard, in
+    the order of the text, so that training begins with the first shard while others are tokenised."""
+    shard_tokens: int = Field(default=1 << 22, ge=64)
+    """Tokens of a shard where `order` is shards; a multiple of seq_len."""
     document_mask: bool = False
     """Whether attention stays within its document when a sequence holds several documents."""
     heldout_fraction: float = Field(default=0.02, gt=0, lt=1)
@@ -82,12 +92,35 @@ class DataConfig(SourceConfig):
             raise ValueError(f"mixture has sources of its own: move {', '.join(also)} into its entries")
         return self
 
+    @model_validator(mode="after")
+    def _sequences_fill_shards(self) -> "DataConfig":
+        if self.order == "shards" and self.shard_tokens % self.seq_len:
+            raise ValueError(
+                f"shard_tokens: got {self.shard_tokens}, which sequences of {self.seq_len} do not fill; allowed: "
+                f"multiples of seq_len, such as {nearest_multiples(self.shard_tokens, self.seq_len)}"
+            )
+        return self
+
     @property
     def sources(self) -> "tuple[DataConfig, ...]":
         """One config per source, in the order of the mixture. Without a mixture, this config alone."""
         fields = SourceConfig.model_fields
         changes = [{key: getattr(entry, key) for key in fields} | {"mixture": ()} for entry in self.mixture]
         return tuple(self.model_copy(update=change) for change in changes) or (self,)
+
+
+class ShardsConfig(Section):
+    """How an island reads text shard by shard (`data.order: shards`, `data.source: shards`)."""
+
+    cache_gb: float | None = Field(default=None, gt=0)
+    """Limit of all shards in island.cache_dir, in GB; those that were not read for the longest time make room. null:
+    none."""
+    ahead: int = Field(default=2, ge=1, le=1000)
+    """Shards that are fetched or tokenised before training comes to them."""
+    processes: int = Field(default=1, ge=1, le=1024)
+    """Processes that tokenise during training; they do not change the result."""
+    store_seconds: float = Field(default=240.0, gt=0)
+    """For how long the store of `data.source: shards` may be silent before the island ends. It waits as long."""
 
 
 class EvaluateConfig(Section):

@@ -1,17 +1,23 @@
 """Training batches: the sequences of each unit follow from the seed alone, so there is no state to save or restore."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import numpy as np
 import torch
 
 from inner.data.corpus import Corpus, Text
 from inner.data.micro_batch import IGNORE_INDEX
-from inner.data.mixture import MixedOrder, MixtureShares, SequenceOrder
+from inner.data.mixture import MixedOrder, MixtureShares, Sequences, StreamedTokens, WholeText
 from inner.data.shards import Tokens
 from inner.errors import InputError
+
+EXPECT_SECONDS = 1.0
+"""What comes next is looked at no more often."""
+EXPECT_UNITS = 1024
+"""How far it is looked ahead at most."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +46,13 @@ class IslandBatches:
     def __init__(self, corpus: Corpus, seq_len: int, seed: int, num_islands: int, sequences_per_step: int) -> None:
         self._texts = corpus.texts
         self._seq_len = seq_len
-        self._num_sequences = [_num_windows(text, text.train, seq_len, "training") for text in corpus.texts]
-        self._order = MixedOrder(corpus.weights, [SequenceOrder(number, seed) for number in self._num_sequences], seed)
+        self._sequences = [_cut(text, seq_len, seed, corpus.shuffled_tokens) for text in corpus.texts]
+        self._order = MixedOrder(corpus.weights, [sequences.order for sequences in self._sequences], seed)
         self._num_islands = num_islands
         self._sequences_per_step = sequences_per_step
+        self.is_streamed = any(isinstance(text.train, StreamedTokens) for text in corpus.texts)
+        """Whether the text may not be here yet, so that reading waits for it."""
+        self._expected_at = -EXPECT_SECONDS
         self._require_one_step()
 
     def micro_batches(self, unit: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> list[torch.Tensor]:
@@ -66,6 +75,20 @@ class IslandBatches:
         seconds = time.perf_counter() - started_at
         return StepBatch(micro_batches, self.tokens_by_source(unit) if len(self._texts) > 1 else {}, seconds)
 
+    def expect(self, units: Iterable[range]) -> None:
+        """Say which units will be read soon, in order, so that their text is here by then. Call it before each step."""
+        if not self.is_streamed or time.monotonic() - self._expected_at < EXPECT_SECONDS:
+            return
+        self._expected_at = time.monotonic()
+        for source, sequences in enumerate(self._sequences):
+            sequences.expect(self._positions(source, units))
+
+    def _positions(self, source: int, units: Iterable[range]) -> Iterator[range]:
+        """Positions in the order of a source that the units read, in order, or a few more of a mixture."""
+        for unit in islice(chain.from_iterable(units), EXPECT_UNITS):
+            first, end = unit * self._sequences_per_step, (unit + 1) * self._sequences_per_step
+            yield range(first, end) if len(self._texts) == 1 else self._order.bounds(source, first, end)
+
     def tokens_by_source(self, unit: int) -> dict[str, int]:
         first = unit * self._sequences_per_step
         before, after = self._order.counts(first), self._order.counts(first + self._sequences_per_step)
@@ -74,13 +97,13 @@ class IslandBatches:
 
     def _read(self, positions: range) -> torch.Tensor:
         places = [self._order[position] for position in positions]
-        return torch.stack([_window(self._texts[p.source].train, p.sequence, self._seq_len) for p in places])
+        return torch.stack([_to_tensor(self._sequences[place.source].window(place.sequence)) for place in places])
 
     def _require_one_step(self) -> None:
         read = self._num_islands * self._sequences_per_step
         shares = MixtureShares([text.weight for text in self._texts]).counts(read)
-        for text, number, needed in zip(self._texts, self._num_sequences, shares, strict=True):
-            if number < needed:
+        for text, sequences, needed in zip(self._texts, self._sequences, shares, strict=True):
+            if (number := sequences.number) is not None and number < needed:
                 raise InputError(
                     f"the training text{_name_of(text)} has {number} sequences of {self._seq_len} tokens, but one step "
                     f"reads {needed} ({self._num_islands} islands x {self._sequences_per_step}); give more text, "
@@ -111,8 +134,18 @@ def heldout_windows(
 
 
 def _window(tokens: Tokens, index: int, seq_len: int) -> torch.Tensor:
-    # A window is one token longer than the stride, so every token but the first is a target exactly once.
-    return torch.from_numpy(tokens[index * seq_len : (index + 1) * seq_len + 1].astype(np.int64))
+    return _to_tensor(tokens[index * seq_len : (index + 1) * seq_len + 1])
+
+
+def _to_tensor(window: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(window.astype(np.int64))
+
+
+def _cut(text: Text, seq_len: int, seed: int, shuffled_tokens: int | None) -> Sequences:
+    if isinstance(text.train, StreamedTokens):
+        return text.train.cut(seq_len, seed)
+    _num_windows(text, text.train, seq_len, "training")
+    return WholeText(text.train, seq_len, seed, shuffled_tokens)
 
 
 def _num_windows(text: Text, tokens: Tokens, seq_len: int, split: str) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from inner.config import DataConfig, SourceConfig
 from inner.data.chat.coding import DTYPE, count_learned
 from inner.data.lock import KeepAlive, hold_lock
+from inner.data.mixture import StreamedTokens
 from inner.data.prepare import PrepareOptions, PrepareProgress, explain_write_errors, write_shards
 from inner.data.shards import ShardCounts, ShardedTokens, Tokens, open_split
 from inner.data.sources.build import build_source
@@ -28,6 +29,8 @@ FORMAT = 3
 META = "meta.json"
 TOKENS = "tokens"
 """The source that needs no tokenising: data.paths name token files."""
+SHARDS = "shards"
+"""The source that inner/data/streaming opens: what has been prepared into a store."""
 SAMPLE_TOKENS = 1 << 20
 """Held-out ids of token files that are decoded to count the bytes of their text."""
 KEY_FIELDS = {*SourceConfig.model_fields, "tokenizer", "heldout_fraction"}
@@ -38,7 +41,7 @@ KEY_FIELDS = {*SourceConfig.model_fields, "tokenizer", "heldout_fraction"}
 class Text:
     """Token ids of one source. Every document ends with eos; held-out documents never appear in train."""
 
-    train: Tokens
+    train: Tokens | StreamedTokens
     heldout: Tokens
     heldout_bytes: int
     """Number of UTF-8 bytes that the held-out tokens encode, for bits per byte."""
@@ -56,10 +59,18 @@ class Corpus:
     texts: tuple[Text, ...]
     vocab_size: int
     eos_id: int
+    shuffled_tokens: int | None = None
+    """Tokens of a shard, within which sequences are shuffled (data.order: shards); None shuffles all."""
 
     @property
     def weights(self) -> list[float]:
         return [text.weight for text in self.texts]
+
+    def close(self) -> None:
+        """Give free what reading needs: threads, processes, shards in a cache."""
+        for text in self.texts:
+            if isinstance(text.train, StreamedTokens):
+                text.train.close()
 
     @property
     def heldout_tokens_per_byte(self) -> float:
@@ -83,6 +94,8 @@ def check_source(config: DataConfig) -> None:
     """Check that the tokenizer loads and that every source yields a document. Raises InputError if not."""
     build_tokenizer(config.tokenizer)
     for each in config.sources:
+        if each.source == SHARDS:
+            continue
         if each.source == TOKENS:
             open_token_files(each.paths, "uint8")  # any type serves to see whether they are there
             continue
@@ -99,15 +112,23 @@ def prepare_corpus(config: DataConfig, cache_dir: Path, options: PrepareOptions 
     is broken or the disk is full; finished shards stay, and the next call continues after them.
     """
     entries = [(entry.name, entry.weight) for entry in config.mixture] or [("", 1.0)]
-    tokenizer, options = build_tokenizer(config.tokenizer), options or PrepareOptions()
+    tokenizer = build_tokenizer(config.tokenizer)
     texts = []
     for source, entry in zip(config.sources, entries, strict=True):
         if source.source == TOKENS:
-            texts.append(_open_tokens(source, tokenizer, entry))
+            texts.append(open_tokens(source, tokenizer, entry))
         else:
-            folder = _find_or_prepare(source, cache_dir, options)
-            texts.append(_open_text(folder, _read_meta(folder), entry))
+            texts.append(open_prepared(source, cache_dir, entry, options))
     return Corpus(tuple(texts), tokenizer.vocab_size, tokenizer.eos_id)
+
+
+def open_prepared(
+    source: DataConfig, cache_dir: Path, entry: tuple[str, float], options: PrepareOptions | None = None
+) -> Text:
+    """Open one source, which is tokenised before if it is not in the cache. Raises InputError."""
+    assert source.source != SHARDS, "inner/data/streaming opens it"
+    folder = _find_or_prepare(source, cache_dir, options or PrepareOptions())
+    return _open_text(folder, _read_meta(folder), entry)
 
 
 def _find_or_prepare(config: DataConfig, cache_dir: Path, options: PrepareOptions) -> Path:
@@ -125,14 +146,18 @@ def _find_or_prepare(config: DataConfig, cache_dir: Path, options: PrepareOption
 
 
 def _cache_key(config: DataConfig) -> str:
+    return f"{config.source.rpartition(':')[2]}-{text_identity(config, [FORMAT])}"
+
+
+def text_identity(config: DataConfig, more: list[object]) -> str:
+    """16 hexadecimal digits that differ for other texts, tokenizers, held-out shares, and values of `more`."""
     parts = [
-        FORMAT,
+        *more,
         config.model_dump(mode="json", include=KEY_FIELDS | ({"seq_len"} if config.format == "chat" else set())),
         build_source(config).fingerprint(),
         tokenizer_fingerprint(config.tokenizer),
     ]
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    return f"{config.source.rpartition(':')[2]}-{digest[:16]}"
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _prepare(config: DataConfig, folder: Path, options: PrepareOptions, keep_alive: KeepAlive) -> None:
@@ -209,7 +234,7 @@ def _open_text(folder: Path, meta: CorpusMeta, entry: tuple[str, float]) -> Text
     return Text(train, heldout, num_bytes, *entry, is_coded=True)
 
 
-def _open_tokens(config: DataConfig, tokenizer: Tokenizer, entry: tuple[str, float]) -> Text:
+def open_tokens(config: DataConfig, tokenizer: Tokenizer, entry: tuple[str, float]) -> Text:
     """The token files of `config` as they are. The end of the last documents is held out. Raises InputError."""
     files = open_token_files(config.paths, token_dtype(tokenizer))
     if no_eos := [

@@ -16,12 +16,14 @@ import hashlib
 import math
 import struct
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+
+from inner.data.shards import Tokens
 
 BLOCK = 1024
 """Number of positions after which every source has received its share, to within a few sequences."""
@@ -55,7 +57,7 @@ class SequenceOrder:
         return permute(index, self._num_sequences, self._keys)
 
 
-def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
+def round_keys(seed: int, epoch: int | str) -> tuple[int, ...]:
     """A key of 64 bits for each round of the network."""
     digest = hashlib.shake_256(f"{seed}/{epoch}".encode()).digest(8 * FEISTEL_ROUNDS)
     return struct.unpack(f"<{FEISTEL_ROUNDS}Q", digest)
@@ -124,10 +126,16 @@ class MixtureShares:
         return bisect_right(enough, False, key=lambda n: any(map(int.__gt__, self.counts(n), available))) - 1
 
 
+class OneOrder(Protocol):
+    """The reading order of one source."""
+
+    def __getitem__(self, position: int, /) -> int: ...
+
+
 class MixedOrder:
     """Infinite reading order over several sources; each source keeps its own order."""
 
-    def __init__(self, weights: Sequence[float], orders: Sequence[SequenceOrder], seed: int) -> None:
+    def __init__(self, weights: Sequence[float], orders: Sequence["OneOrder"], seed: int) -> None:
         """`orders` has one order per weight; with a single source the result is that source's order."""
         assert len(weights) == len(orders), f"{len(weights)} weights, {len(orders)} orders"
         self._shares = MixtureShares(weights)
@@ -148,6 +156,12 @@ class MixedOrder:
         inside = np.bincount(self._sources[: position % BLOCK], minlength=len(self._orders)).tolist()
         return tuple(map(int.__add__, self._shares.counts(position // BLOCK * BLOCK), inside))
 
+    def bounds(self, source: int, first: int, end: int) -> range:
+        """A range of the source's own positions that holds those of positions `first` to `end`; shuffles nothing."""
+        blocks = first // BLOCK, -(-end // BLOCK)
+        low, high = (self._shares.counts(block * BLOCK)[source] for block in blocks)
+        return range(low, high)
+
     def _load_block(self, block: int) -> None:
         """Shuffle the sources over the positions of a block and number the positions of each source."""
         if block == self._block:
@@ -161,3 +175,99 @@ class MixedOrder:
         for source, start in enumerate(first):
             self._ranks[self._sources == source] = np.arange(start, start + here[source])
         self._block = block
+
+
+class Sequences(Protocol):
+    """The training sequences of one source, of one length."""
+
+    @property
+    def order(self) -> OneOrder: ...
+
+    @property
+    def number(self) -> int | None:
+        """How many there are; None while that is not known."""
+        ...
+
+    def window(self, index: int) -> np.ndarray:
+        """The tokens of a sequence and the one after it. Waits until they are here. Raises InputError."""
+        ...
+
+    def expect(self, positions: Iterable[range]) -> None:
+        """Say which positions will be read soon, in order. Returns at once."""
+        ...
+
+
+@runtime_checkable
+class StreamedTokens(Protocol):
+    """Training tokens that need not be here yet (inner/data/streaming)."""
+
+    def __len__(self) -> int: ...
+
+    def cut(self, seq_len: int, seed: int) -> Sequences: ...
+
+    def close(self) -> None: ...
+
+
+class WholeText:
+    """Sequences of tokens that are all here. `shuffled`: how many of them lie in a shard; None shuffles all."""
+
+    def __init__(self, tokens: Tokens, seq_len: int, seed: int, shuffled: int | None) -> None:
+        self._tokens, self._seq_len = tokens, seq_len
+        self.number: int = (len(tokens) - 1) // seq_len
+        self.order: OneOrder = (
+            SequenceOrder(self.number, seed) if shuffled is None else ShardOrder(self, seed, shuffled)
+        )
+
+    def window(self, index: int) -> np.ndarray:
+        # A window is one token longer than the stride, so every token but the first is a target exactly once.
+        return self._tokens[index * self._seq_len : (index + 1) * self._seq_len + 1]
+
+    def expect(self, positions: Iterable[range]) -> None:
+        pass
+
+    def count_through(self, shard: int) -> tuple[int, bool]:
+        return self.number, True
+
+
+class ShardSource(Protocol):
+    """What an order by shards asks of a text."""
+
+    def count_through(self, shard: int) -> tuple[int, bool]:
+        """The number of sequences that are known, at least to the end of this shard, and whether they are all.
+
+        Waits for the shard if need be. Raises InputError.
+        """
+        ...
+
+
+class ShardOrder:
+    """The shards in the order of the text, each shuffled anew in each epoch.
+
+    >>> text = WholeText(np.zeros(11, np.uint16), seq_len=1, seed=0, shuffled=4)
+    >>> [sorted(text.order[p] for p in range(a, b)) for a, b in ((0, 4), (4, 8), (8, 10), (10, 14))]
+    [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [0, 1, 2, 3]]
+    """
+
+    def __init__(self, source: ShardSource, seed: int, sequences_per_shard: int) -> None:
+        self._source, self._seed, self._per_shard = source, seed, sequences_per_shard
+        self._of = (-1, -1)
+        self._keys: tuple[int, ...] = ()
+
+    def __getitem__(self, position: int) -> int:
+        epoch, index = self._locate(position)
+        shard, place = divmod(index, self._per_shard)
+        first = shard * self._per_shard
+        known, _ = self._source.count_through(shard)
+        if self._of != (epoch, shard):
+            self._keys, self._of = round_keys(self._seed, f"{epoch}/{shard}"), (epoch, shard)
+        return first + permute(place, min(self._per_shard, known - first), self._keys)
+
+    def shard_of(self, position: int, number: int | None) -> int:
+        """The shard in which a position lies, where `number` sequences are in the text, or it has not ended (None)."""
+        return (position if number is None else position % number) // self._per_shard
+
+    def _locate(self, position: int) -> tuple[int, int]:
+        known, is_all = self._source.count_through(0)
+        if position >= known and not is_all:
+            known, is_all = self._source.count_through(position // self._per_shard)
+        return divmod(position, known) if is_all else (0, position)

@@ -19,6 +19,11 @@ class Cursor(Protocol):
         """Number of units that may be read before the next commit."""
         ...
 
+    @property
+    def coming(self) -> Ranges:
+        """Those units, in order."""
+        ...
+
     def begin(self, round_number: int, ledger: Ledger) -> None:
         """Start without progress at this position: units read and not settled will be read again."""
         ...
@@ -56,6 +61,10 @@ class LeaseCursor:
     @property
     def num_left(self) -> int:
         return count(self._lease) - self._num_read
+
+    @property
+    def coming(self) -> Ranges:
+        return tail(self._lease, self._num_read)
 
     def first_unit(self, ledger: Ledger) -> int:
         """First unit of the island's lease, or the first one it reads without a lease. Call it from any thread."""

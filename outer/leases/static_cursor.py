@@ -34,6 +34,11 @@ class StaticCursor:
     def num_left(self) -> int:
         return len(self._units) - self._step
 
+    @property
+    def coming(self) -> Ranges:
+        left = self._units[self._step :]
+        return (left,) if left else ()
+
     def begin(self, round_number: int, ledger: Ledger) -> None:
         self._begun = self._step = round_number * self._inner_steps
 

@@ -21,6 +21,13 @@ BUCKET = "mirror"
 @contextmanager
 def s3_server() -> Iterator[str]:
     """Start the server with an empty BUCKET; while it runs, s3:// leads there. Yields the URL of the bucket."""
+    with s3_process():
+        yield f"s3://{BUCKET}"
+
+
+@contextmanager
+def s3_process() -> "Iterator[subprocess.Popen[bytes]]":
+    """As `s3_server`, and yields its process."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     # moto reads this process's environment, too: no key of a real account may be in it.
@@ -32,7 +39,7 @@ def s3_server() -> Iterator[str]:
         try:
             wait_for(port, process)
             boto3.client("s3").create_bucket(Bucket=BUCKET)
-            yield f"s3://{BUCKET}"
+            yield process
         finally:
             process.kill()
             process.wait()

@@ -1,0 +1,210 @@
+"""Makes shards of a text in their order, from its beginning or from where any of them begins, with the same result."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+
+from inner.config import DataConfig
+from inner.data.chat.coding import DTYPE
+from inner.data.chat.encode import end_of_sequence, place
+from inner.data.chat.messages import learned_text
+from inner.data.prepare import chat_template
+from inner.data.sources.build import build_source
+from inner.data.sources.documents import Document, Place, hold_out_an_end, is_heldout, read_from
+from inner.data.streaming.index import Begin, Heldout, Index, Made, Shard, sha256_of
+from inner.data.tokenise import EncodedDocument, token_dtype, tokenise_documents
+from inner.data.tokenizer import build_tokenizer
+from inner.errors import InputError
+
+
+@dataclass(frozen=True)
+class MadeShard:
+    """A shard and what the index says of it."""
+
+    number: int
+    made: Made
+    ids: np.ndarray
+    heldout_ids: np.ndarray | None
+    """Only beside the first shard."""
+
+
+def new_index(config: DataConfig, identity: str) -> Index:
+    """The index of a text of which nothing has been tokenised yet."""
+    tokenizer = build_tokenizer(config.tokenizer)
+    values = {
+        "identity": identity,
+        "dtype": DTYPE if config.format == "chat" else token_dtype(tokenizer),
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "shard_tokens": config.shard_tokens,
+    }
+    return Index.model_validate(values)
+
+
+def make_shards(
+    config: DataConfig, index: Index, number: int, processes: int, report: Callable[[float | None], None]
+) -> Iterator[MadeShard]:
+    """Make shard `number`, which is in the index or the first that is not, and those after it, to the end of the text.
+
+    `report` is called after each document with the share of the text that has been read, if that is known. Raises
+    InputError if the text is broken, or nothing of it is trained on or held out.
+    """
+    cutter = _Cutter(config, index, number)
+    documents = _documents(config, index, cutter.begin)
+    # The pool reads ahead: where documents lie waits here until they come out of it.
+    places: deque[Place | None] = deque()
+
+    def remember(stream: Iterable[Document]) -> Generator[Document, None, None]:
+        for document in stream:
+            places.append(document.place)
+            yield document
+
+    template = chat_template(config)
+    with (
+        closing(remember(documents)) as remembered,
+        closing(tokenise_documents(remembered, config.tokenizer, processes, cutter.is_wanted, template)) as stream,
+    ):
+        for document_number, encoded in enumerate(stream, start=cutter.begin.document):
+            cutter.add(encoded, document_number, places.popleft())
+            report(encoded.document.share)
+            yield from cutter.take_full()
+            if cutter.is_full:
+                break
+    yield from cutter.take_rest()
+
+
+def _documents(config: DataConfig, index: Index, begin: Begin) -> Iterator[Document]:
+    documents = read_from(build_source(config), begin.document, begin.place)
+    is_open = index.heldout is None or index.heldout.is_end
+    return hold_out_an_end(documents, config.heldout_fraction) if is_open and config.format == "text" else documents
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What is left of a document's ids, and where they begin."""
+
+    ids: np.ndarray
+    begin: Begin
+
+
+class _Cutter:
+    """Collects the ids of documents and cuts them into shards."""
+
+    def __init__(self, config: DataConfig, index: Index, number: int) -> None:
+        self._config, self._index, self._number = config, index, number
+        is_known = number < len(index.shards)
+        self.begin = index.shards[number].begin if is_known else index.following
+        assert is_known or number == len(index.shards), f"shard {number} of {len(index.shards)}"
+        self._skip = self.begin.token
+        self._position = number * index.shard_tokens - self.begin.token
+        """Training tokens before the next document."""
+        self._limit = math.inf if config.max_tokens is None else config.max_tokens
+        self._pieces: deque[_Piece] = deque()
+        self._num_ids = 0
+        self._heldout = index.heldout
+        self._heldout_ids: list[np.ndarray] = []
+        self._num_heldout = self._heldout_bytes = 0
+        self._is_end = False
+
+    @property
+    def is_full(self) -> bool:
+        return self._position >= self._limit and self._heldout is not None
+
+    def is_wanted(self, document: Document) -> bool:
+        return self._heldout is None or not self._is_heldout(document)
+
+    def add(self, encoded: EncodedDocument, number: int, place: Place | None) -> None:
+        """Add a document behind the others."""
+        if self._is_heldout(encoded.document):
+            if self._heldout is None:
+                self._hold_out(encoded)
+        else:
+            self._train_on(encoded.ids, number, place)
+        enough = self._num_ids > self._index.shard_tokens or self._position >= self._limit
+        if self._heldout is None and enough and self._num_heldout > self._config.seq_len:
+            self._close_heldout()
+
+    def take_full(self) -> Iterator[MadeShard]:
+        """The shards that are full."""
+        while self._heldout is not None and self._num_ids > self._index.shard_tokens:
+            yield self._take(self._index.shard_tokens)
+
+    def take_rest(self) -> Iterator[MadeShard]:
+        """What is left at the end of the text. Raises InputError if there is nothing at all."""
+        if self._config.format == "chat":
+            self._append(end_of_sequence(self._position, self._config.seq_len))
+            if self._heldout is None:
+                self._heldout_ids.append(end_of_sequence(self._num_heldout, self._config.seq_len))
+        if self._heldout is None:
+            self._close_heldout()
+        yield from self.take_full()
+        # A single id is the one that the shard before has at its end.
+        if self._num_ids > 1:
+            yield self._take(self._num_ids - 1)
+
+    def _train_on(self, ids: np.ndarray, number: int, where: Place | None) -> None:
+        if self._config.format == "chat":
+            ids = place(ids, self._position, self._config.seq_len)
+        ids = ids[: int(min(self._limit - self._position, len(ids)))]
+        self._position += len(ids)
+        if self._skip:
+            ids = ids[self._skip :]
+        if len(ids):
+            begin = Begin(document=number, token=self._skip, place=where)
+            self._pieces.append(_Piece(ids, begin))
+            self._num_ids += len(ids)
+        self._skip = 0
+
+    def _append(self, ids: np.ndarray) -> None:
+        if self._pieces:
+            last = self._pieces.pop()
+            self._pieces.append(_Piece(np.append(last.ids, ids), last.begin))
+            self._num_ids += len(ids)
+
+    def _hold_out(self, encoded: EncodedDocument) -> None:
+        text, ids = encoded.document.text, encoded.ids
+        if self._config.format == "chat":
+            text = learned_text(text)
+            ids = place(ids, self._num_heldout, self._config.seq_len)
+        self._heldout_ids.append(ids)
+        self._num_heldout += len(ids)
+        self._heldout_bytes += len(text.encode("utf-8", "replace"))
+        self._is_end |= encoded.document.is_end
+
+    def _is_heldout(self, document: Document) -> bool:
+        return document.is_end or is_heldout(document.key, self._config.heldout_fraction)
+
+    def _close_heldout(self) -> None:
+        if not self._heldout_bytes or not self._num_ids:
+            raise InputError(
+                f"data.source={self._config.source}: {self._num_ids} tokens to train on and {self._num_heldout} held "
+                f"out with data.heldout_fraction={self._config.heldout_fraction}; need some of each: give more "
+                f"text, or {'raise' if self._num_ids else 'lower'} data.heldout_fraction"
+            )
+        ids = np.concatenate(self._heldout_ids)
+        sha256 = sha256_of(ids.data)
+        self._heldout = Heldout(tokens=len(ids), text_bytes=self._heldout_bytes, sha256=sha256, is_end=self._is_end)
+
+    def _take(self, size: int) -> MadeShard:
+        """Cut off the first `size` ids, and copy the one after them."""
+        assert self._heldout is not None, "the held-out text is made before"
+        begin, left, parts = self._pieces[0].begin, size, []
+        while left >= len(self._pieces[0].ids):
+            piece = self._pieces.popleft()
+            parts.append(piece.ids)
+            left -= len(piece.ids)
+        first = self._pieces.popleft()
+        parts.append(first.ids[: left + 1])
+        following = first.begin.model_copy(update={"token": first.begin.token + left})
+        self._pieces.appendleft(_Piece(first.ids[left:], following))
+        self._num_ids -= size
+        ids = np.concatenate(parts)
+        record = Shard(tokens=len(ids), sha256=sha256_of(ids.data), begin=begin)
+        heldout_ids = np.concatenate(self._heldout_ids) if self._number == 0 and self._heldout_ids else None
+        self._number += 1
+        made = Made(record=record, following=following, heldout=self._heldout)
+        return MadeShard(self._number - 1, made, ids, heldout_ids)

@@ -1,0 +1,135 @@
+"""A folder at any URL that fsspec supports (s3://, gs://, a path), from which shards are read and to which they go.
+
+It may be slow, away for a while, or lie. Each request has a deadline of its own and is made again, with growing pauses,
+until the store has been silent for too long. Every fsspec backend raises its own types of errors, so any exception but
+that a file is missing counts as silence.
+"""
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+import fsspec
+
+from inner.data.streaming.index import INDEX, MAX_INDEX_BYTES, Index, parse_index
+from inner.errors import InputError, summarise
+from inner.files import write_atomically
+
+log = logging.getLogger(__name__)
+
+REQUEST_SECONDS = 30.0
+"""A request that takes longer has failed. A piece must come in this time: 4 MiB at 1.2 Mbit/s."""
+PIECE_BYTES = 1 << 22
+FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.2, 10.0
+SAY_EVERY_SECONDS = 30.0
+T = TypeVar("T")
+
+
+class Store:
+    """A store. `patience`: seconds of silence after which a call raises InputError."""
+
+    def __init__(self, url: str, patience: float) -> None:
+        self.url, self._patience = url.rstrip("/"), patience
+        try:
+            self._files, path = fsspec.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            cure = "; pip install 'diloco[s3]'" if url.startswith("s3:") else ""
+            raise InputError(f"{url}: is no place that can be read; {error}{cure}") from None
+        self._root = PurePosixPath(path)
+
+    @property
+    def _is_local(self) -> bool:
+        return "file" in (self._files.protocol if isinstance(self._files.protocol, tuple) else (self._files.protocol,))
+
+    def read_index(self) -> Index | None:
+        """The index of the text there; None if there is none. Raises InputError if it is damaged."""
+        data = self.read(INDEX, 0, MAX_INDEX_BYTES)
+        return None if data is None else parse_index(data, f"{self.url}/{INDEX}")
+
+    def read(self, name: str, start: int, stop: int) -> bytes | None:
+        """Bytes of a file, fewer if it ends before; None if the file is not there."""
+        path = str(self._root / name)
+
+        def request() -> bytes | None:
+            try:
+                return self._files.cat_file(path, start=start, end=stop)
+            except FileNotFoundError:
+                return None
+            except Exception as error:
+                if "InvalidRange" in str(error) or "416" in str(error):  # the file ends before `start`
+                    return b""
+                raise
+
+        return self._insist(request, name)
+
+    def download(self, name: str, size: int, target: Path) -> bool:
+        """Copy the first `size` bytes of a file to `target`, which exists; False if there are fewer or more."""
+        with target.open("r+b") as file:
+            for start in range(0, size, PIECE_BYTES):
+                stop = min(start + PIECE_BYTES, size)
+                # One byte more shows that the file is longer than it should be.
+                piece = self.read(name, start, stop + (stop == size))
+                if piece is None or len(piece) != stop - start:
+                    return False
+                file.write(piece)
+        return True
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put a file there, whole or not at all."""
+        path = self._root / name
+        if self._is_local:
+            self._insist(lambda: write_atomically(Path(path), data), name)
+        else:
+            self._insist(lambda: self._files.pipe_file(str(path), data), name)
+
+    def _insist(self, request: Callable[[], T], name: str) -> T:
+        """Make a request until it is answered. Raises InputError when the store has been silent for too long."""
+        began, said_at, pause = time.monotonic(), -SAY_EVERY_SECONDS, FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return call_in_time(request, REQUEST_SECONDS)
+            except PermissionError as error:
+                raise InputError(
+                    f"{self.url}/{name}: this island may not use it ({summarise(error)}); give it the keys of the store"
+                ) from error
+            except Exception as error:
+                silent = time.monotonic() - began
+                if silent + pause > self._patience:
+                    raise InputError(
+                        f"{self.url}/{name}: the store has not answered for {silent:.0f} s "
+                        f"(island.shards.store_seconds: {self._patience:g}): {summarise(error)}; see that it is "
+                        "there and may be used, and start the island again: it goes on from its checkpoint"
+                    ) from error
+                if silent - said_at >= SAY_EVERY_SECONDS:
+                    said_at = silent
+                    log.warning(
+                        "%s/%s: no answer (%s); trying again for %.0f s",
+                        self.url, name, summarise(error), self._patience - silent,
+                    )  # fmt: skip
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, LAST_PAUSE_SECONDS)
+
+
+def call_in_time(request: Callable[[], T], seconds: float) -> T:
+    """The result of a call. Raises TimeoutError if it takes longer; it then goes on in a thread, and is forgotten."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append((True, request()))
+        except BaseException as error:  # noqa: BLE001 - it is raised again by the caller
+            outcome.append((False, error))
+
+    thread = threading.Thread(target=run, name="store request", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    is_good, value = outcome[0]
+    if is_good:
+        return value
+    raise value

@@ -1,0 +1,153 @@
+"""Where shards come from: a Protocol, and the supply from a store. tokeniser.py has the one that makes them."""
+
+import logging
+import time
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from inner.data.lock import hold_lock
+from inner.data.streaming.cache import ShardCache
+from inner.data.streaming.index import HELDOUT, Index, sha256_of, shard_name
+from inner.data.streaming.store import Store
+from inner.errors import InputError
+from inner.files import write_atomically
+
+log = logging.getLogger(__name__)
+
+NUM_TRIES = 3
+"""How often a file is fetched that is not what the index says."""
+POLL_SECONDS = 0.5
+NUM_LOCKS = 8
+"""Shards of one text that processes of one machine fetch at the same time."""
+
+
+class Supply(Protocol):
+    """Brings the shards of one text into a folder of the cache."""
+
+    @property
+    def index(self) -> Index:
+        """What is known of the text so far."""
+        ...
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the cache with the shards of this text."""
+        ...
+
+    def begin(self) -> None:
+        """Return once the index has a shard, or the text is known to be empty. Raises InputError as `bring`."""
+        ...
+
+    def bring(self, number: int) -> None:
+        """Return once shard `number` is in the folder, or the text is known to end before it.
+
+        Called from one thread at a time. Raises InputError when it is damaged, or does not come in time.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class StoreSupply:
+    """Fetches shards that are, or are still being, written to a store. Each must be what the index says."""
+
+    def __init__(self, store: Store, cache: ShardCache, patience: float) -> None:
+        self._store, self._cache, self._patience = store, cache, patience
+        self._index: Index | None = None
+        self._grown_at = time.monotonic()
+
+    @property
+    def index(self) -> Index:
+        assert self._index is not None, "begin reads it"
+        return self._index
+
+    @property
+    def folder(self) -> Path:
+        return self._cache.folder / self.index.identity
+
+    def begin(self) -> None:
+        self._look_for(0)
+
+    def bring(self, number: int) -> None:
+        self._look_for(number)
+        if number >= len(self.index.shards):
+            return
+        path = self.folder / shard_name(number)
+        if path.exists():
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with hold_lock(self.folder / f".fetch-{number % NUM_LOCKS}.lock", str(path)):
+            if not path.exists():
+                self._fetch(number, path)
+
+    def close(self) -> None:
+        pass
+
+    def heldout(self) -> np.ndarray:
+        """The ids of the held-out text. Raises InputError."""
+        heldout, path = self.index.heldout, self.folder / HELDOUT
+        assert heldout is not None, "it is written before the first shard"
+        size = heldout.tokens * self.index.item_bytes
+        for _ in range(NUM_TRIES):
+            data = path.read_bytes() if path.exists() else self._store.read(HELDOUT, 0, size + 1) or b""
+            if len(data) == size and sha256_of(data) == heldout.sha256:
+                write_atomically(path, data)
+                return np.frombuffer(data, self.index.dtype)
+            path.unlink(missing_ok=True)
+        raise self._damage(HELDOUT)
+
+    def _look_for(self, number: int) -> None:
+        """Return once the index has this shard, or the text is known to end before it."""
+        while self._index is None or number >= len(self._index.shards):
+            if self._index is not None and self._index.is_complete:
+                return
+            if not self._look():
+                self._wait(number)
+
+    def _look(self) -> bool:
+        """Read the index again; whether it has grown. Raises InputError if it contradicts what it has said before."""
+        found = self._store.read_index()
+        if found is None or found == self._index:
+            return False
+        if self._index is not None and not found.extends(self._index):
+            if self._index.extends(found):
+                return False  # a copy from before, as a store of several machines may give it
+            raise InputError(
+                f"{self._store.url}: its index does not continue the one that it had before; somebody has written "
+                "another text there: give each text a place of its own, and start the run from a checkpoint or anew"
+            )
+        if not found.shards and not found.is_complete:
+            return False
+        self._index, self._grown_at = found, time.monotonic()
+        return True
+
+    def _wait(self, number: int) -> None:
+        waited = time.monotonic() - self._grown_at
+        if waited > self._patience:
+            has = "no index.json" if self._index is None else f"only {len(self._index.shards)} shards, unfinished,"
+            raise InputError(
+                f"{self._store.url}: it has {has} for {waited:.0f} s (island.shards.store_seconds: "
+                f"{self._patience:g}), and shard {number} is needed; see that `diloco prepare "
+                "--into` runs, and start the island again"
+            )
+        time.sleep(POLL_SECONDS)
+
+    def _fetch(self, number: int, path: Path) -> None:
+        record, name = self.index.shards[number], shard_name(number)
+        size = record.tokens * self.index.item_bytes
+        for attempt in range(NUM_TRIES):
+            with self._cache.place(path, size) as place:
+                if self._store.download(name, size, place.path) and sha256_of(place.path.read_bytes()) == record.sha256:
+                    place.keep()
+                    return
+            log.warning("%s/%s: is not what its index says (try %d)", self._store.url, name, attempt + 1)
+            time.sleep(POLL_SECONDS)
+        raise self._damage(name)
+
+    def _damage(self, name: str) -> InputError:
+        return InputError(
+            f"{self._store.url}/{name}: it is missing or damaged: after {NUM_TRIES} tries its SHA-256 is not that of "
+            f"the index; delete it and write it again with `diloco prepare CONFIG --into {self._store.url} --repair`"
+        )
