@@ -1,9 +1,10 @@
 """Tokens per second of the loader relative to the model, and of `prepare` relative to datasets.map.
 
-    python -m scripts.bench.data [--what loader,prepare] [--megabytes N] [--processes N,...] [--repeat N]
+    python -m scripts.bench.data [--what loader,shards,prepare] [--megabytes N] [--processes N,...] [--repeat N]
 
 loader: reads batches of the quickstart's shape from the standard library's tokens, both with all pages in memory and
 with an empty page cache, relative to the quickstart's trainer. Each side is one process with one thread.
+shards: the same text by shards (data.order: shards), fetched from a folder through a cache while it is read.
 prepare: tokenises the standard library's text from a .jsonl file with a BPE tokenizer of 8192 tokens trained on it.
 Both sides use the same rows, the same tokenizer and equally many processes, and write files that can be memory-mapped.
 Ratios above 1 mean faster.
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 EOS = "</s>"
 STEPS = 200
+WHAT = ("loader", "shards", "prepare")
+SHARD_TOKENS = 1 << 20
 
 
 def main() -> None:
@@ -45,13 +48,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-data-") as folder:
         if "loader" in args.what:
             compare_loader(Path(folder), args.repeat)
+        if "shards" in args.what:
+            compare_shards(Path(folder), args.repeat)
         if "prepare" in args.what:
             compare_prepare(Path(folder), args)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--what", type=choices(("loader", "prepare")), default=["loader", "prepare"])
+    parser.add_argument("--what", type=choices(WHAT), default=list(WHAT))
     parser.add_argument("--megabytes", type=int, default=16, help="megabytes of text for prepare")
     parser.add_argument("--processes", type=whole_numbers, default=[1, 2])
     parser.add_argument("--repeat", type=int, default=3, help="rounds; medians are printed")
@@ -85,14 +90,45 @@ def compare_loader(folder: Path, repeat: int) -> None:
         print(f"{what:<26}{tokens:>14,.0f} tokens/s{median(speeds) / median(rows['model']):>10.1f} x model")
 
 
+def compare_shards(folder: Path, repeat: int) -> None:
+    """Print the speed of reading shards from a folder through a cache, in wall time, relative to the trainer's."""
+    import torch
+
+    from inner.data.batches import IslandBatches
+    from inner.data.streaming.open import StreamOptions, open_streamed, shards_identity
+    from inner.data.streaming.publish import publish
+    from inner.data.streaming.store import Store
+
+    torch.set_num_threads(1)
+    config = load_config(ROOT / "configs/quickstart.yaml", ["data.order=shards", f"data.shard_tokens={SHARD_TOKENS}"])
+    store = Store(str(folder / "store"), 60)
+    publish(config.data, shards_identity(config.data), store, 1, lambda index, share: None)
+    place = {"source": "shards", "paths": [store.url]}
+    per_step = config.optimizer.tokens_per_step // config.data.seq_len
+    options = StreamOptions(round(12 * 2 * SHARD_TOKENS), 2, 60, [])
+    corpus = open_streamed(config.data.model_copy(update=place), folder / "shards", options)
+    batches = IslandBatches(corpus, config.data.seq_len, config.seed, 1, per_step)
+    step, model, read = build_trainer_step(config, batches), [], []
+    for number in range(repeat):
+        model.append(1 / time_action(step))
+        steps = range(number * STEPS, (number + 1) * STEPS)
+        read.append(STEPS / time_action(lambda s=steps: read_batches(batches, s)))
+    corpus.close()
+    tokens = median(read) * config.optimizer.tokens_per_step
+    print(f"{'shards through a cache':<26}{tokens:>14,.0f} tokens/s{median(read) / median(model):>10.1f} x model")
+
+
 def build_trainer_step(config: Config, batches: "IslandBatches") -> Callable[[], object]:
     """Build a function that makes one inner step of the quickstart's model, on text that has been read beforehand."""
+    import torch
+
     from diloco.assemble import build_trainer
     from diloco.runtime.process_group import open_process_group
     from inner.data.corpus import Corpus
 
     island = config.for_island(0).model_copy(update={"ranks": 1, "device": "cpu"})
-    open_process_group(island, "cpu").__enter__()
+    if not torch.distributed.is_initialized():
+        open_process_group(island, "cpu").__enter__()
     trainer = build_trainer(config.run, island, Corpus((), 260, 257), "cpu")
     text = batches.micro_batches(0, 0, 1, island.micro_batch)
     trainer.step(text)
