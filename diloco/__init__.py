@@ -1,6 +1,6 @@
 """The program: commands, configs, launcher, records, reports. Begin with island.py.
 
-`diloco.Islands` is for a training loop of one's own (own_loop/islands.py).
+`diloco.Islands` and `diloco.data` are for a training loop of one's own (own_loop/).
 
 `inner` and `outer` are imported from beside this package: from the checkout, or from `_bundled` in an installed wheel.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from diloco.own_loop.data import data as data
     from diloco.own_loop.islands import Islands as Islands
 
 
@@ -34,9 +35,13 @@ _use_own_packages()
 
 
 def __getattr__(name: str) -> object:
-    """`diloco.Islands`, which imports torch: commands that need none do not wait for it."""
+    """`diloco.Islands` and `diloco.data`, which import torch: commands that need none do not wait for it."""
     if name == "Islands":
         from diloco.own_loop.islands import Islands
 
         return Islands
+    if name == "data":
+        from diloco.own_loop.data import data
+
+        return data
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

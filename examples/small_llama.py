@@ -9,11 +9,11 @@ SEQ_LEN = 64
 BATCH = 8
 
 
-def build_llama() -> LlamaForCausalLM:
+def build_llama(vocab_size: int = 256) -> LlamaForCausalLM:
     """The same weights on every island, because all draw them from the same seed."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=SEQ_LEN, **sizes)).float()
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, max_position_embeddings=SEQ_LEN, **sizes)).float()
 
 
 def read_windows() -> torch.Tensor:

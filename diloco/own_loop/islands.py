@@ -25,11 +25,13 @@ from torch import nn
 from diloco.assemble import build_identity, build_loop_settings, open_records
 from diloco.config.schema import dump_config
 from diloco.connections import open_connections
+from diloco.errors import ConfigError
 from diloco.faults.self_inflicted import build_hooks, slow_down
-from diloco.island_rounds import IslandRounds
-from diloco.own_loop.model import Optimizers, as_list, describe, trained_params, with_moments
+from diloco.island_rounds.of_all import IslandRounds
+from diloco.own_loop.model import Optimizers, as_list, describe, sample, trained_params, with_moments
+from diloco.own_loop.own_data import OwnData, open_data
 from diloco.own_loop.ranks import check_same, find_ranks
-from diloco.own_loop.records import LoopEvents
+from diloco.own_loop.records import LoopEvents, build_rounds
 from diloco.own_loop.run_config import OwnLoopConfig, read_config
 from diloco.own_loop.saved_state import SavedState, parse_state
 from diloco.runtime.operator_requests import OperatorRequests
@@ -72,11 +74,14 @@ class Islands:
         self._ranks = find_ranks()
         text = describe(params.specs)
         check_same(self._ranks, text, "what is trained of the model")
+        check_same(self._ranks, sample(params), "the value of a parameter")
         self.config: OwnLoopConfig = read.with_model(text, self._ranks.num_ranks)
         self._optimizers = as_list(optimizer)
         self._moments = None if self.config.run.outer.moments is None else with_moments(params, optimizer)
         self._params = self._moments or params
         self._lost, self._has_unit = "", False
+        self._data = open_data(self.config)
+        self._source_tokens: dict[str, int] = {}
         with ExitStack() as stack:
             self._open(stack)
             self._begin(None if state is None else parse_state(state))
@@ -99,6 +104,8 @@ class Islands:
             raise RuntimeError("the island's run is over: leave the loop when islands.is_over")
         if self._lost:
             raise TransportError(self._lost)
+        if self._data is not None:
+            self._data.require_use()
         seconds = time.monotonic() - self._stepped_at
         self._slow_down(seconds)
         tokens = self._count(tokens)
@@ -108,7 +115,8 @@ class Islands:
         self._outer.pace.observe_step(time.monotonic() - self._stepped_at)
         lr = self._optimizers[0].param_groups[0]["lr"] if self._optimizers else 0.0
         loss = loss.item() if isinstance(loss, torch.Tensor) else loss
-        self._events.write_step(self._rounds.inner_step + 1, tokens, seconds, float(lr), loss)
+        sources, self._source_tokens = self._source_tokens, {}
+        self._events.write_step(self._rounds.inner_step + 1, tokens, seconds, float(lr), loss, sources)
         self._events.landed_report = None
         self._rounds.step(tokens)
         if self._rounds.is_over:
@@ -138,6 +146,7 @@ class Islands:
         lost is given to another. Draw the next only after `step`.
         """
         while not self.is_over:
+            self._rounds.go_on()
             if not self._has_unit:
                 self._unit, self._has_unit = self._outer.cursor.next_unit(), True
             yield self._unit
@@ -145,15 +154,40 @@ class Islands:
     @contextmanager
     def global_params(self) -> Iterator[None]:
         """The model holds the global parameters inside the block, for evaluation. A round in flight lands before."""
-        self._rounds.land_now()
+        self._require_between_steps("global_params")
+        if isinstance(self._rounds, IslandRounds):
+            self._rounds.land_now()
         with self._outer.global_params():
             yield
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The number of this rank in the island, and how many there are."""
+        return self._ranks.rank, self._ranks.num_ranks
+
+    def use_data(self) -> OwnData:
+        """The text of the config, for `diloco.data`. Raises ConfigError if the config names none."""
+        if self._data is None:
+            raise ConfigError(
+                "diloco.data: the config has no `data`; give `data` (source, seq_len, ...) and "
+                "optimizer.tokens_per_step, the tokens of one step of an island"
+            )
+        self._data.is_used = True
+        return self._data
+
+    def note_sources(self, tokens: dict[str, int]) -> None:
+        """The next step trains on so many tokens of each source of a mixture; recorded with it."""
+        self._source_tokens = tokens
 
     # -- saving and leaving -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state of the outer loop, to be saved beside the model's and the optimizer's. Torch can load it
-        with `weights_only=True`. A round in flight lands before."""
+        """This rank's state of the outer loop, to be saved beside the model's and the optimizer's.
+
+        Torch can load it with `weights_only=True`. A round in flight lands before; with `outer.wait_for: quorum` the
+        island contributes. Call it after `step` and before the next unit is drawn.
+        """
+        self._require_between_steps("state_dict")
         self._rounds.land_now()
         tensors, facts = self._outer.save()
         return SavedState(facts, tensors, self._rounds.resume_point, self.config.run.hash).to_dict()
@@ -225,12 +259,17 @@ class Islands:
             digest = outer.digest
         outer.begin()
         self._events.note_entry()
-        self._rounds = IslandRounds(outer, self.config.run.outer.num_rounds, self._events)
+        self._rounds = build_rounds(outer, self.config.run, self._events)
         if saved is not None and outer.digest == digest:
             self._rounds.resume(saved.point)
         else:
             self._events.count_moments()
         self._rounds.proceed()
+
+    def _require_between_steps(self, what: str) -> None:
+        """Raise RuntimeError between drawing a unit and its step: the unit would count as trained and is not."""
+        if self._has_unit:
+            raise RuntimeError(f"{what}: a unit of data is drawn and not counted yet; call it after islands.step")
 
     def _count(self, tokens: int) -> int:
         """Tokens of the step on all ranks. Raises ValueError where they cannot be right."""

@@ -15,6 +15,8 @@ from inner.optim.moments import ParamsAndMoments
 from inner.param_spec import ParamSpec
 from inner.params import LocalParams
 
+SAMPLED = 64
+"""Values at either end of a parameter that are compared between the ranks of an island."""
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
@@ -78,6 +80,16 @@ def describe(specs: Sequence[ParamSpec]) -> str:
     elements = sum(spec.matrix_shape[0] * spec.matrix_shape[1] for spec in specs)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return f"{len(specs)} parameters with {elements:,} elements, sha256 of names and shapes {digest}"
+
+
+def sample(params: LocalParams) -> str:
+    """A hash of some values of each parameter of which this rank holds a whole copy, the same on ranks with copies."""
+    hashed = hashlib.sha256()
+    for index in range(len(params.slices)):
+        if not isinstance(params.copies(index)[0], DTensor):
+            values = params.read(index).flatten()
+            hashed.update(torch.cat((values[:SAMPLED], values[-SAMPLED:])).numpy().tobytes())
+    return f"a sample of values, sha256 {hashed.hexdigest()[:16]}"
 
 
 def with_moments(params: LocalParams, optimizers: Optimizers) -> ParamsAndMoments:

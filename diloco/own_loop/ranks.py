@@ -38,5 +38,8 @@ def check_same(ranks: RankGroup, value: str, what: str) -> None:
     for rank, other in enumerate(found):
         if other != found[0]:
             raise ConfigError(
-                f"{what} differs between the ranks of this island: {found[0]} on rank 0, {other} on {rank}"
+                f"{what} differs between the ranks of this island: {found[0]} on rank 0, {other} on {rank}. Every rank "
+                "must hold a shard or a copy of each parameter (DDP, FSDP2, tensor parallel); pipeline stages of "
+                "your own, of which each rank holds some parameters, cannot be averaged: use `diloco train` with "
+                "island.mesh.pp"
             )

@@ -3,16 +3,20 @@
 import logging
 from pathlib import Path
 
-from diloco.config.schema import IslandConfig
+from diloco.config.schema import IslandConfig, RunConfig
+from diloco.island_rounds.of_all import IslandRounds
+from diloco.island_rounds.of_quorum import QuorumIslandRounds
 from diloco.records.logbook import Logbook
 from diloco.records.metrics import EventRecord, Metrics, StepRecord
 from diloco.runtime.operator_requests import OperatorRequests
-from diloco.runtime.progress import Progress
+from diloco.runtime.progress import NO_PROGRESS, Progress
 from diloco.runtime.round_records import RoundRecords
 from inner.optim.moments import ParamsAndMoments
 from outer.connect.settings import Network
+from outer.leases.ledger import Ledger
 from outer.loop import OuterLoop
 from outer.report import CaughtUp, Landing, RoundReport
+from outer.rounds.quorum import CommittedRound
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +57,12 @@ class LoopEvents:
 
     def landed(self, number: int, progress: Progress, landing: Landing) -> None:
         self.count_moments(number)
+        self.record_round(progress, landing, self._outer.position.ledger)
+
+    def record_round(self, progress: Progress, landing: Landing, ledger: Ledger) -> None:
+        """Record the attempt that committed, and what peers were refused."""
         self.landed_report = landing.reports[-1]
-        self._rounds.write(landing.reports[-1], progress, landing.waited_seconds, self._outer.position.ledger)
+        self._rounds.write(landing.reports[-1], progress, landing.waited_seconds, ledger)
         if self._metrics is not None:
             for peer, kind, text, count in self._network.rejections.drain():
                 self._metrics.write(EventRecord(name="refused", text=f"{peer}: {kind}: {text} ({count} times)"))
@@ -91,7 +99,9 @@ class LoopEvents:
         position = self._outer.position
         self.note("joined", f"round {position.round}, {position.tokens} tokens, digest {self._outer.digest[:12]}")
 
-    def write_step(self, number: int, tokens: int, seconds: float, lr: float, loss: float | None) -> None:
+    def write_step(
+        self, number: int, tokens: int, seconds: float, lr: float, loss: float | None, sources: dict[str, int]
+    ) -> None:
         """Record inner step `number` of the run, which was on so many tokens of this island."""
         self.tokens += tokens
         if self._metrics is not None:
@@ -104,5 +114,40 @@ class LoopEvents:
                 grad_norm=None,
                 seconds=seconds,
                 tokens_per_second=speed,
+                source_tokens=sources,
             )
             self._metrics.write(record)
+
+
+class QuorumLoopEvents:
+    """QuorumEvents of such an island."""
+
+    def __init__(self, events: LoopEvents) -> None:
+        self._events = events
+
+    def begins(self, inner_step: int) -> None:
+        """As LoopEvents."""
+
+    def launches(self, progress: Progress) -> None:
+        self._events.launches(progress)
+
+    def landed(self, committed: CommittedRound, made: Progress, cycle: int) -> None:
+        self._events.launches(NO_PROGRESS)
+        given = made if committed.is_given else NO_PROGRESS
+        self._events.record_round(given, committed.landing, committed.position.ledger)
+        if committed.is_dropped:
+            self._events.note("dropped", f"{made.steps} inner steps: others have been given their text")
+
+    def caught_up(self, caught: CaughtUp, progress: Progress) -> None:
+        self._events.launches(NO_PROGRESS)
+        self._events.caught_up(caught, progress)
+
+    def contributed(self, num_rounds: int) -> str:
+        return self._events.why_stop(num_rounds)
+
+
+def build_rounds(outer: OuterLoop, run: RunConfig, events: LoopEvents) -> IslandRounds | QuorumIslandRounds:
+    """What turns the loop's steps into rounds: of all islands, or of a quorum."""
+    if run.outer.wait_for == "all":
+        return IslandRounds(outer, run.outer.num_rounds, events)
+    return QuorumIslandRounds(outer, run, QuorumLoopEvents(events), pauses=True)

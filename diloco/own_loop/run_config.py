@@ -1,7 +1,7 @@
 """The config of a run whose training loop is not ours: which keys it may set, and what its hash says of the model."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,15 @@ import yaml
 from diloco.config.schema import Config, IslandConfig, RunConfig, load_config, parse_config
 from diloco.errors import ConfigError
 
-SECTIONS = {"name", "seed", "outer", "optimizer", "island", "islands"}
+SECTIONS = {"name", "seed", "data", "outer", "optimizer", "island", "islands"}
 OPTIMIZER_KEYS = {"tokens_per_step"}
 ISLAND_KEYS = {
     *("name", "index", "ranks", "joins", "run_dir", "max_hours", "faults", "tensorboard", "wandb"),
     *("bootstrap", "connect_seconds", "run_key_file", "allow", "relay", "relays", "proxy", "tls_streams"),
     *("listen_host", "listen_port", "dht_port", "announce_host", "link_mbit", "gloo_in_public"),
 }
+DATA_ISLAND_KEYS = {"cache_dir", "data_paths", "mixture_paths", "tokenizer"}
+"""Keys of an island that say where the text of `data` is."""
 UNBOUNDED = 1 << 40
 """Tokens of an inner step where optimizer.tokens_per_step does not bound them."""
 
@@ -29,6 +31,8 @@ class OwnLoopConfig:
     island: IslandConfig
     tokens_per_step: int | None
     """The most tokens of one inner step of an island; None: unbounded."""
+    has_data: bool = False
+    """Whether the config names the text, for `diloco.data`."""
 
     def with_model(self, params: str, num_ranks: int) -> "OwnLoopConfig":
         """The config with what identifies the model's parameters, and with the number of the island's ranks."""
@@ -39,7 +43,7 @@ class OwnLoopConfig:
                 "leave island.ranks out"
             )
         run = self.run.model_copy(update={"params": params})
-        return OwnLoopConfig(run, self.island.model_copy(update={"ranks": num_ranks}), self.tokens_per_step)
+        return replace(self, run=run, island=self.island.model_copy(update={"ranks": num_ranks}))
 
 
 def read_config(config: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> OwnLoopConfig:
@@ -52,24 +56,33 @@ def read_config(config: str | Path | Mapping[str, Any], overrides: Sequence[str]
     run, optimizer = parsed.run, parsed.run.optimizer
     tokens = optimizer.tokens_per_step if "tokens_per_step" in parsed.optimizer.model_fields_set else None
     bounded = optimizer.model_copy(update={"tokens_per_step": tokens or UNBOUNDED})
-    return OwnLoopConfig(run.model_copy(update={"optimizer": bounded}), parsed.for_island(parsed.island.index), tokens)
+    has_data = "data" in parsed.model_fields_set
+    if tokens is None and (has_data or run.outer.wait_for == "quorum"):
+        what = "data" if has_data else "outer.wait_for: quorum"
+        raise ConfigError(
+            f"{where}: {what} needs optimizer.tokens_per_step, from which the units of data and the length of the run "
+            "follow; set it to the tokens of one step of an island"
+        )
+    if has_data and tokens is not None and tokens % run.data.seq_len:
+        raise ConfigError(
+            f"{where}: optimizer.tokens_per_step is {tokens}, which is not a multiple of data.seq_len "
+            f"({run.data.seq_len}): a unit of data is whole sequences"
+        )
+    run = run.model_copy(update={"optimizer": bounded})
+    return OwnLoopConfig(run, parsed.for_island(parsed.island.index), tokens, has_data)
 
 
 def check_sections(config: Config, where: str) -> None:
-    """Raise ConfigError if the config sets what only `diloco train` follows, or waits for a quorum only."""
+    """Raise ConfigError if the config sets what only `diloco train` follows."""
     index = config.island.index
     own = config.islands[index] if index < len(config.islands) else {}
+    allowed = ISLAND_KEYS | (DATA_ISLAND_KEYS if "data" in config.model_fields_set else set())
     useless = sorted(config.model_fields_set - SECTIONS)
     useless += [f"optimizer.{key}" for key in sorted(config.optimizer.model_fields_set - OPTIMIZER_KEYS)]
-    useless += [f"island.{key}" for key in sorted((config.island.model_fields_set | own.keys()) - ISLAND_KEYS)]
+    useless += [f"island.{key}" for key in sorted((config.island.model_fields_set | own.keys()) - allowed)]
     if useless:
         raise ConfigError(
             f"{where} sets {', '.join(useless)}, which `diloco train` follows and a loop of your own does not: your "
-            f"loop chooses model, optimizer, data, devices and checkpoints. Take that out; allowed: name, seed, outer, "
-            f"optimizer.tokens_per_step, and of an island {', '.join(sorted(ISLAND_KEYS))}"
-        )
-    if config.outer.wait_for == "quorum":
-        raise ConfigError(
-            f"{where}: outer.wait_for is 'quorum', which a loop of your own does not do; set it to 'all', or train "
-            "with `diloco train`"
+            "loop chooses model, optimizer, devices and checkpoints. Take that out; allowed: name, seed, outer, data "
+            f"(read by diloco.data), optimizer.tokens_per_step, and of an island {', '.join(sorted(allowed))}"
         )

@@ -149,9 +149,8 @@ class AgreedAverager:
 
     def _begin(self) -> bool:
         """Enter without a checkpoint. Returns whether this island has taken the state of others."""
-        seconds = DONOR_WAIT_SECONDS if self._joins else 0.0
         # Islands that are ahead may die before they have given their state, so a joiner looks for others.
-        while self.runner.replica.ranks.on_leader(lambda: self._leader.wait_for_donors(seconds, 1 << 62)):
+        while self.runner.replica.ranks.on_leader(self._finds_donors):
             if self._take_state() is not None:
                 return True
             if not self._joins:
@@ -159,6 +158,12 @@ class AgreedAverager:
         if self._joins:
             raise InputError("; ".join([NOBODY_TO_JOIN, *self._causes]))
         return False
+
+    def _finds_donors(self) -> bool:
+        """Whether an island can give a state. A joiner waits while others begin the run. Leader only."""
+        if not self._joins:
+            return self._leader.wait_for_donors(0.0, 1 << 62)
+        return self._leader.wait_to_join(DONOR_WAIT_SECONDS, self.runner.pace.deadlines.initial_seconds)
 
     def _meet_again(self) -> bool:
         """Enter from a checkpoint: wait for the others and take the state that survives. Returns whether one was taken.

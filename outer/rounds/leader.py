@@ -4,6 +4,7 @@ Other islands see its membership record, its status, its readiness for a round, 
 Only rank 0 has a leader. Calls start work on the event loop and wait for it.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from outer.network.retry import Clock, retry_blocking
 from outer.state.pseudo_gradient import Snapshot
 from outer.state.replica import Replica
 from outer.transfer.donor import Description, Donor
+
+log = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 3.0
 POLL_SECONDS = 0.2
@@ -153,6 +156,19 @@ class Leader:
             seconds,
             lambda: self._num_islands >= num_expected and not self._has_stragglers,
         )
+
+    def wait_to_join(self, seconds: float, first_commit_seconds: float) -> bool:
+        """Whether there are donors, waited for up to `seconds`; longer while others are there without a commit yet."""
+        deadline = self.event_loop.time() + first_commit_seconds
+        while not self.wait_for_donors(seconds, 1 << 62):
+            if self.is_alone or self.event_loop.time() >= deadline:
+                return False
+            log.warning(
+                "the islands that are there have committed no round yet: waiting for the first, at most %.0f s; an "
+                "island that is to begin the run with them is started without island.joins",
+                first_commit_seconds,
+            )
+        return True
 
     @property
     def is_alone(self) -> bool:

@@ -108,6 +108,7 @@ class QuorumRounds:
         """Prepare rounds again after one that this island contributed to."""
         with self._changed:
             self._holds = False
+            self._num_released = self._num_given
             self._changed.notify_all()
 
     # -- on the training thread -------------------------------------------------------------------------------
@@ -119,6 +120,9 @@ class QuorumRounds:
         self._committed: deque[CommittedRound] = deque()
         """Rounds that are committed and have not landed yet."""
         self._num_committed = self._num_landed = 0
+        self._num_given = self._num_released = 0
+        """Committed rounds that contain this island's progress, and those of them after which `go_on` was called. The
+        next contribution may hold again before the rounds thread has noticed the call."""
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -228,12 +232,14 @@ class QuorumRounds:
         with self._changed:
             self._committed.append(committed)
             self._num_committed += 1
+            self._num_given += committed.is_given
             self._changed.notify_all()
 
     def _wait_to_go_on(self) -> None:
         """Wait for as long as the training thread takes to save."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._holds)
+            number = self._num_given
+            self._changed.wait_for(lambda: not self._holds or self._num_released >= number)
 
     def _is_last(self, position: Position) -> bool:
         return self._total_tokens is not None and position.tokens >= self._total_tokens

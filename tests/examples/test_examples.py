@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from diloco.records.run_folder import read_run
+from diloco.report.data_account import data_account
 from diloco.watchdog.signals import end_with_parent
 from tests.faults.bootstraps import bootstrap
 from tests.swarm import GUARD_SECONDS, read_records
@@ -17,6 +19,7 @@ from tests.swarm import GUARD_SECONDS, read_records
 ROOT = Path(__file__).parents[2]
 RUNS = {
     "own_loop": "example",
+    "own_data": "example-data",
     "huggingface_trainer": "example",
     "lora_sft": "lora",
     "lightning_fabric_loop": "fabric",
@@ -71,6 +74,7 @@ def example(folder: Path, name: str, transport: str) -> Iterator[Example]:
     "name, transport",
     [
         pytest.param("own_loop", "tls"),
+        pytest.param("own_data", "tls"),
         pytest.param("huggingface_trainer", "tls"),
         pytest.param("lora_sft", "tls", marks=pytest.mark.slow),
         pytest.param("lightning_fabric_loop", "tls", marks=pytest.mark.slow),
@@ -87,3 +91,6 @@ def test_both_islands_end_with_one_digest_though_one_was_killed(tmp_path: Path, 
         ends = {made.log(index).read_text().splitlines()[-1] for index in (0, 1)}
         assert len(ends) == 1 and next(iter(ends)).startswith("the run is over, digest ")
         assert made.rounds(1)[4]["participants"] == ["island-0", "island-1"]
+        account = data_account(read_run(tmp_path / "runs" / RUNS[name]).islands)
+        assert account["units_repeated"] == 0
+        assert account["units_trained"] == account["steps_accounted"]

@@ -18,13 +18,19 @@ TOKENS = 16
 ModelAndDigest = tuple[dict[str, torch.Tensor], str]
 
 
-def own_config(config: Config, index: int, island: dict[str, Any] | None = None, **outer: Any) -> dict[str, Any]:
-    """The config of island `index` of a swarm of tests, as a loop of one's own has it."""
+def own_config(
+    config: Config,
+    index: int,
+    island: dict[str, Any] | None = None,
+    more: dict[str, Any] | None = None,
+    **outer: Any,
+) -> dict[str, Any]:
+    """The config of island `index` of a swarm of tests, as a loop of one's own has it, with `more` sections."""
     there = config.for_island(index)
     own = {"index": index, "bootstrap": list(there.bootstrap), "run_dir": there.run_dir, "connect_seconds": 20}
     rules = {"rounds": ROUNDS, "inner_steps": STEPS, "transport": "gloo", "start_islands": len(config.islands)}
     rules |= {"wait_seconds": 60.0, "part_elements": 1024}
-    return {"name": "own", "outer": rules | outer, "island": own | (island or {})}
+    return {"name": "own", "outer": rules | outer, "island": own | (island or {})} | (more or {})
 
 
 def small_model(seed: int = 0) -> nn.Module:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,13 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco.assemble import Runtime
 from diloco.config.schema import Config
+from diloco.errors import ConfigError
 from diloco.own_loop.islands import Islands
 from diloco.own_loop.model import trained_params
+from diloco.records.run_folder import read_run
+from diloco.report.data_account import data_account
 from diloco.train import train
 from tests.diloco.own_loop.loops import (
     ROUNDS,
     STEPS,
     TOKENS,
+    ModelAndDigest,
     finish,
     folder_of,
     own_config,
@@ -93,6 +98,20 @@ def test_a_joiner_takes_the_parameters_of_the_others(tmp_path: Path) -> None:
     assert records(tmp_path, "event", 1)[0]["text"].startswith("round 3")
 
 
+def test_a_joiner_that_comes_before_the_first_commit_waits_for_it(tmp_path: Path) -> None:
+    def begin_late(config: Config, index: int) -> ModelAndDigest:
+        until(lambda: (tmp_path / "own" / "LOGBOOK.md").exists(), "the joiner has been started")
+        return train_small(start_islands=1, rounds=6)(config, index)
+
+    with swarm(tmp_path, islands=[{}, {}]) as made:
+        made.start(1, train_small(1, {"joins": True}, start_islands=1, rounds=6))
+        made.start(0, begin_late)
+        for island in made.started:
+            island.finish()
+        (_, first), (_, second) = (island.result() for island in made.started)
+    assert first == second
+
+
 @pytest.mark.parametrize("outer", [{}, STREAMED], ids=["plain", "streamed, int4"])
 def test_islands_killed_in_a_round_end_as_if_nothing_had_been(tmp_path: Path, outer: dict[str, Any]) -> None:
     both = outer | {"quorum": 2}
@@ -126,6 +145,18 @@ def test_an_island_of_two_ranks_and_one_of_one_rank_agree(tmp_path: Path, wrap: 
             island.finish()
         assert two.result() == one.result()
     assert records(tmp_path, "round")[-1]["tokens"] == 2 * STEPS * TOKENS, "those of both ranks"
+
+
+@pytest.mark.parametrize("sizes", [(4, 5), (4, 4)], ids=["other shapes", "other values"])
+def test_pipeline_stages_on_ranks_of_their_own_are_refused(tmp_path: Path, sizes: tuple[int, int]) -> None:
+    def work(config: Config, index: int) -> None:
+        dist.init_process_group("gloo")
+        torch.manual_seed(dist.get_rank())
+        with pytest.raises(ConfigError, match="pipeline stages of your own"):
+            Islands(own_config(config, index), nn.Linear(4, sizes[dist.get_rank()]))
+
+    with swarm(tmp_path, islands=[{"ranks": 2}]) as made:
+        made.start(0, work).finish()
 
 
 def test_only_parameters_that_require_gradients_travel(tmp_path: Path) -> None:
@@ -188,3 +219,35 @@ def test_another_model_is_refused_with_both_descriptions(tmp_path: Path) -> None
 def test_the_view_looks_through_compiled_models() -> None:
     names = [spec.name for spec in trained_params(torch.compile(small_model())).specs]
     assert names == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+QUORUM = {"wait_for": "quorum", "quorum": 1, "rounds": 4}
+
+
+def test_loops_of_unequal_speed_go_on_with_a_quorum_and_end_with_one_digest(tmp_path: Path) -> None:
+    tokens = {"optimizer": {"tokens_per_step": TOKENS}}
+    with swarm(tmp_path, islands=[{}, {}]) as made:
+        made.start(0, train_small(more=tokens, **QUORUM))
+        made.start(1, train_small(island={"faults": ["slow:1x4"]}, more=tokens, **QUORUM))
+        for island in made.started:
+            island.finish()
+        (_, first), (_, second) = (island.result() for island in made.started)
+    assert first == second
+    committed = [record for record in records(tmp_path, "round") if record["committed"]]
+    assert sum(len(record["listeners"]) for record in committed) > 0, "the slow one observes"
+    account = data_account(read_run(tmp_path / "own").islands)
+    assert account["units_repeated"] == 0
+
+
+def test_islands_that_wait_for_a_quorum_are_killed_and_go_on_from_what_they_saved(tmp_path: Path) -> None:
+    tokens = {"optimizer": {"tokens_per_step": TOKENS}}
+    with swarm(tmp_path, islands=[{}, {}]) as made:
+        for island in made.start_all(train_saving_and_die(tmp_path, 3, more=tokens, **QUORUM | {"quorum": 2})):
+            assert island.wait() == [-signal.SIGKILL]
+        for island in made.start_all(train_from_saved(tmp_path, more=tokens, **QUORUM | {"quorum": 2})):
+            island.finish()
+        (_, first), (_, second) = (island.result() for island in made.started[2:])
+    assert first == second
+    joined = [event["text"] for event in records(tmp_path, "event") if event["name"] == "joined"]
+    assert not joined[1].startswith("round 0"), "it goes on"
+    assert data_account(read_run(tmp_path / "own").islands)["units_repeated"] == 0

@@ -21,10 +21,13 @@ ALONE = {"outer": {"transport": "loopback", "rounds": 2, "inner_steps": 1, "star
     "values, text",
     [
         ({"model": {"dim": 32}}, "sets model, which `diloco train` follows"),
-        ({"data": {"seq_len": 8}, "optimizer": {"lr": 1e-3}}, "sets data, optimizer.lr"),
+        ({"optimizer": {"lr": 1e-3}}, "sets optimizer.lr"),
+        ({"island": {"cache_dir": "a"}}, "sets island.cache_dir"),
+        ({"data": {"seq_len": 8}}, "data needs optimizer.tokens_per_step"),
+        ({"data": {"seq_len": 8}, "optimizer": {"tokens_per_step": 12}}, "is not a multiple of data.seq_len (8)"),
         ({"island": {"micro_batch": 4, "name": "a"}}, "sets island.micro_batch, which"),
         ({"islands": [{"mesh": {"tp": 2}}]}, "sets island.mesh, which"),
-        ({"outer": {"wait_for": "quorum"}}, "outer.wait_for is 'quorum'"),
+        ({"outer": {"wait_for": "quorum"}}, "outer.wait_for: quorum needs optimizer.tokens_per_step"),
         ({"outer": {"rounds": 0}}, "outer.rounds"),
     ],
 )

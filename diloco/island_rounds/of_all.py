@@ -11,37 +11,11 @@ later; without, `step` returns when it has landed.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
+from diloco.island_rounds.events import RoundEvents
 from diloco.runtime.progress import NO_PROGRESS, Progress, ResumePoint
 from outer.loop import OuterLoop
-from outer.report import CaughtUp, Landing
-
-
-class RoundEvents(Protocol):
-    """What happens around the rounds of one island. Every rank gets the same calls in the same order."""
-
-    def begins(self, inner_step: int) -> None:
-        """The inner steps of a round begin, after so many inner steps of the run."""
-
-    def launches(self, progress: Progress) -> None:
-        """A round is about to be launched with this progress."""
-
-    def waits(self) -> None:
-        """Training stands still until the round in flight has landed."""
-
-    def landed(self, number: int, progress: Progress, landing: Landing) -> None:
-        """A round has been committed with this progress of the island, and local params continue from it."""
-
-    def caught_up(self, caught: CaughtUp, progress: Progress) -> None:
-        """Others have committed without this island; it has taken their state."""
-
-    def may_save(self, *, is_asked: bool) -> None:
-        """No round is in flight: save now if that is asked for, or if the operator wants it."""
-
-    def why_stop(self, num_rounds: int) -> str:
-        """Why the island should leave after so many rounds of the run, or ""."""
-        ...
+from outer.report import CaughtUp
 
 
 class IslandRounds:
@@ -106,10 +80,13 @@ class IslandRounds:
             return
         self.proceed()
 
+    def go_on(self) -> None:
+        """Nothing waits for the loop after a round of all islands."""
+
     def _begin_round(self) -> None:
         outer = self._outer
-        if outer.cursor.num_left == 0 and outer.in_flight is not None:
-            self._land()  # Only a commit gives this island more data.
+        if outer.in_flight is not None and (outer.cursor.num_left == 0 or outer.begins_stage):
+            self._land()  # Only a commit gives this island more data, or those of the next stage.
         # The learning-rate schedule follows from the round, however many steps the last round had here.
         begin = outer.schedule.begin(outer.round)
         self.inner_step, self._begun_at = begin + self._begun_at, 0

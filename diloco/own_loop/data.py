@@ -1,0 +1,104 @@
+"""`diloco.data`: the text of the run's config in a loop of one's own, each unit of it read by one island only.
+
+islands = diloco.Islands("run.yaml", model, optimizer)     # run.yaml has `data` and `optimizer.tokens_per_step`
+for batch in diloco.data(islands):
+    loss = cross_entropy(model(batch.inputs), batch.targets)
+    ...
+    islands.step(tokens=batch.num_tokens, loss=loss)
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from diloco.errors import ConfigError
+from diloco.own_loop.islands import Islands
+from diloco.own_loop.own_data import OwnData
+from inner.data.batches import heldout_windows
+from inner.data.micro_batch import decode
+
+HELDOUT_TOKENS = 65536
+
+
+class Sequences(NamedTuple):
+    """Some sequences of text, on the CPU."""
+
+    inputs: Tensor
+    """What the model reads, int64 [sequences, seq_len]."""
+    targets: Tensor
+    """The token after each of them, int64 of the same shape; -100 where nothing is learned."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of targets to learn."""
+        return int((self.targets >= 0).sum())
+
+
+class LeasedData:
+    """The text of a run, as one island reads it. Iterate over it once, and call `Islands.step` after each batch."""
+
+    def __init__(self, islands: Islands, text: OwnData, share: tuple[int, int]) -> None:
+        """`share`: which of how many equal shares of each unit this rank reads."""
+        self._islands, self._corpus, self._batches = islands, text.corpus, text.batches
+        self._rank, self._num_ranks = share
+        self._seq_len = islands.config.run.data.seq_len
+        self._num_sequences = islands.config.run.optimizer.tokens_per_step // self._seq_len // self._num_ranks
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens that the tokenizer has."""
+        return self._corpus.vocab_size
+
+    def __iter__(self) -> Iterator[Sequences]:
+        """This rank's share of each unit that the island may train on, until the run is over.
+
+        No unit is given to two islands, and one whose island was lost is given to another.
+        """
+        for unit in self._islands.units():
+            read = self._batches.read_step(unit, self._rank, self._num_ranks, self._num_sequences)
+            self._islands.note_sources(read.source_tokens)
+            yield cut(read.micro_batches[0])
+
+    def heldout(self, num_tokens: int = HELDOUT_TOKENS, batch_size: int = 8) -> Iterator[Sequences]:
+        """Text that is never trained on: this rank's share of about `num_tokens`, the same on every island.
+
+        All ranks get the same number of batches of `batch_size` sequences. Sequences that fill up the last ones have
+        no target to learn.
+        """
+        windows = heldout_windows(
+            self._corpus, self._seq_len, num_tokens, self._rank, self._num_ranks, micro_batch=batch_size
+        )
+        for window in windows:
+            yield cut(window)
+
+
+def data(islands: Islands, *, rank: int | None = None, num_ranks: int | None = None) -> LeasedData:
+    """The text of `data` in the config of `islands`, which it has read and tokenised already.
+
+    Each rank of the island reads its share of every unit. Where ranks compute on the same text together (tensor or
+    context parallel), give the number of the share as `rank` and the number of shares as `num_ranks`. Raises
+    ConfigError.
+    """
+    text = islands.use_data()
+    here = islands.place if rank is None or num_ranks is None else (rank, num_ranks)
+    if (rank is None) != (num_ranks is None) or not 0 <= here[0] < here[1]:
+        raise ConfigError(
+            f"diloco.data: got rank {rank} and num_ranks {num_ranks}; give both, with 0 <= rank < num_ranks"
+        )
+    run = islands.config.run
+    sequences = run.optimizer.tokens_per_step // run.data.seq_len
+    if sequences % here[1]:
+        raise ConfigError(
+            f"diloco.data: a unit has {sequences} sequences (optimizer.tokens_per_step / data.seq_len), which do not "
+            f"divide into {here[1]} equal shares; make tokens_per_step a multiple of {run.data.seq_len * here[1]}"
+        )
+    return LeasedData(islands, text, here)
+
+
+def cut(window_BT: Tensor) -> Sequences:
+    """Inputs and targets of windows of seq_len + 1 tokens."""
+    inputs_BT, targets_BT = decode(window_BT)
+    # What fills up held-out batches is no token; a model must be able to look it up.
+    return Sequences(torch.clamp(inputs_BT[:, :-1], min=0), targets_BT[:, 1:].contiguous())
