@@ -4,16 +4,16 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from diloco.checkpoints.island_checkpoint import IslandCheckpoints, open_checkpoints
-from diloco.config.schema import IslandConfig, RunConfig
+from diloco.config.schema import IslandConfig, RunConfig, at_stage, longest_sequence, most_tokens_per_step, stage_rounds
 from diloco.connections import Shared, open_connections
 from diloco.faults.self_inflicted import build_hooks, slow_down
 from diloco.records.logbook import Logbook
@@ -30,6 +30,7 @@ from diloco.watchdog.activity import ActivityMonitor
 from diloco.watchdog.rank_times import RankTimes
 from inner.data.batches import IslandBatches
 from inner.data.corpus import Corpus
+from inner.data.stages import StageReading, StageStart, find_stage_start
 from inner.measure.profile import Profiler
 from inner.mesh import IslandMesh, resolve_degrees
 from inner.model.sizes import OwnModel, resolve_model
@@ -73,6 +74,8 @@ class Runtime:
     book: Logbook
     moments: ParamsAndMoments | None
     """Parameters with their moments, if the run averages moments."""
+    stage: int
+    """The stage of the run for which trainer and batches are set; -1 before the first round."""
     turns: AbstractContextManager
     """Held while the model computes; it limits how many islands of one process do so at once."""
     tokens: int = 0
@@ -87,18 +90,44 @@ class Runtime:
             self.metrics.write(EventRecord(name=name, text=text))
             self.book.note(name, text)
 
+    @property
+    def stage_config(self) -> RunConfig:
+        """The run's config as it is in the stage."""
+        return at_stage(self.config, max(self.stage, 0))
+
+    def enter_stage(self, number: int) -> None:
+        """Train on the text and with the settings of this stage from the next inner step on."""
+        if number == self.stage or not self.config.stages:
+            return
+        config, borders = at_stage(self.config, number), self.outer.position.ledger.borders
+        assert len(borders) == number, f"{len(borders)} borders in the ledger before stage {number}"
+        self.stage, self.batches = number, build_batches(self.config, self.corpus, borders)
+        self.trainer.enter_stage(config.data.seq_len, config.optimizer)
+        if self.speed is not None:
+            self.speed = self.speed.at_length(config, self.corpus)
+        unit = borders[-1].first if borders else 0
+        self.event("stage", f"{number + 1} of {len(self.config.stages)} from unit {unit}: {describe_stage(config)}")
+
+
+def describe_stage(config: RunConfig) -> str:
+    """What a stage may change, in words."""
+    data, optimizer = config.data, config.optimizer
+    weights = ", ".join(f"{entry.name} {entry.weight:g}" for entry in data.mixture)
+    shares = f"; weights {weights}" if weights else ""
+    return f"steps of {optimizer.tokens_per_step} tokens, sequences of {data.seq_len}, lr {optimizer.lr:g}{shares}"
+
 
 def build_trainer(
     config: RunConfig, island: IslandConfig, corpus: Corpus, device: str, *, num_islands: int = 1
 ) -> Trainer:
     """The inner trainer. With `num_islands` it trains data-parallel on the tokens of so many islands in each step."""
-    optimizer = of_all_islands(config, num_islands).optimizer
+    optimizer = of_all_islands(at_stage(config, 0), num_islands).optimizer
     degrees = resolve_degrees(island.mesh, island.ranks)
     settings = TrainerSettings(
         device=device,
         compute_dtype=island.resolve_compute_dtype(device),
         micro_batch=island.micro_batch,
-        seq_len=config.data.seq_len,
+        seq_len=longest_sequence(config),
         seed=config.seed,
         total_steps=config.total_steps,
         eos_id=corpus.eos_id if config.data.document_mask else None,
@@ -168,14 +197,26 @@ def open_runtime(
             rounds=rounds,
             book=Logbook(folder.parent, island.label),
             moments=moments,
+            stage=-1,
             turns=nullcontext() if shared is None else shared.turns,
         )
 
 
-def build_batches(config: RunConfig, corpus: Corpus) -> IslandBatches:
-    """The corpus in the order in which the run's islands read it."""
-    num_sequences = config.optimizer.tokens_per_step // config.data.seq_len
-    return IslandBatches(corpus, config.data.seq_len, config.seed, config.outer.start_islands, num_sequences)
+def build_batches(config: RunConfig, corpus: Corpus, borders: Sequence[tuple[int, int]] = ()) -> IslandBatches:
+    """The corpus in the order in which the run's islands read it in the stage that begins after these borders."""
+    stages = [read_stage(at_stage(config, number)) for number in range(max(len(config.stages), 1))]
+    weights, seq_len, num_sequences = stages[len(borders)]
+    start = find_stage_start(stages, borders, config.seed) if config.stages else StageStart()
+    texts = tuple(replace(text, weight=weight) for text, weight in zip(corpus.texts, weights, strict=True))
+    corpus = replace(corpus, texts=texts)
+    return IslandBatches(corpus, seq_len, config.seed, config.outer.start_islands, num_sequences, start)
+
+
+def read_stage(config: RunConfig) -> StageReading:
+    """How a stage with this config reads the text."""
+    weights = [entry.weight for entry in config.data.mixture] or [1.0]
+    seq_len = config.data.seq_len
+    return StageReading(weights, seq_len, config.optimizer.tokens_per_step // seq_len)
 
 
 @contextmanager
@@ -211,7 +252,8 @@ def build_loop_settings(
     # fixed before it was contributed.
     num_rounds = 2 if config.outer.wait_for == "all" else 4
     return LoopSettings(
-        max_tokens=num_rounds * config.outer.inner_steps * config.optimizer.tokens_per_step,
+        max_tokens=num_rounds * config.outer.inner_steps * most_tokens_per_step(config),
+        stage_rounds=stage_rounds(config),
         joins=island.joins,
         index=island.index,
         seed=config.seed,

@@ -10,8 +10,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from diloco.config.from_swarm import parse_swarm_config, swarm_text
+from diloco.config.overrides import differing_keys
 from diloco.config.own_code import find_other_code
-from diloco.config.schema import IslandConfig, RunConfig, differing_keys
+from diloco.config.schema import IslandConfig, RunConfig
 from diloco.errors import ConfigError
 from outer.connect.opening import open_network
 from outer.connect.settings import Network, NetworkSettings

@@ -11,7 +11,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from diloco.assemble import Runtime
-from diloco.island_rounds import IslandRounds
+from diloco.config.schema import stage_in_round
+from diloco.island_rounds.of_all import IslandRounds
 from diloco.records.metrics import EventRecord
 from diloco.runtime.garbage import collect_garbage
 from diloco.runtime.progress import Progress, ResumedState, ResumePoint
@@ -33,6 +34,7 @@ def run(runtime: Runtime) -> None:
     resumed = resume(runtime)
     outer.begin()
     record_entry(runtime, outer.position)
+    runtime.enter_stage(stage_in_round(runtime.config, outer.round))
     duties = IslandDuties(runtime, num_rounds, has_saved=resumed is not None)
     if resumed is not None and (resumed.round, resumed.digest) == (outer.position.round, outer.digest):
         duties.rounds.resume(resumed.point)
@@ -70,6 +72,7 @@ class IslandDuties:
 
     def begins(self, inner_step: int) -> None:
         self.runtime.trainer.inner_step = inner_step
+        self.runtime.enter_stage(stage_in_round(self.runtime.config, self.runtime.outer.round))
 
     def launches(self, progress: Progress) -> None:
         self.runtime.activity.start_untimed("a round")
@@ -141,7 +144,7 @@ def evaluate(runtime: Runtime, cycle: int | None = None) -> None:
     # In plain rounds the local params are equal to the global params at this point.
     with nullcontext() if outer.is_plain else runtime.outer.global_params(), runtime.turns:
         cycle = position.round // outer.fragments if cycle is None else cycle
-        record = evaluate_heldout(runtime.config, runtime.trainer, runtime.corpus, cycle, position.tokens)
+        record = evaluate_heldout(runtime.stage_config, runtime.trainer, runtime.corpus, cycle, position.tokens)
     if runtime.metrics is not None:
         runtime.metrics.write(record)
         log.info("round %d: held-out loss %.4f, %.4f bits per byte", record.round, record.loss, record.bits_per_byte)

@@ -93,7 +93,7 @@ class Trainer:
         self.settings = settings
         self.mesh = mesh
         self.inner_step = 0
-        self._config = optimizer_config
+        self._config, self._seq_len = optimizer_config, settings.seq_len
         self._device = torch.device(settings.device)
         self._skipped_in_a_row = 0
         self._splits_stream = parallel.splits_stream(mesh.degrees.tp)
@@ -127,8 +127,16 @@ class Trainer:
     def micro_batches_per_step(self) -> int:
         """Number of micro-batches that step() expects on each rank."""
         return accumulation_steps(
-            self._config.tokens_per_step, self.settings.seq_len, self.settings.micro_batch, self.num_data_ranks
+            self._config.tokens_per_step, self._seq_len, self.settings.micro_batch, self.num_data_ranks
         )
+
+    def enter_stage(self, seq_len: int, optimizer_config: OptimizerConfig) -> None:
+        """From now on train on sequences of this length, with the lr and the tokens of a step of this config.
+
+        `seq_len` is at most that of the settings. Every rank must call it between the same steps.
+        """
+        assert seq_len <= self.settings.seq_len, f"{seq_len}, the longest is {self.settings.seq_len}"
+        self._seq_len, self._config = seq_len, optimizer_config
 
     def step(self, micro_batches: Sequence[Tensor]) -> StepResult:
         """Make one inner step on micro-batches of int64 (micro_batch, seq_len + 1) on the CPU; -100 is ignored.
@@ -175,7 +183,7 @@ class Trainer:
         most = torch.tensor(len(here), device=self._device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         # A forward is collective, so all ranks must run the same number.
-        empty = empty_window(self.settings.micro_batch, self.settings.seq_len)
+        empty = empty_window(self.settings.micro_batch, self._seq_len)
         padded = here + [empty] * (int(most) - len(here))
         my_loss = self._counted_loss(self._runner.evaluate(list(map(self._cutter, padded))))
         for stage in self.stages:

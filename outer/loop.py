@@ -88,6 +88,11 @@ class OuterLoop:
         return self.position.round if self._in_flight is None else self._in_flight.snapshot.round + 1
 
     @property
+    def begins_stage(self) -> bool:
+        """Whether `round` is the first of a stage of the run, for which the data of the stage before are closed."""
+        return self.round in self.replica.terms.stage_rounds
+
+    @property
     def in_flight(self) -> int | None:
         """The round that is launched and has not landed, if there is one."""
         return None if self._in_flight is None else self._in_flight.snapshot.round
@@ -268,7 +273,7 @@ def build_loop(
         cursor = StaticCursor(config, settings.index, joins=settings.joins)
         averager = build_gossip_averager(config, identity, replica, network, event_loop, pace, settings)
     else:
-        replica = Replica(config, params, ranks)
+        replica = Replica(config, params, ranks, settings.stage_rounds)
         cursor = LeaseCursor(identity.island, settings.index, identity.incarnation, replica.terms)
         averager = build_agreed_averager(config, identity, replica, network, event_loop, pace, cursor, settings)
     pending = PendingProgress(replica, cursor, config.fragments, settings.max_tokens)

@@ -41,6 +41,8 @@ class LoopSettings:
     """Never begin a run: take the state of other islands."""
     index: int = 0
     """Which of the first leases of data belongs to this island; from start_islands on, none."""
+    stage_rounds: tuple[int, ...] = ()
+    """The first round of each stage of the run after the first."""
     seed: int = 0
     """The run's seed; it decides the partners of each gossip round."""
     link_kbit: int = 0

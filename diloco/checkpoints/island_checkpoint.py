@@ -18,7 +18,8 @@ import torch
 from diloco.checkpoints.facts import IslandFacts, parse_island_facts
 from diloco.checkpoints.mirror import Mirror
 from diloco.checkpoints.signing import island_signer
-from diloco.config.schema import IslandConfig, RunConfig, differing_keys
+from diloco.config.overrides import differing_keys
+from diloco.config.schema import IslandConfig, RunConfig
 from diloco.runtime.progress import ResumedState, ResumePoint
 from inner.checkpoint.manifest import Signer
 from inner.checkpoint.save_load import Checkpoints

@@ -6,7 +6,7 @@ from itertools import product
 from pathlib import Path
 from typing import get_args
 
-from diloco.config.schema import Config, IslandConfig, RunConfig
+from diloco.config.schema import Config, IslandConfig, RunConfig, at_stage
 from diloco.errors import ConfigError
 from inner.config import Recompute
 from inner.data.bigram import bigram_loss
@@ -32,6 +32,31 @@ def check_island(run: RunConfig, island: IslandConfig, where: str) -> None:
     """Raise ConfigError if the island's mesh or micro-batch cannot train this run. `where` names it in the error."""
     check_trainer(run)
     check_extras(island, where)
+    check_stages_of_island(run, island, where)
+    for stage in range(len(run.stages) or 1):
+        check_mesh(at_stage(run, stage), island, where)
+
+
+def check_stages_of_island(run: RunConfig, island: IslandConfig, where: str) -> None:
+    """Raise ConfigError if the island's mesh holds still what stages of the run change."""
+    stages = [at_stage(run, number) for number in range(len(run.stages))]
+    lengths = {stage.data.seq_len for stage in stages}
+    steps = {stage.optimizer.tokens_per_step for stage in stages}
+    degrees = island.mesh
+    if len(lengths) > 1 and max(degrees.cp, degrees.tp, degrees.pp) > 1:
+        raise ConfigError(
+            f"{where}: stages change data.seq_len, and with island.mesh.cp, tp or pp above 1 it stays as it is; leave "
+            "seq_len out of the stages, or use dp_shard and dp_replicate alone"
+        )
+    if len(steps) > 1 and degrees.pp > 1:
+        raise ConfigError(
+            f"{where}: stages change optimizer.tokens_per_step, and with island.mesh.pp above 1 the number of "
+            "micro-batches stays as it is; leave tokens_per_step out of the stages, or set island.mesh.pp to 1"
+        )
+
+
+def check_mesh(run: RunConfig, island: IslandConfig, where: str) -> None:
+    """Raise ConfigError if the island's mesh or micro-batch does not fit the run, which has no stages or is one."""
     try:
         list_candidates(run, island)
     except ValueError as error:

@@ -57,6 +57,7 @@ FROM_SWARM = {
     "outer.gossip": "group momentum lr pull params",
     "outer.coding": "feedback rounding top_k chunk_elements value_bits rank",
     "evaluate": "every_rounds tokens",
+    "stages": "tokens seq_len tokens_per_step lr weights",
 }
 """The other keys of the run's part, by section. A test checks that each key of the schema is in one of the tables."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")

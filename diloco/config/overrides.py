@@ -3,6 +3,7 @@
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
 from diloco.errors import ConfigError
 
@@ -46,3 +47,21 @@ def merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     """`base` with the values of `change`; sections are merged key by key."""
     both = {key for key, value in change.items() if isinstance(value, dict) and isinstance(base.get(key), dict)}
     return base | change | {key: merge(base[key], change[key]) for key in both}
+
+
+def differing_keys(ours: BaseModel, theirs: BaseModel) -> list[str]:
+    """One line for each key that differs between two runs, with both values."""
+    flat_ours, flat_theirs = flatten(ours.model_dump(mode="json")), flatten(theirs.model_dump(mode="json"))
+    return [
+        f"{key}: here {flat_ours.get(key)!r}, in the run {flat_theirs.get(key)!r}"
+        for key in flat_ours | flat_theirs
+        if flat_ours.get(key) != flat_theirs.get(key)
+    ]
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values of a dumped config by their dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

@@ -29,7 +29,9 @@ from inner.config import (
     ModelConfig,
     OptimizerConfig,
     Section,
+    StageConfig,
 )
+from inner.config.stages import check_stages, count_stage_cycles
 from inner.errors import InputError
 from inner.huggingface.model_config import fill_sizes_from_folder
 from outer.config import OuterConfig
@@ -48,6 +50,8 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     outer: OuterConfig = OuterConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    stages: tuple[StageConfig, ...] = ()
+    """Changes of mixture, length of sequences, batch and learning rate in the course of the run. Empty: none."""
     params: str = ""
     """What identifies the trained parameters where `diloco.Islands` runs in a loop of one's own; filled in by it."""
     code_sha256: dict[str, str] = Field(default_factory=dict)
@@ -64,6 +68,11 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _stages_fit(self) -> "RunConfig":
+        check_stages_of_run(self)
+        return self
+
     @property
     def total_steps(self) -> int:
         """Number of inner steps of one island in the whole run."""
@@ -77,7 +86,8 @@ class RunConfig(Section):
     @property
     def hash(self) -> str:
         """Hex digest of all values that the islands must agree on."""
-        not_agreed = {"code_sha256"} if self.params else {"code_sha256", "params"}
+        unset = {name for name in ("params", "stages") if not getattr(self, name)}
+        not_agreed = {"code_sha256"} | unset
         text = json.dumps(self.model_dump(mode="json", exclude=not_agreed), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -157,19 +167,49 @@ def dump_config(config: BaseModel) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def differing_keys(ours: RunConfig, theirs: RunConfig) -> list[str]:
-    """One line for each key that differs between two runs, with both values."""
-    flat_ours, flat_theirs = flatten(ours.model_dump(mode="json")), flatten(theirs.model_dump(mode="json"))
-    return [
-        f"{key}: here {flat_ours.get(key)!r}, in the run {flat_theirs.get(key)!r}"
-        for key in flat_ours | flat_theirs
-        if flat_ours.get(key) != flat_theirs.get(key)
-    ]
+def at_stage(run: RunConfig, number: int) -> RunConfig:
+    """The config that holds in a stage of the run, by its number from 0."""
+    if not run.stages:
+        return run
+    data, optimizer = run.stages[number].apply(run.data, run.optimizer)
+    return run.model_copy(update={"data": data, "optimizer": optimizer})
 
 
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values of a dumped config by their dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
+def stage_rounds(run: RunConfig) -> tuple[int, ...]:
+    """The first round of each stage after the first: the first round of a cycle."""
+    outer, tokens = run.outer, [at_stage(run, number).optimizer.tokens_per_step for number in range(len(run.stages))]
+    a_step = outer.inner_steps * outer.start_islands
+    cycles = count_stage_cycles(run.stages, [a_step * each for each in tokens])
+    return tuple(sum(cycles[: number + 1]) * outer.fragments for number in range(len(cycles)))
+
+
+def stage_in_round(run: RunConfig, number: int) -> int:
+    """The stage of the inner steps that are made for round `number`."""
+    return sum(number >= first for first in stage_rounds(run))
+
+
+def most_tokens_per_step(run: RunConfig) -> int:
+    """Tokens of the largest step of an island in the run."""
+    return max((at_stage(run, n).optimizer.tokens_per_step for n in range(len(run.stages))), default=0) or (
+        run.optimizer.tokens_per_step
+    )
+
+
+def longest_sequence(run: RunConfig) -> int:
+    """Tokens of the longest sequence of the run."""
+    return max((at_stage(run, number).data.seq_len for number in range(len(run.stages))), default=run.data.seq_len)
+
+
+def check_stages_of_run(run: RunConfig) -> None:
+    """Raise ValueError if the run's stages cannot be followed."""
+    if not run.stages:
+        return
+    check_stages(run.stages, run.data, run.optimizer)
+    if run.outer.gossip is not None or run.outer.wait_for == "quorum":
+        how = "gossip" if run.outer.gossip is not None else "wait_for: quorum"
+        raise ValueError(f"stages begin with a round of all islands, and outer has {how}; take one of them out")
+    if (needed := stage_rounds(run)[-1:]) and needed[0] >= run.outer.num_rounds:
+        raise ValueError(
+            f"stages: the last one would begin after {needed[0] // run.outer.fragments} cycles, and outer.rounds is "
+            f"{run.outer.rounds}; raise outer.rounds or lower the tokens of earlier stages"
+        )

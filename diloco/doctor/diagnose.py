@@ -16,7 +16,8 @@ import typer
 
 from diloco.config.from_swarm import parse_swarm_config
 from diloco.config.init_weights import pin_weights_hash
-from diloco.config.schema import RunConfig, differing_keys, load_config, parse_config
+from diloco.config.overrides import differing_keys
+from diloco.config.schema import RunConfig, load_config, parse_config
 from diloco.doctor.address_checks import time_connection
 from diloco.doctor.checks import Check
 from diloco.doctor.host_memory_check import check_host_memory

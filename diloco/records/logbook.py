@@ -11,7 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from diloco.config.schema import IslandConfig, RunConfig, flatten
+from diloco.config.overrides import flatten
+from diloco.config.schema import IslandConfig, RunConfig
 from diloco.formatting import one_line
 from diloco.records.environment import write_environment
 from diloco.records.latest import ENDS

@@ -141,6 +141,8 @@ class EvalRecord:
     tokens: int
     loss: float | None
     bits_per_byte: float | None
+    source_losses: dict[str, float | None] = field(default_factory=dict)
+    """The loss by source, if the data is a mixture."""
     time: float = field(default_factory=time.time)
     kind: Literal["eval"] = "eval"
 

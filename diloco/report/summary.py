@@ -72,6 +72,7 @@ def training_figures(islands: Sequence[IslandRecords]) -> Summary:
             mean_of_known([e.bits_per_byte for e in own.values()]) if has_own else last.bits_per_byte if last else None
         ),
         "final_eval_losses": {name: record.loss for name, record in own.items()} if has_own else None,
+        "final_source_losses": find_source_losses(islands),
         "eval_losses": mean_eval_losses(islands),
         "tokens": sum(max((s.tokens for s in island.steps), default=0) for island in islands),
         "source_tokens": count_source_tokens(islands),
@@ -115,6 +116,14 @@ def find_last_evals(islands: Sequence[IslandRecords]) -> dict[str, EvalRecord]:
     found = {island.name: max(island.evals, key=lambda e: (e.round, e.time)) for island in islands if island.evals}
     newest = max((record.round for record in found.values()), default=0)
     return {name: record for name, record in found.items() if record.round == newest}
+
+
+def find_source_losses(islands: Sequence[IslandRecords]) -> dict[str, float | None]:
+    """The last held-out loss of each source of a mixture, of whichever island has it. Empty without a mixture."""
+    found: dict[str, float | None] = {}
+    for record in sorted((e for island in islands for e in island.evals), key=lambda e: (e.round, e.time)):
+        found.update(record.source_losses)
+    return found
 
 
 def mean_eval_losses(islands: Sequence[IslandRecords]) -> dict[str, float]:

@@ -105,6 +105,8 @@ def _data_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     """Figures about the inner steps and the text they read."""
     if summary["committed_share"] is not None:
         yield "Inner steps in committed rounds", f"{summary['committed_share'] * 100:.1f} %"
+    if losses := summary.get("final_source_losses"):
+        yield "Held-out loss by source", ", ".join(f"{name} {human_loss(loss)}" for name, loss in losses.items())
     if summary["source_tokens"]:
         yield "Tokens by source", _format_shares(summary["source_tokens"])
     if summary["units_trained"] is not None:

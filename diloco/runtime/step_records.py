@@ -1,11 +1,11 @@
 """Step and evaluation records, made in the same way by islands and by the data-parallel baseline."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diloco.config.schema import IslandConfig, RunConfig
 from diloco.records.metrics import EvalRecord, StepRecord
-from inner.data.batches import StepBatch, heldout_windows
+from inner.data.batches import StepBatch, heldout_counts, heldout_windows
 from inner.data.corpus import Corpus
 from inner.flops import flops_per_token
 from inner.measure.peak_flops import peak_flops, utilisation
@@ -21,6 +21,13 @@ class MfuMeter:
     peak: float | None
     """Measured peak FLOP/s of one rank; None if there is none for this device and compute dtype, or it is not used."""
     num_ranks: int
+
+    def at_length(self, config: RunConfig, corpus: Corpus) -> "MfuMeter":
+        """The meter for sequences of this config's length."""
+        model = resolve_model(config.model, corpus.vocab_size)
+        if isinstance(model, OwnModel):
+            return self
+        return replace(self, flops_per_token=flops_per_token(model, config.data.seq_len).total)
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Model FLOPs utilisation, in the convention of inner/flops.py."""
@@ -56,14 +63,34 @@ def make_step_record(result: StepResult, tokens: int, speed: MfuMeter, batch: St
 
 
 def evaluate_heldout(config: RunConfig, trainer: Trainer, corpus: Corpus, round_number: int, tokens: int) -> EvalRecord:
-    """Compute the held-out loss of the trainer's current params. Every rank must call it."""
-    seq_len, micro_batch = config.data.seq_len, trainer.settings.micro_batch
-    windows = heldout_windows(
-        corpus, seq_len, config.evaluate.tokens, trainer.data_rank, trainer.num_data_ranks, micro_batch
+    """Compute the held-out loss of the trainer's current params, and of each source. Every rank must call it."""
+    seq_len = config.data.seq_len
+    counts = heldout_counts(corpus, seq_len, config.evaluate.tokens)
+    # A source of little weight has a loss as well, and no part in the mixture's.
+    sums = [
+        _sum_losses(config, trainer, replace(corpus, texts=(text,)), max(count, 1))
+        for text, count in zip(corpus.texts, counts, strict=True)
+    ]
+    counted = [each for each, count in zip(sums, counts, strict=True) if count]
+    loss = sum(loss_sum for loss_sum, _ in counted) / sum(targets for _, targets in counted)
+    by_source = {
+        text.name: total / targets if targets and math.isfinite(total) else None
+        for text, (total, targets) in zip(corpus.texts, sums, strict=True)
+    }
+    return EvalRecord(
+        round=round_number,
+        tokens=tokens,
+        loss=loss,
+        bits_per_byte=bits_per_byte(loss, corpus),
+        source_losses=by_source if len(corpus.texts) > 1 else {},
     )
-    loss_sum, num_targets = trainer.evaluate(windows)
-    loss = loss_sum / num_targets
-    return EvalRecord(round=round_number, tokens=tokens, loss=loss, bits_per_byte=bits_per_byte(loss, corpus))
+
+
+def _sum_losses(config: RunConfig, trainer: Trainer, corpus: Corpus, num_windows: int) -> tuple[float, int]:
+    """Summed loss and number of targets of the first held-out windows of a corpus of one source."""
+    seq_len, micro_batch = config.data.seq_len, trainer.settings.micro_batch
+    place = trainer.data_rank, trainer.num_data_ranks
+    return trainer.evaluate(heldout_windows(corpus, seq_len, num_windows * seq_len, *place, micro_batch))
 
 
 def bits_per_byte(loss: float, corpus: Corpus) -> float:

@@ -239,6 +239,8 @@ def baseline_ranks(config: Config) -> int:
 
 def check_baseline(config: Config) -> None:
     """Raise ConfigError if the tokens of a step of all islands do not divide evenly over all ranks."""
+    if config.stages:
+        raise ConfigError("--baseline trains with one text and one step, and the run has stages; leave either out")
     first, ranks = config.for_island(0), baseline_ranks(config)
     together = config.optimizer.tokens_per_step * len(config.islands)
     micro_batch = 1 if "micro_batch" in first.auto else first.micro_batch

@@ -4,7 +4,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from diloco.config.check import bigram_baseline, check_run, count_params
-from diloco.config.schema import Config, differing_keys, dump_config, load_config
+from diloco.config.overrides import differing_keys
+from diloco.config.schema import Config, dump_config, load_config
 from diloco.errors import ConfigError
 from diloco.records.run_folder import RunFacts, write_facts
 from inner.files import write_atomically

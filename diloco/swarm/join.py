@@ -7,7 +7,8 @@ import typer
 
 from diloco.config.check import check_island
 from diloco.config.from_swarm import check_places, describe_data, parse_swarm_config
-from diloco.config.schema import Config, differing_keys, dump_config, load_config, parse_config
+from diloco.config.overrides import differing_keys
+from diloco.config.schema import Config, dump_config, load_config, parse_config
 from diloco.errors import ConfigError
 from diloco.runtime.processes import become_island
 from inner.files import write_atomically

@@ -13,6 +13,7 @@ from inner.config.parallel import (
     Schedule,
 )
 from inner.config.section import Section
+from inner.config.stages import StageConfig
 
 __all__ = [
     "ROPE_KEYS",
@@ -34,4 +35,5 @@ __all__ = [
     "Section",
     "ShardsConfig",
     "SourceConfig",
+    "StageConfig",
 ]

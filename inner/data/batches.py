@@ -10,14 +10,24 @@ import torch
 
 from inner.data.corpus import Corpus, Text
 from inner.data.micro_batch import IGNORE_INDEX
-from inner.data.mixture import MixedOrder, MixtureShares, Sequences, StreamedTokens, WholeText
+from inner.data.mixture import (
+    MixedOrder,
+    MixtureShares,
+    OneOrder,
+    SequenceOrder,
+    Sequences,
+    StreamedTokens,
+    WholeText,
+)
 from inner.data.shards import Tokens
+from inner.data.stages import BlockOrder, StageStart
 from inner.errors import InputError
 
 EXPECT_SECONDS = 1.0
 """What comes next is looked at no more often."""
 EXPECT_UNITS = 1024
 """How far it is looked ahead at most."""
+FROM_THE_START = StageStart()
 
 
 @dataclass(frozen=True)
@@ -43,11 +53,24 @@ class IslandBatches:
     A single island with n times the sequences_per_step therefore reads the same sequences in every step.
     """
 
-    def __init__(self, corpus: Corpus, seq_len: int, seed: int, num_islands: int, sequences_per_step: int) -> None:
+    def __init__(
+        self,
+        corpus: Corpus,
+        seq_len: int,
+        seed: int,
+        num_islands: int,
+        sequences_per_step: int,
+        start: StageStart = FROM_THE_START,
+    ) -> None:
+        """`start` is where a stage of the run begins to read."""
         self._texts = corpus.texts
         self._seq_len = seq_len
+        self._first_unit = start.unit
         self._sequences = [_cut(text, seq_len, seed, corpus.shuffled_tokens) for text in corpus.texts]
-        self._order = MixedOrder(corpus.weights, [sequences.order for sequences in self._sequences], seed)
+        orders = [sequences.order for sequences in self._sequences]
+        if start.block_len is not None:
+            orders = [_read_blocks(text, seq_len, seed, start, number) for number, text in enumerate(corpus.texts)]
+        self._order = MixedOrder(corpus.weights, orders, seed)
         self._num_islands = num_islands
         self._sequences_per_step = sequences_per_step
         self.is_streamed = any(isinstance(text.train, StreamedTokens) for text in corpus.texts)
@@ -64,7 +87,7 @@ class IslandBatches:
                 f"micro-batches of {micro_batch}; make tokens_per_step a multiple of "
                 f"{self._seq_len * num_data_ranks * micro_batch} (seq_len x data ranks x micro-batch)"
             )
-        first = unit * self._sequences_per_step + data_rank * per_rank
+        first = self._position(unit) + data_rank * per_rank
         starts = range(first, first + per_rank, micro_batch)
         return [self._read(range(start, start + micro_batch)) for start in starts]
 
@@ -90,10 +113,15 @@ class IslandBatches:
             yield range(first, end) if len(self._texts) == 1 else self._order.bounds(source, first, end)
 
     def tokens_by_source(self, unit: int) -> dict[str, int]:
-        first = unit * self._sequences_per_step
+        first = self._position(unit)
         before, after = self._order.counts(first), self._order.counts(first + self._sequences_per_step)
         numbers = [(new - old) * self._seq_len for old, new in zip(before, after, strict=True)]
         return {text.name: number for text, number in zip(self._texts, numbers, strict=True)}
+
+    def _position(self, unit: int) -> int:
+        """Position of the first sequence of a unit in the reading order of the stage."""
+        assert unit >= self._first_unit, f"unit {unit} is of an earlier stage, this one begins with {self._first_unit}"
+        return (unit - self._first_unit) * self._sequences_per_step
 
     def _read(self, positions: range) -> torch.Tensor:
         places = [self._order[position] for position in positions]
@@ -120,9 +148,7 @@ def heldout_windows(
     text. Every rank yields the same number of batches, because a sharded forward pass needs all ranks. Sources are
     mixed in the same proportions as in training.
     """
-    shares = MixtureShares(corpus.weights)
-    available = shares.max_positions([_num_windows(text, text.heldout, seq_len, "held-out") for text in corpus.texts])
-    num_windows = min(available, -(-num_tokens // seq_len))
+    shares, num_windows = MixtureShares(corpus.weights), sum(heldout_counts(corpus, seq_len, num_tokens))
     num_micro_batches = -(-num_windows // (num_data_ranks * micro_batch))
     first = data_rank * num_micro_batches * micro_batch
     for start in range(first, first + num_micro_batches * micro_batch, micro_batch):
@@ -131,6 +157,16 @@ def heldout_windows(
             place = shares.locate(index)
             batch[row] = _window(corpus.texts[place.source].heldout, place.sequence, seq_len)
         yield batch
+
+
+def heldout_counts(corpus: Corpus, seq_len: int, num_tokens: int) -> tuple[int, ...]:
+    """Number of windows of each source that an evaluation on `num_tokens` targets reads, in the mixture's proportions.
+
+    It may be 0 for a source of little weight.
+    """
+    shares = MixtureShares(corpus.weights)
+    available = shares.max_positions([_num_windows(text, text.heldout, seq_len, "held-out") for text in corpus.texts])
+    return shares.counts(min(available, -(-num_tokens // seq_len)))
 
 
 def _window(tokens: Tokens, index: int, seq_len: int) -> torch.Tensor:
@@ -146,6 +182,13 @@ def _cut(text: Text, seq_len: int, seed: int, shuffled_tokens: int | None) -> Se
         return text.train.cut(seq_len, seed)
     _num_windows(text, text.train, seq_len, "training")
     return WholeText(text.train, seq_len, seed, shuffled_tokens)
+
+
+def _read_blocks(text: Text, seq_len: int, seed: int, start: StageStart, source: int) -> OneOrder:
+    """The order of a source in a stage of the run, after the blocks that earlier stages have begun."""
+    assert start.block_len is not None, "only stages read blocks"
+    num_blocks = _num_windows(text, text.train, start.block_len, "training")
+    return BlockOrder(SequenceOrder(num_blocks, seed), start.blocks[source], start.block_len // seq_len)
 
 
 def _num_windows(text: Text, tokens: Tokens, seq_len: int, split: str) -> int:

@@ -104,7 +104,9 @@ class MixtureShares:
         exact = [Fraction(weight) for weight in weights]
         rest = list(accumulate(reversed(exact)))[::-1]
         # Each fraction is of what the earlier sources leave. Integers, because floats may round differently elsewhere.
-        self._steps = [(weight / left).as_integer_ratio() for weight, left in zip(exact, rest, strict=True)]
+        self._steps = [
+            (weight / left).as_integer_ratio() if left else (0, 1) for weight, left in zip(exact, rest, strict=True)
+        ]
 
     def counts(self, n: int) -> tuple[int, ...]:
         """Number of positions of each source; they add up to n."""

@@ -16,12 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, reduce
 from itertools import chain
 from operator import itemgetter
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from outer.leases.ranges import MAX_UNIT, Ranges, UnitRange, append, count, deal, head, tail
+from outer.leases.stages import Border
 from outer.network.endpoints import ISLAND_NAME
 from outer.network.messages import Message, do_shared
 
@@ -35,6 +36,8 @@ MISSED_COMMITS = 1
 """Commits that an island may miss without losing its lease, because its progress may be re-based."""
 MAX_OPEN = 1 << 24
 """Maximum number of leased and returned units in a ledger from a peer or a file."""
+MAX_STAGES = 256
+"""Maximum number of stages of a run."""
 Holder = Annotated[str, Field(max_length=64, pattern=f"^#?{ISLAND_NAME}$")]
 
 
@@ -68,12 +71,29 @@ class Ledger(Message):
     """Units of leases that ended before they were trained, in ascending order."""
     leases: dict[Holder, Lease] = Field(default={}, max_length=4096)
     """Leases by island. `#i` stands for the island with index i until its first commit tells its name."""
+    borders: tuple[Border, ...] = Field(default=(), max_length=MAX_STAGES)
+    """Where the stages after the first begin."""
+    closed: int = Field(default=0, ge=0, le=MAX_UNIT)
+    """Number of units below the last border that no committed round has trained, and none will."""
+
+    @model_serializer(mode="wrap")
+    def _leave_out_stages(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A run of one stage has the ledger, and so the digests, that it had before there were stages."""
+        values = handler(self)
+        return values if self.borders else {name: values[name] for name in ("frontier", "returned", "leases")}
 
     @model_validator(mode="after")
     def _check_units(self) -> "Ledger":
         ranges = [*self.returned, *(units for lease in self.leases.values() for units in lease.runs)]
         if any(units[-1] >= self.frontier for units in ranges):
             raise ValueError("a unit beyond the frontier is leased or returned")
+        bounds = [unit for border in self.borders for unit in border]
+        if bounds != sorted(bounds) or bounds[-1:] > [self.frontier] or any(unit < 0 for unit in bounds):
+            raise ValueError("the borders of stages are not in order")
+        if bounds and any(units[0] < bounds[-1] for units in ranges):
+            raise ValueError("a unit of an earlier stage is leased or returned")
+        if self.closed > bounds[-1] if bounds else self.closed:
+            raise ValueError("more units are closed than there are before the last border")
         if sum(map(len, ranges)) > MAX_OPEN:
             raise ValueError(f"more than {MAX_OPEN} units are leased or returned")
         units = np.concatenate([np.arange(r.start, r.stop, r.step) for r in ranges] or [np.empty(0, np.int64)])
@@ -94,7 +114,7 @@ class Ledger(Message):
     @property
     def trained(self) -> int:
         """Number of units that committed rounds have trained."""
-        return self.frontier - self.open
+        return self.frontier - self.open - self.closed
 
     @property
     def open(self) -> int:
@@ -106,6 +126,8 @@ class Terms(Message):
     """Sizes of leases in units, which are the same on every island."""
 
     inner_steps: int = Field(ge=1)
+    stage_rounds: tuple[int, ...] = ()
+    """The first round of each stage after the first."""
 
     @property
     def lease(self) -> int:
@@ -121,7 +143,7 @@ def reopen(ledger: Ledger, num_islands: int, terms: Terms) -> Ledger:
     closed = [*ledger.returned, *(units for lease in ledger.leases.values() for units in lease.runs)]
     needs = {placeholder(index): terms.lease for index in range(num_islands)}
     given, returned, frontier = deal(sorted(closed, key=itemgetter(0)), ledger.frontier, needs)
-    return _build_ledger(frontier, returned, {name: Lease(runs=ranges) for name, ranges in given.items()})
+    return _build_ledger(frontier, returned, {name: Lease(runs=ranges) for name, ranges in given.items()}, ledger)
 
 
 def begin_ledger(num_islands: int, terms: Terms) -> Ledger:
@@ -181,8 +203,8 @@ def find_refusals(ledger: Ledger, claims: Sequence[Claim], terms: Terms) -> dict
     return causes
 
 
-def settle(ledger: Ledger, claims: Sequence[Claim], terms: Terms) -> Ledger:
-    """The ledger after a commit with these claims, in plan order. None of them may be refused.
+def settle(ledger: Ledger, claims: Sequence[Claim], terms: Terms, next_round: int = 0) -> Ledger:
+    """The ledger after a commit with these claims, in plan order, before `next_round`. None of them may be refused.
 
     The claimed units are trained. The participants' leases are filled up, first with returned units, then from the
     frontier. Leases of islands that have missed too many commits end, and their units are returned.
@@ -206,7 +228,22 @@ def settle(ledger: Ledger, claims: Sequence[Claim], terms: Terms) -> Ledger:
     needs = {c.island: terms.lease - count(left[c.island]) for c in claims if c.island in leases or c.listens}
     dealt, returned, frontier = deal(sorted([*returned, *lapsed], key=itemgetter(0)), frontier, needs)
     leases |= {name: Lease(runs=reduce(append, ranges, left[name])) for name, ranges in dealt.items()}
-    return _build_ledger(frontier, returned, leases)
+    settled_ledger = _build_ledger(frontier, returned, leases, ledger)
+    return open_stage(settled_ledger, terms) if next_round in terms.stage_rounds else settled_ledger
+
+
+def open_stage(ledger: Ledger, terms: Terms) -> Ledger:
+    """The ledger at the border to a new stage: what is open is closed, and its holders lease units of the new stage."""
+    first = ledger.frontier + (NUM_SPARES + 1) * terms.spare
+    needs = dict.fromkeys(sorted(ledger.leases), terms.lease)
+    dealt, _, frontier = deal([], first, needs)
+    return Ledger.model_construct(
+        frontier=frontier,
+        returned=(),
+        leases={name: Lease(runs=ranges, missed=ledger.leases[name].missed) for name, ranges in dealt.items()},
+        borders=(*ledger.borders, Border(ledger.frontier, first)),
+        closed=ledger.closed + ledger.open + first - ledger.frontier,
+    )
 
 
 def _find_claimed_lease(ledger: Ledger, claim: Claim, terms: Terms) -> Ranges | None:
@@ -246,8 +283,12 @@ def _end_lapsed(leases: Mapping[str, Lease], present: set[str]) -> tuple[dict[st
     return {name: leases[name].model_copy(update={"missed": missed[name]}) for name in kept}, lapsed
 
 
-def _build_ledger(frontier: int, returned: Iterable[range], leases: Mapping[str, Lease]) -> Ledger:
+def _build_ledger(frontier: int, returned: Iterable[range], leases: Mapping[str, Lease], before: Ledger) -> Ledger:
     # Skips validation: it costs time in proportion to the open units, on every island in every commit.
     return Ledger.model_construct(
-        frontier=frontier, returned=tuple(sorted(returned, key=itemgetter(0))), leases=dict(sorted(leases.items()))
+        frontier=frontier,
+        returned=tuple(sorted(returned, key=itemgetter(0))),
+        leases=dict(sorted(leases.items())),
+        borders=before.borders,
+        closed=before.closed,
     )

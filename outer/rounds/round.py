@@ -149,7 +149,8 @@ class RoundRunner:
         tokens = before.tokens + sum(p.tokens for p in plan.participants)
         # The plan names the digest of the state before, which covers the ledger.
         name = "settle", plan.id, self.replica.terms
-        ledger = do_shared(name, lambda: settle(before.ledger, plan.participants, self.replica.terms))
+        next_round = plan.round + 1
+        ledger = do_shared(name, lambda: settle(before.ledger, plan.participants, self.replica.terms, next_round))
         return Position(round=plan.round + 1, tokens=tokens, ledger=ledger)
 
     def _decide(self, plan: Plan, result: ReduceResult, digest: str | None) -> tuple[bool, str]:

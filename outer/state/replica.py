@@ -30,7 +30,10 @@ class Replica:
         rebase       local = global - progress                   after another island's state was taken
     """
 
-    def __init__(self, config: OuterConfig, params: Params, ranks: RankGroup) -> None:
+    def __init__(
+        self, config: OuterConfig, params: Params, ranks: RankGroup, stage_rounds: tuple[int, ...] = ()
+    ) -> None:
+        """`stage_rounds`: the first round of each stage of the run after the first."""
         self.ranks = ranks
         self._has_observers = config.wait_for == "quorum"
         self.space = build_space(params.specs, config)
@@ -38,7 +41,7 @@ class Replica:
         moments = [part.index for part in self.space.parts if part.is_moment]
         self.carried = GlobalState(self.redistribution.gather(), config.optimizer, config.start_islands, moments)
         """Global params and outer momentum of the parts that this rank carries."""
-        self.terms = Terms(inner_steps=config.inner_steps)
+        self.terms = Terms(inner_steps=config.inner_steps, stage_rounds=stage_rounds)
         # Gossip has no commit of all islands, so there is no common ledger to lease data from.
         ledger = Ledger() if config.gossip else begin_ledger(config.start_islands, self.terms)
         self.carried.position = Position(round=0, tokens=0, ledger=ledger)

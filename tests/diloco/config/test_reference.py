@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from diloco.config.overrides import flatten
 from diloco.config.reference import find_settings, list_settings, settings_page
-from diloco.config.schema import Config, flatten
+from diloco.config.schema import Config
 
 ROOT = Path(__file__).parents[3]
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from diloco.config.check import check_fragments, check_island
-from diloco.config.schema import differing_keys, dump_config, load_config, parse_config
+from diloco.config.overrides import differing_keys
+from diloco.config.schema import dump_config, load_config, parse_config
 from diloco.errors import ConfigError
 from diloco.planning.mesh.step_plan import build_step_plan
 from inner.errors import InputError

@@ -43,10 +43,15 @@ def test_a_run_on_a_mixture_that_was_prepared_records_its_tokens_by_source(tmp_p
         island.finish()
         steps = island.records("step")
         assert all(sum(step["source_tokens"].values()) == 512 and step["data_seconds"] >= 0 for step in steps)
+        held = island.records("eval")[-1]
         summary = summarise_records(read_run(island.folder.parent))
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")} == prepared
     assert sum(summary["source_tokens"].values()) == summary["tokens"] == 512 * len(steps)
-    assert "Tokens by source" in {label for label, _, _ in summary_rows(summary)}
+    code, prose = (held["source_losses"][name] for name in ("code", "prose"))
+    assert summary["final_source_losses"] == {"code": code, "prose": prose}
+    assert code != prose and held["loss"] == pytest.approx(0.75 * code + 0.25 * prose)
+    labels = {label for label, _, _ in summary_rows(summary)}
+    assert {"Tokens by source", "Held-out loss by source"} <= labels
 
 
 def test_a_mixture_and_paths_of_an_island_are_refused(tmp_path: Path) -> None:

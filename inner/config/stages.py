@@ -1,0 +1,79 @@
+"""Config of the stages of a run: from a round on, another mixture, length of sequences, batch or learning rate."""
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from inner.config.data import DataConfig
+from inner.config.optimizer import OptimizerConfig
+from inner.config.section import Section
+
+
+class StageConfig(Section):
+    """One stage. What it does not set is as in the sections of the run."""
+
+    tokens: int | None = Field(default=None, ge=1)
+    """Tokens of the islands that begin together, rounded up to whole cycles. null: what is left of outer.rounds; for
+    the last stage only, and for it always."""
+    seq_len: int | None = Field(default=None, ge=8)
+    """Replaces data.seq_len; it must divide the longest of all stages."""
+    tokens_per_step: int | None = Field(default=None, ge=1)
+    """Replaces optimizer.tokens_per_step."""
+    lr: float | None = Field(default=None, gt=0)
+    """Replaces optimizer.lr; warm-up and schedule go on by the inner step of the run."""
+    weights: dict[str, float] = Field(default_factory=dict)
+    """Replaces weights of data.mixture, by the names of its sources; 0 leaves a source out of the stage."""
+
+    def apply(self, data: DataConfig, optimizer: OptimizerConfig) -> tuple[DataConfig, OptimizerConfig]:
+        """The sections of the run as this stage has them."""
+        mixture = tuple(
+            entry.model_copy(update={"weight": self.weights.get(entry.name, entry.weight)}) for entry in data.mixture
+        )
+        data = data.model_copy(update={"mixture": mixture, "seq_len": self.seq_len or data.seq_len})
+        changes = {name: value for name in ("lr", "tokens_per_step") if (value := getattr(self, name)) is not None}
+        return data, optimizer.model_copy(update=changes)
+
+
+def count_stage_cycles(stages: Sequence[StageConfig], cycle_tokens: Sequence[int]) -> list[int]:
+    """Cycles of each stage but the last; `cycle_tokens` are the tokens of one cycle of each."""
+    return [-(-(stage.tokens or 0) // tokens) for stage, tokens in zip(stages[:-1], cycle_tokens, strict=False)]
+
+
+def check_stages(stages: Sequence[StageConfig], data: DataConfig, optimizer: OptimizerConfig) -> None:
+    """Raise ValueError if stages do not fit together or the text that they read."""
+    if data.order == "shards":
+        raise ValueError(
+            "stages read all of the text, and data.order is shards, which are read as they come; set it to global"
+        )
+    names = {entry.name for entry in data.mixture}
+    for number, stage in enumerate(stages):
+        where, is_last = f"stages[{number}]", number == len(stages) - 1
+        if (stage.tokens is None) != is_last:
+            what = "tokens is set in the last stage, which" if is_last else "tokens is not set in a stage that"
+            cure = "takes what is left of outer.rounds; leave it out" if is_last else "another one follows; set it"
+            raise ValueError(f"{where}.{what} {cure}")
+        if unknown := sorted(stage.weights.keys() - names):
+            known = ", ".join(sorted(names)) or "no data.mixture"
+            raise ValueError(f"{where}.weights: got {', '.join(unknown)}; the run has {known}")
+        staged, stepped = stage.apply(data, optimizer)
+        if any(weight < 0 for weight in stage.weights.values()):
+            raise ValueError(f"{where}.weights: got {stage.weights}; a weight is 0 or more")
+        if staged.mixture and not any(entry.weight for entry in staged.mixture):
+            raise ValueError(f"{where}.weights leave no source to read; give one a weight above 0")
+        if stepped.tokens_per_step % staged.seq_len:
+            raise ValueError(
+                f"{where}: a step of {stepped.tokens_per_step} tokens is no whole number of sequences of "
+                f"{staged.seq_len}; set tokens_per_step to a multiple of seq_len"
+            )
+    _check_lengths([stage.seq_len or data.seq_len for stage in stages], data)
+
+
+def _check_lengths(lengths: Sequence[int], data: DataConfig) -> None:
+    longest = max(lengths, default=0)
+    for number, length in enumerate(lengths):
+        if longest % length:
+            raise ValueError(
+                f"stages[{number}].seq_len: got {length}, which does not divide the longest of the stages, {longest}"
+            )
+    if len(set(lengths)) > 1 and any(source.format == "chat" for source in data.sources):
+        raise ValueError("stages: conversations are packed into sequences of one length; leave seq_len out")

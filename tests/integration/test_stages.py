@@ -1,0 +1,107 @@
+"""Stages of a run: real islands change mixture, length, batch and learning rate together, resumed and joined too."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from diloco.assemble import Runtime
+from diloco.config.schema import Config
+from diloco.island import run as live
+from diloco.records.run_folder import read_run
+from diloco.report.data_account import data_account
+from diloco.train import train
+from tests.swarm import TEXT, Island, Swarm, swarm
+
+CYCLE = 2 * 2 * 512
+"""Tokens of two islands in two steps."""
+STAGES = [
+    {"tokens": 2 * CYCLE},
+    {"tokens": 2 * CYCLE // 2, "tokens_per_step": 256, "seq_len": 16, "weights": {"prose": 0}},
+    {"lr": 0.002},
+]
+SETTINGS = ["outer.rounds=6", "outer.quorum=2", "outer.delay=1", "island.checkpoint.every_rounds=1"]
+FIRST_STEPS = {1: 512, 5: 256, 9: 512}
+"""Tokens of an island's step by the first step of each stage."""
+
+
+def staged(folder: Path) -> list[str]:
+    """Settings of a mixture of two sources whose stages are those above."""
+    mixture = []
+    for name in ("code", "prose"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for number in range(60):
+            (folder / name / f"{number}.txt").write_text(f"# {name} {number}\n" + TEXT * 4)
+        mixture.append({"name": name, "weight": 1, "source": "files", "paths": [str(folder / name)]})
+    own = ["data.source=python-stdlib", "data.paths=[]", f"island.cache_dir={folder}/cache"]
+    return [*SETTINGS, *own, f"data.mixture={json.dumps(mixture)}", f"stages={json.dumps(STAGES)}"]
+
+
+def die_after(steps: int, config: Config, index: int) -> None:
+    """Train until the process kills itself in its inner step `steps`."""
+
+    def killed(parts: Runtime) -> None:
+        made = [0]
+
+        def die(seconds: float) -> None:
+            made[0] += 1
+            if made[0] == steps:
+                assert parts.checkpoints is not None
+                parts.checkpoints.wait()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        parts.slow_down = die
+        live(parts)
+
+    train(config, index, killed)
+
+
+def finish(made: Swarm) -> list[Island]:
+    islands = made.start_all()
+    for island in islands:
+        island.finish()
+    return islands
+
+
+def check_stages(island: Island) -> None:
+    """Check that the stages began where they should, on what they should."""
+    steps = {record["step"]: record for record in island.records("step")}
+    for step, tokens in FIRST_STEPS.items():
+        assert sum(steps[step]["source_tokens"].values()) == tokens
+    assert steps[6]["source_tokens"] == {"code": 256, "prose": 0}
+    assert [steps[step]["lr"] for step in (4, 8, 9)] == pytest.approx([0.01, 0.01, 0.002])
+    assert [text.split(":")[0].split(" from")[0] for text in island.events("stage")][-1] == "3 of 3"
+
+
+def test_stages_change_together_and_go_on_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
+    settings = staged(tmp_path)
+    with swarm(tmp_path / "whole", *settings, islands=[{}, {}]) as made:
+        whole = finish(made)
+        check_stages(whole[0])
+        last = whole[1].committed()[5]
+        account = data_account(read_run(whole[0].folder.parent).islands)
+    assert (account["units_trained"], account["units_repeated"]) == (24, 0)
+    with swarm(tmp_path / "broken", *settings, islands=[{}, {}]) as made:
+        for island in made.start_all(lambda config, index: die_after(7, config, index)):
+            assert island.wait() == [-signal.SIGKILL]
+        broken = finish(made)
+        assert broken[0].events("resumed")
+        check_stages(broken[0])
+        assert broken[0].committed()[5]["digest"] == last["digest"]
+
+
+@pytest.mark.slow
+def test_a_joiner_enters_in_the_stage_of_the_others(tmp_path: Path) -> None:
+    settings = [*staged(tmp_path), "outer.rounds=40", "outer.quorum=1"]
+    with swarm(tmp_path / "run", *settings, islands=[{}, {}, {"joins": True}]) as made:
+        first, second = made.start(0), made.start(1)
+        first.wait_for_round(4)
+        joiner = made.start(2)
+        for island in (first, second, joiner):
+            island.finish()
+        assert [text.split(" from")[0] for text in joiner.events("stage")] == ["3 of 3"]
+        assert joiner.committed()[39]["digest"] == first.committed()[39]["digest"]
+        account = data_account(read_run(first.folder.parent).islands)
+    assert account["units_repeated"] == 0
