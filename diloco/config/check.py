@@ -9,12 +9,12 @@ from typing import get_args
 from diloco.config.schema import Config, IslandConfig, RunConfig, at_stage
 from diloco.errors import ConfigError
 from inner.config import Recompute
-from inner.data.bigram import bigram_loss
 from inner.data.corpus import Corpus, check_source, prepare_corpus
 from inner.data.mixture import StreamedTokens
 from inner.data.streaming.open import is_streamed
 from inner.data.tokenizer import build_tokenizer
 from inner.import_path import is_import_path
+from inner.measure.bigram import bigram_loss
 from inner.measure.param_specs import num_elements, param_specs
 from inner.mesh import accumulation_steps, resolve_degrees
 from inner.model.sizes import BYTE_VOCAB_SIZE, OwnModel, resolve_model

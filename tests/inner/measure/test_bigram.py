@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from inner.data import bigram
-from inner.data.bigram import bigram_loss
+from inner.measure import bigram
+from inner.measure.bigram import bigram_loss
 
 
 def test_a_known_chain_costs_its_entropy() -> None:
