@@ -56,6 +56,15 @@ class Coordination:
         is_slow = any(self.slow[name].until > number for name in self.crew[:1] if name in self.slow)
         self.is_direct, self.num_ready, self.said = not is_calm or is_slow, 0, None
 
+    def meet(self, islands: Collection[str], rules: Rules) -> None:
+        """Before the first commit nobody is known to be fast: among very many islands the first by name coordinates.
+
+        Call it again when more islands have come.
+        """
+        has_begun = bool(self.crew) and self.is_direct
+        if len(islands) > rules.tree_islands and not rules.has_observers and not has_begun:
+            self.crew, self.is_direct = tuple(sorted(islands)), False
+
     def turn_direct(self) -> None:
         """From now on write to all, until the next commit."""
         self.is_direct, self.num_ready = True, 0

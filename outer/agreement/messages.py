@@ -55,7 +55,8 @@ class Status(Message):
     attempt: int = Field(default=0, ge=0, lt=MAX_ATTEMPT)
     """In a reply: the first attempt that the replying island would plan together with the asking one."""
     num_ready: int = Field(default=0, ge=0, le=1024)
-    """In a reply of the coordinator: how many islands are ready for the asking island's round."""
+    """In a reply of the coordinator: how many islands are ready for the asking island's round; after the last round
+    whether (1) all that live hold its state."""
     is_coming: bool = True
     """False while the island takes another island's state or leaves: others should not wait for it."""
 

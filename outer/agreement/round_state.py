@@ -68,6 +68,36 @@ class RoundState:
             if self.state == "gathering" and self.own is not None and self.plan is None:
                 self.send_ready(self.own)
 
+    def meet(self, own: Ready) -> None:
+        """Choose a coordinator for the first attempt of a run, from the islands that have come so far."""
+        if (own.round, own.attempt) == (0, 0):
+            self.coordination.meet(self.knowledge.present | {self.knowledge.me}, self.knowledge.rules)
+
+    def count_ready(self) -> int:
+        """`Status.num_ready` in this island's replies as the coordinator."""
+        number = self.knowledge.status.round
+        if number >= self.knowledge.rules.max_round:
+            return int(not self.knowledge.has_stragglers)
+        return len(self.readies.usable(number, self.knowledge.awaited)) + (self.own is not None)
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether others may still need this island, which holds the last state of the run.
+
+        The coordinator knows who has that state, and goes last.
+        """
+        if self.coordination.is_led:
+            return self.coordination.num_ready == 0
+        others = self.knowledge.present - self.knowledge.lost
+        return self.knowledge.has_stragglers or (self.coordination.is_mine and bool(others))
+
+    def find_left_behind(self) -> frozenset[str]:
+        """The islands that must hear that this one leaves. After the last round the coordinator goes last."""
+        others, coordination = self.knowledge.present - self.knowledge.lost, self.coordination
+        if coordination.is_led and self.knowledge.status.round >= self.knowledge.rules.max_round:
+            return others - frozenset(coordination.crew[1:])
+        return others
+
     def give_up_coordinator(self) -> None:
         """Rely on the coordinator no longer, because it has had its time."""
         self.coordination.find_slow(self.knowledge.status.round)

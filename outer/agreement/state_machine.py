@@ -71,6 +71,7 @@ class RoundProtocol(RoundState):
         self.knowledge.status, self.knowledge.reported = own.status, frozenset()
         if own.attempt > 0:
             self.coordination.turn_direct()
+        self.meet(own)
         self.send_ready(own)
 
     def contribute(self, own: Ready) -> None:
@@ -158,6 +159,7 @@ class RoundProtocol(RoundState):
         for planner, query in self.passing.find_missing(self.knowledge.status.round):
             self.send([planner], query)
         if self.state == "gathering" and self.own is not None:
+            self.meet(self.own)
             self.send_ready(self.own)
         if self.state == "voting":
             self.exchange.repeat(self.vote_table, self.knowledge)
@@ -238,10 +240,10 @@ class RoundProtocol(RoundState):
         own = self.knowledge.status
         if not self.coordination.hear(sender, status, own.round):
             self.write_to_all()
-        attempt, num_ready = self.readies.next_attempt(sender, own.round), 0
-        if self.coordination.is_mine and status.round == own.round:
-            num_ready = len(self.readies.usable(own.round, self.knowledge.awaited)) + (self.own is not None)
-        return own.model_copy(update={"attempt": attempt, "num_ready": num_ready})
+        attempt = self.readies.next_attempt(sender, own.round)
+        num_ready = self.count_ready() if self.coordination.is_mine and status.round == own.round else 0
+        is_same = (attempt, num_ready) == (own.attempt, own.num_ready)
+        return own if is_same else own.model_copy(update={"attempt": attempt, "num_ready": num_ready})
 
     def _renew_ready(self, status: Status) -> None:
         """Offer a later attempt if the peer has used this island's ready message in a plan that never arrived here."""

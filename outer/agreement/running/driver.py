@@ -168,7 +168,7 @@ class ProtocolDriver:
         # A ping that crosses the goodbye is still answered: nobody should wait for this island.
         self._knowledge.status = self._knowledge.status.model_copy(update={"is_coming": False})
         body = goodbye.encode()
-        calls = [self._peers.call(name, "goodbye", body) for name in self._knowledge.present - self._knowledge.lost]
+        calls = [self._peers.call(name, "goodbye", body) for name in self.protocol.find_left_behind()]
         with suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_SECONDS):
                 await asyncio.gather(*calls, return_exceptions=True)
@@ -189,12 +189,16 @@ class ProtocolDriver:
 
     async def linger(self, seconds: float) -> bool:
         """Wait until all live islands have caught up. Returns True if this island's history does not survive."""
-        deadline = loop_time() + seconds
-        self.protocol.write_to_all()  # Nobody else asks all of them for their status.
-        self._detector.ping()
-        self._send_outbox()
-        while loop_time() < deadline and self._knowledge.has_stragglers:
-            await self._changes.wait(deadline - loop_time())
+        deadline, coordination = loop_time() + seconds, self.protocol.coordination
+        if len(self._knowledge.present) < self._knowledge.rules.tree_islands:
+            self.protocol.write_to_all()  # Nobody else asks all of them for their status.
+        asked: str | None = "nobody"
+        while loop_time() < deadline and (asked == "nobody" or self.protocol.is_waited_for):
+            if asked != (asked := coordination.coordinator):
+                self._detector.ping()
+                self._send_outbox()
+            if self.protocol.is_waited_for:
+                await self._changes.wait(deadline - loop_time())
         return self._knowledge.behind(is_settled=True) is not None
 
     async def find_donors(self) -> list[Member]:

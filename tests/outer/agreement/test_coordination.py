@@ -200,3 +200,73 @@ def test_a_no_is_told_to_all() -> None:
     islands["b"].receive("a", plan)
     islands["b"].vote(Vote.no(plan, "b", "broken"))
     assert sent(islands["b"], Vote) == {"a", "c"}
+
+
+def meeting(name: str, others: str) -> RoundProtocol:
+    """A ready island that has met these others before the first commit, in a run in which two are very many."""
+    made = node(name, others, direct_islands=0, tree_islands=1, max_round=1)
+    made.prepare(ready_of(made))
+    return made
+
+
+def test_before_the_first_commit_very_many_write_to_the_first_by_name() -> None:
+    assert sent(meeting("b", "acd"), Ready) == {"a"}
+    assert sent(meeting("a", "bcd"), Ready) == set()
+    assert meeting("a", "bcd").coordination.is_mine
+
+
+def test_the_first_by_name_coordinates_from_when_it_comes() -> None:
+    c = meeting("c", "bd")
+    assert sent(c, Ready) == {"b"}
+    c.knowledge.add("a")
+    c.resend()
+    assert sent(c, Ready) == {"a"}
+
+
+def test_before_the_first_commit_an_island_that_lost_the_coordinator_writes_to_all() -> None:
+    b = meeting("b", "acd")
+    b.outbox = []
+    b.mark_lost("a")
+    assert sent(b, Ready) == {"a", "c", "d"}
+    b.resend()
+    assert sent(b, Ready) == {"a", "c", "d"}
+
+
+def finished(name: str) -> RoundProtocol:
+    """An island that holds the last state of the run, with three others of which it is not known yet."""
+    made, others = meeting(name, "abcd".replace(name, "")), [ready_of(node(other, "")) for other in "abcd"]
+    plan = Plan(round=0, attempt=0, planner="a", participants=others)
+    made.coordination.begin_round(1, plan, made.knowledge.rules)
+    made.knowledge.hold(last := Status(round=1, tokens=40, digest="dd" * 8))
+    made.knowledge.presume("abcd", last)
+    made.state, made.own = "training", None
+    return made
+
+
+def test_at_the_end_the_coordinator_says_when_all_hold_the_last_state() -> None:
+    a = finished("a")
+    answers = [a.receive(name, a.knowledge.status) for name in "bcd"]
+    assert [answer.num_ready for answer in answers if isinstance(answer, Status)] == [0, 0, 1]
+    assert a.is_waited_for, "the others have not left"
+    for name in "bcd":
+        a.receive(name, Goodbye(island=name, incarnation="0" * 8, round=1, steps=0))
+    assert not a.is_waited_for
+
+
+def test_at_the_end_the_others_leave_at_the_word_of_the_coordinator_and_tell_only_it() -> None:
+    b = finished("b")
+    b.receive("a", b.knowledge.status)
+    assert b.is_waited_for
+    b.receive("a", b.knowledge.status.model_copy(update={"num_ready": 1}))
+    assert not b.is_waited_for
+    assert b.find_left_behind() == {"a"}
+
+
+def test_at_the_end_an_island_that_lost_the_coordinator_asks_all() -> None:
+    b = finished("b")
+    b.mark_lost("a")
+    assert b.is_waited_for
+    for name in "cd":
+        b.receive(name, b.knowledge.status)
+    assert not b.is_waited_for
+    assert b.find_left_behind() == {"c", "d"}
