@@ -5,7 +5,9 @@ import hmac
 import ipaddress
 import json
 import secrets
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -203,10 +205,22 @@ def serve(
         import uvicorn
     except ImportError as error:
         raise ConfigError(MISSING.format(error.name)) from None
-    shown = f"[{host}]" if ":" in host else host
-    announce(f"http://{shown}:{port}/" + (f"?token={token}" if token else ""))
     # No access log: it would hold the token.
-    uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+    settings = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": 2}
+    with listen(host, port) as listener, suppress(KeyboardInterrupt):
+        shown = f"[{host}]" if ":" in host else host
+        announce(f"http://{shown}:{port}/" + (f"?token={token}" if token else ""))
+        uvicorn.Server(uvicorn.Config(app, **settings)).run(sockets=[listener])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections. Raises ConfigError if the address is taken or not this machine's."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        cause = error.strerror or str(error)
+        raise ConfigError(f"--host, --port: cannot listen on {host}:{port}: {cause}; choose others") from None
 
 
 def is_loopback(host: str) -> bool:
