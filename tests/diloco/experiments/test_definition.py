@@ -155,7 +155,7 @@ def test_each_experiment_of_this_repository_has_valid_rows_of_equal_tokens(path)
     for row in rows.rows:
         tokens = rows.baselines.get(row.row_id, row).config.total_tokens
         assert row.config.total_tokens == tokens
-        assert 18 < tokens / row.num_params < 22
+        assert 18 < tokens / row.num_params < 22 or path.stem == "short"
 
 
 def test_a_row_may_have_seeds_of_its_own(tmp_path):
