@@ -19,6 +19,7 @@ from diloco.runtime.progress import Progress, ResumedState, ResumePoint
 from diloco.runtime.step_records import evaluate_heldout, make_step_record
 from diloco.watchdog.rank_times import gather_times
 from inner.data.batches import StepBatch
+from inner.optim.spikes import Spike
 from inner.trainer import StepResult
 from outer.leases.ledger import Ledger
 from outer.report import CaughtUp, Landing
@@ -58,6 +59,8 @@ def train_rounds(runtime: Runtime, rounds: IslandRounds) -> None:
     rounds.proceed()
     while not rounds.is_over:
         result = train(runtime)
+        if result.spike is not None and result.spike.action == "rewind":
+            runtime.outer.rewind()
         rounds.step(0 if result.is_skipped else result.tokens)
 
 
@@ -197,6 +200,21 @@ def record_step(runtime: Runtime, result: StepResult, batch: StepBatch) -> None:
         return
     runtime.tokens += 0 if result.is_skipped else result.tokens
     runtime.metrics.write(make_step_record(result, runtime.tokens, runtime.speed, batch))
+    if result.spike is not None:
+        runtime.event("loss spike", spike_text(result, result.spike))
+
+
+def spike_text(result: StepResult, spike: Spike) -> str:
+    """What the logbook says of a loss spike."""
+    fates = {
+        "note": "the step was made",
+        "skip": "the step was skipped",
+        "rewind": "the step was skipped, and the island went on from the global params",
+    }
+    return (
+        f"inner step {result.step}: loss {result.loss:.4f}, {spike.deviations:.1f} standard deviations above the mean "
+        f"of the steps before; {fates[spike.action]}"
+    )
 
 
 def record_round(runtime: Runtime, progress: Progress, landing: Landing, ledger: Ledger) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from inner.config import OptimizerConfig, ParallelConfig
-from inner.data.micro_batch import empty_window, num_targets
+from inner.data.micro_batch import MicroBatch, empty_window, num_targets
 from inner.errors import TrainingStopped
 from inner.huggingface.load import load_weights
 from inner.mesh import IslandMesh, accumulation_steps
@@ -21,6 +21,8 @@ from inner.model.transformer import Transformer
 from inner.optim.build import build_optimizers, lr_at, set_lr
 from inner.optim.gradients import scale_gradients, squared_norm, sum_over_tensor_ranks, sum_tied
 from inner.optim.muon import product_dtype
+from inner.optim.noise_scale import GradientNoise, estimate_noise, is_in_small_batch, without_targets
+from inner.optim.spikes import Spike, SpikeWatch
 from inner.parallel.build import (
     Layout,
     build_cutter,
@@ -46,12 +48,18 @@ class StepResult:
     tokens: int
     """Number of valid targets over all ranks."""
     loss: float | None
-    """Mean over those tokens in nats; None if the step was skipped."""
+    """Mean over those tokens in nats; None if it or the gradient is not finite, or there was no target."""
     lr: float
     grad_norm: float | None
-    """Gradient norm before clipping; None if the step was skipped."""
+    """Gradient norm before clipping; None where the loss is None."""
     seconds: float
     is_skipped: bool
+    """Whether the gradient was thrown away: it was not finite, or the loss was a spike that the config does not let
+    pass."""
+    spike: Spike | None = None
+    """Set if the loss is a spike."""
+    noise: GradientNoise | None = None
+    """Set in the steps in which the gradient's noise is measured."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +104,12 @@ class Trainer:
         self._config, self._seq_len = optimizer_config, settings.seq_len
         self._device = torch.device(settings.device)
         self._skipped_in_a_row = 0
+        self.spikes = SpikeWatch(optimizer_config.spikes)
         self._splits_stream = parallel.splits_stream(mesh.degrees.tp)
         if isinstance(model, ModelSizes):
             check_layout(model, mesh.degrees, parallel, settings.seq_len, self.micro_batches_per_step)
-        layout = Layout(model, settings.seq_len, mesh, parallel, COMPUTE_DTYPES[settings.compute_dtype], self._device)
+        dtype = COMPUTE_DTYPES[settings.compute_dtype]
+        layout = Layout(model, settings.seq_len, mesh, parallel, dtype, self._device, optimizer_config.z_loss)
         self.stages = build_stages(layout)
         self.params = LocalParams(build_whole(layout), self.stages)
         if isinstance(model, OwnModel):
@@ -142,35 +152,38 @@ class Trainer:
         """Make one inner step on micro-batches of int64 (micro_batch, seq_len + 1) on the CPU; -100 is ignored.
 
         Every rank must call it with the same number of micro-batches, and ranks with equal data_rank with the same
-        ones. A non-finite loss or gradient on any rank skips the step on all ranks. Too many skipped steps in a row
-        raise TrainingStopped on all ranks.
+        ones. A non-finite loss or gradient on any rank skips the step on all ranks. Too many such steps in a row raise
+        TrainingStopped on all ranks. A loss spike may skip the step, too: SpikeConfig.
         """
         started_at = time.perf_counter()
         assert len(micro_batches) == self.micro_batches_per_step, f"{len(micro_batches)} micro-batches"
+        small = self._measure_small_batch(micro_batches) if self._measures_noise() else None
         num_tokens = self._sum(self._counted_tokens(micro_batches))
-        scale = (1.0 / num_tokens.clamp(min=1.0)).float()
-        my_loss = self._runner.backward(list(map(self._cutter, micro_batches)), scale)
-        self._sum_gradients()
+        my_loss = self._backward(list(map(self._cutter, micro_batches)), num_tokens)
         sums = self._sum(torch.stack([self._counted_loss(my_loss), squared_norm(self.stages)]))
         # The host waits for the device here only. All ranks decide alike because the sums are the same on all of them.
         loss_sum, norm_2, tokens = torch.stack((*sums, num_tokens)).tolist()
-        is_skipped = tokens == 0 or not math.isfinite(loss_sum) or not math.isfinite(norm_2)
+        is_broken = tokens == 0 or not math.isfinite(loss_sum) or not math.isfinite(norm_2)
+        spike = None if is_broken else self.spikes.observe(loss_sum / tokens)
+        is_skipped = is_broken or (spike is not None and spike.action != "note")
 
         lr = lr_at(self.inner_step, self.settings.total_steps, self._config)
         if not is_skipped:
             self._update(lr, math.sqrt(norm_2))
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+        self._zero_gradients()
         self.inner_step += 1
-        self._count_skipped(is_skipped, loss_sum)
+        self._count_broken(is_broken, loss_sum)
+        is_measured = small is not None and not is_broken and 0 < small[0] < tokens
         return StepResult(
             step=self.inner_step,
             tokens=int(tokens),
-            loss=None if is_skipped else loss_sum / tokens,
+            loss=None if is_broken else loss_sum / tokens,
             lr=lr,
-            grad_norm=None if is_skipped else math.sqrt(norm_2),
+            grad_norm=None if is_broken else math.sqrt(norm_2),
             seconds=time.perf_counter() - started_at,
             is_skipped=is_skipped,
+            spike=spike,
+            noise=estimate_noise(small, (tokens, norm_2)) if small is not None and is_measured else None,
         )
 
     def evaluate(self, windows: Iterable[Tensor]) -> tuple[float, int]:
@@ -190,6 +203,37 @@ class Trainer:
             free_gathered_weights(stage)
         loss_sum, tokens = self._sum(torch.stack([my_loss.double(), self._counted_tokens(here)])).tolist()
         return loss_sum, int(tokens)
+
+    def _backward(self, batches: list[MicroBatch], num_tokens: Tensor) -> Tensor:
+        """Leave the gradient of the mean loss over `num_tokens` targets, and return this rank's summed loss."""
+        my_loss = self._runner.backward(batches, (1.0 / num_tokens.clamp(min=1.0)).float())
+        self._sum_gradients()
+        return my_loss
+
+    def _measures_noise(self) -> bool:
+        every = self._config.noise_scale_every
+        return every > 0 and self.inner_step % every == 0
+
+    def _measure_small_batch(self, micro_batches: Sequence[Tensor]) -> tuple[float, float]:
+        """Number of targets of the step's small batch, and the squared norm of its mean gradient. Leaves no gradient.
+
+        It runs over all sequences, with targets in some only, because that is the same on every mesh. A later backward
+        computes the same as without it. Every rank must call it.
+        """
+        count = self.settings.micro_batch
+        first = self.data_rank * len(micro_batches) * count
+        keeps = [is_in_small_batch(first + index * count, count) for index in range(len(micro_batches))]
+        kept = [window[chosen] for window, chosen in zip(micro_batches, keeps, strict=True)]
+        num_tokens = self._sum(self._counted_tokens(kept))
+        batches = map(self._cutter, micro_batches)
+        self._backward([without_targets(*each) for each in zip(batches, keeps, strict=True)], num_tokens)
+        square = self._sum(squared_norm(self.stages))
+        self._zero_gradients()
+        return float(num_tokens), float(square)
+
+    def _zero_gradients(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def _counted_tokens(self, windows: Sequence[Tensor]) -> Tensor:
         """Number of valid targets on one of the ranks that read the same sequences, and 0 on the others; 0-dim fp64.
@@ -226,9 +270,9 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
 
-    def _count_skipped(self, is_skipped: bool, loss_sum: float) -> None:
-        """Count consecutive skipped steps. Raises TrainingStopped when there are too many."""
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_skipped else 0
+    def _count_broken(self, is_broken: bool, loss_sum: float) -> None:
+        """Count consecutive steps without a finite gradient. Raises TrainingStopped when there are too many."""
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_broken else 0
         if self._skipped_in_a_row > self._config.max_skipped_steps:
             what = "loss" if not math.isfinite(loss_sum) else "gradient"
             raise TrainingStopped(

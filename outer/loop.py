@@ -187,6 +187,11 @@ class OuterLoop:
         self.averager.announce()
         return CaughtUp(behind.cause, is_kept=is_kept)
 
+    def rewind(self) -> None:
+        """Give up what inner steps have made of the local params since the last commit. No round may be in flight."""
+        assert self._in_flight is None, "a round in flight would be merged into params that do not contain it"
+        self.replica.take_over()
+
     def finish(self) -> None:
         """The run is over: stay until the others have the last round; take it from them if this island has not."""
         if self.replica.ranks.on_leader(self.averager.linger) and self.averager.take_state() is None:

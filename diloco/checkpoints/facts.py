@@ -26,6 +26,8 @@ class IslandFacts:
     """Name and shape of every parameter, in the canonical order."""
     reading_order: Count = 1
     """Version of the reading order in which `outer` accounts for the text."""
+    losses: list[float] = field(default_factory=list)
+    """The losses of the last inner steps, by which a spike is noticed."""
 
 
 _FACTS = TypeAdapter(IslandFacts)

@@ -79,7 +79,7 @@ class IslandCheckpoints:
         tensors, facts = self._outer.save()
         run = self._run.model_dump(mode="json")
         params = [(spec.name, list(spec.shape)) for spec in self._trainer.params.specs]
-        saved = IslandFacts(facts, point, tokens, run, params, READING_ORDER)
+        saved = IslandFacts(facts, point, tokens, run, params, READING_ORDER, self._trainer.spikes.losses)
         try:
             self._files.save(self._trainer, asdict(saved), tensors)
         except (InputError, CheckpointFailed, TimeoutError) as error:
@@ -108,6 +108,7 @@ class IslandCheckpoints:
 
         self._files.load(self._trainer, found, allocate)
         self._outer.restore(tensors, facts.outer)
+        self._trainer.spikes.losses = facts.losses
         return ResumedState(
             inner_step=found.inner_step,
             round=self._outer.position.round,

@@ -13,6 +13,7 @@ from inner.data.corpus import Corpus, check_source, prepare_corpus
 from inner.data.mixture import StreamedTokens
 from inner.data.streaming.open import is_streamed
 from inner.data.tokenizer import build_tokenizer
+from inner.errors import InputError
 from inner.import_path import is_import_path
 from inner.measure.bigram import bigram_loss
 from inner.measure.param_specs import num_elements, param_specs
@@ -119,10 +120,29 @@ def check_step(run: RunConfig, island: IslandConfig) -> None:
         check_own_model(model, degrees, island.parallel, seq_len, masks_documents=masks_documents)
     else:
         check_layout(model, degrees, island.parallel, seq_len, num_micro_batches)
+    check_stability(run, is_own=isinstance(model, OwnModel))
     if is_import_path(run.optimizer.name):
         from inner.optim.own_optimizer import check_own_optimizer
 
         check_own_optimizer(run.optimizer, degrees)
+
+
+def check_stability(run: RunConfig, *, is_own: bool) -> None:
+    """Raise InputError if what is done about spikes, z-loss or the noise scale does not go with the rest of the run."""
+    optimizer, outer = run.optimizer, run.outer
+    if optimizer.z_loss and is_own:
+        raise InputError("optimizer.z_loss: the loss of an own model is computed from its logits alone; set it to 0")
+    if optimizer.noise_scale_every and optimizer.tokens_per_step < 2 * run.data.seq_len:
+        raise InputError(
+            f"optimizer.noise_scale_every needs two sequences in a step, and optimizer.tokens_per_step is "
+            f"{optimizer.tokens_per_step}, data.seq_len {run.data.seq_len}; set it to 0, or make steps larger"
+        )
+    waits = outer.wait_for == "all" and outer.delay == 0 and outer.gossip is None
+    if optimizer.spikes.action == "rewind" and not waits:
+        raise InputError(
+            "optimizer.spikes.action: rewind goes back to the params of the last commit, for which no round may be in "
+            "flight; set action to skip, or outer.delay to 0, outer.wait_for to all and outer.gossip to null"
+        )
 
 
 def check_trainer(run: RunConfig) -> None:

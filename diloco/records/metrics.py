@@ -24,7 +24,7 @@ LOST = "lost"
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One inner step. `tokens` is the island's total so far; `loss` is None if the step was skipped."""
+    """One inner step. `tokens` is the island's total so far; `loss` is None if it or the gradient is not finite."""
 
     step: int
     tokens: int
@@ -40,6 +40,12 @@ class StepRecord:
     """Time that the leader waited for the step's text; not part of `seconds`."""
     source_tokens: dict[str, int] = field(default_factory=dict)
     """The step's tokens by source, if the data is a mixture."""
+    spike: float | None = None
+    """If the loss is a spike: standard deviations above the mean of the losses before it."""
+    noise_scale: dict[str, float] = field(default_factory=dict)
+    """If the gradient's noise was measured: estimates of its squared norm without noise (`signal`), of the trace of the
+    covariance of one token's gradient (`noise`), and their ratio (`tokens`), left out where one is not positive. They
+    are noisy: average the first two over steps before dividing."""
     time: float = field(default_factory=time.time)
     kind: Literal["step"] = "step"
 

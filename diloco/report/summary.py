@@ -78,6 +78,7 @@ def training_figures(islands: Sequence[IslandRecords]) -> Summary:
         "source_tokens": count_source_tokens(islands),
         "steps": {island.name: len(island.steps) for island in islands},
         **count_committed_steps(islands),
+        **noise_figures(islands),
         "skipped_steps": {island.name: sum(s.skipped for s in island.steps) for island in islands},
         "rounds_committed": len(committed),
         "rounds_aborted": len({(r.round, r.attempt) for r in rounds if not r.committed}),
@@ -87,6 +88,20 @@ def training_figures(islands: Sequence[IslandRecords]) -> Summary:
         "rounds_disagreeing": disagreeing,
         "seconds": wall_seconds(islands),
     }
+
+
+def noise_figures(islands: Sequence[IslandRecords]) -> Summary:
+    """The gradient noise scale in tokens, from the second half of its measurements, and tokens of all islands a step.
+
+    None where nothing was measured, or an average is not positive.
+    """
+    halves = [[s for s in island.steps if s.noise_scale] for island in islands]
+    measured = [step for half in halves for step in half[len(half) // 2 :]]
+    signal = mean_of_known([step.noise_scale["signal"] for step in measured])
+    noise = mean_of_known([step.noise_scale["noise"] for step in measured])
+    step_tokens = [max(s.tokens for s in island.steps) / len(island.steps) for island in islands if island.steps]
+    scale = noise / signal if signal is not None and noise is not None and min(signal, noise) > 0 else None
+    return {"noise_scale": scale, "step_tokens": sum(step_tokens) or None}
 
 
 def count_source_tokens(islands: Sequence[IslandRecords]) -> dict[str, int]:

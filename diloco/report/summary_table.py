@@ -107,6 +107,9 @@ def _data_rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "Inner steps in committed rounds", f"{summary['committed_share'] * 100:.1f} %"
     if losses := summary.get("final_source_losses"):
         yield "Held-out loss by source", ", ".join(f"{name} {human_loss(loss)}" for name, loss in losses.items())
+    if summary["noise_scale"] is not None:
+        step = human_count(summary["step_tokens"])
+        yield "Gradient noise scale", f"{human_count(summary['noise_scale'])} tokens (a step of all islands: {step})"
     if summary["source_tokens"]:
         yield "Tokens by source", _format_shares(summary["source_tokens"])
     if summary["units_trained"] is not None:

@@ -59,6 +59,8 @@ def make_step_record(result: StepResult, tokens: int, speed: MfuMeter, batch: St
         skipped=result.is_skipped,
         data_seconds=batch.seconds,
         source_tokens={} if result.is_skipped else batch.source_tokens,
+        spike=None if result.spike is None else result.spike.deviations,
+        noise_scale={} if result.noise is None else result.noise.figures,
     )
 
 

@@ -2,7 +2,7 @@
 
 from inner.config.data import DataConfig, EvaluateConfig, MixtureEntry, ShardsConfig, SourceConfig
 from inner.config.model import ROPE_KEYS, ModelConfig, RopeScaling
-from inner.config.optimizer import AveragingConfig, OptimizerConfig, ParamGroup
+from inner.config.optimizer import AveragingConfig, OptimizerConfig, ParamGroup, SpikeConfig
 from inner.config.parallel import (
     Accumulate,
     ContextMethod,
@@ -35,5 +35,6 @@ __all__ = [
     "Section",
     "ShardsConfig",
     "SourceConfig",
+    "SpikeConfig",
     "StageConfig",
 ]

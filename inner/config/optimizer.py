@@ -45,6 +45,18 @@ class AveragingConfig(Section):
     """Share of x in y; the rest is z."""
 
 
+class SpikeConfig(Section):
+    """When a step's loss is a spike, and what is done about it. A spike is noted in the logbook in any case."""
+
+    deviations: float = Field(default=6.0, gt=0)
+    """A loss so many standard deviations above the mean of the last `steps` losses is a spike."""
+    steps: int = Field(default=50, ge=2, le=10_000)
+    """Number of losses before a step that its loss is compared with; until there are so many, nothing is a spike."""
+    action: Literal["note", "skip", "rewind"] = "note"
+    """`note`: nothing more. `skip`: the step's gradient is thrown away. `rewind`: the same, and the island goes on from
+    the global params of the last commit. Moments of the optimizer stay."""
+
+
 class OptimizerConfig(Section):
     """The inner optimizer, its learning-rate schedule in inner steps, clipping, and the limit on skipped steps."""
 
@@ -82,6 +94,15 @@ class OptimizerConfig(Section):
     """Tokens of one inner step of one island, over all of its ranks and micro-batches."""
     max_skipped_steps: int = Field(default=10, ge=0)
     """Number of consecutive non-finite steps that are skipped; one more stops the island."""
+
+    spikes: SpikeConfig = SpikeConfig()
+    """Loss spikes."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """Weight of the squared logarithm of each position's softmax denominator in what is minimised (PaLM, 2204.02311,
+    has 1e-4), which keeps logits from drifting. Reported losses are without it. 0: none."""
+    noise_scale_every: int = Field(default=0, ge=0)
+    """Inner steps between two measurements of the gradient noise scale (1812.06162), each of which costs one more
+    backward pass. 0: never."""
 
     @model_validator(mode="after")
     def _settings_fit_the_name(self) -> "OptimizerConfig":

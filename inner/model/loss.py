@@ -34,29 +34,34 @@ class ChunkedCrossEntropy:
 
     With a shard, every rank of its group must call it with the same x and targets. The gradient of x is then partial:
     it must be summed over the ranks.
+
+    The gradients are those of the sum over valid targets of cross-entropy + `z_loss` log(Z)^2, where Z is the
+    denominator of the softmax (PaLM, 2204.02311); the loss is that without the second term.
     """
 
-    def __init__(self, chunk_tokens: int, shard: VocabShard | None = None) -> None:
+    def __init__(self, chunk_tokens: int, shard: VocabShard | None = None, z_loss: float = 0.0) -> None:
         self.chunk_tokens = chunk_tokens
         self.shard = shard
+        self.z_loss = z_loss
 
     def __call__(self, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
         """Loss summed over valid targets, 0-dim fp32. Targets below 0 are ignored."""
         if not torch.is_grad_enabled():
             x_TD, weight_VD = x_TD.detach(), weight_VD.detach()
-        return _CrossEntropy.apply(x_TD, weight_VD, targets_T, self.chunk_tokens, self.shard)
+        return _CrossEntropy.apply(x_TD, weight_VD, targets_T, self)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, size: int, shard: VocabShard | None) -> Tensor:
+    def forward(ctx, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, settings: ChunkedCrossEntropy) -> Tensor:
+        size = settings.chunk_tokens
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         loss = torch.zeros((), device=x_TD.device)
         grad_x_TD = torch.empty_like(x_TD) if wants_x else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
         for first in range(0, len(x_TD), size):
             x_CD = x_TD[first : first + size]
-            chunk_loss, probs_CV = _chunk_loss(x_CD, weight_VD, targets_T[first : first + size], shard)
+            chunk_loss, probs_CV = _chunk_loss(x_CD, weight_VD, targets_T[first : first + size], settings)
             loss += chunk_loss
             if grad_x_TD is not None:
                 grad_x_TD[first : first + size] = probs_CV @ weight_VD
@@ -69,11 +74,14 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
         grad_x_TD, grad_weight_VD = (None if grad is None else grad * grad_loss for grad in ctx.saved_tensors)
-        return grad_x_TD, grad_weight_VD, None, None, None
+        return grad_x_TD, grad_weight_VD, None, None
 
 
-def _chunk_loss(x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
+def _chunk_loss(
+    x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, settings: ChunkedCrossEntropy
+) -> tuple[Tensor, Tensor]:
     """Summed loss of the chunk in fp32, and the gradient of its logits (C, V) in the dtype of x."""
+    shard = settings.shard
     logits_CV = (x_CD @ weight_VD.t()).float()
     max_C = logits_CV.amax(dim=-1)
     if shard is not None:
@@ -89,8 +97,13 @@ def _chunk_loss(x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, shard: Vocab
     sums_2C = torch.stack((probs_CV.sum(dim=-1), target_logits_C))
     if shard is not None:
         shard.sum(sums_2C)
-    loss = ((sums_2C[0].log() - sums_2C[1]) * is_valid_C).sum()
-    probs_CV.mul_((is_valid_C / sums_2C[0])[:, None])
+    log_sums_C = sums_2C[0].log()
+    loss = ((log_sums_C - sums_2C[1]) * is_valid_C).sum()
+    factor_C = is_valid_C / sums_2C[0]
+    if settings.z_loss:
+        # d log(Z)^2 = 2 log(Z) p, and p is the gradient of the cross-entropy but for the target.
+        factor_C *= 1 + 2 * settings.z_loss * (max_C + log_sums_C)
+    probs_CV.mul_(factor_C[:, None])
     probs_CV.scatter_add_(-1, columns_C1, -is_here_C1)
     return loss, probs_CV.to(x_CD.dtype)
 

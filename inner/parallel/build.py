@@ -40,6 +40,8 @@ class Layout:
     parallel: ParallelConfig
     compute_dtype: torch.dtype
     device: torch.device
+    z_loss: float = 0.0
+    """As in OptimizerConfig."""
 
     @property
     def sizes(self) -> ModelSizes:
@@ -96,7 +98,7 @@ def build_stage(layout: Layout, stage: Stage) -> Transformer:
     with torch.device("meta"):
         model = Transformer(layout.sizes, layout.positions, stage, layout.seq_len)
     if model.head is not None:
-        model.head.cross_entropy = ChunkedCrossEntropy(parallel.loss_chunk)
+        model.head.cross_entropy = ChunkedCrossEntropy(parallel.loss_chunk, z_loss=layout.z_loss)
     if degrees.cp > 1:
         for layer in model.blocks():
             layer.attention.attend = build_attend(parallel.context, layout.mesh.cp_group)

@@ -81,7 +81,7 @@ def _split_head(head: Head, mesh: DeviceMesh, stream: TensorStream) -> None:
     assert isinstance(head.cross_entropy, ChunkedCrossEntropy)
     for name, param in list(head.named_parameters(recurse=False)):
         head.register_parameter(name, nn.Parameter(distribute_tensor(param.data, mesh, [Shard(0)], src_data_rank=None)))
-    head.cross_entropy = partial(_sharded_cross_entropy, mesh, head.cross_entropy.chunk_tokens)
+    head.cross_entropy = partial(_sharded_cross_entropy, mesh, head.cross_entropy)
     head.register_forward_pre_hook(partial(_gather_first, stream))
 
 
@@ -114,10 +114,12 @@ def _embed_here(stream: TensorStream, module: nn.Embedding, tokens_BS: Tensor) -
     return stream.scatter(x_BSD.masked_fill(is_elsewhere_BS[..., None], 0.0))
 
 
-def _sharded_cross_entropy(mesh: DeviceMesh, chunk: int, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-    """Summed cross-entropy over a table whose rows are sharded over the ranks of `mesh`."""
+def _sharded_cross_entropy(
+    mesh: DeviceMesh, whole: ChunkedCrossEntropy, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor
+) -> Tensor:
+    """Summed cross-entropy as by `whole`, over a table whose rows are sharded over the ranks of `mesh`."""
     shard = VocabShard(mesh.get_group(), start=_first_row(weight_VD))
-    return ChunkedCrossEntropy(chunk, shard)(x_TD, _local(weight_VD), targets_T)
+    return ChunkedCrossEntropy(whole.chunk_tokens, shard, whole.z_loss)(x_TD, _local(weight_VD), targets_T)
 
 
 def _local(weight: Tensor) -> Tensor:

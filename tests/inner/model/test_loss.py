@@ -14,6 +14,7 @@ from inner.model.loss import ChunkedCrossEntropy, VocabShard
 from tests.harness import run_ranks
 
 TOKENS, VOCAB, DIM = 50, 61, 16
+Z_LOSS = 0.1
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,6 +76,21 @@ def test_logits_of_one_chunk_are_the_most_that_is_held() -> None:
     assert whole.numel == TOKENS * VOCAB
     # The largest tensors are the weight's gradient and the logits of one chunk.
     assert chunked.numel == VOCAB * DIM
+
+
+def plain_with_z_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy + Z_LOSS log(Z)^2, summed over valid targets, as PaLM (2204.02311) writes it."""
+    log_z = torch.logsumexp((x @ weight.t()).float(), dim=-1)
+    return plain(x, weight, targets) + Z_LOSS * (log_z**2)[targets >= 0].sum()
+
+
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_the_gradients_with_z_loss_are_those_of_the_plain_formula(chunk: int) -> None:
+    loss, grad_x, grad_weight = found(ChunkedCrossEntropy(chunk, z_loss=Z_LOSS))
+    _, expected_x, expected_weight = found(plain_with_z_loss)
+    torch.testing.assert_close(grad_x, expected_x, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grad_weight, expected_weight, rtol=1e-5, atol=1e-5)
+    assert loss == found(ChunkedCrossEntropy(chunk))[0], "reported losses are without it"
 
 
 def test_without_any_target_loss_and_gradients_are_zero() -> None:
