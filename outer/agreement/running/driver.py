@@ -58,8 +58,7 @@ class ProtocolDriver:
         self._peers, self._deadlines, self._on_no = peers, peers.deadlines, on_no
         self._calls = OpenCalls(peers, self._call)
         self._changes = Changes(self._knowledge)
-        self._has_left = False
-        self._planned_at = 0.0
+        self._has_left, self._planned_at = False, 0.0
         self._held_up = HeldUpTimer(self._knowledge, peers.deadlines)
         self._few = FewIslands(self._knowledge, peers.deadlines)
         self._doubts = Doubts(self._knowledge)
