@@ -180,7 +180,7 @@ class VirtualNetwork:
         """For how long the busiest direction of any link has been in use."""
         return max((way.busy_seconds for way in (*self.up.values(), *self.down.values())), default=0.0)
 
-    def _weigh(self, parcel: Parcel) -> tuple[int, float, float, float]:
+    def _weigh(self, parcel: Parcel) -> tuple[int, int, float, float]:
         """Bytes of the parcel, how many messages it stands for, and its bytes on the links of both islands."""
         size, share = self.size_of(parcel), self.stand_in.share
         if parcel.tag is None or share == 1.0:

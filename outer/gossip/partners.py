@@ -166,7 +166,7 @@ class Partners:
         addresses = self._peers.addresses(name)
         pairs = [(pair[0], pair[1]) for pair in reply.carriers if len(pair) == 2]
         check_carriers(pairs, num_parts, min(len(addresses), MAX_RANKS))
-        return Route(unpack_carriers(pairs), addresses)
+        return Route(list(unpack_carriers(pairs)), addresses)
 
     async def _confirm(self, name: str, round_number: int) -> str:
         """Why the pair does not count, or "" when the partner says that it has this island's whole share."""

@@ -42,7 +42,8 @@ class Message(BaseModel):
         return self.model_dump_json().encode()
 
 
-M, T = TypeVar("M", bound=Message), TypeVar("T")
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 
 
 def parse(model: type[M], body: str | bytes) -> M:

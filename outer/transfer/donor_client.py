@@ -86,7 +86,7 @@ class DonorClient:
                     check_carriers(description.carriers, len(self._space.parts), len(self.member.control_addresses))
                 except MessageError as error:
                     raise MessageError(f"island {self.name!r} describes its state wrongly: {error}") from None
-                self._carriers, self.description = unpack_carriers(description.carriers), description
+                self._carriers, self.description = list(unpack_carriers(description.carriers)), description
 
     async def request(
         self, request: PartRequest | MeanRequest, deadlines: Deadlines, patience: Callable[[], float]
