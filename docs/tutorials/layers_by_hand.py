@@ -18,7 +18,6 @@ import torch.nn.functional as F
 import diloco  # finds `inner`, in a checkout and in an installed wheel
 
 from inner.config import ParallelConfig
-from inner.data.micro_batch import Cutter
 from inner.mesh import Degrees, IslandMesh
 from inner.model.init import initialise
 from inner.model.sizes import ModelSizes
