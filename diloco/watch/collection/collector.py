@@ -153,6 +153,8 @@ class Collector:
                 mirror.note_presence(answers=False, text=self._silence[name])
             except OSError as error:
                 log.error("%s: records are not kept: %s", mirror.folder, error)
+            except Exception:  # What one peer sends must not end the watch of the others.
+                log.exception("%s: its records cannot be read", mirror.folder)
             await asyncio.sleep(0 if has_more else POLL_SECONDS)
 
     async def _ask(self, network: Network, mirror: Mirror, member: Member) -> bool:

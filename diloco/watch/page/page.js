@@ -25,16 +25,17 @@ function findSpan() {
   if (first > last) first = last;
 }
 
+// What an island does in words, whether that is wrong, and the cause if there is one.
 function stateOf(name, t) {
   const rows = run.islands[name];
   const kinds = ["steps", "rounds", "evals", "events"];
   const newest = Math.max(0, ...kinds.map((kind) => until(rows[kind], t)?.[0] ?? 0));
   const event = until(rows.events, t);
   const present = until(rows.presence, t), isAway = present && !present[1];
-  if (!newest) return isAway ? [`no answer: ${present[2]}`, true] : ["not started", false];
+  if (!newest) return isAway ? ["no answer", true, present[2]] : ["not started", false];
   const ago = duration(t - newest);
   if (event && event[3] && event[0] >= newest) return [`${event[1]} ${ago} ago`, ["hung", "failed"].includes(event[1])];
-  if (isAway && present[0] > newest) return [`no answer for ${ago}: ${present[2]}`, true];
+  if (isAway && present[0] > newest) return [`no answer for ${ago}`, true, present[2]];
   const losers = losersOf(name, newest, t);
   if (losers.length) return [`silent for ${ago}, lost to ${losers.join(", ")}`, true];
   const steps = countUntil(rows.steps, t), a = rows.steps[Math.max(0, steps - 20)], b = rows.steps[steps - 1];
@@ -61,7 +62,7 @@ function roundWithout(name, newest, t) {
 
 function drawCards(t) {
   byId("cards").replaceChildren(...names().map((name, i) => {
-    const rows = run.islands[name], card = make("article"), [state, isBad] = stateOf(name, t), list = make("dl");
+    const rows = run.islands[name], card = make("article"), [state, isBad, why] = stateOf(name, t), list = make("dl");
     const step = until(rows.steps, t), round = until(rows.rounds, t), held = until(rows.evals, t);
     const lossRow = rows.steps.slice(0, countUntil(rows.steps, t)).reverse().find((row) => row[3] !== null);
     card.style.borderLeftColor = colorOf(i);
@@ -74,6 +75,7 @@ function drawCards(t) {
       ["ok/abort", round ? `${round[7]}/${round[8]}` : "–"], ["sent", human(round?.[6], "B")]];
     for (const [key, value] of facts) list.append(make("dt", key), make("dd", value));
     card.append(title, list);
+    if (why) card.append(make("p", why, "bad"));
     const event = until(rows.events, t), note = run.notes.filter((n) => n[1] === name && n[0] <= t && n[2].startsWith("started")).at(-1);
     const progress = progressOf(event);
     if (progress) card.append(progress);
