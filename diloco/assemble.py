@@ -204,11 +204,15 @@ def open_runtime(
 
 def build_batches(config: RunConfig, corpus: Corpus, borders: Sequence[tuple[int, int]] = ()) -> IslandBatches:
     """The corpus in the order in which the run's islands read it in the stage that begins after these borders."""
-    stages = [read_stage(at_stage(config, number)) for number in range(max(len(config.stages), 1))]
-    weights, seq_len, num_sequences = stages[len(borders)]
-    start = find_stage_start(stages, borders, config.seed) if config.stages else StageStart()
-    texts = tuple(replace(text, weight=weight) for text, weight in zip(corpus.texts, weights, strict=True))
-    corpus = replace(corpus, texts=texts)
+    start = StageStart()
+    if config.stages:
+        stages = [read_stage(at_stage(config, number)) for number in range(len(config.stages))]
+        start = find_stage_start(stages, borders, config.seed)
+        weights = stages[len(borders)].weights
+        texts = [replace(text, weight=weight) for text, weight in zip(corpus.texts, weights, strict=True)]
+        corpus, config = replace(corpus, texts=tuple(texts)), at_stage(config, len(borders))
+    seq_len = config.data.seq_len
+    num_sequences = config.optimizer.tokens_per_step // seq_len
     return IslandBatches(corpus, seq_len, config.seed, config.outer.start_islands, num_sequences, start)
 
 
@@ -254,6 +258,7 @@ def build_loop_settings(
     return LoopSettings(
         max_tokens=num_rounds * config.outer.inner_steps * most_tokens_per_step(config),
         stage_rounds=stage_rounds(config),
+        owners=config.data.owners,
         joins=island.joins,
         index=island.index,
         seed=config.seed,

@@ -1,6 +1,6 @@
 """The loop of one island: enter the run -> (inner steps -> round) x rounds -> leave. Read this first.
 
-Every rank of the island runs `run`, in step with the others. assemble.py builds what it works with, island_rounds.py
+Every rank of the island runs `run`, in step with the others. assemble.py builds what it works with, island_rounds/
 says when rounds are launched and land, outer/loop.py describes a round. When rounds wait for a quorum only,
 island_quorum.py runs instead; train.py chooses.
 """
@@ -123,8 +123,10 @@ def train(runtime: Runtime) -> StepResult:
         runtime.activity.start("inner step")
     runtime.times.begin()
     trainer = runtime.trainer
-    unit = runtime.outer.cursor.next_unit()
-    batch = runtime.batches.read_step(unit, trainer.data_rank, trainer.num_data_ranks, trainer.settings.micro_batch)
+    number, unit = runtime.outer.cursor.num_own, runtime.outer.cursor.next_unit()
+    batch = runtime.batches.read_step(
+        unit, trainer.data_rank, trainer.num_data_ranks, trainer.settings.micro_batch, number
+    )
     if runtime.batches.is_streamed:
         runtime.activity.start("inner step")
     started = time.monotonic()

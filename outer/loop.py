@@ -25,6 +25,7 @@ from outer.errors import BehindError
 from outer.gossip.averager import build_gossip_averager
 from outer.gossip.step import build_optimizer_config
 from outer.leases.cursor import Cursor, LeaseCursor
+from outer.leases.terms import Terms
 from outer.leases.ranges import count
 from outer.leases.static_cursor import StaticCursor
 from outer.network.deadlines import Deadlines
@@ -278,7 +279,8 @@ def build_loop(
         cursor = StaticCursor(config, settings.index, joins=settings.joins)
         averager = build_gossip_averager(config, identity, replica, network, event_loop, pace, settings)
     else:
-        replica = Replica(config, params, ranks, settings.stage_rounds)
+        terms = Terms(inner_steps=config.inner_steps, stage_rounds=settings.stage_rounds, counted=settings.owners)
+        replica = Replica(config, params, ranks, terms)
         cursor = LeaseCursor(identity.island, settings.index, identity.incarnation, replica.terms)
         averager = build_agreed_averager(config, identity, replica, network, event_loop, pace, cursor, settings)
     pending = PendingProgress(replica, cursor, config.fragments, settings.max_tokens)

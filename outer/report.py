@@ -43,6 +43,8 @@ class LoopSettings:
     """Which of the first leases of data belongs to this island; from start_islands on, none."""
     stage_rounds: tuple[int, ...] = ()
     """The first round of each stage of the run after the first."""
+    owners: tuple[str, ...] = ()
+    """Islands with data of their own, whose units the ledger counts."""
     seed: int = 0
     """The run's seed; it decides the partners of each gossip round."""
     link_kbit: int = 0

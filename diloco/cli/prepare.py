@@ -52,6 +52,9 @@ def prepare(
     data = data_of(loaded.run, island)
     check_source(data)
     console = Console(highlight=False, soft_wrap=True)
+    for entry in loaded.data.mixture:
+        if not entry.is_read_by(island.label):
+            console.print(f"{entry.name}: left out, it is for {', '.join(entry.only)} only", markup=False)
     if repair and into is None:
         raise ConfigError("--repair checks the files of a store; name it by --into")
     if into is not None:
@@ -107,6 +110,11 @@ def _prepare_into(
     from inner.data.streaming.publish import publish, repair
     from inner.data.streaming.store import Store
 
+    for entry in (entry for entry in data.mixture if entry.only):
+        raise ConfigError(
+            f"--into: {entry.name} is for {', '.join(entry.only)} only, and others read a store; leave --into out, or "
+            "take the source out of data.mixture for it"
+        )
     for source, name in zip(data.sources, [entry.name for entry in data.mixture] or [""], strict=True):
         if source.source in (SHARDS, TOKENS):
             raise ConfigError(f"--into: writes text that is tokenised here, and data.source is {source.source}")

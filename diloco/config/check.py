@@ -34,6 +34,10 @@ def check_island(run: RunConfig, island: IslandConfig, where: str) -> None:
     check_trainer(run)
     check_extras(island, where)
     check_stages_of_island(run, island, where)
+    try:
+        run.data.of_island(island.label)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
     for stage in range(len(run.stages) or 1):
         check_mesh(at_stage(run, stage), island, where)
 
@@ -192,8 +196,9 @@ def check_run(config: Config, num_islands: int) -> Corpus:
     check_names(config, num_islands)
     check_fragments(run)
     island = config.for_island(0)
-    check_source(run.data)
-    corpus = _prepare(run, island)
+    data = run.data.of_island(island.label)
+    check_source(data)
+    corpus = _prepare(run.model_copy(update={"data": data}), island)
     resolve_model(run.model, corpus.vocab_size)
     return corpus
 

@@ -45,7 +45,7 @@ FROM_SWARM = {
     "attention_factor beta_fast beta_slow",
     "data": "options dataset_config split text_field format chat_template max_tokens seq_len order "
     "shard_tokens document_mask heldout_fraction",
-    "data.mixture": "options dataset_config split text_field format chat_template max_tokens name weight",
+    "data.mixture": "options dataset_config split text_field format chat_template max_tokens name weight only",
     "optimizer": "options lr betas eps muon_momentum weight_decay clip_norm schedule warmup_steps decay_steps "
     "min_lr_ratio tokens_per_step max_skipped_steps z_loss noise_scale_every",
     "optimizer.spikes": "deviations steps action",
@@ -89,7 +89,7 @@ def parse_swarm_config(text: str) -> RunConfig:
 def check_places(run: RunConfig, island: IslandConfig) -> None:
     """Raise ConfigError if the joining island would import code or open a file that the swarm names, with the cure."""
     check_allowed(own_code(run), island.allow_imports, "add to island.allow_imports: ")
-    for name, source in named_sources(run.data):
+    for name, source in named_sources(run.data.of_island(island.label)):
         own, cure = island.data_paths, "island.data_paths=[PATH]"
         if name is not None:
             own, cure = island.mixture_paths.get(name), f"island.mixture_paths={{{name}: [PATH]}}"
@@ -103,7 +103,8 @@ def check_places(run: RunConfig, island: IslandConfig) -> None:
 
 def own_the_places(run: RunConfig, island: IslandConfig) -> IslandConfig:
     """The island with the run's places and code as its own, for a launcher whose operator wrote the run's config."""
-    needed = {name: paths for name, s in named_sources(run.data) if (paths := _places_of(s))}
+    data = run.data.of_island(island.label)
+    needed = {name: paths for name, s in named_sources(data) if (paths := _places_of(s))}
     change = {
         "data_paths": island.data_paths or needed.get(None),
         "mixture_paths": {name: paths for name, paths in needed.items() if name is not None} | island.mixture_paths,

@@ -204,6 +204,8 @@ def check_stages_of_run(run: RunConfig) -> None:
     """Raise ValueError if the run's stages cannot be followed."""
     if not run.stages:
         return
+    if run.data.owners:
+        raise ValueError("stages: the place in a source that only some islands read (`only`) is that of one stage")
     check_stages(run.stages, run.data, run.optimizer)
     if run.outer.gossip is not None or run.outer.wait_for == "quorum":
         how = "gossip" if run.outer.gossip is not None else "wait_for: quorum"

@@ -57,7 +57,8 @@ class LeasedData:
         No unit is given to two islands, and one whose island was lost is given to another.
         """
         for unit in self._islands.units():
-            read = self._batches.read_step(unit, self._rank, self._num_ranks, self._num_sequences)
+            number = self._islands.unit_number
+            read = self._batches.read_step(unit, self._rank, self._num_ranks, self._num_sequences, number)
             self._islands.note_sources(read.source_tokens)
             yield cut(read.micro_batches[0])
 

@@ -148,6 +148,8 @@ class Islands:
         while not self.is_over:
             self._rounds.go_on()
             if not self._has_unit:
+                self.unit_number = self._outer.cursor.num_own
+                """How many units the island had read before this one, where it has data of its own."""
                 self._unit, self._has_unit = self._outer.cursor.next_unit(), True
             yield self._unit
 

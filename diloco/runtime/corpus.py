@@ -4,13 +4,14 @@
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from diloco.config.schema import IslandConfig, RunConfig
 from diloco.errors import ConfigError
 from inner.config import DataConfig, MixtureEntry, SourceConfig
-from inner.data.corpus import Corpus, prepare_corpus
+from inner.data.corpus import Corpus, Text, prepare_corpus
 from inner.data.streaming.open import StreamOptions, is_streamed, open_streamed
 from inner.data.streaming.worker import serve
 
@@ -32,7 +33,10 @@ def data_of(run: RunConfig, island: IslandConfig) -> DataConfig:
         change |= _at_places(data, island.data_paths, "island.data_paths")
     if island.mixture_paths:
         change["mixture"] = tuple(_moved(entry, island.mixture_paths.get(entry.name)) for entry in data.mixture)
-    return data.model_copy(update=change)
+    try:
+        return data.model_copy(update=change).of_island(island.label)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _moved(entry: MixtureEntry, places: tuple[str, ...] | None) -> MixtureEntry:
@@ -56,9 +60,16 @@ def load_corpus(config: RunConfig, island: IslandConfig) -> Corpus:
     Close it after use.
     """
     data, cache_dir = data_of(config, island), Path(island.cache_dir).expanduser()
-    return (
-        open_streamed(data, cache_dir, stream_options(island)) if is_streamed(data) else prepare_corpus(data, cache_dir)
-    )
+    if is_streamed(data):
+        return open_streamed(data, cache_dir, stream_options(island))
+    corpus = prepare_corpus(data, cache_dir)
+    texts = [mark_own(text, entry, island.label) for text, entry in zip(corpus.texts, data.mixture, strict=False)]
+    return replace(corpus, texts=tuple(texts) or corpus.texts)
+
+
+def mark_own(text: Text, entry: MixtureEntry, label: str) -> Text:
+    """The text of a source of the mixture as the island of this name reads it."""
+    return replace(text, reader=(entry.only.index(label), len(entry.only))) if entry.only else text
 
 
 def stream_options(island: IslandConfig) -> StreamOptions:

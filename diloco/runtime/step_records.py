@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from diloco.config.schema import IslandConfig, RunConfig
 from diloco.records.metrics import EvalRecord, StepRecord
 from inner.data.batches import StepBatch, heldout_counts, heldout_windows
-from inner.data.corpus import Corpus
+from inner.data.corpus import Corpus, Text
 from inner.flops import flops_per_token
 from inner.measure.peak_flops import peak_flops, utilisation
 from inner.model.sizes import OwnModel, resolve_model
@@ -66,11 +66,12 @@ def make_step_record(result: StepResult, tokens: int, speed: MfuMeter, batch: St
 
 def evaluate_heldout(config: RunConfig, trainer: Trainer, corpus: Corpus, round_number: int, tokens: int) -> EvalRecord:
     """Compute the held-out loss of the trainer's current params, and of each source. Every rank must call it."""
-    seq_len = config.data.seq_len
-    counts = heldout_counts(corpus, seq_len, config.evaluate.tokens)
-    # A source of little weight has a loss as well, and no part in the mixture's.
+    seq_len, wanted, compared = config.data.seq_len, config.evaluate.tokens, corpus.compared
+    counts_of = dict(zip(compared.texts, heldout_counts(compared, seq_len, wanted), strict=True))
+    # A source of little weight, or of this island alone, has a loss as well, and no part in the mixture's.
+    counts = [counts_of.get(text, 0) for text in corpus.texts]
     sums = [
-        _sum_losses(config, trainer, replace(corpus, texts=(text,)), max(count, 1))
+        _sum_losses(config, trainer, replace(corpus, texts=(text,)), count or _windows_beside(text, seq_len, wanted))
         for text, count in zip(corpus.texts, counts, strict=True)
     ]
     counted = [each for each, count in zip(sums, counts, strict=True) if count]
@@ -83,9 +84,14 @@ def evaluate_heldout(config: RunConfig, trainer: Trainer, corpus: Corpus, round_
         round=round_number,
         tokens=tokens,
         loss=loss,
-        bits_per_byte=bits_per_byte(loss, corpus),
+        bits_per_byte=bits_per_byte(loss, compared),
         source_losses=by_source if len(corpus.texts) > 1 else {},
     )
+
+
+def _windows_beside(text: Text, seq_len: int, num_tokens: int) -> int:
+    """Windows of a source that has no part in the mixture's loss: one, or all that are wanted of this island's own."""
+    return 1 if text.reader is None else -(-num_tokens // seq_len)
 
 
 def _sum_losses(config: RunConfig, trainer: Trainer, corpus: Corpus, num_windows: int) -> tuple[float, int]:

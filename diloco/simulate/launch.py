@@ -239,8 +239,9 @@ def baseline_ranks(config: Config) -> int:
 
 def check_baseline(config: Config) -> None:
     """Raise ConfigError if the tokens of a step of all islands do not divide evenly over all ranks."""
-    if config.stages:
-        raise ConfigError("--baseline trains with one text and one step, and the run has stages; leave either out")
+    if config.stages or config.data.owners:
+        what = "stages" if config.stages else "sources that only some islands read"
+        raise ConfigError(f"--baseline trains one island on one text, and the run has {what}; leave either out")
     first, ranks = config.for_island(0), baseline_ranks(config)
     together = config.optimizer.tokens_per_step * len(config.islands)
     micro_batch = 1 if "micro_batch" in first.auto else first.micro_batch

@@ -58,6 +58,12 @@ class MixtureEntry(SourceConfig):
     """Name of the source in the metrics."""
     weight: float = Field(gt=0, allow_inf_nan=False)
     """Relative share of the sequences that are read; the weights need not sum to 1."""
+    only: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")], ...] = ()
+    """Names of the islands that read the source, and that alone have it. Empty: all of them."""
+
+    def is_read_by(self, island: str) -> bool:
+        """Whether the island of this name may read the source."""
+        return not self.only or island in self.only
 
 
 class DataConfig(SourceConfig):
@@ -100,6 +106,31 @@ class DataConfig(SourceConfig):
                 f"multiples of seq_len, such as {nearest_multiples(self.shard_tokens, self.seq_len)}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _own_sources_stay_on_their_islands(self) -> "DataConfig":
+        for entry in self.mixture:
+            if entry.only and (self.order == "shards" or entry.source == "shards"):
+                raise ValueError(
+                    f"mixture: {entry.name!r} has `only`, and text in shards may be read from a store by all; leave "
+                    "`only` out, or set order to global and another source"
+                )
+        return self
+
+    def of_island(self, island: str) -> "DataConfig":
+        """The data that the island of this name reads. Raises ValueError if there is none for it."""
+        here = tuple(entry for entry in self.mixture if entry.is_read_by(island))
+        if self.mixture and not here:
+            raise ValueError(
+                f"data.mixture: no source is for the island {island!r}, as `only` names others in each; add it to one, "
+                "or add a source that all islands read"
+            )
+        return self.model_copy(update={"mixture": here})
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The islands that have sources which not all islands read."""
+        return tuple(sorted({name for entry in self.mixture for name in entry.only}))
 
     @property
     def sources(self) -> "tuple[DataConfig, ...]":

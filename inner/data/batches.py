@@ -20,7 +20,7 @@ from inner.data.mixture import (
     WholeText,
 )
 from inner.data.shards import Tokens
-from inner.data.stages import BlockOrder, StageStart
+from inner.data.stages import BlockOrder, OwnSource, SiteOrder, StageStart
 from inner.errors import InputError
 
 EXPECT_SECONDS = 1.0
@@ -70,7 +70,14 @@ class IslandBatches:
         orders = [sequences.order for sequences in self._sequences]
         if start.block_len is not None:
             orders = [_read_blocks(text, seq_len, seed, start, number) for number, text in enumerate(corpus.texts)]
-        self._order = MixedOrder(corpus.weights, orders, seed)
+        self._shared_weights = [0.0 if text.reader else text.weight for text in corpus.texts]
+        self._order = MixedOrder(self._shared_weights, orders, seed)
+        own = [
+            OwnSource(number, orders[number], text.reader) for number, text in enumerate(corpus.texts) if text.reader
+        ]
+        weights = [*(corpus.weights[source.number] for source in own), sum(self._shared_weights)]
+        self._site = SiteOrder(own, weights, self._order, sequences_per_step) if own else None
+        """The order of this island's own sources and the others, if it has any of its own."""
         self._num_islands = num_islands
         self._sequences_per_step = sequences_per_step
         self.is_streamed = any(isinstance(text.train, StreamedTokens) for text in corpus.texts)
@@ -78,8 +85,13 @@ class IslandBatches:
         self._expected_at = -EXPECT_SECONDS
         self._require_one_step()
 
-    def micro_batches(self, unit: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> list[torch.Tensor]:
-        """This rank's micro-batches of a unit (counted from 0), each int64 [micro_batch, seq_len + 1] on the CPU."""
+    def micro_batches(
+        self, unit: int, data_rank: int, num_data_ranks: int, micro_batch: int, number: int = 0
+    ) -> list[torch.Tensor]:
+        """This rank's micro-batches of a unit (counted from 0), each int64 [micro_batch, seq_len + 1] on the CPU.
+
+        On an island with sources of its own it is the island's `number`-th unit, counted from 0.
+        """
         per_rank = self._sequences_per_step // num_data_ranks
         if per_rank * num_data_ranks != self._sequences_per_step or per_rank % micro_batch:
             raise InputError(
@@ -87,14 +99,16 @@ class IslandBatches:
                 f"micro-batches of {micro_batch}; make tokens_per_step a multiple of "
                 f"{self._seq_len * num_data_ranks * micro_batch} (seq_len x data ranks x micro-batch)"
             )
+        if self._site is not None:
+            self._site.enter(unit, number)
         first = self._position(unit) + data_rank * per_rank
         starts = range(first, first + per_rank, micro_batch)
         return [self._read(range(start, start + micro_batch)) for start in starts]
 
-    def read_step(self, unit: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> StepBatch:
-        """Read this rank's share of a unit for one inner step, and time the reading."""
+    def read_step(self, unit: int, data_rank: int, num_data_ranks: int, micro_batch: int, number: int = 0) -> StepBatch:
+        """Read this rank's share of a unit for one inner step, and time the reading. `number`: as in micro_batches."""
         started_at = time.perf_counter()
-        micro_batches = self.micro_batches(unit, data_rank, num_data_ranks, micro_batch)
+        micro_batches = self.micro_batches(unit, data_rank, num_data_ranks, micro_batch, number)
         seconds = time.perf_counter() - started_at
         return StepBatch(micro_batches, self.tokens_by_source(unit) if len(self._texts) > 1 else {}, seconds)
 
@@ -113,10 +127,14 @@ class IslandBatches:
             yield range(first, end) if len(self._texts) == 1 else self._order.bounds(source, first, end)
 
     def tokens_by_source(self, unit: int) -> dict[str, int]:
+        """Tokens of each source in a unit; with sources of its own, in the unit that was read last."""
+        numbers = self._count_sources(unit) if self._site is None else self._site.count_sources(len(self._texts))
+        return {text.name: number * self._seq_len for text, number in zip(self._texts, numbers, strict=True)}
+
+    def _count_sources(self, unit: int) -> list[int]:
         first = self._position(unit)
         before, after = self._order.counts(first), self._order.counts(first + self._sequences_per_step)
-        numbers = [(new - old) * self._seq_len for old, new in zip(before, after, strict=True)]
-        return {text.name: number for text, number in zip(self._texts, numbers, strict=True)}
+        return [new - old for old, new in zip(before, after, strict=True)]
 
     def _position(self, unit: int) -> int:
         """Position of the first sequence of a unit in the reading order of the stage."""
@@ -124,12 +142,13 @@ class IslandBatches:
         return (unit - self._first_unit) * self._sequences_per_step
 
     def _read(self, positions: range) -> torch.Tensor:
-        places = [self._order[position] for position in positions]
+        order = self._order if self._site is None else self._site
+        places = [order[position] for position in positions]
         return torch.stack([_to_tensor(self._sequences[place.source].window(place.sequence)) for place in places])
 
     def _require_one_step(self) -> None:
         read = self._num_islands * self._sequences_per_step
-        shares = MixtureShares([text.weight for text in self._texts]).counts(read)
+        shares = MixtureShares(self._shared_weights).counts(read)
         for text, sequences, needed in zip(self._texts, self._sequences, shares, strict=True):
             if (number := sequences.number) is not None and number < needed:
                 raise InputError(

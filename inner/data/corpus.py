@@ -48,6 +48,8 @@ class Text:
     name: str = ""
     """Name of the mixture entry; empty without a mixture."""
     weight: float = 1.0
+    reader: tuple[int, int] | None = None
+    """Of a source that only some islands read: the number of this one among them, and how many they are."""
     is_coded: bool = False
     """Whether the ids are those of conversations, coded as in inner/data/chat/coding.py."""
 
@@ -71,6 +73,11 @@ class Corpus:
         for text in self.texts:
             if isinstance(text.train, StreamedTokens):
                 text.train.close()
+
+    @property
+    def compared(self) -> "Corpus":
+        """The texts whose held-out loss is compared between islands: those that all have, or else all that are here."""
+        return replace(self, texts=tuple(text for text in self.texts if text.reader is None) or self.texts)
 
     @property
     def heldout_tokens_per_byte(self) -> float:

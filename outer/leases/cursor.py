@@ -24,6 +24,12 @@ class Cursor(Protocol):
         """Those units, in order."""
         ...
 
+    @property
+    def num_own(self) -> int:
+        """Number of units that this island has read before the next one, in committed rounds and since: of an island
+        with data of its own."""
+        ...
+
     def begin(self, round_number: int, ledger: Ledger) -> None:
         """Start without progress at this position: units read and not settled will be read again."""
         ...
@@ -52,7 +58,11 @@ class LeaseCursor:
         self._island, self._index, self._incarnation, self._terms = island, index, incarnation, terms
         self._lease: Ranges = ()
         """The island's units, starting with the first one that no commit has settled."""
-        self._num_read = 0
+        self._num_read = self._num_settled = 0
+
+    @property
+    def num_own(self) -> int:
+        return self._num_settled + self._num_read
 
     @property
     def read(self) -> Ranges:
@@ -73,7 +83,7 @@ class LeaseCursor:
 
     def begin(self, round_number: int, ledger: Ledger) -> None:
         self._lease = find_lease(ledger, self._island, self._index, self._incarnation, self._terms)
-        self._num_read = 0
+        self._num_read, self._num_settled = 0, ledger.trained_by.get(self._island, 0)
 
     def resume(self, number: int) -> None:
         self._num_read = min(number, count(self._lease))
@@ -87,6 +97,7 @@ class LeaseCursor:
     def settle(self, round_number: int, ledger: Ledger, number: int) -> None:
         self._lease = tail(self._lease, number)
         self._num_read -= number
+        self._num_settled = ledger.trained_by.get(self._island, 0)
         if not self.keep(ledger):
             assert self._num_read == 0, "a participant of a commit keeps its lease"
             self.begin(round_number, ledger)

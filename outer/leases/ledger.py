@@ -23,13 +23,10 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from outer.leases.ranges import MAX_UNIT, Ranges, UnitRange, append, count, deal, head, tail
 from outer.leases.stages import Border
+from outer.leases.terms import Terms
 from outer.network.endpoints import ISLAND_NAME
 from outer.network.messages import Message, do_shared
 
-LEASE_ROUNDS = 4
-"""Size of a full lease in rounds: one being trained and one in flight, and as much again for re-based progress."""
-SPARE_ROUNDS = 2
-"""Number of rounds that an island without a lease may read before its first commit."""
 NUM_SPARES = 16
 """Number of places beyond the frontier where an island without a lease may begin."""
 MISSED_COMMITS = 1
@@ -75,12 +72,15 @@ class Ledger(Message):
     """Where the stages after the first begin."""
     closed: int = Field(default=0, ge=0, le=MAX_UNIT)
     """Number of units below the last border that no committed round has trained, and none will."""
+    trained_by: dict[Holder, int] = Field(default={}, max_length=4096)
+    """Units that committed rounds have trained, of the islands in `Terms.counted`."""
 
     @model_serializer(mode="wrap")
     def _leave_out_stages(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A run of one stage has the ledger, and so the digests, that it had before there were stages."""
+        """A run without stages and owners has the ledger, and so the digests, that it had before there were any."""
         values = handler(self)
-        return values if self.borders else {name: values[name] for name in ("frontier", "returned", "leases")}
+        used = {"borders": self.borders, "closed": self.borders, "trained_by": self.trained_by}
+        return {name: value for name, value in values.items() if used.get(name, True)}
 
     @model_validator(mode="after")
     def _check_units(self) -> "Ledger":
@@ -120,22 +120,6 @@ class Ledger(Message):
     def open(self) -> int:
         """Number of units below the frontier that no committed round has trained."""
         return count(self.returned) + sum(count(lease.runs) for lease in self.leases.values())
-
-
-class Terms(Message):
-    """Sizes of leases in units, which are the same on every island."""
-
-    inner_steps: int = Field(ge=1)
-    stage_rounds: tuple[int, ...] = ()
-    """The first round of each stage after the first."""
-
-    @property
-    def lease(self) -> int:
-        return LEASE_ROUNDS * self.inner_steps
-
-    @property
-    def spare(self) -> int:
-        return SPARE_ROUNDS * self.inner_steps
 
 
 def reopen(ledger: Ledger, num_islands: int, terms: Terms) -> Ledger:
@@ -228,7 +212,11 @@ def settle(ledger: Ledger, claims: Sequence[Claim], terms: Terms, next_round: in
     needs = {c.island: terms.lease - count(left[c.island]) for c in claims if c.island in leases or c.listens}
     dealt, returned, frontier = deal(sorted([*returned, *lapsed], key=itemgetter(0)), frontier, needs)
     leases |= {name: Lease(runs=reduce(append, ranges, left[name])) for name, ranges in dealt.items()}
-    settled_ledger = _build_ledger(frontier, returned, leases, ledger)
+    counted = {claim.island: claim.units for claim in contributing if claim.island in terms.counted}
+    trained_by = ledger.trained_by | {name: ledger.trained_by.get(name, 0) + n for name, n in sorted(counted.items())}
+    settled_ledger = _build_ledger(frontier, returned, leases, ledger).model_copy(
+        update={"trained_by": dict(sorted(trained_by.items()))}
+    )
     return open_stage(settled_ledger, terms) if next_round in terms.stage_rounds else settled_ledger
 
 
@@ -243,6 +231,7 @@ def open_stage(ledger: Ledger, terms: Terms) -> Ledger:
         leases={name: Lease(runs=ranges, missed=ledger.leases[name].missed) for name, ranges in dealt.items()},
         borders=(*ledger.borders, Border(ledger.frontier, first)),
         closed=ledger.closed + ledger.open + first - ledger.frontier,
+        trained_by=ledger.trained_by,
     )
 
 
@@ -291,4 +280,5 @@ def _build_ledger(frontier: int, returned: Iterable[range], leases: Mapping[str,
         leases=dict(sorted(leases.items())),
         borders=before.borders,
         closed=before.closed,
+        trained_by=before.trained_by,
     )

@@ -39,6 +39,10 @@ class StaticCursor:
         left = self._units[self._step :]
         return (left,) if left else ()
 
+    @property
+    def num_own(self) -> int:
+        return self._step
+
     def begin(self, round_number: int, ledger: Ledger) -> None:
         self._begun = self._step = round_number * self._inner_steps
 

@@ -30,10 +30,8 @@ class Replica:
         rebase       local = global - progress                   after another island's state was taken
     """
 
-    def __init__(
-        self, config: OuterConfig, params: Params, ranks: RankGroup, stage_rounds: tuple[int, ...] = ()
-    ) -> None:
-        """`stage_rounds`: the first round of each stage of the run after the first."""
+    def __init__(self, config: OuterConfig, params: Params, ranks: RankGroup, terms: Terms | None = None) -> None:
+        """`terms` are those of the leases; None: of a run without stages and data of single islands."""
         self.ranks = ranks
         self._has_observers = config.wait_for == "quorum"
         self.space = build_space(params.specs, config)
@@ -41,7 +39,7 @@ class Replica:
         moments = [part.index for part in self.space.parts if part.is_moment]
         self.carried = GlobalState(self.redistribution.gather(), config.optimizer, config.start_islands, moments)
         """Global params and outer momentum of the parts that this rank carries."""
-        self.terms = Terms(inner_steps=config.inner_steps, stage_rounds=stage_rounds)
+        self.terms = terms or Terms(inner_steps=config.inner_steps)
         # Gossip has no commit of all islands, so there is no common ledger to lease data from.
         ledger = Ledger() if config.gossip else begin_ledger(config.start_islands, self.terms)
         self.carried.position = Position(round=0, tokens=0, ledger=ledger)

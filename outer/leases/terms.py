@@ -1,0 +1,28 @@
+"""Sizes of leases, and what else the ledger of a run follows from."""
+
+from pydantic import Field
+
+from outer.network.messages import Message
+
+LEASE_ROUNDS = 4
+"""Size of a full lease in rounds: one being trained and one in flight, and as much again for re-based progress."""
+SPARE_ROUNDS = 2
+"""Number of rounds that an island without a lease may read before its first commit."""
+
+
+class Terms(Message):
+    """Sizes of leases in units, which are the same on every island."""
+
+    inner_steps: int = Field(ge=1)
+    stage_rounds: tuple[int, ...] = ()
+    """The first round of each stage after the first."""
+    counted: tuple[str, ...] = ()
+    """Islands with data of their own, whose place in them follows from the units that they have trained."""
+
+    @property
+    def lease(self) -> int:
+        return LEASE_ROUNDS * self.inner_steps
+
+    @property
+    def spare(self) -> int:
+        return SPARE_ROUNDS * self.inner_steps
