@@ -25,9 +25,9 @@ from outer.errors import BehindError
 from outer.gossip.averager import build_gossip_averager
 from outer.gossip.step import build_optimizer_config
 from outer.leases.cursor import Cursor, LeaseCursor
-from outer.leases.terms import Terms
 from outer.leases.ranges import count
 from outer.leases.static_cursor import StaticCursor
+from outer.leases.terms import Terms
 from outer.network.deadlines import Deadlines
 from outer.network.event_loop import EventLoop
 from outer.report import CaughtUp, Landing, LoopSettings, RoundReport
