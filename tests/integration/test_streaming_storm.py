@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import boto3
 import pytest
 
 from diloco.records.run_folder import read_run
@@ -24,7 +25,7 @@ from tests.swarm import GUARD_SECONDS, Island
 ROOT = Path(__file__).parents[2]
 TEXT_BYTES = int(os.environ.get("STREAMING_TEXT_BYTES", 1_050_000_000))
 """Bytes of text, with the tokenizer `bytes` one id of two bytes each: 2.1 GB in the store."""
-SHARD_TOKENS = 1 << 20
+SHARD_TOKENS = 1 << 21
 CACHE_GB, AWAY_SECONDS = 0.2, 60
 NUM_FAULTS = 20
 URL = f"s3://{BUCKET}/text"
@@ -68,6 +69,11 @@ def freeze_later(pid: int, after: float) -> "subprocess.Popen[bytes]":
 
 def cache_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("shards/*/[0-9]*.bin"))
+
+
+def has_index() -> bool:
+    found = boto3.client("s3").list_objects_v2(Bucket=BUCKET, Prefix="text/index.json")
+    return found["KeyCount"] > 0
 
 
 def seconds_to_first_step(island: Island, began: float) -> float:
@@ -116,8 +122,11 @@ def test_three_islands_stream_two_gigabytes_from_a_store_in_a_storm(tmp_path: Pa
     ):
         began = time.time()
         storm = StormRunner(made, fleet, settings)
+        until(has_index, "the first shard in the store")
+        first_shard = time.time() - began
         starts = [seconds_to_first_step(island, began) for island in made.started[:3]]
-        print("seconds from the start of the writer and the islands to the first steps:", [f"{s:.1f}" for s in starts])
+        print(f"{first_shard:.1f} s from the start of writer and islands to the first shard in the store,")
+        print("  and to the islands' first steps", *(f"{seconds:.1f}" for seconds in starts))
         freezing = freeze_later(server.pid, 20)
         storm.until_over()
         freezing.wait(GUARD_SECONDS)

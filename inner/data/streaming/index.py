@@ -11,17 +11,20 @@ read.
 
 import hashlib
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from inner.data.chat.coding import DTYPE
+from inner.data.chat.coding import CONTEXT, DTYPE
 from inner.errors import InputError, summarise
 
 FORMAT = 1
 INDEX = "index.json"
 HELDOUT = "heldout.bin"
+MAX_TOKENS = 1 << 32
+"""Of one file."""
 MAX_INDEX_BYTES = 1 << 30
 SHA256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, le=1 << 60)]
@@ -45,7 +48,7 @@ class Begin(_Part):
 class Shard(_Part):
     """One finished shard."""
 
-    tokens: Count
+    tokens: int = Field(ge=0, le=MAX_TOKENS)
     """Ids in its file: shard_tokens + 1, or fewer at the end of the text."""
     sha256: SHA256
     begin: Begin
@@ -54,7 +57,7 @@ class Shard(_Part):
 class Heldout(_Part):
     """The held-out text."""
 
-    tokens: Count
+    tokens: int = Field(ge=0, le=MAX_TOKENS)
     text_bytes: Count
     """UTF-8 bytes that they encode."""
     sha256: SHA256
@@ -80,7 +83,7 @@ class Index(_Part):
     dtype: Literal["uint16", "uint32", "int32"]
     vocab_size: int = Field(ge=1, le=1 << 31)
     eos_id: Count
-    shard_tokens: int = Field(ge=1, le=1 << 40)
+    shard_tokens: int = Field(ge=1, lt=MAX_TOKENS)
     heldout: Heldout | None = None
     """None while there is no shard."""
     shards: tuple[Shard, ...] = ()
@@ -148,6 +151,16 @@ def parse_index(data: bytes, where: str) -> Index:
         ) from None
     except RecursionError as error:
         raise InputError(f"{where}: is not the index of a prepared text ({summarise(error)})") from None
+
+
+def check_ids(ids: np.ndarray, index: Index, where: Path) -> None:
+    """Raise InputError if one of the ids is not of the tokenizer: whoever wrote them may have written anything."""
+    size = index.vocab_size
+    if len(ids) and not (CONTEXT - size < int(ids.min()) and int(ids.max()) < size):
+        raise InputError(
+            f"{where}: holds the ids {ids.min()} to {ids.max()}, and the tokenizer has 0 to {size - 1}; prepare "
+            "the text again, at another place"
+        )
 
 
 def shard_name(number: int) -> str:

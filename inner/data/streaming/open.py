@@ -11,7 +11,7 @@ from inner.data.chat.coding import count_learned
 from inner.data.corpus import SHARDS, TOKENS, Corpus, Text, open_prepared, open_tokens, text_identity
 from inner.data.prepare import explain_write_errors
 from inner.data.streaming.cache import ShardCache
-from inner.data.streaming.index import FORMAT, Index
+from inner.data.streaming.index import FORMAT, HELDOUT, Index, check_ids
 from inner.data.streaming.reader import NUM_IN_USE, ShardReader
 from inner.data.streaming.store import Store
 from inner.data.streaming.supply import StoreSupply, Supply
@@ -93,7 +93,9 @@ def _open_shards(
         if is_shuffled_whole:
             for number in range(len(supply.index.shards)):
                 reader.read(number)
-        return _as_text(reader, supply, supply.heldout(), entry)
+        heldout = supply.heldout()
+        check_ids(heldout, supply.index, supply.folder / HELDOUT)
+        return _as_text(reader, supply, heldout, entry)
     except BaseException:
         reader.close()
         raise

@@ -10,7 +10,7 @@ import numpy as np
 
 from inner.data.mixture import OneOrder, SequenceOrder, ShardOrder
 from inner.data.streaming.cache import OpenShard, ShardCache
-from inner.data.streaming.index import shard_name
+from inner.data.streaming.index import check_ids, shard_name
 from inner.data.streaming.supply import Supply
 from inner.errors import InputError
 
@@ -94,11 +94,12 @@ class ShardReader:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """End the thread and give the shards free."""
+        """End the thread and what it brings shards with, and give the shards free."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join(POLL_SECONDS)
+        self._supply.close()
         for shard in self._open.values():
             shard.close()
         self._open.clear()
@@ -143,6 +144,7 @@ class ShardReader:
             path = self._supply.folder / shard_name(number)
             # Another process may have deleted it in between.
             if (shard := self._cache.open(path, index.dtype, index.shards[number].sha256)) is not None:
+                check_ids(shard.ids, index, path)
                 return shard
         raise InputError(
             f"{self._supply.folder}: shard {number} was here {NUM_TRIES} times and was deleted or damaged before it "

@@ -7,9 +7,11 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import IO
 from unittest import mock
 
 import boto3
@@ -33,11 +35,13 @@ def s3_process() -> "Iterator[subprocess.Popen[bytes]]":
     # moto reads this process's environment, too: no key of a real account may be in it.
     account = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
     account |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_EC2_METADATA_DISABLED": "true"}
-    with mock.patch.dict(os.environ, account):
+    with ExitStack() as stack, mock.patch.dict(os.environ, account):
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        # A file, because it writes a line for each request, and a pipe that nobody reads would stop it.
+        printed = stack.enter_context(tempfile.TemporaryFile())
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=printed)
         try:
-            wait_for(port, process)
+            wait_for(port, process, printed)
             boto3.client("s3").create_bucket(Bucket=BUCKET)
             yield process
         finally:
@@ -45,12 +49,13 @@ def s3_process() -> "Iterator[subprocess.Popen[bytes]]":
             process.wait()
 
 
-def wait_for(port: int, process: "subprocess.Popen[bytes]") -> None:
+def wait_for(port: int, process: "subprocess.Popen[bytes]", printed: IO[bytes]) -> None:
     """Wait until the server takes connections. Fails with what it has printed if it ends before."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise AssertionError(f"the server has ended: {process.stderr.read().decode() if process.stderr else ''}")
+            printed.seek(0)
+            raise AssertionError(f"the server has ended: {printed.read().decode()}")
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
             return

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
-from inner.data.streaming.index import INDEX, parse_index, shard_name
+from inner.data.streaming.index import INDEX, parse_index, sha256_of, shard_name
 from inner.data.streaming.open import shards_identity
 from inner.data.streaming.publish import publish, repair
 from inner.data.streaming.store import Store, call_in_time
@@ -232,6 +233,16 @@ def test_a_text_that_is_still_written_cannot_be_shuffled_as_a_whole(tmp_path: Pa
         opened(store_config(url, order="global"), tmp_path),
     ):
         pass
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_refused(tmp_path: Path, url: str) -> None:
+    path = Path(url) / INDEX
+    index, ids = parse_index(path.read_bytes(), ""), np.full(513, 300, np.uint16)
+    (Path(url) / shard_name(0)).write_bytes(ids.tobytes())
+    other = index.shards[0].model_copy(update={"sha256": sha256_of(ids.data)})
+    path.write_text(index.model_copy(update={"shards": (other, *index.shards[1:])}).model_dump_json())
+    with opened(store_config(url), tmp_path / "cache") as corpus, pytest.raises(InputError, match="holds the ids 300"):
+        read_units(corpus, range(4))
 
 
 def test_a_disk_that_is_full_is_said(tmp_path: Path, url: str) -> None:

@@ -26,7 +26,7 @@ def supply_of(folder: Path, cache: Path) -> TokeniserSupply:
 
 def tokeniser_pids() -> set[int]:
     """Processes that tokenise for this one."""
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    children = {pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
     return {int(pid) for pid in children if b"diloco.runtime.corpus" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
@@ -84,6 +84,13 @@ def test_the_tokeniser_ends_with_a_process_that_is_killed(tmp_path: Path) -> Non
     while Path(f"/proc/{here.read_text()}").exists():
         assert time.monotonic() < deadline, "the tokeniser outlives its island"
         time.sleep(0.02)
+
+
+def test_the_tokeniser_ends_when_the_text_is_closed(tmp_path: Path) -> None:
+    with opened(rows_config(write_rows(tmp_path / "text")), tmp_path / "cache") as corpus:
+        read_units(corpus, range(4))
+        assert len(tokeniser_pids()) == 1
+    assert tokeniser_pids() == set()
 
 
 def test_several_processes_tokenise_the_same(tmp_path: Path) -> None:
