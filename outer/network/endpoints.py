@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 ISLAND_NAME = "[A-Za-z0-9._-]{1,64}"
 RUN_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
@@ -66,6 +66,7 @@ Handler = Callable[[Endpoint, bytes], Awaitable[bytes]]
 
 Lane = Literal["control", "bulk"]
 """bulk is for bodies of megabytes, which small calls must not wait behind."""
+LANES: tuple[Lane, ...] = get_args(Lane)
 
 
 class Messenger(Protocol):

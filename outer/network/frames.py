@@ -22,6 +22,7 @@ import torch
 from outer.errors import MessageError
 from outer.identity.tls import hash_certificate
 from outer.network.endpoints import Kind, Leg, Tag, Traffic
+from outer.network.event_loop import loop_time
 from outer.network.rejections import BODY_SECONDS, RefusedError, printable
 from outer.network.run_key import MAC_BYTES, FrameMacs
 
@@ -104,7 +105,7 @@ class FrameStream:
         self._sent_macs: FrameMacs | None = None
         self._received_macs: FrameMacs | None = None
         self._write_lock = asyncio.Lock()
-        self._is_closed = False
+        self._is_closed, self.heard_at = False, loop_time()  # when something last came
         # A drain then waits until the kernel has taken everything, so that a payload's buffer may be reused.
         writer.transport.set_write_buffer_limits(high=0)
 
@@ -164,6 +165,7 @@ class FrameStream:
                 view[filled : filled + len(piece)] = piece
                 filled += len(piece)
                 self._traffic.bytes_received += len(piece)
+                self.heard_at = loop_time()
                 if mac:
                     mac.update(piece)
         if mac and not hmac.compare_digest(await self._read_whole(MAC_BYTES, "within a frame"), mac.digest()):
@@ -198,6 +200,7 @@ class FrameStream:
         except asyncio.IncompleteReadError as error:
             raise self._end(where or ("within a header" if error.partial else "")) from None
         self._traffic.bytes_received += num_bytes
+        self.heard_at = loop_time()
         return raw
 
     def _end(self, where: str) -> ConnectionError:

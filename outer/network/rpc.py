@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 from outer.errors import DeadlineError, MessageError, PeerLost
 from outer.identity.tls import TlsIdentity
-from outer.network.endpoints import Endpoint, Handler, Kind, Lane, Traffic
-from outer.network.event_loop import Tasks
+from outer.network.endpoints import LANES, Endpoint, Handler, Kind, Lane, Traffic
+from outer.network.event_loop import Tasks, loop_time
 from outer.network.frames import (
     CutOffError,
     FrameStream,
@@ -33,10 +33,9 @@ MAX_CONTROL_BYTES = 1 << 24
 """Limit for a reply of the control lane. MAX_REPLY_BYTES is that of the bulk lane."""
 STALL_SECONDS = 60.0
 """A caller that takes nothing of its reply for so long is no longer answered."""
-DIAL_SECONDS = 10.0
+DIAL_SECONDS = HELLO_SECONDS = 10.0
 LAST_WORDS_SECONDS = 1.0
 """How long a connection that broke while it was written to is read for the reason that the other side gave."""
-HELLO_SECONDS = 10.0
 MAX_OPEN_CALLS = 64
 """Limit per incoming connection, which is not read further while so many calls are open."""
 
@@ -68,9 +67,7 @@ class StreamMessenger:
         """Size of the longest reply so far, by kind, of those above SHORT_BYTES."""
         self._outgoing: dict[tuple[str, Lane], asyncio.Task[_Outgoing]] = {}
         self._incoming: set[FrameStream] = set()
-        self._guests = Guests()
-        self._tasks = Tasks()
-        self._is_closed = False
+        self._guests, self._tasks, self._is_closed = Guests(), Tasks(), False
 
     def serve(self, kind: str, handler: Handler) -> None:
         self._handlers[kind] = handler
@@ -80,14 +77,17 @@ class StreamMessenger:
     ) -> bytes:
         if len(body) > MAX_CALL_BYTES:
             raise MessageError(f"a call {kind!r} of {len(body)} bytes, at most {MAX_CALL_BYTES} are allowed")
-        longest = longest or (MAX_CONTROL_BYTES if lane == "control" else MAX_REPLY_BYTES)
+        began, longest = loop_time(), longest or (MAX_CONTROL_BYTES if lane == "control" else MAX_REPLY_BYTES)
         try:
             async with asyncio.timeout(timeout_seconds):
                 return await (await self._connection(address, lane)).call(kind, body, longest)
         except TimeoutError:
-            if lane == "control" and (connection := _opened(self._outgoing.get((address, lane)))):
-                # Otherwise a connection over a cut link is kept until the kernel drops it, minutes after the repair.
-                connection.close("it did not answer")
+            # Otherwise connections over a cut link, or by a router that has forgotten them, are kept until the kernel
+            # drops them, minutes later. One for bulk on which something has come meanwhile is not one of them.
+            for each in LANES if lane == "control" else ():
+                connection = _opened(self._outgoing.get((address, each)))
+                if connection and (each == "control" or connection.stream.heard_at < began):
+                    connection.close("it did not answer")
             raise DeadlineError(f"{address} did not answer {kind!r} within {timeout_seconds:g} s") from None
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str = "") -> None:
@@ -225,7 +225,7 @@ class _Outgoing:
     """A connection to a callee, with the calls that await a reply."""
 
     def __init__(self, address: str, callee: Endpoint, stream: FrameStream, auth: PeerAuth) -> None:
-        self._address, self._callee, self._stream, self._auth = address, callee, stream, auth
+        self._address, self._callee, self.stream, self._auth = address, callee, stream, auth
         self._longest = 0  # the longest reply that a call on this connection has allowed
         self._requests = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
@@ -242,7 +242,7 @@ class _Outgoing:
         future.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may be gone
         name = kind.encode()
         message = bytes([len(name)]) + name + body
-        writing = asyncio.create_task(self._stream.write(Header(Kind.CALL, request=request), message))
+        writing = asyncio.create_task(self.stream.write(Header(Kind.CALL, request=request), message))
         try:
             await asyncio.shield(writing)  # a caller that gives up must not leave half a frame
             return await future
@@ -258,7 +258,7 @@ class _Outgoing:
         """Fail every waiting call. Idempotent."""
         self.cause = self.cause or cause
         self._reading.cancel()
-        self._stream.close()
+        self.stream.close()
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(PeerLost(self._address, self.cause))
@@ -266,16 +266,16 @@ class _Outgoing:
     def _check_access(self) -> None:
         """Raise PeerLost, and close the connection, if the callee has been banned since it was opened."""
         try:
-            check_access(self._stream, self._auth, self._callee)
+            check_access(self.stream, self._auth, self._callee)
         except RefusedError as error:
-            self._auth.rejections.add_error(self._stream.peer, error)
+            self._auth.rejections.add_error(self.stream.peer, error)
             self.close(str(error))
             raise PeerLost(self._address, str(error)) from None
 
     async def _read_replies(self) -> None:
         try:
             while True:
-                header, payload = await self._stream.read(lambda: self._longest)
+                header, payload = await self.stream.read(lambda: self._longest)
                 if header.kind is Kind.REFUSAL and header.request == 0:
                     raise refusal_error(payload)
                 future = self._waiting.get(header.request)
@@ -286,7 +286,7 @@ class _Outgoing:
                 else:
                     future.set_exception(MessageError(text_of(payload)[:2000]))
         except MessageError as error:
-            self._auth.rejections.add_error(self._stream.peer, error)
+            self._auth.rejections.add_error(self.stream.peer, error)
             self.close(str(error))
         except ConnectionError as error:
             self.close(str(error))

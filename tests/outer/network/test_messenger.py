@@ -179,6 +179,33 @@ def test_an_address_that_cannot_be_reached_is_a_lost_peer(kind, address):
     run(main())
 
 
+@pytest.mark.parametrize("is_heard", [False, True], ids=["silent", "heard"])
+def test_who_does_not_answer_is_dialled_anew_for_bulk_too_unless_something_came_there(is_heard: bool):
+    async def test(a: Network, b: Network) -> None:
+        async def hang(source: Endpoint, body: bytes) -> bytes:
+            began.set()
+            await asyncio.sleep(60)
+            return b""
+
+        async def fetch() -> object:
+            await a.messenger.call(address, "echo", b"x", timeout_seconds=10, lane="bulk")
+            return a.messenger._outgoing[address, "bulk"]  # pyright: ignore[reportAttributeAccessIssue]
+
+        address, began = b.messenger.address, asyncio.Event()
+        b.messenger.serve("echo", echo)
+        b.messenger.serve("hang", hang)
+        connection = await fetch()
+        waiting = asyncio.create_task(call(a, b, "hang", b"", seconds=1))
+        await began.wait()
+        if is_heard:
+            await fetch()
+        with pytest.raises(DeadlineError):
+            await waiting
+        assert (await fetch() is connection) == is_heard
+
+    with_two("tls", test)
+
+
 @all_kinds
 def test_a_peer_that_closes_in_the_middle_of_a_call_is_lost(kind):
     async def test(a: Network, b: Network) -> None:
