@@ -9,7 +9,8 @@ MOMENT_RULES = ("mean", "trimmed_mean", "geometric_median")
 GATHERED = frozenset({"topk"})
 """Codecs that cannot encode a mean of payloads: every participant gets all payloads and computes the mean itself."""
 AT_RENDEZVOUS = frozenset({"gloo", "tls"})
-"""Transports whose islands meet at a TCP rendezvous; those of hivemind meet in its DHT."""
+"""Transports whose islands meet at a TCP rendezvous; those of hivemind meet in its DHT, where those of tls may meet,
+too."""
 MAX_TLS_STREAMS = 16
 """Limit of the connections on which a rank sends to a rank of another island, over tls."""
 PORTS_OF_TLS = 2

@@ -12,7 +12,7 @@ def bootstrap(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.")] = 0,
     rendezvous: Annotated[
-        str, typer.Option(help="dht (for outer.transport=hivemind) or tcp (for gloo and tls).")
+        str, typer.Option(help="dht (for outer.transport=hivemind and tls) or tcp (for gloo and tls).")
     ] = "dht",
     identity: Annotated[
         Path | None, typer.Option(help="With dht: key file that keeps the address the same over restarts.")

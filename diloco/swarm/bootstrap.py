@@ -74,7 +74,7 @@ def _expect_stop() -> threading.Event:
 
 def _check(host: str, rendezvous: str, identity: Path | None, run_key_file: Path | None, folder: Path | None) -> None:
     if rendezvous not in ("dht", "tcp"):
-        raise ConfigError(f"--rendezvous: got {rendezvous!r}; allowed: dht (for hivemind), tcp (for gloo, tls)")
+        raise ConfigError(f"--rendezvous: got {rendezvous!r}; allowed: dht (for hivemind, tls), tcp (for gloo, tls)")
     if rendezvous == "dht" and run_key_file is not None:
         raise ConfigError("--run-key-file: a dht needs none, because its islands check each other's keys; leave it out")
     if rendezvous == "dht" and folder is not None:
