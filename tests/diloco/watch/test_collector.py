@@ -86,6 +86,20 @@ def test_a_watcher_goes_on_where_an_earlier_one_stopped(tmp_path: Path) -> None:
         assert copied == read_records(island.folder / "metrics.jsonl")[: len(copied)]
 
 
+def test_the_ranks_of_an_island_record_where_their_time_went(tmp_path: Path) -> None:
+    settings = ("outer.rounds=2", "outer.transport=gloo", f"island.run_dir={tmp_path / 'runs'}")
+    with islands_of(tmp_path, *settings, islands=[{"ranks": 2}]) as made:
+        island = made.start(0)
+        island.finish()
+        for record in island.committed().values():
+            assert [row[0] for row in record["ranks"]] == [0.0, 1.0]
+            for _, seconds, data, computing, ready, between in record["ranks"]:
+                assert 0 <= data <= seconds and 0 < computing <= seconds and 0 <= ready <= seconds and between >= 0
+    view = RunView(island.folder.parent)
+    view.read()
+    assert [row[1] for row in view.islands["island-0"].rows["ranks"]] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
