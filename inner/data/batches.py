@@ -206,6 +206,7 @@ def _cut(text: Text, seq_len: int, seed: int, shuffled_tokens: int | None) -> Se
 def _read_blocks(text: Text, seq_len: int, seed: int, start: StageStart, source: int) -> OneOrder:
     """The order of a source in a stage of the run, after the blocks that earlier stages have begun."""
     assert start.block_len is not None, "only stages read blocks"
+    assert not isinstance(text.train, StreamedTokens), "stages are refused where text is streamed"
     num_blocks = _num_windows(text, text.train, start.block_len, "training")
     return BlockOrder(SequenceOrder(num_blocks, seed), start.blocks[source], start.block_len // seq_len)
 
