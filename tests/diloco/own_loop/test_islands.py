@@ -101,7 +101,13 @@ def test_a_joiner_takes_the_parameters_of_the_others(tmp_path: Path) -> None:
 def test_a_joiner_that_comes_before_the_first_commit_waits_for_it(tmp_path: Path) -> None:
     def begin_late(config: Config, index: int) -> ModelAndDigest:
         until(lambda: (tmp_path / "own" / "LOGBOOK.md").exists(), "the joiner has been started")
-        return train_small(start_islands=1, rounds=6)(config, index)
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        islands = Islands(own_config(config, index, start_islands=1, rounds=6), model, optimizer)
+        while islands.round < 3:
+            islands.step(tokens=TOKENS)
+        until(lambda: bool(records(tmp_path, "event", 1)), "the joiner has entered")
+        return finish(islands, model, optimizer)
 
     with swarm(tmp_path, islands=[{}, {}]) as made:
         made.start(1, train_small(1, {"joins": True}, start_islands=1, rounds=6))
