@@ -61,8 +61,9 @@ def load_corpus(config: RunConfig, island: IslandConfig) -> Corpus:
     """
     data, cache_dir = data_of(config, island), Path(island.cache_dir).expanduser()
     if is_streamed(data):
-        return open_streamed(data, cache_dir, stream_options(island))
-    corpus = prepare_corpus(data, cache_dir)
+        corpus = open_streamed(data, cache_dir, stream_options(island))
+    else:
+        corpus = prepare_corpus(data, cache_dir)
     texts = [mark_own(text, entry, island.label) for text, entry in zip(corpus.texts, data.mixture, strict=False)]
     return replace(corpus, texts=tuple(texts) or corpus.texts)
 

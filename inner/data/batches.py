@@ -10,15 +10,7 @@ import torch
 
 from inner.data.corpus import Corpus, Text
 from inner.data.micro_batch import IGNORE_INDEX
-from inner.data.mixture import (
-    MixedOrder,
-    MixtureShares,
-    OneOrder,
-    SequenceOrder,
-    Sequences,
-    StreamedTokens,
-    WholeText,
-)
+from inner.data.mixture import MixedOrder, MixturePosition, MixtureShares, Sequences, StreamedTokens, WholeText
 from inner.data.shards import Tokens
 from inner.data.stages import BlockOrder, OwnSource, SiteOrder, StageStart
 from inner.errors import InputError
@@ -66,10 +58,13 @@ class IslandBatches:
         self._texts = corpus.texts
         self._seq_len = seq_len
         self._first_unit = start.unit
-        self._sequences = [_cut(text, seq_len, seed, corpus.shuffled_tokens) for text in corpus.texts]
-        orders = [sequences.order for sequences in self._sequences]
-        if start.block_len is not None:
-            orders = [_read_blocks(text, seq_len, seed, start, number) for number, text in enumerate(corpus.texts)]
+        block_len = start.block_len or seq_len
+        self._per_block, self._begun = block_len // seq_len, start.blocks or (0,) * len(corpus.texts)
+        self._blocks = [_cut(text, block_len, seed, corpus.shuffled_tokens) for text in corpus.texts]
+        orders = [
+            BlockOrder(blocks.order, begun, self._per_block)
+            for blocks, begun in zip(self._blocks, self._begun, strict=True)
+        ]
         self._shared_weights = [0.0 if text.reader else text.weight for text in corpus.texts]
         self._order = MixedOrder(self._shared_weights, orders, seed)
         own = [
@@ -117,13 +112,16 @@ class IslandBatches:
         if not self.is_streamed or time.monotonic() - self._expected_at < EXPECT_SECONDS:
             return
         self._expected_at = time.monotonic()
-        for source, sequences in enumerate(self._sequences):
-            sequences.expect(self._positions(source, units))
+        for source, blocks in enumerate(self._blocks):
+            begun, per_block = self._begun[source], self._per_block
+            read = self._positions(source, units)
+            blocks.expect(range(begun + r.start // per_block, begun - (-r.stop // per_block)) for r in read)
 
     def _positions(self, source: int, units: Iterable[range]) -> Iterator[range]:
         """Positions in the order of a source that the units read, in order, or a few more of a mixture."""
         for unit in islice(chain.from_iterable(units), EXPECT_UNITS):
-            first, end = unit * self._sequences_per_step, (unit + 1) * self._sequences_per_step
+            first = self._position(unit)
+            end = first + self._sequences_per_step
             yield range(first, end) if len(self._texts) == 1 else self._order.bounds(source, first, end)
 
     def tokens_by_source(self, unit: int) -> dict[str, int]:
@@ -143,14 +141,18 @@ class IslandBatches:
 
     def _read(self, positions: range) -> torch.Tensor:
         order = self._order if self._site is None else self._site
-        places = [order[position] for position in positions]
-        return torch.stack([_to_tensor(self._sequences[place.source].window(place.sequence)) for place in places])
+        return torch.stack([self._window(order[position]) for position in positions])
+
+    def _window(self, place: MixturePosition) -> torch.Tensor:
+        block, inside = divmod(place.sequence, self._per_block)
+        first = inside * self._seq_len
+        return _to_tensor(self._blocks[place.source].window(block)[first : first + self._seq_len + 1])
 
     def _require_one_step(self) -> None:
         read = self._num_islands * self._sequences_per_step
         shares = MixtureShares(self._shared_weights).counts(read)
-        for text, sequences, needed in zip(self._texts, self._sequences, shares, strict=True):
-            if (number := sequences.number) is not None and number < needed:
+        for text, blocks, needed in zip(self._texts, self._blocks, shares, strict=True):
+            if blocks.number is not None and (number := blocks.number * self._per_block) < needed:
                 raise InputError(
                     f"the training text{_name_of(text)} has {number} sequences of {self._seq_len} tokens, but one step "
                     f"reads {needed} ({self._num_islands} islands x {self._sequences_per_step}); give more text, "
@@ -201,14 +203,6 @@ def _cut(text: Text, seq_len: int, seed: int, shuffled_tokens: int | None) -> Se
         return text.train.cut(seq_len, seed)
     _num_windows(text, text.train, seq_len, "training")
     return WholeText(text.train, seq_len, seed, shuffled_tokens)
-
-
-def _read_blocks(text: Text, seq_len: int, seed: int, start: StageStart, source: int) -> OneOrder:
-    """The order of a source in a stage of the run, after the blocks that earlier stages have begun."""
-    assert start.block_len is not None, "only stages read blocks"
-    assert not isinstance(text.train, StreamedTokens), "stages are refused where text is streamed"
-    num_blocks = _num_windows(text, text.train, start.block_len, "training")
-    return BlockOrder(SequenceOrder(num_blocks, seed), start.blocks[source], start.block_len // seq_len)
 
 
 def _num_windows(text: Text, tokens: Tokens, seq_len: int, split: str) -> int:

@@ -217,7 +217,7 @@ class WholeText:
         self._tokens, self._seq_len = tokens, seq_len
         self.number: int = (len(tokens) - 1) // seq_len
         self.order: OneOrder = (
-            SequenceOrder(self.number, seed) if shuffled is None else ShardOrder(self, seed, shuffled)
+            SequenceOrder(self.number, seed) if shuffled is None else ShardOrder(self, seed, shuffled // seq_len)
         )
 
     def window(self, index: int) -> np.ndarray:

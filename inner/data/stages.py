@@ -12,7 +12,7 @@ from inner.data.mixture import MixedOrder, MixturePosition, MixtureShares, OneOr
 class BlockOrder:
     """The order of the sequences of a source that is read in blocks: those of a block follow each other."""
 
-    def __init__(self, order: SequenceOrder, first_block: int, per_block: int) -> None:
+    def __init__(self, order: OneOrder, first_block: int, per_block: int) -> None:
         """`order` is that of the blocks, of which the first ones are left out."""
         self._order, self._first_block, self._per_block = order, first_block, per_block
 

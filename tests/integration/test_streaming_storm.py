@@ -83,6 +83,7 @@ def seconds_to_first_step(island: Island, began: float) -> float:
 
 READ_ALL = """
 import resource, sys
+from contextlib import suppress
 from pathlib import Path
 from inner.config import DataConfig
 from inner.data.streaming.open import StreamOptions, open_streamed
@@ -91,7 +92,11 @@ config = DataConfig(source="shards", paths=[url], order="shards", shard_tokens=i
 corpus = open_streamed(config, Path(cache), StreamOptions(round(float(limit) * 1e9), 2, 240.0, []))
 sequences = corpus.texts[0].train.cut(64, 0)
 def used():
-    return sum(path.stat().st_size for path in Path(cache).glob("shards/*/[0-9]*.bin"))
+    total = 0
+    for path in Path(cache).glob("shards/*/[0-9]*.bin"):
+        with suppress(FileNotFoundError):  # it may make room for another at this moment
+            total += path.stat().st_size
+    return total
 per_shard, most, total = int(shard_tokens) // 64, 0, 0
 for shard in range(10**9):
     known, is_all = sequences.count_through(shard)

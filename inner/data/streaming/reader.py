@@ -87,6 +87,8 @@ class ShardReader:
     def expect(self, shards: Iterable[int]) -> None:
         """Say which shards will be read soon, in order; the first and `ahead` more are looked at."""
         nearest = tuple(islice(dict.fromkeys(shards), 1 + self._ahead))
+        if not nearest:
+            return  # nobody knows: the next ones are brought, in their order
         with self._changed:
             self._is_told = True
             if nearest != self._expected:

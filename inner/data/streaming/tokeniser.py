@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 SILENT_SECONDS = 600.0
 """A tokeniser that shows no sign of life for this long has failed; it shows one for each document."""
+END_SECONDS = 2.0
 LOOK_SECONDS = 0.05
 MAX_DEATHS = 3
 """How often a tokeniser that has died is started again."""
@@ -165,13 +166,17 @@ class _Worker:
         self.number += 1
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            # What was not sent to a process that has died cannot be flushed.
-            with suppress(OSError):
-                if pipe is not None:
-                    pipe.close()
+        """End the process: it ends by itself when its input does, unless it is tokenising."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        # What was not sent to a process that has died cannot be flushed.
+        with suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
 
     def _say(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None

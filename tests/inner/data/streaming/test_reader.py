@@ -3,13 +3,16 @@
 import fcntl
 import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from inner.data.batches import IslandBatches
 from inner.data.corpus import prepare_corpus
 from inner.data.mixture import READING_ORDER
+from inner.data.stages import StageStart
 from inner.data.streaming.cache import ShardCache
 from inner.data.streaming.index import INDEX
 from inner.data.streaming.open import FOLDER
@@ -61,6 +64,17 @@ def test_an_epoch_reads_each_sequence_once_shard_by_shard(tmp_path: Path) -> Non
         for first in range(0, number, per_shard):
             assert sorted(epoch[first : first + per_shard]) == sorted(wanted[first : first + per_shard])
     assert found[:per_shard] != wanted[:per_shard] and found[:per_shard] != found[number : number + per_shard]
+
+
+@pytest.mark.parametrize("start", [StageStart(), StageStart(unit=3, blocks=(5,), block_len=2 * SEQ_LEN)])
+def test_tokens_that_are_all_here_are_read_in_the_same_order_in_stages_too(tmp_path: Path, start: StageStart) -> None:
+    config = rows_config(write_rows(tmp_path / "text"))
+    whole = replace(prepare_corpus(config, tmp_path / "cache"), shuffled_tokens=SHARD_TOKENS)
+    with opened(config, tmp_path / "cache") as corpus:
+        for unit in range(start.unit, 70):
+            found = [IslandBatches(each, SEQ_LEN, 0, 1, 8, start) for each in (corpus, whole)]
+            first, second = (batches.micro_batches(unit, 0, 1, 8)[0] for batches in found)
+            assert torch.equal(first, second)
 
 
 def test_a_restart_reads_on_from_its_place(tmp_path: Path) -> None:
