@@ -25,6 +25,9 @@ from inner.model.loss import ChunkedCrossEntropy, VocabShard
 from inner.model.transformer import Block, Head, Transformer
 from inner.parallel.tensor_stream import TensorStream
 
+STREAM = "tensor_stream"
+"""Attribute of the modules that gather the stream or sum it."""
+
 
 def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
     """Shard every parameter over the 1-D `mesh`, and activations with them. Every rank must call it, before FSDP."""
@@ -32,7 +35,8 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_para
     for layer in model.blocks():
         _split_block(layer, mesh, stream)
     if model.embed is not None:
-        _split(model.embed, mesh, Shard(0), _embed_here, stream)
+        _split(model.embed, mesh, Shard(0), _embed_here)
+        setattr(model.embed, STREAM, stream)
     if model.norm is not None:
         _split(model.norm, mesh, Replicate(), _norm_here)
     if model.head is not None:
@@ -52,19 +56,19 @@ def _split_block(layer: Block, mesh: DeviceMesh, stream: TensorStream) -> None:
     for projection in (attention.k_proj, attention.v_proj):
         _split(projection, mesh, Replicate() if shares_kv_heads else Shard(0), _project_here)
     for projection in (attention.out_proj, ffn.down_proj):
-        _split(projection, mesh, Shard(1), _project_and_sum, stream)
+        _split(projection, mesh, Shard(1), _project_and_sum)
+        setattr(projection, STREAM, stream)
     for norm in (layer.attention_norm, layer.ffn_norm, attention.q_norm, attention.k_norm):
         if norm is not None:
             _split(norm, mesh, Replicate(), _norm_here)
     for reader in (attention, ffn):
         # A single gather serves all projections of the same x.
-        reader.register_forward_pre_hook(partial(_gather_first, stream))
+        setattr(reader, STREAM, stream)
+        reader.register_forward_pre_hook(_gather_first)
 
 
-def _split(
-    module: nn.Module, mesh: DeviceMesh, placement: Placement, forward: Callable[..., Tensor], *options: Any
-) -> None:
-    """Distribute a module's parameters, and let it compute `forward(*options, module, x)` with what this rank has.
+def _split(module: nn.Module, mesh: DeviceMesh, placement: Placement, forward: Callable[..., Tensor]) -> None:
+    """Distribute a module's parameters, and let it compute `forward(module, x)` with what this rank has.
 
     Where ranks compute with a whole weight on different inputs, its gradient is a part of the sum over them: see
     gradients.sum_over_tensor_ranks.
@@ -73,7 +77,8 @@ def _split(
         # No values are sent: parameters are on the meta device, and initial values are the same on every rank.
         sharded = distribute_tensor(param.data, mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(sharded))
-    module.forward = MethodType(partial(forward, *options), module)
+    # A method, and no partial of each module's own: torch.compile then sees that all blocks share one graph.
+    module.forward = MethodType(forward, module)
 
 
 def _split_head(head: Head, mesh: DeviceMesh, stream: TensorStream) -> None:
@@ -82,27 +87,32 @@ def _split_head(head: Head, mesh: DeviceMesh, stream: TensorStream) -> None:
     for name, param in list(head.named_parameters(recurse=False)):
         head.register_parameter(name, nn.Parameter(distribute_tensor(param.data, mesh, [Shard(0)], src_data_rank=None)))
     head.cross_entropy = partial(_sharded_cross_entropy, mesh, head.cross_entropy)
-    head.register_forward_pre_hook(partial(_gather_first, stream))
+    setattr(head, STREAM, stream)
+    head.register_forward_pre_hook(_gather_first)
 
 
-def _gather_first(stream: TensorStream, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _gather_first(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     x_BSD, *others = inputs
-    return stream.gather(x_BSD), *others
+    return _stream_of(module).gather(x_BSD), *others
+
+
+def _stream_of(module: Any) -> TensorStream:
+    return getattr(module, STREAM)
 
 
 def _project_here(module: nn.Linear, x_BSD: Tensor) -> Tensor:
     return F.linear(x_BSD, _local(module.weight), None if module.bias is None else _local(module.bias))
 
 
-def _project_and_sum(stream: TensorStream, module: nn.Linear, x_BSH: Tensor) -> Tensor:
-    return stream.scatter(F.linear(x_BSH, _local(module.weight)))
+def _project_and_sum(module: nn.Linear, x_BSH: Tensor) -> Tensor:
+    return _stream_of(module).scatter(F.linear(x_BSH, _local(module.weight)))
 
 
 def _norm_here(module: nn.RMSNorm, x_BSD: Tensor) -> Tensor:
     return F.rms_norm(x_BSD, module.normalized_shape, _local(module.weight), module.eps)
 
 
-def _embed_here(stream: TensorStream, module: nn.Embedding, tokens_BS: Tensor) -> Tensor:
+def _embed_here(module: nn.Embedding, tokens_BS: Tensor) -> Tensor:
     """Look up the tokens of this rank's rows of the vocabulary; the sum over ranks is the stream.
 
     DTensor's own would compute the gradient of the whole table on every rank.
@@ -111,7 +121,7 @@ def _embed_here(stream: TensorStream, module: nn.Embedding, tokens_BS: Tensor) -
     rows_BS = tokens_BS - _first_row(module.weight)
     is_elsewhere_BS = (rows_BS < 0) | (rows_BS >= weight_VD.shape[0])
     x_BSD = F.embedding(rows_BS.masked_fill(is_elsewhere_BS, 0), weight_VD)
-    return stream.scatter(x_BSD.masked_fill(is_elsewhere_BS[..., None], 0.0))
+    return _stream_of(module).scatter(x_BSD.masked_fill(is_elsewhere_BS[..., None], 0.0))
 
 
 def _sharded_cross_entropy(
