@@ -94,7 +94,7 @@ def test_stages_change_together_and_go_on_bit_for_bit_after_a_kill(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_joiner_enters_in_the_stage_of_the_others(tmp_path: Path) -> None:
-    settings = [*staged(tmp_path), "outer.rounds=40", "outer.quorum=1"]
+    settings = [*staged(tmp_path), "outer.rounds=40", "outer.quorum=1", "outer.start_islands=2"]
     with swarm(tmp_path / "run", *settings, islands=[{}, {}, {"joins": True}]) as made:
         first, second = made.start(0), made.start(1)
         first.wait_for_round(4)
