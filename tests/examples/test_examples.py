@@ -73,7 +73,7 @@ def example(folder: Path, name: str, transport: str) -> Iterator[Example]:
 @pytest.mark.parametrize(
     "name, transport",
     [
-        pytest.param("own_loop", "tls"),
+        pytest.param("own_loop", "tls", marks=pytest.mark.slow),
         pytest.param("own_data", "tls"),
         pytest.param("huggingface_trainer", "tls"),
         pytest.param("lora_sft", "tls", marks=pytest.mark.slow),

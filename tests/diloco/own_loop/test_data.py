@@ -77,6 +77,7 @@ def test_each_unit_of_the_text_is_read_by_one_island(tmp_path: Path) -> None:
     assert (account["units_trained"], account["units_repeated"]) == (len(batches), 0)
 
 
+@pytest.mark.slow
 def test_the_ranks_of_an_island_share_each_unit(tmp_path: Path) -> None:
     with swarm(tmp_path / "one", islands=[{}]) as made:
         alone = made.start(0, train_bigram())
