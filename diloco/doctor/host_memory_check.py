@@ -117,8 +117,9 @@ def check_host_memory(local: LocalIsland) -> Check:
 def plan_node_memory(run: RunConfig, island: IslandConfig, device: str, num_ranks: int) -> NodeMemory:
     """What `num_ranks` ranks of the island need on this machine. `device` is where they compute, cpu or cuda:N."""
     device_type = device.partition(":")[0]
-    # What the island chooses itself (island.auto) needs at least as much as the last candidate.
-    island = list_candidates(run, island)[-1]
+    if island.auto:
+        # What it chooses itself needs at least as much as the last candidate.
+        island = list_candidates(run, island)[-1]
     vocab_size, is_assumed = vocabulary(run)
     # What is refused must be certain, and a tokenizer that has not been read may be as small as bytes are.
     specs = model_specs(run, BYTE_VOCAB_SIZE if is_assumed else vocab_size)

@@ -100,7 +100,7 @@ class IslandHistory:
 
     def _add_step(self, record: StepRecord) -> None:
         row = [record.time, record.step, record.tokens, finite(record.loss), finite(record.tokens_per_second)]
-        self.rows["steps"].append([*row, finite(getattr(record, "noise_scale", None))])
+        self.rows["steps"].append([*row, finite(record.noise_scale.get("tokens"))])
         seconds = finite(record.seconds) or 0.0
         self.rows["work"].append([record.time - seconds, record.time])
         if record.source_tokens:

@@ -4,7 +4,7 @@ import pytest
 from hivemind.dht.routing import DHTID
 from hivemind.utils.timed_storage import get_dht_time
 
-from outer.membership import dht
+from outer.membership.dht import node as dht
 from outer.membership.dht.node import MAX_VALUE_BYTES, BoundedStorage
 from outer.membership.dht.owned_records import MAX_AHEAD_SECONDS
 from tests.outer.nets import A, run, swarm
