@@ -188,6 +188,13 @@ class Swarm:
     def start_all(self, work: Work = train) -> list[Island]:
         return [self.start(index, work) for index in range(len(self.config.islands))]
 
+    def run_all(self) -> list[Island]:
+        """Start all islands, and return them when they have finished without an error."""
+        islands = self.start_all()
+        for island in islands:
+            island.finish()
+        return islands
+
     def end(self) -> None:
         """Kill all islands that still run."""
         for island in self.started:
@@ -240,6 +247,24 @@ def swarm(folder: Path, *overrides: str, islands: list[dict[str, Any]], address:
     finally:
         made.end()
         rendezvous.close()
+
+
+def kill_in_step(steps: int, parts: Runtime, before: Callable[[], None] = lambda: None) -> None:
+    """Let this process kill itself in its inner step `steps`, before the step is recorded or sent; call `before` then.
+
+    What has been saved is whole.
+    """
+    made = [0]
+
+    def die(seconds: float) -> None:
+        made[0] += 1
+        if made[0] == steps:
+            assert parts.checkpoints is not None
+            parts.checkpoints.wait()
+            before()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    parts.slow_down = die
 
 
 def train_and_return_params(config: Config, index: int) -> dict[str, torch.Tensor]:

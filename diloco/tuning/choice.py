@@ -29,17 +29,17 @@ def choose_settings(run: RunConfig, island: IslandConfig, device: str, ranks: Ra
     """
     if not island.auto:
         return island
-    free = min(ranks.gather(_free_bytes(device)))
+    islands, free = list_candidates(run, island), min(ranks.gather(_free_bytes(device)))
     key, path = _key(run, island, device), folder / FILE
     number = ranks.on_leader(lambda: _read(path, key))
     if number is None:
-        number, text = ranks.on_leader(lambda: _choose(Candidates(run, list_candidates(run, island), device, free)))
+        number, text = ranks.on_leader(lambda: _choose(Candidates(run, islands, device, free)))
         if ranks.is_leader:
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps({"number": number, "key": key, "text": text}))
             Logbook(folder.parent, island.label).note("chose", text)
             log.info("chose %s", text)
-    return list_candidates(run, island)[number]
+    return islands[number]
 
 
 def _free_bytes(device: str) -> float:

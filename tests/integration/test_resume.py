@@ -1,6 +1,5 @@
 """An island that was killed continues from its checkpoint bit for bit as if it had never stopped."""
 
-import os
 import shutil
 import signal
 import time
@@ -19,7 +18,7 @@ from diloco.train import train
 from inner.checkpoint.folder import list_published
 from tests.diloco.checkpoints.s3_server import s3_server
 from tests.faults.waits import last_round, until
-from tests.swarm import GUARD_SECONDS, Island, Work, swarm, train_and_return_params
+from tests.swarm import GUARD_SECONDS, Island, Work, kill_in_step, swarm, train_and_return_params
 
 EACH_ROUND = ["island.checkpoint.every_rounds=1", "outer.rounds=6", "outer.inner_steps=4"]
 LAST, END = 5, 14
@@ -33,17 +32,7 @@ def killed_after(steps: int) -> Work:
 
     def work(config: Config, index: int) -> None:
         def live(parts: Runtime) -> None:
-            made = [0]
-
-            def die(seconds: float) -> None:
-                made[0] += 1
-                if made[0] == steps:
-                    assert parts.checkpoints is not None
-                    parts.checkpoints.wait()
-                    come_together(Path(parts.island.run_dir), index, len(config.islands))
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-            parts.slow_down = die
+            kill_in_step(steps, parts, lambda: come_together(Path(parts.island.run_dir), index, len(config.islands)))
             life.run(parts)
 
         train(config, index, live)

@@ -1,7 +1,6 @@
 """Stages of a run: real islands change mixture, length, batch and learning rate together, resumed and joined too."""
 
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from diloco.island import run as live
 from diloco.records.run_folder import read_run
 from diloco.report.data_account import data_account
 from diloco.train import train
-from tests.swarm import TEXT, Island, Swarm, swarm
+from tests.swarm import TEXT, Island, kill_in_step, swarm
 
 CYCLE = 2 * 2 * 512
 """Tokens of two islands in two steps."""
@@ -43,26 +42,10 @@ def die_after(steps: int, config: Config, index: int) -> None:
     """Train until the process kills itself in its inner step `steps`."""
 
     def killed(parts: Runtime) -> None:
-        made = [0]
-
-        def die(seconds: float) -> None:
-            made[0] += 1
-            if made[0] == steps:
-                assert parts.checkpoints is not None
-                parts.checkpoints.wait()
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        parts.slow_down = die
+        kill_in_step(steps, parts)
         live(parts)
 
     train(config, index, killed)
-
-
-def finish(made: Swarm) -> list[Island]:
-    islands = made.start_all()
-    for island in islands:
-        island.finish()
-    return islands
 
 
 def check_stages(island: Island) -> None:
@@ -78,7 +61,7 @@ def check_stages(island: Island) -> None:
 def test_stages_change_together_and_go_on_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
     settings = staged(tmp_path)
     with swarm(tmp_path / "whole", *settings, islands=[{}, {}]) as made:
-        whole = finish(made)
+        whole = made.run_all()
         check_stages(whole[0])
         last = whole[1].committed()[5]
         account = data_account(read_run(whole[0].folder.parent).islands)
@@ -86,7 +69,7 @@ def test_stages_change_together_and_go_on_bit_for_bit_after_a_kill(tmp_path: Pat
     with swarm(tmp_path / "broken", *settings, islands=[{}, {}]) as made:
         for island in made.start_all(lambda config, index: die_after(7, config, index)):
             assert island.wait() == [-signal.SIGKILL]
-        broken = finish(made)
+        broken = made.run_all()
         assert broken[0].events("resumed")
         check_stages(broken[0])
         assert broken[0].committed()[5]["digest"] == last["digest"]
