@@ -61,10 +61,15 @@ class IslandReduce:
         if refused := self.distrust.find(plan):
             return ReduceResult({}, refused[1], at_fault=refused[0])
         means, failure, squares = {}, None, 0.0
+        products: dict[int, tuple[float, float]] = {}
+
+        def look_at(part: int, mean: torch.Tensor, num_given: int) -> bytes:
+            products[part] = self._products(part, mean, pseudo_grads.get(part))
+            return self.replica.carried.digest_after(part, mean, num_given)
+
         self.donor.is_busy = True
         try:
-            digest_after = self.replica.carried.digest_after
-            reduce = self.event_loop.start(self.attempts.run(plan, pseudo_grads, digest_after))
+            reduce = self.event_loop.start(self.attempts.run(plan, pseudo_grads, look_at))
             squares = self.replica.sum_of_squares(pseudo_grads)  # while the first payloads are on their way
             means = self.event_loop.wait_for(reduce)
         except OuterError as error:
@@ -73,8 +78,8 @@ class IslandReduce:
         finally:
             self.donor.is_busy = False
         ranks = self.replica.ranks.background
-        products = self._products(means, pseudo_grads)
-        outcomes = ranks.gather(replace(self._outcome(failure), squares=squares, products=products))
+        total = add_products([products[part] for part in sorted(products)])
+        outcomes = ranks.gather(replace(self._outcome(failure), squares=squares, products=total))
         norm = sum(outcome.squares for outcome in outcomes) ** 0.5
         num_audited, failed = sum(o.num_audited for o in outcomes), [o for o in outcomes if o.cause is not None]
         if not failed:
@@ -90,14 +95,14 @@ class IslandReduce:
         is_stalled = worst.at_fault is None and any(outcome.is_stalled for outcome in outcomes)
         return ReduceResult(means, worst.cause or "", worst.at_fault, num_audited, norm, is_stalled)
 
-    def _products(self, means: Mapping[int, Mean], pseudo_grads: Mapping[int, torch.Tensor]) -> tuple[float, float]:
-        """This rank's shares of the mean's squared norm and of its scalar product with the pseudo-gradient.
+    def _products(self, part: int, mean: torch.Tensor, pseudo_grad: torch.Tensor | None) -> tuple[float, float]:
+        """The squared norm of a part's mean, and its scalar product with the pseudo-gradient; 0 for parts of moments.
 
-        Parts of moments do not count. On the thread of the round, like everything here.
+        Called while other parts are still on their way, on several threads.
         """
-        own = {i: mean.values for i, mean in means.items() if not self.replica.space.parts[i].is_moment}
-        squares = sum(map(sum_of_squares, own.values()))
-        return squares, sum(dot(values, pseudo_grads[i]) for i, values in own.items() if i in pseudo_grads)
+        if self.replica.space.parts[part].is_moment:
+            return 0.0, 0.0
+        return sum_of_squares(mean), 0.0 if pseudo_grad is None else dot(mean, pseudo_grad)
 
     def drop(self) -> None:
         """Leave the transport group of an attempt that did not commit. Every rank calls it."""
@@ -130,7 +135,12 @@ class _Outcome:
     squares: float = 0.0
     """The squared L2 norm of this rank's pseudo-gradient."""
     products: tuple[float, float] = (0.0, 0.0)
-    """What `IslandReduce._products` returns."""
+    """The sums over this rank's parts of what `IslandReduce._products` returns."""
+
+
+def add_products(products: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The sums of what `IslandReduce._products` returns, over parts or over ranks."""
+    return sum(squares for squares, _ in products), sum(each for _, each in products)
 
 
 def compare_with_mean(norm: float, products: Sequence[tuple[float, float]]) -> tuple[float, float | None]:
@@ -139,6 +149,7 @@ def compare_with_mean(norm: float, products: Sequence[tuple[float, float]]) -> t
     >>> compare_with_mean(5.0, [(4.0, 6.0), (0.0, 0.0)])
     (2.0, 0.6)
     """
-    mean_norm = sum(squares for squares, _ in products) ** 0.5
+    squares, product = add_products(products)
+    mean_norm = squares**0.5
     scale = norm * mean_norm
-    return mean_norm, sum(each for _, each in products) / scale if scale > 0 and math.isfinite(scale) else None
+    return mean_norm, product / scale if scale > 0 and math.isfinite(scale) else None
