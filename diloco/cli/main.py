@@ -112,7 +112,8 @@ def mesh(
     request = MeshRequest(index=island, memory=memory, gpu=gpu, fabric=fabric)
     more = []
     if placements or dry_run:
-        from diloco.planning.mesh.dry_run import show_dry_run, show_placements
+        from diloco.planning.mesh.dry_run import show_dry_run
+        from diloco.planning.mesh.placements import show_placements
 
         more = [show_placements] * placements + [show_dry_run] * dry_run
     raise typer.Exit(0 if show_mesh(config, overrides or [], request, Console(), more) else 1)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from diloco.config.schema import load_config
-from diloco.planning.mesh.dry_run import show_placements
+from diloco.planning.mesh.placements import show_placements
 from diloco.planning.mesh.step_plan import build_step_plan, load_island
 from inner.config import ParallelConfig
 from inner.dry_run.placements import find_placements
