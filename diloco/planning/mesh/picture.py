@@ -13,7 +13,7 @@ from rich.text import Text
 from diloco.config.schema import Config, IslandConfig, RunConfig, load_config
 from diloco.formatting import human_bytes, human_count
 from diloco.planning.mesh.ranks import grids, select_shown
-from diloco.planning.mesh.request import MeshRequest, find_requested_hardware, parse_bytes
+from diloco.planning.mesh.request import MeshRequest, find_limit, find_requested_hardware
 from diloco.planning.mesh.seconds import seconds_table
 from diloco.planning.mesh.step_plan import StepPlan, build_step_plan, load_island
 from diloco.planning.mesh.traffic import GUTTER, plain_table, traffic_table
@@ -49,48 +49,59 @@ def show_mesh(
 ) -> bool:
     """Print the mesh of one island. Returns False if a step does not fit into the memory that is asked for.
 
-    `more` (dry_run.py) prints what is found by building the model; False from any of it is returned, too.
+    `more` (dry_run.py, placements.py) prints what is found by building the model; False from any of it is returned.
 
     Raises ConfigError or InputError.
     """
     config, index = load_config(path, overrides), request.index
     hardware = find_requested_hardware(request)
-    limit = None if hardware is None else int(hardware.gpu.memory_bytes)
-    if request.memory is not None:
-        limit = parse_bytes(request.memory)
+    limit = find_limit(request, hardware)
     island = load_island(config, index, limit)
     plan = build_step_plan(config.run, island)
-    work, width = plan.work, console.width
     print_text(console, _title(config, index), style="bold")
     print_text(console, header(config.run, plan))
     if config.for_island(index).auto:
         which = "the first candidate that fits" if limit is not None else "the first candidate, without a limit"
         print_text(console, f"auto   {which}, recompute {island.parallel.recompute}; the island will measure its speed")
-    name, *lines = grids(work.degrees, width)
-    print_section(console, name, "\n".join(lines))
-    if work.degrees.num_ranks > 1:
-        which = "" if work.degrees.pp == 1 else " (of the pp ranks, the one that sends most)"
-        print_section(console, f"What a rank sends in a step{which}", traffic_table(work, width))
-    if work.degrees.pp > 1:
-        print_section(console, *pipeline(plan, width))
-    where = "the CPU" if plan.device_type == "cpu" else "a GPU"
-    dtype = island.resolve_compute_dtype(plan.device_type)
-    title = f"What a rank holds on {where}, computing in {dtype} (estimate)"
-    print_section(console, title, memory_table(plan, width))
+    print_ranks(plan, console)
+    print_memory(island, plan, console)
     if hardware is not None:
         title = f"Seconds of a step on {hardware.gpu_name} (by data sheets; each term alone, they overlap)"
-        print_section(console, title, seconds_table(work, config.optimizer.tokens_per_step, hardware))
+        print_section(console, title, seconds_table(plan.work, config.optimizer.tokens_per_step, hardware))
     console.print()
     print_text(console, host_line(config, island, plan))
     verdicts = [each(config.run, island, plan, console) for each in more]
-    if limit is None:
-        return all(verdicts)
-    fits = max(each.peak for each in plan.memory) <= limit
-    console.print()
-    print_text(
-        console, advice(work, plan.optimizer, limit, plan.device_type), style="bold green" if fits else "bold red"
-    )
+    fits = limit is None or print_verdict(plan, limit, console)
     return fits and all(verdicts)
+
+
+def print_ranks(plan: StepPlan, console: Console) -> None:
+    """Print where the ranks are, what each sends, and the pipeline, if there is one."""
+    degrees, width = plan.work.degrees, console.width
+    name, *lines = grids(degrees, width)
+    print_section(console, name, "\n".join(lines))
+    if degrees.num_ranks > 1:
+        which = "" if degrees.pp == 1 else " (of the pp ranks, the one that sends most)"
+        print_section(console, f"What a rank sends in a step{which}", traffic_table(plan.work, width))
+    if degrees.pp > 1:
+        print_section(console, *pipeline(plan, width))
+
+
+def print_memory(island: IslandConfig, plan: StepPlan, console: Console) -> None:
+    """Print what each pp rank holds on its device."""
+    where = "the CPU" if plan.device_type == "cpu" else "a GPU"
+    dtype = island.resolve_compute_dtype(plan.device_type)
+    title = f"What a rank holds on {where}, computing in {dtype} (estimate)"
+    print_section(console, title, memory_table(plan, console.width))
+
+
+def print_verdict(plan: StepPlan, limit: int, console: Console) -> bool:
+    """Print whether a step fits into `limit` bytes, and what to set if it does not. Returns whether it does."""
+    fits = max(each.peak for each in plan.memory) <= limit
+    text = advice(plan.work, plan.optimizer, limit, plan.device_type)
+    console.print()
+    print_text(console, text, style="bold green" if fits else "bold red")
+    return fits
 
 
 def _title(config: Config, index: int) -> str:

@@ -29,6 +29,13 @@ def find_requested_hardware(request: MeshRequest) -> Hardware | None:
     return find_hardware(request.gpu, request.fabric)
 
 
+def find_limit(request: MeshRequest, hardware: Hardware | None) -> int | None:
+    """Bytes that a step may take: those of --memory, or else of the GPU; None without both. Raises ConfigError."""
+    if request.memory is not None:
+        return parse_bytes(request.memory)
+    return None if hardware is None else int(hardware.gpu.memory_bytes)
+
+
 def parse_bytes(text: str) -> int:
     """Parse `80GB`, `79.6 GiB` or `500 MB` into bytes. Raises ConfigError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
