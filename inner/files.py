@@ -2,8 +2,10 @@
 
 import fcntl
 import os
-from pathlib import Path
-from typing import IO
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from inner.errors import InputError
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:
@@ -60,3 +62,18 @@ def try_process_lock(file: int | IO) -> bool:
     except (BlockingIOError, PermissionError):
         return False
     return True
+
+
+def open_url(url: str, complaint: str) -> tuple[Any, PurePosixPath]:
+    """The file system of a URL or folder that fsspec supports, and the path in it.
+
+    Raises InputError, which begins with `complaint`, if there is no such kind of place, or its package is missing.
+    """
+    import fsspec
+
+    try:
+        files, path = fsspec.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        cure = "; pip install 'diloco[s3]'" if url.startswith("s3:") else ""
+        raise InputError(f"{complaint}; {error}{cure}") from None
+    return files, PurePosixPath(path)

@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {"inner": {"inner"}, "outer": {"outer"}, "diloco": {"diloco", "inner", "outer"}}
 FLOORS = {
     "inner": """
-        errors files param_spec
+        errors
+        files param_spec
         import_path
         config
         data.chat mesh params

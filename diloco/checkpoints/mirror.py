@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from threading import Lock
 
-import fsspec
-
 from inner.checkpoint import folder as disk
 from inner.checkpoint.folder import SavedCheckpoint
 from inner.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, Signer, parse_manifest
 from inner.errors import InputError
+from inner.files import open_url
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +38,7 @@ class Mirror:
 
     def __init__(self, url: str, keep: int, signer: Signer = disk.UNSIGNED) -> None:
         self._url, self._keep, self._signer = url, keep, signer
-        try:
-            self._files, path = fsspec.url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            cure = "; pip install 'diloco[s3]'" if url.startswith("s3:") else ""
-            raise InputError(f"island.checkpoint.mirror: got {url!r}; {error}{cure}") from None
-        self._root = PurePosixPath(path)
+        self._files, self._root = open_url(url, f"island.checkpoint.mirror: got {url!r}")
         self._lock = Lock()
 
     def push(self, folder: Path) -> None:

@@ -13,10 +13,10 @@ from diloco.doctor.checks import Check
 from diloco.doctor.machine_checks import state_bytes
 from diloco.doctor.path_checks import MAX_RANKS, check_gloo_ports, check_paths
 from diloco.formatting import human_bytes, human_seconds
-from diloco.swarm.visit import LocalIsland
+from diloco.swarm.visit import LocalIsland, describe_silence
 from outer import diagnostics
 from outer.connect.settings import Network
-from outer.errors import DeadlineError, MessageError, OuterError, first_line, is_about_run_key
+from outer.errors import MessageError, OuterError, is_about_run_key
 from outer.membership.base import Member
 from outer.network.endpoints import Endpoint, Messenger
 from outer.network.messages import call_message
@@ -112,7 +112,7 @@ def check_reached(remote: RemoteIsland, answers: list[diagnostics.ProbeReply | B
     if isinstance(error, MessageError):
         text = f"rank {rank} answers, but not to the doctor: {error}; does it run an older diloco?"
         return Check("warning", "reach", text)
-    cause = f"no answer within {CALL_SECONDS:g} s" if isinstance(error, DeadlineError) else first_line(error)
+    cause = describe_silence(error, CALL_SECONDS)
     text = f"{len(silent)} of {len(answers)} ranks cannot be called from here; rank {rank}: {cause}"
     return Check("FAILED", "reach", text if is_about_run_key(cause) else f"{text}; {reach_cure(remote)}")
 

@@ -11,10 +11,17 @@ from diloco.formatting import human_seconds, one_line
 from diloco.records.run_folder import natural_key
 from diloco.status.reply import CALL, IslandStatus
 from diloco.status.run_status import RunStatus, SeenIsland
-from diloco.swarm.visit import LocalIsland, find_members, load_usable_key, open_run_network, resolve_local_island
+from diloco.swarm.visit import (
+    LocalIsland,
+    describe_silence,
+    find_members,
+    load_usable_key,
+    open_run_network,
+    resolve_local_island,
+)
 from outer.connect.meeting import find_runs
 from outer.connect.settings import Network
-from outer.errors import DeadlineError, MessageError, OuterError, first_line
+from outer.errors import MessageError, OuterError, first_line
 from outer.membership.base import Member
 from outer.membership.records import RunInfo
 from outer.network.messages import call_message
@@ -73,8 +80,7 @@ def explain_silence(error: OuterError) -> str:
     """Why an island has not answered."""
     if isinstance(error, MessageError):
         return f"runs another version of diloco: {first_line(error)}"
-    cause = f"no answer within {CALL_SECONDS:g} s" if isinstance(error, DeadlineError) else first_line(error)
-    return f"{cause}; `diloco doctor` says more"
+    return f"{describe_silence(error, CALL_SECONDS)}; `diloco doctor` says more"
 
 
 async def find_path(local: LocalIsland, run: RunConfig, address: str) -> str:

@@ -73,6 +73,7 @@ def fetch_run_config(
     address: str, run_name: str | None, run_key_file: str | None, proxy: str | None = None
 ) -> tuple[str, set[str]]:
     """Fetch the config text of a run and the names of its islands from the swarm at `address`. Raises ConfigError."""
+    from diloco.swarm.visit import choose_run
     from outer.connect.meeting import find_runs
     from outer.network.event_loop import EventLoopThread
     from outer.network.run_key import load_run_key
@@ -83,16 +84,11 @@ def fetch_run_config(
         runs = loop.run(find_runs(address, CONNECT_SECONDS, key, proxy))
     finally:
         loop.close()
-    if not runs:
-        raise ConfigError(f"no run is known at {address}: start an island of it first, or check the address")
-    if run_name is None and len(runs) > 1:
-        raise ConfigError(f"{len(runs)} runs are known at {address}: {', '.join(sorted(runs))}; choose with --run NAME")
-    name = run_name or next(iter(runs))
-    if name not in runs:
-        raise ConfigError(f"--run: no run {name!r} at {address}; runs there: {', '.join(sorted(runs))}")
-    if not runs[name].islands:
+    run = choose_run(runs, run_name, address)
+    if not run.islands:
+        name = run_name or next(iter(runs))
         raise ConfigError(
             f"run {name!r} is known at {address}, but none of its islands is alive, so none can provide the "
             "state; to start the run anew, start an island with `diloco train`"
         )
-    return runs[name].config_text, set(runs[name].islands)
+    return run.config_text, set(run.islands)

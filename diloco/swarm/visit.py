@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from diloco.config.schema import Config, IslandConfig, RunConfig
+from diloco.errors import ConfigError
 from outer.connect.opening import open_network
 from outer.connect.settings import Network, NetworkSettings
-from outer.errors import InputError
+from outer.errors import DeadlineError, InputError, first_line
 from outer.identity.island_key import KEY_FILE, IslandKey, load_island_key
 from outer.identity.known_names import guest_name
 from outer.membership.base import Member
@@ -109,3 +110,20 @@ async def find_members(network: Network, info: RunInfo) -> Mapping[str, Member]:
         await asyncio.sleep(0.1)
         members = await network.membership.members()
     return members
+
+
+def choose_run(runs: Mapping[str, RunInfo], name: str | None, address: str) -> RunInfo:
+    """The run of this name at an address; without a name the only one there. Raises ConfigError."""
+    names = ", ".join(sorted(runs))
+    if not runs:
+        raise ConfigError(f"no run is known at {address}: start an island of it first, or check the address")
+    if name is None and len(runs) > 1:
+        raise ConfigError(f"{len(runs)} runs are known at {address}: {names}; choose with --run NAME")
+    if (chosen := name or next(iter(runs))) not in runs:
+        raise ConfigError(f"--run: no run {chosen!r} at {address}; runs there: {names}")
+    return runs[chosen]
+
+
+def describe_silence(error: BaseException, seconds: float) -> str:
+    """Why an island has not answered a call within so many seconds."""
+    return f"no answer within {seconds:g} s" if isinstance(error, DeadlineError) else first_line(error)

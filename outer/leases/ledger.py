@@ -127,7 +127,7 @@ def reopen(ledger: Ledger, num_islands: int, terms: Terms) -> Ledger:
     closed = [*ledger.returned, *(units for lease in ledger.leases.values() for units in lease.runs)]
     needs = {placeholder(index): terms.lease for index in range(num_islands)}
     given, returned, frontier = deal(sorted(closed, key=itemgetter(0)), ledger.frontier, needs)
-    return _build_ledger(frontier, returned, {name: Lease(runs=ranges) for name, ranges in given.items()}, ledger)
+    return _build_ledger(ledger, frontier, returned, {name: Lease(runs=ranges) for name, ranges in given.items()})
 
 
 def begin_ledger(num_islands: int, terms: Terms) -> Ledger:
@@ -214,9 +214,7 @@ def settle(ledger: Ledger, claims: Sequence[Claim], terms: Terms, next_round: in
     leases |= {name: Lease(runs=reduce(append, ranges, left[name])) for name, ranges in dealt.items()}
     counted = {claim.island: claim.units for claim in contributing if claim.island in terms.counted}
     trained_by = ledger.trained_by | {name: ledger.trained_by.get(name, 0) + n for name, n in sorted(counted.items())}
-    settled_ledger = _build_ledger(frontier, returned, leases, ledger).model_copy(
-        update={"trained_by": dict(sorted(trained_by.items()))}
-    )
+    settled_ledger = _build_ledger(ledger, frontier, returned, leases, trained_by=dict(sorted(trained_by.items())))
     return open_stage(settled_ledger, terms) if next_round in terms.stage_rounds else settled_ledger
 
 
@@ -225,14 +223,10 @@ def open_stage(ledger: Ledger, terms: Terms) -> Ledger:
     first = ledger.frontier + (NUM_SPARES + 1) * terms.spare
     needs = dict.fromkeys(sorted(ledger.leases), terms.lease)
     dealt, _, frontier = deal([], first, needs)
-    return Ledger.model_construct(
-        frontier=frontier,
-        returned=(),
-        leases={name: Lease(runs=ranges, missed=ledger.leases[name].missed) for name, ranges in dealt.items()},
-        borders=(*ledger.borders, Border(ledger.frontier, first)),
-        closed=ledger.closed + ledger.open + first - ledger.frontier,
-        trained_by=ledger.trained_by,
-    )
+    leases = {name: Lease(runs=ranges, missed=ledger.leases[name].missed) for name, ranges in dealt.items()}
+    borders = (*ledger.borders, Border(ledger.frontier, first))
+    closed = ledger.closed + ledger.open + first - ledger.frontier
+    return _build_ledger(ledger, frontier, (), leases, borders=borders, closed=closed)
 
 
 def _find_claimed_lease(ledger: Ledger, claim: Claim, terms: Terms) -> Ranges | None:
@@ -272,13 +266,15 @@ def _end_lapsed(leases: Mapping[str, Lease], present: set[str]) -> tuple[dict[st
     return {name: leases[name].model_copy(update={"missed": missed[name]}) for name in kept}, lapsed
 
 
-def _build_ledger(frontier: int, returned: Iterable[range], leases: Mapping[str, Lease], before: Ledger) -> Ledger:
+def _build_ledger(
+    before: Ledger, frontier: int, returned: Iterable[range], leases: Mapping[str, Lease], **others: Any
+) -> Ledger:
+    """The ledger after `before` with these units; `others` are its other fields that change."""
+    kept = {"borders": before.borders, "closed": before.closed, "trained_by": before.trained_by}
     # Skips validation: it costs time in proportion to the open units, on every island in every commit.
     return Ledger.model_construct(
         frontier=frontier,
         returned=tuple(sorted(returned, key=itemgetter(0))),
         leases=dict(sorted(leases.items())),
-        borders=before.borders,
-        closed=before.closed,
-        trained_by=before.trained_by,
+        **(kept | others),
     )

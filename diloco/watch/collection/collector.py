@@ -22,12 +22,18 @@ from diloco.status.orders import Carried, Order
 from diloco.status.record_pages import CALL, PAGE_BYTES, RecordsPage
 from diloco.status.reply import CALL as STATUS_CALL
 from diloco.status.reply import IslandStatus
-from diloco.swarm.visit import load_usable_key, open_run_network, resolve_local_island
+from diloco.swarm.visit import (
+    choose_run,
+    describe_silence,
+    load_usable_key,
+    open_run_network,
+    resolve_local_island,
+)
 from diloco.watch.collection.mirror import Mirror
 from inner.files import write_atomically
 from outer.connect.meeting import find_runs
 from outer.connect.settings import Network
-from outer.errors import DeadlineError, MessageError, OuterError, first_line
+from outer.errors import MessageError, OuterError, first_line
 from outer.membership.base import Member
 from outer.membership.records import RunInfo
 from outer.network.event_loop import EventLoopThread
@@ -106,14 +112,7 @@ class Collector:
     async def _find_run(self) -> RunInfo:
         local, address = self._local, self.address
         runs = await find_runs(address, local.connect_seconds, load_usable_key(local.island), local.island.proxy)
-        names = ", ".join(sorted(runs))
-        if not runs:
-            raise ConfigError(f"no run is known at {address}: start an island of it first, or check the address")
-        if self._run_name is None and len(runs) > 1:
-            raise ConfigError(f"{len(runs)} runs are known at {address}: {names}; choose with --run NAME")
-        if (name := self._run_name or next(iter(runs))) not in runs:
-            raise ConfigError(f"--run: no run {name!r} at {address}; runs there: {names}")
-        return runs[name]
+        return choose_run(runs, self._run_name, address)
 
     async def _visit(self, run: RunConfig, info: RunInfo) -> None:
         async with open_run_network(self._local, self.address, run, info) as network, asyncio.TaskGroup() as tasks:
@@ -182,4 +181,4 @@ def explain(error: OuterError) -> str:
     """Why an island has not answered."""
     if isinstance(error, MessageError):
         return f"runs another version of diloco: {first_line(error)}"[:300]
-    return f"no answer within {CALL_SECONDS:g} s" if isinstance(error, DeadlineError) else first_line(error)[:300]
+    return describe_silence(error, CALL_SECONDS)[:300]

@@ -10,14 +10,12 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, TypeVar
-
-import fsspec
 
 from inner.data.streaming.index import INDEX, MAX_INDEX_BYTES, Index, parse_index
 from inner.errors import InputError, summarise
-from inner.files import write_atomically
+from inner.files import open_url, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +32,7 @@ class Store:
 
     def __init__(self, url: str, patience: float) -> None:
         self.url, self._patience = url.rstrip("/"), patience
-        try:
-            self._files, path = fsspec.url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            cure = "; pip install 'diloco[s3]'" if url.startswith("s3:") else ""
-            raise InputError(f"{url}: is no place that can be read; {error}{cure}") from None
-        self._root = PurePosixPath(path)
+        self._files, self._root = open_url(url, f"{url}: is no place that can be read")
 
     @property
     def _is_local(self) -> bool:
