@@ -31,6 +31,29 @@ def human_seconds(value: float | None) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def percent(share: float) -> str:
+    """`0.12345` as `12.3 %`."""
+    return f"{100 * share:.1f} %"
+
+
+def human_duration(seconds: float) -> str:
+    """`0.0123` as `12.3 ms`, `200000` as `2 d 7 h`."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us" if seconds else "0"
+    if seconds < 48 * 3600:
+        return human_seconds(seconds)
+    hours = round(seconds / 3600)
+    return f"{hours // 24:,} d {hours % 24} h"
+
+
+def human_rate(bits_per_second: float) -> str:
+    """`2.5e9` as `2.5 Gbit/s`."""
+    for unit, size in (("Gbit", 1e9), ("Mbit", 1e6), ("kbit", 1e3)):
+        if bits_per_second >= size:
+            return f"{bits_per_second / size:.3g} {unit}/s"
+    return f"{bits_per_second:.3g} bit/s"
+
+
 def human_loss(value: float | None) -> str:
     """Format a loss with four decimals, or None as a dash."""
     return UNKNOWN if value is None else f"{value:.4f}"

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco.config.schema import Config
-from diloco.formatting import human_bytes, human_count, human_seconds
+from diloco.formatting import human_bytes, human_count, human_duration, human_rate, percent
 from diloco.planning.advice import Rung, needed_bandwidth
 from diloco.planning.mesh.host_memory import estimate_host_memory
 from diloco.planning.mesh.picture import header, print_section, print_text
@@ -186,29 +186,6 @@ def verdict(picture: Picture) -> str:
 def overrides_of(changes: Mapping[str, Any]) -> str:
     """Changes to the `outer` section as command-line overrides."""
     return " ".join(f"outer.{key}={value}" for key, value in changes.items())
-
-
-def percent(share: float) -> str:
-    """`0.12345` as `12.3 %`."""
-    return f"{100 * share:.1f} %"
-
-
-def human_duration(seconds: float) -> str:
-    """`0.0123` as `12.3 ms`, `200000` as `2 d 7 h`."""
-    if seconds < 1:
-        return f"{1000 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us" if seconds else "0"
-    if seconds < 48 * 3600:
-        return human_seconds(seconds)
-    hours = round(seconds / 3600)
-    return f"{hours // 24:,} d {hours % 24} h"
-
-
-def human_rate(bits_per_second: float) -> str:
-    """`2.5e9` as `2.5 Gbit/s`."""
-    for unit, size in (("Gbit", 1e9), ("Mbit", 1e6), ("kbit", 1e3)):
-        if bits_per_second >= size:
-            return f"{bits_per_second / size:.3g} {unit}/s"
-    return f"{bits_per_second:.3g} bit/s"
 
 
 def _outer_line(picture: Picture) -> str:
