@@ -70,7 +70,7 @@ def simulate(
     gpus = GpuShares() if in_process else share_machine(config, console)
     if with_baseline:
         check_baseline(config)
-    facts, run_dir = prepare_run(config, resume=resume)
+    facts, run_dir = prepare_run(config, " ".join(disturbances.links), resume=resume)
     config = config.model_copy(update={"name": run_dir.name})
     console.print(
         f"{facts.num_islands} islands, {facts.num_params:,} parameters, {config.total_steps} inner steps: {run_dir}"
@@ -93,7 +93,7 @@ def simulate(
                 )
             finally:
                 stop(started)
-            record_links(fleet, facts, disturbances)
+            record_links(fleet, facts)
         if with_baseline and finished:
             finished = run_baseline(config, run_dir, started, console)
     except KeyboardInterrupt:
@@ -220,14 +220,13 @@ def run_baseline(config: Config, run_dir: Path, started: list[Child], console: C
     return child.exit_code == 0
 
 
-def record_links(fleet: Fleet, facts: RunFacts, disturbances: Disturbances) -> None:
+def record_links(fleet: Fleet, facts: RunFacts) -> None:
     """Add the bytes that the islands' links have carried to run.json, if the run has an emulated network."""
     if fleet.net is None:
         return
     both = {fleet.islands[target].name: count_bytes(fleet.net, fleet.namespaces[target]) for target in fleet.islands}
     sent, received = ({name: ways[i] for name, ways in both.items()} for i in range(2))
-    links = " ".join(disturbances.links)
-    write_facts(fleet.run_dir, replace(facts, links=links, wire_bytes_sent=sent, wire_bytes_received=received))
+    write_facts(fleet.run_dir, replace(facts, wire_bytes_sent=sent, wire_bytes_received=received))
 
 
 def baseline_ranks(config: Config) -> int:

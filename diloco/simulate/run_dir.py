@@ -11,10 +11,10 @@ from diloco.records.run_folder import RunFacts, write_facts
 from inner.files import write_atomically
 
 
-def prepare_run(config: Config, *, resume: bool) -> tuple[RunFacts, Path]:
+def prepare_run(config: Config, links: str, *, resume: bool) -> tuple[RunFacts, Path]:
     """Check the run, then create its folder, or find it, and write the config and the facts into it.
 
-    Raises ConfigError and InputError.
+    `links`: the values of `--link`, joined. Raises ConfigError and InputError.
     """
     num_islands = len(config.islands)
     corpus = check_run(config, num_islands)
@@ -29,6 +29,7 @@ def prepare_run(config: Config, *, resume: bool) -> tuple[RunFacts, Path]:
         total_steps=config.total_steps,
         bigram_loss=bigram_baseline(corpus),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
+        links=links,
     )
     write_facts(run_dir, facts)
     return facts, run_dir
