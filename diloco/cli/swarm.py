@@ -150,6 +150,14 @@ def watch(
             help="Let the page act (save, stop, exclude, invite) in the name of this operator's key; made if missing.",
         ),
     ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE[,rtt=TIME]",
+            help="An island's link, for the prediction, as in 100mbit,rtt=50ms (default: that of simulate --link, "
+            "island.link_mbit, or the rate of the last reduces).",
+        ),
+    ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen at. Beyond this machine a token is needed, which the URL holds.")
     ] = "127.0.0.1",
@@ -165,4 +173,4 @@ def watch(
 
     logging.getLogger("outer").setLevel(logging.CRITICAL)  # An island that cannot be reached is on the page.
     how = "json" if as_json else "text" if text else "page"
-    run(Watched(target, more or [], run_name, keep, control), how, host, port)
+    run(Watched(target, more or [], run_name, keep, control, link), how, host, port)

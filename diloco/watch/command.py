@@ -11,10 +11,11 @@ from typing import Literal
 import typer
 
 from diloco.errors import ConfigError
+from diloco.network_emulation.links import AccessLink, parse_link
 from diloco.swarm.visit import host_of
 from diloco.watch.control import Control, FolderHand
+from diloco.watch.view.prediction import RunPrediction
 from diloco.watch.view.run_view import RunView
-from diloco.watch.view.state import state_now
 from outer.identity.island_key import IslandKey, load_island_key
 
 How = Literal["page", "text", "json"]
@@ -31,6 +32,8 @@ class Watched:
     keep: Path | None
     key: Path | None = None
     """File with the key of an operator, who may act."""
+    link: str | None = None
+    """An island's link, as `simulate --link` spells it, for the prediction."""
 
     @property
     def is_address(self) -> bool:
@@ -43,7 +46,7 @@ def watch(watched: Watched, how: How, host: str, port: int) -> None:
         if how == "json":
             for view in views:
                 view.read()
-            states = [state_now(view) for view in views]
+            states = [RunPrediction(view).state() for view in views]
             typer.echo(json.dumps(states[0] if len(states) == 1 else states, indent=2, allow_nan=False))
         elif how == "text":
             from diloco.watch.terminal import show_text
@@ -59,9 +62,10 @@ def watch(watched: Watched, how: How, host: str, port: int) -> None:
 def open_views(watched: Watched) -> Iterator[tuple[list[RunView], Control | None]]:
     """The runs to show, and how to act on one. One at an address is collected into a folder while the block lasts."""
     check(watched)
+    link = None if watched.link is None else parse_shared_link(watched.link)
     key = None if watched.key is None else load_operator_key(watched.key)
     if not watched.is_address:
-        views = [RunView(Path(each)) for each in (watched.target, *watched.more)]
+        views = [RunView(Path(each), link) for each in (watched.target, *watched.more)]
         yield views, None if key is None else Control(FolderHand(Path(watched.target)), key.public)
         return
     from diloco.watch.collection.collector import Collector
@@ -71,8 +75,16 @@ def open_views(watched: Watched) -> Iterator[tuple[list[RunView], Control | None
         folder = watched.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="diloco-watch-")))
         collector = Collector(watched.target, watched.more, watched.run_name, folder)
         stack.callback(collector.close)
-        view = RunView(collector.start())
+        view = RunView(collector.start(), link)
         yield [view], None if key is None else Control(SwarmHand(collector, key), key.public)
+
+
+def parse_shared_link(text: str) -> AccessLink:
+    """The link that all islands have. Raises ConfigError."""
+    island, link = parse_link(text)
+    if island is not None:
+        raise ConfigError(f"--link {text}: got a link of island {island}; allowed: one for all, the slowest of them")
+    return link
 
 
 def load_operator_key(path: Path) -> IslandKey:

@@ -9,6 +9,9 @@ GAUGES = {
     "tokens_per_second": "Tokens a second in the last inner step.",
     "loss": "Loss of the last inner step, nats a token.",
     "heldout_loss": "Held-out loss of the global params, nats a token.",
+    "round_seconds": "Seconds a round, of the last committed ones.",
+    "utilisation": "Share of them in inner steps.",
+    "reduce_rate": "Bits sent a second in their reduces.",
     "last_record": "Unix time of the last record.",
 }
 COUNTERS = {

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from diloco.errors import ConfigError
 from diloco.watch.control import Control, Wish
 from diloco.watch.prometheus import metrics_text
+from diloco.watch.view.prediction import RunPrediction
 from diloco.watch.view.run_view import RunView
 from diloco.watch.view.state import state_now
 from outer.errors import OuterError, first_line
@@ -26,6 +27,7 @@ FILES = {
     "page.js": "text/javascript",
     "drawing.js": "text/javascript",
     "panels.js": "text/javascript",
+    "prediction.js": "text/javascript",
     "control.js": "text/javascript",
     "compare.js": "text/javascript",
     "uplot-1.6.32.iife.min.js": "text/javascript",
@@ -79,14 +81,15 @@ def build_app(
     app.middleware("http")(guard)
     if is_local:  # Against pages elsewhere whose names resolve to this machine.
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_NAMES)
-    routes = figure_routes(views)
+    predictions = [RunPrediction(view) for view in views]
+    routes = figure_routes(predictions)
     if len(views) == 1:
         operator = None if control is None else control.operator
-        routes |= page_routes("/", "index.html") | {"/events": event_route(views[0], operator)}
+        routes |= page_routes("/", "index.html") | {"/events": event_route(predictions[0], operator)}
     else:
         routes |= page_routes("/", "compare.html")
-        for number, view in enumerate(views):
-            routes |= page_routes(f"/run/{number}/", "index.html") | {f"/run/{number}/events": event_route(view)}
+        for number, prediction in enumerate(predictions):
+            routes |= page_routes(f"/run/{number}/", "index.html") | {f"/run/{number}/events": event_route(prediction)}
     for path, handler in routes.items():
         app.add_api_route(path, handler, methods=["GET"], response_model=None)
     if control is not None:
@@ -135,34 +138,35 @@ def act_route(control: Control) -> Route:
     return act
 
 
-def event_route(view: RunView, operator: str | None = None) -> Route:
+def event_route(prediction: RunPrediction, operator: str | None = None) -> Route:
     """The stream of a run's events."""
     from fastapi.responses import StreamingResponse
     from starlette.responses import Response
 
     async def events() -> Response:
-        return StreamingResponse(stream(view, operator), media_type="text/event-stream")
+        return StreamingResponse(stream(prediction, operator), media_type="text/event-stream")
 
     return events
 
 
-def figure_routes(views: Sequence[RunView]) -> dict[str, Route]:
+def figure_routes(predictions: Sequence[RunPrediction]) -> dict[str, Route]:
     """The state as JSON, and figures for Prometheus."""
     from fastapi.responses import PlainTextResponse
     from starlette.responses import Response
 
-    async def states() -> list[dict[str, Any]]:
-        for view in views:
-            await asyncio.to_thread(view.read)
-        return [state_now(view) for view in views]
+    async def read() -> None:
+        for prediction in predictions:
+            await asyncio.to_thread(prediction.view.read)
 
     async def state() -> Response:
-        found = await states()
+        await read()
+        found = [await asyncio.to_thread(prediction.state) for prediction in predictions]
         text = json.dumps(found[0] if len(found) == 1 else found, allow_nan=False)
         return Response(text, media_type="application/json")
 
     async def metrics() -> Response:
-        return PlainTextResponse(metrics_text(await states()))
+        await read()
+        return PlainTextResponse(metrics_text([state_now(prediction.view) for prediction in predictions]))
 
     return {"/state": state, "/metrics": metrics}
 
@@ -174,15 +178,21 @@ def is_known(request: Any, token: str) -> bool:
     return any(hmac.compare_digest(each.encode(), token.encode()) for each in given)
 
 
-async def stream(view: RunView, operator: str | None = None) -> AsyncIterator[str]:
-    """Server-sent events: first a snapshot of the run, then what is new, every UPDATE_SECONDS.
+async def stream(prediction: RunPrediction, operator: str | None = None) -> AsyncIterator[str]:
+    """Server-sent events: first a snapshot of the run, then what is new, every UPDATE_SECONDS, and the prediction.
 
     `operator`: the key in whose name the page may act, if it may.
     """
-    sent = await asyncio.to_thread(view.read)
+    view = prediction.view
+    sent, predicted = await asyncio.to_thread(view.read), None
     yield encode_event("snapshot", {"operator": operator} | await asyncio.to_thread(view.snapshot, sent))
+    finding = asyncio.create_task(asyncio.to_thread(prediction.find))
     while True:
         await asyncio.sleep(UPDATE_SECONDS)
+        if finding.done():  # What is new does not wait for it.
+            if (found := finding.result()) != predicted:
+                yield encode_event("predicted", found)
+            predicted, finding = found, asyncio.create_task(asyncio.to_thread(prediction.find))
         now = await asyncio.to_thread(view.read)
         new, sent = view.between(sent, now), now
         # A comment finds out that the reader has gone.

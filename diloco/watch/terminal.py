@@ -12,9 +12,10 @@ from rich.text import Text
 
 from diloco.formatting import UNKNOWN, human_bytes, human_count, human_loss, one_line
 from diloco.records.metrics import LOST
+from diloco.watch.prediction_table import show_prediction
 from diloco.watch.view.attempts import Attempt, find_attempts, find_stragglers
+from diloco.watch.view.prediction import RunPrediction
 from diloco.watch.view.run_view import RunView
-from diloco.watch.view.state import state_now
 
 UPDATE_SECONDS = 1.0
 PLAIN_WIDTH = 200
@@ -27,18 +28,20 @@ def show_text(views: Sequence[RunView]) -> None:
     """Show the runs one below the other; on a terminal until Ctrl-C, elsewhere once."""
     console = Console()
     if not console.is_terminal:
-        Console(width=PLAIN_WIDTH).print(Group(*map(render, views)))
+        Console(width=PLAIN_WIDTH).print(Group(*map(render, map(RunPrediction, views))))
         return
+    predictions = list(map(RunPrediction, views))
     with Live(console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
         while True:
-            live.update(Group(*map(render, views)), refresh=True)
+            live.update(Group(*map(render, predictions)), refresh=True)
             time.sleep(UPDATE_SECONDS)
 
 
-def render(view: RunView) -> Group:
-    """A table of the islands, and below it what happened last."""
+def render(prediction: RunPrediction) -> Group:
+    """A table of the islands, and below it what was predicted and what happened last."""
+    view = prediction.view
     view.read()
-    state = state_now(view)
+    state = prediction.state()
     table = Table(title=Text(state["name"]), title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
     for number, column in enumerate(COLUMNS):
         table.add_column(column, justify="left" if number < 2 else "right", no_wrap=True, overflow="ellipsis")
@@ -46,7 +49,8 @@ def render(view: RunView) -> Group:
         cells = format_island(island, state["total_steps"])
         table.add_row(*cells, style="red" if island["is_wrong"] else None)
     lines = [*map(format_attempt, find_attempts(view, ROUNDS_SHOWN)), *find_stragglers(view.islands), *last_lines(view)]
-    return Group(table, *(Text(line, no_wrap=True, overflow="ellipsis") for line in lines))
+    texts = [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
+    return Group(table, *show_prediction(state), *texts)
 
 
 def format_attempt(attempt: Attempt) -> str:

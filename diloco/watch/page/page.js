@@ -178,7 +178,7 @@ function draw() {
   // A run whose last record is minutes old is over: it is shown as it was then, not as silent ever since.
   const now = Date.now() / 1000, t = chosen ?? (now - last < 600 ? Math.max(now, last) : last);
   const attempts = findAttempts(t);
-  drawCards(t); drawLosses(t); drawRounds(attempts); drawHappened(t); drawSources(t); drawGradients(t); drawRanks(t); drawControl();
+  drawCards(t); drawLosses(t); drawRounds(attempts); drawHappened(t); drawSources(t); drawGradients(t); drawRanks(t); drawPrediction(t); drawControl();
   const end = Math.min(t, last), shown = Number(byId("window").value);
   // Attempts are in the order of their ends, the newest first.
   const begin = shown && attempts.length > shown ? attempts[shown].time : first;
@@ -196,7 +196,7 @@ function drawSoon() {
   requestAnimationFrame(() => { isDue = false; draw(); });
 }
 
-const noRows = () => ({ steps: [], work: [], rounds: [], evals: [], events: [], sources: [], presence: [], ranks: [] });
+const noRows = () => ({ steps: [], work: [], rounds: [], evals: [], events: [], sources: [], presence: [], ranks: [], pace: [] });
 
 function take(more) {
   const add = (known, rows) => { for (const kind in rows) known[kind].push(...rows[kind]); };
@@ -222,6 +222,7 @@ function begin() {
     if (findAttempts(last).length > 60) byId("window").value = "20";
     drawSoon();
   });
+  source.addEventListener("predicted", (event) => { predicted = JSON.parse(event.data); drawSoon(); });
   source.addEventListener("more", (event) => { take(JSON.parse(event.data)); findSpan(); drawSoon(); });
   source.addEventListener("error", () => { isConnected = false; drawSoon(); });
   byId("scrubber").addEventListener("input", (event) => {

@@ -12,10 +12,11 @@ from diloco.formatting import one_line
 from diloco.records.latest import ENDS, LatestRecords
 from diloco.records.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
 from diloco.records.run_folder import METRICS, PRESENCE, Tail
+from diloco.watch.view.pace import Pace
 
 Row = list[Any]
 Rows = dict[str, list[Row]]
-KINDS = ("steps", "work", "rounds", "evals", "events", "sources", "presence", "ranks")
+KINDS = ("steps", "work", "rounds", "evals", "events", "sources", "presence", "ranks", "pace")
 MAX_POINTS = 2000
 """Most rows of a kind that a page gets of an island at first; with many islands fewer."""
 MAX_ROWS = 16_000
@@ -56,6 +57,8 @@ class IslandHistory:
     events   time, name, text, whether the island's processes ended with it (0 or 1)
     sources  time, tokens so far by source of the text
     ranks    time, round, and for each rank what RoundRecord.ranks has
+    pace     time, seconds a round, share of them in inner steps, bytes sent a round, bits sent a second in the reduce:
+             of the last committed rounds
     presence time, whether the island answers whoever watches it over the network (0 or 1), why it does not
     """
 
@@ -66,7 +69,7 @@ class IslandHistory:
 
     def __post_init__(self) -> None:
         self.latest = LatestRecords(self.folder.name)
-        self._tail, self._sources = Tail(self.folder / METRICS), Counter[str]()
+        self._tail, self._sources, self._pace = Tail(self.folder / METRICS), Counter[str](), Pace()
         self._presence = LinesTail(self.folder / PRESENCE)
 
     def read(self) -> None:
@@ -97,11 +100,13 @@ class IslandHistory:
             case EventRecord():
                 text = one_line(record.text)[:MAX_TEXT]
                 self.rows["events"].append([record.time, record.name[:64], text, int(record.name in ENDS)])
+                self._pace.add_event(record)
 
     def _add_step(self, record: StepRecord) -> None:
         row = [record.time, record.step, record.tokens, finite(record.loss), finite(record.tokens_per_second)]
         self.rows["steps"].append([*row, finite(record.noise_scale.get("tokens"))])
         seconds = finite(record.seconds) or 0.0
+        self._pace.add_step(seconds)
         self.rows["work"].append([record.time - seconds, record.time])
         if record.source_tokens:
             self._sources.update(record.source_tokens)
@@ -120,6 +125,8 @@ class IslandHistory:
         norms = [finite(each) for each in (record.pseudo_gradient_norm, record.mean_norm, record.mean_cosine)]
         checked = [record.signers, record.audited, record.gated]
         self.rows["rounds"].append([*which, *seconds, *counts, *told, *norms, *checked])
+        if (pace := self._pace.add_round(record)) is not None:
+            self.rows["pace"].append(pace)
         if ranks := [row for row in record.ranks if len(row) == RANK_FIELDS and all(map(math.isfinite, row))]:
             self.rows["ranks"].append([record.time, record.round, ranks])
 

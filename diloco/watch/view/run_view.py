@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from diloco.network_emulation.links import AccessLink
 from diloco.records.faults import LOG
 from diloco.records.logbook import LOGBOOK
 from diloco.records.run_folder import BASELINE, find_island_folders, island_folders
@@ -41,10 +42,10 @@ class Position:
 class RunView:
     """All that is known of a run from its folder. `read` brings it up to date; several threads may call it."""
 
-    def __init__(self, run_dir: Path) -> None:
-        """Raises InputError if the folder holds no run."""
+    def __init__(self, run_dir: Path, link: AccessLink | None = None) -> None:
+        """`link`: that of each island, if the user has said it. Raises InputError if the folder holds no run."""
         find_island_folders(run_dir)
-        self.run_dir = run_dir
+        self.run_dir, self.link = run_dir, link
         self.islands: dict[str, IslandHistory] = {}
         self.baseline = IslandHistory(run_dir / BASELINE, Groups())
         """Data-parallel training on the same tokens; without rows if there was none."""

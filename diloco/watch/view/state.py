@@ -27,14 +27,33 @@ def state_now(view: RunView) -> dict[str, Any]:
         "name": run["name"],
         "total_steps": run["total_steps"],
         "islands": [describe_island(view, name, at) for name in view.islands],
+        "loss_gap": measured_gap(view),
         "faults": len([fault for fault in view.faults if not fault[4]]),
     }
+
+
+def measured_gap(view: RunView) -> float | None:
+    """Last held-out loss relative to that of data-parallel training on as many tokens; None without a baseline.
+
+    Between two evaluations of the baseline its loss is interpolated.
+    """
+    rows = [row for island in view.islands.values() for row in island.rows["evals"][-1:] if row[2] is not None]
+    known = [row for row in view.baseline.rows["evals"] if row[2] is not None]
+    if not rows or not known:
+        return None
+    _, tokens, loss = max(rows, key=lambda row: row[1])
+    for before, after in pairwise(known):
+        if before[1] <= tokens <= after[1] and before[1] < after[1]:
+            share = (tokens - before[1]) / (after[1] - before[1])
+            return loss / (before[2] + share * (after[2] - before[2])) - 1
+    return None
 
 
 def describe_island(view: RunView, name: str, at: float) -> dict[str, Any]:
     """The latest of one island as values for JSON. `at`: unix time for which its state is told."""
     island = view.islands[name]
     latest, rows = island.latest, island.rows
+    pace = rows["pace"][-1][1:] if rows["pace"] else [None] * 4
     state, is_wrong = find_state(view.islands, name, at)
     return {
         "name": name,
@@ -52,6 +71,7 @@ def describe_island(view: RunView, name: str, at: float) -> dict[str, Any]:
         "aborted": latest.num_aborted,
         "bytes_sent": latest.bytes_sent,
         "digest": latest.digest,
+        **dict(zip(("round_seconds", "utilisation", "round_bytes", "reduce_rate"), pace, strict=True)),
         "event": latest.event or None,
     }
 

@@ -35,7 +35,7 @@ MAKE_KEY = (
 )
 FAULTS = ["kill:1@round=4,back=12", "freeze:2@round=12,seconds=10", "nan:3@round=16", "join:@round=8"]
 PANELS = ["#cards article", "#loss-tokens canvas", "#loss-time canvas", "#gantt", "#bytes canvas", "#sources meter"]
-PANELS += ["#norms canvas", "#cosines canvas", "#ranks td.bar"]
+PANELS += ["#rates canvas", "#predicted td", "#norms canvas", "#cosines canvas", "#ranks td.bar"]
 TABLES = ["#rounds tr", "#happened tr"]
 ISLANDS = "islands=[{ranks: 1}, {ranks: 1}, {ranks: 1}, {ranks: 2, micro_batch: 4}]"
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from diloco.records.metrics import LOST, EvalRecord, EventRecord, Metrics, Record
 from diloco.watch.terminal import render
 from diloco.watch.view.attempts import find_attempts, find_stragglers
+from diloco.watch.view.prediction import RunPrediction
 from diloco.watch.view.run_view import RunView
 from diloco.watch.view.state import find_state, state_now
 from tests.diloco.sample_records import a_round, a_step
@@ -119,8 +120,9 @@ def test_the_terminal_shows_islands_rounds_and_what_happened(tmp_path: Path) -> 
     other = [a_step(3), a_round(2, committed=False), event(LOST, "island-0: refused")]
     view = view_of(tmp_path, [a_step(3), a_round(2, committed=False)], other)
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(render(view))
+    console.print(render(RunPrediction(view)))
     text = console.export_text()
-    for shown in ("island-0", "round 2 attempt 0: aborted on 2", "island-1 lost: island-0: refused"):
+    happened = ("round 2 attempt 0: aborted on 2", "island-1 lost: island-0: refused")
+    for shown in ("island-0", "no prediction: cannot read the config", *happened):
         assert shown in text
     assert [island["name"] for island in state_now(view)["islands"]] == ["island-0", "island-1"]

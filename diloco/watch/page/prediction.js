@@ -1,0 +1,55 @@
+// What the planner predicts for the run, beside what its islands measured at the moment that is chosen.
+"use strict";
+let predicted = null;
+const percent = (v) => (100 * v).toFixed(1) + " %";
+const signed = (v) => (v < 0 ? "" : "+") + percent(v);
+const rate = (v) => human(v, "bit/s");
+
+// The lowest and the highest value, once if they look alike.
+function spanText(values, show) {
+  if (!values.length) return "–";
+  const ends = [show(Math.min(...values)), show(Math.max(...values))];
+  return ends[0] === ends[1] ? ends[0] : ends.join(" to ");
+}
+
+// Last held-out loss relative to that of data-parallel training on as many tokens; null if that is not known.
+function measuredGap(t) {
+  const newest = names().map((name) => until(run.islands[name].evals, t)).filter((r) => r && r[2] !== null).sort((a, b) => b[1] - a[1])[0];
+  const known = (run.baseline?.evals ?? []).filter((r) => r[2] !== null);
+  for (let i = 1; newest && i < known.length; i++) {
+    const [a, b] = [known[i - 1], known[i]];
+    if (a[1] <= newest[1] && newest[1] <= b[1] && a[1] < b[1]) return newest[2] / (a[2] + (newest[1] - a[1]) / (b[1] - a[1]) * (b[2] - a[2])) - 1;
+  }
+  return null;
+}
+
+function predictionRows(t) {
+  const p = predicted, paces = names().map((name) => until(run.islands[name].pace, t)).filter(Boolean);
+  const field = (i) => paces.map((row) => row[i]).filter((v) => v !== null), or = (v, show) => (v === null ? "–" : show(v));
+  const tried = Math.max(-1, ...names().map((name) => until(run.islands[name].rounds, t)?.[1] ?? -1)), left = p.num_rounds - 1 - tried;
+  const law = "2503.09799" + (p.is_extrapolated ? ", extrapolated" : "");
+  return [
+    ["a round", duration(p.round_seconds), spanText(field(1), duration)],
+    ["of it in inner steps", percent(p.utilisation), spanText(field(2), percent)],
+    ["sent by an island a round", human(p.round_bytes, "B"), spanText(field(3), (v) => human(v, "B"))],
+    ["rate in a reduce", or(p.reduce_rate, rate), spanText(field(4), rate)],
+    [`link needed for ${(100 * p.target).toFixed(0)} % of it`, p.needed_rate === null ? "none is fast enough" : rate(p.needed_rate), ""],
+    ...(left > 0 ? [[`the ${left} rounds to come`, duration(left * p.round_seconds), spanText(field(1).map((v) => left * v), duration)]] : []),
+    [`loss to data-parallel (${law})`, signed(p.loss_gap), or(measuredGap(t), signed)],
+  ];
+}
+
+function drawPrediction(t) {
+  const lines = names().map((name, i) => ({ label: name, color: colorOf(i), width: 1.5,
+    points: run.islands[name].pace.slice(0, countUntil(run.islands[name].pace, t)).filter((r) => r[4] !== null).map((r) => [r[0] - first, r[4]]) }));
+  const known = predicted && !predicted.unknown, ends = lines.flatMap((line) => line.points.map((p) => p[0])), level = (label, value, dash) => (
+    { label, color: css("--grey"), width: 2, dash, points: ends.length ? [[Math.min(...ends), value], [Math.max(...ends), value]] : [] });
+  const levels = known ? [level("link", predicted.link_rate, []), ...(predicted.reduce_rate ? [level("predicted", predicted.reduce_rate, [6, 4])] : [])] : [];
+  drawChart("rates", [...lines, ...levels], duration, (v) => human(v));
+  const place = byId("predicted");
+  if (!known) { place.replaceChildren(make("p", predicted ? `No prediction: ${predicted.unknown}.` : "It is being computed.", "empty")); return; }
+  const table = make("table"), head = make("tr");
+  for (const title of ["", "predicted", "measured"]) head.append(make("th", title));
+  table.append(head, ...predictionRows(t).map((cells) => { const row = make("tr"); row.append(...cells.map((cell) => make("td", cell))); return row; }));
+  place.replaceChildren(table, make("p", `Predicted with ${predicted.assumed.join("; ")}.`));
+}

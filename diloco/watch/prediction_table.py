@@ -1,0 +1,65 @@
+"""The prediction for a run beside what its islands measured, as text."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from diloco.formatting import UNKNOWN, human_bytes, human_duration, human_rate, one_line, percent
+
+ROWS: list[tuple[str, str, Callable[[float], str]]] = [
+    ("a round", "round_seconds", human_duration),
+    ("of it in inner steps", "utilisation", percent),
+    ("sent by an island a round", "round_bytes", human_bytes),
+    ("rate in a reduce", "reduce_rate", human_rate),
+]
+"""What is said, its key in the prediction and in the state of an island, and how it is written."""
+
+
+def show_prediction(state: dict[str, Any]) -> Iterator[RenderableType]:
+    """A table, and below it what was assumed; or why there is no prediction. `state`: of RunPrediction."""
+    predicted = state["predicted"]
+    if "unknown" in predicted:
+        yield Text(f"no prediction: {one_line(predicted['unknown'])}")
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("", "predicted", "measured"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for row in prediction_rows(state):
+        table.add_row(*map(Text, row))
+    yield table
+    yield Text(f"predicted with {'; '.join(predicted['assumed'])}")
+
+
+def prediction_rows(state: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Name, what is predicted, and from the lowest to the highest of the islands what was measured."""
+    p, islands = state["predicted"], state["islands"]
+    for name, key, show in ROWS:
+        values = [island[key] for island in islands if island[key] is not None]
+        yield name, UNKNOWN if p[key] is None else show(p[key]), span(values, show)
+    needed = "none is fast enough" if p["needed_rate"] is None else human_rate(p["needed_rate"])
+    yield f"link needed for {100 * p['target']:.0f} % of it", needed, ""
+    if left := rounds_left(state):
+        times = [left * island["round_seconds"] for island in islands if island["round_seconds"] is not None]
+        yield f"the {left} rounds to come", human_duration(left * p["round_seconds"]), span(times, human_duration)
+    law = "2503.09799, extrapolated" if p["is_extrapolated"] else "2503.09799"
+    yield f"loss to data-parallel ({law})", signed(p["loss_gap"]), signed(state["loss_gap"])
+
+
+def rounds_left(state: dict[str, Any]) -> int:
+    """Rounds of the run that no island has tried yet."""
+    tried = [island["round"] for island in state["islands"] if island["round"] is not None]
+    return state["predicted"]["num_rounds"] - 1 - max(tried, default=-1)
+
+
+def span(values: Sequence[float], show: Callable[[float], str]) -> str:
+    """The lowest and the highest value, once if they look alike."""
+    ends = [show(min(values)), show(max(values))] if values else [UNKNOWN]
+    return " to ".join(dict.fromkeys(ends))
+
+
+def signed(share: float | None) -> str:
+    """A difference in percent."""
+    return UNKNOWN if share is None else f"{100 * share:+.1f} %"

@@ -1,0 +1,67 @@
+"""How fast an island goes: seconds and bytes of its last committed rounds, to stand beside what was predicted."""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from diloco.records.latest import ENDS
+from diloco.records.metrics import EventRecord, RoundRecord
+
+WINDOW = 20
+"""Rounds over which the pace is a mean."""
+STARTS = ("joined", "resumed")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where an island stood when a round was committed: what it had done since its records begin."""
+
+    time: float
+    round: int
+    step_seconds: float
+    """In inner steps."""
+    reduce_seconds: float
+    bytes_sent: int
+
+
+class Pace:
+    """Takes an island's records as they come. Rounds before and after a restart are not taken together."""
+
+    def __init__(self) -> None:
+        self._marks: deque[Mark] = deque(maxlen=WINDOW + 1)
+        self._step_seconds = self._reduce_seconds = 0.0
+        self._bytes_sent = 0
+
+    def add_step(self, seconds: float) -> None:
+        """Count an inner step."""
+        self._step_seconds += seconds
+
+    def add_event(self, record: EventRecord) -> None:
+        """Begin anew where the island ended or started."""
+        if record.name in (*ENDS, *STARTS):
+            self._marks.clear()
+
+    def add_round(self, record: RoundRecord) -> list[float | None] | None:
+        """The pace after an attempt, as a row of IslandHistory; None if the attempt was aborted or none came before.
+
+        Aborted attempts count in the seconds and bytes of the round that is committed next.
+        """
+        self._bytes_sent += max(record.bytes_sent, 0)
+        self._reduce_seconds += max(record.reduce_seconds, 0.0) if math.isfinite(record.reduce_seconds) else 0.0
+        if not record.committed:
+            return None
+        now = Mark(record.time, record.round, self._step_seconds, self._reduce_seconds, self._bytes_sent)
+        if self._marks and now.round <= self._marks[-1].round:
+            self._marks.clear()  # Another history of the run.
+        self._marks.append(now)
+        return row_between(self._marks[0], now)
+
+
+def row_between(then: Mark, now: Mark) -> list[float | None] | None:
+    """Time, seconds a round, share of them in inner steps, bytes a round, bits a second; None without a round."""
+    rounds, seconds, sent = now.round - then.round, now.time - then.time, now.bytes_sent - then.bytes_sent
+    if rounds < 1 or seconds <= 0:
+        return None
+    reduced = now.reduce_seconds - then.reduce_seconds
+    share = min((now.step_seconds - then.step_seconds) / seconds, 1.0)
+    return [now.time, seconds / rounds, share, sent / rounds, 8 * sent / reduced if reduced > 0 else None]
