@@ -1,7 +1,8 @@
 """Every command and snippet in README and docs is one that exists: real parsers take them, with their settings.
 
 What no test can take stands below `<!-- not run: why -->`, which readers do not see. The log is left out: it is dated,
-and tells of commands as they were. Most commands are run by other tests; cheap ones are run here.
+and tells of commands as they were. Most commands are run by other tests; cheap ones are run here, those that take a
+second in the slow suite: `./scripts/test tests/test_docs_commands.py -m slow`
 """
 
 import ast
@@ -18,6 +19,8 @@ from typer.testing import CliRunner
 
 from diloco.cli.main import app
 from diloco.config.schema import load_config, parse_config
+from diloco.records.metrics import EvalRecord, Metrics
+from tests.diloco.sample_records import a_round, a_step
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -35,6 +38,26 @@ PACKAGES = ("diloco", "inner", "outer", "examples")
 NEEDS_AN_EXPORT = "model.init_from=exports/"
 CHEAP = ("config", "init", "mesh", "settings")
 """Commands that only read and print, or write some small files."""
+QUICK = ("key", "launch-files", "plan", "report", "status")
+"""Commands of seconds, which the slow suite runs: of a run that is there, or of none."""
+FOR_KUBERNETES = ["outer.transport=tls", "island.relays=[relay.example.org:31400]"]
+"""What the stand-in of a config lacks there."""
+NOT_RUN = {
+    "bootstrap": "serves until it is stopped: tests/diloco/swarm",
+    "doctor": "needs a swarm at the address: tests/diloco/doctor",
+    "evaluate": "needs a trained run or an export: tests/diloco/checkpoints",
+    "experiment": "trains for minutes to hours: tests/diloco/experiments, on smaller files",
+    "export": "needs a trained run: tests/diloco/checkpoints",
+    "generate": "needs a trained run or an export: tests/diloco/checkpoints",
+    "join": "needs a swarm at the address: tests/integration",
+    "launch": "needs a swarm at the address: tests/integration",
+    "prepare": "reads a corpus of gigabytes or an object store: tests/diloco/cli/test_prepare.py, on less text",
+    "relay": "serves until it is stopped: tests/integration/test_relays.py",
+    "simulate": "trains for minutes, some as root: scripts/demo and tests/integration",
+    "train": "is a rank that a launcher starts: tests/integration",
+    "watch": "serves until it is stopped: tests/diloco/watch",
+}
+"""Why a command is only parsed here, and where it runs."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +176,39 @@ def test_a_cheap_command_runs(command: Command, monkeypatch: pytest.MonkeyPatch,
         return
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, f"{shlex.join(words)}: {done.output} {done.exception}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [each for each in OURS if words_of(each)[0] in QUICK], ids=str)
+def test_a_quick_command_runs(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    for name in ("configs", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    words = words_of(command)
+    asks_a_swarm = words[0] == "status" and any("://" in word for word in words)
+    if asks_a_swarm or "RUN_DIR" in words or (command.is_inline and len(words) < 2):
+        return  # the last two name a command in a sentence
+    for folder in (Path(word) for word in words if word.startswith("runs/")):
+        write_a_run(folder)
+    if words[:2] == ["launch-files", "kubernetes"]:
+        words += FOR_KUBERNETES
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, f"{shlex.join(words)}: {done.output} {done.exception}"
+
+
+def write_a_run(run_dir: Path) -> None:
+    """A run of two islands, as `diloco report` and `diloco status` find it."""
+    for name in ("island-0", "island-1"):
+        metrics = Metrics(run_dir / name / "metrics.jsonl")
+        for record in (a_step(1), a_round(0), EvalRecord(round=0, tokens=1024, loss=2.5, bits_per_byte=None)):
+            metrics.write(record)
+        metrics.close()
+
+
+def test_each_command_of_the_docs_runs_here_or_says_why_not():
+    names = {words_of(each)[0] for each in OURS}
+    assert names <= {*CHEAP, *QUICK, *NOT_RUN}
+    assert not NOT_RUN.keys() & {*CHEAP, *QUICK}
 
 
 @pytest.mark.parametrize("command", OTHERS, ids=str)
