@@ -21,6 +21,8 @@ from diloco.records.metrics import EvalRecord, Metrics, RoundRecord, StepRecord
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 ROUND_SECONDS = 30.0
+CONFIG = "{{outer: {{inner_steps: 1, rounds: {rounds}}}, model: {{preset: 1m}}}}"
+RANKS = [[float(rank), 25.0, 1.0, 20.0 + rank, 0.5, 0.5] for rank in range(2)]
 NUM_UPDATES = 10
 GUARD_MS = 60_000
 MEASURE = """() => { const begin = performance.now(); draw(); return performance.now() - begin; }"""
@@ -36,6 +38,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         names = tuple(f"island-{index}" for index in range(given.islands))
         start = time.time() - given.rounds * ROUND_SECONDS
+        (Path(folder) / "config.yaml").write_text(CONFIG.format(rounds=2 * given.rounds))
         for name in names:
             write_island(Path(folder), name, names, range(given.rounds), start)
         measured = measure(Path(folder), names, given.rounds, start, given.port)
@@ -56,6 +59,7 @@ def write_island(folder: Path, name: str, names: tuple[str, ...], rounds: range,
             grad_norm=1.0,
             seconds=25.0,
             tokens_per_second=160.0,
+            noise_scale={"tokens": 3e4 + number},
             time=end,
         )
         metrics.write(step)
@@ -69,6 +73,9 @@ def write_island(folder: Path, name: str, names: tuple[str, ...], rounds: range,
                 digest=f"{number:032x}",
                 time=end + 4.0,
                 pseudo_gradient_norm=1.0,
+                mean_norm=0.5,
+                mean_cosine=0.7,
+                ranks=RANKS,
                 steps=1,
                 tokens=4096,
                 **counts,
@@ -97,6 +104,7 @@ def measure(folder: Path, names: tuple[str, ...], rounds: int, start: float, por
             page = browser.new_page(viewport={"width": 1400, "height": 900})
             open_page(page, f"http://127.0.0.1:{port}/")
             loads = [open_page(page, f"http://127.0.0.1:{port}/") for _ in range(5)]
+            page.wait_for_selector("#predicted td", timeout=GUARD_MS)  # as on every page after its first seconds
             updates = []
             for number in range(NUM_UPDATES):
                 for name in names:
