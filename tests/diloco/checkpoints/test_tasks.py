@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 import torch.nn.functional as F
 from torch import Tensor, tensor
+from typer.testing import CliRunner
 
 from diloco.checkpoints.tasks import check_harness
+from diloco.cli.main import app
 from diloco.errors import ConfigError
 from inner.model.transformer import Transformer
 from tests.inner.folders import spread_model, write_folder
+from tests.swarm import swarm
 
 QUESTIONS = [("The sky is", " blue", " qqq"), ("Two and two make", " four", " zzzzz"), ("a", " b", " c")] * 3
 TASK = """
@@ -78,6 +81,22 @@ def test_a_task_is_scored_as_by_the_models_own_logits(tmp_path: Path, task_folde
     task, metric, value, *_ = done.stdout.splitlines()[-1].split()
     assert (task, metric) == ("likelier", "acc")
     assert math.isclose(float(value), expected_accuracy(model), abs_tol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_is_scored_as_what_is_exported_of_it(tmp_path: Path, task_folder: Path):
+    pytest.importorskip("lm_eval")
+    with swarm(tmp_path, "outer.rounds=2", "island.checkpoint.every_rounds=1", islands=[{}]) as made:
+        made.start(0).finish()
+    run_dir = tmp_path / "test"
+    asked = ("--tasks", "likelier", "--task-folder", str(task_folder))
+    assert CliRunner().invoke(app, ["export", str(run_dir), str(tmp_path / "export")]).exit_code == 0
+    scores = []
+    for folder in (run_dir, tmp_path / "export"):
+        done = run(tmp_path, str(folder), *asked)
+        assert done.returncode == 0, done.stderr
+        scores.append(done.stdout.splitlines()[-1])
+    assert scores[0] == scores[1] and scores[0].startswith("likelier")
 
 
 @pytest.mark.slow
