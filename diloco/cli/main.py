@@ -193,15 +193,19 @@ def report(
         Path | None, typer.Option(metavar="FOLDER", help="Folder of the report (default: the first RUN_DIR).")
     ] = None,
 ) -> None:
-    """Write summary.json and report.html of a run from its metrics, and print the summary."""
+    """Write summary.json and report.html of a run from its metrics, and print the summary and the islands."""
     from rich.console import Console
 
+    from diloco.formatting import align
+    from diloco.records.run_folder import read_run
     from diloco.report.html import write_report
+    from diloco.report.island_table import short_rows
     from diloco.report.summary import write_summary
     from diloco.report.summary_table import describe_unread, print_summary
 
     summary = write_summary(*run_dirs, out=out)
     print_summary(summary, Console())
+    typer.echo("\n".join(align(short_rows(read_run(*run_dirs).islands))))
     if unread := describe_unread(summary):
         typer.echo(unread)
     typer.echo(f"report: {write_report(*run_dirs, out=out)}")

@@ -9,6 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from diloco.formatting import UNKNOWN, human_bytes, human_count, human_loss, human_seconds
 from diloco.records.faults import FaultRecord
 from diloco.records.run_folder import FACTS, IslandRecords, RunRecords, read_run
+from diloco.report.island_table import island_rows
 from diloco.report.summary import SUMMARY, Summary, summarise_records, total, traffic_ratio
 from diloco.report.summary_table import describe_unread, summary_rows
 from inner.files import write_atomically
@@ -20,7 +21,6 @@ LINKED_FILES = ("config.yaml", SUMMARY, FACTS)
 MAX_ABORTS_LISTED = 50
 MAX_FAULTS_LISTED = 200
 SUMMARY_COLUMNS = ("", "this run", "data-parallel baseline")
-ISLAND_COLUMNS = ("island", "inner steps", "skipped", "tokens", "tokens/s", "committed", "sent", "received", "waited")
 # Island names and causes of aborts come from peers: autoescape keeps them from being read as HTML.
 TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
 
@@ -70,7 +70,7 @@ def write_report(run_dir: Path, *others: Path, out: Path | None = None) -> Path:
 
 def render(run: RunRecords, summary: Summary, figures: Sequence[Figure], out: Path) -> str:
     """Return the whole page, which will lie in `out`, as HTML."""
-    num_columns = 3 if summary["baseline"] else 2
+    num_columns, islands = 3 if summary["baseline"] else 2, island_rows(run.islands)
     return TEMPLATES.get_template(TEMPLATE).render(
         name=summary["name"],
         subtitle=_subtitle(run, summary),
@@ -79,8 +79,8 @@ def render(run: RunRecords, summary: Summary, figures: Sequence[Figure], out: Pa
         summary_columns=SUMMARY_COLUMNS[:num_columns],
         summary_rows=[row[:num_columns] for row in summary_rows(summary)],
         figures=figures,
-        island_columns=ISLAND_COLUMNS,
-        island_rows=[_island_row(island) for island in run.islands],
+        island_columns=list(islands[0]) if islands else [],
+        island_rows=[list(row.values()) for row in islands],
         text_tables=[_fault_table(run.faults), _abort_table(run.islands), _event_table(run.islands)],
         files=[name for name in LINKED_FILES if (out / name).is_file()],
     )
@@ -128,24 +128,6 @@ def _digest_scope(summary: Summary) -> str:
 def _bigram_reference(summary: Summary) -> str:
     bigram = summary["bigram_loss"]
     return "nats a token" if bigram is None else f"byte bigram model {bigram:.3f}"
-
-
-def _island_row(island: IslandRecords) -> Sequence[str]:
-    train_seconds = sum(step.seconds for step in island.steps)
-    tokens = max((step.tokens for step in island.steps), default=0)
-    return (
-        island.name,
-        str(len(island.steps)),
-        str(sum(step.skipped for step in island.steps)),
-        human_count(tokens),
-        human_count(
-            sum(s.tokens_per_second * s.seconds for s in island.steps) / train_seconds if train_seconds else None
-        ),
-        str(sum(record.committed for record in island.rounds)),
-        human_bytes(sum(record.bytes_sent for record in island.rounds)),
-        human_bytes(sum(record.bytes_received for record in island.rounds)),
-        human_seconds(sum(record.wait_seconds for record in island.rounds)),
-    )
 
 
 def _fault_table(faults: Sequence[FaultRecord]) -> TextTable:

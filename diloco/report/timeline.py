@@ -13,6 +13,7 @@ from matplotlib.patches import Patch
 
 from diloco.records.metrics import RoundRecord, StepRecord
 from diloco.records.run_folder import IslandRecords, RunRecords
+from diloco.report.island_table import computing_share
 from diloco.report.style import INK, REFERENCE, WRONG, new_axes, save
 
 Activity = Literal["inner steps", "wait", "reduce", "aborted"]
@@ -69,15 +70,6 @@ def round_segments(record: RoundRecord) -> list[Segment]:
     if not record.committed:
         return [Segment("aborted", wait_start, record.time)]
     return [Segment("wait", wait_start, reduce_start), Segment("reduce", reduce_start, record.time)]
-
-
-def computing_share(island: IslandRecords) -> float | None:
-    """Share of the island's time that it spent in inner steps, from 0 to 1. None without inner steps."""
-    if not island.steps:
-        return None
-    spans = island.spans
-    seconds = max(end for _, end in spans) - min(start for start, _ in spans)
-    return min(sum(step.seconds for step in island.steps) / seconds, 1.0) if seconds > 0 else None
 
 
 def draw_timeline(run: RunRecords, path: Path) -> str | None:

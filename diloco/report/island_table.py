@@ -1,0 +1,58 @@
+"""The islands of a run beside each other: what each contributed to the mean, and how long it waited for the others."""
+
+from collections.abc import Sequence
+
+from diloco.formatting import UNKNOWN, human_bytes, human_count, human_seconds, one_line
+from diloco.records.run_folder import IslandRecords
+
+SHORT = ("island", "inner steps", "tokens/s", "contributed", "computing", "waited", "sent")
+"""Columns on the console."""
+
+
+def island_rows(islands: Sequence[IslandRecords]) -> list[dict[str, str]]:
+    """One row for each island, by column.
+
+    `contributed` is its tokens in committed rounds, which are its weight in the mean, and their share of all islands'.
+    `waited` is for the others, before a reduce began; `computing` is the share of its time in inner steps.
+    """
+    whole = sum(map(count_contributed, islands))
+    return [_row(island, whole) for island in islands]
+
+
+def short_rows(islands: Sequence[IslandRecords]) -> list[Sequence[str]]:
+    """The columns SHORT with their names, for the console."""
+    return [SHORT, *([one_line(row[name]) for name in SHORT] for row in island_rows(islands))]
+
+
+def count_contributed(island: IslandRecords) -> int:
+    """Number of tokens that the island has contributed to committed rounds."""
+    return sum(record.tokens for record in island.rounds if record.committed)
+
+
+def computing_share(island: IslandRecords) -> float | None:
+    """Share of the island's time that it spent in inner steps, from 0 to 1. None without inner steps."""
+    if not island.steps:
+        return None
+    spans = island.spans
+    seconds = max(end for _, end in spans) - min(start for start, _ in spans)
+    return min(sum(step.seconds for step in island.steps) / seconds, 1.0) if seconds > 0 else None
+
+
+def _row(island: IslandRecords, whole: int) -> dict[str, str]:
+    seconds = sum(step.seconds for step in island.steps)
+    speed = sum(s.tokens_per_second * s.seconds for s in island.steps) / seconds if seconds else None
+    contributed = count_contributed(island)
+    computing = computing_share(island)
+    return {
+        "island": island.name,
+        "inner steps": str(len(island.steps)),
+        "skipped": str(sum(step.skipped for step in island.steps)),
+        "tokens": human_count(max((step.tokens for step in island.steps), default=0)),
+        "tokens/s": human_count(speed),
+        "committed": str(sum(record.committed for record in island.rounds)),
+        "contributed": f"{human_count(contributed)} ({contributed / whole:.1%})" if whole else UNKNOWN,
+        "sent": human_bytes(sum(record.bytes_sent for record in island.rounds)),
+        "received": human_bytes(sum(record.bytes_received for record in island.rounds)),
+        "computing": UNKNOWN if computing is None else f"{computing:.0%}",
+        "waited": human_seconds(sum(record.wait_seconds for record in island.rounds)),
+    }
