@@ -78,36 +78,48 @@ class ShardCache:
         new = NewShard(path.with_name(f".{path.name}.{os.getpid()}{MAKING}"), path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with new.path.open("wb") as file:
-                try_lock(file)
-                self._make_room(size)
-                # At once, so that a full disk shows here, and others see what is taken.
-                os.posix_fallocate(file.fileno(), 0, size)
+            with self._begin(new.path, size):
                 yield new
         except OSError as error:
             raise _explain(path, error) from error
         finally:
             new.path.unlink(missing_ok=True)
 
-    def _make_room(self, size: int) -> None:
+    def _begin(self, path: Path, size: int) -> IO[bytes]:
+        """Make room and take it: the file of a shard that is made, locked. One process and thread does so at a time.
+
+        A file without its lock would be taken for that of a process that has died.
+        """
         with (self.folder / LOCK).open("a") as lock:
             wait_for_lock(lock)
-            used = self._shards()
-            total = sum(shard.size for shard in used)
-            for shard in [shard for shard in used if shard.path.name.endswith(MAKING)]:
-                # Its process has died if it holds no lock.
-                total -= shard.size if _delete_if_free(shard.path) else 0
-            for shard in used:
-                if self._limit is None or total + size <= self._limit:
-                    return
-                if _delete_if_free(shard.path):
-                    total -= shard.size
-            if self._limit is not None and total + size > self._limit:
-                raise InputError(
-                    f"{self.folder}: its shards may take {self._limit / 1e9:g} GB (island.shards.cache_gb), and "
-                    f"processes read {total / 1e9:.3g} GB of them at once; raise it, or give islands of one machine an "
-                    "island.cache_dir each"
-                )
+            self._make_room(size)
+            file = path.open("wb")
+            try:
+                try_lock(file)
+                # At once, so that a full disk shows here, and others see what is taken.
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError:
+                file.close()
+                raise
+            return file
+
+    def _make_room(self, size: int) -> None:
+        used = self._shards()
+        total = sum(shard.size for shard in used)
+        for shard in [shard for shard in used if shard.path.name.endswith(MAKING)]:
+            # Its process has died if it holds no lock.
+            total -= shard.size if _delete_if_free(shard.path) else 0
+        for shard in used:
+            if self._limit is None or total + size <= self._limit:
+                return
+            if _delete_if_free(shard.path):
+                total -= shard.size
+        if self._limit is not None and total + size > self._limit:
+            raise InputError(
+                f"{self.folder}: its shards may take {self._limit / 1e9:g} GB (island.shards.cache_gb), and "
+                f"processes read {total / 1e9:.3g} GB of them at once; raise it, or give islands of one machine an "
+                "island.cache_dir each"
+            )
 
     def _shards(self) -> "list[_Stored]":
         """All shards and parts of some, the ones that have not been read for the longest time first."""

@@ -2,9 +2,11 @@
 
 import fcntl
 import os
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 import torch
@@ -149,6 +151,29 @@ def test_shards_that_others_read_are_not_deleted_to_make_room(tmp_path: Path) ->
     with cache.place(tmp_path / "text" / "00003.bin", 100) as place:
         place.keep()
     assert sorted(p.name for p in (tmp_path / "text").iterdir()) == ["00000.bin", "00002.bin", "00003.bin"]
+
+
+class SlowToReturn(type(Path())):
+    """A path of which `open` makes the file, and returns when another thread has had its turn."""
+
+    def open(self, *args: Any, **kwargs: Any) -> IO[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        file = super().open(*args, **kwargs)
+
+        folder = Path(str(self.parent))
+
+        def place_another() -> None:
+            with ShardCache(folder.parent, None).place(folder / "00001.bin", 100) as place:
+                place.keep()
+
+        other = threading.Thread(target=place_another, daemon=True)
+        other.start()
+        other.join(0.3)  # it has to wait for this one
+        return file
+
+
+def test_a_shard_that_is_begun_is_not_taken_for_that_of_a_process_that_died(tmp_path: Path) -> None:
+    with ShardCache(tmp_path, None).place(SlowToReturn(tmp_path, "text", "00000.bin"), 100) as place:
+        assert place.path.exists()
 
 
 def test_a_shard_that_the_disk_has_damaged_is_made_again(tmp_path: Path) -> None:
