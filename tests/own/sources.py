@@ -27,6 +27,16 @@ class Tables:
             yield f"table/{number}", "".join(products)
 
 
+class SeekableTables(Tables):
+    """The same, for text in shards: after a restart it begins where it was."""
+
+    def documents_from(self, number: int) -> Iterator[tuple[str, str]]:
+        """The pairs from this number on. It need not make those before."""
+        products = range(1, self._columns + 1)
+        for each in range(number, self._numbers):
+            yield f"table/{each}", "".join(f"{each} x {factor} = {each * factor}\n" for factor in products)
+
+
 class Lines:
     """The lines of files, each as a document. The places come by `data.paths`, which an island may replace."""
 
@@ -58,6 +68,14 @@ class Restless(Tables):
     def fingerprint(self) -> object:
         """Another one at each call."""
         return next(_CALLS)
+
+
+class BeginsLate(Tables):
+    """Breaks the contract: it goes on with the pair behind the one that is asked for."""
+
+    def documents_from(self, number: int) -> Iterator[tuple[str, str]]:
+        """One too late."""
+        return itertools.islice(self.documents(), number + 1, None)
 
 
 class SameKeys(Tables):

@@ -1,20 +1,41 @@
 """A Hugging Face dataset, by name or as a local folder, read as a stream."""
 
 import gc
+import logging
+import zlib
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from inner.data.sources.documents import Document, TextField, row_text
+from inner.data.sources.documents import Document, Place, TextField, row_text
 from inner.data.sources.files import find_files
 from inner.data.sources.hub import require_on_hub
 from inner.errors import InputError, summarise
+
+log = logging.getLogger(__name__)
 
 CURE = (
     "check data.dataset, data.dataset_config, data.split and the network, "
     "or use data.source=files or data.source=python-stdlib"
 )
+
+FROM_THE_BEGINNING = 0, 0
+
+
+class RowPlace(NamedTuple):
+    """Where a row is."""
+
+    number: int
+    """In the whole split."""
+    file: int
+    """Number of its file; -1 where the library does not tell."""
+    row: int
+    """In its file."""
+    checksum: int
+    """CRC-32 of its text."""
 
 
 @dataclass(frozen=True)
@@ -35,26 +56,53 @@ class HuggingFaceSource:
 
     def documents(self) -> Iterator[Document]:
         """Yield one document per row. Its key has the dataset's name, split and row, but not its location on disk."""
-        name = Path(self.dataset).name if self._is_local() else self.dataset
-        prefix = "/".join(filter(None, [name, self.dataset_config, self.split]))
         found = False
-        with closing(self._rows()) as rows:
-            for number, row in enumerate(rows):
-                text = row_text(row, self.field, f"dataset {prefix}, row {number}")
-                if text:
-                    found = True
-                    yield Document(f"{prefix}#{number}", text)
+        for _, document in self._documents(0, FROM_THE_BEGINNING):
+            if document.text:
+                found = True
+                yield document
         if not found:
-            raise InputError(f"dataset {prefix}: the split holds no text; choose another data.split")
+            raise InputError(f"dataset {self._name}: the split holds no text; choose another data.split")
 
-    def _rows(self) -> Generator[Mapping[str, object], None, None]:
+    def documents_from(self, place: Place) -> Iterator[Document]:
+        """The document at a place and those after it. Files before its own are not read.
+
+        What is found there must be what was there: which file a row is of is known from inside of a library.
+        """
+        wanted = RowPlace(*place)
+        with closing(self._documents(wanted.number, (wanted.file, wanted.row))) as found:
+            first = next(found, None)
+            if first is not None and first[0] == wanted:
+                yield first[1]
+                yield from (document for _, document in found if document.text)
+                return
+        log.warning("dataset %s: row %d is at another place now; reading from the beginning", self._name, wanted.number)
+        all_rows = islice(self._documents(0, FROM_THE_BEGINNING), wanted.number, None)
+        yield from (document for _, document in all_rows if document.text)
+
+    def _documents(self, number: int, begin: tuple[int, int]) -> Generator[tuple[RowPlace, Document], None, None]:
+        """The rows from a file and a row in it on, with empty ones; the first has this number."""
+        with closing(self._rows(*begin)) as rows:
+            for row_number, (file, row_in_file, row) in enumerate(rows, start=number):
+                text = row_text(row, self.field, f"dataset {self._name}, row {row_number}")
+                place = RowPlace(row_number, file, row_in_file, zlib.crc32(text.encode("utf-8", "replace")))
+                yield place, Document(f"{self._name}#{row_number}", text, place=None if file < 0 else [*place])
+
+    @property
+    def _name(self) -> str:
+        name = Path(self.dataset).name if self._is_local() else self.dataset
+        return "/".join(filter(None, [name, self.dataset_config, self.split]))
+
+    def _rows(self, file: int, row: int) -> Generator[tuple[int, int, Mapping[str, object]], None, None]:
+        """(number of the file, of the row in it, row) from one on."""
         if not self._is_local():
             require_on_hub("dataset", self.dataset, CURE)
         # Imported here because datasets takes a second, which only readers of a dataset should pay.
         import datasets
 
         try:
-            yield from datasets.load_dataset(self.dataset, self.dataset_config, split=self.split, streaming=True)
+            stream = datasets.load_dataset(self.dataset, self.dataset_config, split=self.split, streaming=True)
+            yield from _rows_from(stream, file, row)
         except Exception as error:
             # Builders, file systems and HTTP libraries each raise exceptions of their own.
             where = f"dataset {self.dataset!r} (config {self.dataset_config!r}, split {self.split!r})"
@@ -65,3 +113,22 @@ class HuggingFaceSource:
 
     def _is_local(self) -> bool:
         return Path(self.dataset).is_dir()
+
+
+def _rows_from(stream: Any, first_file: int, first_row: int) -> Iterator[tuple[int, int, Mapping[str, object]]]:
+    """The rows of an IterableDataset, with the numbers of their file and in it. Those before are passed over."""
+    if first_file:
+        _files_of(state := stream.state_dict())["shard_idx"] = first_file
+        stream.load_state_dict(state)
+    file, number = first_file, first_row - 1
+    for row in islice(stream, first_row, None):
+        now = _files_of(stream.state_dict()).get("shard_idx", -1)
+        file, number = now, number + 1 if now == file else 0
+        yield file, number, row
+
+
+def _files_of(state: dict[str, Any]) -> dict[str, Any]:
+    """The part of an IterableDataset's state that counts files: what it reads from is within what it makes of that."""
+    while isinstance(state.get("examples_iterable"), dict):
+        state = state["examples_iterable"]
+    return state

@@ -9,7 +9,8 @@ import pytest
 from inner.config import DataConfig
 from inner.data.corpus import Corpus, check_source, prepare_corpus
 from inner.data.prepare import PrepareOptions
-from inner.data.sources.documents import is_heldout
+from inner.data.sources.build import build_source
+from inner.data.sources.documents import is_heldout, read_from
 from inner.data.tokenizer import BytesTokenizer
 from inner.errors import InputError
 from tests.own.sources import Tables
@@ -55,6 +56,14 @@ def test_places_come_by_paths(tmp_path: Path) -> None:
     assert "line 0" not in "".join(decoded(corpus)) and "line 49" in "".join(decoded(corpus))
 
 
+def test_one_that_can_begin_in_its_middle_is_read_on_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = build_source(config_of("SeekableTables"))
+    documents = list(source.documents())
+    monkeypatch.delattr(f"{OWN}.Tables.documents")
+    for number in (0, 7, 39):
+        assert list(read_from(source, number, documents[number].place)) == documents[number:]
+
+
 def test_a_mixture_has_own_sources_beside_ours(tmp_path: Path) -> None:
     entries = [
         {"name": "tables", "weight": 1, "source": f"{OWN}:Tables", "options": {"numbers": 40}},
@@ -73,6 +82,7 @@ def test_a_mixture_has_own_sources_beside_ours(tmp_path: Path) -> None:
         ("Tables", {"numbers": 0}, "has no document with text"),
         ("Shuffled", {"numbers": 3}, r"document 0 .* is 'table/.', and read again 'table/.'; the order"),
         ("Restless", {"numbers": 3}, "fingerprint.* differs from call to call"),
+        ("BeginsLate", {"numbers": 3}, r"documents_from\(2\) .* begins with None, and pair 2 .* is 'table/2'"),
         ("SameKeys", {"numbers": 3}, "several documents with the key 'key'"),
         ("TextsAlone", {"numbers": 3}, r"document 0 .* is str '0 x 1 = 0.*need a pair"),
         ("Breaks", {"numbers": 3}, r"failed in documents\(\): RuntimeError: the tape is torn"),

@@ -122,6 +122,47 @@ def test_files_are_read_on_from_any_document(tmp_path: Path, change: Callable[[P
         assert found == documents[number:]
 
 
+def write_dataset(folder: Path) -> DataConfig:
+    """A dataset of three files, read in row groups that are smaller than a file; some rows are empty."""
+    texts = [f"number {i}\n" * (i * 7 % 20) for i in range(90)]
+    folder.mkdir()
+    for number in range(3):
+        rows = [{"text": text} for text in texts[30 * number : 30 * number + 30]]
+        table = pyarrow.Table.from_pylist(rows)
+        pyarrow.parquet.write_table(table, folder / f"train-{number}.parquet", row_group_size=7)
+    return rows_config(folder, source="huggingface", dataset=str(folder), paths=[], max_tokens=100_000)
+
+
+@pytest.mark.parametrize("break_files", [False, True])
+def test_a_dataset_is_read_on_from_any_row_without_the_files_before(tmp_path: Path, break_files: bool) -> None:
+    config = write_dataset(tmp_path / "mine")
+    source = build_source(config)
+    documents = list(source.documents())
+    if break_files:
+        # Its schema, at the end, is read when the dataset is opened.
+        with (tmp_path / "mine" / "train-0.parquet").open("r+b") as file:
+            file.write(b"x" * 200)
+    for number in (40, 60, len(documents) - 1) if break_files else (0, 1, 30, 40, 60):
+        assert list(read_from(source, number, documents[number].place)) == documents[number:]
+
+
+def test_a_dataset_whose_rows_moved_is_read_from_its_beginning(tmp_path: Path) -> None:
+    source = build_source(write_dataset(tmp_path / "mine"))
+    documents = list(source.documents())
+    place = documents[40].place
+    assert place is not None
+    elsewhere = [place[0], place[1] - 1, *place[2:]]
+    assert list(read_from(source, 40, elsewhere)) == documents[40:]
+
+
+def test_a_shard_of_a_dataset_can_be_made_alone(tmp_path: Path) -> None:
+    config = write_dataset(tmp_path / "mine")
+    shards = made(config)
+    index = index_of(config, shards)
+    alone = next(make_shards(config, index, len(shards) - 2, 1, lambda share: None))
+    assert alone.made == shards[-2].made and np.array_equal(alone.ids, shards[-2].ids)
+
+
 def test_a_shard_is_made_without_reading_the_rows_before_it(tmp_path: Path) -> None:
     folder = write_rows(tmp_path / "text")
     config = rows_config(folder)
