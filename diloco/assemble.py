@@ -28,7 +28,7 @@ from diloco.status.visitors import serve_visitors
 from diloco.tuning.choice import choose_settings
 from diloco.watchdog.activity import ActivityMonitor
 from diloco.watchdog.rank_times import RankTimes
-from inner.data.batches import IslandBatches
+from inner.data.batches import IslandBatches, heldout_counts
 from inner.data.corpus import Corpus
 from inner.data.stages import StageReading, StageStart, find_stage_start
 from inner.measure.profile import Profiler
@@ -106,15 +106,15 @@ class Runtime:
         if self.speed is not None:
             self.speed = self.speed.at_length(config, self.corpus)
         unit = borders[-1].first if borders else 0
-        self.event("stage", f"{number + 1} of {len(self.config.stages)} from unit {unit}: {describe_stage(config)}")
+        what = f"{describe_reading(config)}; lr {config.optimizer.lr:g}"
+        self.event("stage", f"{number + 1} of {len(self.config.stages)} from unit {unit}: {what}")
 
 
-def describe_stage(config: RunConfig) -> str:
-    """What a stage may change, in words."""
-    data, optimizer = config.data, config.optimizer
-    weights = ", ".join(f"{entry.name} {entry.weight:g}" for entry in data.mixture)
+def describe_reading(config: RunConfig) -> str:
+    """What a stage may change of how the text is read, in words."""
+    weights = ", ".join(f"{entry.name} {entry.weight:g}" for entry in config.data.mixture)
     shares = f"; weights {weights}" if weights else ""
-    return f"steps of {optimizer.tokens_per_step} tokens, sequences of {data.seq_len}, lr {optimizer.lr:g}{shares}"
+    return f"steps of {config.optimizer.tokens_per_step} tokens, sequences of {config.data.seq_len}{shares}"
 
 
 def build_trainer(
@@ -203,9 +203,13 @@ def open_runtime(
 
 
 def build_batches(config: RunConfig, corpus: Corpus, borders: Sequence[tuple[int, int]] = ()) -> IslandBatches:
-    """The corpus in the order in which the run's islands read it in the stage that begins after these borders."""
+    """The corpus in the order in which the run's islands read it in the stage that begins after these borders.
+
+    Raises InputError if there is too little of it for any of the stages.
+    """
     start = StageStart()
     if config.stages:
+        heldout_counts(corpus, longest_sequence(config), 1)
         stages = [read_stage(at_stage(config, number)) for number in range(len(config.stages))]
         start = find_stage_start(stages, borders, config.seed)
         weights = stages[len(borders)].weights

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from diloco.config.schema import at_stage
 from diloco.errors import ConfigError
 from diloco.own_loop.islands import Islands
 from diloco.own_loop.own_data import OwnData
@@ -41,26 +42,21 @@ class LeasedData:
 
     def __init__(self, islands: Islands, text: OwnData, share: tuple[int, int]) -> None:
         """`share`: which of how many equal shares of each unit this rank reads."""
-        self._islands, self._corpus, self._batches = islands, text.corpus, text.batches
-        self._rank, self._num_ranks = share
-        self._seq_len = islands.config.run.data.seq_len
-        self._num_sequences = islands.config.run.optimizer.tokens_per_step // self._seq_len // self._num_ranks
+        self._islands, self._text, self._share = islands, text, share
 
     @property
     def vocab_size(self) -> int:
         """Number of tokens that the tokenizer has."""
-        return self._corpus.vocab_size
+        return self._text.corpus.vocab_size
 
     def __iter__(self) -> Iterator[Sequences]:
         """This rank's share of each unit that the island may train on, until the run is over.
 
-        No unit is given to two islands, and one whose island was lost is given to another.
+        No unit is given to two islands, and one whose island was lost is given to another. Stages of the run change
+        how many sequences a batch has, and their length.
         """
         for unit in self._islands.units():
-            number = self._islands.unit_number
-            read = self._batches.read_step(unit, self._rank, self._num_ranks, self._num_sequences, number)
-            self._islands.note_sources(read.source_tokens)
-            yield cut(read.micro_batches[0])
+            yield cut(self._text.read(unit, self._islands.unit_number, self._share).micro_batches[0])
 
     def heldout(self, num_tokens: int = HELDOUT_TOKENS, batch_size: int = 8) -> Iterator[Sequences]:
         """Text that is never trained on: this rank's share of about `num_tokens`, the same on every island.
@@ -68,10 +64,8 @@ class LeasedData:
         All ranks get the same number of batches of `batch_size` sequences. Sequences that fill up the last ones have
         no target to learn.
         """
-        windows = heldout_windows(
-            self._corpus, self._seq_len, num_tokens, self._rank, self._num_ranks, micro_batch=batch_size
-        )
-        for window in windows:
+        seq_len = self._text.config.data.seq_len
+        for window in heldout_windows(self._text.corpus, seq_len, num_tokens, *self._share, micro_batch=batch_size):
             yield cut(window)
 
 
@@ -89,12 +83,14 @@ def data(islands: Islands, *, rank: int | None = None, num_ranks: int | None = N
             f"diloco.data: got rank {rank} and num_ranks {num_ranks}; give both, with 0 <= rank < num_ranks"
         )
     run = islands.config.run
-    sequences = run.optimizer.tokens_per_step // run.data.seq_len
-    if sequences % here[1]:
-        raise ConfigError(
-            f"diloco.data: a unit has {sequences} sequences (optimizer.tokens_per_step / data.seq_len), which do not "
-            f"divide into {here[1]} equal shares; make tokens_per_step a multiple of {run.data.seq_len * here[1]}"
-        )
+    for config in (at_stage(run, number) for number in range(len(run.stages) or 1)):
+        sequences = config.optimizer.tokens_per_step // config.data.seq_len
+        if sequences % here[1]:
+            raise ConfigError(
+                f"diloco.data: a unit has {sequences} sequences (optimizer.tokens_per_step / data.seq_len), which do "
+                f"not divide into {here[1]} equal shares; make tokens_per_step a multiple of "
+                f"{config.data.seq_len * here[1]}"
+            )
     return LeasedData(islands, text, here)
 
 

@@ -80,9 +80,8 @@ class Islands:
         self._moments = None if self.config.run.outer.moments is None else with_moments(params, optimizer)
         self._params = self._moments or params
         self._lost, self._has_unit = "", False
-        self._data = open_data(self.config)
-        self._source_tokens: dict[str, int] = {}
         with ExitStack() as stack:
+            self._data = open_data(self.config, stack)
             self._open(stack)
             self._begin(None if state is None else parse_state(state))
             self._resources = stack.pop_all()
@@ -115,7 +114,7 @@ class Islands:
         self._outer.pace.observe_step(time.monotonic() - self._stepped_at)
         lr = self._optimizers[0].param_groups[0]["lr"] if self._optimizers else 0.0
         loss = loss.item() if isinstance(loss, torch.Tensor) else loss
-        sources, self._source_tokens = self._source_tokens, {}
+        sources = {} if self._data is None else self._data.take_sources()
         self._events.write_step(self._rounds.inner_step + 1, tokens, seconds, float(lr), loss, sources)
         self._events.landed_report = None
         self._rounds.step(tokens)
@@ -135,6 +134,11 @@ class Islands:
         return self._outer.round
 
     @property
+    def stage(self) -> int:
+        """Which of the `stages` of the config the next step is of, from 0. A loop sets its learning rate by it."""
+        return 0 if self._data is None else self._data.stage
+
+    @property
     def digest(self) -> str:
         """Digest of the committed parameters and outer momentum, equal on all islands of the run."""
         return self._outer.digest
@@ -148,6 +152,8 @@ class Islands:
         while not self.is_over:
             self._rounds.go_on()
             if not self._has_unit:
+                if self._data is not None:
+                    self._data.batches.expect(self._outer.cursor.coming)
                 self.unit_number = self._outer.cursor.num_own
                 """How many units the island had read before this one, where it has data of its own."""
                 self._unit, self._has_unit = self._outer.cursor.next_unit(), True
@@ -176,10 +182,6 @@ class Islands:
             )
         self._data.is_used = True
         return self._data
-
-    def note_sources(self, tokens: dict[str, int]) -> None:
-        """The next step trains on so many tokens of each source of a mixture; recorded with it."""
-        self._source_tokens = tokens
 
     # -- saving and leaving -----------------------------------------------------------------------------------
 
@@ -234,6 +236,7 @@ class Islands:
         self._outer: OuterLoop = build_loop(run.outer, identity, self._params, ranks, network, event_loop, settings)
         records.find_ledger = lambda: self._outer.position.ledger
         self._events = LoopEvents(self._outer, network, records, requests, metrics, self._moments)
+        self._events.text = self._data
         if ranks.is_leader:
             self._events.keep_book(folder, island)
         visits = {"mesh": "its own loop", "device": self._device, "doing": None}

@@ -1,20 +1,49 @@
 """The text that the config of a loop of one's own names."""
 
+from collections.abc import Sequence
+from contextlib import ExitStack
+
 from diloco.assemble import build_batches
+from diloco.config.schema import RunConfig, at_stage, stage_in_round
 from diloco.errors import ConfigError
 from diloco.own_loop.run_config import OwnLoopConfig
 from diloco.runtime.corpus import load_corpus
-from inner.data.batches import IslandBatches
+from inner.data.batches import StepBatch
 from inner.data.corpus import Corpus
 
 
 class OwnData:
-    """The text, read and tokenised, and the units into which it is cut."""
+    """The text, read and tokenised, and the units into which the stage of the run that is trained now cuts it."""
 
-    def __init__(self, corpus: Corpus, batches: IslandBatches) -> None:
-        self.corpus, self.batches = corpus, batches
+    def __init__(self, run: RunConfig, corpus: Corpus) -> None:
+        self._run, self.corpus = run, corpus
         self.is_used = False
         """Whether the loop has asked for it."""
+        self.stage = 0
+        self.config, self.batches = at_stage(run, 0), build_batches(run, corpus)
+        self._sources: dict[str, int] = {}
+
+    def enter_stage(self, round_number: int, borders: Sequence[tuple[int, int]]) -> bool:
+        """Read from now on as in the stage of this round, behind these borders. Whether that is another stage."""
+        if (number := stage_in_round(self._run, round_number)) == self.stage:
+            return False
+        assert len(borders) == number, f"{len(borders)} borders in the ledger before stage {number}"
+        self.stage, self.config = number, at_stage(self._run, number)
+        self.batches = build_batches(self._run, self.corpus, borders)
+        return True
+
+    def read(self, unit: int, number: int, share: tuple[int, int]) -> StepBatch:
+        """One of equal shares of a unit, given as (which, of how many); `number` as in IslandBatches.read_step."""
+        data, optimizer = self.config.data, self.config.optimizer
+        num_sequences = optimizer.tokens_per_step // data.seq_len // share[1]
+        batch = self.batches.read_step(unit, *share, num_sequences, number)
+        self._sources = batch.source_tokens
+        return batch
+
+    def take_sources(self) -> dict[str, int]:
+        """Tokens of each source of a mixture in what was read since the last call."""
+        sources, self._sources = self._sources, {}
+        return sources
 
     def require_use(self) -> None:
         """Raise ConfigError if the loop trains on something else than the text that its config names."""
@@ -25,9 +54,13 @@ class OwnData:
             )
 
 
-def open_data(config: OwnLoopConfig) -> OwnData | None:
-    """Read and tokenise the text before the run is entered; None if the config names none. Raises InputError."""
+def open_data(config: OwnLoopConfig, stack: ExitStack) -> OwnData | None:
+    """Open the text before the run is entered, until the stack is closed; None if the config names none.
+
+    It is read and tokenised whole, or, in shards, its first one. Raises InputError.
+    """
     if not config.has_data:
         return None
     corpus = load_corpus(config.run, config.island)
-    return OwnData(corpus, build_batches(config.run, corpus))
+    stack.callback(corpus.close)
+    return OwnData(config.run, corpus)

@@ -3,9 +3,11 @@
 import logging
 from pathlib import Path
 
+from diloco.assemble import describe_reading
 from diloco.config.schema import IslandConfig, RunConfig
 from diloco.island_rounds.of_all import IslandRounds
 from diloco.island_rounds.of_quorum import QuorumIslandRounds
+from diloco.own_loop.own_data import OwnData
 from diloco.records.logbook import Logbook
 from diloco.records.metrics import EventRecord, Metrics, StepRecord
 from diloco.runtime.operator_requests import OperatorRequests
@@ -37,6 +39,8 @@ class LoopEvents:
         self._requests, self._metrics, self._moments = requests, metrics, moments
         self.book: Logbook | None = None
         """The logbook of the run, on the leader."""
+        self.text: OwnData | None = None
+        """The text that the config names."""
         self.landed_report: RoundReport | None = None
         """Of the round that has landed since this was last set to None."""
         self.tokens = 0
@@ -47,7 +51,11 @@ class LoopEvents:
         self.book = Logbook(folder.parent, island.label)
 
     def begins(self, inner_step: int) -> None:
-        """The loop's own schedule of learning rates counts its steps itself."""
+        """Read the text as in the stage of the round. The loop's own schedule counts its steps itself."""
+        borders = self._outer.position.ledger.borders
+        if self.text is not None and self.text.enter_stage(self._outer.round, borders):
+            number, what = self.text.stage + 1, describe_reading(self.text.config)
+            self.note("stage", f"{number} from unit {borders[-1].first}: {what}")
 
     def launches(self, progress: Progress) -> None:
         self._rounds.contribution = progress

@@ -7,18 +7,18 @@ from typing import Any
 
 import yaml
 
-from diloco.config.schema import Config, IslandConfig, RunConfig, load_config, parse_config
+from diloco.config.schema import Config, IslandConfig, RunConfig, load_config, most_tokens_per_step, parse_config
 from diloco.errors import ConfigError
 
-SECTIONS = {"name", "seed", "data", "outer", "optimizer", "island", "islands"}
+SECTIONS = {"name", "seed", "data", "stages", "outer", "optimizer", "island", "islands"}
 OPTIMIZER_KEYS = {"tokens_per_step"}
 ISLAND_KEYS = {
     *("name", "index", "ranks", "joins", "run_dir", "max_hours", "faults", "tensorboard", "wandb"),
     *("bootstrap", "connect_seconds", "run_key_file", "allow", "relay", "relays", "proxy", "tls_streams"),
     *("listen_host", "listen_port", "dht_port", "announce_host", "link_mbit", "gloo_in_public"),
 }
-DATA_ISLAND_KEYS = {"cache_dir", "data_paths", "mixture_paths", "tokenizer"}
-"""Keys of an island that say where the text of `data` is."""
+DATA_ISLAND_KEYS = {"cache_dir", "data_paths", "mixture_paths", "tokenizer", "shards"}
+"""Keys of an island that say where the text of `data` is, and how it is read."""
 UNBOUNDED = 1 << 40
 """Tokens of an inner step where optimizer.tokens_per_step does not bound them."""
 
@@ -63,13 +63,14 @@ def read_config(config: str | Path | Mapping[str, Any], overrides: Sequence[str]
             f"{where}: {what} needs optimizer.tokens_per_step, from which the units of data and the length of the run "
             "follow; set it to the tokens of one step of an island"
         )
-    if has_data and tokens is not None and tokens % run.data.seq_len:
+    if has_data and tokens is not None and not run.stages and tokens % run.data.seq_len:
         raise ConfigError(
             f"{where}: optimizer.tokens_per_step is {tokens}, which is not a multiple of data.seq_len "
             f"({run.data.seq_len}): a unit of data is whole sequences"
         )
     run = run.model_copy(update={"optimizer": bounded})
-    return OwnLoopConfig(run, parsed.for_island(parsed.island.index), tokens, has_data)
+    most = None if tokens is None else most_tokens_per_step(run)
+    return OwnLoopConfig(run, parsed.for_island(parsed.island.index), most, has_data)
 
 
 def check_sections(config: Config, where: str) -> None:
@@ -80,9 +81,14 @@ def check_sections(config: Config, where: str) -> None:
     useless = sorted(config.model_fields_set - SECTIONS)
     useless += [f"optimizer.{key}" for key in sorted(config.optimizer.model_fields_set - OPTIMIZER_KEYS)]
     useless += [f"island.{key}" for key in sorted((config.island.model_fields_set | own.keys()) - allowed)]
+    if config.stages and "data" not in config.model_fields_set:
+        useless.append("stages without data")
+    useless += [f"stages[{number}].lr" for number, stage in enumerate(config.stages) if stage.lr is not None]
     if useless:
         raise ConfigError(
             f"{where} sets {', '.join(useless)}, which `diloco train` follows and a loop of your own does not: your "
-            "loop chooses model, optimizer, devices and checkpoints. Take that out; allowed: name, seed, outer, data "
-            f"(read by diloco.data), optimizer.tokens_per_step, and of an island {', '.join(sorted(allowed))}"
+            "loop chooses model, optimizer, devices and checkpoints, and the learning rate of a stage by "
+            "islands.stage. Take that out; allowed: name, seed, outer, data and stages (read by diloco.data), "
+            "optimizer.tokens_per_step, "
+            f"and of an island {', '.join(sorted(allowed))}"
         )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diloco.config.schema import IslandConfig, RunConfig
+from diloco.config.schema import IslandConfig, RunConfig, longest_sequence
 from diloco.errors import ConfigError
 from inner.config import DataConfig, MixtureEntry, SourceConfig
 from inner.data.corpus import Corpus, Text, prepare_corpus
@@ -17,7 +17,10 @@ from inner.data.streaming.worker import serve
 
 
 def data_of(run: RunConfig, island: IslandConfig) -> DataConfig:
-    """The run's data config, with the places that this island sets for itself. Raises ConfigError."""
+    """The run's data config, with the places that this island sets for itself. Raises ConfigError.
+
+    Its sequences are the longest of all stages: so much is held out at least.
+    """
     data = run.data
     unknown = set(island.mixture_paths) - {entry.name for entry in data.mixture}
     if unknown:
@@ -28,7 +31,8 @@ def data_of(run: RunConfig, island: IslandConfig) -> DataConfig:
             "island.data_paths replaces data.paths, and the run has a data.mixture instead; set "
             "island.mixture_paths={NAME: [PATH]}"
         )
-    change: dict[str, Any] = {} if island.tokenizer is None else {"tokenizer": island.tokenizer}
+    change: dict[str, Any] = {"seq_len": longest_sequence(run)}
+    change |= {} if island.tokenizer is None else {"tokenizer": island.tokenizer}
     if island.data_paths is not None:
         change |= _at_places(data, island.data_paths, "island.data_paths")
     if island.mixture_paths:

@@ -7,6 +7,7 @@ from pydantic import Field
 from inner.config.data import DataConfig
 from inner.config.optimizer import OptimizerConfig
 from inner.config.section import Section
+from inner.errors import nearest_multiples
 
 
 class StageConfig(Section):
@@ -41,10 +42,6 @@ def count_stage_cycles(stages: Sequence[StageConfig], cycle_tokens: Sequence[int
 
 def check_stages(stages: Sequence[StageConfig], data: DataConfig, optimizer: OptimizerConfig) -> None:
     """Raise ValueError if stages do not fit together or the text that they read."""
-    if data.order == "shards":
-        raise ValueError(
-            "stages read all of the text, and data.order is shards, which are read as they come; set it to global"
-        )
     names = {entry.name for entry in data.mixture}
     for number, stage in enumerate(stages):
         where, is_last = f"stages[{number}]", number == len(stages) - 1
@@ -75,5 +72,10 @@ def _check_lengths(lengths: Sequence[int], data: DataConfig) -> None:
             raise ValueError(
                 f"stages[{number}].seq_len: got {length}, which does not divide the longest of the stages, {longest}"
             )
-    if len(set(lengths)) > 1 and any(source.format == "chat" for source in data.sources):
+    if longest and data.order == "shards" and data.shard_tokens % longest:
+        raise ValueError(
+            f"data.shard_tokens: got {data.shard_tokens}, which sequences of {longest} tokens do not fill, the longest "
+            f"of the stages; allowed: multiples of it, such as {nearest_multiples(data.shard_tokens, longest)}"
+        )
+    if {*lengths} - {data.seq_len} and any(source.format == "chat" for source in data.sources):
         raise ValueError("stages: conversations are packed into sequences of one length; leave seq_len out")

@@ -2,17 +2,21 @@
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from diloco.assemble import Runtime
-from diloco.config.schema import Config
+from diloco.config.schema import Config, dump_config
 from diloco.island import run as live
 from diloco.records.run_folder import read_run
 from diloco.report.data_account import data_account
 from diloco.train import train
-from tests.swarm import TEXT, Island, kill_in_step, swarm
+from tests.swarm import GUARD_SECONDS, TEXT, Island, kill_in_step, swarm
+
+ROOT = Path(__file__).parents[2]
 
 CYCLE = 2 * 2 * 512
 """Tokens of two islands in two steps."""
@@ -36,6 +40,31 @@ def staged(folder: Path) -> list[str]:
         mixture.append({"name": name, "weight": 1, "source": "files", "paths": [str(folder / name)]})
     own = ["data.source=python-stdlib", "data.paths=[]", f"island.cache_dir={folder}/cache"]
     return [*SETTINGS, *own, f"data.mixture={json.dumps(mixture)}", f"stages={json.dumps(STAGES)}"]
+
+
+IN_SHARDS = ["data.order=shards", "data.shard_tokens=256"]
+
+
+def digests(islands: list[Island]) -> list[str]:
+    """Of each round of islands that agree."""
+    found = [[record["digest"] for _, record in sorted(island.committed().items())] for island in islands]
+    assert all(each == found[0] for each in found)
+    return found[0]
+
+
+def prepare(config: Config, *arguments: str) -> None:
+    """Run `diloco prepare` with a config."""
+    path = Path(config.island.cache_dir).parent / "prepared.yaml"
+    path.write_text(dump_config(config))
+    command = [sys.executable, "-m", "diloco", "prepare", str(path), *arguments]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=GUARD_SECONDS, stdout=subprocess.DEVNULL)
+
+
+def at_store(folder: Path) -> str:
+    """The setting of a mixture whose sources are in a store."""
+    names = ("code", "prose")
+    entries = [{"name": name, "weight": 1, "source": "shards", "paths": [str(folder / name)]} for name in names]
+    return f"data.mixture={json.dumps(entries)}"
 
 
 def die_after(steps: int, config: Config, index: int) -> None:
@@ -73,6 +102,26 @@ def test_stages_change_together_and_go_on_bit_for_bit_after_a_kill(tmp_path: Pat
         assert broken[0].events("resumed")
         check_stages(broken[0])
         assert broken[0].committed()[5]["digest"] == last["digest"]
+
+
+@pytest.mark.slow
+def test_stages_of_text_in_shards_end_alike_tokenised_prepared_fetched_and_after_a_kill(tmp_path: Path) -> None:
+    settings, store = [*staged(tmp_path), *IN_SHARDS], tmp_path / "store"
+    with swarm(tmp_path / "tokenised", *settings, islands=[{}, {}]) as made:
+        tokenised = made.run_all()
+        check_stages(tokenised[0])
+        expected = digests(tokenised)
+        assert data_account(read_run(tokenised[0].folder.parent).islands)["units_repeated"] == 0
+        prepare(made.config, f"island.cache_dir={tmp_path}/prepared")
+        prepare(made.config, "--into", str(store))
+    for name, place in (("prepared", []), ("fetched", [at_store(store)])):
+        cache = f"island.cache_dir={tmp_path}/{name}"
+        with swarm(tmp_path / f"{name}-run", *settings, *place, cache, islands=[{}, {}]) as made:
+            assert digests(made.run_all()) == expected
+    with swarm(tmp_path / "broken", *settings, f"island.cache_dir={tmp_path}/own", islands=[{}, {}]) as made:
+        for island in made.start_all(lambda config, index: die_after(7, config, index)):
+            assert island.wait() == [-signal.SIGKILL]
+        assert digests(made.run_all()) == expected
 
 
 @pytest.mark.slow

@@ -29,6 +29,8 @@ ALONE = {"outer": {"transport": "loopback", "rounds": 2, "inner_steps": 1, "star
         ({"islands": [{"mesh": {"tp": 2}}]}, "sets island.mesh, which"),
         ({"outer": {"wait_for": "quorum"}}, "outer.wait_for: quorum needs optimizer.tokens_per_step"),
         ({"outer": {"rounds": 0}}, "outer.rounds"),
+        ({"stages": [{}]}, "sets stages without data"),
+        ({"data": {"seq_len": 8}, "optimizer": {"tokens_per_step": 8}, "stages": [{"lr": 0.1}]}, "sets stages[0].lr"),
     ],
 )
 def test_a_config_that_a_loop_of_ones_own_does_not_follow_is_refused(values: dict[str, Any], text: str) -> None:

@@ -21,22 +21,22 @@ BORDERS = [(10, 100), (105, 200)]
 """(First unit that is not read, first unit of the next stage)."""
 
 
-def corpus_of(weights: tuple[float, ...]) -> Corpus:
-    """Token i of source s is 10,000 s + i."""
+def corpus_of(weights: tuple[float, ...], shard_tokens: int | None = None) -> Corpus:
+    """Token i of source s is 10,000 s + i. `shard_tokens`: those within which sequences are shuffled."""
     texts = [
         Text(np.arange(BLOCKS * LONGEST + 1, dtype=np.uint16) + 10_000 * s, np.arange(9, dtype=np.uint16), 1, str(s), w)
         for s, w in enumerate(weights)
     ]
-    return Corpus(tuple(texts), 1 << 16, 0)
+    return Corpus(tuple(texts), 1 << 16, 0, shard_tokens)
 
 
-def read_stage(number: int, first: int, end: int) -> list[int]:
+def read_stage(number: int, first: int, end: int, shard_tokens: int | None) -> list[int]:
     """The targets of the units from `first` to `end` in a stage."""
     stage = STAGES[number]
     start = find_stage_start(STAGES, BORDERS[:number], seed=3)
     assert start.unit == (0, 100, 200)[number]
-    batches = IslandBatches(corpus_of(stage.weights), stage.seq_len, 3, 1, stage.sequences_per_step, start)
     size = stage.sequences_per_step
+    batches = IslandBatches(corpus_of(stage.weights, shard_tokens), stage.seq_len, 3, 1, size, start)
     return [
         token
         for unit in range(first, end)
@@ -44,8 +44,10 @@ def read_stage(number: int, first: int, end: int) -> list[int]:
     ]
 
 
-def test_stages_of_other_lengths_weights_and_batches_read_nothing_twice() -> None:
-    read = [read_stage(0, 0, 10), read_stage(1, 100, 105), read_stage(2, 200, 205)]
+@pytest.mark.parametrize("shard_tokens", [None, 4 * LONGEST], ids=["global", "shards"])
+def test_stages_of_other_lengths_weights_and_batches_read_nothing_twice(shard_tokens: int | None) -> None:
+    units = ((0, 10), (100, 105), (200, 205))
+    read = [read_stage(number, *each, shard_tokens) for number, each in enumerate(units)]
     found = Counter(token for tokens in read for token in tokens)
     assert max(found.values()) == 1
     assert {token // 10_000 for token in read[2]} == {1}, "a weight of 0 leaves a source out"
@@ -64,6 +66,10 @@ def test_a_stage_of_the_same_text_goes_on_where_the_stage_before_ended() -> None
 
 
 MIXTURE = [{"name": "a", "weight": 1.0}, {"name": "b", "weight": 1.0}]
+
+
+IN_SHARDS = {"seq_len": 32, "order": "shards", "shard_tokens": 96}
+CHAT = {"source": "files", "format": "chat", "seq_len": 32}
 
 
 def run_of(*stages: dict, **more: dict) -> RunConfig:
@@ -98,6 +104,8 @@ def test_stages_begin_with_whole_cycles() -> None:
         ([{"seq_len": 24}], {}, "no whole number of sequences of 24"),
         ([{"tokens": 1, "seq_len": 8}, {"seq_len": 12, "tokens_per_step": 48}], {}, "does not divide the longest"),
         ([{"tokens": 10**6}, {}], {}, "raise outer.rounds"),
+        ([{"seq_len": 64}], {"data": IN_SHARDS}, "which sequences of 64 tokens do not fill.*such as 64 or 128"),
+        ([{"seq_len": 16}], {"data": CHAT}, "conversations are packed into sequences of one length"),
         ([{}], {"outer": {"gossip": {}}}, "outer has gossip"),
         ([{}], {"outer": {"wait_for": "quorum"}}, "outer has wait_for: quorum"),
     ],
