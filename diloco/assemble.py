@@ -20,7 +20,7 @@ from diloco.records.logbook import Logbook
 from diloco.records.metrics import EventRecord, Metrics
 from diloco.records.run_folder import hold_folder
 from diloco.records.sinks import build_sinks
-from diloco.runtime.corpus import load_corpus
+from diloco.runtime.corpus import loading_corpus
 from diloco.runtime.operator_requests import OperatorRequests
 from diloco.runtime.round_records import RoundRecords
 from diloco.runtime.step_records import MfuMeter, build_mfu_meter
@@ -159,11 +159,13 @@ def open_runtime(
     with ExitStack() as stack:
         started_at = time.time()
         island = choose_settings(config, island, device, ranks, folder)
-        corpus = load_corpus(config, island)
-        stack.callback(corpus.close)
-        trainer = build_trainer(config, island, corpus, device)
+        vocabulary, wait_for_corpus = stack.enter_context(loading_corpus(config, island))
+        trainer = build_trainer(config, island, vocabulary, device)
         metrics = stack.enter_context(open_records(config, island, folder)) if ranks.is_leader else None
         requests = OperatorRequests(ranks, folder, island.max_hours, started_at)
+        speed = build_mfu_meter(config, island, vocabulary, device) if ranks.is_leader else None
+        # Nobody waits for an island that waits for text: it connects when it can train.
+        corpus = wait_for_corpus()
         network, event_loop = stack.enter_context(open_connections(config, island, ranks, folder, shared))
         stack.callback(requests.close)
         identity = build_identity(config, island, ranks, network.island_key)
@@ -188,7 +190,7 @@ def open_runtime(
             network=network,
             event_loop=event_loop,
             metrics=metrics,
-            speed=build_mfu_meter(config, island, corpus, device) if ranks.is_leader else None,
+            speed=speed,
             checkpoints=stack.enter_context(open_checkpoints(config, island, folder, trainer, outer)),
             profiler=stack.enter_context(Profiler(island.profile, folder / "profile", ranks.rank)),
             slow_down=partial(slow_down, hooks),

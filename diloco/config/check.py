@@ -9,10 +9,9 @@ from typing import get_args
 from diloco.config.schema import Config, IslandConfig, RunConfig, at_stage
 from diloco.errors import ConfigError
 from inner.config import Recompute
-from inner.data.corpus import Corpus, check_source, prepare_corpus
+from inner.data.corpus import Corpus, check_source, prepare_corpus, without_texts
 from inner.data.mixture import StreamedTokens
 from inner.data.streaming.open import is_streamed
-from inner.data.tokenizer import build_tokenizer
 from inner.errors import InputError
 from inner.import_path import is_import_path
 from inner.measure.bigram import bigram_loss
@@ -205,8 +204,7 @@ def check_run(config: Config, num_islands: int) -> Corpus:
 
 def _prepare(run: RunConfig, island: IslandConfig) -> Corpus:
     if is_streamed(run.data):
-        tokenizer = build_tokenizer(run.data.tokenizer)
-        return Corpus((), tokenizer.vocab_size, tokenizer.eos_id)
+        return without_texts(run.data.tokenizer)
     return prepare_corpus(run.data, Path(island.cache_dir).expanduser())
 
 

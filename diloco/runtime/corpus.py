@@ -4,14 +4,19 @@
 """
 
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from diloco.config.schema import IslandConfig, RunConfig, longest_sequence
 from diloco.errors import ConfigError
 from inner.config import DataConfig, MixtureEntry, SourceConfig
-from inner.data.corpus import Corpus, Text, prepare_corpus
+from inner.data.corpus import Corpus, Text, prepare_corpus, without_texts
 from inner.data.streaming.open import StreamOptions, is_streamed, open_streamed
 from inner.data.streaming.worker import serve
 
@@ -70,6 +75,35 @@ def load_corpus(config: RunConfig, island: IslandConfig) -> Corpus:
         corpus = prepare_corpus(data, cache_dir)
     texts = [mark_own(text, entry, island.label) for text, entry in zip(corpus.texts, data.mixture, strict=False)]
     return replace(corpus, texts=tuple(texts) or corpus.texts)
+
+
+@contextmanager
+def loading_corpus(config: RunConfig, island: IslandConfig) -> "Iterator[tuple[Corpus, Callable[[], Corpus]]]":
+    """What the model needs to know of the island's text, and a function that waits for all of it, as `load_corpus`.
+
+    Where text is read shard by shard, its first shards are waited for in a thread meanwhile. It is closed at the end of
+    the block; until then whoever reads the text waits for it with its own deadlines. Raises InputError.
+    """
+    data = data_of(config, island)
+    if not is_streamed(data):
+        corpus = load_corpus(config, island)
+        yield corpus, lambda: corpus
+        return
+    loading: Future[Corpus] = Future()
+    # Nobody waits for this thread if the island fails: a store may be silent for minutes.
+    Thread(target=lambda: _fulfil(loading, partial(load_corpus, config, island)), name="text", daemon=True).start()
+    try:
+        yield without_texts(data.tokenizer), loading.result
+    finally:
+        if loading.done() and loading.exception() is None:
+            loading.result().close()
+
+
+def _fulfil(future: "Future[Corpus]", load: Callable[[], Corpus]) -> None:
+    try:
+        future.set_result(load())
+    except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
+        future.set_exception(error)
 
 
 def mark_own(text: Text, entry: MixtureEntry, label: str) -> Text:

@@ -85,6 +85,12 @@ class Corpus:
         return 1 / sum(text.weight / sum(self.weights) * text.heldout_bytes / len(text.heldout) for text in self.texts)
 
 
+def without_texts(tokenizer_name: str) -> Corpus:
+    """What is known of a corpus before any text is here. Raises InputError."""
+    tokenizer = build_tokenizer(tokenizer_name)
+    return Corpus((), tokenizer.vocab_size, tokenizer.eos_id)
+
+
 @dataclass(frozen=True)
 class CorpusMeta:
     """Contents of meta.json."""

@@ -82,7 +82,7 @@ def measure_here(path: Path, overrides: list[str]) -> None:
     train = clock.timed("other imports", import_module)("diloco.train")
     for where, name, phase in (
         ("diloco.train", "require_host_memory", "host memory"),
-        ("diloco.assemble", "load_corpus", "data"),
+        ("diloco.runtime.corpus", "load_corpus", "data"),
         ("diloco.assemble", "build_trainer", "model"),
         ("diloco.assemble", "build_loop", "outer loop"),
         ("diloco.assemble", "build_mfu_meter", "speed of products"),

@@ -7,13 +7,14 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from diloco.records.environment import FILE
 from diloco.records.run_folder import read_run
 from diloco.report.data_account import data_account
 from diloco.runtime.operator_requests import STOP, make_request
 from inner.data.streaming.open import shards_identity
 from inner.data.streaming.publish import publish
 from inner.data.streaming.store import Store
-from tests.faults.waits import assert_one_history, more_rounds, reached
+from tests.faults.waits import assert_one_history, more_rounds, reached, until
 from tests.swarm import Swarm, swarm
 
 SHARDS = ["data.order=shards", "data.shard_tokens=512"]
@@ -59,6 +60,19 @@ def test_text_tokenised_in_the_run_before_it_or_read_from_a_store_gives_the_same
     assert digests_of(tmp_path, "name=prepared") == streamed
     place = [f"data.paths=[{tmp_path / 'store'}]", f"island.cache_dir={tmp_path / 'fetched'}"]
     assert digests_of(tmp_path, "name=fetched", "data.source=shards", *place) == streamed
+
+
+def test_an_island_gets_ready_while_its_text_is_written_and_says_what_it_waited_for_in_vain(tmp_path: Path) -> None:
+    place = ["data.source=shards", f"data.paths=[{tmp_path / 'store'}]"]
+    with swarm(tmp_path, *SHARDS, *place, "name=ready", islands=[{}]) as made:
+        island = made.start(0)
+        until((island.folder / FILE).exists, "its records", island)
+        write_store(made, str(tmp_path / "store"))
+        island.finish()
+    place = ["data.source=shards", f"data.paths=[{tmp_path / 'nothing'}]", "island.shards.store_seconds=0.1"]
+    with swarm(tmp_path, *SHARDS, *place, "name=vain", islands=[{}]) as made:
+        island = made.start(0)
+        assert island.wait() == [1] and "it has no index.json for" in island.log
 
 
 def test_islands_read_a_store_with_a_kill_a_joiner_and_a_store_that_is_away_for_a_while(tmp_path: Path) -> None:
