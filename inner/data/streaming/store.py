@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 REQUEST_SECONDS = 30.0
 """A request that takes longer has failed. A piece must come in this time: 4 MiB at 1.2 Mbit/s."""
 PIECE_BYTES = 1 << 22
-FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.2, 10.0
+FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.2, 5.0
 SAY_EVERY_SECONDS = 30.0
 T = TypeVar("T")
 
