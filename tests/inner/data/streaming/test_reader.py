@@ -5,7 +5,7 @@ import os
 import threading
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import IO, Any
 
 import pytest
@@ -153,7 +153,7 @@ def test_shards_that_others_read_are_not_deleted_to_make_room(tmp_path: Path) ->
     assert sorted(p.name for p in (tmp_path / "text").iterdir()) == ["00000.bin", "00002.bin", "00003.bin"]
 
 
-class SlowToReturn(type(Path())):
+class SlowToReturn(PosixPath):
     """A path of which `open` makes the file, and returns when another thread has had its turn."""
 
     def open(self, *args: Any, **kwargs: Any) -> IO[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
