@@ -203,12 +203,13 @@ def report(
     from diloco.report.summary import write_summary
     from diloco.report.summary_table import describe_unread, print_summary
 
-    summary = write_summary(*run_dirs, out=out)
+    run = read_run(*run_dirs)
+    summary = write_summary(run, out)
     print_summary(summary, Console())
-    typer.echo("\n".join(align(short_rows(read_run(*run_dirs).islands))))
+    typer.echo("\n".join(align(short_rows(run.islands))))
     if unread := describe_unread(summary):
         typer.echo(unread)
-    typer.echo(f"report: {write_report(*run_dirs, out=out)}")
+    typer.echo(f"report: {write_report(run, summary, out)}")
 
 
 app.command("launch-files")(launch_files)

@@ -8,9 +8,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from diloco.formatting import UNKNOWN, human_bytes, human_count, human_loss, human_seconds
 from diloco.records.faults import FaultRecord
-from diloco.records.run_folder import FACTS, IslandRecords, RunRecords, read_run
+from diloco.records.run_folder import FACTS, IslandRecords, RunRecords
 from diloco.report.island_table import island_rows
-from diloco.report.summary import SUMMARY, Summary, summarise_records, total, traffic_ratio
+from diloco.report.summary import SUMMARY, Summary, total, traffic_ratio
 from diloco.report.summary_table import describe_unread, summary_rows
 from inner.files import write_atomically
 
@@ -52,19 +52,16 @@ class TextTable(NamedTuple):
     num_omitted: int = 0
 
 
-def write_report(run_dir: Path, *others: Path, out: Path | None = None) -> Path:
-    """Draw the plots, write report.html into `out`, by default the first folder, and return its path.
-
-    Raises InputError when a folder holds no run.
-    """
-    run, out = read_run(run_dir, *others), out or run_dir
+def write_report(run: RunRecords, summary: Summary, out: Path | None = None) -> Path:
+    """Draw the plots, write report.html into `out`, by default the run's folder, and return its path."""
+    out = out or run.run_dir
     # Imported late because matplotlib takes a second to import, and `diloco simulate` imports this module.
     from diloco.report.plots import PLOTS, write_plots
 
     notes = write_plots(run, out / PLOT_FOLDER)
     figures = [Figure(p.title, p.caption, f"{PLOT_FOLDER}/{p.stem}.png", notes[p.stem]) for p in PLOTS]
     path = out / REPORT
-    write_atomically(path, render(run, summarise_records(run), figures, out))
+    write_atomically(path, render(run, summary, figures, out))
     return path
 
 

@@ -24,10 +24,10 @@ def summarise(run_dir: Path, *others: Path) -> Summary:
     return summarise_records(read_run(run_dir, *others))
 
 
-def write_summary(run_dir: Path, *others: Path, out: Path | None = None) -> Summary:
-    """Write summary.json into `out`, by default the first folder, and return its contents."""
-    summary = summarise(run_dir, *others)
-    write_atomically((out or run_dir) / SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+def write_summary(run: RunRecords, out: Path | None = None) -> Summary:
+    """Write summary.json into `out`, by default the run's folder, and return its contents."""
+    summary = summarise_records(run)
+    write_atomically((out or run.run_dir) / SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return summary
 
 

@@ -19,7 +19,7 @@ from diloco.faults.storm import storm
 from diloco.network_emulation.links import count_bytes, open_links, parse_links, relay_warning
 from diloco.network_emulation.namespaces import check_possible
 from diloco.network_emulation.nat import check_nat_possible
-from diloco.records.run_folder import BASELINE, RunFacts, island_folders, write_facts
+from diloco.records.run_folder import BASELINE, RunFacts, island_folders, read_run, write_facts
 from diloco.report.html import write_report
 from diloco.report.summary import write_summary
 from diloco.report.summary_table import print_summary
@@ -111,8 +111,10 @@ def print_results(run_dir: Path, console: Console) -> None:
         console.print(f"no island has started training; the logs are in {run_dir}", soft_wrap=True)
         return
     try:
-        print_summary(write_summary(run_dir), console)
-        console.print(f"report: {write_report(run_dir)}", soft_wrap=True)
+        run = read_run(run_dir)
+        summary = write_summary(run)
+        print_summary(summary, console)
+        console.print(f"report: {write_report(run, summary)}", soft_wrap=True)
     except OSError as error:
         console.print(f"no report: {error}; make room, then: diloco report {run_dir}", soft_wrap=True)
 

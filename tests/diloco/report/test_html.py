@@ -15,7 +15,7 @@ from rich.console import Console
 from diloco.records.metrics import EvalRecord, EventRecord, Metrics, RoundRecord, StepRecord
 from diloco.records.run_folder import RunFacts, read_run, write_facts
 from diloco.report.html import TEMPLATE, write_report
-from diloco.report.summary import DATA_PARALLEL_FORMULA, summarise, traffic_ratio, write_summary
+from diloco.report.summary import DATA_PARALLEL_FORMULA, summarise, summarise_records, traffic_ratio, write_summary
 from diloco.report.summary_table import describe_digests, print_summary
 from diloco.report.timeline import merge_steps, round_segments
 from inner.errors import InputError
@@ -126,6 +126,12 @@ def write_baseline(run_dir: Path, num_rounds: int = 8) -> None:
         baseline.evaluation(number + 1, (number + 1) * INNER_STEPS * TOKENS * 2, gain=0.03)
 
 
+def report_of(*run_dirs: Path, out: Path | None = None) -> Path:
+    """Write the report of a run from its folders, and return its path."""
+    run = read_run(*run_dirs)
+    return write_report(run, summarise_records(run), out)
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     return write_run(tmp_path / "three")
@@ -178,7 +184,7 @@ def test_with_gossip_digests_differ_by_design_and_the_loss_is_the_mean_over_isla
     assert (summary["digests_equal"], summary["rounds_disagreeing"]) == (None, [])
     assert summary["final_eval_losses"] == pytest.approx({"island-0": last, "island-2": last + 0.5})
     assert summary["final_eval_loss"] == pytest.approx(last + 0.25)
-    assert "DIFFERENT" not in write_report(run_dir).read_text()
+    assert "DIFFERENT" not in report_of(run_dir).read_text()
 
 
 def test_a_round_that_one_participant_committed_and_another_aborted_is_found(run_dir: Path) -> None:
@@ -202,14 +208,14 @@ def test_the_baseline_is_set_against_the_run(run_dir: Path) -> None:
 
 def test_summary_json_is_the_summary(run_dir: Path) -> None:
     write_baseline(run_dir)
-    assert write_summary(run_dir) == json.loads((run_dir / "summary.json").read_text()) == summarise(run_dir)
+    assert write_summary(read_run(run_dir)) == json.loads((run_dir / "summary.json").read_text()) == summarise(run_dir)
 
 
 def test_without_run_json_what_depends_on_it_is_unknown(run_dir: Path) -> None:
     (run_dir / "run.json").unlink()
     summary = summarise(run_dir)
     assert (summary["name"], summary["num_params"], summary["data_parallel_bytes"]) == ("three", None, None)
-    assert "no run.json" in write_report(run_dir).read_text()
+    assert "no run.json" in report_of(run_dir).read_text()
 
 
 def test_one_island_sends_nothing_and_its_report_says_so(tmp_path: Path) -> None:
@@ -218,7 +224,7 @@ def test_one_island_sends_nothing_and_its_report_says_so(tmp_path: Path) -> None
     summary = summarise(tmp_path)
     assert summary["data_parallel_bytes"] == {"island-0": 0}
     assert summary["digests_equal"] is None
-    page = write_report(tmp_path).read_text()
+    page = report_of(tmp_path).read_text()
     assert "Nothing has been sent between islands yet." in page
     assert "No held-out loss has been recorded yet." in page
 
@@ -234,8 +240,8 @@ def test_the_printed_table_has_both_columns_and_takes_markup_as_text(run_dir: Pa
 
 def test_the_report_links_only_files_that_are_there(run_dir: Path) -> None:
     write_baseline(run_dir)
-    write_summary(run_dir)
-    page = write_report(run_dir).read_text()
+    write_summary(read_run(run_dir))
+    page = report_of(run_dir).read_text()
     assert "1M parameters on 3 islands, begun 2026-01-02 03:04 UTC" in page
     links = re.findall(r"(?:src|href)='([^']+)'", page)
     assert set(links) == {
@@ -250,7 +256,7 @@ def test_the_report_links_only_files_that_are_there(run_dir: Path) -> None:
 
 
 def test_the_report_shows_the_abort_and_escapes_its_cause(run_dir: Path) -> None:
-    page = write_report(run_dir).read_text()
+    page = report_of(run_dir).read_text()
     assert "island &#39;island-1&#39; is lost: &lt;connection&gt; reset" in page
     assert "<connection>" not in page
 
@@ -259,7 +265,7 @@ def test_the_report_shows_the_abort_and_escapes_its_cause(run_dir: Path) -> None
 def test_a_run_that_has_hardly_begun_has_a_report(tmp_path: Path, content: str) -> None:
     (tmp_path / "island-0").mkdir()
     (tmp_path / "island-0" / "metrics.jsonl").write_text(content)
-    assert "No held-out loss has been recorded yet." in write_report(tmp_path).read_text()
+    assert "No held-out loss has been recorded yet." in report_of(tmp_path).read_text()
     assert summarise(tmp_path)["final_eval_loss"] is None
 
 
@@ -278,7 +284,7 @@ def test_a_run_of_skipped_steps_only_has_a_report(tmp_path: Path) -> None:
             time=9,
         )
         island.metrics.write(record)
-    assert "No inner step with a loss has been recorded yet." in write_report(tmp_path).read_text()
+    assert "No inner step with a loss has been recorded yet." in report_of(tmp_path).read_text()
 
 
 def test_islands_have_the_names_that_their_config_gives(run_dir: Path) -> None:
@@ -289,7 +295,7 @@ def test_islands_have_the_names_that_their_config_gives(run_dir: Path) -> None:
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=re.escape(f"no run in {str(tmp_path)!r}")):
-        write_report(tmp_path)
+        report_of(tmp_path)
 
 
 def test_steps_without_a_pause_are_one_segment(run_dir: Path) -> None:
@@ -344,8 +350,8 @@ def test_the_folders_of_several_clusters_make_the_report_of_one_run(run_dir: Pat
     here, there = spread_out(run_dir, tmp_path)
     assert summarise(here, there) == whole
     out = tmp_path / "out"
-    write_summary(here, there, out=out)
-    page = write_report(here, there, out=out).read_text()
+    write_summary(read_run(here, there), out)
+    page = report_of(here, there, out=out).read_text()
     assert "in every committed round<" in page and "Not in this report" not in page and (out / "plots").is_dir()
 
 
@@ -354,7 +360,7 @@ def test_a_report_without_some_islands_speaks_of_the_others_only(run_dir: Path, 
     summary = summarise(here)
     assert (summary["islands_unread"], summary["num_islands"]) == (["island-2"], 3)
     assert describe_digests(summary) == "yes, of 2 of 3 islands"
-    page = write_report(here).read_text()
+    page = report_of(here).read_text()
     assert "in every committed round, of 2 of 3 islands" in page and "Not in this report: island-2." in page
 
 

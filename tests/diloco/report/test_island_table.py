@@ -1,58 +1,33 @@
 """The islands of a run beside each other, from records that Metrics has written."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from diloco.records.metrics import Metrics, RoundRecord, StepRecord
+from diloco.records.metrics import Metrics
 from diloco.records.run_folder import IslandRecords, read_run
 from diloco.report.island_table import island_rows, short_rows
+from tests.diloco.sample_records import a_round, a_step
 
 START = 1_700_000_000.0
 SECONDS = 10.0
 """Of a round, in which an island computes 6 or 9, waits for the others, and reduces in the last one."""
 
 
-def a_step(number: int, tokens: int, seconds: float, end: float) -> StepRecord:
-    return StepRecord(
-        step=number,
-        tokens=tokens,
-        loss=1.0,
-        lr=1.0,
-        grad_norm=1.0,
-        seconds=seconds,
-        tokens_per_second=100 / seconds,
-        time=end,
-    )
-
-
-def a_round(number: int, attempt: int, tokens: int, waited: float, end: float) -> RoundRecord:
-    """An attempt at a round; the first one at round 1 is aborted."""
-    return RoundRecord(
-        round=number,
-        attempt=attempt,
-        participants=("island-0", "island-1"),
-        committed=(number, attempt) != (1, 0),
-        digest="aa",
-        bytes_sent=1000,
-        bytes_received=2000,
-        reduce_seconds=1.0,
-        wait_seconds=waited,
-        pseudo_gradient_norm=1.0,
-        tokens=tokens,
-        time=end,
-    )
-
-
 def write_island(run_dir: Path, name: str, *, steps: int, step_seconds: float) -> None:
-    """Two committed rounds and an aborted attempt between them, with 100 tokens a step."""
+    """Two committed rounds and an aborted first attempt at the second, with 100 tokens a step."""
     metrics = Metrics(run_dir / name / "metrics.jsonl")
     for number, attempt in ((0, 0), (1, 0), (1, 1)):
         begin = START + (number + attempt) * SECONDS
         for step in range(1, steps + 1):
-            metrics.write(a_step(step, 100 * step, step_seconds, begin + step * step_seconds))
-        waited = SECONDS - 1 - steps * step_seconds
-        metrics.write(a_round(number, attempt, 100 * steps, waited, begin + SECONDS))
+            took = {"seconds": step_seconds, "tokens_per_second": 100 / step_seconds}
+            metrics.write(replace(a_step(step), tokens=100 * step, time=begin + step * step_seconds, **took))
+        waits = {"reduce_seconds": 1.0, "wait_seconds": SECONDS - 1 - steps * step_seconds}
+        is_aborted = (number, attempt) == (1, 0)
+        metrics.write(
+            a_round(number, not is_aborted, attempt=attempt, tokens=100 * steps, time=begin + SECONDS, **waits)
+        )
     metrics.close()
 
 
