@@ -13,10 +13,11 @@ from diloco.assemble import Runtime, build_trainer, of_all_islands, open_metrics
 from diloco.config.check import check_trainer
 from diloco.config.init_weights import add_weights_hash
 from diloco.config.own_code import add_code_hashes
-from diloco.config.schema import Config, IslandConfig, RunConfig, dump_config
+from diloco.config.schema import Config, IslandConfig, RunConfig
 from diloco.connections import close_network
 from diloco.doctor.host_memory_check import require_host_memory
 from diloco.errors import FolderInUse
+from diloco.records.kept_config import keep_config, replace_config
 from diloco.records.logbook import Logbook
 from diloco.records.metrics import Metrics
 from diloco.runtime.corpus import load_corpus
@@ -29,7 +30,6 @@ from diloco.watchdog.signals import end_with_parent, on_stop
 from diloco.watchdog.watchdog import Watchdog, WatchedRank
 from inner.data.batches import IslandBatches
 from inner.data.corpus import Corpus
-from inner.files import write_atomically
 from inner.trainer import Trainer
 from outer.errors import name_lost_rank
 
@@ -59,6 +59,8 @@ def train(config: Config, index: int, loop: Callable[[Runtime], None] | None = N
         book = Logbook(folder.parent, settings.label)
         with log_failure(book, ranks.rank), open_runtime(run, settings, ranks, device, folder) as runtime:
             goodbyes.append(runtime)
+            if ranks.is_leader:
+                replace_config(folder.parent, config)
             if runtime.network.wait_for_loss is not None:
                 runtime.event_loop.start(end_at_loss(runtime, runtime.network.wait_for_loss))
             schedule_garbage()
@@ -113,13 +115,6 @@ def start_logging(island: str) -> None:
     rank = os.environ.get("RANK", "0")
     form = f"%(asctime)s {island}/{rank} %(levelname)s %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr, force=True)
-
-
-def keep_config(folder: Path, config: Config) -> None:
-    """Write the resolved config into the run's folder, unless the launcher has done so."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "config.yaml").exists():
-        write_atomically(folder / "config.yaml", dump_config(config))
 
 
 @contextmanager

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from diloco.assemble import build_identity, build_loop_settings, open_records
-from diloco.config.schema import dump_config
 from diloco.connections import open_connections
 from diloco.errors import ConfigError
 from diloco.faults.self_inflicted import build_hooks, slow_down
@@ -34,10 +33,10 @@ from diloco.own_loop.ranks import check_same, find_ranks
 from diloco.own_loop.records import LoopEvents, build_rounds
 from diloco.own_loop.run_config import OwnLoopConfig, read_config
 from diloco.own_loop.saved_state import SavedState, parse_state
+from diloco.records.kept_config import keep_config, replace_config
 from diloco.runtime.operator_requests import OperatorRequests
 from diloco.runtime.round_records import RoundRecords
 from diloco.status.visitors import serve_visitors
-from inner.files import write_atomically
 from outer.connect.settings import Network
 from outer.errors import TransportError
 from outer.loop import OuterLoop, build_loop
@@ -224,8 +223,8 @@ class Islands:
         run, island, ranks = self.config.run, self.config.island, self._ranks
         folder, started_at = Path(island.run_dir) / run.name / island.label, time.time()
         metrics = stack.enter_context(open_records(run, island, folder)) if ranks.is_leader else None
-        if ranks.is_leader and not (path := folder.parent / "config.yaml").exists():
-            write_atomically(path, dump_config(run))
+        if ranks.is_leader:
+            keep_config(folder.parent, run)
         requests = OperatorRequests(ranks, folder, island.max_hours, started_at)
         stack.callback(requests.close)
         network, event_loop = stack.enter_context(open_connections(run, island, ranks, folder, None))
@@ -238,6 +237,7 @@ class Islands:
         self._events = LoopEvents(self._outer, network, records, requests, metrics, self._moments)
         self._events.text = self._data
         if ranks.is_leader:
+            replace_config(folder.parent, run)
             self._events.keep_book(folder, island)
         visits = {"mesh": "its own loop", "device": self._device, "doing": None}
         if (told := serve_visitors(run, island, network, self._outer, metrics, **visits)) is not None:

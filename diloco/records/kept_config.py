@@ -1,0 +1,30 @@
+"""config.yaml in the folder of a run: the values with which it runs, for `diloco status`, `watch` and `report`."""
+
+from pathlib import Path
+
+from diloco.config.overrides import differing_keys
+from diloco.config.schema import Config, RunConfig, dump_config, load_config
+from diloco.errors import ConfigError
+from diloco.records.run_folder import CONFIG
+from inner.files import write_atomically
+
+
+def keep_config(run_dir: Path, config: Config | RunConfig) -> None:
+    """Write the resolved config into the run's folder, unless the launcher or another island has done so."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if not (run_dir / CONFIG).exists():
+        write_atomically(run_dir / CONFIG, dump_config(config))
+
+
+def replace_config(run_dir: Path, config: Config | RunConfig) -> None:
+    """Write the resolved config in place of that of an earlier run of the same name with other values.
+
+    Call it when the other islands have admitted this one: an island with a wrong config must not replace theirs.
+    """
+    run = config.run if isinstance(config, Config) else config
+    try:
+        changed = differing_keys(run, load_config(run_dir / CONFIG).run)
+    except ConfigError:
+        changed = ["it is of another version"]
+    if changed:
+        write_atomically(run_dir / CONFIG, dump_config(config))
