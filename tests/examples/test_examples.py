@@ -35,8 +35,10 @@ class Example:
         self.folder, self.name, self._settings = folder, name, settings
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, index: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, str(ROOT / "examples" / f"{self.name}.py"), f"island.index={index}", *self._settings]
+    def start(self, index: int, *own: str) -> subprocess.Popen[bytes]:
+        """Start an island, with settings of its own."""
+        script = str(ROOT / "examples" / f"{self.name}.py")
+        command = [sys.executable, script, f"island.index={index}", *self._settings, *own]
         variables = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         with self.log(index).open("ab") as log:
             process = subprocess.Popen(
