@@ -61,6 +61,8 @@ def example(folder: Path, name: str, transport: str) -> Iterator[Example]:
     """An example whose islands wait for each other, in an own folder. Kills all at the end."""
     with bootstrap(transport, folder) as place:
         settings = [f"outer.transport={transport}", f"island.bootstrap=[{place.address}]", "outer.quorum=2"]
+        if name == "own_data":
+            settings += [f"island.cache_dir={folder / 'cache'}"]
         settings += ["outer.rounds=5", "outer.below_quorum=wait", f"island.faults=[{FAULT!r}]"]
         made = Example(folder, name, settings)
         try:
