@@ -1,7 +1,8 @@
 """Time, CPU time and bytes of a reduce and of a whole synchronisation between islands, ours beside the others'.
 
     python scripts/bench/outer.py [--params 25e6] [--islands 2,4] [--links loopback,100mbit,1gbit,300mbit-80ms]
-        [--what torch,gloo,tls,hivemind,averager] [--codecs fp32,bf16,int8] [--repeats N] [--json FILE]
+        [--what torch,gloo,tls,hivemind,averager] [--codecs fp32,bf16,int8] [--repeats N] [--send-buffer BYTES]
+        [--json FILE]
     python scripts/bench/outer.py --links 100mbit,1gbit --codecs fp32,int4 --torchft-python PATH \\
         --what torch,gloo,hivemind,plain-sync,torchft-sync,gloo-sync,hivemind-sync
 
@@ -66,7 +67,8 @@ async def bench(args: argparse.Namespace) -> list[Row]:
     print(f"{'link':<10}{'islands':>7}  {'what':<14}{'codec':<6}" + "".join(f"{column:>10}" for column in COLUMNS))
     for link in args.links:
         for num_islands in args.islands:
-            with open_link_namespaces(link, num_islands + 1) as namespaces:  # the last one is the relay's
+            with open_link_namespaces(link, num_islands + 1, args.send_buffer) as namespaces:
+                # The last one is the relay's.
                 case = LinkCase(link, num_islands, args.params, namespaces[:-1], args.torchft_python, namespaces[-1:])
                 rows += await run_case(case, args)
     return rows
@@ -125,6 +127,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--codecs", type=choices(OURS), default=["fp32", "bf16", "int8"])
     repeats = "measured repeats of each row, after one that is not; the table has their medians"
     parser.add_argument("--repeats", type=int, default=5, help=repeats)
+    buffers = "most bytes of a connection's send buffer, for the islands' namespaces (default: this machine's tcp_wmem)"
+    parser.add_argument("--send-buffer", type=int, metavar="BYTES", help=buffers)
     add_torchft_python(parser)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--verbose", action="store_true", help="show the stderr of the islands")

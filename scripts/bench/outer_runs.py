@@ -14,11 +14,18 @@ from statistics import mean
 from typing import Any
 
 from diloco.network_emulation.links import open_linked_namespaces, parse_link, sent_bytes
-from diloco.network_emulation.namespaces import Namespace
+from diloco.network_emulation.namespaces import Namespace, run_tool
 from tests.integration.relay_process import relay_process
 
 ROOT = Path(__file__).resolve().parents[2]
-LINKS = {"loopback": None, "100mbit": 100e6, "1gbit": 1e9, "300mbit-80ms": 300e6, "100mbit-200ms": 100e6}
+LINKS = {
+    "loopback": None,
+    "100mbit": 100e6,
+    "1gbit": 1e9,
+    "300mbit-80ms": 300e6,
+    "100mbit-200ms": 100e6,
+    "1gbit-100ms": 1e9,
+}
 """Rate in bit/s, by name; a name may end in a round trip."""
 ANSWER_SECONDS = 180.0
 CLOSE_SECONDS = 10.0
@@ -214,10 +221,12 @@ def ideal_seconds(row: Row, num_params: int, rate: float) -> float:
 
 
 @contextlib.contextmanager
-def open_link_namespaces(link: str, num_islands: int) -> Iterator[Sequence[Namespace]]:
-    """Open the namespaces of a link; none for loopback."""
+def open_link_namespaces(link: str, num_islands: int, send_buffer: int | None) -> Iterator[Sequence[Namespace]]:
+    """Open the namespaces of a link; none for loopback. `send_buffer`: the most bytes a connection may have to send."""
     if LINKS[link] is None:
         yield ()
         return
     with open_linked_namespaces(num_islands, parse_link(link.replace("-", ",rtt="))[1]) as namespaces:
+        for place in namespaces if send_buffer else ():
+            run_tool(*place.command("sysctl", "-qw", f"net.ipv4.tcp_wmem=4096 16384 {send_buffer}"))
         yield namespaces
