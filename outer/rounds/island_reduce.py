@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import torch
 
@@ -31,6 +31,7 @@ class ReduceResult:
     """Why the reduce failed on one of the ranks; None if it has not."""
     at_fault: str | None = None
     """The island whose payload, mean or pseudo-gradient could not be used; None if the network failed."""
+    _: KW_ONLY
     num_audited: int = 0
     """Parts that all ranks of the island have audited."""
     norm: float = 0.0
@@ -93,7 +94,9 @@ class IslandReduce:
                 log.warning("round %d attempt %d: %s", plan.round, plan.attempt, worst.cause)
                 self.distrust.note(plan.round, worst.at_fault, is_wrong=worst.is_wrong_mean)
         is_stalled = worst.at_fault is None and any(outcome.is_stalled for outcome in outcomes)
-        return ReduceResult(means, worst.cause or "", worst.at_fault, num_audited, norm, is_stalled)
+        return ReduceResult(
+            means, worst.cause or "", worst.at_fault, num_audited=num_audited, norm=norm, is_stalled=is_stalled
+        )
 
     def _products(self, part: int, mean: torch.Tensor, pseudo_grad: torch.Tensor | None) -> tuple[float, float]:
         """The squared norm of a part's mean, and its scalar product with the pseudo-gradient; 0 for parts of moments.
