@@ -82,6 +82,8 @@ class Runtime:
     """Number of tokens that this island has trained on."""
     times: RankTimes = field(default_factory=RankTimes)
     """Where this rank's time goes."""
+    on_entry: Callable[[], None] = lambda: None
+    """Called when the island has entered the run: neither the others nor its own checkpoint have refused it."""
 
     def event(self, name: str, text: str) -> None:
         """Record and log an event of the island. Only the leader does anything."""

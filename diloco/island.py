@@ -186,6 +186,7 @@ def resume(runtime: Runtime) -> ResumedState | None:
 
 def record_entry(runtime: Runtime, position: Position) -> None:
     """Record the position from which the island starts, or goes on after taking the state of others."""
+    runtime.on_entry()
     digest = runtime.outer.digest[:12]
     runtime.event("joined", f"round {position.round}, {position.tokens} tokens, digest {digest}")
 

@@ -60,7 +60,7 @@ def train(config: Config, index: int, loop: Callable[[Runtime], None] | None = N
         with log_failure(book, ranks.rank), open_runtime(run, settings, ranks, device, folder) as runtime:
             goodbyes.append(runtime)
             if ranks.is_leader:
-                replace_config(folder.parent, config)
+                runtime.on_entry = partial(replace_config, folder.parent, config)
             if runtime.network.wait_for_loss is not None:
                 runtime.event_loop.start(end_at_loss(runtime, runtime.network.wait_for_loss))
             schedule_garbage()

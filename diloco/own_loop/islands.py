@@ -237,7 +237,7 @@ class Islands:
         self._events = LoopEvents(self._outer, network, records, requests, metrics, self._moments)
         self._events.text = self._data
         if ranks.is_leader:
-            replace_config(folder.parent, run)
+            self._events.on_entry = partial(replace_config, folder.parent, run)
             self._events.keep_book(folder, island)
         visits = {"mesh": "its own loop", "device": self._device, "doing": None}
         if (told := serve_visitors(run, island, network, self._outer, metrics, **visits)) is not None:

@@ -1,6 +1,7 @@
 """What happens around the rounds of an island whose loop is not ours: records, moments, the operator's requests."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from diloco.assemble import describe_reading
@@ -45,6 +46,8 @@ class LoopEvents:
         """Of the round that has landed since this was last set to None."""
         self.tokens = 0
         """Tokens that the island has trained on since it was started."""
+        self.on_entry: Callable[[], None] = lambda: None
+        """Called when the island has entered the run: neither the others nor its saved state have refused it."""
 
     def keep_book(self, folder: Path, island: IslandConfig) -> None:
         """Note later events in the logbook of the run, too."""
@@ -104,6 +107,7 @@ class LoopEvents:
 
     def note_entry(self) -> None:
         """Record the position from which the island starts, or goes on after taking the state of others."""
+        self.on_entry()
         position = self._outer.position
         self.note("joined", f"round {position.round}, {position.tokens} tokens, digest {self._outer.digest[:12]}")
 

@@ -19,7 +19,8 @@ def keep_config(run_dir: Path, config: Config | RunConfig) -> None:
 def replace_config(run_dir: Path, config: Config | RunConfig) -> None:
     """Write the resolved config in place of that of an earlier run of the same name with other values.
 
-    Call it when the other islands have admitted this one: an island with a wrong config must not replace theirs.
+    Call it when this island has entered the run: with a config that others, or its own checkpoint, refuse it must not
+    replace theirs.
     """
     run = config.run if isinstance(config, Config) else config
     try:
