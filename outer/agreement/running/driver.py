@@ -74,7 +74,7 @@ class ProtocolDriver:
 
     async def update_status(self, status: Status) -> None:
         self.protocol.update_status(status)
-        self._detector.ping()
+        self._detector.announce()
         self._send_outbox()
 
     async def plan(self, own: Ready, on_sent: Callable[[], None] = lambda: None) -> Plan:

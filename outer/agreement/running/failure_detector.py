@@ -26,7 +26,7 @@ PING_SECONDS = 1.0
 SILENT_SECONDS = 2.0
 """Time after its last message from which on the coordinator pings an island."""
 MAX_TRAINING_PINGS = 16
-"""Islands to ping in a second while this one trains and there is no coordinator, as before the first commit."""
+"""Islands to ping at the start of a run, and in a second while this one trains and there is no coordinator."""
 
 
 @dataclass
@@ -87,6 +87,14 @@ class FailureDetector:
         """Queue this island's status for the islands that wait for it."""
         knowledge = self.protocol.knowledge
         self._queue(self.protocol.coordination.receivers(knowledge.present))
+
+    def announce(self) -> None:
+        """Queue this island's new status. Nobody waits for the first one of a run, so it goes to some islands, in turn."""
+        status, coordinator = self.protocol.knowledge.status, self.protocol.coordination.coordinator
+        if status.round == 0 and status.is_coming and coordinator is None:
+            self._queue(self._next_in_turn(MAX_TRAINING_PINGS))
+        else:
+            self.ping()
 
     def _queue(self, islands: Collection[str]) -> None:
         self.protocol.outbox += [(name, self.protocol.knowledge.status) for name in sorted(islands)]
