@@ -89,7 +89,7 @@ class FailureDetector:
         self._queue(self.protocol.coordination.receivers(knowledge.present))
 
     def announce(self) -> None:
-        """Queue this island's new status. Nobody waits for the first one of a run, so it goes to some islands, in turn."""
+        """Queue this island's new status. Nobody waits for the first of a run: it goes to some islands, in turn."""
         status, coordinator = self.protocol.knowledge.status, self.protocol.coordination.coordinator
         if status.round == 0 and status.is_coming and coordinator is None:
             self._queue(self._next_in_turn(MAX_TRAINING_PINGS))

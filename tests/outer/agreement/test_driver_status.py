@@ -375,7 +375,8 @@ def test_nobody_votes_for_another_island() -> None:
 def test_all_of_many_islands_are_told_at_once_of_a_status_that_somebody_may_wait_for() -> None:
     async def test() -> None:
         first, *others = await leaders(ascii_letters[:40])
-        for status in (Status(round=0, tokens=0, digest=START, is_coming=False), Status(round=1, tokens=9, digest=OTHER)):
+        taking = Status(round=0, tokens=0, digest=START, is_coming=False)
+        for status in (taking, Status(round=1, tokens=9, digest=OTHER)):
             await first.driver.update_status(status)
             await asyncio.sleep(0.1 * PING_SECONDS)
             assert all(other.knowledge.statuses[first.name] == status for other in others)

@@ -106,6 +106,13 @@ def test_of_equal_histories_the_one_that_most_hold_survives_or_the_lowest_digest
         assert {live[donor].digest for donor in behind.donors} == {DIGESTS[expected]}
 
 
+@pytest.mark.parametrize(("is_coming", "is_followed"), [(True, True), (False, False)])
+def test_before_the_first_commit_nobody_follows_a_joiner_that_waits_for_it(is_coming: bool, is_followed: bool) -> None:
+    own = Status(round=0, tokens=0, digest=DIGESTS["y"])
+    live = {"joiner": Status(round=0, tokens=0, digest=DIGESTS["x"], is_coming=is_coming)}
+    assert (find_behind("me", own, live, lambda status: 1, is_settled=True) is not None) == is_followed
+
+
 @pytest.mark.parametrize(("digests", "num_weighed"), [("xxxx", 0), ("xxxy", 2)])
 def test_each_state_is_weighed_once_however_many_hold_it(digests: str, num_weighed: int) -> None:
     live = {name: Status(round=1, tokens=5, digest=DIGESTS[d]) for name, d in zip("abcd", digests, strict=True)}
