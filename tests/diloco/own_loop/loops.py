@@ -12,6 +12,7 @@ from torch import nn
 
 import diloco
 from diloco.config.schema import Config
+from tests.faults.waits import until
 
 ROUNDS, STEPS = 3, 2
 TOKENS = 16
@@ -73,15 +74,20 @@ def saved_at(folder: Path, index: int) -> Path:
 
 
 def train_saving_and_die(folder: Path, steps: int, **outer: Any) -> Callable[[Config, int], Any]:
-    """The work of an island that saves after so many steps, makes one more and is killed before it counts that."""
+    """The work of an island that saves after so many steps, makes one more and is killed before it counts that.
+
+    It is killed when all have saved: one that dies with its vote on the way leaves the others waiting for it.
+    """
 
     def work(config: Config, index: int) -> None:
+        all_saved = [saved_at(folder, each) for each in range(len(config.islands))]
         model = small_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         islands = diloco.Islands(own_config(config, index, **outer), model, optimizer)
         for made, unit in enumerate(islands.units()):
             one_step(model, optimizer, unit)
             if made == steps:
+                until(lambda: all(path.exists() for path in all_saved), "all islands have saved")
                 os.kill(os.getpid(), signal.SIGKILL)
             islands.step(tokens=TOKENS)
             if made + 1 == steps:
