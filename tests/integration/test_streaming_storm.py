@@ -32,13 +32,13 @@ URL = f"s3://{BUCKET}/text"
 DATA = ["data.order=shards", f"data.shard_tokens={SHARD_TOKENS}", "data.seq_len=64", "data.heldout_fraction=0.01"]
 
 
-def write_text(path: Path) -> None:
+def write_text(path: Path, num_bytes: int = TEXT_BYTES) -> None:
     """Rows of words, drawn with a seed."""
     draw, words = random.Random(0), [path.stem for path in (ROOT / "inner").rglob("*.py")]
     rows = [" ".join(draw.choices(words, k=2000)) for _ in range(500)]
     number, size = 0, 0
     with path.open("w") as file:
-        while size < TEXT_BYTES:
+        while size < num_bytes:
             text = f"{number} {rows[number % len(rows)]}"
             file.write(json.dumps({"text": text}) + "\n")
             number, size = number + 1, size + len(text)
@@ -113,6 +113,7 @@ corpus.close()
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_three_islands_stream_two_gigabytes_from_a_store_in_a_storm(tmp_path: Path) -> None:
+    """Islands are forked, with torch imported. `tests/integration/test_streaming_start.py` starts real ones."""
     write_text(tmp_path / "text.jsonl")
     shapes = tuple({"cache_dir": str(tmp_path / f"cache-{index}")} for index in range(4))
     settings = StormSettings("gloo", 3, NUM_FAULTS, rate=6.0, seed=3, shapes=shapes[:3])
@@ -120,32 +121,30 @@ def test_three_islands_stream_two_gigabytes_from_a_store_in_a_storm(tmp_path: Pa
     place = ["data.source=shards", f"data.paths=[{URL}]", f"island.shards.cache_gb={CACHE_GB}"]
     model = ["model.dim=16", "model.num_heads=2", "model.num_layers=1", "model.ffn_dim=32"]
     sizes = ["outer.inner_steps=8", "optimizer.tokens_per_step=2048", "outer.start_islands=3", *model]
-    with (
-        s3_process() as server,
-        writer(tmp_path) as writing,
-        open_forked_swarm(tmp_path, "gloo", islands, *DATA, *place, *sizes) as (made, fleet),
-    ):
+    with s3_process() as server:
         began = time.time()
-        storm = StormRunner(made, fleet, settings)
-        until(has_index, "the first shard in the store")
-        first_shard = time.time() - began
-        starts = [seconds_to_first_step(island, began) for island in made.started[:3]]
-        print(f"{first_shard:.1f} s from the start of writer and islands to the first shard in the store,")
-        print("  and to the islands' first steps", *(f"{seconds:.1f}" for seconds in starts))
-        freezing = freeze_later(server.pid, 20)
-        storm.until_over()
-        freezing.wait(GUARD_SECONDS)
-        began = time.time()
-        joiner = made.start(3)
-        print(f"seconds to the joiner's first step: {seconds_to_first_step(joiner, began):.1f}")
-        storm.end_run()
-        joiner.signal(signal.SIGTERM)
-        joiner.wait()
-        used = [cache_bytes(tmp_path / f"cache-{index}") for index in range(4)]
-        assert all(0 < each <= CACHE_GB * 1e9 for each in used), used
-        assert writing.wait(1500) == 0
-        read = [sys.executable, "-c", READ_ALL, URL, str(tmp_path / "reader"), str(SHARD_TOKENS), str(CACHE_GB)]
-        done = subprocess.run(read, cwd=ROOT, timeout=1500, capture_output=True, text=True)
+        with writer(tmp_path) as writing, open_forked_swarm(tmp_path, "gloo", islands, *DATA, *place, *sizes) as opened:
+            made, fleet = opened
+            storm = StormRunner(made, fleet, settings)
+            until(has_index, "the first shard in the store")
+            first_shard = time.time() - began
+            starts = [seconds_to_first_step(island, began) for island in made.started[:3]]
+            print(f"{first_shard:.1f} s from the start of the writer to the first shard in the store,")
+            print("  and to the islands' first steps", *(f"{seconds:.1f}" for seconds in starts))
+            freezing = freeze_later(server.pid, 20)
+            storm.until_over()
+            freezing.wait(GUARD_SECONDS)
+            began = time.time()
+            joiner = made.start(3)
+            print(f"seconds to the joiner's first step: {seconds_to_first_step(joiner, began):.1f}")
+            storm.end_run()
+            joiner.signal(signal.SIGTERM)
+            joiner.wait()
+            used = [cache_bytes(tmp_path / f"cache-{index}") for index in range(4)]
+            assert all(0 < each <= CACHE_GB * 1e9 for each in used), used
+            assert writing.wait(1500) == 0
+            read = [sys.executable, "-c", READ_ALL, URL, str(tmp_path / "reader"), str(SHARD_TOKENS), str(CACHE_GB)]
+            done = subprocess.run(read, cwd=ROOT, timeout=1500, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     shards, most, memory_kb = map(int, done.stdout.split())
     print(
