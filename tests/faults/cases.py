@@ -1,11 +1,16 @@
 """Runs of real islands in which one is killed or frozen at a phase of a round, with checks of the outcome."""
 
+import os
 import signal
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from diloco.config.schema import Config
 from diloco.faults.spec import parse_fault
+from diloco.train import train
 from tests.faults.leftovers import nothing_left
 from tests.faults.waits import GUARD_SECONDS, assert_one_history, last_round, until
 from tests.swarm import Island, Swarm, swarm
@@ -51,25 +56,30 @@ def run_with_fault(
     *overrides: str,
     num_islands: int = 3,
     coordinator: int | None = None,
+    own: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Run islands of which one kills or freezes itself and comes back; check the outcome and what is left.
 
+    `own`: settings of that island. If it has several ranks, each is on a node of its own, and the first one is hit.
     `coordinator`: the island that is to coordinate the rounds. All others are slowed down, which the islands know of
     each other after some rounds, so the fault should not come in one of the first.
     """
     round_number = parse_fault(fault).round
     assert round_number is not None, "the fault comes in a round"
-    own: list[dict[str, Any]] = [{"faults": [fault] if i == victim else []} for i in range(num_islands)]
-    for i, settings_of_one in enumerate(own):
+    islands_own: list[dict[str, Any]] = [
+        {**own, "faults": [fault]} if i == victim else {"faults": []} for i in range(num_islands)
+    ]
+    for i, settings_of_one in enumerate(islands_own):
         settings_of_one["faults"] += [] if coordinator in (None, i) else [f"slow:{i}x{SLOWNESS}"]
     name = f"name={folder.name}"
     settings = [name, *OVERRIDES, f"outer.transport={transport}", *overrides]
-    with nothing_left(), swarm(folder, *settings, islands=own, address=address) as made:
-        islands = made.start_all()
+    with nothing_left(), swarm(folder, *settings, islands=islands_own, address=address) as made:
+        islands = made.start_all(train_on_nodes)
         if fault.startswith("kill"):
-            (code,) = islands[victim].wait(GUARD_SECONDS)
+            code, *others = islands[victim].wait(GUARD_SECONDS)
             assert code == -signal.SIGKILL, f"the fault did not happen:\n{islands[victim].log[-3000:]}"
-            made.start(victim)
+            assert 0 not in others, "a node went on without the first one"
+            made.start(victim, train_on_nodes)
         else:
             until(lambda: islands[victim].is_stopped, "the fault", islands[victim])
             other = islands[(victim + 1) % num_islands]
@@ -82,6 +92,12 @@ def run_with_fault(
         if coordinator is not None:
             before = islands[(victim + 1) % num_islands].committed()[round_number - 1]
             assert before["planner"] == f"island-{coordinator}", "another island has coordinated"
+
+
+def train_on_nodes(config: Config, index: int) -> None:
+    """Train as `diloco train` does, with each rank on a node of its own."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    train(config, index)
 
 
 def others_go_on(island: Island, last: int) -> None:
