@@ -52,7 +52,7 @@ def read_config(config: str | Path | Mapping[str, Any], overrides: Sequence[str]
         where, parsed = "the config", parse_config(yaml.safe_dump(dict(config)), overrides, where="the config")
     else:
         where, parsed = str(config), load_config(config, overrides)
-    check_sections(parsed, where)
+    check_sections(parsed, f"{where} with its overrides" if overrides else where)
     run, optimizer = parsed.run, parsed.run.optimizer
     tokens = optimizer.tokens_per_step if "tokens_per_step" in parsed.optimizer.model_fields_set else None
     bounded = optimizer.model_copy(update={"tokens_per_step": tokens or UNBOUNDED})
@@ -85,10 +85,12 @@ def check_sections(config: Config, where: str) -> None:
         useless.append("stages without data")
     useless += [f"stages[{number}].lr" for number, stage in enumerate(config.stages) if stage.lr is not None]
     if useless:
+        with_data = sorted(DATA_ISLAND_KEYS - allowed)
+        more = f"; with `data` also {', '.join(with_data)}" if with_data else ""
         raise ConfigError(
             f"{where} sets {', '.join(useless)}, which `diloco train` follows and a loop of your own does not: your "
             "loop chooses model, optimizer, devices and checkpoints, and the learning rate of a stage by "
             "islands.stage. Take that out; allowed: name, seed, outer, data and stages (read by diloco.data), "
             "optimizer.tokens_per_step, "
-            f"and of an island {', '.join(sorted(allowed))}"
+            f"and of an island {', '.join(sorted(allowed))}{more}"
         )

@@ -23,6 +23,7 @@ ALONE = {"outer": {"transport": "loopback", "rounds": 2, "inner_steps": 1, "star
         ({"model": {"dim": 32}}, "sets model, which `diloco train` follows"),
         ({"optimizer": {"lr": 1e-3}}, "sets optimizer.lr"),
         ({"island": {"cache_dir": "a"}}, "sets island.cache_dir"),
+        ({"island": {"cache_dir": "a"}}, "; with `data` also cache_dir, data_paths"),
         ({"data": {"seq_len": 8}}, "data needs optimizer.tokens_per_step"),
         ({"data": {"seq_len": 8}, "optimizer": {"tokens_per_step": 12}}, "is not a multiple of data.seq_len (8)"),
         ({"island": {"micro_batch": 4, "name": "a"}}, "sets island.micro_batch, which"),
