@@ -75,7 +75,8 @@ def measure(fleet: VirtualFleet) -> Results:
     shares = max(rounds, 1) * len(fleet.islands)
     cpu = {name: value / max(rounds, 1) for name, value in totals.cpu_seconds.items()}
     busiest = max(cpu, key=lambda name: cpu[name])
-    link_share = totals.link_seconds / seconds if seconds else 0.0
+    # What is sent counts in full when it begins, so a state on its way at the end may count for more than there was.
+    link_share = min(totals.link_seconds / seconds, 1.0) if seconds else 0.0
     made, kept = sum(p.diary.num_steps for p in processes), sum(each.num_steps for _, each in landed)
     return Results(
         num_islands=len(fleet.islands),
@@ -105,20 +106,30 @@ def quantile(sorted_values: Sequence[float], share: float) -> float:
 
 def _find_terms(landed: Sequence[tuple[VirtualIsland, LandedRound]]) -> tuple[Terms, list[float]]:
     """The mean terms of a round, and the times to commit, sorted."""
-    ready: dict[int, float] = defaultdict(float)
-    for _, each in landed:
-        ready[each.number] = max(ready[each.number], each.ready_at)
     if not landed:
         return Terms(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), []
+    ready = find_ready([each for _, each in landed])
     terms = Terms(
         compute=mean(each.num_steps * island.seat.step_seconds for island, each in landed),
-        others=mean(ready[each.number] - each.ready_at for _, each in landed),
+        others=mean(max(ready[each.number] - each.ready_at, 0.0) for _, each in landed),
         plan=mean(max(each.planned_at - ready[each.number], 0.0) for _, each in landed),
         reduce=mean(each.reduced_at - each.planned_at for _, each in landed),
         host=mean(each.voted_at - each.reduced_at for _, each in landed),
         vote=mean(each.committed_at - each.voted_at for _, each in landed),
     )
     return terms, sorted(each.committed_at - ready[each.number] for _, each in landed)
+
+
+def find_ready(landed: Sequence[LandedRound]) -> dict[int, float]:
+    """By round, when the last one was ready that the plan waited for. Who was ready later only observed the round."""
+    planned: dict[int, float] = {}
+    for each in landed:
+        planned[each.number] = min(planned.get(each.number, each.planned_at), each.planned_at)
+    ready: dict[int, float] = defaultdict(float)
+    for each in landed:
+        if each.ready_at <= planned[each.number]:
+            ready[each.number] = max(ready[each.number], each.ready_at)
+    return ready
 
 
 def _find_utilisation(processes: Sequence[VirtualIsland]) -> float | None:

@@ -10,7 +10,8 @@ from diloco.errors import ConfigError
 from diloco.faults.disturbances import Disturbances
 from diloco.planning.mesh.step_plan import build_step_plan, load_island
 from diloco.virtual.fleet import VirtualFleet
-from diloco.virtual.results import measure
+from diloco.virtual.island import LandedRound
+from diloco.virtual.results import find_ready, measure
 from diloco.virtual.run import run_virtually
 from diloco.virtual.simulate import VirtualRequest, build_run
 from inner.measure.param_specs import param_specs
@@ -111,6 +112,15 @@ def test_an_island_that_was_frozen_goes_on_with_the_others_state() -> None:
     results = measure(fleet)
     assert results.errors == {} and results.num_caught_up >= 1
     assert rounds_of(fleet, 2)[-1] == 7 and len(rounds_of(fleet, 2)) < 8
+
+
+def test_a_plan_has_not_waited_for_who_was_ready_after_it() -> None:
+    times = {"reduced_at": 8.0, "voted_at": 8.0, "committed_at": 9.0, "landed_at": 9.0}
+    landed = [
+        LandedRound(3, 10, 1, ready, planned, digest="", **times)
+        for ready, planned in ((4.0, 6.0), (5.0, 6.5), (12.0, 7.0))
+    ]
+    assert find_ready(landed) == {3: 5.0}
 
 
 def test_rounds_of_fragments_behind_inner_steps_hide_the_links() -> None:
