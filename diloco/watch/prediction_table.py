@@ -30,7 +30,7 @@ def show_prediction(state: dict[str, Any]) -> Iterator[RenderableType]:
     for row in prediction_rows(state):
         table.add_row(*map(Text, row))
     yield table
-    yield Text(f"predicted with {'; '.join(predicted['assumed'])}")
+    yield Text(f"assumed: {'; '.join(predicted['assumed'])}")
 
 
 def prediction_rows(state: dict[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -51,5 +51,5 @@ function drawPrediction(t) {
   const table = make("table"), head = make("tr");
   for (const title of ["", "predicted", "measured"]) head.append(make("th", title));
   table.append(head, ...predictionRows(t).map((cells) => { const row = make("tr"); row.append(...cells.map((cell) => make("td", cell))); return row; }));
-  place.replaceChildren(table, make("p", `Predicted with ${predicted.assumed.join("; ")}.`));
+  place.replaceChildren(table, make("p", `Assumed: ${predicted.assumed.join("; ")}.`));
 }
