@@ -133,8 +133,11 @@ def is_level(row: Row, key: str) -> bool:
 
 
 def group_of(row: Row, key: str) -> str:
-    """A key that rows share which differ in this one alone. `params` follows from the keys of the model."""
-    leaves_out = "model" if key == "params" else key
+    """A key that rows share which differ in this one alone. `params` follows from the keys of the model.
+
+    Larger models often have fewer seeds, which sets no row apart.
+    """
+    leaves_out = ("model" if key == "params" else key, "seeds")
     rest = {name: value for name, value in row.point.items() if not name.startswith(leaves_out)}
     return json.dumps([row.is_data_parallel, rest], sort_keys=True, default=str)
 

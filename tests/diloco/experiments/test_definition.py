@@ -10,6 +10,7 @@ from diloco.errors import ConfigError
 from diloco.experiments.definition.build import build_rows
 from diloco.experiments.definition.rows import Rows, select
 from diloco.experiments.definition.schema import dump_experiment, load_experiment
+from diloco.experiments.results.plots import group_of
 from tests.diloco.experiments.tiny import TINY, write_tiny
 
 ROOT = Path(__file__).parents[3]
@@ -49,6 +50,13 @@ def test_a_row_is_called_by_the_method_that_ran(tmp_path):
         "Nesterov 0.7/0.9, H 4, 2 islands, 2 fragments, tau 1, bf16, lr 0.003",
         "gossip of 2 0.7/0.5, pull 0.7, H 4, 2 islands, bf16",
     ]
+
+
+def test_sizes_with_fewer_seeds_are_on_the_line_of_the_others(tmp_path):
+    models = [TINY["base"]["model"] | {"ffn_dim": dim} for dim in (64, 128)]
+    sizes = {"model": models, "seeds": [[0, 1], [0]]}
+    groups = {group_of(row, "params") for row in rows_of(tmp_path, axes=[sizes]).rows}
+    assert len(groups) == 2, "data-parallel training and DiLoCo"
 
 
 def test_what_a_step_holds_is_in_the_label_where_it_varies(tmp_path):
