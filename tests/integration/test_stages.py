@@ -14,6 +14,7 @@ from diloco.island import run as live
 from diloco.records.run_folder import read_run
 from diloco.report.data_account import data_account
 from diloco.train import train
+from tests.integration.test_resume import come_together
 from tests.swarm import GUARD_SECONDS, TEXT, Island, kill_in_step, swarm
 
 ROOT = Path(__file__).parents[2]
@@ -68,10 +69,10 @@ def at_store(folder: Path) -> str:
 
 
 def die_after(steps: int, config: Config, index: int) -> None:
-    """Train until the process kills itself in its inner step `steps`."""
+    """Train until the process kills itself in its inner step `steps`, once the others are in it, too."""
 
     def killed(parts: Runtime) -> None:
-        kill_in_step(steps, parts)
+        kill_in_step(steps, parts, lambda: come_together(Path(parts.island.run_dir), index, len(config.islands)))
         live(parts)
 
     train(config, index, killed)

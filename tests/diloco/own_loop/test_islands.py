@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.assemble import Runtime
-from diloco.config.schema import Config, load_config
+from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.own_loop.islands import Islands
 from diloco.own_loop.model import trained_params
@@ -76,30 +76,6 @@ def test_rounds_and_steps_are_recorded(tmp_path: Path) -> None:
     assert [step["step"] for step in steps] == list(range(1, ROUNDS * STEPS + 1))
     assert all(step["loss"] > 0 and step["lr"] == 1e-2 for step in steps)
     assert [(each["committed"], each["tokens"]) for each in rounds] == [(True, STEPS * TOKENS)] * ROUNDS
-
-
-def test_a_run_begun_anew_under_its_name_keeps_its_own_config(tmp_path: Path) -> None:
-    for codec in ("fp32", "int8"):
-        with swarm(tmp_path, islands=[{}]) as made:
-            made.start(0, train_small(codec=codec, rounds=1)).finish()
-    assert load_config(tmp_path / "own" / "config.yaml").run.outer.codec == "int8"
-
-
-def test_an_island_that_is_refused_for_its_config_leaves_that_of_the_run(tmp_path: Path) -> None:
-    def wait_in_the_run(config: Config, index: int) -> ModelAndDigest:
-        model = small_model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        islands = Islands(own_config(config, index, start_islands=1, codec="fp32"), model, optimizer)
-        until(lambda: (tmp_path / "refused").exists(), "the other island is refused")
-        return finish(islands, model, optimizer)
-
-    with swarm(tmp_path, islands=[{}, {}]) as made:
-        first = made.start(0, wait_in_the_run)
-        until(lambda: bool(records(tmp_path, "event")), "the run has begun")
-        assert made.start(1, train_small(codec="int8", start_islands=1)).wait() != [0]
-        (tmp_path / "refused").touch()
-        first.finish()
-    assert load_config(tmp_path / "own" / "config.yaml").run.outer.codec == "fp32"
 
 
 def test_a_joiner_takes_the_parameters_of_the_others(tmp_path: Path) -> None:

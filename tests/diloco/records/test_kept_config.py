@@ -3,9 +3,21 @@
 import signal
 from pathlib import Path
 
-from diloco.config.schema import load_config
-from tests.diloco.own_loop.loops import train_from_saved, train_saving_and_die
-from tests.swarm import swarm
+import torch
+
+from diloco.config.schema import Config, load_config
+from diloco.own_loop.islands import Islands
+from tests.diloco.own_loop.loops import (
+    ModelAndDigest,
+    finish,
+    own_config,
+    small_model,
+    train_from_saved,
+    train_saving_and_die,
+    train_small,
+)
+from tests.faults.waits import until
+from tests.swarm import read_records, swarm
 
 SAVED = "island.checkpoint.every_rounds=1"
 
@@ -30,4 +42,28 @@ def test_a_loop_of_ones_own_whose_saved_state_is_of_another_run_leaves_the_confi
         assert made.start(0, train_saving_and_die(tmp_path, 1)).wait() == [-signal.SIGKILL]
     with swarm(tmp_path, islands=[{}]) as made:  # with a rendezvous that has not heard of the first
         assert made.start(0, train_from_saved(tmp_path, codec="int8")).wait() == [1]
+    assert load_config(tmp_path / "own" / "config.yaml").run.outer.codec == "fp32"
+
+
+def test_a_run_begun_anew_under_its_name_keeps_its_own_config(tmp_path: Path) -> None:
+    for codec in ("fp32", "int8"):
+        with swarm(tmp_path, islands=[{}]) as made:
+            made.start(0, train_small(codec=codec, rounds=1)).finish()
+    assert load_config(tmp_path / "own" / "config.yaml").run.outer.codec == "int8"
+
+
+def test_an_island_that_is_refused_for_its_config_leaves_that_of_the_run(tmp_path: Path) -> None:
+    def wait_in_the_run(config: Config, index: int) -> ModelAndDigest:
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        islands = Islands(own_config(config, index, start_islands=1, codec="fp32"), model, optimizer)
+        until(lambda: (tmp_path / "refused").exists(), "the other island is refused")
+        return finish(islands, model, optimizer)
+
+    with swarm(tmp_path, islands=[{}, {}]) as made:
+        first = made.start(0, wait_in_the_run)
+        until(lambda: bool(read_records(tmp_path / "own/island-0/metrics.jsonl")), "the run has begun")
+        assert made.start(1, train_small(codec="int8", start_islands=1)).wait() != [0]
+        (tmp_path / "refused").touch()
+        first.finish()
     assert load_config(tmp_path / "own" / "config.yaml").run.outer.codec == "fp32"

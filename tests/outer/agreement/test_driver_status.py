@@ -1,20 +1,16 @@
-"""Islands know each other: their names, which are behind, whose state survives, and which to wait for."""
+"""Islands know of each other which are behind, whose state survives, and which to wait for."""
 
 import asyncio
-import logging
-from collections import Counter
-from collections.abc import Callable
-from string import ascii_letters
 
 import pytest
 
-from outer.agreement.messages import Plan, Status, Vote
+from outer.agreement.messages import Plan, Status
 from outer.agreement.running.doubts import FIRST_SECONDS
-from outer.agreement.running.failure_detector import MAX_TRAINING_PINGS, PING_SECONDS
-from outer.errors import BehindError, InputError, MessageError
-from outer.transports.loopback import Hub, Parcel
+from outer.agreement.running.failure_detector import PING_SECONDS
+from outer.errors import BehindError
+from outer.transports.loopback import Hub
 from tests.outer.clock import now, run, until
-from tests.outer.leaders import START, Leader, die, freeze, leaders, plans_of, split, together
+from tests.outer.leaders import START, Leader, leaders, plans_of, split, together
 
 OTHER = "bb" * 16
 
@@ -276,128 +272,5 @@ def test_donors_that_have_spoken_count_more_than_records() -> None:
         await b.driver.update_status(Status(round=1, tokens=200, digest=OTHER))
         await until(lambda: a.knowledge.live.get("b") == b.knowledge.status)
         assert await donors_of(a) == ["b"]
-
-    run(test)
-
-
-# -- who is who ------------------------------------------------------------------------------------------------
-
-
-def test_two_runs_on_one_network_do_not_mix() -> None:
-    async def test() -> None:
-        hub = Hub()
-        one = await leaders("ab", hub, run_id="one", start_islands=2)
-        two = await leaders("bc", hub, run_id="two", start_islands=2)
-        results = await together(*(i.attempt() for i in one + two))
-        assert plans_of(results) == [(0, ["a", "b"], True)] * 2 + [(0, ["b", "c"], True)] * 2
-        assert [i.knowledge.present for i in one + two] == [{"b"}, {"a"}, {"c"}, {"b"}]
-
-    run(test)
-
-
-def test_an_island_with_another_config_is_not_met() -> None:
-    async def test() -> None:
-        (a,) = await leaders("a")
-        (b,) = await leaders("b", a.hub, config_hash="d" * 32)
-        await asyncio.sleep(3 * PING_SECONDS)
-        assert plans_of(await together(a.attempt(), b.attempt())) == [(0, ["a"], True), (0, ["b"], True)]
-
-    run(test)
-
-
-def test_a_second_island_of_the_same_name_is_refused() -> None:
-    async def test() -> None:
-        (a,) = await leaders("a")
-        with pytest.raises(InputError, match="'a'"):
-            await Leader(a.hub, "a").announce(identity="f" * 64)
-
-    run(test)
-
-
-def test_a_restarted_island_takes_its_own_place_in_the_round() -> None:
-    async def test() -> None:
-        islands = a, b, c = await leaders("abc", start_islands=3)
-        await together(*(i.attempt(in_reduce=die) if i is b else i.attempt() for i in islands))
-        freeze(b)
-        a.hub.heal("b")
-        (again,) = await leaders("b", a.hub, start_islands=3, incarnation="01")
-        await until(lambda: "b" in a.knowledge.live and "b" in c.knowledge.live)
-        early = asyncio.gather(a.attempt(), c.attempt())
-        await until(again.hears("ac"))
-        results = [await again.attempt(), *await early]
-        assert plans_of(results) == [(1, ["a", "b", "c"], True)] * 3
-        assert again.incarnation in [p.incarnation for p in results[1][0].participants]
-
-    run(test)
-
-
-@pytest.mark.parametrize(
-    "body,cause", [(b"\x00", "not a Vote"), (b"", "not a Vote"), (b"{}", "not a Vote: plan: Field required")]
-)
-def test_what_is_no_message_is_refused_and_the_round_goes_on(body: bytes, cause: str) -> None:
-    async def test() -> None:
-        a, b = await leaders("ab", start_islands=2)
-        with pytest.raises(MessageError, match=cause):
-            await b.messenger.call(a.messenger.address, "vote", body, timeout_seconds=5.0)
-        assert plans_of(await together(a.attempt(), b.attempt())) == [(0, ["a", "b"], True)] * 2
-
-    run(test)
-
-
-def test_an_island_whose_ready_is_refused_is_told_why_in_its_log(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-
-    async def test() -> None:
-        (a,) = await leaders("a", quorum=2)
-        await leaders("b", a.hub, max_tokens=5)
-        early = asyncio.create_task(a.attempt())
-        await asyncio.sleep(3 * PING_SECONDS)
-        early.cancel()
-
-    run(test)
-    assert "b refused ready: 'a' claims 100 tokens, a round has at most 5" in caplog.messages
-
-
-def test_nobody_votes_for_another_island() -> None:
-    async def test() -> None:
-        a, b, c = await leaders("abc", start_islands=3)
-        plans = await asyncio.gather(a.plan(), b.plan(), c.plan())
-        with pytest.raises(MessageError, match="'c' speaks for 'b'"):
-            await c.tell(a, Vote.no(plans[0], "b", "boo"))
-        assert a.protocol.vote_table.tally(plans[0]) == "open"
-
-    run(test)
-
-
-# -- pings -----------------------------------------------------------------------------------------------------
-
-
-def test_all_of_many_islands_are_told_at_once_of_a_status_that_somebody_may_wait_for() -> None:
-    async def test() -> None:
-        first, *others = await leaders(ascii_letters[:40])
-        taking = Status(round=0, tokens=0, digest=START, is_coming=False)
-        for status in (taking, Status(round=1, tokens=9, digest=OTHER)):
-            await first.driver.update_status(status)
-            await asyncio.sleep(0.1 * PING_SECONDS)
-            assert all(other.knowledge.statuses[first.name] == status for other in others)
-
-    run(test)
-
-
-def test_many_islands_that_train_before_the_first_commit_ping_some_of_the_others_each_second_and_all_in_turn() -> None:
-    pinged: Counter[tuple[str, str]] = Counter()
-
-    def deliver(parcel: Parcel, at_once: Callable[[], None]) -> None:
-        if parcel.kind == "status":
-            pinged[parcel.source, parcel.to] += 1
-        at_once()
-
-    async def test() -> None:
-        await leaders(ascii_letters[:40], Hub(deliver))
-        await asyncio.sleep(0.5 * PING_SECONDS)
-        assert 0 < sum(pinged.values()) <= 40 * MAX_TRAINING_PINGS  # the first status
-        await asyncio.sleep(2 * PING_SECONDS)
-        assert 40 * MAX_TRAINING_PINGS < sum(pinged.values()) <= 40 * 3 * MAX_TRAINING_PINGS
-        assert len(pinged) == 40 * 39
 
     run(test)
