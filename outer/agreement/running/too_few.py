@@ -35,7 +35,7 @@ class FewIslands:
             if waited > self._deadlines.initial_seconds:
                 came = f"{present} of {needed} islands came within {seconds}"
                 raise QuorumError(
-                    f"round 0: {came}; outer.start_islands are needed to begin{self._explain_strangers()}"
+                    f"round 0: {came}; outer.start_islands are needed to begin{self._explain_absence()}"
                 )
         elif self._knowledge.rules.below_quorum == "stop" and waited > self._deadlines.grace(present):
             came = f"{present} of outer.quorum {needed} islands after {seconds}"
@@ -43,14 +43,14 @@ class FewIslands:
         if now - warned_at <= WARN_SECONDS:
             return warned_at
         self._warn(
-            f"BELOW QUORUM: {present} of {needed} islands came; waiting for the others{self._explain_strangers()}"
+            f"BELOW QUORUM: {present} of {needed} islands came; waiting for the others{self._explain_absence()}"
         )
         return now
 
-    def _explain_strangers(self) -> str:
-        """What keeps islands apart that came and began from different parameters."""
+    def _explain_absence(self) -> str:
+        """Why there may be so few: other islands began from different parameters, or none answers."""
         if not self._strangers:
-            return ""
+            return "" if self._knowledge.live else "; no other island answers: they are down, or have finished the run"
         return (
             f"; {', '.join(sorted(self._strangers))} began from other parameters than this island: all islands need "
             "the same seed or weights, and the same program"
