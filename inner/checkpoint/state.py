@@ -52,7 +52,8 @@ def make_states(stages: Stages, optimizers: Optimizers, saved: Saved) -> None:
     """Give every optimizer exactly the states that are saved, as zeros to load into.
 
     An optimizer creates its states in its first step, but a step would change parameters (weight decay) and may be
-    collective (Muon). They are therefore created here as the optimizer would: shaped like the parameter, or 0-d.
+    collective (Muon). They are therefore created here as the optimizer would: shaped like the parameter, whole vectors
+    with a number for each row (NorMuon), or 0-d.
     """
     keys = _saved_keys(saved)
     for name, param, optimizer, group in _stepped(stages, optimizers):
@@ -80,7 +81,7 @@ def find_mismatch(stages: Stages, optimizers: Optimizers, saved: Saved, saved_ki
     keys = _saved_keys(saved)
     for name, param, _, _ in _stepped(stages, optimizers):
         for key in keys[name]:
-            if (size := saved[f"{OPTIMIZER}{name}/{key}"].size) not in (param.shape, ()):
+            if (size := saved[f"{OPTIMIZER}{name}/{key}"].size) not in (param.shape, param.shape[:1], ()):
                 return f"{name} is {tuple(param.shape)}, its {key} in the checkpoint {tuple(size)}"
     for name, optimizer in optimizer_names(stages, optimizers).items():
         if saved_kinds.get(name) != optimizer:
@@ -124,5 +125,7 @@ def _allocate(param: nn.Parameter, group: Mapping[str, Any], saved: TensorStorag
     dtype = saved.properties.dtype
     if saved.size == param.shape:
         return torch.zeros_like(param, dtype=dtype)
+    if saved.size == param.shape[:1]:
+        return torch.zeros(saved.size, dtype=dtype, device=param.device)
     on_device = group.get("fused") or group.get("capturable")
     return torch.zeros((), dtype=dtype, device=param.device if on_device else "cpu")

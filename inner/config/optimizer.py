@@ -73,6 +73,9 @@ class OptimizerConfig(Section):
     """Added to the root of AdamW's second moments."""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     """Momentum of Muon for the matrices of the blocks."""
+    muon_row_beta: float | None = Field(default=None, ge=0, lt=1)
+    """NorMuon (2510.05491): Muon's updates are divided by the root mean square of each of their rows, a running mean
+    with this decay (0.95 in the paper). null: Muon as it is."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Share of lr by which a step shrinks matrices. Norms and the embedding do not decay unless a group sets it."""
     groups: tuple[ParamGroup, ...] = ()
@@ -109,6 +112,8 @@ class OptimizerConfig(Section):
         is_own = is_import_path(self.name)
         if self.options and not is_own:
             raise ValueError(f"options are those of an own optimizer, and name is {self.name}; leave options out")
+        if self.muon_row_beta is not None and self.name != "muon":
+            raise ValueError(f"muon_row_beta is for muon, and name is {self.name}; leave it out, or set name to muon")
         chosen = [group.pattern for group in self.groups if group.optimizer is not None]
         if chosen and self.name != "muon" and not is_own:
             raise ValueError(

@@ -62,7 +62,7 @@ BUILDERS: dict[str, Callable[[list[dict[str, Any]], OptimizerConfig], Optimizer]
 
 
 def _build_muon(dtype: torch.dtype, groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
-    return Muon(groups, config.lr, config.muon_momentum, dtype)
+    return Muon(groups, config.lr, config.muon_momentum, dtype, config.muon_row_beta)
 
 
 def _settings(name: str, param: Tensor, group: ParamGroup | None, config: OptimizerConfig) -> tuple[str, float, float]:

@@ -72,6 +72,13 @@ class MatrixExchange:
         pairs = zip(x, matrices, strict=False)
         return [_like(piece, matrix) for piece, matrix in pairs if isinstance(matrix, DTensor)]
 
+    def gather(self, vector: Tensor, count: int) -> list[Tensor]:
+        """The vectors that the ranks of the first `count` matrices have made of them, on every rank."""
+        x = vector[None]
+        for axis in reversed(self.axes):
+            x = _gather(x, axis)
+        return [each.clone() for each in x[:count]]
+
 
 def build_exchange(matrix: DTensor) -> MatrixExchange:
     """The exchange for matrices that are shaped and sharded like this one."""
@@ -123,9 +130,10 @@ def _swap(x_MAB: Tensor, axis: _Axis) -> Tensor:
     return received
 
 
-def _gather(x_MAB: Tensor, axis: _Axis) -> Tensor:
-    gathered = x_MAB.new_empty((axis.size * x_MAB.shape[0], *x_MAB.shape[1:]))
-    dist.all_gather_into_tensor(gathered, x_MAB.contiguous(), group=axis.group)
+def _gather(x: Tensor, axis: _Axis) -> Tensor:
+    """Concatenate what the ranks of the axis have along the first dim."""
+    gathered = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    dist.all_gather_into_tensor(gathered, x.contiguous(), group=axis.group)
     return gathered
 
 

@@ -1,4 +1,4 @@
-"""Muon on sharded matrices, with the same result on every mesh.
+"""Muon and NorMuon on sharded matrices, with the same result on every mesh.
 
 torch.optim.Muon is not used because it orthogonalises shards, whose sums have another order than those of one process,
 so that rounding differences grow over the iteration. Measured, its first update on 2 to 4 ranks differs by 3 % from
@@ -6,7 +6,7 @@ that of one process. Here, in fp32 on whole matrices, it differs by 1e-5.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -18,6 +18,8 @@ from inner.optim.matrix_exchange import build_exchange
 # Quintic iteration x <- a x + (b xx' + c (xx')^2) x: steep at 0, it maps singular values to about 0.7 .. 1.2.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
+ROWS = "row_mean_square"
+EPS = 1e-8
 
 
 class Muon(torch.optim.Optimizer):
@@ -25,12 +27,22 @@ class Muon(torch.optim.Optimizer):
 
     For 2-D parameters only. Updates are scaled to the size of AdamW's, so the same lr and weight decay apply: Muon is
     Scalable for LLM Training (2502.16982), eq. 4. All ranks of the parameters' mesh must call step() together.
+
+    With `row_beta` it is NorMuon (2510.05491), see `normalise_rows`. The mean squares of a matrix's rows, fp32, are
+    whole on each rank that holds a shard of it.
     """
 
-    def __init__(self, params: list[dict], lr: float, momentum: float, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        params: list[dict],
+        lr: float,
+        momentum: float,
+        dtype: torch.dtype = torch.float32,
+        row_beta: float | None = None,
+    ) -> None:
         """`dtype`: of the products by which matrices are orthogonalised, see `product_dtype`."""
         super().__init__(params, {"lr": lr, "weight_decay": 0.0, "momentum": momentum})
-        self.dtype = dtype
+        self.dtype, self.row_beta = dtype, row_beta
         for group in self.param_groups:
             group["params"].sort(key=_kind)
             assert all(param.ndim == 2 for param in group["params"]), "Muon is for matrices"
@@ -41,7 +53,7 @@ class Muon(torch.optim.Optimizer):
             params = [param for param in group["params"] if param.grad is not None]
             for batch in _batches(params):
                 directions = [self._nesterov_momentum(param, group["momentum"]) for param in batch]
-                for param, update in zip(batch, orthogonalise(directions, self.dtype), strict=True):
+                for param, update in zip(batch, self._find_updates(batch, directions), strict=True):
                     param.mul_(1.0 - group["lr"] * group["weight_decay"])
                     param.add_(update, alpha=-0.2 * math.sqrt(max(param.shape)) * group["lr"])
 
@@ -49,10 +61,25 @@ class Muon(torch.optim.Optimizer):
         """Nesterov momentum of the gradient, sharded like the parameter."""
         assert param.grad is not None, "step() leaves out parameters without a gradient"
         state = self.state[param]
-        if not state:
+        if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param)
         average = state["momentum_buffer"].lerp_(param.grad, 1.0 - momentum)
         return param.grad.lerp(average, momentum)
+
+    def _find_updates(self, batch: list[Tensor], directions: list[Tensor]) -> list[Tensor]:
+        """The orthogonalised directions of a batch, with NorMuon's rows. Sharded like the parameters."""
+        if self.row_beta is None:
+            return orthogonalise(directions, self.dtype)
+        updates, rows = orthogonalise_rows(
+            directions, [self._rows(param) for param in batch], self.row_beta, self.dtype
+        )
+        for param, mean_squares in zip(batch, rows, strict=True):
+            self.state[param][ROWS] = mean_squares
+        return updates
+
+    def _rows(self, param: Tensor) -> Tensor:
+        state = self.state[param]
+        return state[ROWS] if ROWS in state else torch.zeros(param.shape[0], device=param.device)
 
 
 def product_dtype(device_type: str, compute_dtype: torch.dtype) -> torch.dtype:
@@ -73,7 +100,7 @@ def _batches(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
         yield from (members[first : first + size] for first in range(0, len(members), size))
 
 
-def orthogonalise(matrices: list[Tensor], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def orthogonalise(matrices: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Orthogonalise matrices of one kind. Of sharded ones each rank of their mesh does one, whole.
 
     The results are sharded alike. Every rank of the mesh must call it with the same list.
@@ -84,6 +111,31 @@ def orthogonalise(matrices: list[Tensor], dtype: torch.dtype = torch.float32) ->
     exchange = build_exchange(first)
     whole = exchange.deal(matrices)
     return exchange.collect(newton_schulz(whole, dtype) if exchange.index < len(matrices) else whole, matrices)
+
+
+def orthogonalise_rows(
+    matrices: Sequence[Tensor], rows: Sequence[Tensor], beta: float, dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], list[Tensor]]:
+    """As `orthogonalise`, then `normalise_rows`. Also returns the new mean squares of rows, whole on each rank."""
+    first = matrices[0]
+    if not isinstance(first, DTensor):
+        done = [normalise_rows(newton_schulz(m, dtype), r, beta) for m, r in zip(matrices, rows, strict=True)]
+        return [update for update, _ in done], [mean_squares for _, mean_squares in done]
+    exchange = build_exchange(first)
+    whole, own = exchange.deal(matrices), torch.zeros_like(rows[0])
+    if exchange.index < len(matrices):
+        whole, own = normalise_rows(newton_schulz(whole, dtype), rows[exchange.index], beta)
+    return exchange.collect(whole, matrices), exchange.gather(own, len(matrices))
+
+
+def normalise_rows(update_MN: Tensor, before_M: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """NorMuon's update (2510.05491), as long as an orthogonal matrix, and the mean squares of its rows so far.
+
+    v <- beta v + (1 - beta) mean(O^2) by row;  O / (sqrt(v) + eps), scaled to the norm sqrt(min(M, N))
+    """
+    rows_M = before_M.lerp(update_MN.square().mean(dim=1), 1.0 - beta)
+    even_MN = update_MN / (rows_M.sqrt() + EPS)[:, None]
+    return even_MN * (math.sqrt(min(even_MN.shape)) / even_MN.norm().clamp(min=EPS)), rows_M
 
 
 def newton_schulz(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -18,7 +18,13 @@ from diloco.formatting import human_count
 ISLAND_KEYS = ("micro_batch", "compute_dtype", "device", "matmul_precision", "init_from", "tokenizer", "data_paths")
 """Settings of an island that its numbers depend on."""
 COVERED = ("config", "method", "islands", "outer", "step_tokens", "steps_multiple_of", "evaluations", "model", "seeds")
-ALSO_COVERED = ("optimizer.name", "optimizer.averaging", "optimizer.averaging.x", "optimizer.averaging.y")
+ALSO_COVERED = (
+    "optimizer.name",
+    "optimizer.averaging",
+    "optimizer.averaging.x",
+    "optimizer.averaging.y",
+    "optimizer.muon_row_beta",
+)
 """Keys whose values the name of the method or the size of the model shows, or that are no part of a comparison."""
 
 

@@ -48,8 +48,8 @@ def sent_bytes(op: str, size: int, num_ranks: int) -> int:
 def expected_traffic(work: Workload, pp_rank: int = 0) -> list[TrafficRow]:
     """Traffic of a rank at pipeline coordinate `pp_rank` in the forward and backward of one inner step.
 
-    It excludes bookkeeping of a few bytes (losses, norms, counts). Muon's exchange is that of all matrices in one param
-    group; AdamW and SGD send nothing.
+    It excludes bookkeeping of a few bytes (losses, norms, counts, NorMuon's number for each row). Muon's exchange
+    is that of all matrices in one param group; AdamW and SGD send nothing.
     """
     tally = _Tally(work.degrees)
     gathers = count_gathers(work, pp_rank)

@@ -34,17 +34,13 @@ class FewIslands:
             self._strangers |= {name for name, s in live.items() if s.round == 0 and not s.agrees_with(own)}
             if waited > self._deadlines.initial_seconds:
                 came = f"{present} of {needed} islands came within {seconds}"
-                raise QuorumError(
-                    f"round 0: {came}; outer.start_islands are needed to begin{self._explain_absence()}"
-                )
+                raise QuorumError(f"round 0: {came}; outer.start_islands are needed to begin{self._explain_absence()}")
         elif self._knowledge.rules.below_quorum == "stop" and waited > self._deadlines.grace(present):
             came = f"{present} of outer.quorum {needed} islands after {seconds}"
             raise QuorumError(f"round {self._knowledge.status.round}: {came}, and outer.below_quorum is 'stop'")
         if now - warned_at <= WARN_SECONDS:
             return warned_at
-        self._warn(
-            f"BELOW QUORUM: {present} of {needed} islands came; waiting for the others{self._explain_absence()}"
-        )
+        self._warn(f"BELOW QUORUM: {present} of {needed} islands came; waiting for the others{self._explain_absence()}")
         return now
 
     def _explain_absence(self) -> str:

@@ -28,8 +28,8 @@ from tests.inner.small import OPTIMIZER, batch, build_trainer, share
 SIZES = ModelSizes(
     dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=61, qk_norm=True, tie_embeddings=True
 )
-# Muon and AdamW have different states for different parameters.
-MUON = OPTIMIZER.model_copy(update={"name": "muon"})
+# NorMuon and AdamW have different states for different parameters: like the parameter, a number for each row, or one.
+MUON = OPTIMIZER.model_copy(update={"name": "muon", "muon_row_beta": 0.9})
 STEPS_BEFORE, STEPS_AFTER = 1, 2
 
 

@@ -176,3 +176,8 @@ def test_an_invalid_pattern_is_refused_with_the_config() -> None:
 def test_only_muon_lets_a_group_choose_its_optimizer() -> None:
     with pytest.raises(ValidationError, match="'q_proj' chooses an optimizer, but name is adamw"):
         OptimizerConfig.model_validate({"groups": [{"pattern": "q_proj", "optimizer": "adamw"}]})
+
+
+def test_only_muon_has_a_beta_of_rows() -> None:
+    with pytest.raises(ValidationError, match="muon_row_beta is for muon, and name is adamw"):
+        OptimizerConfig.model_validate({"muon_row_beta": 0.95})

@@ -1,4 +1,4 @@
-"""Muon equals its equations in fp64 and torch's Muon, and is the same on every mesh."""
+"""Muon and NorMuon equal their equations in fp64, Muon that of torch, and both are the same on every mesh."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from inner.config import OptimizerConfig, ParallelConfig
 from inner.mesh import Degrees
 from inner.model.sizes import ModelSizes
-from inner.optim.muon import Muon, newton_schulz, orthogonalise, product_dtype
+from inner.optim.muon import Muon, newton_schulz, normalise_rows, orthogonalise, product_dtype
 from tests.harness import run_ranks
 from tests.inner.small import OPTIMIZER, SEQUENCES, batch, build_trainer, relative_error, share, whole_model
 
 # Tall, wide, square, fewer rows than ranks. Neither count nor sizes are multiples of 2 or 4 ranks.
 SHAPES = [(50, 32), (32, 50), (17, 17), (3, 40), (41, 5)]
 LR, MOMENTUM, DECAY, STEPS = 0.02, 0.9, 0.1, 4
+ROW_BETAS = {"muon": None, "normuon": 0.8}
 
 
 def matrices(seed: int) -> list[Tensor]:
@@ -27,18 +28,24 @@ def matrices(seed: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def plain_muon() -> list[Tensor]:
+def plain_muon(row_beta: float | None) -> list[Tensor]:
     """The equations on full matrices in fp64."""
+    rows = [torch.zeros(s[0], 1, dtype=torch.float64) for s in SHAPES]
     values, averages = [[m.double() for m in matrices(0)], [torch.zeros(s, dtype=torch.float64) for s in SHAPES]]
     for step in range(STEPS):
-        for value, average, grad in zip(values, averages, matrices(1 + step), strict=True):
+        for value, average, row, grad in zip(values, averages, rows, matrices(1 + step), strict=True):
             average.mul_(MOMENTUM).add_(grad.double(), alpha=1 - MOMENTUM)
             ahead = MOMENTUM * average + (1 - MOMENTUM) * grad.double()
             u, s, v = torch.linalg.svd(ahead / ahead.norm(), full_matrices=False)
             for _ in range(5):
                 s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-            value.mul_(1 - LR * DECAY)
-            value.sub_(LR * 0.2 * max(value.shape) ** 0.5 * (u * s @ v))
+            update, scale = u * s @ v, LR * 0.2 * max(value.shape) ** 0.5
+            if row_beta is not None:
+                row.mul_(row_beta).add_((1 - row_beta) * update.square().mean(dim=1, keepdim=True))
+                update = update / row.sqrt()
+                # The paper's own scale.
+                scale = LR * 0.2 * value.numel() ** 0.5 / update.norm()
+            value.mul_(1 - LR * DECAY).sub_(scale * update)
     return values
 
 
@@ -57,19 +64,19 @@ SPREADS: dict[int, list[Spread]] = {
 }
 
 
-def all_spreads(_: int, num_ranks: int) -> list[list[Tensor]]:
-    """Full matrices after some steps, for each way to shard them."""
-    return [step_all(*spread) for spread in SPREADS[num_ranks]]
+def all_spreads(_: int, num_ranks: int) -> dict[str, list[list[Tensor]]]:
+    """Full matrices after some steps, by optimizer, for each way to shard them."""
+    return {kind: [step_all(*spread, ROW_BETAS[kind]) for spread in SPREADS[num_ranks]] for kind in ROW_BETAS}
 
 
-def step_all(shape: tuple[int, ...], placements: list[Placement]) -> list[Tensor]:
+def step_all(shape: tuple[int, ...], placements: list[Placement], row_beta: float | None) -> list[Tensor]:
     mesh = init_device_mesh("cpu", shape)
 
     def spread(values: list[Tensor]) -> list[Any]:
         return [distribute_tensor(value, mesh, placements, src_data_rank=None) for value in values]
 
     params = [nn.Parameter(value) for value in spread(matrices(0))]
-    optimizer = Muon([{"params": list(params), "weight_decay": DECAY}], lr=LR, momentum=MOMENTUM)
+    optimizer = Muon([{"params": list(params), "weight_decay": DECAY}], LR, MOMENTUM, row_beta=row_beta)
     for step in range(STEPS):
         for param, grad in zip(params, spread(matrices(1 + step)), strict=True):
             param.grad = grad
@@ -78,16 +85,17 @@ def step_all(shape: tuple[int, ...], placements: list[Placement]) -> list[Tensor
 
 
 @pytest.fixture(scope="module")
-def one() -> list[Tensor]:
-    return run_ranks(all_spreads, 1, 1)[0][0]
+def one() -> dict[str, list[Tensor]]:
+    return {kind: spreads[0] for kind, spreads in run_ranks(all_spreads, 1, 1)[0].items()}
 
 
-def test_the_equations_hold(one: list[Tensor]) -> None:
-    for got, expected in zip(one, plain_muon(), strict=True):
+@pytest.mark.parametrize("kind", ROW_BETAS)
+def test_the_equations_hold(one: dict[str, list[Tensor]], kind: str) -> None:
+    for got, expected in zip(one[kind], plain_muon(ROW_BETAS[kind]), strict=True):
         assert relative_error(got, expected) < 1e-5
 
 
-def test_it_is_torchs_muon_but_for_rounding_in_bf16(one: list[Tensor]) -> None:
+def test_it_is_torchs_muon_but_for_rounding_in_bf16(one: dict[str, list[Tensor]]) -> None:
     params = [nn.Parameter(value) for value in matrices(0)]
     theirs = torch.optim.Muon(
         params, lr=LR, weight_decay=DECAY, momentum=MOMENTUM, nesterov=True, adjust_lr_fn="match_rms_adamw"
@@ -96,15 +104,24 @@ def test_it_is_torchs_muon_but_for_rounding_in_bf16(one: list[Tensor]) -> None:
         for param, grad in zip(params, matrices(1 + step), strict=True):
             param.grad = grad
         theirs.step()
-    for got, param, first in zip(one, params, matrices(0), strict=True):
+    for got, param, first in zip(one["muon"], params, matrices(0), strict=True):
         assert 0 < (got - param).norm() / (param - first).norm() < 0.03
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_equal_gradients_give_equal_bits_on_every_mesh(one: list[Tensor], num_ranks: int) -> None:
+def test_equal_gradients_give_equal_bits_on_every_mesh(one: dict[str, list[Tensor]], num_ranks: int) -> None:
     for of_rank in run_ranks(all_spreads, num_ranks, num_ranks):
-        for spread, got in zip(SPREADS[num_ranks], of_rank, strict=True):
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, one, strict=True)), spread
+        for kind, results in of_rank.items():
+            for spread, got in zip(SPREADS[num_ranks], results, strict=True):
+                assert all(map(torch.equal, got, one[kind])), (kind, spread)
+
+
+def test_normuon_gives_all_rows_of_the_first_update_one_length() -> None:
+    for matrix in matrices(5):
+        update, rows = normalise_rows(newton_schulz(matrix), torch.zeros(len(matrix)), 0.95)
+        assert torch.allclose(update.norm(dim=1), update.norm(dim=1).mean().expand(len(matrix)), rtol=1e-5)
+        assert update.norm().item() == pytest.approx(min(matrix.shape) ** 0.5, rel=1e-5)
+        assert torch.allclose(rows, 0.05 * newton_schulz(matrix).square().mean(dim=1))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
