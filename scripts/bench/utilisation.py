@@ -2,11 +2,15 @@
 
     .venv/bin/python -m scripts.bench.utilisation [--links 50mbit 100mbit 1gbit] [--islands 2 4]
     .venv/bin/python -m scripts.bench.utilisation --overlap    share of a round's cost that a delay hides
+    .venv/bin/python -m scripts.bench.utilisation --overlap --computing [--fragments 1 4] [--delays 1 2 5]
     .venv/bin/python -m scripts.bench.utilisation --wire       bytes on the links by codec, compared with the formula
 
 Islands are processes in network namespaces with shaped links (needs root). Their inner steps sleep until they have
 lasted exactly --step-seconds, so that the measurement does not depend on this machine's cores. Utilisation is inner
 steps x step time / cycle time, as the median over the cycles of all islands without the first cycle.
+
+With --computing inner steps are matrix products instead, on a core for each island. A step's time is then the median
+of those of the blocking rounds, between which nothing is sent, so whatever slows steps down behind a delay counts.
 """
 
 import argparse
@@ -16,14 +20,17 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean, median
+
+import torch
 
 from diloco.planning.predict import Prediction, predict
 from outer.codecs.choice import build_codec_choice, build_space
 from outer.config import OuterConfig
 from outer.cost import round_bytes
+from scripts.bench.utilisation_island import PRODUCT_DIM, multiply
 from scripts.bench.utilisation_runs import WARM_CYCLES, Event, PlannedRun, build_task, run_all, with_duration
 
 CODECS = ("fp32", "bf16", "fp16", "int8", "int4", "e3m0", "stat2", "topk", "lowrank")
@@ -124,13 +131,34 @@ def print_grid(args: argparse.Namespace) -> list[ComparisonRow]:
 
 
 def measure_rows(runs: Sequence[PlannedRun]) -> list[ComparisonRow]:
-    """Measure runs that share the link and the number of islands, and print each row when it is done."""
+    """Measure runs that share the link and the number of islands, and print each row when it is done.
+
+    Where steps compute, the first run must have blocking rounds: the time of its steps is that of all.
+    """
     rows: list[ComparisonRow] = []
     with closing(run_all(runs)) as results:
         for run, found in zip(runs, results, strict=True):
+            if run.task.products:
+                seconds = rows[0].run.task.step_seconds if rows else find_step_seconds(run, found)
+                run = replace(run, task=replace(run.task, step_seconds=seconds))
             rows.append(build_row(run, found))
             print(rows[-1], flush=True)
     return rows
+
+
+def find_step_seconds(run: PlannedRun, found: list[list[Event]]) -> float:
+    """Median seconds of the inner steps of blocking rounds, without the first cycle."""
+    return median(e["stepped"] for events in found for e in events[WARM_CYCLES:]) / run.config.inner_steps
+
+
+def count_products(seconds: float, sample: int = 500) -> int:
+    """How many matrix products of an island take about so long on one core."""
+    torch.set_num_threads(1)
+    factor = torch.rand(PRODUCT_DIM, PRODUCT_DIM)
+    multiply(factor, sample)
+    started_at = time.monotonic()
+    multiply(factor, sample)
+    return max(1, round(seconds * sample / (time.monotonic() - started_at)))
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------
@@ -140,11 +168,14 @@ def print_overlap(args: argparse.Namespace) -> None:
     """Print the share of a blocking round's cost that each delay hides."""
     num_islands, inner_steps = args.islands[0], 64
     shared = {"transport": args.transport, "inner_steps": inner_steps, "codec": args.codecs[0]}
+    delays = [(fragments, delay) for fragments in args.fragments for delay in args.delays]
     blocking = PlannedRun(args.links[0], num_islands, build_task(args.params, 1.0, num_islands, **shared))
     predicted = predict(blocking.case)
     step_seconds = (predicted.total_seconds - predicted.compute_seconds) / BLOCKING_SHARE / inner_steps
-    settings = [{}, {"delay": 32}, *({"fragments": 4, "delay": delay} for delay in (4, 8, 16))]
+    settings = [{}, *({"fragments": fragments, "delay": delay} for fragments, delay in delays)]
     tasks = [build_task(args.params, step_seconds, num_islands, **shared, **setting) for setting in settings]
+    if args.computing:
+        tasks = [replace(task, products=count_products(step_seconds)) for task in tasks]
     print(f"{inner_steps} inner steps of {step_seconds * 1e3:.0f} ms\n{HEADER}")
     rows = measure_rows([with_duration(PlannedRun(args.links[0], num_islands, task), args.seconds) for task in tasks])
     # Time beyond that of the inner steps, relative to it.
@@ -152,9 +183,11 @@ def print_overlap(args: argparse.Namespace) -> None:
     print(f"a blocking round costs {costs[0]:.1%} of its inner steps' time")
     for row, cost in list(zip(rows, costs, strict=True))[1:]:
         outer = row.run.config
+        most = min(costs[0], outer.fragments * outer.delay / inner_steps)
         print(
-            f"fragments {outer.fragments}, delay {outer.delay:>2}: {1 - cost / costs[0]:.1%} of it is hidden, "
-            f"{row.utilisation:.1%} of the inner steps per second without communication"
+            f"fragments {outer.fragments}, delay {outer.delay:>2} of {row.run.task.step_seconds * 1e3:.0f} ms: "
+            f"{1 - cost / costs[0]:.1%} of it is hidden, {(costs[0] - cost) / most:.1%} of what so many steps can "
+            f"hide, {row.utilisation:.1%} of the inner steps per second without communication"
         )
 
 
@@ -222,6 +255,9 @@ def main() -> None:
     )
     parser.add_argument("--transport", choices=["gloo", "tls", "hivemind"], default="gloo")
     parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--computing", action="store_true", help="with --overlap: inner steps compute")
+    parser.add_argument("--fragments", nargs="+", type=int, default=[1, 4], help="of --overlap")
+    parser.add_argument("--delays", nargs="+", type=int, default=[4, 8, 16], help="of --overlap")
     parser.add_argument("--wire", action="store_true")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; every process and namespace has been removed"))

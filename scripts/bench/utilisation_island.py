@@ -1,4 +1,4 @@
-"""One island of scripts/bench/utilisation.py: the real outer loop around inner steps of an exact duration.
+"""One island of scripts/bench/utilisation.py: the real outer loop around inner steps that sleep, or compute.
 
     python -m scripts.bench.utilisation_island '{"index": 0, "host": "10.213.0.2", ..., "tasks": [...]}'
 
@@ -33,6 +33,7 @@ DIM = 256
 VOCABULARY = 4096
 LAYER = (DIM, 3 * DIM)
 CONNECT_SECONDS = 60.0
+PRODUCT_DIM = 256
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Task:
     outer: dict[str, Any]
     num_params: int
     step_seconds: float
+    products: int = 0
+    """Matrix products in an inner step, which then lasts as long as they take. 0: it sleeps for `step_seconds`."""
 
     @property
     def config(self) -> OuterConfig:
@@ -76,7 +79,8 @@ class IslandLoop:
     def __init__(self, task: Task, number: int, outer: OuterLoop, params: FakeParams, place: Namespace | None) -> None:
         self._task, self._number, self._outer, self._params, self._place = task, number, outer, params, place
         self._config = task.config
-        self._launch_seconds = 0.0
+        self._launch_seconds = self._stepped_seconds = 0.0
+        self._factor = torch.rand(PRODUCT_DIM, PRODUCT_DIM)
 
     def run(self) -> None:
         """Run all rounds."""
@@ -97,9 +101,12 @@ class IslandLoop:
         outer, steps = self._outer, self._outer.inner_steps()
         due_at = time.monotonic()
         for done in range(1, steps + 1):
-            due_at += self._task.step_seconds
+            due_at, started_at = due_at + self._task.step_seconds, time.monotonic()
             self._params.values[done % len(self._params.values)].add_(1e-3)
-            time.sleep(max(0.0, due_at - time.monotonic()))
+            multiply(self._factor, self._task.products)
+            if not self._task.products:
+                time.sleep(max(0.0, due_at - time.monotonic()))
+            self._stepped_seconds += time.monotonic() - started_at
             outer.pace.observe_step(self._task.step_seconds)
             outer.interruption(steps - done)
             if outer.in_flight is not None and (done >= self._config.delay or done == steps):
@@ -120,13 +127,21 @@ class IslandLoop:
             "participants": len(report.participants),
             "launch": launch_seconds,
             "waited": landing.waited_seconds,
+            "stepped": self._stepped_seconds,
             "merge": ended_at - started_at - landing.waited_seconds,
             "plan": report.wait_seconds,
             "reduce": report.reduce_seconds,
             "counted": report.bytes_sent,
             "wire": sent_bytes(self._place) if self._place is not None else 0,
         }
+        self._stepped_seconds = 0.0
         print(json.dumps(facts), flush=True)
+
+
+def multiply(factor: torch.Tensor, products: int) -> None:
+    """Compute so many matrix products."""
+    for _ in range(products):
+        factor @ factor
 
 
 def main() -> None:
