@@ -59,6 +59,8 @@ class ComparisonRow:
     """From launch to the end of the round. With a delay, to the end of the reduce, without vote and outer step."""
     copy_seconds: float
     """Seconds of snapshot and merge."""
+    cpu_seconds: float
+    """Processor seconds of an island."""
     predicted: Prediction
 
     @property
@@ -95,6 +97,9 @@ def build_row(run: PlannedRun, found: list[list[Event]]) -> ComparisonRow:
         median(compute / seconds for events in found for seconds in cycle_seconds(events, outer)),
         outer.fragments * median(rounds),
         outer.fragments * median(event["launch"] + event["merge"] for event in steady),
+        median(
+            b["cpu"] - a["cpu"] for events in found for a, b in zip(events, events[outer.fragments :], strict=False)
+        ),
         predict(run.case),
     )
 
@@ -187,7 +192,8 @@ def print_overlap(args: argparse.Namespace) -> None:
         print(
             f"fragments {outer.fragments}, delay {outer.delay:>2} of {row.run.task.step_seconds * 1e3:.0f} ms: "
             f"{1 - cost / costs[0]:.1%} of it is hidden, {(costs[0] - cost) / most:.1%} of what so many steps can "
-            f"hide, {row.utilisation:.1%} of the inner steps per second without communication"
+            f"hide, {row.utilisation:.1%} of the inner steps per second without communication; a cycle takes "
+            f"{row.cpu_seconds:.2f} s of an island's processor, a blocking one {rows[0].cpu_seconds:.2f} s"
         )
 
 

@@ -128,6 +128,7 @@ class IslandLoop:
             "launch": launch_seconds,
             "waited": landing.waited_seconds,
             "stepped": self._stepped_seconds,
+            "cpu": time.process_time(),
             "merge": ended_at - started_at - landing.waited_seconds,
             "plan": report.wait_seconds,
             "reduce": report.reduce_seconds,
