@@ -22,6 +22,18 @@ from collections.abc import Collection
 _OF_COLLECTIVES = re.compile(r"gloo/transport|\bgloo\b.*onnection|NCCL|ProcessGroup|TCPStore|Connection reset by peer")
 """In the errors of torch.distributed when a process at the other end has ended."""
 
+MAX_LISTED = 8
+
+
+def list_some(causes: Collection[str]) -> str:
+    """The first causes on one line, and how many there are besides: a run may have a thousand islands.
+
+    >>> list_some([f"island-{number}: no answer" for number in range(10)])[-42:]
+    'island-7: no answer; and of 2 more islands'
+    """
+    more = [f"and of {len(causes) - MAX_LISTED} more islands"] if len(causes) > MAX_LISTED else []
+    return "; ".join([*list(causes)[:MAX_LISTED], *more])
+
 
 class InputError(ValueError):
     """The user's config or address cannot be used. The text says what, where, got, allowed and the cure."""

@@ -134,7 +134,11 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
         raise ConfigError(f"cannot read the config {str(path)!r}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is no text in UTF-8; a config is a YAML file, like those in configs/") from None
-    config = parse_config(text, overrides, where=str(path))
+    return fill_sizes(parse_config(text, overrides, where=str(path)))
+
+
+def fill_sizes(config: Config) -> Config:
+    """The config with the sizes of the model that model.init_from names, if it names one. Raises ConfigError."""
     folder = config.initial_weights(config.for_island(config.island.index))
     if folder is None:
         return config

@@ -289,7 +289,7 @@ def build_gossip_averager(
             replica,
             build_download,
             event_loop,
-            lambda: DonorChoice(find_donors, event_loop.time),
+            lambda: DonorChoice(find_donors, event_loop.time, spread=identity.incarnation),
             lambda position: position.round > replica.position.round,
         ),
         donor=donor,

@@ -245,7 +245,7 @@ def build_agreed_averager(
 
     def build_choice() -> DonorChoice:
         assert leader is not None, "only the leader chooses donors"
-        return DonorChoice(leader.find_donors, event_loop.time, leader.disbelieve, leader.believe)
+        return DonorChoice(leader.find_donors, event_loop.time, leader.disbelieve, leader.believe, identity.incarnation)
 
     check = believe_all if leader is None else leader.check
     catch_up = CatchUp(replica, build_download, event_loop, build_choice, partial(is_ahead, replica), check)

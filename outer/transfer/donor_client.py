@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from outer.errors import DeadlineError, MessageError, PeerLost, TransportError
+from outer.errors import DeadlineError, MessageError, PeerLost, TransportError, list_some
 from outer.membership.base import Member
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Messenger
@@ -160,7 +160,7 @@ async def find_description(
     attempt = partial(_find_first_description, donors, round_number, digest, causes, check)
     description = await retry(attempt, seconds=wait_seconds, pause_seconds=RETRY_SECONDS)
     if description is None:
-        raise TransportError(f"no island describes round {round_number}: {'; '.join(causes)}")
+        raise TransportError(f"no island describes round {round_number}: {list_some(causes)}")
     return description
 
 
@@ -204,7 +204,7 @@ async def _find_first_description(
         for task in answers:
             task.cancel()
     if len(lost) == len(donors):
-        raise TransportError(f"no island answers: {'; '.join(causes)}")
+        raise TransportError(f"no island answers: {list_some(causes)}")
     if differing:
-        raise MessageError(f"the state taken is not that of round {round_number}: {'; '.join(differing)}")
+        raise MessageError(f"the state taken is not that of round {round_number}: {list_some(differing)}")
     return None

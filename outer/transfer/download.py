@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from outer.errors import TransportError
+from outer.errors import TransportError, list_some
 from outer.membership.base import Member
 from outer.network.endpoints import Messenger
 from outer.network.event_loop import loop_time
@@ -203,7 +203,7 @@ class Download:
             raise TransportError(f"the state of no island can be taken: {self._causes()}")
 
     def _causes(self) -> str:
-        return "; ".join(f"{donor.name}: {donor.cause}" for donor in self._donors)
+        return list_some([f"{donor.name}: {donor.cause}" for donor in self._donors])
 
     def _patience(self, donor: DonorClient) -> float:
         """Shortest deadline of a call in seconds. Only the last usable donor may be slower than the measured limit."""

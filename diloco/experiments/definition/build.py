@@ -11,8 +11,9 @@ from pydantic import ValidationError
 
 from diloco.config.check import check_fragments, check_island, model_specs
 from diloco.config.errors import explain_errors
+from diloco.config.init_weights import pin_weights_hash
 from diloco.config.overrides import set_value
-from diloco.config.schema import Config, parse_config
+from diloco.config.schema import Config, fill_sizes, parse_config
 from diloco.errors import ConfigError
 from diloco.experiments.definition.methods import as_data_parallel, name_method
 from diloco.experiments.definition.rows import Row, Rows, describe_point, label_rows
@@ -106,6 +107,8 @@ def build_config(base: dict[str, Any], values: Point, settings: RowSettings, whe
         set_value(base, "optimizer.tokens_per_step", settings.step_tokens // count, where)
     config = parse_config(yaml.safe_dump(base), where=where)
     try:
+        # With the hash of the weights in it, a run from other weights at the same place is another run.
+        config = pin_weights_hash(fill_sizes(config))
         return configure_in_process(config, has_disturbances=False)
     except ConfigError as error:
         raise ConfigError(f"{where}: {str(error).removeprefix('--in-process:')}") from None

@@ -1,5 +1,6 @@
 """The file of an experiment, and the rows that follow from it."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,13 @@ import pytest
 import yaml
 
 from diloco.errors import ConfigError
-from diloco.experiments.definition.build import build_rows
+from diloco.experiments.definition.build import build_points, build_rows
 from diloco.experiments.definition.rows import Rows, select
 from diloco.experiments.definition.schema import dump_experiment, load_experiment
 from diloco.experiments.results.plots import group_of
+from inner.huggingface.files import weights_sha256
 from tests.diloco.experiments.tiny import TINY, write_tiny
+from tests.inner.folders import BYTE_SIZES, spread_model, write_folder
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "configs/experiments").glob("*.yaml"))
@@ -164,6 +167,21 @@ def test_each_experiment_of_this_repository_has_valid_rows_of_equal_tokens(path)
         tokens = rows.baselines.get(row.row_id, row).config.total_tokens
         assert row.config.total_tokens == tokens
         assert 18 < tokens / row.num_params < 22 or path.stem == "short"
+
+
+def test_fine_tuning_begins_from_exports_with_their_sizes_and_is_another_run_with_other_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    experiment = load_experiment(ROOT / "configs/fine-tuning/fine-tuning.yaml")
+    points = [point["model"]["init_from"] for point in build_points(experiment)]
+    for number, name in enumerate(points):
+        write_folder(tmp_path / name, spread_model(seed=number))
+    before = build_rows(experiment).rows
+    assert [row.config.model.init_sha256 for row in before] == [weights_sha256(tmp_path / name) for name in points]
+    assert {row.config.model.dim for row in before} == {BYTE_SIZES.dim}
+    shutil.rmtree(tmp_path / points[0])
+    write_folder(tmp_path / points[0], spread_model(seed=99))
+    changed = [old.row_id != new.row_id for old, new in zip(before, build_rows(experiment).rows, strict=True)]
+    assert changed == [True] + [False] * 5
 
 
 def test_a_row_may_have_seeds_of_its_own(tmp_path):

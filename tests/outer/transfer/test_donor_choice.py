@@ -4,7 +4,7 @@ import time
 
 from outer.membership.base import Member
 from outer.transfer import donor_choice
-from outer.transfer.donor_choice import TRIES, DonorChoice
+from outer.transfer.donor_choice import MAX_ASKED, TRIES, DonorChoice
 from tests.outer.donors import member
 
 
@@ -57,3 +57,26 @@ def test_who_leaves_and_who_comes_is_seen_at_each_try() -> None:
     assert names(choice.next()) == ["b"]
     now.clear()
     assert choice.next() == []
+
+
+def test_of_many_islands_a_try_asks_some_and_the_next_one_twice_as_many_others_first() -> None:
+    choice, _, _ = choice_of(*(f"island-{number}" for number in range(100)))
+    first = names(choice.next())
+    choice.has_failed(is_wrong=False)
+    second = names(choice.next())
+    assert (len(first), len(second)) == (MAX_ASKED, 2 * MAX_ASKED) and not set(first) & set(second)
+
+
+def test_joiners_ask_different_islands_of_many() -> None:
+    donors = [member(f"island-{number}", ["address"]) for number in range(1000)]
+    asked = [names(DonorChoice(lambda: donors, time.monotonic, spread=joiner).next()) for joiner in ("a", "b")]
+    assert set(asked[0]) != set(asked[1])
+
+
+def test_among_many_islands_of_which_none_gives_anything_a_joiner_gives_up_after_few_tries() -> None:
+    choice, disbelieved, _ = choice_of(*(f"island-{number}" for number in range(1000)))
+    tries = 0
+    while choice.next():
+        choice.has_failed(is_wrong=False)
+        tries += 1
+    assert tries <= 10 and len(disbelieved) == 1000
