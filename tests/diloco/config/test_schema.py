@@ -14,7 +14,7 @@ from inner.errors import InputError
 from inner.model.sizes import resolve_sizes
 
 ROOT = Path(__file__).parents[3]
-CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "experiments")
+CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if "experiments" not in path.parts)
 
 
 def error_of(text: str, *overrides: str) -> str:

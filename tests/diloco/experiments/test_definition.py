@@ -171,7 +171,7 @@ def test_each_experiment_of_this_repository_has_valid_rows_of_equal_tokens(path)
 
 def test_fine_tuning_begins_from_exports_with_their_sizes_and_is_another_run_with_other_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    experiment = load_experiment(ROOT / "configs/fine-tuning/fine-tuning.yaml")
+    experiment = load_experiment(ROOT / "configs/experiments/fine-tuning/fine-tuning.yaml")
     points = [point["model"]["init_from"] for point in build_points(experiment)]
     for number, name in enumerate(points):
         write_folder(tmp_path / name, spread_model(seed=number))
