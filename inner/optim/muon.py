@@ -6,7 +6,7 @@ that of one process. Here, in fp32 on whole matrices, it differs by 1e-5.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -70,10 +70,14 @@ class Muon(torch.optim.Optimizer):
         """The orthogonalised directions of a batch, with NorMuon's rows. Sharded like the parameters."""
         if self.row_beta is None:
             return orthogonalise(directions, self.dtype)
-        updates, rows = orthogonalise_rows(
-            directions, [self._rows(param) for param in batch], self.row_beta, self.dtype
-        )
-        for param, mean_squares in zip(batch, rows, strict=True):
+        beta, rows = self.row_beta, [self._rows(param) for param in batch]
+
+        def finish(index: int, update: Tensor) -> Tensor:
+            even, rows[index] = normalise_rows(update, rows[index], beta)
+            return even
+
+        updates = orthogonalise(directions, self.dtype, finish)
+        for param, mean_squares in zip(batch, _gather_rows(directions[0], rows), strict=True):
             self.state[param][ROWS] = mean_squares
         return updates
 
@@ -100,32 +104,38 @@ def _batches(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
         yield from (members[first : first + size] for first in range(0, len(members), size))
 
 
-def orthogonalise(matrices: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def _as_it_is(index: int, update: Tensor) -> Tensor:
+    """Default of `finish` in `orthogonalise`."""
+    return update
+
+
+def orthogonalise(
+    matrices: Sequence[Tensor],
+    dtype: torch.dtype = torch.float32,
+    finish: Callable[[int, Tensor], Tensor] = _as_it_is,
+) -> list[Tensor]:
     """Orthogonalise matrices of one kind. Of sharded ones each rank of their mesh does one, whole.
 
-    The results are sharded alike. Every rank of the mesh must call it with the same list.
+    The rank that did a matrix also calls `finish` with its index and what came out, for what the result is to be. The
+    results are sharded alike. Every rank of the mesh must call it with the same list.
     """
     first = matrices[0]
     if not isinstance(first, DTensor):
-        return [newton_schulz(matrix, dtype) for matrix in matrices]
+        return [finish(index, newton_schulz(matrix, dtype)) for index, matrix in enumerate(matrices)]
     exchange = build_exchange(first)
     whole = exchange.deal(matrices)
-    return exchange.collect(newton_schulz(whole, dtype) if exchange.index < len(matrices) else whole, matrices)
-
-
-def orthogonalise_rows(
-    matrices: Sequence[Tensor], rows: Sequence[Tensor], beta: float, dtype: torch.dtype = torch.float32
-) -> tuple[list[Tensor], list[Tensor]]:
-    """As `orthogonalise`, then `normalise_rows`. Also returns the new mean squares of rows, whole on each rank."""
-    first = matrices[0]
-    if not isinstance(first, DTensor):
-        done = [normalise_rows(newton_schulz(m, dtype), r, beta) for m, r in zip(matrices, rows, strict=True)]
-        return [update for update, _ in done], [mean_squares for _, mean_squares in done]
-    exchange = build_exchange(first)
-    whole, own = exchange.deal(matrices), torch.zeros_like(rows[0])
     if exchange.index < len(matrices):
-        whole, own = normalise_rows(newton_schulz(whole, dtype), rows[exchange.index], beta)
-    return exchange.collect(whole, matrices), exchange.gather(own, len(matrices))
+        whole = finish(exchange.index, newton_schulz(whole, dtype))
+    return exchange.collect(whole, matrices)
+
+
+def _gather_rows(first: Tensor, rows: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The mean squares of a batch on every rank, where each has those of its matrix. `first`: a matrix of the batch."""
+    if not isinstance(first, DTensor):
+        return rows
+    exchange = build_exchange(first)
+    own = rows[exchange.index] if exchange.index < len(rows) else torch.zeros_like(rows[0])
+    return exchange.gather(own, len(rows))
 
 
 def normalise_rows(update_MN: Tensor, before_M: Tensor, beta: float) -> tuple[Tensor, Tensor]:

@@ -173,7 +173,8 @@ def print_overlap(args: argparse.Namespace) -> None:
     """Print the share of a blocking round's cost that each delay hides."""
     num_islands, inner_steps = args.islands[0], 64
     shared = {"transport": args.transport, "inner_steps": inner_steps, "codec": args.codecs[0]}
-    delays = [(fragments, delay) for fragments in args.fragments for delay in args.delays]
+    # A round lands before the next one is launched.
+    delays = [(count, delay) for count in args.fragments for delay in args.delays if delay <= inner_steps // count]
     blocking = PlannedRun(args.links[0], num_islands, build_task(args.params, 1.0, num_islands, **shared))
     predicted = predict(blocking.case)
     step_seconds = (predicted.total_seconds - predicted.compute_seconds) / BLOCKING_SHARE / inner_steps
@@ -263,7 +264,9 @@ def main() -> None:
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--computing", action="store_true", help="with --overlap: inner steps compute")
     parser.add_argument("--fragments", nargs="+", type=int, default=[1, 4], help="of --overlap")
-    parser.add_argument("--delays", nargs="+", type=int, default=[4, 8, 16], help="of --overlap")
+    parser.add_argument(
+        "--delays", nargs="+", type=int, default=[4, 8, 16, 32], help="of --overlap, where rounds are so far apart"
+    )
     parser.add_argument("--wire", action="store_true")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; every process and namespace has been removed"))

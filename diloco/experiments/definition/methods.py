@@ -11,11 +11,9 @@ PLAIN_AVERAGING = OuterOptimizerConfig(lr=1.0, momentum=0.0, nesterov=False)
 def name_method(config: Config, *, is_data_parallel: bool) -> str:
     """The method in words: outer optimizer, inner steps, islands, codec, and what else is not the default."""
     optimizer, outer, islands = config.optimizer, config.outer, len(config.islands)
-    inner = (
-        f"NorMuon {beta:g}"
-        if (beta := optimizer.muon_row_beta) is not None
-        else INNER_NAMES.get(optimizer.name, optimizer.name)
-    )
+    inner = INNER_NAMES.get(optimizer.name, optimizer.name)
+    if optimizer.muon_row_beta is not None:
+        inner = f"NorMuon {optimizer.muon_row_beta:g}"
     if optimizer.averaging is not None:
         inner += f" averaged (x {optimizer.averaging.x:g}, y {optimizer.averaging.y:g})"
     if is_data_parallel:
