@@ -20,7 +20,7 @@ from inner.model.sizes import ModelSizes, OwnModel
 from inner.model.transformer import Transformer
 from inner.optim.build import build_optimizers, lr_at, set_lr
 from inner.optim.gradients import scale_gradients, squared_norm, sum_over_tensor_ranks, sum_tied
-from inner.optim.muon import product_dtype
+from inner.optim.muon.orthogonalise import product_dtype
 from inner.optim.noise_scale import GradientNoise, estimate_noise, is_in_small_batch, without_targets
 from inner.optim.spikes import Spike, SpikeWatch
 from inner.parallel.build import (

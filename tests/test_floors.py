@@ -22,8 +22,8 @@ FLOORS = {
         data
         data.streaming
         model
-        flops huggingface optim parallel.context parallel.weights
-        parallel.pipeline
+        flops huggingface optim.muon parallel.context parallel.weights
+        optim parallel.pipeline
         checkpoint parallel
         measure trainer
         measure.traffic

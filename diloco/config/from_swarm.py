@@ -46,8 +46,8 @@ FROM_SWARM = {
     "data": "options dataset_config split text_field format chat_template max_tokens seq_len order "
     "shard_tokens document_mask heldout_fraction",
     "data.mixture": "options dataset_config split text_field format chat_template max_tokens name weight only",
-    "optimizer": "options lr betas eps muon_momentum muon_row_beta weight_decay clip_norm schedule warmup_steps "
-    "decay_steps min_lr_ratio tokens_per_step max_skipped_steps z_loss noise_scale_every",
+    "optimizer": "options lr betas eps momentum_weight muon_momentum muon_row_beta weight_decay clip_norm schedule "
+    "warmup_steps decay_steps min_lr_ratio tokens_per_step max_skipped_steps z_loss noise_scale_every",
     "optimizer.spikes": "deviations steps action",
     "optimizer.groups": "pattern lr_scale weight_decay optimizer",
     "optimizer.averaging": "x y",

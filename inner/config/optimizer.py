@@ -71,6 +71,9 @@ class OptimizerConfig(Section):
     """Decay of AdamW's first and second moments."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the root of AdamW's second moments."""
+    momentum_weight: float = Field(default=1.0, ge=0, le=1)
+    """Share of AdamW's first moment in its step; the rest is the gradient itself (QHAdam, 1810.06801). Below 1, with a
+    slow first moment (betas of 0.99 and more), it is the inner optimizer of MT-DAO (2510.05361)."""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     """Momentum of Muon for the matrices of the blocks."""
     muon_row_beta: float | None = Field(default=None, ge=0, lt=1)
@@ -114,6 +117,10 @@ class OptimizerConfig(Section):
             raise ValueError(f"options are those of an own optimizer, and name is {self.name}; leave options out")
         if self.muon_row_beta is not None and self.name != "muon":
             raise ValueError(f"muon_row_beta is for muon, and name is {self.name}; leave it out, or set name to muon")
+        if self.momentum_weight < 1 and self.name != "adamw":
+            raise ValueError(
+                f"momentum_weight is for adamw, and name is {self.name}; leave it out, or set name to adamw"
+            )
         chosen = [group.pattern for group in self.groups if group.optimizer is not None]
         if chosen and self.name != "muon" and not is_own:
             raise ValueError(

@@ -13,9 +13,10 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from inner.config import OptimizerConfig, ParamGroup
 from inner.errors import InputError
-from inner.optim.muon import Muon
+from inner.optim.muon.muon import Muon
 from inner.optim.own_optimizer import build_own_optimizer
 from inner.optim.primal_averaging import PrimalAveraging
+from inner.optim.quasi_hyperbolic import QuasiHyperbolicAdamW
 
 
 def build_optimizers(
@@ -54,8 +55,14 @@ def set_lr(optimizers: list[Optimizer], lr: float) -> None:
             group["lr"] = lr * group["lr_scale"]
 
 
+def _build_adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
+    if config.momentum_weight < 1:
+        return QuasiHyperbolicAdamW(groups, config.lr, config.betas, config.eps, config.momentum_weight)
+    return AdamW(groups, config.lr, config.betas, config.eps, fused=True)
+
+
 BUILDERS: dict[str, Callable[[list[dict[str, Any]], OptimizerConfig], Optimizer]] = {
-    "adamw": lambda groups, config: AdamW(groups, config.lr, config.betas, config.eps, fused=True),
+    "adamw": _build_adamw,
     # DTensor does not support fused SGD.
     "sgd": lambda groups, config: SGD(groups, config.lr, foreach=True),
 }

@@ -29,7 +29,7 @@ class ParamsAndMoments:
     """Slices of the parameters, then of the first moments, then of the second moments."""
 
     def __init__(self, params: LocalParams, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Every optimizer must be an AdamW, not a subclass or wrapper."""
+        """Every optimizer must be an AdamW, which may be quasi-hyperbolic, and no wrapper of one."""
         self._params = params
         self.specs = params.specs
         self.slices = list(params.slices)
@@ -94,7 +94,7 @@ def make_states(optimizers: Sequence[torch.optim.Optimizer]) -> dict[Tensor, Opt
     """Create the states that AdamW would create in its first step. Returns them by parameter."""
     states: dict[Tensor, OptimizerState] = {}
     for optimizer in optimizers:
-        assert type(optimizer) is torch.optim.AdamW, f"{type(optimizer).__name__} has no such moments"
+        assert isinstance(optimizer, torch.optim.AdamW), f"{type(optimizer).__name__} has no such moments"
         for group in optimizer.param_groups:
             for param in group["params"]:
                 state = optimizer.state[param]

@@ -11,8 +11,8 @@ where each group is {"params": [...], "lr_scale": float, "weight_decay": float}.
   are saved, and moved to any other mesh. Groups are not: their values come from the config.
 - Parameters and gradients are fp32; plain tensors on an island of one rank, else DTensors. An elementwise optimizer
   need not know the difference. One that is not elementwise (norms, matrix products) must give the same numbers on
-  shards as on whole matrices, as inner/optim/muon.py does, and says so by the class attribute `handles_shards = True`.
-  Without it, meshes that shard (dp_shard, cp, tp) are refused.
+  shards as on whole matrices, as inner/optim/muon/muon.py does, and says so by the class attribute
+  `handles_shards = True`. Without it, meshes that shard (dp_shard, cp, tp) are refused.
 - step() is called on all ranks of the island together, without a closure, and not after a step that is skipped.
 """
 
@@ -67,7 +67,7 @@ def check_own_optimizer(config: OptimizerConfig, degrees: Degrees) -> None:
         raise InputError(
             f"{KEY}: {config.name} steps the shards of a matrix otherwise than the whole, and this mesh ({degrees}) "
             "shards; make it compute on DTensors as if they were whole and set handles_shards = True in the class "
-            "(see inner/optim/muon.py), or use meshes of dp_replicate and pp alone"
+            "(see inner/optim/muon/muon.py), or use meshes of dp_replicate and pp alone"
         )
 
 

@@ -14,6 +14,8 @@ def name_method(config: Config, *, is_data_parallel: bool) -> str:
     inner = INNER_NAMES.get(optimizer.name, optimizer.name)
     if optimizer.muon_row_beta is not None:
         inner = f"NorMuon {optimizer.muon_row_beta:g}"
+    if optimizer.momentum_weight < 1:
+        inner = f"QHAdamW {optimizer.momentum_weight:g}/{optimizer.betas[0]:g}"
     if optimizer.averaging is not None:
         inner += f" averaged (x {optimizer.averaging.x:g}, y {optimizer.averaging.y:g})"
     if is_data_parallel:

@@ -24,6 +24,7 @@ ALSO_COVERED = (
     "optimizer.averaging.x",
     "optimizer.averaging.y",
     "optimizer.muon_row_beta",
+    "optimizer.momentum_weight",
 )
 """Keys whose values the name of the method or the size of the model shows, or that are no part of a comparison."""
 

@@ -57,7 +57,7 @@ def _matrix_kinds(work: Workload) -> Counter[MatrixKind]:
 
 
 def _exchanges_of(work: Workload, kind: MatrixKind, batches: int) -> Iterator[Exchange]:
-    """Of so many batches, each of as many matrices as there are ranks (inner/optim/matrix_exchange.py)."""
+    """Of so many batches, each of as many matrices as there are ranks (inner/optim/muon/matrix_exchange.py)."""
     replicas, shards, tp = work.degrees.dp_replicate, work.degrees.fsdp, work.degrees.tp
     rows = kind.rows // tp if kind.tp_dim == 0 else kind.rows
     cols = kind.cols // tp if kind.tp_dim == 1 else kind.cols

@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from inner.config import OptimizerConfig, ParallelConfig
 from inner.mesh import Degrees
 from inner.model.sizes import ModelSizes
-from inner.optim.muon import Muon, newton_schulz, normalise_rows, orthogonalise, product_dtype
+from inner.optim.muon.muon import Muon
+from inner.optim.muon.orthogonalise import newton_schulz, normalise_rows, orthogonalise, product_dtype
 from tests.harness import run_ranks
 from tests.inner.small import OPTIMIZER, SEQUENCES, batch, build_trainer, relative_error, share, whole_model
 
