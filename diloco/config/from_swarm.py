@@ -54,6 +54,7 @@ FROM_SWARM = {
     "outer": "rounds inner_steps fragments fragment_pattern delay mix eager moments local_steps round_seconds codec "
     "transport part_elements quorum wait_for below_quorum missed_progress start_islands wait_seconds audit",
     "outer.optimizer": "lr momentum nesterov delayed",
+    "outer.optimizer.align": "keep turn shrink most doubt",
     "outer.merge": "rule trim max_norm_ratio max_norm_zscore min_cosine",
     "outer.gossip": "group momentum lr pull params",
     "outer.coding": "feedback rounding top_k chunk_elements value_bits rank",

@@ -160,7 +160,7 @@ class _Case:
     def _recompute(self, shown: list[torch.Tensor]) -> torch.Tensor:
         """The encoded mean, computed as its reducer must have done it."""
         auditor, plan = self.auditor, self.plan
-        # Rules and filters that remember earlier rounds are refused together with audits (outer/config.py).
+        # Rules and filters that remember earlier rounds are refused together with audits (outer/config/outer.py).
         filters = OutlierFilters(auditor.config).begin(plan.round, plan.names)
         merge = build_merge(auditor.config)
         try:

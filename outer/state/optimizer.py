@@ -16,6 +16,7 @@ import torch
 from torch.optim.sgd import sgd
 
 from outer.config import OuterOptimizerConfig
+from outer.state.alignment import UNCHANGED, Blend, find_blend
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,17 @@ class OuterStep:
         """`pushes` after this step."""
         return (self.pushes + self.num_given) % self.num_islands if self.config.delayed else self.pushes
 
-    def apply(self, params: torch.Tensor, momentum: torch.Tensor, mean: torch.Tensor) -> None:
+    def blend(self, momentum: torch.Tensor, mean: torch.Tensor) -> Blend:
+        """What becomes of the mean of a whole part before the step; see `find_blend`."""
+        return find_blend(mean, momentum, self.config)
+
+    def apply(self, params: torch.Tensor, momentum: torch.Tensor, mean: torch.Tensor, blend: Blend = UNCHANGED) -> None:
         """Step `params` and `momentum` (fp32, in place), a part or any stretch of it, by the mean.
 
-        Without momentum in the config `momentum` is left alone. A part has the same bits however it is cut into
-        stretches of whole multiples of 64 elements.
+        `blend` is that of the whole part. Without momentum in the config `momentum` is left alone. A part has the same
+        bits however it is cut into stretches of whole multiples of 64 elements.
         """
+        mean = blend.apply(mean, momentum)
         if self.config.delayed:
             self._push(params, momentum, mean)
             return
@@ -94,8 +100,8 @@ class OuterOptimizer:
             values = self._parts[part]
             got, expected = tuple(pseudo_grad.shape), tuple(values.shape)
             assert got == expected, f"part {part}: pseudo-gradient of shape {got}, expected {expected}"
-            step = self.next_step(part, num_given)
-            step.apply(values, self._momentum.get(part, NONE), pseudo_grad)
+            step, momentum = self.next_step(part, num_given), self._momentum.get(part, NONE)
+            step.apply(values, momentum, pseudo_grad, step.blend(momentum, pseudo_grad))
             self._pushes[part] = step.pushes_after
 
     def next_step(self, part: int, num_given: int = 1) -> OuterStep:

@@ -115,7 +115,7 @@ def advance(
         return replace(state, params=mean, round=state.round + 1)
     params, momentum = state.params.clone(), state.momentum.clone()
     step = OuterStep(config, num_given, num_islands, state.pushes)
-    step.apply(params, momentum, mean)
+    step.apply(params, momentum, mean, step.blend(momentum, mean))
     return PartState(params, momentum, state.round + 1, step.pushes_after)
 
 
@@ -130,11 +130,11 @@ def digest_after(state: PartState, mean: torch.Tensor, step: OuterStep | None) -
 def _stepped(state: PartState, mean: torch.Tensor, step: OuterStep) -> Iterator[torch.Tensor]:
     """What the digest of a stepped part covers, in its order. A tensor is overwritten when the next is asked for."""
     momentum = BUFFERS.floats(state.momentum.numel()).copy_(state.momentum)
-    room = torch.empty(min(STRETCH_ELEMENTS, mean.numel()))
+    room, blend = torch.empty(min(STRETCH_ELEMENTS, mean.numel())), step.blend(momentum, mean)
     for start in range(0, mean.numel(), STRETCH_ELEMENTS):
         stretch = slice(start, start + STRETCH_ELEMENTS)
         params = room[: mean[stretch].numel()].copy_(state.params[stretch])
-        step.apply(params, momentum[stretch], mean[stretch])
+        step.apply(params, momentum[stretch], mean[stretch], blend)
         yield params
     yield momentum
     yield from _hashed_pushes(step.pushes_after)

@@ -37,7 +37,7 @@ def name_outer_step(outer: OuterConfig) -> str:
     if step.momentum == 0:
         return "plain averaging" if step.lr == 1 else f"averaging {step.lr:g}"
     kind = "delayed Nesterov" if step.delayed else "Nesterov" if step.nesterov else "momentum"
-    return f"{kind} {step.lr:g}/{step.momentum:g}"
+    return f"{kind} {step.lr:g}/{step.momentum:g}" + (" aligned" if step.align is not None else "")
 
 
 def name_schedule(outer: OuterConfig) -> list[str]:

@@ -17,6 +17,7 @@ CASES = {
     "fragments": {"codec": "bf16", "fragments": 2, "inner_steps": 2},
     "no momentum": {"optimizer": {"momentum": 0.0}},
     "delayed": {"optimizer": {"delayed": True}},
+    "aligned": {"optimizer": {"align": {"keep": 0.9, "turn": 2.0}}},
 }
 
 

@@ -1,8 +1,12 @@
-"""The `outer` section of the run config. This module does not import torch."""
+"""When islands average, over what, and who takes part."""
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
+
+from outer.config.optimizer import OuterOptimizerConfig
+from outer.config.section import Section
+from outer.config.sharing import CodingConfig, GossipConfig, MergeConfig
 
 MOMENT_RULES = ("mean", "trimmed_mean", "geometric_median")
 """Rules whose result lies between the participants' values, which second moments require."""
@@ -15,103 +19,6 @@ MAX_TLS_STREAMS = 16
 """Limit of the connections on which a rank sends to a rank of another island, over tls."""
 PORTS_OF_TLS = 2
 """Ports of a rank over tls: one for calls, and the next for payloads."""
-
-
-class Section(BaseModel):
-    """Base of the config's sections. They are frozen, and unknown keys are an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-
-
-class OuterOptimizerConfig(Section):
-    """torch.optim.SGD on the fp32 global params. The defaults are those of DiLoCo (2311.08105)."""
-
-    lr: float = Field(default=0.7, gt=0)
-    """Step size along the mean pseudo-gradient. With momentum 0 and lr 1 the outer step is plain averaging."""
-    momentum: float = Field(default=0.9, ge=0, lt=1)
-    """Share of the momentum that each step keeps; 0 for none."""
-    nesterov: bool = True
-    """Whether momentum is Nesterov's, which looks one step ahead."""
-    delayed: bool = False
-    """Delayed Nesterov (2401.09135): apply each pseudo-gradient at once as one share of `outer.start_islands`, and let
-    momentum move the params once that many have come. Rounds of a few islands then do no more than one round of all."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> "OuterOptimizerConfig":
-        if self.delayed and (self.momentum == 0 or not self.nesterov):
-            raise ValueError(
-                f"delayed sets when Nesterov momentum moves the params: set momentum above 0 and nesterov to true, or "
-                f"delayed to false (momentum is {self.momentum}, nesterov {str(self.nesterov).lower()})"
-            )
-        return self
-
-
-class MergeConfig(Section):
-    """How the participants' pseudo-gradients are merged, part by part, and which of them are left out."""
-
-    rule: Literal["mean", "trimmed_mean", "geometric_median", "centered_clip", "radial", "contributors"] = "mean"
-    """With three islands or more, trimmed_mean, geometric_median and centered_clip tolerate a few poisoned islands.
-    radial is radial-directional averaging (2604.21428), meant for eight islands or more; it reduces drift and does not
-    protect against poisoning. contributors averages each element over the islands that sent it, for sparse codecs."""
-    trim: float = Field(default=0.125, gt=0, lt=0.5)
-    """For trimmed_mean: fraction of participants removed at each end of every coordinate, rounded up. Some remain."""
-    max_norm_ratio: float | None = Field(default=None, gt=1)
-    """Leave an island's part out of the mean if its norm exceeds this many times the participants' median norm.
-    If this and the next two filters would leave a part without participants, the part keeps all of them."""
-    max_norm_zscore: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Leave an island's part out of the mean if its norm is this many standard deviations above the island's recent
-    norms. EDiT (2412.07210) uses 3. The filter starts with the 121st norm; see outer/reduce/norm_zscore.py."""
-    min_cosine: float | None = Field(default=None, gt=-1, lt=1)
-    """Leave an island's part out of the mean if its cosine with the last committed mean is below this value."""
-
-    @property
-    def has_filters(self) -> bool:
-        """Whether any filter is configured that can leave an island's part out of the mean."""
-        return any(bound is not None for bound in (self.max_norm_ratio, self.max_norm_zscore, self.min_cosine))
-
-    @property
-    def remembering(self) -> list[str]:
-        """The settings with which a part's mean depends on earlier rounds as its reducer has seen them."""
-        found = [name for name in ("max_norm_zscore", "min_cosine") if getattr(self, name) is not None]
-        return found + (["rule: centered_clip"] if self.rule == "centered_clip" else [])
-
-    @property
-    def needs_last_mean(self) -> bool:
-        """Whether every island must keep the last committed mean, which takes 4 bytes per parameter."""
-        return self.rule == "centered_clip" or self.min_cosine is not None
-
-
-class CodingConfig(Section):
-    """Settings of the codecs. Each codec uses those that apply to it."""
-
-    feedback: float | None = Field(default=None, ge=0, le=1)
-    """Error feedback: factor on the coding error that is added to the next pseudo-gradient. null turns it off."""
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    """For int4: round to the nearest code, or randomly up or down such that the expected value is exact."""
-    top_k: int = Field(default=64, ge=1)
-    """For topk: number of elements of each chunk that are sent, those with the largest magnitudes."""
-    chunk_elements: int = Field(default=4096, ge=16, le=65536)
-    """For topk: number of elements in a chunk. A power of two uses all bits of an index."""
-    value_bits: Literal[2, 8, 32] = 2
-    """For topk: bits per value that is sent. 32 sends values unchanged."""
-    rank: int = Field(default=32, ge=1)
-    """For lowrank: columns of the factors that approximate a part as a matrix. With all of its rows nearly lossless."""
-
-
-class GossipConfig(Section):
-    """Gossip (NoLoCo, 2506.10911): islands average with a few others, drawn anew each round. No params are global."""
-
-    group: int = Field(default=2, ge=2)
-    """Number of islands that average together. If it does not divide the number of islands, some groups are larger."""
-    momentum: float = Field(default=0.5, ge=0, lt=1)
-    """Momentum of the outer step (mu)."""
-    lr: float = Field(default=0.7, gt=0)
-    """Step size along the group's mean pseudo-gradient (beta)."""
-    pull: float = Field(default=0.7, ge=0, le=2)
-    """Step size towards the mean of the group's params (gamma)."""
-    params: Literal["fp32", "bf16"] = "fp32"
-    """Format in which params are sent. Pseudo-gradients use `codec`."""
-
 
 GOSSIP_REFUSES = (
     "wait_for",

@@ -1,0 +1,20 @@
+"""The `outer` section of the run config. No torch, so that config errors appear fast."""
+
+from outer.config.optimizer import AlignConfig, OuterOptimizerConfig
+from outer.config.outer import AT_RENDEZVOUS, GATHERED, MAX_TLS_STREAMS, PORTS_OF_TLS, OuterConfig
+from outer.config.section import Section
+from outer.config.sharing import CodingConfig, GossipConfig, MergeConfig
+
+__all__ = [
+    "AT_RENDEZVOUS",
+    "GATHERED",
+    "MAX_TLS_STREAMS",
+    "PORTS_OF_TLS",
+    "AlignConfig",
+    "CodingConfig",
+    "GossipConfig",
+    "MergeConfig",
+    "OuterConfig",
+    "OuterOptimizerConfig",
+    "Section",
+]
