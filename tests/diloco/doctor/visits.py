@@ -1,5 +1,6 @@
 """Real swarms for a doctor to visit, and what it says of them."""
 
+import random
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.config.schema import dump_config, parse_config
+from diloco.doctor.address_checks import find_bind_problem
 from diloco.doctor.checks import Check
 from diloco.doctor.diagnose import Line, check_swarm
 from diloco.swarm.visit import resolve_local_island
@@ -34,8 +36,11 @@ def refusing_port() -> int:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
+    """A port that is free, as are the next three. It is below those that the system gives to who asks for any port."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        if not any(find_bind_problem("127.0.0.1", each) for each in range(port, port + 4)):
+            return port
+    raise AssertionError("none of 100 ports is free")
 
 
 async def enter(place: Swarm, me: Endpoint, clock=time.time, own=None, **changes) -> Network:

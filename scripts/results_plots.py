@@ -1,0 +1,105 @@
+"""Draws those plots of docs/results.md whose figures are in its own tables, so that plot and table cannot differ.
+
+python -m scripts.results_plots [--into FOLDER]
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from diloco.report.style import ISLAND_COLORS, REFERENCE, WRONG, new_axes, plot_style, save
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "results.md"
+IMAGES = ROOT / "docs" / "images"
+Table = list[list[str]]
+
+
+def read_table(page: str, heading: str) -> Table:
+    """Rows of the first table below a heading, without its two header lines; cells are stripped of bold type."""
+    section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip().replace("**", "") for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def numbers(text: str) -> list[float]:
+    """All numbers in a cell."""
+    return [float(found) for found in re.findall(r"-?\d+(?:\.\d+)?", text)]
+
+
+def draw_faults(rows: Table) -> Figure:
+    """Held-out loss of each seed: without faults, in the storm, and without faults on as few tokens."""
+    figure, axes = new_axes("Faults and the loss", "seed", "held-out loss (nats a token)")
+    kinds = [
+        ("no fault", 1, ISLAND_COLORS[0]),
+        ("in the storm", 2, WRONG),
+        ("no fault, stopped after as many tokens", 7, REFERENCE),
+    ]
+    for label, column, color in kinds:
+        values = [numbers(row[column])[0] for row in rows]
+        axes.plot(range(len(rows)), values, "o", color=color, markersize=9, label=label)
+    _name_ticks(axes, [row[0] for row in rows])
+    axes.legend(loc="upper left")
+    axes.set_ylim(1.5, None)
+    return figure
+
+
+def draw_unequal(rows: Table) -> Figure:
+    """Held-out loss of each method at the times at which it is known."""
+    figure, axes = new_axes("Islands of speeds 1, 1, 1/2 and 1/4", "seconds", "held-out loss (nats a token)")
+    for row, color in zip(rows, ISLAND_COLORS, strict=False):
+        end, seconds = numbers(row[4])
+        known = {148.0: row[2], 185.0: row[3]}
+        points = [(at, numbers(cell)[0]) for at, cell in known.items() if numbers(cell)] + [(seconds, end)]
+        axes.plot(*zip(*sorted(set(points)), strict=True), "o-", color=color, markersize=8, label=row[0])
+    axes.legend(loc="lower left")
+    return figure
+
+
+def draw_fine_tuning(rows: Table) -> Figure:
+    """Loss of the source text against loss of the English, an arrow from before fine-tuning to after it."""
+    figure, axes = new_axes("Fine-tuned on English", "loss of the English", "loss of the source text")
+    for kind, color in (("data-parallel", REFERENCE), ("DiLoCo", ISLAND_COLORS[0])):
+        starts, ends = [], []
+        for row in (row for row in rows if row[1] == kind):
+            (english, english_after), (source, source_after) = numbers(row[2]), numbers(row[4])
+            starts.append((english, source))
+            ends.append((english_after, source_after))
+            axes.annotate("", ends[-1], starts[-1], arrowprops={"arrowstyle": "->", "color": color, "shrinkA": 5})
+        axes.plot(*zip(*starts, strict=True), "o", color=color, markersize=8, label=f"{kind}, before")
+        axes.plot(*zip(*ends, strict=True), "s", color=color, markersize=8, label=f"{kind}, after")
+    axes.legend(loc="upper right")
+    return figure
+
+
+def _name_ticks(axes: Axes, names: list[str]) -> None:
+    axes.set_xticks(range(len(names)), names)
+    axes.set_xlim(-0.6, len(names) - 0.4)
+
+
+DRAWN = {
+    "faults": ("Faults and the loss", draw_faults),
+    "unequal": ("Islands of unequal speed", draw_unequal),
+    "fine-tuning": ("After pre-training", draw_fine_tuning),
+}
+"""What is drawn, by the name of the picture: the section with the table, and how."""
+
+
+def draw_all(folder: Path) -> list[Path]:
+    """Draw each picture into the folder. Returns their paths."""
+    page = PAGE.read_text()
+    paths = [folder / f"{name}.png" for name in DRAWN]
+    with plot_style():
+        for path, (heading, draw) in zip(paths, DRAWN.values(), strict=True):
+            save(draw(read_table(page, heading)), path)
+    return paths
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--into", type=Path, default=IMAGES, metavar="FOLDER", help="default: docs/images")
+    for picture in draw_all(parser.parse_args().into):
+        print(picture)
