@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.results_plots import PAGE, draw_all
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], key=str)
 LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]+))?\)")
@@ -68,3 +70,10 @@ def test_the_tree_in_the_architecture_shows_every_folder_and_file(package: str) 
     files = {path.name for path in (ROOT / package).glob("*.py") if not path.name.startswith("__")}
     shown = tree_in(ROOT / "docs" / "architecture.md")[package]
     assert folders | files == shown
+
+
+def test_the_plots_of_tables_can_be_drawn_and_are_on_the_page(tmp_path: Path) -> None:
+    pictures = draw_all(tmp_path)
+    assert all(picture.stat().st_size > 10_000 for picture in pictures)
+    page = PAGE.read_text()
+    assert [picture.name for picture in pictures if f"](images/{picture.name})" not in page] == []
