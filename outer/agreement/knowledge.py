@@ -103,11 +103,11 @@ class Knowledge:
 
     def judge_claims(self) -> Judged:
         """Which of the other islands are believed, and which may take part in a round."""
-        live, refused, islands, own = {}, set(), self.present - self.lost, self.status.claim
+        live, refused, islands = {}, set(), self.present - self.lost
         for name, status in self.statuses.items():
             if name not in islands:
                 continue
-            if name not in self.doubted and (status is self.status or status.claim == own):
+            if name not in self.doubted and status.agrees_with(self.status):
                 live[name] = status  # As most do.
                 continue
             is_doubted = self._is_doubted(name, status)
