@@ -12,10 +12,10 @@ class AlignConfig(Section):
     defaults are ours.
     """
 
-    keep: float = Field(default=0.2, ge=0, le=1)
-    """A pseudo-gradient whose cosine with the momentum is at least this stays as it is."""
+    keep: float = Field(default=0.0, ge=0, le=1)
+    """A pseudo-gradient whose cosine with the momentum is at least this is left alone; 0: all that do not oppose it."""
     turn: float = Field(default=0.5, ge=0)
-    """How far one with a smaller cosine is turned towards the momentum, keeping its length; 0: not at all."""
+    """How far one with a cosine from 0 to `keep` is turned towards the momentum, keeping its length; 0: not at all."""
     shrink: float = Field(default=1.0, ge=0)
     """How much of what points against the momentum is taken away; 0: nothing."""
     most: float = Field(default=1.0, ge=0, le=1)
