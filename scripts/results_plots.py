@@ -5,6 +5,7 @@ python -m scripts.results_plots [--into FOLDER]
 
 import argparse
 import re
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -21,7 +22,8 @@ Table = list[list[str]]
 def read_table(page: str, heading: str) -> Table:
     """Rows of the first table below a heading, without its two header lines; cells are stripped of bold type."""
     section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
+    below = dropwhile(lambda line: not line.startswith("|"), section.splitlines())
+    lines = list(takewhile(lambda line: line.startswith("|"), below))
     return [[cell.strip().replace("**", "") for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
