@@ -77,6 +77,22 @@ def draw_fine_tuning(rows: Table) -> Figure:
     return figure
 
 
+def draw_momentum(rows: Table) -> Figure:
+    """Held-out loss against the learning rate, of the two inner optimizers that have four of them."""
+    figure, axes = new_axes("A slow moment inside", "learning rate", "held-out loss (nats a token)")
+    axes.set_xscale("log")
+    for first, label, color in ((0, "AdamW", REFERENCE), (4, "slow moment and gradient", ISLAND_COLORS[0])):
+        chosen = rows[first : first + 4]
+        rates = [numbers(row[1])[0] for row in chosen]
+        for column, style, who in ((2, "o--", "data-parallel"), (3, "s-", "four islands")):
+            losses = [numbers(row[column])[0] for row in chosen]
+            axes.plot(rates, losses, style, color=color, markersize=8, label=f"{label}, {who}")
+        axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axes.minorticks_off()
+    axes.legend(loc="upper right")
+    return figure
+
+
 def _name_ticks(axes: Axes, names: list[str]) -> None:
     axes.set_xticks(range(len(names)), names)
     axes.set_xlim(-0.6, len(names) - 0.4)
@@ -86,6 +102,7 @@ DRAWN = {
     "faults": ("Faults and the loss", draw_faults),
     "unequal": ("Islands of unequal speed", draw_unequal),
     "fine-tuning": ("After pre-training", draw_fine_tuning),
+    "momentum": ("A slow moment inside", draw_momentum),
 }
 """What is drawn, by the name of the picture: the section with the table, and how."""
 
