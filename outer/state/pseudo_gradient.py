@@ -37,6 +37,9 @@ def sum_of_squares(values: torch.Tensor) -> float:
 
 def dot(left: torch.Tensor, right: torch.Tensor) -> float:
     """The scalar product of 1-D fp32 values, summed as `sum_of_squares` sums."""
+    # A product in a new thread would use all cores, whatever torch.set_num_threads said before: BLAS keeps the number
+    # for each thread, and of torch's functions the product is one that does not hand it on. This one does.
+    torch.get_num_threads()
     pieces = zip(left.split(STRETCH_ELEMENTS), right.split(STRETCH_ELEMENTS), strict=True)
     return sum(float(torch.dot(one, other)) for one, other in pieces)
 
