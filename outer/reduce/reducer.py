@@ -30,6 +30,7 @@ from outer.merges import build_merge
 from outer.network.endpoints import Endpoint, Leg, Tag
 from outer.network.messages import unpack_carriers
 from outer.reduce.assignment import Assignment
+from outer.reduce.computing import compute
 from outer.reduce.filters import AttemptFilters, OutlierFilters
 from outer.reduce.means import encode_mean_of
 from outer.reduce.payloads import Mean, Payloads
@@ -42,7 +43,7 @@ PARTS_IN_FLIGHT = 48
 """Limit per rank. With too few, links to some peers idle; memory grows by one part's size for each part in flight."""
 DEFAULT_MERGE = MergeConfig()
 DigestAfter = Callable[[int, torch.Tensor, int], bytes]
-"""The digest of a part's state after a commit of this mean of so many islands. Called in threads."""
+"""The digest of a part's state after a commit of this mean of so many islands. Called in any thread."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,7 @@ class Reducer:
         except BaseExceptionGroup as group:
             raise first_cause(group) from None
         if attempt.filtered:
-            counts = dict(attempt.filtered)
-            log.info("round %d attempt %d: parts left out by filters, by island: %s", plan.round, plan.attempt, counts)
+            log.info("round %d attempt %d: parts filtered out: %s", plan.round, plan.attempt, dict(attempt.filtered))
         return {part: task.result() for part, task in started.items()}
 
 
@@ -201,7 +201,7 @@ class _Attempt:
             payload = await self._as_reducer(part, pseudo_grad)
         else:
             payload = await self._as_sender(part, pseudo_grad, reducer)
-        mean = await asyncio.to_thread(self._decode_mean, part, payload, reducer)
+        mean = await compute(self._space.parts[part].num_elements, self._decode_mean, part, payload, reducer)
         self._reach("reducing")
         return mean
 
@@ -216,7 +216,8 @@ class _Attempt:
     async def _make_mean(self, part: int, pseudo_grad: torch.Tensor | None, *, to_all: bool = False) -> torch.Tensor:
         """Compute the encoded mean. With `to_all` this island's own payload is sent to all participants."""
         payloads = await self._collect(part, pseudo_grad, to_all=to_all)
-        mean, filtered = await asyncio.to_thread(self._merge_payloads, part, payloads)
+        num_elements = len(payloads) * self._space.parts[part].num_elements
+        mean, filtered = await compute(num_elements, self._merge_payloads, part, payloads)
         self.filtered.update(filtered)
         if self._kept is not None and not to_all:
             self._kept.keep(part, payloads, mean)
@@ -229,12 +230,11 @@ class _Attempt:
         async with asyncio.TaskGroup() as tasks:
             receives = {name: tasks.create_task(self._receive_signed(name, part)) for name in others}
             if pseudo_grad is not None:
-                own = await asyncio.to_thread(self._encode_own, part, pseudo_grad)
+                own = await compute(pseudo_grad.numel(), self._encode_own, part, pseudo_grad)
                 for name in self._others if to_all else ():
                     tasks.create_task(self._send(name, Leg.REDUCE, part, own))
         payloads = {name: task.result() for name, task in receives.items()}
-        if own is not None:
-            payloads[self._me.island] = SignedPayload(own)
+        payloads |= {} if own is None else {self._me.island: SignedPayload(own)}
         return {name: payloads[name] for name in self._contributors}
 
     async def _as_sender(self, part: int, pseudo_grad: torch.Tensor | None, reducer: str) -> torch.Tensor:
@@ -243,7 +243,7 @@ class _Attempt:
             # Posted before the send: gloo announces a receive to the other side only after the data already queued.
             mean = tasks.create_task(self._receive(reducer, Leg.GATHER, part))
             if pseudo_grad is not None:
-                payload = await asyncio.to_thread(self._encode_own, part, pseudo_grad)
+                payload = await compute(pseudo_grad.numel(), self._encode_own, part, pseudo_grad)
                 await self._send(reducer, Leg.REDUCE, part, payload)
         return mean.result()
 
