@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from statistics import median
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -18,6 +19,9 @@ from diloco.report.summary import data_parallel_bytes_per_step
 from diloco.report.timeline import draw_timeline
 
 MAX_POINTS = 2000
+MAX_NAMED_ISLANDS = 12
+"""With more, a plot's legend would hide the plot: then the lines of islands look alike, and the legend sums them up."""
+FAINT_LINE = {"color": ISLAND_COLORS[0], "linewidth": 0.8, "alpha": 0.3}
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,30 @@ def draw_training_loss(run: RunRecords, path: Path) -> str | None:
     if not any(loss_points(island.steps) for island in series):
         return "No inner step with a loss has been recorded yet."
     figure, axes = new_axes("Training loss of each island", "inner step", "loss, nats a token")
+    if len(run.islands) > MAX_NAMED_ISLANDS:
+        draw_loss_of_many(axes, run.islands)
+        series = [run.baseline] if run.baseline else []
     for index, island in enumerate(series):
         is_baseline = island is run.baseline
         color = REFERENCE if is_baseline else ISLAND_COLORS[index % len(ISLAND_COLORS)]
         draw_loss_line(axes, island, color, "--" if is_baseline or index >= len(ISLAND_COLORS) else "-")
     axes.legend()
     return save(figure, path)
+
+
+def draw_loss_of_many(axes: Axes, islands: Sequence[IslandRecords]) -> None:
+    """Draw the loss of each island as a faint line, and the median of all as a strong one."""
+    losses: dict[int, list[float]] = {}
+    for island in islands:
+        points = loss_points(island.steps)
+        smooth = moving_average([loss for _, loss in points], len(points) // 80)
+        axes.plot([step for step, _ in points], smooth, **FAINT_LINE)
+        for step, loss in points:
+            losses.setdefault(step, []).append(loss)
+    steps = sorted(losses)
+    medians = moving_average([median(losses[step]) for step in steps], len(steps) // 80)
+    label = f"median of {len(islands)} islands  {medians[-1]:.3f}"
+    axes.plot(steps, medians, color=ISLAND_COLORS[0], linewidth=2.4, label=label)
 
 
 def draw_loss_line(axes: Axes, island: IslandRecords, color: str, linestyle: str) -> None:
@@ -99,13 +121,10 @@ def draw_bytes(run: RunRecords, path: Path) -> str | None:
     if not curves:
         return "Nothing has been sent between islands yet."
     figure, axes = new_axes("Bytes sent by each island, so far", "inner step", "bytes sent, log scale")
-    for index, (island, curve) in enumerate(curves):
-        # Islands often send the same amount, so later lines are thinner to keep all of them visible.
-        width = max(4.5 - 1.5 * index, 1.2)
-        label = f"{island.name}  {human_bytes(curve[-1][1])}"
-        marker = "o" if len(curve) <= 30 else None
-        line = {"color": ISLAND_COLORS[index % len(ISLAND_COLORS)], "linewidth": width, "marker": marker}
-        axes.plot(*zip(*curve, strict=True), drawstyle="steps-post", markersize=width + 1, label=label, **line)
+    if len(curves) > MAX_NAMED_ISLANDS:
+        draw_bytes_of_many(axes, [curve for _, curve in curves])
+    else:
+        draw_bytes_by_island(axes, curves)
     if run.facts and run.num_islands > 1:
         draw_data_parallel_bytes(axes, run, max((curve[-1] for _, curve in curves), key=lambda point: point[1]))
     axes.set_yscale("log")
@@ -116,6 +135,26 @@ def draw_bytes(run: RunRecords, path: Path) -> str | None:
     axes.yaxis.set_minor_formatter(NullFormatter())
     figure.legend(loc="outside lower center", ncols=3, fontsize=10)
     return save(figure, path)
+
+
+def draw_bytes_by_island(axes: Axes, curves: Sequence[tuple[IslandRecords, list[tuple[int, int]]]]) -> None:
+    """Draw a line with a name for each island."""
+    for index, (island, curve) in enumerate(curves):
+        # Islands often send the same amount, so later lines are thinner to keep all of them visible.
+        width = max(4.5 - 1.5 * index, 1.2)
+        label = f"{island.name}  {human_bytes(curve[-1][1])}"
+        marker = "o" if len(curve) <= 30 else None
+        line = {"color": ISLAND_COLORS[index % len(ISLAND_COLORS)], "linewidth": width, "marker": marker}
+        axes.plot(*zip(*curve, strict=True), drawstyle="steps-post", markersize=width + 1, label=label, **line)
+
+
+def draw_bytes_of_many(axes: Axes, curves: Sequence[list[tuple[int, int]]]) -> None:
+    """Draw a faint line for each island, and one label with the least and the most that an island has sent."""
+    sent = [curve[-1][1] for curve in curves]
+    label = f"each of {len(curves)} islands  {human_bytes(min(sent))} to {human_bytes(max(sent))}"
+    axes.plot([], [], color=FAINT_LINE["color"], linewidth=2.4, label=label)
+    for curve in curves:
+        axes.plot(*zip(*curve, strict=True), drawstyle="steps-post", **FAINT_LINE)
 
 
 def draw_data_parallel_bytes(axes: Axes, run: RunRecords, last: tuple[int, int]) -> None:

@@ -1,0 +1,45 @@
+"""Plots of runs of many islands, whose names would not fit into a legend."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from diloco.records.run_folder import RunRecords, read_run, write_facts
+from diloco.report.plots import MAX_NAMED_ISLANDS, draw_bytes_of_many, draw_loss_of_many, write_plots
+from diloco.report.style import new_axes
+from tests.diloco.report.sample_run import Island, a_runs_facts
+
+
+def write_islands(run_dir: Path, num_islands: int) -> RunRecords:
+    """A run of two rounds."""
+    names = tuple(f"island-{index}" for index in range(num_islands))
+    for name in names:
+        island = Island(run_dir, name)
+        for number in range(2):
+            island.inner_steps()
+            island.round(number, names)
+    write_facts(run_dir, a_runs_facts(2))
+    return read_run(run_dir)
+
+
+@pytest.mark.parametrize("num_islands", [MAX_NAMED_ISLANDS, 64])
+def test_the_plots_of_many_islands_leave_room_for_their_axes(num_islands: int, tmp_path: Path) -> None:
+    run = write_islands(tmp_path, num_islands)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib warns when a legend leaves no room for the axes.
+        write_plots(run, tmp_path)
+
+
+def test_a_legend_sums_up_the_losses_of_many_islands(tmp_path: Path) -> None:
+    run = write_islands(tmp_path, 64)
+    _, axes = new_axes("", "", "")
+    draw_loss_of_many(axes, run.islands)
+    assert axes.get_legend_handles_labels()[1] == ["median of 64 islands  3.337"]
+    assert len(axes.lines) == 65
+
+
+def test_a_legend_gives_the_least_and_the_most_that_an_island_has_sent() -> None:
+    _, axes = new_axes("", "", "")
+    draw_bytes_of_many(axes, [[(1, 1000 * index)] for index in range(1, 21)])
+    assert axes.get_legend_handles_labels()[1] == ["each of 20 islands  1 kB to 20 kB"]
