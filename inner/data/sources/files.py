@@ -47,12 +47,16 @@ class FilesSource:
         files = self._files()
         sizes = [path.stat().st_size for _, path in files]
         before, whole_size = [0, *itertools.accumulate(sizes)], max(sum(sizes), 1)
-        for number, (key, path) in enumerate(files[first_file:], start=first_file):
-            for row in _read_rows(key, path, self.field, (first_row, first_byte)):
-                if row.text:
-                    share = (before[number] + row.share * sizes[number]) / whole_size
-                    yield Document(row.key, row.text, share, place=[number, row.number, row.offset])
-            first_row = first_byte = 0
+        skipped: list[Path] = []
+        try:
+            for number, (key, path) in enumerate(files[first_file:], start=first_file):
+                for row in _read_rows(key, path, self.field, (first_row, first_byte), skipped):
+                    if row.text:
+                        share = (before[number] + row.share * sizes[number]) / whole_size
+                        yield Document(row.key, row.text, share, place=[number, row.number, row.offset])
+                first_row = first_byte = 0
+        finally:
+            _report_skipped(skipped)
 
     def _files(self) -> list[tuple[str, Path]]:
         if not self.paths:
@@ -92,8 +96,8 @@ def _relative_to(folder: Path, paths: list[Path], entry: str) -> list[tuple[str,
     return files
 
 
-def _read_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -> Iterator[Row]:
-    """The rows of a file from one on, by its number and first byte."""
+def _read_rows(key: str, path: Path, field: TextField, start: tuple[int, int], skipped: list[Path]) -> Iterator[Row]:
+    """The rows of a file from one on, by its number and first byte. A file that is no text is added to `skipped`."""
     if path.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
         return _jsonl_rows(key, path, field, start)
     if path.suffix == ".parquet":
@@ -102,15 +106,22 @@ def _read_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -
         return tar_rows(key, path, field, start[0])
     if field.is_chat:
         raise InputError(f"{path}: a file of text holds no conversations; name .jsonl, .parquet or .tar files only")
-    return _text_rows(key, path)
+    return _text_rows(key, path, skipped)
 
 
-def _text_rows(key: str, path: Path) -> Iterator[Row]:
+def _text_rows(key: str, path: Path, skipped: list[Path]) -> Iterator[Row]:
     try:
         yield Row(key, path.read_bytes().decode("utf-8"), 1.0)
     except UnicodeDecodeError:
         # Folders of text often contain a few images, which are no reason to stop.
-        log.warning("%s is not UTF-8 text and is skipped", path)
+        skipped.append(path)
+
+
+def _report_skipped(paths: list[Path]) -> None:
+    if len(paths) == 1:
+        log.warning("%s is not UTF-8 text and is skipped", paths[0])
+    elif paths:
+        log.warning("%d files are not UTF-8 text and are skipped, the first of them %s", len(paths), paths[0])
 
 
 def _jsonl_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -> Iterator[Row]:

@@ -52,6 +52,15 @@ def test_a_glob_names_matches_relative_to_its_literal_part(tmp_path: Path) -> No
     assert found == {"x/one.txt": "x/one.txt", "y/one.txt": "y/one.txt"}
 
 
+def test_files_that_are_no_text_are_reported_once_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "b.md").write_text("b")
+    for name in ("a.png", "c.png", "d.png"):
+        (tmp_path / name).write_bytes(b"\xff\xd8")
+    assert documents(source="files", paths=[str(tmp_path)]) == {"b.md": "b"}
+    first = tmp_path / "a.png"
+    assert caplog.messages == [f"3 files are not UTF-8 text and are skipped, the first of them {first}"]
+
+
 def test_jsonl_gives_a_document_per_row_with_text(tmp_path: Path) -> None:
     rows = [{"body": "one"}, {"body": None}, {"body": "three \u00e9\u2028still"}]
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
