@@ -23,6 +23,7 @@ from diloco.records.sinks import build_sinks
 from diloco.runtime.corpus import loading_corpus
 from diloco.runtime.operator_requests import OperatorRequests
 from diloco.runtime.round_records import RoundRecords
+from diloco.runtime.shared_evaluations import SharedEvaluations
 from diloco.runtime.step_records import MfuMeter, build_mfu_meter
 from diloco.status.visitors import serve_visitors
 from diloco.tuning.choice import choose_settings
@@ -78,6 +79,7 @@ class Runtime:
     """The stage of the run for which trainer and batches are set; -1 before the first round."""
     turns: AbstractContextManager
     """Held while the model computes; it limits how many islands of one process do so at once."""
+    evaluations: SharedEvaluations
     tokens: int = 0
     """Number of tokens that this island has trained on."""
     times: RankTimes = field(default_factory=RankTimes)
@@ -203,6 +205,7 @@ def open_runtime(
             moments=moments,
             stage=-1,
             turns=nullcontext() if shared is None else shared.turns,
+            evaluations=SharedEvaluations() if shared is None else shared.evaluations,
         )
 
 

@@ -14,6 +14,7 @@ from diloco.config.overrides import differing_keys
 from diloco.config.own_code import find_other_code
 from diloco.config.schema import IslandConfig, RunConfig
 from diloco.errors import ConfigError
+from diloco.runtime.shared_evaluations import SharedEvaluations
 from outer.connect.opening import open_network
 from outer.connect.settings import Network, NetworkSettings
 from outer.identity.access import BANNED_FILE
@@ -37,6 +38,7 @@ class Shared:
     event_loop: EventLoopThread
     turns: threading.Semaphore
     """Limits how many islands compute at the same time."""
+    evaluations: SharedEvaluations
 
 
 @contextmanager

@@ -7,13 +7,14 @@ island_quorum.py runs instead; train.py chooses.
 
 import logging
 import time
+from collections.abc import Hashable
 from contextlib import nullcontext
 from dataclasses import replace
 
 from diloco.assemble import Runtime
 from diloco.config.schema import stage_in_round
 from diloco.island_rounds.of_all import IslandRounds
-from diloco.records.metrics import EventRecord
+from diloco.records.metrics import EvalRecord, EventRecord
 from diloco.runtime.garbage import collect_garbage
 from diloco.runtime.progress import Progress, ResumedState, ResumePoint
 from diloco.runtime.step_records import evaluate_heldout, make_step_record
@@ -145,14 +146,25 @@ def train(runtime: Runtime) -> StepResult:
 def evaluate(runtime: Runtime, cycle: int | None = None) -> None:
     """Evaluate the global params on held-out text and record the loss for a cycle, by default that of the round."""
     position, outer = runtime.outer.position, runtime.config.outer
+    cycle = position.round // outer.fragments if cycle is None else cycle
+
+    def evaluate_here() -> EvalRecord:
+        # In plain rounds the local params are equal to the global params at this point.
+        with nullcontext() if outer.is_plain else runtime.outer.global_params(), runtime.turns:
+            return evaluate_heldout(runtime.stage_config, runtime.trainer, runtime.corpus, cycle, position.tokens)
+
     runtime.activity.start("evaluation")
-    # In plain rounds the local params are equal to the global params at this point.
-    with nullcontext() if outer.is_plain else runtime.outer.global_params(), runtime.turns:
-        cycle = position.round // outer.fragments if cycle is None else cycle
-        record = evaluate_heldout(runtime.stage_config, runtime.trainer, runtime.corpus, cycle, position.tokens)
+    record = runtime.evaluations.find(evaluation_key(runtime, cycle), evaluate_here)
     if runtime.metrics is not None:
         runtime.metrics.write(record)
         log.info("round %d: held-out loss %.4f, %.4f bits per byte", record.round, record.loss, record.bits_per_byte)
+
+
+def evaluation_key(runtime: Runtime, cycle: int) -> Hashable:
+    """What a held-out loss depends on: the state by its digest, the text, and how this island computes."""
+    texts = tuple(text.name for text in runtime.corpus.texts)
+    computes = runtime.trainer.settings, runtime.island.parallel.model_dump_json()
+    return cycle, runtime.outer.digest, texts, runtime.stage, computes
 
 
 def count_moments(runtime: Runtime, landed: int | None = None) -> None:

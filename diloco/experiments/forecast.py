@@ -1,7 +1,7 @@
 """How long an experiment will take: from finished runs of a row, or else from a calibration. No torch here.
 
-A run of N islands in one process costs its start, N steps for each inner step and N evaluations for each evaluation, as
-calibrate.py measures them on one core. Rounds are not calibrated; once rows have finished, the others are corrected by
+A run of N islands in one process costs its start, N steps for each inner step and its evaluations, as calibrate.py
+measures them on one core; with gossip each island has params of its own to evaluate. Rounds are not calibrated; once rows have finished, the others are corrected by
 the ratio between what those took and what was expected.
 """
 
@@ -101,7 +101,8 @@ def calibrated_seconds(row: Row, cost: Cost) -> float:
     """Core-seconds of one run of the row as calibrated."""
     config, islands = row.config, len(row.config.islands)
     evaluations = 1 + config.outer.rounds // config.evaluate.every_rounds
-    return cost.start + islands * (config.total_steps * cost.step + evaluations * cost.evaluation)
+    evaluations *= 1 if config.outer.gossip is None else islands
+    return cost.start + islands * config.total_steps * cost.step + evaluations * cost.evaluation
 
 
 def forecast(rows: Sequence[Row], results: Results, costs: Mapping[str, Cost]) -> Forecast:

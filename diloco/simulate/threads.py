@@ -3,6 +3,7 @@
 Each island has what it would have in a process of its own: a model and optimizers on a mesh of one rank, a training
 thread, a thread for the round in the background, and records. The islands share the pages of the corpus, torch's world
 of one rank, the hub, one event loop, and the processors: only as many islands compute at once as there are processors.
+Global params that all of them hold are evaluated once.
 
 The results do not depend on who computes when. Weights and data come from seeds with generators of their own, nothing
 draws from torch's global generator, a reduce adds in the order of the plan, and every plan contains all islands. An
@@ -27,6 +28,7 @@ from diloco.config.schema import Config, IslandConfig
 from diloco.connections import Shared
 from diloco.runtime.garbage import schedule_garbage
 from diloco.runtime.process_group import open_process_group, pick_device
+from diloco.runtime.shared_evaluations import SharedEvaluations
 from diloco.watchdog.signals import end_with_parent, on_stop
 from outer.network.event_loop import EventLoopThread
 from outer.transports.loopback import Hub
@@ -48,7 +50,7 @@ def train_together(
     on_stop(lambda: say_goodbye(running))
     device = pick_device(islands[0])
     turns = threading.Semaphore(num_processors or count_processors(device))
-    shared = Shared(Hub(), EventLoopThread(slowness=len(islands)), turns)
+    shared = Shared(Hub(), EventLoopThread(slowness=len(islands)), turns, SharedEvaluations())
     with open_process_group(islands[0], device) as ranks, ExitStack() as stack:
         for settings in islands:
             folder = Path(settings.run_dir) / run.name / settings.label

@@ -125,6 +125,28 @@ def test_an_island_that_is_late_by_more_than_the_grace_is_in_every_round(tmp_pat
             assert all(len(r["participants"]) == 3 for r in rounds)
 
 
+def test_islands_of_one_process_evaluate_their_global_params_once(tmp_path):
+    def live(parts: Runtime) -> None:
+        from diloco import island as life
+
+        evaluate = parts.trainer.evaluate
+
+        def counted(windows):
+            with (tmp_path / "evaluations").open("a") as file:
+                file.write("1")
+            return evaluate(windows)
+
+        parts.trainer.evaluate = counted
+        life.run(parts)
+
+    with swarm(tmp_path, "outer.rounds=3", islands=[ONE] * 3) as islands:
+        process = together(islands, live)
+        process.finish()
+        losses = [[record["loss"] for record in folder_of(process, i).records("eval")] for i in range(3)]
+    assert losses[0] == losses[1] == losses[2]
+    assert len((tmp_path / "evaluations").read_text()) == len(losses[0]) == 4
+
+
 def test_when_an_island_fails_the_process_ends_with_its_error(tmp_path):
     def live(parts: Runtime) -> None:
         from diloco import island as life
