@@ -1,8 +1,8 @@
 """How long an experiment will take: from finished runs of a row, or else from a calibration. No torch here.
 
 A run of N islands in one process costs its start, N steps for each inner step and its evaluations, as calibrate.py
-measures them on one core; with gossip each island has params of its own to evaluate. Rounds are not calibrated; once rows have finished, the others are corrected by
-the ratio between what those took and what was expected.
+measures them on one core; with gossip each island has params of its own to evaluate. Rounds are not calibrated; once
+rows have finished, the others are corrected by the ratio between what those took and what was expected.
 """
 
 import hashlib
