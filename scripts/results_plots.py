@@ -61,6 +61,34 @@ def draw_unequal(rows: Table) -> Figure:
     return figure
 
 
+def draw_sizes(rows: Table) -> Figure:
+    """Held-out loss against parameters of data-parallel training and of DiLoCo, with its gap and what was predicted."""
+    figure, axes = new_axes("20 tokens a parameter, four islands", "parameters", "held-out loss (nats a token)")
+    axes.set_xscale("log")
+    sizes = [size_of(row[0]) for row in rows]
+    for column, label, color in (
+        (3, "data-parallel AdamW", REFERENCE),
+        (4, "DiLoCo, Nesterov 0.7/0.9, with its gap", ISLAND_COLORS[0]),
+        (6, "DiLoCo, Nesterov 1/0.6", ISLAND_COLORS[1]),
+    ):
+        points = [(size, numbers(row[column])[0]) for size, row in zip(sizes, rows, strict=True) if row[column] != "-"]
+        axes.plot(*zip(*points, strict=True), "o-", color=color, markersize=6, label=label)
+    predicted = [(size, loss) for size, row in zip(sizes, rows, strict=True) for loss in numbers(row[8])]
+    axes.plot(*zip(*predicted, strict=True), "x", color=WRONG, markersize=9, label="predicted before they ran")
+    for size, row in zip(sizes, rows, strict=True):
+        above = {"xytext": (4, 8), "textcoords": "offset points", "color": ISLAND_COLORS[0]}
+        axes.annotate(row[5].split(" %")[0] + " %", (size, numbers(row[4])[0]), **above)
+    axes.set_xticks(sizes, [row[0] for row in rows])
+    axes.minorticks_off()
+    axes.legend(loc="upper right")
+    return figure
+
+
+def size_of(text: str) -> float:
+    """A number of parameters such as 40.3k or 1.00M."""
+    return numbers(text)[0] * (1e6 if text.endswith("M") else 1e3)
+
+
 def draw_fine_tuning(rows: Table) -> Figure:
     """Loss of the source text against loss of the English, an arrow from before fine-tuning to after it."""
     figure, axes = new_axes("Fine-tuned on English", "loss of the English", "loss of the source text")
@@ -99,6 +127,7 @@ def _name_ticks(axes: Axes, names: list[str]) -> None:
 
 
 DRAWN = {
+    "sizes": ("Sizes, and two predictions", draw_sizes),
     "faults": ("Faults and the loss", draw_faults),
     "unequal": ("Islands of unequal speed", draw_unequal),
     "fine-tuning": ("After pre-training", draw_fine_tuning),
