@@ -11,6 +11,8 @@ from diloco.planning.laws.islands import CHECKED, best_batch, best_lr, is_extrap
 MEASURED_GAPS = {40: 0.148, 80: 0.064, 164: 0.023}
 """Loss relative to data-parallel training by rounds, for outer Nesterov 0.7/0.9, 30 inner steps and four islands at 20
 tokens a parameter and 249k parameters: configs/experiments/batch.yaml, three seeds, docs/results.md."""
+GAPS_BY_SIZE = {"249k": 0.023, "502k": 0.038, "1M": 0.032}
+"""The same by size, with 164, 327 and 652 rounds: configs/experiments/scaling.yaml."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ def _island_lines(question: LawQuestion) -> Iterator[tuple[str, str, str]]:
     yield "", f"{checked}, measured with four islands", "2503.09799"
     measured = ", ".join(f"{_signed(gap)} after {rounds}" for rounds, gap in MEASURED_GAPS.items())
     yield "", f"{measured} rounds; here {config.outer.rounds}", "docs/results.md, 249k, 4 islands"
+    sizes = ", ".join(f"{_signed(gap)} at {size}" for size, gap in GAPS_BY_SIZE.items())
+    yield "", f"{sizes}, steps of 1024 tokens", "docs/results.md, 4 islands"
 
 
 def _allocation(allocation: Allocation) -> str:
