@@ -23,8 +23,7 @@ from diloco.records.sinks import build_sinks
 from diloco.runtime.corpus import loading_corpus
 from diloco.runtime.operator_requests import OperatorRequests
 from diloco.runtime.round_records import RoundRecords
-from diloco.runtime.shared_evaluations import SharedEvaluations
-from diloco.runtime.step_records import MfuMeter, build_mfu_meter
+from diloco.runtime.step_records import MfuMeter, SharedEvaluations, build_mfu_meter
 from diloco.status.visitors import serve_visitors
 from diloco.tuning.choice import choose_settings
 from diloco.watchdog.activity import ActivityMonitor

@@ -28,7 +28,7 @@ from diloco.config.schema import Config, IslandConfig
 from diloco.connections import Shared
 from diloco.runtime.garbage import schedule_garbage
 from diloco.runtime.process_group import open_process_group, pick_device
-from diloco.runtime.shared_evaluations import SharedEvaluations
+from diloco.runtime.step_records import SharedEvaluations
 from diloco.watchdog.signals import end_with_parent, on_stop
 from outer.network.event_loop import EventLoopThread
 from outer.transports.loopback import Hub
