@@ -78,7 +78,8 @@ class Runtime:
     """The stage of the run for which trainer and batches are set; -1 before the first round."""
     turns: AbstractContextManager
     """Held while the model computes; it limits how many islands of one process do so at once."""
-    evaluations: SharedEvaluations
+    evaluations: SharedEvaluations | None
+    """What the islands of this process evaluate together; None in a process with one island."""
     tokens: int = 0
     """Number of tokens that this island has trained on."""
     times: RankTimes = field(default_factory=RankTimes)
@@ -204,7 +205,7 @@ def open_runtime(
             moments=moments,
             stage=-1,
             turns=nullcontext() if shared is None else shared.turns,
-            evaluations=SharedEvaluations() if shared is None else shared.evaluations,
+            evaluations=None if shared is None else shared.evaluations,
         )
 
 

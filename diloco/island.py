@@ -154,7 +154,8 @@ def evaluate(runtime: Runtime, cycle: int | None = None) -> None:
             return evaluate_heldout(runtime.stage_config, runtime.trainer, runtime.corpus, cycle, position.tokens)
 
     runtime.activity.start("evaluation")
-    record = runtime.evaluations.find(evaluation_key(runtime, cycle), evaluate_here)
+    shared = runtime.evaluations
+    record = evaluate_here() if shared is None else shared.find(evaluation_key(runtime, cycle), evaluate_here)
     if runtime.metrics is not None:
         runtime.metrics.write(record)
         log.info("round %d: held-out loss %.4f, %.4f bits per byte", record.round, record.loss, record.bits_per_byte)

@@ -65,13 +65,14 @@ def draw_heldout(run: RunRecords, path: Path) -> str | None:
 
 def draw_training_loss(run: RunRecords, path: Path) -> str | None:
     """Draw each island's training loss against its inner steps, both raw and smoothed."""
-    series = [*run.islands, *([run.baseline] if run.baseline else [])]
+    baseline = [run.baseline] if run.baseline else []
+    series = [*run.islands, *baseline]
     if not any(loss_points(island.steps) for island in series):
         return "No inner step with a loss has been recorded yet."
     figure, axes = new_axes("Training loss of each island", "inner step", "loss, nats a token")
     if len(run.islands) > MAX_NAMED_ISLANDS:
         draw_loss_of_many(axes, run.islands)
-        series = [run.baseline] if run.baseline else []
+        series = baseline
     for index, island in enumerate(series):
         is_baseline = island is run.baseline
         color = REFERENCE if is_baseline else ISLAND_COLORS[index % len(ISLAND_COLORS)]
@@ -89,6 +90,8 @@ def draw_loss_of_many(axes: Axes, islands: Sequence[IslandRecords]) -> None:
         axes.plot([step for step, _ in points], smooth, **FAINT_LINE)
         for step, loss in points:
             losses.setdefault(step, []).append(loss)
+    if not losses:
+        return
     steps = sorted(losses)
     medians = moving_average([median(losses[step]) for step in steps], len(steps) // 80)
     label = f"median of {len(islands)} islands  {medians[-1]:.3f}"

@@ -118,7 +118,7 @@ class SharedEvaluations:
     """Held-out losses that islands of one process share: each is found once, whichever thread asks for it first.
 
     After a commit all islands hold the same global params, so their losses are equal bit for bit, and the first island
-    that comes to an evaluation makes it for all. A process with one island evaluates as if there were nothing to share.
+    that comes to an evaluation makes it for all.
     """
 
     def __init__(self) -> None:
@@ -131,19 +131,14 @@ class SharedEvaluations:
         `key` must say everything that the loss depends on. Waits as long as that island's `evaluate`, which must not
         wait for other islands; what it raises is raised for all.
         """
+        own = Future[EvalRecord]()
         with self._lock:
-            found = self._found.get(key)
-            own = Future[EvalRecord]() if found is None else None
-            if own is not None:
-                self._found[key] = own
-                if len(self._found) > MAX_KEPT:
-                    self._found.popitem(last=False)
-        if found is not None:
-            return replace(found.result(), time=time.time())
-        assert own is not None, "there is one of the two"
-        try:
-            own.set_result(evaluate())
-        except BaseException as error:
-            own.set_exception(error)
-            raise
-        return own.result()
+            found = self._found.setdefault(key, own)
+            if len(self._found) > MAX_KEPT:
+                self._found.popitem(last=False)
+        if found is own:
+            try:
+                own.set_result(evaluate())
+            except BaseException as error:  # noqa: BLE001 - raised below, and for the others
+                own.set_exception(error)
+        return replace(found.result(), time=time.time())

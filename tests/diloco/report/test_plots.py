@@ -8,7 +8,7 @@ import pytest
 from diloco.records.run_folder import RunRecords, read_run, write_facts
 from diloco.report.plots import MAX_NAMED_ISLANDS, draw_bytes_of_many, draw_loss_of_many, write_plots
 from diloco.report.style import new_axes
-from tests.diloco.report.sample_run import Island, a_runs_facts
+from tests.diloco.report.sample_run import Island, a_runs_facts, write_baseline
 
 
 def write_islands(run_dir: Path, num_islands: int) -> RunRecords:
@@ -29,6 +29,14 @@ def test_the_plots_of_many_islands_leave_room_for_their_axes(num_islands: int, t
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib warns when a legend leaves no room for the axes.
         write_plots(run, tmp_path)
+
+
+def test_many_islands_that_have_made_no_step_are_drawn_beside_a_baseline_that_has(tmp_path: Path) -> None:
+    write_islands(tmp_path, 64)
+    for metrics in tmp_path.glob("island-*/metrics.jsonl"):
+        metrics.write_text("")
+    write_baseline(tmp_path)
+    assert write_plots(read_run(tmp_path), tmp_path)["training-loss"] is None
 
 
 def test_a_legend_sums_up_the_losses_of_many_islands(tmp_path: Path) -> None:
