@@ -36,7 +36,7 @@ def dense_forward(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, is_causal: 
     if _has_flash(q_BHSE):
         return AttentionOutput(*aten._scaled_dot_product_flash_attention(*inputs, 0.0, is_causal)[:2])
     # The only kernel that needs each head's own keys.
-    k_BHTE, v_BHTE = (_repeat_heads(x, q_BHSE.shape[1]) for x in (k_BKTE, v_BKTE))
+    k_BHTE, v_BHTE = (repeat_heads(x, q_BHSE.shape[1]) for x in (k_BKTE, v_BKTE))
     out_BHSE, lse_BHS, *_ = aten._scaled_dot_product_efficient_attention(
         q_BHSE, k_BHTE, v_BHTE, None, True, 0.0, is_causal
     )
@@ -63,7 +63,7 @@ def dense_backward(
             *inputs, *output, None, None, *lengths, 0.0, is_causal, seed, offset
         )
     num_heads, num_kv_heads = q_BHSE.shape[1], k_BKTE.shape[1]
-    k_BHTE, v_BHTE = (_repeat_heads(x, num_heads) for x in (k_BKTE, v_BKTE))
+    k_BHTE, v_BHTE = (repeat_heads(x, num_heads) for x in (k_BKTE, v_BKTE))
     padded_lse = F.pad(output.lse_BHS, (0, -q_BHSE.shape[2] % 32), value=torch.inf)
     dq_BHSE, *dkv = aten._scaled_dot_product_efficient_attention_backward(
         grad_BHSE, q_BHSE, k_BHTE, v_BHTE, None, output.out_BHSE, padded_lse, seed, offset, 0.0,
@@ -73,7 +73,8 @@ def dense_backward(
     return dq_BHSE, dk_BKTE, dv_BKTE
 
 
-def _repeat_heads(x_BKTE: Tensor, num_heads: int) -> Tensor:
+def repeat_heads(x_BKTE: Tensor, num_heads: int) -> Tensor:
+    """Keys or values x_BHTE of `num_heads` heads: each head's own copy of what it shares with its group."""
     return x_BKTE.repeat_interleave(num_heads // x_BKTE.shape[1], dim=1)
 
 

@@ -22,8 +22,10 @@ class VocabShard:
     group: ProcessGroup
     start: int
 
-    def sum(self, values: Tensor) -> None:
-        dist.all_reduce(values, group=self.group)
+    def sum(self, *values: Tensor) -> tuple[Tensor, ...]:
+        total = torch.stack(values)
+        dist.all_reduce(total, group=self.group)
+        return total.unbind()
 
     def max(self, values: Tensor) -> None:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
@@ -39,10 +41,15 @@ class ChunkedCrossEntropy:
     denominator of the softmax (PaLM, 2204.02311); the loss is that without the second term.
     """
 
-    def __init__(self, chunk_tokens: int, shard: VocabShard | None = None, z_loss: float = 0.0) -> None:
+    def __init__(
+        self, chunk_tokens: int, shard: VocabShard | None = None, z_loss: float = 0.0, *, compiled: bool = False
+    ) -> None:
+        """`compiled`: whether torch.compile fuses what is computed for a chunk, which must then have no shard."""
+        assert not (compiled and shard), "the sums over ranks would cut the graph"
         self.chunk_tokens = chunk_tokens
         self.shard = shard
         self.z_loss = z_loss
+        self.chunk_loss = torch.compile(_chunk_loss) if compiled else _chunk_loss
 
     def __call__(self, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
         """Loss summed over valid targets, 0-dim fp32. Targets below 0 are ignored."""
@@ -61,7 +68,8 @@ class _CrossEntropy(torch.autograd.Function):
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
         for first in range(0, len(x_TD), size):
             x_CD = x_TD[first : first + size]
-            chunk_loss, probs_CV = _chunk_loss(x_CD, weight_VD, targets_T[first : first + size], settings)
+            targets_C = targets_T[first : first + size]
+            chunk_loss, probs_CV = settings.chunk_loss(x_CD, weight_VD, targets_C, settings.shard, settings.z_loss)
             loss += chunk_loss
             if grad_x_TD is not None:
                 grad_x_TD[first : first + size] = probs_CV @ weight_VD
@@ -78,10 +86,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _chunk_loss(
-    x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, settings: ChunkedCrossEntropy
+    x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, shard: VocabShard | None, z_loss: float
 ) -> tuple[Tensor, Tensor]:
     """Summed loss of the chunk in fp32, and the gradient of its logits (C, V) in the dtype of x."""
-    shard = settings.shard
     logits_CV = (x_CD @ weight_VD.t()).float()
     max_C = logits_CV.amax(dim=-1)
     if shard is not None:
@@ -94,18 +101,20 @@ def _chunk_loss(
     columns_C1 = columns_C.clamp(0, weight_VD.shape[0] - 1)[:, None]
     target_logits_C = (logits_CV.gather(-1, columns_C1) * is_here_C1).squeeze(-1)
     probs_CV = logits_CV.exp_()
-    sums_2C = torch.stack((probs_CV.sum(dim=-1), target_logits_C))
+    sums_C = probs_CV.sum(dim=-1)
     if shard is not None:
-        shard.sum(sums_2C)
-    log_sums_C = sums_2C[0].log()
-    loss = ((log_sums_C - sums_2C[1]) * is_valid_C).sum()
-    factor_C = is_valid_C / sums_2C[0]
-    if settings.z_loss:
+        sums_C, target_logits_C = shard.sum(sums_C, target_logits_C)
+    log_sums_C = sums_C.log()
+    loss = ((log_sums_C - target_logits_C) * is_valid_C).sum()
+    factor_C = is_valid_C / sums_C
+    if z_loss:
         # d log(Z)^2 = 2 log(Z) p, and p is the gradient of the cross-entropy but for the target.
-        factor_C *= 1 + 2 * settings.z_loss * (max_C + log_sums_C)
+        factor_C *= 1 + 2 * z_loss * (max_C + log_sums_C)
     probs_CV.mul_(factor_C[:, None])
-    probs_CV.scatter_add_(-1, columns_C1, -is_here_C1)
-    return loss, probs_CV.to(x_CD.dtype)
+    # The targets' entries are written last and in the dtype of x, so that a compiler can write the others in one pass.
+    target_grads_C1 = probs_CV.gather(-1, columns_C1) - is_here_C1
+    grad_CV = probs_CV.to(x_CD.dtype)
+    return loss, grad_CV.scatter_(-1, columns_C1, target_grads_C1.to(x_CD.dtype))
 
 
 def _add_product(total_VD: Tensor, probs_CV: Tensor, x_CD: Tensor) -> None:

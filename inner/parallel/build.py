@@ -56,6 +56,13 @@ class Layout:
         return plan_stages(self.parallel, self.sizes.num_layers, self.mesh.degrees.pp, head)
 
     @cached_property
+    def is_compiled(self) -> bool:
+        """Whether what each micro-batch computes is compiled; an own model only if the config says so."""
+        if isinstance(self.model, OwnModel):
+            return self.parallel.compile is True
+        return is_compiled(self.parallel, self.mesh.degrees, self.device.type)
+
+    @cached_property
     def stage_ranks(self) -> list[int]:
         """The coordinate on `pp` of each stage."""
         return ranks_of_stages(self.parallel.schedule, len(self.stages), self.mesh.degrees.pp)
@@ -85,7 +92,7 @@ def build_whole(layout: Layout) -> nn.Module:
 def _build_own_model(layout: Layout, own: OwnModel) -> Transformer:
     parallel, model = layout.parallel, build_own_model(own, layout.seq_len)
     apply_recompute(model, parallel.recompute)
-    if parallel.compile is True:
+    if layout.is_compiled:
         compile_blocks(model, layout.device.type)
     if layout.mesh.degrees.num_copies > 1:
         apply_block_fsdp(model, layout.mesh.fsdp, layout.compute_dtype, reshard=parallel.frees_after_forward(pp=1))
@@ -98,14 +105,16 @@ def build_stage(layout: Layout, stage: Stage) -> Transformer:
     with torch.device("meta"):
         model = Transformer(layout.sizes, layout.positions, stage, layout.seq_len)
     if model.head is not None:
-        model.head.cross_entropy = ChunkedCrossEntropy(parallel.loss_chunk, z_loss=layout.z_loss)
+        # Over a split vocabulary the ranks add up numbers in the middle of it.
+        fuses_loss = layout.is_compiled and degrees.tp == 1
+        model.head.cross_entropy = ChunkedCrossEntropy(parallel.loss_chunk, z_loss=layout.z_loss, compiled=fuses_loss)
     if degrees.cp > 1:
         for layer in model.blocks():
             layer.attention.attend = build_attend(parallel.context, layout.mesh.cp_group)
     if degrees.tp > 1:
         apply_tensor_parallel(model, layout.mesh.tp, sequence_parallel=parallel.sequence_parallel)
     apply_recompute(model, parallel.recompute)
-    if is_compiled(parallel, degrees, layout.device.type):
+    if layout.is_compiled:
         compile_blocks(model, layout.device.type)
     if degrees.num_copies > 1:
         apply_fsdp(model, layout.mesh.fsdp, layout.compute_dtype, reshard=parallel.frees_after_forward(degrees.pp))
@@ -123,7 +132,7 @@ def build_runner(
 ) -> OneStage | Pipeline:
     """Build what runs this rank's stages over the micro-batches of a step. Every rank must call it."""
     degrees = layout.mesh.degrees
-    copies = ComputeCopies(stages, layout.compute_dtype)
+    copies = ComputeCopies(stages, layout.compute_dtype, compiled=layout.is_compiled)
     reduces_each = layout.parallel.reduces_each_micro_batch(degrees.fsdp)
     if degrees.pp == 1:
         loss = own_model_loss if isinstance(layout.model, OwnModel) else whole_loss

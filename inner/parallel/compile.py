@@ -1,11 +1,15 @@
 """torch.compile for blocks: one graph serves all of them and compiles in seconds; a whole model takes minutes."""
 
+import logging
+
 from torch import nn
 
 from inner.config import ParallelConfig
 from inner.errors import InputError
 from inner.mesh import Degrees
 from inner.parallel.layout_check import find_compile_obstacle
+
+log = logging.getLogger(__name__)
 
 
 def is_compiled(parallel: ParallelConfig, degrees: Degrees, device_type: str) -> bool:
@@ -33,8 +37,21 @@ def compile_blocks(model: nn.Module, device_type: str) -> None:
     bubble) cannot run twice through a compiled one.
     """
     _check_compiler(device_type)
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_tell_of_limit)
     for layer in model.get_submodule("layers").children():
         layer.compile()
+
+
+def _tell_of_limit(record: logging.LogRecord) -> bool:
+    """Say what a message of torch's about its limit means for the run; all of its messages pass."""
+    if "recompile_limit" in record.getMessage():
+        log.warning(
+            "island.parallel.compile: torch.compile has made all the graphs of a function that it allows; for inputs "
+            "unlike those before, it runs uncompiled from now on, slower and with the same numbers. Keep data.seq_len "
+            "and island.micro_batch fixed, or set compile to false. torch says: %s",
+            record.getMessage().replace("\n", " "),
+        )
+    return True
 
 
 def _check_compiler(device_type: str) -> None:

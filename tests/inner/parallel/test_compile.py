@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
@@ -17,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from inner.config import ParallelConfig, Recompute
 from inner.mesh import Degrees
 from inner.model.sizes import ModelSizes
-from inner.parallel.compile import is_compiled, is_worth_compiling
+from inner.parallel.compile import compile_blocks, is_compiled, is_worth_compiling
 from inner.params import LocalParams
 from tests.harness import run_ranks
 from tests.inner.small import batch, build_trainer, relative_error, share
@@ -60,16 +61,18 @@ def both(degrees: Degrees, recompute: Recompute = "none") -> tuple[Life, Life]:
     return eager[0], run_ranks(live, num_ranks, degrees, compiled, timeout_seconds=600)[0]
 
 
+BLOCK, BLOCK_AND_LOSS = 1, 2
+"""Numbers of graphs: over a split vocabulary the loss is not compiled."""
 CASES = {
-    "one": (Degrees(), "none"),
+    "one": (Degrees(), "none", BLOCK_AND_LOSS),
 }
 SLOW_CASES = {
-    "fsdp2": (Degrees(dp_shard=2), "none"),
-    "one-selective": (Degrees(), "selective"),
-    "tp2": (Degrees(tp=2), "none"),
-    "tp2-selective": (Degrees(tp=2), "selective"),
-    "one-attention": (Degrees(), "attention"),
-    "fsdp2-full": (Degrees(dp_shard=2), "full"),
+    "fsdp2": (Degrees(dp_shard=2), "none", BLOCK_AND_LOSS),
+    "one-selective": (Degrees(), "selective", BLOCK_AND_LOSS),
+    "tp2": (Degrees(tp=2), "none", BLOCK),
+    "tp2-selective": (Degrees(tp=2), "selective", BLOCK),
+    "one-attention": (Degrees(), "attention", BLOCK_AND_LOSS),
+    "fsdp2-full": (Degrees(dp_shard=2), "full", BLOCK_AND_LOSS),
 }
 
 
@@ -80,13 +83,15 @@ needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) i
     scope="module",
     params=[*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_CASES)],
 )
-def lives(request: pytest.FixtureRequest) -> tuple[Life, Life]:
-    return both(*(CASES | SLOW_CASES)[request.param])
+def lives(request: pytest.FixtureRequest) -> tuple[Life, Life, int]:
+    """One step in eager mode, one compiled, and the number of graphs that are to be compiled."""
+    degrees, recompute, num_graphs = (CASES | SLOW_CASES)[request.param]
+    return *both(degrees, recompute), num_graphs
 
 
 @needs_compiler
-def test_loss_and_gradients_equal_eager(lives: tuple[Life, Life]) -> None:
-    eager, compiled = lives
+def test_loss_and_gradients_equal_eager(lives: tuple[Life, Life, int]) -> None:
+    eager, compiled, _ = lives
     assert compiled.loss == pytest.approx(eager.loss, rel=1e-6)
     assert len(compiled.gradients) == len(eager.gradients) == len(eager.names)
     for name, got, expected in zip(eager.names, compiled.gradients, eager.gradients, strict=True):
@@ -94,15 +99,15 @@ def test_loss_and_gradients_equal_eager(lives: tuple[Life, Life]) -> None:
 
 
 @needs_compiler
-def test_all_blocks_are_one_graph(lives: tuple[Life, Life]) -> None:
-    eager, compiled = lives
-    assert (eager.num_graphs, compiled.num_graphs) == (0, 1)
+def test_all_blocks_are_one_graph_and_the_loss_another(lives: tuple[Life, Life, int]) -> None:
+    eager, compiled, num_graphs = lives
+    assert (eager.num_graphs, compiled.num_graphs) == (0, num_graphs)
     assert not compiled.breaks
 
 
 @needs_compiler
-def test_names_do_not_change(lives: tuple[Life, Life]) -> None:
-    eager, compiled = lives
+def test_names_do_not_change(lives: tuple[Life, Life, int]) -> None:
+    eager, compiled, _ = lives
     assert compiled.names == eager.names
 
 
@@ -122,8 +127,23 @@ def test_other_documents_need_no_other_graph(recompute: Recompute) -> None:
         for parallel in (ParallelConfig(), ParallelConfig(compile=True, recompute=recompute))
     )
     assert compiled == pytest.approx(eager, rel=1e-5)
-    # The second is for any number of documents and any length of the longest.
-    assert num_graphs <= 2
+    # One is the loss; the third is for any number of documents and any length of the longest.
+    assert num_graphs <= 3
+
+
+@needs_compiler
+def test_whoever_runs_into_the_limit_of_graphs_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleDict()
+    compile_blocks(model, "cpu")
+    torch._dynamo.reset()
+    double = torch.compile(lambda x: 2 * x, backend="eager", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2), caplog.at_level("WARNING", "inner.parallel.compile"):
+        for size in range(2, 4):
+            double(torch.ones(size))
+        assert not caplog.records
+        double(torch.ones(4))
+    assert "island.parallel.compile" in caplog.text and "set compile to false" in caplog.text
 
 
 def test_a_missing_compiler_is_said_with_a_cure() -> None:
