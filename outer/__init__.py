@@ -12,6 +12,7 @@ What a program uses of it; everything else may change without notice (tests/test
     network.run_key
     membership.base, membership.dht.membership, membership.records, membership.rendezvous
                                             records of islands, bootstraps
+    packages                                which of other people's packages are installed
     routes.addresses, routes.dialer, routes.proxy, routes.relay     how islands are reached over tls; the relay
     transports.gloo.groups, transports.gloo.open_files, transports.loopback
                                             addresses of gloo; the limit of open files; the hub of one process

@@ -13,8 +13,6 @@ limits what it does per minute, so that nobody can use up its link or scan a net
 import platform
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 from pydantic import Field
@@ -23,6 +21,7 @@ from outer.errors import DeadlineError, MessageError, TransportError, first_line
 from outer.network.endpoints import Endpoint, Messenger
 from outer.network.frames import VERSION
 from outer.network.messages import MAX_ROUND, Message, call_message, parse
+from outer.packages import MAX_VERSION_LENGTH, find_version
 
 MAX_PROBE_BYTES = 8 << 20
 """Limit for one probe_bytes or probe_sink."""
@@ -33,7 +32,7 @@ DIAL_BACK_SECONDS = 5.0
 MAX_ADDRESS_LENGTH, MAX_CAUSE_LENGTH = 2048, 500
 PACKAGES = ("diloco", "torch", "hivemind")
 
-ShortText = Annotated[str, Field(max_length=64)]
+ShortText = Annotated[str, Field(max_length=MAX_VERSION_LENGTH)]
 
 
 class ProbeReply(Message):
@@ -144,8 +143,5 @@ class Budget:
 
 def package_versions() -> dict[str, str]:
     """Versions of python and of PACKAGES, by name. Packages that are not installed are left out."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)[:64]
-    return found
+    found = {package: find_version(package) for package in PACKAGES}
+    return {"python": platform.python_version()} | {name: number for name, number in found.items() if number}

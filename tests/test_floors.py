@@ -31,7 +31,7 @@ FLOORS = {
     """,
     "outer": """
         config errors hooks
-        codecs.packing identity space
+        codecs.packing identity packages space
         merges network
         codecs diagnostics leases routes transports transports.gloo
         transports.tls

@@ -4,6 +4,7 @@ The code's uncommitted changes lie beside it in code.diff.
 """
 
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -17,9 +18,13 @@ from typing import Any
 
 from inner.files import write_atomically
 
+log = logging.getLogger(__name__)
+
 FILE, DIFF = "environment.json", "code.diff"
 MAX_DIFF_BYTES = 1 << 20
 GIT_SECONDS = 10.0
+MOST_NAMED = 8
+"""Packages that a warning names."""
 VARIABLES = ("CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "SLURM_JOB", "HF_HUB_", "HF_DATASETS_")
 """Beginnings of the names of environment variables that may change a result or its speed."""
 SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
@@ -74,8 +79,28 @@ def describe_environment() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": gpu_names(),
         "variables": {name: value for name, value in sorted(os.environ.items()) if is_told(name)},
-        "packages": {each.name: each.version for each in sorted(distributions(), key=lambda each: each.name.lower())},
+        "packages": find_packages(),
     }
+
+
+def find_packages() -> dict[str, str]:
+    """Versions of the installed packages by name. Those whose metadata nobody can read are left out, with a warning.
+
+    There are such packages where an installation was interrupted, or is under way.
+    """
+    found, unreadable = dict[str, str](), list[str]()
+    for each in distributions():
+        try:
+            name, number = each.metadata["Name"], each.metadata["Version"]
+        except Exception:  # noqa: BLE001 - other people's files, in which anything may be wrong
+            name = number = None
+        if isinstance(name, str) and isinstance(number, str):
+            found.setdefault(name, number)
+        else:
+            unreadable.append(str(getattr(each, "_path", each)))
+    if unreadable:
+        log.warning("%s lacks packages whose metadata cannot be read: %s", FILE, ", ".join(unreadable[:MOST_NAMED]))
+    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 
 def is_told(name: str) -> bool:

@@ -5,6 +5,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from diloco.records.best_effort import best_effort
+
 LOG = "faults.jsonl"
 """A file in the run's folder with one FaultRecord per line."""
 
@@ -22,14 +24,22 @@ class FaultRecord:
 
 
 def record_fault(run_dir: Path, record: FaultRecord) -> None:
-    """Append the record to the run's faults.jsonl."""
-    with (run_dir / LOG).open("a") as file:
+    """Append the record to the run's faults.jsonl. The islands go on if that fails."""
+    with best_effort(f"{run_dir / LOG} lacks {record.spec}"), (run_dir / LOG).open("a") as file:
         file.write(json.dumps(asdict(record)) + "\n")
 
 
 def read_faults(run_dir: Path) -> list[FaultRecord]:
-    """The faults injected into the run so far, in order. An incomplete last line is ignored."""
+    """The faults injected into the run so far, in order. Lines that were not written whole are ignored."""
     path = run_dir / LOG
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    values = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [FaultRecord(**value | {"islands": tuple(value["islands"])}) for value in values]
+    return [record for line in lines if line.endswith("\n") and (record := parse_fault_record(line)) is not None]
+
+
+def parse_fault_record(line: str) -> FaultRecord | None:
+    """The record in a line of faults.jsonl; None if it is none, because the disk was full when it was written."""
+    try:
+        value = json.loads(line)
+        return FaultRecord(**value | {"islands": tuple(value["islands"])})
+    except (ValueError, TypeError, KeyError):
+        return None

@@ -5,19 +5,21 @@ import logging
 import os
 import platform
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from diloco.config.overrides import flatten
 from diloco.config.schema import IslandConfig, RunConfig
 from diloco.formatting import one_line
+from diloco.records.best_effort import best_effort
 from diloco.records.environment import write_environment
 from diloco.records.latest import ENDS
-from inner.files import wait_for_lock, write_atomically
+from inner.files import try_lock, write_atomically
 from inner.mesh import resolve_degrees
+from outer.packages import find_version
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +30,8 @@ MAX_CHARACTERS = 600
 TAIL_BYTES = 1 << 16
 PACKAGES = ("torch", "hivemind")
 """The packages that determine how an island computes and communicates."""
+LOCK_SECONDS = 2.0
+"""Longest wait for whoever writes to the file: a process that is suspended while it does holds up no other."""
 IGNORED_KEYS = ("bootstrap", "faults", "joins", "index")
 """Keys of an island's config that launchers set anew at each start."""
 
@@ -40,57 +44,79 @@ class Logbook:
         self.island = island
 
     def note(self, name: str, text: str) -> None:
-        """Append an entry as one line, under the file's lock. An entry that cannot be written is logged instead."""
+        """Append an entry as one line, under the file's lock. An entry that cannot be written is logged instead.
+
+        That is a warning the first time in a process. Never raises.
+        """
         entry = f"- {datetime.now(UTC):%Y-%m-%d %H:%M:%SZ} **{self.island}** {one_line(f'{name}: {text}')}"
         if len(entry) > MAX_CHARACTERS:
             entry = entry[: MAX_CHARACTERS - 3] + "..."
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
-                wait_for_lock(file)
+                lock_soon(file)
                 if os.fstat(file.fileno()).st_size == 0:
                     file.write(f"# Logbook of {self.path.parent.name}\n\n")
                 file.write(entry + "\n")
+            _unwritable.discard(self.path)
         except OSError as error:
-            log.warning("%s: no entry was written (%s): %s", self.path, error.strerror, entry)
+            level = logging.INFO if self.path in _unwritable else logging.WARNING
+            log.log(level, "%s: no entry was written (%s): %s", self.path, error.strerror, entry)
+            _unwritable.add(self.path)
 
     def note_start(self, run: RunConfig, island: IslandConfig) -> None:
-        """Note a start with its config and versions; at a restart also how the island ended and the changed keys."""
+        """Note a start with its config and versions; at a restart also how the island ended and the changed keys.
+
+        Each part that fails costs itself and a warning.
+        """
         config = flatten({**run.model_dump(mode="json"), "island": island.model_dump(mode="json")})
         mesh, restarts = resolve_degrees(island.mesh, island.ranks), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        entries, previous = self.last_entries(), read_start(self.path.parent / self.island)
+        folder = self.path.parent / self.island
+        entries, previous = self.last_entries(), read_start(folder)
         name = "started" if previous is None else "started again"
         by = "" if restarts == "0" else f", restart {restarts}"
-        software = ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in PACKAGES)])
-        self.note(name, f"config {run.hash}, {mesh}, on {socket.gethostname()}, {software}{by}")
+        self.note(name, f"config {run.hash}, {mesh}, on {socket.gethostname()}, {describe_software()}{by}")
         if previous is not None:
             if entries:
                 self.note("cause", describe_end(entries))
             for change in differences(previous, config):
                 self.note("config changed", change)
-        for key, change in self._write_environment().items():
-            self.note("environment changed", f"{key}: {change}")
-        write_atomically(self.path.parent / self.island / START, json.dumps(config, indent=1) + "\n")
-
-    def _write_environment(self) -> dict[str, str]:
-        try:
-            return write_environment(self.path.parent / self.island)
-        except OSError as error:
-            log.warning("the island's environment.json was not written: %s", error)
-            return {}
+        with best_effort("the island's environment.json was not written"):
+            for key, change in write_environment(folder).items():
+                self.note("environment changed", f"{key}: {change}")
+        with best_effort(f"the island's {START} was not written"):
+            write_atomically(folder / START, json.dumps(config, indent=1) + "\n")
 
     def last_entries(self) -> list[str]:
-        """This island's entries since its last start, without its name; [] if the end of the file has none."""
+        """This island's entries since its last start, without its name; [] if the end of the file has none that can
+        be read."""
         try:
             with self.path.open("rb") as file:
                 file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
                 lines = file.read().decode(errors="replace").splitlines()
-        except FileNotFoundError:
+        except OSError:
             return []
         mark = f" **{self.island}** "
         entries = [line.split(mark, 1)[1] for line in lines if mark in line]
         starts = [number for number, entry in enumerate(entries) if entry.startswith("started")]
         return entries[starts[-1] :] if starts else entries
+
+
+_unwritable: set[Path] = set()
+"""Logbooks of which this process has warned that no entry was written."""
+
+
+def lock_soon(file: IO) -> None:
+    """Take the exclusive lock of an open file, or go on without it after LOCK_SECONDS: an entry is one write."""
+    deadline = time.monotonic() + LOCK_SECONDS
+    while not try_lock(file) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def describe_software() -> str:
+    """Versions of Python and of PACKAGES. A package that is not installed is left out."""
+    found = [("Python", platform.python_version()), *((name, find_version(name)) for name in PACKAGES)]
+    return ", ".join(f"{name} {number}" for name, number in found if number)
 
 
 def describe_end(entries: Sequence[str]) -> str:
@@ -102,10 +128,10 @@ def describe_end(entries: Sequence[str]) -> str:
 
 
 def read_start(folder: Path) -> dict[str, Any] | None:
-    """The config of the island's last start; None if there was none or the file is damaged."""
+    """The config of the island's last start; None if there was none or the file cannot be read."""
     try:
         values = json.loads((folder / START).read_text())
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None
 

@@ -7,9 +7,13 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
+
+from diloco.records.best_effort import best_effort
 
 if TYPE_CHECKING:
     from outer.leases.ledger import Ledger
@@ -191,17 +195,17 @@ class Sink(Protocol):
 class Metrics:
     """Appends records to `path`, one whole line at a time, so that a killed island leaves lines that parse.
 
-    Problems of the disk or of a sink do not end the training. They are logged; records that cannot be written are
-    lost, and a sink that fails gets no further records.
+    Problems of the disk or of a sink do not end the training, nor keep it from beginning. They are logged; records that
+    cannot be written are lost, and a sink that fails gets no further records.
     """
 
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Unbuffered, so that each line is one system call and a killed process loses nothing.
-        self._file = path.open("ab", buffering=0)
         self._sinks, self._lock = list(sinks), threading.RLock()
         self._path, self._num_lost = path, 0
-        self._is_inside_a_line = ends_inside_a_line(path)
+        self._file: RawIOBase | None = None
+        self._is_inside_a_line = self._is_closed = False
+        with suppress(OSError):  # Each record tries again, and the first one says why.
+            self._open()
 
     @property
     def path(self) -> Path:
@@ -216,11 +220,11 @@ class Metrics:
     def write(self, record: Record) -> None:
         """Append the record to the file and pass it to all sinks. May be called from any thread."""
         with self._lock:
-            if not self._file.closed:  # A round may still be under way when the process ends.
+            if not self._is_closed:  # A round may still be under way when the process ends.
                 self._write(record)
 
     def _write(self, record: Record) -> None:
-        self._append(to_line(record).encode("ascii"))
+        self._append(record)
         for sink in list(self._sinks):
             try:
                 sink.write(record)
@@ -230,7 +234,10 @@ class Metrics:
 
     def close(self) -> None:
         """Close the file and the sinks. Idempotent."""
-        self._file.close()
+        self._is_closed = True
+        if self._file is not None:
+            with best_effort(f"{self._path} may lack the last records"):
+                self._file.close()
         while self._sinks:
             sink = self._sinks.pop()
             try:
@@ -238,18 +245,30 @@ class Metrics:
             except Exception as error:  # noqa: BLE001 - see write
                 _warn(sink, "may miss the last records", error)
 
-    def _append(self, line: bytes) -> None:
-        line = b"\n" * self._is_inside_a_line + line
+    def _append(self, record: Record) -> None:
         try:
-            self._is_inside_a_line = self._file.write(line) < len(line)
-            problem = "the disk is full" if self._is_inside_a_line else ""
-        except OSError as error:
+            problem = "" if self._append_line(to_line(record).encode("ascii")) else "the disk is full"
+        except (OSError, TypeError, ValueError) as error:
             problem = str(error)
         if problem and self._num_lost == 0:
             log.error("%s: cannot be written (%s): records are lost; training goes on", self._path, problem)
         elif not problem and self._num_lost:
             log.warning("%s: has room again; %d records are missing from it", self._path, self._num_lost)
         self._num_lost = self._num_lost + 1 if problem else 0
+
+    def _append_line(self, line: bytes) -> bool:
+        """Whether the whole line found room. Raises OSError."""
+        file = self._file or self._open()
+        line = b"\n" * self._is_inside_a_line + line
+        self._is_inside_a_line = (file.write(line) or 0) < len(line)
+        return not self._is_inside_a_line
+
+    def _open(self) -> RawIOBase:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Unbuffered, so that each line is one system call and a killed process loses nothing.
+        self._file = self._path.open("ab", buffering=0)
+        self._is_inside_a_line = ends_inside_a_line(self._path)
+        return self._file
 
 
 def _warn(sink: Sink, consequence: str, error: Exception) -> None:

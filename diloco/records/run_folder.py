@@ -237,10 +237,11 @@ def read_facts(run_dir: Path) -> RunFacts | None:
 def hold_folder(folder: Path) -> int:
     """Lock an island's folder until the returned file descriptor is closed or this process ends.
 
-    Raises FolderInUse if another process holds the lock, because both would claim to be the same island.
+    Raises FolderInUse if another process holds the lock, because both would claim to be the same island, and OSError if
+    the folder cannot be written when the island first starts: its key could not be kept, either.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder / "lock", os.O_CREAT | os.O_WRONLY)
+    lock = open_lock(folder / "lock")
     if not try_lock(lock):
         os.close(lock)
         raise FolderInUse(
@@ -248,3 +249,14 @@ def hold_folder(folder: Path) -> int:
             "island.index or island.run_dir"
         )
     return lock
+
+
+def open_lock(path: Path) -> int:
+    """Open the file to be locked. Raises OSError."""
+    try:
+        return os.open(path, os.O_CREAT | os.O_WRONLY)
+    except OSError:
+        # An island that is started again goes on although its disk has become read-only.
+        if not path.exists():
+            raise
+        return os.open(path, os.O_RDONLY)

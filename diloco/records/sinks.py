@@ -8,6 +8,7 @@ from pathlib import Path
 from diloco.config.check import check_extras
 from diloco.config.schema import IslandConfig
 from diloco.errors import ConfigError
+from diloco.records.best_effort import best_effort
 from diloco.records.metrics import EvalRecord, EventRecord, Record, RoundRecord, Sink, StepRecord
 
 NOT_SCALARS = frozenset({"time", "step", "round"})
@@ -16,14 +17,17 @@ NOT_SCALARS = frozenset({"time", "step", "round"})
 def build_sinks(config: IslandConfig, folder: Path, *, run_name: str, settings: Mapping[str, object]) -> list[Sink]:
     """The sinks that the config enables, with files in the island's `folder`. `settings`: the resolved config.
 
-    Raises ConfigError if a package that the config names is not installed.
+    Raises ConfigError if a package that the config names is not installed, or wandb is online without an account.
+    Whatever else keeps a sink from starting costs that sink and a warning.
     """
     check_extras(config, config.label)
     sinks: list[Sink] = []
-    if config.wandb != "off":
-        sinks.append(WandbSink(config, folder, run_name=run_name, settings=settings))
-    if config.tensorboard:
-        sinks.append(TensorBoardSink(folder))
+    with best_effort("nothing is sent to wandb"):
+        if config.wandb != "off":
+            sinks.append(WandbSink(config, folder, run_name=run_name, settings=settings))
+    with best_effort("nothing is written for TensorBoard"):
+        if config.tensorboard:
+            sinks.append(TensorBoardSink(folder))
     return sinks
 
 
@@ -47,7 +51,7 @@ class WandbSink:
                 mode=config.wandb,
                 settings=wandb.Settings(console="off", silent=True, save_code=False, disable_git=True),
             )
-        except wandb.Error as error:
+        except wandb.errors.UsageError as error:
             cure = "set island.wandb=offline, which needs neither network nor account, or off"
             text = f"island.wandb: got {config.wandb!r}, and wandb cannot start: {error} Or {cure}"
             raise ConfigError(text) from None

@@ -18,7 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from inner.files import try_lock, wait_for_lock
+from diloco.records.best_effort import best_effort
+from inner.files import try_lock, wait_for_lock, write_atomically
 from outer.space.ranks import RankGroup
 
 log = logging.getLogger(__name__)
@@ -149,13 +150,18 @@ def forward_request(run_dir: Path, name: str, text: str) -> None:
                 log.warning("cannot forward the request %s: %s", lock.parent / name, error)
 
 
-def lock_listener(folder: Path) -> int:
-    """Announce that an island accepts requests in `folder`, until the returned file descriptor is closed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder / LISTENER, os.O_CREAT | os.O_RDWR, 0o644)
-    # This cannot block for long: the island has locked its folder, and `is_listening` releases the lock at once.
-    wait_for_lock(lock)
-    return lock
+def lock_listener(folder: Path) -> int | None:
+    """Announce that an island accepts requests in `folder`, until the returned file descriptor is closed.
+
+    None, with a warning, if that cannot be written: then only files in the island's own folder are requests.
+    """
+    with best_effort(f"{folder / LISTENER}: requests in the run's folder do not reach this island"):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / LISTENER, os.O_CREAT | os.O_RDWR, 0o644)
+        # This cannot block for long: the island has locked its folder, and `is_listening` releases the lock at once.
+        wait_for_lock(lock)
+        return lock
+    return None
 
 
 def is_listening(path: Path) -> bool:
@@ -172,6 +178,6 @@ def load_start_time(folder: Path, started_at: float) -> float:
             return float(path.read_text())
         except (OSError, ValueError):
             log.warning("%s does not say when this island was started: island.max_hours counts from now", path)
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(repr(started_at))
+    with best_effort(f"{path} was not written: after a restart island.max_hours counts anew"):
+        write_atomically(path, repr(started_at))
     return started_at

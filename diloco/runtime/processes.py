@@ -1,6 +1,7 @@
 """Child processes of the launcher. Each has its own session and log file, and its whole process tree can be killed."""
 
 import itertools
+import logging
 import os
 import signal
 import subprocess
@@ -11,10 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
 
 from diloco.faults.spec import DAEMON
 from diloco.watchdog.signals import end_with_parent
+
+_log = logging.getLogger(__name__)
 
 TERMINATE_SECONDS = 8.0
 KILL_SECONDS = 10.0
@@ -67,12 +70,11 @@ class Child:
 
 
 def start(name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> Child:
-    """Start `command` with its output appended to `log`."""
-    log.parent.mkdir(parents=True, exist_ok=True)
+    """Start `command` with its output appended to `log`. A log that cannot be opened costs a warning."""
     mark = f"{os.getpid()}-{next(_numbers)}"
     env = dict(env or {})
     ours = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", MARK: mark}
-    with log.open("ab") as output:
+    with open_log(log) as output:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -83,6 +85,16 @@ def start(name: str, command: Sequence[str], log: Path, env: Mapping[str, str] |
             preexec_fn=end_with_parent,
         )
     return Child(name, process, log, tuple(command), mark, env)
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """The file to append to; a sink without a bottom if the file cannot be opened."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab")
+    except OSError as error:
+        _log.warning("%s: no log is written (%s)", path, error.strerror)
+        return open(os.devnull, "ab")
 
 
 def island_command(

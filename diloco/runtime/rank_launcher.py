@@ -148,8 +148,10 @@ def signal_ranks(ranks: Sequence[Rank], number: int) -> None:
 
 def say(text: str) -> None:
     """Print a line about the ranks to stderr, where they write their logs."""
-    sys.stderr.write(f"diloco: {text}\n")
-    sys.stderr.flush()
+    # A log on a full disk must not end the ranks, nor keep them from being started again.
+    with suppress(OSError):
+        sys.stderr.write(f"diloco: {text}\n")
+        sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from diloco.faults.storm import storm
 from diloco.network_emulation.links import count_bytes, open_links, parse_links, relay_warning
 from diloco.network_emulation.namespaces import check_possible
 from diloco.network_emulation.nat import check_nat_possible
-from diloco.records.run_folder import BASELINE, RunFacts, island_folders, read_run, write_facts
+from diloco.records.best_effort import best_effort
+from diloco.records.run_folder import BASELINE, FACTS, RunFacts, island_folders, read_run, write_facts
 from diloco.report.html import write_report
 from diloco.report.summary import write_summary
 from diloco.report.summary_table import print_summary
@@ -228,7 +229,8 @@ def record_links(fleet: Fleet, facts: RunFacts) -> None:
         return
     both = {fleet.islands[target].name: count_bytes(fleet.net, fleet.namespaces[target]) for target in fleet.islands}
     sent, received = ({name: ways[i] for name, ways in both.items()} for i in range(2))
-    write_facts(fleet.run_dir, replace(facts, wire_bytes_sent=sent, wire_bytes_received=received))
+    with best_effort(f"{fleet.run_dir / FACTS} lacks the bytes of the links"):
+        write_facts(fleet.run_dir, replace(facts, wire_bytes_sent=sent, wire_bytes_received=received))
 
 
 def baseline_ranks(config: Config) -> int:

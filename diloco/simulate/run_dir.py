@@ -7,7 +7,8 @@ from diloco.config.check import bigram_baseline, check_run, count_params
 from diloco.config.overrides import differing_keys
 from diloco.config.schema import Config, dump_config, load_config
 from diloco.errors import ConfigError
-from diloco.records.run_folder import RunFacts, write_facts
+from diloco.records.best_effort import best_effort
+from diloco.records.run_folder import FACTS, RunFacts, write_facts
 from inner.files import write_atomically
 
 
@@ -31,7 +32,8 @@ def prepare_run(config: Config, links: str, *, resume: bool) -> tuple[RunFacts, 
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         links=links,
     )
-    write_facts(run_dir, facts)
+    with best_effort(f"{run_dir / FACTS} was not written"):
+        write_facts(run_dir, facts)
     return facts, run_dir
 
 

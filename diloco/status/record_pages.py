@@ -98,7 +98,10 @@ class RecordsServer:
         if time.monotonic() - self._asked_at > RECENT_SECONDS:
             return
         deadline = time.monotonic() + LINGER_SECONDS
-        size = self._path.stat().st_size if self._path.exists() else 0
+        try:
+            size = self._path.stat().st_size
+        except OSError:  # There are none.
+            return
         while self._told < size and time.monotonic() < deadline:
             event_loop.sleep(POLL_SECONDS)
 

@@ -11,6 +11,7 @@ from diloco.config.check import list_candidates
 from diloco.config.schema import IslandConfig, RunConfig
 from diloco.errors import ConfigError
 from diloco.formatting import human_bytes, human_count
+from diloco.records.best_effort import best_effort
 from diloco.records.logbook import Logbook
 from diloco.tuning.candidates import Candidates, describe, peak_bytes
 from inner.files import write_atomically
@@ -35,8 +36,8 @@ def choose_settings(run: RunConfig, island: IslandConfig, device: str, ranks: Ra
     if number is None:
         number, text = ranks.on_leader(lambda: _choose(Candidates(run, islands, device, free)))
         if ranks.is_leader:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps({"number": number, "key": key, "text": text}))
+            with best_effort(f"{path} was not written: a later start may choose other settings"):
+                write_atomically(path, json.dumps({"number": number, "key": key, "text": text}))
             Logbook(folder.parent, island.label).note("chose", text)
             log.info("chose %s", text)
     return islands[number]

@@ -112,8 +112,7 @@ class Watchdog:
         try:
             write_dump(path, cause, state)
             log.error("%s; stacks and collectives are in %s", cause, path)
-        except OSError as error:
-            # A full disk must not keep a hung rank alive.
+        except Exception as error:  # noqa: BLE001 - neither a full disk nor another torch may keep a hung rank alive
             log.error("%s; stacks and collectives were not written: %s", cause, error)
         end_after(partial(self._compare, cause, state, path), HUNG, END_SECONDS)
 

@@ -1,8 +1,12 @@
-"""Profiles of selected inner steps: each rank's trace for Perfetto or TensorBoard, and its use of memory."""
+"""Profiles of selected inner steps: each rank's trace for Perfetto or TensorBoard, and its use of memory.
+
+A profile that cannot be made or written costs a warning, and training goes on.
+"""
 
 import csv
 import gzip
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,8 @@ import torch
 from torch.profiler import profile, record_function
 
 from inner.config import ProfileConfig
+
+log = logging.getLogger(__name__)
 
 MEMORY = "[memory]"
 OPERATIONS = ("cpu_op", "user_annotation")
@@ -57,6 +63,13 @@ class Profiler:
     def _begin(self, step: int) -> None:
         if not self._first - 1 <= step <= self._last or self._last == 0:
             return
+        try:
+            self._begin_step(step)
+        except Exception as error:  # noqa: BLE001 - the step itself does not need it
+            self._last = 0
+            self._warn(error)
+
+    def _begin_step(self, step: int) -> None:
         if self._profile is None:
             # Prepared one step ahead, because the first use of the tracer is slow and would show in the trace.
             self._profile = profile(record_shapes=True, profile_memory=self._with_memory)
@@ -78,17 +91,25 @@ class Profiler:
 
     def _write(self) -> None:
         assert self._profile is not None
-        self._is_recording = False
-        self._profile.stop_trace()
+        made, self._profile, self._is_recording = self._profile, None, False
+        try:
+            self._write_files(made)
+        except Exception as error:  # noqa: BLE001 - as in _begin
+            self._warn(error)
+
+    def _write_files(self, made: profile) -> None:
+        made.stop_trace()
         self._base.parent.mkdir(parents=True, exist_ok=True)
         trace = Path(f"{self._base}.pt.trace.json.gz")
-        self._profile.export_chrome_trace(str(trace))
+        made.export_chrome_trace(str(trace))
         if self._with_memory and torch.cuda.is_available():
             torch.cuda.memory._dump_snapshot(f"{self._base}.memory.pickle")
             torch.cuda.memory._record_memory_history(enabled=None)
         elif self._with_memory:
             _write_memory(trace, Path(f"{self._base}.memory.csv"))
-        self._profile = None
+
+    def _warn(self, error: Exception) -> None:
+        log.warning("%s has no profile (%s: %s); training goes on", self._base, type(error).__name__, error)
 
 
 def _write_memory(trace: Path, table: Path) -> None:

@@ -1,0 +1,36 @@
+"""Which of other people's packages are installed. Importing this imports none of them."""
+
+import logging
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from outer.errors import InputError
+
+log = logging.getLogger(__name__)
+
+MAX_VERSION_LENGTH = 64
+
+
+@cache
+def find_version(package: str) -> str | None:
+    """The version of an installed package; None if it is not installed or, with a warning, if nobody can tell.
+
+    Packages are other people's files, which may be damaged or just being replaced: nothing is raised.
+    """
+    try:
+        return version(package)[:MAX_VERSION_LENGTH]
+    except PackageNotFoundError:
+        return None
+    except Exception as error:  # noqa: BLE001 - no training may end because a number is not known
+        log.warning("the version of %s cannot be read (%s: %s)", package, type(error).__name__, error)
+        return None
+
+
+def require_hivemind(what: str, instead: str) -> None:
+    """Raise InputError if hivemind is not installed. `what` needs it, and `instead` is what works without it."""
+    if find_spec("hivemind") is None:
+        raise InputError(
+            f"{what} needs the package hivemind, which is not installed here; pip install 'diloco[hivemind]', or "
+            f"{instead}"
+        )
