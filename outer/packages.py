@@ -27,9 +27,18 @@ def find_version(package: str) -> str | None:
         return None
 
 
-def require_hivemind(what: str, instead: str) -> None:
-    """Raise InputError if hivemind is not installed. `what` needs it, and `instead` is what works without it."""
-    if find_spec("hivemind") is None:
+MEET_ELSEWHERE = "let the islands meet at a rendezvous (`diloco bootstrap --rendezvous tcp`), over tls or gloo"
+"""What can be done without a DHT."""
+
+
+def has_hivemind() -> bool:
+    """Whether hivemind is installed."""
+    return find_spec("hivemind") is not None
+
+
+def require_hivemind(what: str, instead: str = "set outer.transport=tls") -> None:
+    """Raise InputError if hivemind is not installed. `what` needs it; `instead` says how to do without."""
+    if not has_hivemind():
         raise InputError(
             f"{what} needs the package hivemind, which is not installed here; pip install 'diloco[hivemind]', or "
             f"{instead}"

@@ -23,19 +23,22 @@ def launch(
     with the status of the rank that failed, 143 after SIGTERM, and 0 when the run is over. A rank without
     a GPU of its own, where island.device is cuda, ends it with 78, as anything that would fail again.
     """
+    from diloco.config.check import check_network
     from diloco.config.schema import load_config
     from diloco.errors import FINAL_STATUS, ConfigError
     from diloco.runtime.devices import choose_device, list_gpus
     from diloco.runtime.processes import become_island
+    from outer.errors import InputError
 
     values = with_resume(overrides, resume) + ([] if ranks is None else [f"island.ranks={ranks}"])
     resolved = load_config(config, values)
     island = resolved.for_island(resolved.island.index)
     num_ranks = island.ranks
     try:
+        check_network(resolved.run, island)
         if island.device == "cuda":
             choose_device(island.device, 0, num_ranks, len(list_gpus()))
-    except ConfigError as error:
+    except (ConfigError, InputError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(FINAL_STATUS) from None
     become_island(num_ranks, ["train", str(config), *values], max_restarts)

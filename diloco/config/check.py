@@ -20,6 +20,7 @@ from inner.mesh import accumulation_steps, resolve_degrees
 from inner.model.sizes import BYTE_VOCAB_SIZE, OwnModel, resolve_model
 from inner.parallel.layout_check import check_layout
 from inner.param_spec import ParamSpec
+from outer.packages import MEET_ELSEWHERE, require_hivemind
 from outer.space.fragments import assign_fragments
 
 MAX_BIGRAM_VOCAB = 1024
@@ -39,6 +40,14 @@ def check_island(run: RunConfig, island: IslandConfig, where: str) -> None:
         raise ConfigError(f"{where}: {error}") from None
     for stage in range(len(run.stages) or 1):
         check_mesh(at_stage(run, stage), island, where)
+
+
+def check_network(run: RunConfig, island: IslandConfig) -> None:
+    """Raise InputError if the island reaches the others by a package that is an extra and not installed."""
+    if run.outer.transport == "hivemind":
+        require_hivemind("outer.transport=hivemind")
+    if any(address.startswith("/") for address in island.bootstrap):
+        require_hivemind("the DHT at the addresses in island.bootstrap", MEET_ELSEWHERE)
 
 
 def check_stages_of_island(run: RunConfig, island: IslandConfig, where: str) -> None:
@@ -192,6 +201,7 @@ def check_run(config: Config, num_islands: int) -> Corpus:
     run = config.run
     for index in range(num_islands):
         check_island(run, config.for_island(index), f"island {index}")
+        check_network(run, config.for_island(index))
     check_names(config, num_islands)
     check_fragments(run)
     island = config.for_island(0)

@@ -19,6 +19,7 @@ from inner.errors import InputError as DataError
 from inner.measure.param_specs import num_elements
 from outer.errors import InputError
 from outer.network.run_key import read_run_key
+from outer.packages import has_hivemind, require_hivemind
 from outer.transports.gloo.open_files import find_allowed_files
 
 NUM_GROUPS = 4
@@ -42,7 +43,7 @@ def check_machine(local: LocalIsland, *, is_alone: bool) -> Iterator[Check]:
     yield Check("ok", "clock", f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC by this machine's clock")
     if local.island.run_key_file is not None:
         yield check_key(Path(local.island.run_key_file).expanduser())
-    if local.transport == "hivemind":
+    if local.transport == "hivemind" and has_hivemind():
         yield check_daemon()
 
 
@@ -52,9 +53,13 @@ def check_versions(transport: str) -> Check:
 
     found = package_versions()
     text = f"{', '.join(f'{name} {number}' for name, number in found.items())}, wire {VERSION}"
-    needed = [p for p in PACKAGES if p not in found and (p != "hivemind" or transport == "hivemind")]
-    if needed:
-        return Check("FAILED", "versions", f"{text}; not installed: {', '.join(needed)}; run scripts/setup")
+    if missing := [package for package in PACKAGES if package not in found and package != "hivemind"]:
+        return Check("FAILED", "versions", f"{text}; not installed: {', '.join(missing)}; run scripts/setup")
+    if transport == "hivemind":
+        try:
+            require_hivemind("outer.transport=hivemind, the default,")
+        except InputError as error:
+            return Check("FAILED", "versions", f"{text}; {error}")
     return Check("ok", "versions", text)
 
 

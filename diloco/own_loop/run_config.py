@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from diloco.config.check import check_network
 from diloco.config.schema import Config, IslandConfig, RunConfig, load_config, most_tokens_per_step, parse_config
 from diloco.errors import ConfigError
 
@@ -47,7 +48,10 @@ class OwnLoopConfig:
 
 
 def read_config(config: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> OwnLoopConfig:
-    """Read a YAML file or the same as a dict, apply `section.key=value` overrides. Raises ConfigError."""
+    """Read a YAML file or the same as a dict, apply `section.key=value` overrides.
+
+    Raises ConfigError, or InputError if the network between islands needs a package that is not installed.
+    """
     if isinstance(config, Mapping):
         where, parsed = "the config", parse_config(yaml.safe_dump(dict(config)), overrides, where="the config")
     else:
@@ -68,6 +72,7 @@ def read_config(config: str | Path | Mapping[str, Any], overrides: Sequence[str]
             f"{where}: optimizer.tokens_per_step is {tokens}, which is not a multiple of data.seq_len "
             f"({run.data.seq_len}): a unit of data is whole sequences"
         )
+    check_network(run, parsed.for_island(parsed.island.index))
     run = run.model_copy(update={"optimizer": bounded})
     most = None if tokens is None else most_tokens_per_step(run)
     return OwnLoopConfig(run, parsed.for_island(parsed.island.index), most, has_data)

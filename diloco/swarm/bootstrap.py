@@ -11,6 +11,7 @@ import typer
 from diloco.errors import ConfigError
 from outer.errors import OuterError
 from outer.identity.island_key import PUBLIC_KEY
+from outer.packages import require_hivemind
 
 PREFIX = "address: "
 """Prefix of each printed line with an address, for programs that parse it."""
@@ -81,6 +82,8 @@ def _check(host: str, rendezvous: str, identity: Path | None, run_key_file: Path
         raise ConfigError("--folder: a dht needs none, because each of its values is signed by its owner; leave it out")
     if rendezvous == "tcp" and identity is not None:
         raise ConfigError("--identity: a tcp address is host and port alone; leave it out, and set a fixed --port")
+    if rendezvous == "dht":
+        require_hivemind("--rendezvous dht, the default,", "use --rendezvous tcp, where islands over tls and gloo meet")
     try:
         if rendezvous == "dht":
             IPv4Address(host)

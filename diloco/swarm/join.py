@@ -5,7 +5,7 @@ from typing import NoReturn
 
 import typer
 
-from diloco.config.check import check_island
+from diloco.config.check import check_island, check_network
 from diloco.config.from_swarm import check_places, describe_data, parse_swarm_config
 from diloco.config.overrides import differing_keys
 from diloco.config.schema import Config, dump_config, load_config, parse_config
@@ -27,6 +27,7 @@ def join(address: str, overrides: list[str], ranks: int, run_name: str | None) -
     text, taken = fetch_run_config(address, run_name, island.run_key_file, island.proxy)
     config = build_joiner_config(text, taken, address, [*overrides, f"island.ranks={ranks}"])
     check_island(config.run, config.island, "this island")
+    check_network(config.run, config.island)
     run_dir = Path(config.island.run_dir) / config.name
     island_dir = run_dir / config.island.label
     check_folder(island_dir, config)

@@ -6,6 +6,7 @@ from outer.membership.records import RunInfo
 from outer.membership.rendezvous_link import is_of_dht
 from outer.membership.tcp import find_runs_at_rendezvous, open_membership
 from outer.network.run_key import PeerAuth, RunKey
+from outer.packages import MEET_ELSEWHERE, require_hivemind
 from outer.routes.dialer import Dialer
 from outer.routes.proxy import parse_proxy
 
@@ -45,6 +46,7 @@ async def _meet_at_rendezvous(
 
 
 async def _meet_in_dht(settings: NetworkSettings, network: Network, auth: PeerAuth, *, is_reachable: bool) -> None:
+    require_hivemind("a DHT, whose addresses are in island.bootstrap,", MEET_ELSEWHERE)
     from outer.membership.dht.beside import Meeting, NodePlace, open_dht_beside
 
     if settings.proxy is not None:
@@ -67,6 +69,7 @@ async def find_runs(
     if address.startswith("tcp://"):
         return await find_runs_at_rendezvous(address, connect_seconds, run_key, Dialer(parse_proxy(proxy)))
     if address.startswith("/"):
+        require_hivemind(f"the DHT at {address}", MEET_ELSEWHERE)
         from outer.membership.dht.membership import find_runs_in_swarm
 
         return await find_runs_in_swarm(address, connect_seconds, run_key)

@@ -15,6 +15,7 @@ from outer.network.rejections import Rejections
 from outer.network.retry import retry_unreachable
 from outer.network.rpc import StreamMessenger
 from outer.network.run_key import PeerAuth
+from outer.packages import require_hivemind
 from outer.routes.addresses import Door, find_key, parse_relays
 from outer.routes.dialer import Dialer
 from outer.routes.proxy import parse_proxy
@@ -147,6 +148,7 @@ def _cannot_listen(host: str, port: int, error: OSError) -> InputError:
 
 
 async def _open_hivemind(settings: NetworkSettings, auth: PeerAuth, names: KnownNames) -> Network:
+    require_hivemind("outer.transport=hivemind")
     from outer.membership.dht.membership import HivemindMembership, open_messenger
     from outer.membership.dht.node import open_dht
     from outer.transports.hivemind import HivemindTransport

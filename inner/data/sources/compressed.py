@@ -11,8 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, NamedTuple
 
-import zstandard
-
 from inner.data.sources.documents import TextField, row_text
 from inner.errors import InputError
 
@@ -45,11 +43,23 @@ def open_lines(path: Path) -> Iterator[tuple[Iterable[bytes], IO[bytes]]]:
                 with gzip.open(raw) as lines:
                     yield lines, raw
             elif path.suffix == ".zst":
-                with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as stream:
-                    yield io.BufferedReader(stream), raw
+                with open_zstd(path, raw) as lines:
+                    yield lines, raw
             else:
                 yield raw, raw
-    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InputError(f"{path}: cannot be decompressed ({error}); write it again or remove it") from error
+
+
+@contextmanager
+def open_zstd(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
+    """The decompressed content of a file in zstd's form. Raises InputError if it is damaged."""
+    import zstandard
+
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as stream:
+            yield io.BufferedReader(stream)
+    except zstandard.ZstdError as error:
         raise InputError(f"{path}: cannot be decompressed ({error}); write it again or remove it") from error
 
 
