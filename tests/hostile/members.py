@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 
-from hivemind.utils.timed_storage import get_dht_time
-
 from diloco.config.schema import Config
 from outer.agreement.messages import Goodbye, OutcomeQuery, Plan, Ready, Status, Vote
 from outer.errors import OuterError
@@ -146,6 +144,7 @@ async def _replay_at_the_rendezvous(config: Config, thief: Speaker) -> None:
 async def _replay_in_the_dht(config: Config, thief: Speaker) -> None:
     from hivemind.dht.node import DHTID
     from hivemind.utils.serializer import MSGPackSerializer
+    from hivemind.utils.timed_storage import get_dht_time
 
     dht = thief.membership._dht  # pyright: ignore[reportAttributeAccessIssue]
     dht.protocol.record_validator = None  # what is stored and read keeps its signature

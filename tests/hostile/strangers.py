@@ -7,22 +7,25 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
-from hivemind.utils.timed_storage import get_dht_time
-
 from diloco.config.schema import Config
 from outer.config import AT_RENDEZVOUS
 from outer.errors import OuterError
 from outer.identity.tls import TlsIdentity
-from outer.membership.dht.node import open_dht
-from outer.membership.dht.records import store_config, store_record
 from outer.network.endpoints import Kind
 from outer.network.frames import HEADER_BYTES, Header, hash_names, pack_header
+from outer.packages import has_hivemind
 from outer.routes.addresses import parse_island_address
 from outer.routes.dialer import dial
-from outer.transports.hivemind_addresses import parse_address
-from outer.transports.hivemind_daemon import Daemon, DaemonSettings, start_daemon, stream_name
 from tests.hostile.scene import HONEST, note_begin, targets
 from tests.swarm import Work
+
+if has_hivemind():
+    from hivemind.utils.timed_storage import get_dht_time
+
+    from outer.membership.dht.node import open_dht
+    from outer.membership.dht.records import store_config, store_record
+    from outer.transports.hivemind_addresses import parse_address
+    from outer.transports.hivemind_daemon import Daemon, DaemonSettings, start_daemon, stream_name
 
 Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Opener = Callable[[str], Awaitable[Pair]]
@@ -51,7 +54,7 @@ async def dial_within_tls(target: str) -> Pair:
     return await asyncio.open_connection(host, port, ssl=TlsIdentity().client)
 
 
-async def stranger_daemon(config: Config) -> Daemon:
+async def stranger_daemon(config: Config) -> "Daemon":
     return await start_daemon(DaemonSettings(["/ip4/127.0.0.1/tcp/0"], bootstrap=config.island.bootstrap))
 
 

@@ -15,9 +15,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytest.importorskip("pyarrow")
+
 import pyarrow
 import pyarrow.parquet
-import pytest
 
 from diloco import island as life
 from diloco.assemble import Runtime

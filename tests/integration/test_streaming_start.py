@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import boto3
 import pytest
+
+pytest.importorskip("boto3")
+
+import boto3
 
 from tests.diloco.checkpoints.s3_server import BUCKET, s3_process
 from tests.faults.bootstraps import bootstrap

@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import boto3
 import pytest
+
+pytest.importorskip("boto3")
+
+import boto3
 
 from diloco.records.run_folder import read_run
 from diloco.report.data_account import data_account

@@ -9,8 +9,9 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 from outer.config import AT_RENDEZVOUS
@@ -18,11 +19,13 @@ from outer.connect.opening import open_network
 from outer.connect.settings import Network, NetworkSettings
 from outer.identity.island_key import IslandKey
 from outer.membership.base import Member
-from outer.membership.dht.membership import serve_bootstrap
 from outer.membership.rendezvous import serve_rendezvous
 from outer.network.endpoints import Endpoint, Leg, Tag
 from outer.network.run_key import RunKey
 from outer.transports.loopback import Hub
+
+if TYPE_CHECKING:
+    from outer.membership.dht.membership import BootstrapPeer
 
 KINDS = ["loopback", "gloo", "tls", "hivemind"]
 TLS_IN_DHT = "tls in a dht"
@@ -43,9 +46,14 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 async def swarm(
     kind: str, run_id: str = "run", connect_seconds: float = 10, run_key: RunKey | None = None
 ) -> AsyncIterator["Swarm"]:
-    """Create a Swarm, and close it and all of its networks at the end. `run_key` is the rendezvous' own."""
+    """Create a Swarm, and close it and all of its networks at the end. `run_key` is the rendezvous' own.
+
+    The test is skipped if it needs hivemind and that is not installed.
+    """
+    if kind in ("hivemind", TLS_IN_DHT):
+        pytest.importorskip("hivemind")
     rendezvous = serve_rendezvous("127.0.0.1", 0, run_key) if kind in AT_RENDEZVOUS else None
-    peer = await serve_bootstrap(["/ip4/127.0.0.1/tcp/0"], None) if kind == TLS_IN_DHT else None
+    peer = await serve_dht() if kind == TLS_IN_DHT else None
     bootstrap = [rendezvous.address] if rendezvous else list(peer.addresses) if peer else []
     place = Swarm("tls" if peer else kind, run_id, connect_seconds, bootstrap)
     try:
@@ -121,6 +129,14 @@ async def connect(networks: Mapping[Endpoint, Network], epoch: str) -> None:
     """Let all networks join one group."""
     addresses = {e: n.transport.address for e, n in networks.items()}
     await asyncio.gather(*(n.transport.connect(epoch, addresses) for n in networks.values()))
+
+
+async def serve_dht() -> "BootstrapPeer":
+    """A peer of a DHT on a free port. The test is skipped if hivemind is not installed."""
+    pytest.importorskip("hivemind")
+    from outer.membership.dht.membership import serve_bootstrap
+
+    return await serve_bootstrap(["/ip4/127.0.0.1/tcp/0"], None)
 
 
 def tag(part: int, round_number: int = 3) -> Tag:

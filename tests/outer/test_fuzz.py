@@ -14,6 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+pytest.importorskip("hivemind")
+
 import outer
 from outer.codecs import _BUILDERS, build_codec
 from outer.errors import MessageError, PeerLost

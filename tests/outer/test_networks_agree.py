@@ -12,13 +12,12 @@ from outer.config import AT_RENDEZVOUS, OuterConfig
 from outer.connect.opening import open_network
 from outer.connect.settings import NetworkSettings
 from outer.loop import build_loop
-from outer.membership.dht.membership import serve_bootstrap
 from outer.membership.rendezvous import serve_rendezvous
 from outer.network.event_loop import EventLoopThread
 from outer.space.ranks import RankGroup
 from outer.transports.loopback import Hub
 from tests.outer.islands import GUARD_SECONDS, FakeParams, Island, identity_of, tensors
-from tests.outer.nets import key_of
+from tests.outer.nets import key_of, serve_dht
 
 NAMES = ("a", "b", "c")
 
@@ -34,7 +33,7 @@ def meeting_place(kind: str) -> Iterator[dict]:
         rendezvous.close()
     else:
         loop = EventLoopThread()
-        peer = loop.run(serve_bootstrap(["/ip4/127.0.0.1/tcp/0"], None), GUARD_SECONDS)
+        peer = loop.run(serve_dht(), GUARD_SECONDS)
         yield {"bootstrap": list(peer.addresses)}
         loop.run(peer.close(), GUARD_SECONDS)
         loop.close()

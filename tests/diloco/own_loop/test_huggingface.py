@@ -2,10 +2,17 @@
 
 from pathlib import Path
 
+import pytest
 import torch
+from torch import nn
+
+pytest.importorskip("accelerate")
+pytest.importorskip("datasets")
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from diloco.own_loop.huggingface import IslandsCallback

@@ -5,8 +5,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+
+pytest.importorskip("httpx")
+pytest.importorskip("fastapi")
+
+import httpx
 
 from diloco.records.logbook import LOGBOOK
 from diloco.runtime.operator_requests import lock_listener

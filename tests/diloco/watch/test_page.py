@@ -14,6 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("playwright")
+pytest.importorskip("fastapi")
+
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from diloco.records.logbook import LOGBOOK

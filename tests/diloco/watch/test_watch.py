@@ -5,8 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+
+pytest.importorskip("httpx")
+pytest.importorskip("fastapi")
+
+import httpx
 
 from diloco.records.faults import FaultRecord, record_fault
 from diloco.records.logbook import Logbook

@@ -6,9 +6,12 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("pyarrow")
+
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
 from inner.config import DataConfig
 from inner.data.corpus import check_source, prepare_corpus

@@ -1,6 +1,8 @@
 """What a DHT node keeps for others has limits, and what is there can be renewed when they are reached."""
 
 import pytest
+
+pytest.importorskip("hivemind")
 from hivemind.dht.routing import DHTID
 from hivemind.utils.timed_storage import get_dht_time
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("hivemind")
+
 from outer.connect.meeting import find_runs
 from outer.connect.opening import open_network
 from outer.connect.settings import NetworkSettings

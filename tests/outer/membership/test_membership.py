@@ -4,15 +4,19 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
-from hivemind.utils.timed_storage import get_dht_time
 
 from outer.connect.meeting import find_runs
 from outer.errors import InputError
 from outer.membership.base import Membership
-from outer.membership.dht.membership import HivemindMembership, serve_bootstrap
 from outer.membership.records import MAX_CONFIG_BYTES
 from outer.network.endpoints import Endpoint
-from tests.outer.nets import KINDS, TLS_IN_DHT, A, B, RemotePeer, Swarm, key_of, member, run, swarm
+from outer.packages import has_hivemind
+from tests.outer.nets import KINDS, TLS_IN_DHT, A, B, RemotePeer, Swarm, key_of, member, run, serve_dht, swarm
+
+if has_hivemind():
+    from hivemind.utils.timed_storage import get_dht_time
+
+    from outer.membership.dht.membership import HivemindMembership
 
 all_kinds = pytest.mark.parametrize("kind", [*KINDS, pytest.param(TLS_IN_DHT, marks=pytest.mark.slow)])
 ANOTHER = "11111111"
@@ -275,7 +279,7 @@ def test_a_proxy_does_not_lead_into_a_dht():
 @pytest.mark.slow
 def test_islands_over_tls_stay_together_when_the_peer_that_they_met_by_has_died():
     async def main() -> None:
-        peer = await serve_bootstrap(["/ip4/127.0.0.1/tcp/0"], None)
+        peer = await serve_dht()
         place = Swarm("tls", "run", 10, list(peer.addresses))
         a, b = await place.open(A), await place.open(B)
         assert isinstance(a.membership, HivemindMembership) and isinstance(b.membership, HivemindMembership)

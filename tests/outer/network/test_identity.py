@@ -5,18 +5,22 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from hivemind.utils.timed_storage import get_dht_time
 
 from outer.connect.settings import Network
 from outer.errors import InputError, MessageError, PeerLost, TransportError
 from outer.identity import access
-from outer.membership.dht.records import store_config, store_record
 from outer.membership.records import SLACK_MS, Announcement, open_records, sign_record, sign_withdrawal
 from outer.network.endpoints import Endpoint, Kind
 from outer.network.frames import Header, hash_names, pack_header
 from outer.network.run_key import PeerAuth, RunKey
+from outer.packages import has_hivemind
 from tests.outer.membership.test_membership import wait_for
 from tests.outer.nets import A, B, C, Swarm, key_of, member, run, swarm
+
+if has_hivemind():
+    from hivemind.utils.timed_storage import get_dht_time
+
+    from outer.membership.dht.records import store_config, store_record
 
 KEY = RunKey(b"k" * 32)
 THIEF = key_of("thief")

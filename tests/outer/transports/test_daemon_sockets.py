@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("hivemind")
+
 from outer.errors import UnreachableError
 from outer.transports.hivemind_daemon import DaemonSettings, start_daemon
 from outer.transports.hivemind_sockets import remove_dead_sockets, remove_sockets, socket_folder

@@ -11,14 +11,17 @@ from outer.connect.opening import open_network
 from outer.connect.settings import Network, NetworkSettings
 from outer.errors import DeadlineError, InputError, MessageError, PeerLost, TransportError
 from outer.identity.known_names import KnownNames
-from outer.membership.dht.membership import open_messenger
 from outer.network.endpoints import Endpoint, Tag, Traffic
 from outer.network.run_key import PeerAuth, RunKey
+from outer.packages import has_hivemind
 from outer.transports.base import Transport
-from outer.transports.hivemind_daemon import DaemonSettings, start_daemon
 from outer.transports.sealed import SealedTransport
 from tests.outer.membership.test_membership import wait_for
 from tests.outer.nets import A, B, C, key_of, payload, run, swarm, tag
+
+if has_hivemind():
+    from outer.membership.dht.membership import open_messenger
+    from outer.transports.hivemind_daemon import DaemonSettings, start_daemon
 
 over_streams = pytest.mark.parametrize("kind", ["tls", "hivemind"])
 

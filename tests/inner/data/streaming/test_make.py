@@ -8,9 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pytest
+
+pytest.importorskip("pyarrow")
+
 import pyarrow
 import pyarrow.parquet
-import pytest
 import zstandard
 
 from inner.config import DataConfig
