@@ -23,8 +23,8 @@ from diloco.records.metrics import Metrics
 from diloco.runtime.corpus import load_corpus
 from diloco.runtime.garbage import collect_garbage, schedule_garbage
 from diloco.runtime.operator_requests import SIGNALS, make_request
-from diloco.runtime.process_group import open_process_group, pick_device
-from diloco.runtime.step_records import build_mfu_meter, evaluate_heldout, make_step_record
+from diloco.runtime.process_group import fit_to_device, open_process_group, pick_device
+from diloco.runtime.step_records import build_mfu_meter, evaluate_heldout, make_step_record, record_peak
 from diloco.tuning.choice import choose_settings
 from diloco.watchdog.signals import end_with_parent, on_stop
 from diloco.watchdog.watchdog import Watchdog, WatchedRank
@@ -52,6 +52,7 @@ def train(config: Config, index: int, loop: Callable[[Runtime], None] | None = N
     check_trainer(run)
     check_network(run, settings)
     device = pick_device(settings)
+    settings = fit_to_device(settings, device)
     require_host_memory(run, settings, device)
     with open_process_group(settings, device) as ranks:
         if ranks.is_leader:
@@ -78,6 +79,7 @@ def baseline(config: Config, num_islands: int, num_ranks: int) -> None:
     end_with_parent()
     on_stop(lambda: None)
     device = pick_device(settings)
+    settings = fit_to_device(settings, device)
     with open_process_group(settings, device) as ranks:
         corpus = load_corpus(run, settings)
         folder = Path(settings.run_dir) / run.name / "baseline"
@@ -95,6 +97,8 @@ def train_data_parallel(
     num_sequences = run.optimizer.tokens_per_step * num_islands // run.data.seq_len
     batches = IslandBatches(corpus, run.data.seq_len, run.seed, 1, num_sequences)
     speed = build_mfu_meter(run, settings, corpus, trainer.settings.device) if metrics is not None else None
+    if metrics is not None and speed is not None:
+        record_peak(metrics, speed)
     tokens = 0
     for step in range(run.total_steps):
         batches.expect([range(step, run.total_steps)])

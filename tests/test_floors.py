@@ -49,7 +49,7 @@ FLOORS = {
     "diloco": """
         errors watchdog
         config faults formatting
-        network_emulation planning.laws planning.mesh records
+        network_emulation planning.laws planning.mesh records runtime.devices
         planning
         report runtime
         checkpoints connections swarm

@@ -20,28 +20,26 @@ def launch(
     """Run an island of one node (island.index): start its ranks, and start all again when one dies.
 
     SIGTERM and Ctrl-C let the island leave at once; SIGUSR1 and SIGUSR2 go to its ranks. It exits
-    with the status of the rank that failed, 143 after SIGTERM, and 0 when the run is over. A rank without
-    a GPU of its own, where island.device is cuda, ends it with 78, as anything that would fail again.
+    with the status of the rank that failed, 143 after SIGTERM, and 0 when the run is over. Too few GPUs for
+    its ranks, where island.device is cuda, end it with 78, as anything that would fail again.
     """
     from diloco.config.check import check_network
     from diloco.config.schema import load_config
     from diloco.errors import FINAL_STATUS, ConfigError
-    from diloco.runtime.devices import choose_device, list_gpus
+    from diloco.runtime.devices.choice import check_device
     from diloco.runtime.processes import become_island
     from outer.errors import InputError
 
     values = with_resume(overrides, resume) + ([] if ranks is None else [f"island.ranks={ranks}"])
     resolved = load_config(config, values)
     island = resolved.for_island(resolved.island.index)
-    num_ranks = island.ranks
     try:
         check_network(resolved.run, island)
-        if island.device == "cuda":
-            choose_device(island.device, 0, num_ranks, len(list_gpus()))
+        check_device(island)
     except (ConfigError, InputError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(FINAL_STATUS) from None
-    become_island(num_ranks, ["train", str(config), *values], max_restarts)
+    become_island(island.ranks, ["train", str(config), *values], max_restarts)
 
 
 def launch_files(

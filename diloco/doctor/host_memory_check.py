@@ -13,7 +13,8 @@ from diloco.errors import ConfigError
 from diloco.formatting import human_bytes
 from diloco.planning.mesh.host_memory import HostMemory, estimate_host_memory
 from diloco.planning.mesh.step_plan import build_step_plan, vocabulary
-from diloco.runtime.devices import choose_device, list_gpus
+from diloco.runtime.devices.choice import choose_device
+from diloco.runtime.devices.gpus import list_gpus
 from diloco.swarm.visit import LocalIsland
 from inner.errors import InputError as DataError
 from inner.measure.memory import MemoryEstimate

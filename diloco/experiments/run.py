@@ -17,7 +17,7 @@ from diloco.experiments.forecast import Forecast, calibrate, forecast, wall_seco
 from diloco.experiments.pool import RunPool, clean
 from diloco.experiments.results.run_result import RunResult
 from diloco.formatting import align, human_count, human_seconds
-from diloco.runtime.devices import list_gpus
+from diloco.runtime.devices.gpus import list_gpus
 
 INTERRUPTED = 130
 

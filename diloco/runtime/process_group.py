@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from diloco.config.schema import IslandConfig
 from diloco.errors import ConfigError
-from diloco.runtime.devices import choose_device, explain_cpu, list_gpus
+from diloco.runtime.devices.choice import choose_device, explain_cpu, fit_compute_dtype
+from diloco.runtime.devices.cuda_driver import Card
+from diloco.runtime.devices.gpus import list_gpus
 from diloco.runtime.rank_launcher import STORE
 from outer.space.ranks import RankGroup
 from outer.transports.gloo.open_files import allow_many_files
@@ -39,6 +41,17 @@ def pick_device(island: IslandConfig) -> str:
     return device
 
 
+def fit_to_device(island: IslandConfig, device: str) -> IslandConfig:
+    """The island with a compute dtype that its device has; the node's first rank logs a change. Raises ConfigError."""
+    if device == "cpu" or torch.version.hip is not None:
+        return island
+    card = Card(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+    fitted = fit_compute_dtype(island, card)
+    if fitted is not island and os.environ.get("LOCAL_RANK", "0") == "0":
+        log.warning("island.compute_dtype is 'auto' and %s has no bf16: computing in float32", card.name)
+    return fitted
+
+
 @contextmanager
 def open_process_group(island: IslandConfig, device: str) -> Iterator[RankGroup]:
     """Initialise torch.distributed for the island's ranks and yield their RankGroup. Every rank must enter it."""
@@ -57,6 +70,10 @@ def open_process_group(island: IslandConfig, device: str) -> Iterator[RankGroup]
     # Read by torch when the first group is made.
     if int(os.environ["WORLD_SIZE"]) >= LAZY_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if os.environ["WORLD_SIZE"] == "1":
+        # NCCL's monitor aborts a process whose heartbeat has stopped for 8 minutes. One rank waits for nobody, so only
+        # a frozen process looks like that, and it would die when it goes on.
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     store, rank, size = find_store(timeout)
     check_same_device(store, rank, device)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

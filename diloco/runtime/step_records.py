@@ -8,8 +8,12 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
+import torch
+
 from diloco.config.schema import IslandConfig, RunConfig
-from diloco.records.metrics import EvalRecord, StepRecord
+from diloco.planning.mesh.gpus import find_sheet
+from diloco.records.metrics import EvalRecord, EventRecord, Metrics, StepRecord
+from diloco.runtime.devices.gpus import count_sharers
 from inner.data.batches import StepBatch, heldout_counts, heldout_windows
 from inner.data.corpus import Corpus, Text
 from inner.flops import flops_per_token
@@ -27,8 +31,10 @@ class MfuMeter:
 
     flops_per_token: float
     peak: float | None
-    """Measured peak FLOP/s of one rank; None if there is none for this device and compute dtype, or it is not used."""
+    """Peak FLOP/s of one rank; None if there is none for this device and compute dtype, or it is not used."""
     num_ranks: int
+    source: str = ""
+    """What the peak is and where it is from, as text; empty if nobody asks for it."""
 
     def at_length(self, config: RunConfig, corpus: Corpus) -> "MfuMeter":
         """The meter for sequences of this config's length."""
@@ -45,7 +51,7 @@ class MfuMeter:
 
 
 def build_mfu_meter(config: RunConfig, island: IslandConfig, corpus: Corpus, device: str) -> MfuMeter:
-    """The meter of an island with this config. Measures the device's peak, which takes less than a second.
+    """The meter of an island with this config. If it measures the device's peak, that takes less than a second.
 
     Nobody counts the FLOPs of an own model, so it has no utilisation.
     """
@@ -53,7 +59,43 @@ def build_mfu_meter(config: RunConfig, island: IslandConfig, corpus: Corpus, dev
     if isinstance(model, OwnModel):
         return MfuMeter(0.0, None, island.ranks)
     flops = flops_per_token(model, config.data.seq_len)
-    return MfuMeter(flops.total, peak_flops(device, island.resolve_compute_dtype(device)), island.ranks)
+    peak, source = find_peak(device, island.resolve_compute_dtype(device), count_sharers())
+    return MfuMeter(flops.total, peak, island.ranks, source)
+
+
+def find_peak(device: str, dtype: str, num_sharers: int) -> tuple[float | None, str]:
+    """Peak FLOP/s of one rank, None if it is not known, and where it is from, as text.
+
+    It is measured, unless several islands have the device: they would measure what the others leave of it.
+    """
+    if num_sharers > 1:
+        return peak_by_sheet(torch.cuda.get_device_name(device), dtype, num_sharers)
+    peak = peak_flops(device, dtype)
+    return peak, describe_peak(peak, dtype, f"measured on {device}")
+
+
+def peak_by_sheet(device_name: str, dtype: str, num_sharers: int) -> tuple[float | None, str]:
+    """The same from the data sheet of a GPU that several islands share. Sheets have the products in bf16."""
+    sheet = find_sheet(device_name) if dtype == "bfloat16" else None
+    source = (
+        f"no data sheet of {device_name!r} is known here"
+        if sheet is None
+        else f"by the {sheet.source.partition(';')[0]}"
+    )
+    peak = None if sheet is None else sheet.flops
+    return peak, describe_peak(peak, dtype, f"{source}; not measured, because {num_sharers} islands share the GPU")
+
+
+def describe_peak(peak: float | None, dtype: str, source: str) -> str:
+    """What utilisations are relative to, as text."""
+    what = "mfu is unknown" if peak is None else f"mfu is relative to {peak / 1e12:.3g} TFLOP/s a rank"
+    return f"{what} in {dtype}, {source}"
+
+
+def record_peak(metrics: Metrics, speed: MfuMeter) -> None:
+    """Record what the utilisations of this start are relative to."""
+    if speed.source:
+        metrics.write(EventRecord(name="peak", text=speed.source))
 
 
 def make_step_record(result: StepResult, tokens: int, speed: MfuMeter, batch: StepBatch) -> StepRecord:

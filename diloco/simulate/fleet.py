@@ -17,7 +17,7 @@ from diloco.network_emulation.links import Links, attach
 from diloco.network_emulation.namespaces import Namespace, Net
 from diloco.network_emulation.nat import enclose, masquerade
 from diloco.network_emulation.sites import Site, build_site
-from diloco.runtime.devices import GpuShares
+from diloco.runtime.devices.shares import GpuShares
 from diloco.runtime.processes import Child, island_command, kill, start
 from diloco.simulate.nodes import NodesOf, nodes_command
 from diloco.swarm.bootstrap import PREFIX

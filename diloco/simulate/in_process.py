@@ -64,8 +64,6 @@ def find_unsupported_in_island(island: IslandConfig, first: IslandConfig) -> Ite
         yield f"{name}: island.faults apply to processes; leave them out"
     if island.device != first.device:
         yield f"{name}: island.device is {island.device!r}, that of {first.label} {first.device!r}; use one"
-    if island.parallel.compile is True:
-        yield f"{name}: island.parallel.compile is true, but torch compiles in one thread at a time; set it to false"
     if island.profile.steps is not None:
         yield f"{name}: island.profile.steps is set, but a profile covers a whole process; set steps to null"
     if island.wandb != "off":

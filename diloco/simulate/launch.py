@@ -24,7 +24,8 @@ from diloco.records.run_folder import BASELINE, FACTS, RunFacts, island_folders,
 from diloco.report.html import write_report
 from diloco.report.summary import write_summary
 from diloco.report.summary_table import print_summary
-from diloco.runtime.devices import GpuShares, explain_shares, list_gpus, share_gpus
+from diloco.runtime.devices.gpus import find_obstacle, list_cards, list_gpus
+from diloco.runtime.devices.shares import GpuShares, check_shares, describe_shares, share_first_gpu, share_gpus
 from diloco.runtime.processes import Child, island_command, stop
 from diloco.simulate.dashboard import Dashboard, print_failure
 from diloco.simulate.fleet import (
@@ -68,9 +69,10 @@ def simulate(
     links = parse_links(disturbances.links, len(config.islands))
     check_disturbances(disturbances, config)
     console = Console()
-    gpus = GpuShares() if in_process else share_machine(config, console)
+    gpus, num_gpus = share_machine(config, console, in_process=in_process)
+    ranks_of_baseline = count_baseline_ranks(config, gpus, num_gpus)
     if with_baseline:
-        check_baseline(config)
+        check_baseline(config, ranks_of_baseline)
     facts, run_dir = prepare_run(config, " ".join(disturbances.links), resume=resume)
     config = config.model_copy(update={"name": run_dir.name})
     console.print(
@@ -96,7 +98,7 @@ def simulate(
                 stop(started)
             record_links(fleet, facts)
         if with_baseline and finished:
-            finished = run_baseline(config, run_dir, started, console)
+            finished = run_baseline(config, run_dir, ranks_of_baseline, started, console)
     except KeyboardInterrupt:
         console.print(f"stopping; for the results so far: diloco report {run_dir}", soft_wrap=True)
         return 130
@@ -120,13 +122,17 @@ def print_results(run_dir: Path, console: Console) -> None:
         console.print(f"no report: {error}; make room, then: diloco report {run_dir}", soft_wrap=True)
 
 
-def share_machine(config: Config, console: Console) -> GpuShares:
-    """The GPUs of each island; says so if there are some, but not enough. Raises ConfigError as share_gpus."""
+def share_machine(config: Config, console: Console, *, in_process: bool) -> tuple[GpuShares, int]:
+    """The GPUs of each island, and the number of the machine's GPUs; says so if they are shared or not enough.
+
+    Raises ConfigError if they do not suffice, or an island cannot use what it gets.
+    """
     islands, gpus = [config.for_island(index) for index in range(len(config.islands))], list_gpus()
-    shares = share_gpus(islands, gpus)
-    if line := explain_shares(islands, gpus):
+    shares = share_first_gpu(islands, gpus) if in_process else share_gpus(islands, gpus)
+    check_shares(islands, shares, dict(zip(gpus, list_cards(), strict=False)))
+    for line in () if in_process else describe_shares(islands, shares, len(gpus), "" if gpus else find_obstacle()):
         console.print(line, soft_wrap=True)
-    return shares
+    return shares, len(gpus)
 
 
 def check_disturbances(disturbances: Disturbances, config: Config) -> None:
@@ -210,10 +216,9 @@ def run_islands(config: Config, run_dir: Path, disturbances: Disturbances, fleet
     return any(island.exit_code == 0 for island in fleet.islands.values())
 
 
-def run_baseline(config: Config, run_dir: Path, started: list[Child], console: Console) -> bool:
-    """Train data-parallel on the ranks of all islands together. Returns whether it finished."""
+def run_baseline(config: Config, run_dir: Path, ranks: int, started: list[Child], console: Console) -> bool:
+    """Train data-parallel on so many ranks. Returns whether it finished."""
     console.print("baseline: synchronous data-parallel training on the same tokens")
-    ranks = baseline_ranks(config)
     arguments = ["baseline", str(run_dir / "config.yaml"), f"name={run_dir.name}", f"island.run_dir={run_dir.parent}"]
     arguments += ["--islands", str(len(config.islands)), "--ranks", str(ranks)]
     fleet = Fleet(run_dir, started)
@@ -233,19 +238,22 @@ def record_links(fleet: Fleet, facts: RunFacts) -> None:
         write_facts(fleet.run_dir, replace(facts, wire_bytes_sent=sent, wire_bytes_received=received))
 
 
-def baseline_ranks(config: Config) -> int:
-    """Ranks of the baseline: those of all islands, or one if the (possibly many) islands share one process."""
-    if config.outer.transport == "loopback" and len(config.islands) > 1:
-        return 1
-    return sum(config.for_island(index).ranks for index in range(len(config.islands)))
+def count_baseline_ranks(config: Config, shares: GpuShares, num_gpus: int) -> int:
+    """Ranks of the baseline: those of all islands, or of the first one where GPUs or the process suffice for no more.
+
+    It trains on the same tokens either way: fewer ranks make more micro-batches.
+    """
+    first, ranks = config.for_island(0), sum(config.for_island(index).ranks for index in range(len(config.islands)))
+    is_one_process = config.outer.transport == "loopback" and len(config.islands) > 1
+    return first.ranks if is_one_process or (shares.by_island[0] and ranks > num_gpus) else ranks
 
 
-def check_baseline(config: Config) -> None:
+def check_baseline(config: Config, ranks: int) -> None:
     """Raise ConfigError if the tokens of a step of all islands do not divide evenly over all ranks."""
     if config.stages or config.data.owners:
         what = "stages" if config.stages else "sources that only some islands read"
         raise ConfigError(f"--baseline trains one island on one text, and the run has {what}; leave either out")
-    first, ranks = config.for_island(0), baseline_ranks(config)
+    first = config.for_island(0)
     together = config.optimizer.tokens_per_step * len(config.islands)
     micro_batch = 1 if "micro_batch" in first.auto else first.micro_batch
     unit = config.data.seq_len * micro_batch * ranks

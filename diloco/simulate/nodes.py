@@ -12,7 +12,7 @@ from diloco.config.schema import Config, IslandConfig
 from diloco.errors import ConfigError
 from diloco.network_emulation.node_view import NodeView
 from diloco.network_emulation.sites import Site
-from diloco.runtime.devices import VISIBLE
+from diloco.runtime.devices.gpus import VISIBLE
 
 PROGRAM = Path(__file__).parents[2]
 """The folder of the packages."""

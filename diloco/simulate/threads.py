@@ -10,6 +10,9 @@ draws from torch's global generator, a reduce adds in the order of the plan, and
 island may wait long for its turn to compute, so the event loop's clock is slowed down by the number of islands: no
 deadline passes early, and islands send each other as many calls per second as real ones. Each island saves
 checkpoints of its own; after a kill all resume from the same step.
+
+Compiled islands compute one at a time. While torch traces a graph in one thread, it takes a compiled block that another
+thread runs for a part of the trace, and refuses it.
 """
 
 import logging
@@ -27,7 +30,7 @@ from diloco.config.init_weights import add_weights_hash
 from diloco.config.schema import Config, IslandConfig
 from diloco.connections import Shared
 from diloco.runtime.garbage import schedule_garbage
-from diloco.runtime.process_group import open_process_group, pick_device
+from diloco.runtime.process_group import fit_to_device, open_process_group, pick_device
 from diloco.runtime.step_records import SharedEvaluations
 from diloco.watchdog.signals import end_with_parent, on_stop
 from outer.network.event_loop import EventLoopThread
@@ -49,15 +52,14 @@ def train_together(
     running: list[Runtime] = []
     on_stop(lambda: say_goodbye(running))
     device = pick_device(islands[0])
-    turns = threading.Semaphore(num_processors or count_processors(device))
+    islands = [fit_to_device(island, device) for island in islands]
+    is_compiled = any(island.parallel.compile is True for island in islands)
+    turns = threading.Semaphore(1 if is_compiled else num_processors or count_processors(device))
     shared = Shared(Hub(), EventLoopThread(slowness=len(islands)), turns, SharedEvaluations())
     with open_process_group(islands[0], device) as ranks, ExitStack() as stack:
         for settings in islands:
             folder = Path(settings.run_dir) / run.name / settings.label
             pinned = add_weights_hash(run, settings)
-            # Torch compiles in one thread at a time.
-            eager = settings.parallel.model_copy(update={"compile": False})
-            settings = settings.model_copy(update={"parallel": eager})
             running.append(stack.enter_context(open_runtime(pinned, settings, ranks, device, folder, shared)))
         resume_together(running)
         schedule_garbage()

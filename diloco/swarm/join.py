@@ -10,6 +10,7 @@ from diloco.config.from_swarm import check_places, describe_data, parse_swarm_co
 from diloco.config.overrides import differing_keys
 from diloco.config.schema import Config, dump_config, load_config, parse_config
 from diloco.errors import ConfigError
+from diloco.runtime.devices.choice import check_device
 from diloco.runtime.processes import become_island
 from inner.files import write_atomically
 
@@ -27,7 +28,11 @@ def join(address: str, overrides: list[str], ranks: int, run_name: str | None) -
     text, taken = fetch_run_config(address, run_name, island.run_key_file, island.proxy)
     config = build_joiner_config(text, taken, address, [*overrides, f"island.ranks={ranks}"])
     check_island(config.run, config.island, "this island")
+<<<<<<< HEAD
     check_network(config.run, config.island)
+=======
+    check_device(config.island)
+>>>>>>> e54ab4c (Islands of one rank share a GPU; what a GPU, its driver or CUDA_VISIBLE_DEVICES lacks is said before the start)
     run_dir = Path(config.island.run_dir) / config.name
     island_dir = run_dir / config.island.label
     check_folder(island_dir, config)

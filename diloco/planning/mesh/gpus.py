@@ -20,18 +20,42 @@ class Gpu:
     link_bytes: float
     """Bytes per second in one direction to the other GPUs of its node, by its fastest link."""
     source: str
+    names: tuple[str, ...]
+    """What the driver calls this model. A part of a card (MIG) and models of another speed have other names."""
 
 
 GPUS = {
-    "a100": Gpu(312e12, 80e9, 300e9, "NVIDIA A100 80GB SXM data sheet; NVLink 3"),
-    "a100-40gb": Gpu(312e12, 40e9, 300e9, "NVIDIA A100 40GB SXM data sheet; NVLink 3"),
-    "h100": Gpu(989e12, 80e9, 450e9, "NVIDIA H100 SXM data sheet; NVLink 4"),
-    "h200": Gpu(989e12, 141e9, 450e9, "NVIDIA H200 SXM data sheet; NVLink 4"),
-    "b200": Gpu(2250e12, 180e9, 900e9, "NVIDIA HGX B200 data sheet; NVLink 5"),
-    "l40s": Gpu(362e12, 48e9, 32e9, "NVIDIA L40S data sheet; PCIe 4.0 x16"),
-    "rtx4090": Gpu(165e12, 24e9, 32e9, "NVIDIA Ada architecture white paper; PCIe 4.0 x16"),
-    "rtx3090": Gpu(71e12, 24e9, 32e9, "NVIDIA GA102 architecture white paper; PCIe 4.0 x16"),
-    "mi300x": Gpu(1307e12, 192e9, 448e9, "AMD Instinct MI300X data sheet; Infinity Fabric, seven links"),
+    "a100": Gpu(
+        312e12,
+        80e9,
+        300e9,
+        "NVIDIA A100 80GB SXM data sheet; NVLink 3",
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"),
+    ),
+    "a100-40gb": Gpu(
+        312e12,
+        40e9,
+        300e9,
+        "NVIDIA A100 40GB SXM data sheet; NVLink 3",
+        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
+    ),
+    "h100": Gpu(989e12, 80e9, 450e9, "NVIDIA H100 SXM data sheet; NVLink 4", ("NVIDIA H100 80GB HBM3",)),
+    "h200": Gpu(989e12, 141e9, 450e9, "NVIDIA H200 SXM data sheet; NVLink 4", ("NVIDIA H200",)),
+    "b200": Gpu(2250e12, 180e9, 900e9, "NVIDIA HGX B200 data sheet; NVLink 5", ("NVIDIA B200",)),
+    "l40s": Gpu(362e12, 48e9, 32e9, "NVIDIA L40S data sheet; PCIe 4.0 x16", ("NVIDIA L40S",)),
+    "rtx4090": Gpu(
+        165e12, 24e9, 32e9, "NVIDIA Ada architecture white paper; PCIe 4.0 x16", ("NVIDIA GeForce RTX 4090",)
+    ),
+    "rtx3090": Gpu(
+        71e12, 24e9, 32e9, "NVIDIA GA102 architecture white paper; PCIe 4.0 x16", ("NVIDIA GeForce RTX 3090",)
+    ),
+    "mi300x": Gpu(
+        1307e12,
+        192e9,
+        448e9,
+        "AMD Instinct MI300X data sheet; Infinity Fabric, seven links",
+        ("AMD Instinct MI300X", "AMD Instinct MI300X OAM"),
+    ),
 }
 
 FABRICS = {
@@ -49,6 +73,11 @@ InfiniBand HDR and NDR with four lanes, IEEE 802.3."""
 def find_gpu(name: str) -> Gpu:
     """The GPU of this name. Raises ConfigError with the known ones."""
     return _find(name, GPUS, "GPU")
+
+
+def find_sheet(device_name: str) -> Gpu | None:
+    """The data sheet of the GPU that the driver calls so; None if it is not known here."""
+    return next((gpu for gpu in GPUS.values() if device_name in gpu.names), None)
 
 
 def find_fabric(name: str) -> float:

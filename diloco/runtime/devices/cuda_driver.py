@@ -1,0 +1,80 @@
+"""What NVIDIA's driver says of itself and of the GPUs that this process may use.
+
+The driver's library is asked directly: it opens no context on a GPU, as torch does for the same answers. Importing this
+does not import torch.
+"""
+
+import re
+from ctypes import CDLL, byref, c_char_p, c_int, create_string_buffer
+from dataclasses import dataclass
+from pathlib import Path
+
+LIBRARY = "libcuda.so.1"
+VERSION_FILE = Path("/proc/driver/nvidia/version")
+MAX_NAME_BYTES = 256
+CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
+"""Numbers of the two attributes in cuda.h."""
+NO_DEVICE = 100
+"""The status where CUDA_VISIBLE_DEVICES leaves no GPU: of the driver nothing is wrong."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU as CUDA knows it."""
+
+    name: str
+    capability: tuple[int, int]
+    """Its compute capability: (9, 0) for an H100."""
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether it multiplies in bf16; cards before Ampere only imitate it, and slowly."""
+        return self.capability >= (8, 0)
+
+
+@dataclass(frozen=True)
+class CudaDriver:
+    """The driver, and the GPUs that CUDA_VISIBLE_DEVICES leaves, in the order in which torch numbers them."""
+
+    version: str
+    cuda: tuple[int, int]
+    """The newest version of CUDA that it supports."""
+    problem: str = ""
+    """Name of the error with which it refuses to start; empty if it has started."""
+    cards: tuple[Card, ...] = ()
+
+
+def ask_cuda_driver(library: str = LIBRARY) -> CudaDriver | None:
+    """The answers of the driver; None if it is not installed."""
+    try:
+        cuda, number, count = CDLL(library), c_int(), c_int()
+    except OSError:
+        return None
+    cuda.cuDriverGetVersion(byref(number))
+    version, newest = _read_version(VERSION_FILE), (number.value // 1000, number.value % 1000 // 10)
+    if status := cuda.cuInit(0) or cuda.cuDeviceGetCount(byref(count)):
+        return CudaDriver(version, newest, "" if status == NO_DEVICE else _error_name(cuda, status))
+    return CudaDriver(version, newest, cards=tuple(_read_card(cuda, number) for number in range(count.value)))
+
+
+def _read_card(cuda: CDLL, number: int) -> Card:
+    card, name, major, minor = c_int(), create_string_buffer(MAX_NAME_BYTES), c_int(), c_int()
+    cuda.cuDeviceGet(byref(card), number)
+    cuda.cuDeviceGetName(name, MAX_NAME_BYTES, card)
+    cuda.cuDeviceGetAttribute(byref(major), CAPABILITY_MAJOR, card)
+    cuda.cuDeviceGetAttribute(byref(minor), CAPABILITY_MINOR, card)
+    return Card(name.value.decode(errors="replace"), (major.value, minor.value))
+
+
+def _error_name(cuda: CDLL, status: int) -> str:
+    name = c_char_p()
+    cuda.cuGetErrorName(status, byref(name))
+    return name.value.decode(errors="replace") if name.value else f"error {status}"
+
+
+def _read_version(path: Path) -> str:
+    try:
+        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", path.read_text())
+    except OSError:
+        found = None
+    return found[0] if found else "of unknown version"
