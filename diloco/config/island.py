@@ -1,8 +1,8 @@
 """The part of a config that each island decides for itself: `island`, and what `islands` changes of it."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from inner.config import MeshConfig, ParallelConfig, ProfileConfig, Section, ShardsConfig
 from outer.config import MAX_TLS_STREAMS
@@ -48,10 +48,10 @@ class IslandConfig(Section):
     micro_batch, parallel.recompute and mesh (dp_shard and tp). It changes results by rounding only."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What the ranks compute on. auto is CUDA if this machine has a GPU for each of the island's ranks on it, else the
-    CPU."""
+    CPU. Islands of one rank that are started together share GPUs if there are too few."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype in which the model computes. auto is bfloat16 on CUDA and float32 on the CPU. Weights, gradients and their
-    sums stay in fp32."""
+    """Dtype in which the model computes. auto is bfloat16 on GPUs that have it, else float32. Weights, gradients and
+    their sums stay in fp32."""
     matmul_precision: Literal["highest", "high"] = "high"
     """CUDA only: `high` multiplies fp32 matrices with TF32's mantissas of 10 bits, several times as fast; `highest`
     with all 23 bits."""
@@ -124,6 +124,15 @@ class IslandConfig(Section):
     wandb: Literal["off", "offline", "online"] = "off"
     """Whether the island also logs to Weights & Biases: into files of its folder (offline), or to its server
     (online)."""
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _check_device(cls, value: Any) -> Any:
+        """Refuse one GPU by its number: each rank gets one of those that are visible."""
+        if isinstance(value, str) and value.startswith("cuda:"):
+            number = value.removeprefix("cuda:")
+            raise ValueError(f"'auto', 'cpu' or 'cuda'; to choose a GPU, start it with CUDA_VISIBLE_DEVICES={number}")
+        return value
 
     @property
     def label(self) -> str:

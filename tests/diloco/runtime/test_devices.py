@@ -1,6 +1,7 @@
 """Which device a rank computes on. No GPU is needed: the choice depends on their number only."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,17 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from diloco.config.schema import IslandConfig
+from diloco.config.schema import IslandConfig, parse_config
 from diloco.errors import ConfigError
-from diloco.runtime.devices import choose_device, explain_cpu, explain_shares, list_gpus, share_gpus
-from diloco.runtime.process_group import check_same_device
-from diloco.simulate.fleet import Fleet, start_child
+from diloco.runtime.devices.choice import choose_device, explain_cpu, fit_compute_dtype
+from diloco.runtime.devices.cuda_driver import Card, CudaDriver, ask_cuda_driver
+from diloco.runtime.devices.gpus import explain_obstacle, find_driver_problem, list_gpus
+from diloco.runtime.process_group import check_same_device, open_process_group
+from tests.harness import run_ranks
 
 ROOT = Path(__file__).parents[3]
 
 
-def islands(*ranks: int, device: str = "auto") -> list[IslandConfig]:
-    return [IslandConfig.model_validate({"index": k, "ranks": n, "device": device}) for k, n in enumerate(ranks)]
+H100, V100 = Card("NVIDIA H100 80GB HBM3", (9, 0)), Card("Tesla V100-SXM2-16GB", (7, 0))
 
 
 @pytest.mark.parametrize(
@@ -48,57 +50,8 @@ def test_cuda_without_a_gpu_for_each_rank_is_refused_with_both_numbers_and_a_cur
 def test_auto_says_why_it_is_the_cpu():
     assert explain_cpu("auto", 2, 2) is None
     assert explain_cpu("cpu", 1, 0) is None
-    assert "no GPU" in (explain_cpu("auto", 1, 0) or "")
+    assert "finds 0 GPUs" in (explain_cpu("auto", 1, 0) or "")
     assert "1 GPUs for 2 ranks" in (explain_cpu("auto", 2, 1) or "")
-
-
-def test_each_island_gets_gpus_of_its_own():
-    shares = share_gpus(islands(2, 1), ["0", "1", "2", "3"])
-    assert [shares.environment(index) for index in range(2)] == [
-        {"CUDA_VISIBLE_DEVICES": "0,1"},
-        {"CUDA_VISIBLE_DEVICES": "2"},
-    ]
-    assert shares.spare == ("3",)
-
-
-def test_islands_with_more_ranks_than_gpus_see_none_and_a_line_says_so():
-    shares = share_gpus(islands(2, 2), ["0", "1"])
-    assert [shares.environment(index) for index in range(2)] == [{"CUDA_VISIBLE_DEVICES": ""}] * 2
-    assert "4 ranks together and this machine 2 GPUs" in (explain_shares(islands(2, 2), ["0", "1"]) or "")
-
-
-def test_no_line_is_said_on_a_machine_without_gpus_or_with_enough():
-    assert explain_shares(islands(2, 2), []) is None
-    assert explain_shares(islands(2, 2), ["0", "1", "2", "3"]) is None
-
-
-def test_an_island_on_the_cpu_takes_no_gpu_from_the_others():
-    mixed = [*islands(4, device="cpu"), *islands(2, device="cuda")]
-    assert share_gpus(mixed, ["GPU-a", "GPU-b"]).by_island == {0: (), 1: ("GPU-a", "GPU-b")}
-
-
-def test_islands_that_ask_for_more_gpus_than_there_are_are_refused_before_anything_starts():
-    with pytest.raises(ConfigError, match=r"4 ranks of the islands together, and torch finds 3 GPUs"):
-        share_gpus(islands(2, 2, device="cuda"), ["0", "1", "2"])
-
-
-def test_an_island_that_joins_gets_the_gpus_that_are_left_and_keeps_them():
-    shares = share_gpus(islands(2), ["0", "1", "2", "3"])
-    joiner = islands(2)[0]
-    shares.give_spare(1, joiner)
-    shares.give_spare(1, joiner)
-    shares.give_spare(2, joiner)
-    assert (shares.by_island[1], shares.by_island[2]) == (("2", "3"), ())
-
-
-def test_an_island_that_is_started_again_sees_the_same_gpus(tmp_path):
-    fleet = Fleet(tmp_path, [], gpus=share_gpus(islands(1, 1), ["0", "1"]))
-    command = [sys.executable, "-S", "-c", "import os; print('sees', os.environ['CUDA_VISIBLE_DEVICES'])"]
-    fleet.islands[1] = start_child(fleet, 1, "island-1", command, tmp_path / "log.txt")
-    fleet.islands[1].process.wait(60)
-    fleet.restart(1)
-    fleet.islands[1].process.wait(60)
-    assert (tmp_path / "log.txt").read_text().splitlines() == ["sees 1", "sees 1"]
 
 
 def test_nodes_with_different_devices_are_refused():
@@ -124,3 +77,81 @@ def test_a_command_refuses_cuda_on_a_machine_without_gpus_before_it_starts_a_ran
     assert ended.returncode != 0
     assert "torch finds 0 GPUs" in " ".join(ended.stderr.split())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_gpu_by_its_number_is_refused_with_how_to_choose_it():
+    with pytest.raises(ConfigError, match=r"island.device: got 'cuda:3'; allowed: .*CUDA_VISIBLE_DEVICES=3"):
+        parse_config("", ["island.device=cuda:3"])
+
+
+def test_a_card_without_bf16_computes_in_fp32_unless_the_config_asks_for_bf16():
+    auto = IslandConfig()
+    assert fit_compute_dtype(auto, H100) is auto
+    assert fit_compute_dtype(auto, V100).resolve_compute_dtype("cuda:0") == "float32"
+    asking = IslandConfig(compute_dtype="bfloat16")
+    assert fit_compute_dtype(asking, H100) is asking
+    with pytest.raises(ConfigError, match=r"'island-0' is 'bfloat16'.*V100.* 7.0\) has no bf16.*float32 or auto"):
+        fit_compute_dtype(asking, V100)
+
+
+@pytest.mark.parametrize(
+    ("visible", "build", "driver", "reason"),
+    [
+        ("7", "13.0", CudaDriver("580.65", (13, 0)), "CUDA_VISIBLE_DEVICES is '7', which names none"),
+        (None, None, CudaDriver("580.65", (13, 0)), "torch 2 is built for the CPU only"),
+        (None, "13.0", CudaDriver("535.129", (12, 2)), "535.129 supports CUDA 12.2, and this torch needs CUDA 13.0"),
+        (None, "12.6", CudaDriver("535.129", (12, 2), "CUDA_ERROR_SYSTEM_NOT_READY"), "NOT_READY"),
+        (None, "13.0", CudaDriver("580.65", (13, 0)), "the driver shows none to torch 2"),
+    ],
+)
+def test_why_a_driver_gives_torch_no_gpu_is_said(visible, build, driver, reason):
+    assert reason in explain_obstacle(visible, ("torch 2", build), find_driver_problem(build, driver))
+
+
+def test_a_driver_of_the_same_major_version_is_new_enough():
+    assert find_driver_problem("12.8", CudaDriver("535.129", (12, 2))) == ""
+
+
+DRIVER = """
+#include <string.h>
+int cuDriverGetVersion(int *v) { *v = 12080; return 0; }
+int cuInit(unsigned flags) { return STATUS; }
+int cuDeviceGetCount(int *n) { *n = 2; return 0; }
+int cuDeviceGet(int *device, int number) { *device = 70 + number; return 0; }
+int cuDeviceGetName(char *name, int size, int device) { strncpy(name, device == 70 ? "A" : "B", size); return 0; }
+int cuDeviceGetAttribute(int *v, int which, int device) { *v = which == 76 ? 5 : which - 68 + device - 70; return 0; }
+int cuGetErrorName(int status, const char **name) { *name = "CUDA_ERROR_UNKNOWN"; return 0; }
+"""
+"""A library with the functions of libcuda.so.1 that are called, and two cards of compute capability 7.5 and 8.5."""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
+@pytest.mark.parametrize("status", [0, 100, 999])
+def test_the_driver_s_library_is_asked_for_version_and_cards(status, tmp_path):
+    (tmp_path / "cuda.c").write_text(DRIVER)
+    library = str(tmp_path / "libcuda.so")
+    subprocess.run(["gcc", "-shared", "-fPIC", f"-DSTATUS={status}", "-o", library, tmp_path / "cuda.c"], check=True)
+    driver = ask_cuda_driver(library)
+    assert driver is not None and driver.cuda == (12, 8)
+    assert driver.cards == ((Card("A", (7, 5)), Card("B", (8, 5))) if status == 0 else ())
+    assert driver.problem == ("CUDA_ERROR_UNKNOWN" if status == 999 else "")
+
+
+def test_a_machine_without_the_driver_s_library_is_no_error():
+    assert ask_cuda_driver("libcuda-of-nobody.so") is None
+
+
+def monitoring(_: int, setting: str | None) -> str | None:
+    """The variable of NCCL's monitor in an island's only rank, whose user has given it this setting."""
+    name = "TORCH_NCCL_ENABLE_MONITORING"
+    os.environ.pop(name, None)
+    if setting is not None:
+        os.environ[name] = setting
+    dist.destroy_process_group()
+    with open_process_group(IslandConfig(), "cpu"):
+        return os.environ.get(name)
+
+
+@pytest.mark.parametrize(("setting", "then"), [(None, "0"), ("1", "1")])
+def test_nccl_does_not_abort_a_frozen_island_of_one_rank_unless_the_user_wants_it(setting, then):
+    assert run_ranks(monitoring, 1, setting) == [then]

@@ -1,6 +1,8 @@
 """Islands as threads of one process compute, bit for bit, what real processes do."""
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,6 +10,7 @@ import threading
 from typing import Any
 
 import pytest
+from torch._dynamo.utils import counters
 
 from diloco.assemble import Runtime
 from diloco.config.schema import Config, parse_config
@@ -66,6 +69,30 @@ def assert_same_as_real(folder, settings: list[str], num_islands: int) -> None:
 @pytest.mark.parametrize(("settings", "num_islands"), [(PLAIN, 3), (STREAMING, 2)], ids=["plain", "streaming"])
 def test_islands_in_one_process_compute_what_real_processes_do(tmp_path, settings, num_islands):
     assert_same_as_real(tmp_path, settings, num_islands)
+
+
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler")
+def test_compiled_islands_in_one_process_share_a_graph_and_learn_what_eager_ones_do(tmp_path):
+    def live(parts: Runtime) -> None:
+        from diloco import island as life
+
+        life.run(parts)
+        (tmp_path / "graphs").write_text(str(counters["stats"]["unique_graphs"]))
+
+    found: dict[str, list[Island]] = {}
+    for compiles in ("false", "true"):
+        settings = *PLAIN, "outer.rounds=2", f"island.parallel.compile={compiles}"
+        with swarm(tmp_path / compiles, *settings, islands=[ONE] * 2) as islands:
+            process = together(islands, live)
+            process.finish(280)
+            found[compiles] = [folder_of(process, index) for index in range(2)]
+    # One for training and one for evaluation, although there are two islands.
+    assert (tmp_path / "graphs").read_text() == "2"
+    digests = [[r["digest"] for r in island.committed().values()] for island in found["true"]]
+    assert len(digests[0]) == 2 and digests[1] == digests[0]
+    for eager, compiled in zip(found["false"], found["true"], strict=True):
+        losses, expected = ([r["loss"] for r in island.records("step")] for island in (compiled, eager))
+        assert losses == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -177,7 +204,6 @@ def test_sigterm_ends_all_islands_within_seconds(tmp_path):
         ("islands=[{ranks: 1}, {ranks: 2}]", "island-1: island.ranks is 2; here an island has one rank"),
         ("outer.local_steps=dynamic", "use fixed"),
         ("outer={local_steps: timed, round_seconds: 5}", "use fixed, without outer.round_seconds"),
-        ("island.parallel={compile: true}", "set it to false"),
         ("island.wandb=offline", "use island.tensorboard"),
         ("island.profile={steps: [1, 2]}", "set steps to null"),
         ("island.faults=['slow:0x3']", "leave them out"),
