@@ -11,7 +11,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules
-from torch.distributed.pipelining.stage import InferenceMode
 from torch.distributed.tensor import DTensor, placement_types
 from torch.distributed.tensor import _utils as tensor_utils
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
@@ -103,5 +102,8 @@ def _to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Modul
 
 def _assume_static_shapes(self: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
     """Stands for the exchange in which neighbouring stages tell each other their shapes, which nobody would answer."""
+    # Here: a torch that is too old for a dry run lacks it, and shall get register()'s sentence.
+    from torch.distributed.pipelining.stage import InferenceMode
+
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
