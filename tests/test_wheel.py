@@ -1,12 +1,15 @@
 """What is installed: one name beside other people's packages, and everything that the program needs inside it."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from scripts.torch_bounds import find_torch, oldest_of
 
 ROOT = Path(__file__).parents[1]
 SUFFIXES = ("py", "jinja", "yaml", "html", "css", "js")
@@ -59,6 +62,13 @@ def test_the_container_file_installs_the_torch_and_the_extras_that_there_are() -
     assert f'"{torch}"' in text
     extras = next(line for line in text.splitlines() if line.startswith("ARG EXTRAS=")).partition("=")[2]
     assert set(extras.split(",")) <= set(project["optional-dependencies"])
+
+
+def test_the_range_of_torch_is_said_once_and_has_an_oldest_that_pip_takes() -> None:
+    allowed = find_torch((ROOT / "pyproject.toml").read_text())
+    assert "torch>=" not in (ROOT / "scripts/setup").read_text() + (ROOT / "scripts/torch_range").read_text()
+    assert re.fullmatch(r"torch>=(\d+\.\d+),<\d+\.\d+", allowed)
+    assert oldest_of("torch>=2.13,<2.16") == "torch==2.13"
 
 
 def test_a_wheel_made_from_the_sdist_trains_in_a_folder_that_is_no_checkout(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Checks that a model fits a mesh; every error names the field, the value and a cure. No torch."""
 
+import re
+from importlib.metadata import version
 from math import gcd
 
 from inner.config import ContextMethod, ParallelConfig
@@ -8,6 +10,10 @@ from inner.flops import head_layers
 from inner.mesh import Degrees
 from inner.model.sizes import ModelSizes
 from inner.parallel.pipeline.stages import SPLIT_BACKWARD, check_micro_batches, plan_stages
+
+SPLITS_SINCE = (2, 13)
+"""The first torch that splits a backward right. 2.11 and 2.12 fail on arguments without a gradient, and count the
+gradients of some weights twice."""
 
 
 def check_layout(
@@ -19,6 +25,7 @@ def check_layout(
     """
     plan_stages(parallel, sizes.num_layers, degrees.pp, head_layers(sizes, seq_len, parallel.recompute))
     check_micro_batches(parallel, degrees.pp, num_micro_batches)
+    check_torch(parallel, degrees)
     _check_zero(parallel, degrees)
     _check_compile(parallel, degrees)
     _check_tensor(sizes, degrees.tp)
@@ -29,6 +36,19 @@ def check_layout(
             f"island.mesh.tp ({degrees.tp}) must divide the positions of a rank, data.seq_len {seq_len} / cp "
             f"{degrees.cp} = {positions}, under sequence parallel; set data.seq_len to a multiple of "
             f"{degrees.cp * degrees.tp}, or island.parallel.sequence_parallel to false"
+        )
+
+
+def check_torch(parallel: ParallelConfig, degrees: Degrees, installed: str | None = None) -> None:
+    """Raise InputError if torch (`installed`, or the one here) is too old for the schedule of a pipeline."""
+    if degrees.pp == 1 or parallel.schedule not in SPLIT_BACKWARD:
+        return
+    installed = installed or version("torch")
+    number = re.match(r"(\d+)\.(\d+)", installed)
+    if number is not None and (int(number[1]), int(number[2])) < SPLITS_SINCE:
+        raise InputError(
+            f"island.parallel.schedule: {parallel.schedule} splits the backward, which needs torch 2.13 or later, "
+            f"and this is {installed}; install torch 2.13, or set schedule to 1f1b, interleaved_1f1b or breadth_first"
         )
 
 

@@ -1,5 +1,6 @@
 """A model that does not fit its mesh is refused before anything is built, with field, value and cure."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,8 @@ from inner.config import ParallelConfig
 from inner.errors import InputError
 from inner.mesh import Degrees
 from inner.model.sizes import ModelSizes
-from inner.parallel.layout_check import check_layout
+from inner.parallel.layout_check import check_layout, check_torch
+from inner.parallel.pipeline.stages import SPLIT_BACKWARD
 
 SIZES = ModelSizes(dim=96, num_layers=6, num_heads=12, num_kv_heads=6, ffn_dim=256, vocab_size=260)
 
@@ -63,3 +65,25 @@ def test_a_layout_that_does_not_fit_is_named_with_a_cure(
     with pytest.raises(InputError) as caught:
         check(degrees, **how)
     assert [text for text in texts if text not in str(caught.value)] == [], caught.value
+
+
+@pytest.mark.parametrize("installed", ["2.11.0+cu130", "2.12.1", "1.14.0"])
+@pytest.mark.parametrize("schedule", SPLIT_BACKWARD)
+def test_an_old_torch_is_refused_for_schedules_that_split_the_backward(schedule: Any, installed: str) -> None:
+    text = f"{schedule} .* torch 2.13 or later, and this is {re.escape(installed)}; .*1f1b"
+    with pytest.raises(InputError, match=text):
+        check_torch(ParallelConfig(schedule=schedule), Degrees(pp=2), installed)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "installed"),
+    [
+        ("zbv", 2, "2.13.0+cpu"),
+        ("zbv", 2, "2.13.0a0+git1"),
+        ("zbv", 2, "3.0"),
+        ("zbv", 1, "2.11.0"),
+        ("1f1b", 2, "2.11.0"),
+    ],
+)
+def test_other_schedules_and_newer_torch_are_not_refused(schedule: Any, pp: int, installed: str) -> None:
+    check_torch(ParallelConfig(schedule=schedule), Degrees(pp=pp), installed)
