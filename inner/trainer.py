@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +79,8 @@ class TrainerSettings:
     """Token that ends a document, if attention must stay within documents. None: attention crosses documents."""
     init_from: Path | None = None
     """Folder with the initial weights in Hugging Face's layout. None: they are drawn from the seed."""
+    draw_weights: Callable[[LocalParams, Sequence[Transformer], int], None] = initialise
+    """How they are drawn. A measurement that compares no weights may fill them on the device, which takes no time."""
 
 
 class Trainer:
@@ -115,7 +117,7 @@ class Trainer:
         if isinstance(model, OwnModel):
             initialise_own_model(self.params, self.stages[0], settings.seed)
         elif settings.init_from is None:
-            initialise(self.params, self.stages, settings.seed)
+            settings.draw_weights(self.params, self.stages, settings.seed)
         else:
             load_weights(self.params, self.stages, settings.init_from)
         names = [spec.name for spec in self.params.specs]

@@ -21,14 +21,13 @@ from inner.model.sizes import ModelSizes
 from inner.model.transformer import Transformer
 from inner.params import LocalParams
 from inner.trainer import COMPUTE_DTYPES, Trainer, TrainerSettings
-from scripts.bench.plain_llama import PlainLlama
+from scripts.bench.plain_llama import CLIP_NORM, PlainLlama, plain_step
 
 SEED = 7
 NUM_BATCHES = 8
 """Number of batches, which are read in turn repeatedly."""
 PIPELINE_MICRO_BATCH = 2
 """Sequences in a micro-batch of a pipeline, which needs many micro-batches."""
-CLIP_NORM = 1.0
 OPTIMIZER = OptimizerConfig(lr=3e-4, warmup_steps=0, schedule="constant", clip_norm=CLIP_NORM)
 HEAD_DIM = 64
 
@@ -124,17 +123,7 @@ def build_plain_loop(case: ModelCase, model: nn.Module, share: int) -> TrainingL
     dtype = COMPUTE_DTYPES[case.dtype]
 
     def step(number: int) -> float:
-        total = torch.zeros((), device=case.device)
-        for windows in batches[number % NUM_BATCHES]:
-            windows = windows.to(case.device)
-            with torch.autocast(torch.device(case.device).type, dtype, enabled=dtype != torch.float32):
-                loss = model(windows[:, :-1], windows[:, 1:]) / case.micro_batches
-            loss.backward()
-            total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        return total.item()
+        return plain_step(model, optimizer, batches[number % NUM_BATCHES], dtype)
 
     return TrainingLoop(model, optimizer, step)
 

@@ -1,13 +1,17 @@
-"""The decoder of inner/model/transformer.py in plain torch.nn, as one would write it for a single process.
+"""The decoder of inner/model/transformer.py in plain torch.nn, and its step, as one would write them for one process.
 
 Shape suffixes are those of inner/model/transformer.py.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inner.model.sizes import ModelSizes
+
+CLIP_NORM = 1.0
 
 
 class PlainLlama(nn.Module):
@@ -25,10 +29,14 @@ class PlainLlama(nn.Module):
         self.register_buffer("sin_SP", angles_SP.sin(), persistent=False)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
+        return self.head(self.last_hidden(tokens_BS))
+
+    def last_hidden(self, tokens_BS: Tensor) -> Tensor:
+        """What the head reads, (B, S, D)."""
         x_BSD = self.embed(tokens_BS)
         for layer in self.layers:
             x_BSD = layer(x_BSD, self.cos_SP, self.sin_SP)
-        return self.head(self.norm(x_BSD))
+        return self.norm(x_BSD)
 
 
 class PlainBlock(nn.Module):
@@ -74,3 +82,24 @@ def _rotate(x_BHSE: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
     first, second = x_BHSE.float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos_SP - second * sin_SP, second * cos_SP + first * sin_SP), dim=-1)
     return rotated.type_as(x_BHSE)
+
+
+def plain_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: Sequence[Tensor], dtype: torch.dtype
+) -> float:
+    """One step on windows (B, S + 1) of token ids, with autocast and clipping; returns the mean loss.
+
+    `model` maps tokens and targets, each (B, S), to their mean loss.
+    """
+    device = next(model.parameters()).device
+    total = torch.zeros((), device=device)
+    for windows in micro_batches:
+        windows = windows.to(device)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            loss = model(windows[:, :-1], windows[:, 1:]) / len(micro_batches)
+        loss.backward()
+        total += loss.detach()
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total.item()

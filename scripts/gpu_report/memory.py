@@ -36,7 +36,7 @@ def build_case(place: Place) -> TrainingCase:
 
 def compare(place: Place, case: TrainingCase) -> Row:
     """Measure the second step; the first one makes the optimizer's state."""
-    trainer = case.build(place.first)
+    trainer = case.build(place.first, weights_matter=False)
     trainer.step(case.windows(0))
     found = measure_peak(place, trainer, case.windows(1))
     planned = estimate_memory(case.work, "adamw", place.device)[0].peak

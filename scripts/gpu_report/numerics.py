@@ -12,23 +12,30 @@ from scripts.gpu_report.place import Place, Row, guarded
 from scripts.gpu_report.training import TINY, TrainingCase, one_rank
 
 STEPS = 10
+DTYPES = "bfloat16", "float32"
 FIRST_LOSS = {"float32": 1e-4, "bfloat16": 5e-3}
 """Largest relative difference of the first loss, by dtype; later ones may drift further, by TIMES_LATER."""
 TIMES_LATER = 20.0
 
 
 def compare_with_cpu(place: Place) -> Iterator[Row]:
-    compiles = (False, True) if place.with_compile else (False,)
     with one_rank(place):
-        for dtype, masks, recompute, compiled in product(
-            ("float32", "bfloat16"), (False, True), ("none", "selective", "full"), compiles
-        ):
-            if compiled and recompute == "selective":
-                continue  # Compiling takes longest, and each kind of recomputation has a case.
+        for dtype, masks, recompute, compiled in list_cases(place):
             parallel = ParallelConfig.model_validate({"recompute": recompute, "compile": compiled})
             case = replace(build_case(place, masks=masks), dtype=dtype, parallel=parallel)
             words = [dtype, f"recompute {recompute}", *["documents"] * masks, *["compiled"] * compiled]
             yield from guarded(", ".join(words), lambda case=case: compare(place, case))
+
+
+def list_cases(place: Place) -> Iterator[tuple[str, bool, str, bool]]:
+    """dtype, whether documents are masked, recomputation, and whether it is compiled: what says most comes first.
+
+    Eager cases take a second each and compiling up to ten, so not each combination is compiled.
+    """
+    yield from product(DTYPES, (False, True), ("none", "selective", "full"), (False,))
+    if place.with_compile:
+        for dtype in DTYPES:
+            yield from ((dtype, False, "none", True), (dtype, True, "full", True))
 
 
 def build_case(place: Place, *, masks: bool) -> TrainingCase:

@@ -1,7 +1,7 @@
 """Where the report runs, and what a row of it is. Imports no torch before it is asked for devices."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -52,8 +52,13 @@ class Place:
 
 def guarded(name: str, measure: Callable[[], Row]) -> Iterator[Row]:
     """The row that `measure` gives, or one that says why there is none: the section goes on with the next."""
+    yield from guarded_rows(name, lambda: [{"name": name, **measure()}])
+
+
+def guarded_rows(name: str, measure: Callable[[], Iterable[Row]]) -> Iterator[Row]:
+    """The rows that `measure` gives, and one that says why there are no more, if so."""
     try:
-        yield {"name": name, **measure()}
+        yield from measure()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         yield {"name": name, "problem": text if len(text) < 500 else f"{text[:200]} ... {text[-300:]}", "ok": False}

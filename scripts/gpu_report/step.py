@@ -1,11 +1,12 @@
 """One step in detail: where host and device wait for each other, the longest kernels, and how long the device idles."""
 
 import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity
 
 from diloco.errors import ConfigError
 from diloco.planning.mesh.dry_run import rehearse_apart
@@ -14,24 +15,35 @@ from inner.dry_run.case import Rehearsal
 from inner.mesh import Degrees
 from inner.model.sizes import PRESETS
 from inner.trainer import Trainer
-from scripts.gpu_report.place import Place, Row, guarded
+from scripts.gpu_report.place import Place, Row, guarded, guarded_rows
 from scripts.gpu_report.training import TINY, TrainingCase, one_rank, wait_for_device
 
 MOST_KERNELS = 12
 WARM_STEPS = 3
+STEPS = 2
+"""That are profiled, so that what lies between two steps is seen, too."""
 
 
 def watch_a_step(place: Place) -> Iterator[Row]:
     case = build_case(place)
     with one_rank(place):
-        trainer = case.build(place.first)
-        for step in range(WARM_STEPS):
-            trainer.step(case.windows(step))
+        trainer = build_warm(place, case)
+        yield from guarded_rows("profile", lambda: profile_steps(place, case, trainer))
+        if place.with_compile:
+            yield from guarded("device, compiled", lambda: find_idle_share(place, compiled(case)))
         yield from guarded("crossings", lambda: count_crossings(place, case, trainer))
-        try:
-            yield from profile_step(place, case, trainer)
-        except RuntimeError as error:
-            yield {"name": "profile", "problem": str(error), "ok": False}
+
+
+def build_warm(place: Place, case: TrainingCase) -> Trainer:
+    """A trainer that has made its first steps, which take longest."""
+    trainer = case.build(place.first, weights_matter=False)
+    for step in range(WARM_STEPS):
+        trainer.step(case.windows(step))
+    return trainer
+
+
+def compiled(case: TrainingCase) -> TrainingCase:
+    return replace(case, parallel=case.parallel.model_copy(update={"compile": True}))
 
 
 def build_case(place: Place) -> TrainingCase:
@@ -82,25 +94,68 @@ def find_budget(case: TrainingCase) -> dict[str, int]:
     return rehearse_apart(rehearsal).crossings
 
 
-def profile_step(place: Place, case: TrainingCase, trainer: Trainer) -> Iterator[Row]:
-    """The kernels (on a CPU the operations) that take longest, and the share of the step without any."""
-    activities = [ProfilerActivity.CPU] if place.is_tiny else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+def find_idle_share(place: Place, case: TrainingCase) -> Row:
+    return describe_device(profile(place, case, build_warm(place, case)))
+
+
+def profile_steps(place: Place, case: TrainingCase, trainer: Trainer) -> Iterator[Row]:
+    """How long the device idles, and the kernels (on a CPU the operations) that take longest."""
+    kernels = profile(place, case, trainer)
+    yield {"name": "device, eager", **describe_device(kernels)}
+    by_name: dict[str, list[float]] = {}
+    for kernel in kernels:
+        by_name.setdefault(kernel.name[:60], []).append(kernel.own_ms)
+    total = sum(kernel.own_ms for kernel in kernels) or 1.0
+    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:MOST_KERNELS]:
+        share = sum(times) / total
+        yield {"name": name, "ms": sum(times) / STEPS, "share": share, "calls": len(times) / STEPS}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What ran on the device; on a CPU an operation of torch."""
+
+    name: str
+    start_ms: float
+    end_ms: float
+    own_ms: float
+    """Without the operations inside it."""
+
+
+def profile(place: Place, case: TrainingCase, trainer: Trainer) -> list[Kernel]:
+    """What runs in a few steps. On a GPU the host is not watched: that would slow down its launches."""
     windows = case.windows(1)
-    with profile(activities=activities) as profiled:
-        trainer.step(windows)
+    wait_for_device(place)
+    activity = ProfilerActivity.CPU if place.is_tiny else ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[activity]) as profiled:
+        for _ in range(STEPS):
+            trainer.step(windows)
         wait_for_device(place)
-    events = profiled.events()
-    assert events is not None
-    kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
-    if not place.is_tiny:
-        spans = [(event.time_range.start, event.time_range.end) for event in kernels]
-        whole = max(e.time_range.end for e in events) - min(e.time_range.start for e in events)
-        yield {"name": "device", "step_ms": whole / 1e3, "idle_share": 1 - busy(spans) / whole, "kernels": len(spans)}
-    rows = profiled.key_averages()
-    times = {row.key: row.self_cpu_time_total if place.is_tiny else row.self_device_time_total for row in rows}
-    total = sum(times.values()) or 1.0
-    for row in sorted(rows, key=lambda row: -times[row.key])[:MOST_KERNELS]:
-        yield {"name": row.key[:60], "ms": times[row.key] / 1e3, "share": times[row.key] / total, "calls": row.count}
+    return find_kernels(profiled.events() or [], place.is_tiny)
+
+
+def find_kernels(events: Iterable[FunctionEvent], is_tiny: bool) -> list[Kernel]:
+    """The kernels, copies and fills among the profiler's events. Annotations span the time between kernels, too."""
+    kind = torch.autograd.DeviceType.CPU if is_tiny else torch.autograd.DeviceType.CUDA
+    chosen = [e for e in events if e.device_type == kind and not e.is_user_annotation]
+    return [
+        Kernel(
+            event.name,
+            event.time_range.start / 1e3,
+            event.time_range.end / 1e3,
+            (event.self_cpu_time_total if is_tiny else event.time_range.elapsed_us()) / 1e3,
+        )
+        for event in chosen
+    ]
+
+
+def describe_device(kernels: Sequence[Kernel]) -> Row:
+    """The share of some steps in which nothing runs: from the first kernel to the end of the last one."""
+    if not kernels:
+        raise RuntimeError("the profiler has seen no kernel")
+    whole = max(kernel.end_ms for kernel in kernels) - min(kernel.start_ms for kernel in kernels)
+    used = busy((kernel.start_ms, kernel.end_ms) for kernel in kernels)
+    return {"step_ms": whole / STEPS, "idle_share": 1 - used / whole, "kernels": len(kernels) / STEPS}
 
 
 def busy(spans: Iterable[tuple[float, float]]) -> float:

@@ -1,20 +1,23 @@
 """Builds the real trainer in this process for a section, and the text that it trains on."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from diloco.config.schema import IslandConfig
 from diloco.runtime.process_group import open_process_group
 from inner.config import OptimizerConfig, ParallelConfig
 from inner.measure.workload import Workload
 from inner.mesh import Degrees, IslandMesh
+from inner.model.init import STD, initialise
 from inner.model.sizes import ModelSizes
+from inner.model.transformer import Transformer
+from inner.params import LocalParams
 from inner.trainer import Trainer, TrainerSettings
 from outer.space.ranks import RankGroup
 from scripts.gpu_report.place import Place
@@ -58,11 +61,12 @@ class TrainingCase:
             compute_itemsize=2 if self.dtype == "bfloat16" else 4,
         )
 
-    def build(self, device: str) -> Trainer:
-        """This rank's trainer. The process group is open, as in `one_rank`. Frees the memory of trainers before it."""
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+    def build(self, device: str, *, weights_matter: bool = True) -> Trainer:
+        """This rank's trainer. The process group is open, as in `one_rank`. Frees the memory of trainers before it.
+
+        Weights that matter are drawn from the seed, as in a run: the same on every device. Others are filled in there.
+        """
+        free_memory(forgets_compiled=self.parallel.compile is True)
         settings = TrainerSettings(
             device=device,
             compute_dtype=self.dtype,
@@ -71,6 +75,7 @@ class TrainingCase:
             seed=1,
             total_steps=1000,
             eos_id=EOS if self.masks_documents else None,
+            draw_weights=initialise if weights_matter else fill_on_device,
         )
         mesh = IslandMesh(self.degrees, torch.device(device).type)
         # What a section does not ask to be compiled is measured as it is.
@@ -84,6 +89,23 @@ class TrainingCase:
         windows = torch.randint(0, self.sizes.vocab_size, shape, generator=generator)
         windows[..., 1::2] = windows[..., 0:-1:2] // 2
         return list(windows)
+
+
+def fill_on_device(params: LocalParams, stages: Sequence[Transformer], seed: int) -> None:
+    """Fill weights and tables where they lie. `initialise` draws about 0.1 billion weights a second, on the host."""
+    for stage in stages:
+        for param in stage.parameters():
+            nn.init.normal_(param, std=STD) if param.ndim > 1 else nn.init.ones_(param)
+        stage.fill_tables()
+
+
+def free_memory(*, forgets_compiled: bool) -> None:
+    """Free what models before this one held. What they compiled holds some of it, and counts towards torch's limit."""
+    if forgets_compiled:
+        torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 @contextmanager
