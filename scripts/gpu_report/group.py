@@ -19,10 +19,10 @@ from scripts.gpu_report.place import ROOT, Place, Row, guarded
 from scripts.gpu_report.training import TINY, TrainingCase, one_rank, wait_for_device
 
 ELEMENTS = 1 << 20
-EVALUATIONS = 3
+STEPS = 3
 """After three pieces of work of a kind the watchdog has measured it."""
 WATCHDOG_SECONDS = 3.0
-STUCK_SECONDS = 60.0
+STUCK_SECONDS = 12.0
 """How long the device stays stuck, should nobody end the process."""
 CYCLES_PER_SECOND = 2e9
 """No GPU is much faster."""
@@ -73,7 +73,7 @@ def check_record() -> Row:
 
 
 def describe_hang(place: Place) -> Row:
-    """Evaluate in a process of its own until its device is stuck: what its watchdog says, and how it ends."""
+    """Train in a process of its own until its device is stuck: what its watchdog says, and how it ends."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "scripts.gpu_report.group", place.device, folder]
         started = time.monotonic()
@@ -85,7 +85,7 @@ def describe_hang(place: Place) -> Row:
 
 
 def hang(place: Place, folder: Path) -> None:
-    """Evaluate, the last time with a stuck device: the watchdog ends this process with the status HUNG."""
+    """Train, the last step with a stuck device: the watchdog ends this process with the status HUNG."""
     activity = ActivityMonitor(WATCHDOG_SECONDS)
 
     def report(verdict: str) -> None:
@@ -95,18 +95,19 @@ def hang(place: Place, folder: Path) -> None:
         case = TrainingCase(TINY, 32, 2)
         trainer = case.build(place.first)
         with Watchdog(activity, WatchedRank(rank=0, num_ranks=1, folder=folder, report=report)):
-            for _ in range(EVALUATIONS):
-                activity.start("evaluation")
-                trainer.evaluate(case.windows(0))
-            activity.start("evaluation")
-            keep_busy(place)
-            trainer.evaluate(case.windows(0))
+            for step in range(STEPS + 1):
+                activity.start("inner step")
+                if step == STEPS:
+                    keep_busy(place)
+                # With NCCL it is only enqueued, and waits as long as the device does.
+                dist.all_reduce(torch.ones(1, device=place.first))
+                trainer.step(case.windows(step))
 
 
 def keep_busy(place: Place) -> None:
     """Give the device work that keeps all later work waiting; on a CPU the thread itself waits."""
     if place.is_tiny:
-        time.sleep(STUCK_SECONDS)
+        time.sleep(STUCK_SECONDS * place.patience)
     else:
         torch.cuda._sleep(int(STUCK_SECONDS * CYCLES_PER_SECOND))
 

@@ -18,7 +18,7 @@ from inner.trainer import Trainer
 from scripts.gpu_report.place import Place, Row, guarded, guarded_rows
 from scripts.gpu_report.training import TINY, TrainingCase, one_rank, wait_for_device
 
-MOST_KERNELS = 12
+MOST_KERNELS, MOST_CHARACTERS = 12, 90
 WARM_STEPS = 3
 STEPS = 2
 """That are profiled, so that what lies between two steps is seen, too."""
@@ -104,7 +104,7 @@ def profile_steps(place: Place, case: TrainingCase, trainer: Trainer) -> Iterato
     yield {"name": "device, eager", **describe_device(kernels)}
     by_name: dict[str, list[float]] = {}
     for kernel in kernels:
-        by_name.setdefault(kernel.name[:60], []).append(kernel.own_ms)
+        by_name.setdefault(kernel.name[:MOST_CHARACTERS], []).append(kernel.own_ms)
     total = sum(kernel.own_ms for kernel in kernels) or 1.0
     for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:MOST_KERNELS]:
         share = sum(times) / total
