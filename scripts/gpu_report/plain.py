@@ -37,7 +37,7 @@ def head_loss(x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor) -> Tensor:
 
 def build_plain(case: TrainingCase, device: str) -> Callable[[], float]:
     """A step of it on the case's first text, with fp32 weights, autocast, and fused AdamW."""
-    free_memory(forgets_compiled=True)
+    free_memory(forgets_compiled=case.parallel.compile is True)
     with torch.device(device):
         model = PlainModel(case)
     for param in model.parameters():
