@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch.cuda import nccl
 
 from inner.measure.peak_flops import peak_flops
 from scripts.gpu_report.place import Place, Row, guarded
@@ -35,7 +36,7 @@ def versions() -> Row:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
+        "nccl": ".".join(map(str, nccl.version())) if has_nccl else None,
     }
 
 
