@@ -37,16 +37,16 @@ def load_section(source: str) -> Callable[[Place], Iterator[Row]]:
 
 
 SECTIONS = (
-    Section("environment", f"{HERE}.environment:describe", 15),
-    Section("numerics", f"{HERE}.numerics:compare_with_cpu", 65),
+    Section("environment", f"{HERE}.environment:describe", 12),
+    Section("numerics", f"{HERE}.numerics:compare_with_cpu", 70),
     Section("attention", f"{HERE}.attention:time_attention", 20),
-    Section("memory", f"{HERE}.memory:compare_peaks", 30),
-    Section("speed-150m", f"{HERE}.speed:measure_150m", 55),
+    Section("memory", f"{HERE}.memory:compare_peaks", 25),
+    Section("speed-150m", f"{HERE}.speed:measure_150m", 60),
     Section("speed-1b", f"{HERE}.speed:measure_1b", 55),
-    Section("speed-8b-layers", f"{HERE}.speed:measure_8b_layers", 65),
-    Section("step", f"{HERE}.step:watch_a_step", 40),
+    Section("speed-8b-layers", f"{HERE}.speed:measure_8b_layers", 60),
+    Section("step", f"{HERE}.step:watch_a_step", 45),
     Section("outer", f"{HERE}.outer:time_the_seam", 30),
-    Section("group", f"{HERE}.group:check_group", 30),
+    Section("group", f"{HERE}.group:check_group", 28),
     Section("islands", f"{HERE}.runs:run_two_islands", 75),
     Section("meshes", f"{HERE}.meshes:compare_meshes", 120, min_devices=2),
     Section("hang", f"{HERE}.runs:hang_a_rank", 60, min_devices=2),
