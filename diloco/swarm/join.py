@@ -28,11 +28,8 @@ def join(address: str, overrides: list[str], ranks: int, run_name: str | None) -
     text, taken = fetch_run_config(address, run_name, island.run_key_file, island.proxy)
     config = build_joiner_config(text, taken, address, [*overrides, f"island.ranks={ranks}"])
     check_island(config.run, config.island, "this island")
-<<<<<<< HEAD
     check_network(config.run, config.island)
-=======
     check_device(config.island)
->>>>>>> e54ab4c (Islands of one rank share a GPU; what a GPU, its driver or CUDA_VISIBLE_DEVICES lacks is said before the start)
     run_dir = Path(config.island.run_dir) / config.name
     island_dir = run_dir / config.island.label
     check_folder(island_dir, config)
