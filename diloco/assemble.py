@@ -23,7 +23,7 @@ from diloco.records.sinks import build_sinks
 from diloco.runtime.corpus import loading_corpus
 from diloco.runtime.operator_requests import OperatorRequests
 from diloco.runtime.round_records import RoundRecords
-from diloco.runtime.step_records import MfuMeter, SharedEvaluations, build_mfu_meter, record_peak
+from diloco.runtime.step_records import MfuMeter, SharedEvaluations, build_mfu_meter, note_peak
 from diloco.status.visitors import serve_visitors
 from diloco.tuning.choice import choose_settings
 from diloco.watchdog.activity import ActivityMonitor
@@ -168,8 +168,7 @@ def open_runtime(
         metrics = stack.enter_context(open_records(config, island, folder)) if ranks.is_leader else None
         requests = OperatorRequests(ranks, folder, island.max_hours, started_at)
         speed = build_mfu_meter(config, island, vocabulary, device) if ranks.is_leader else None
-        if metrics is not None and speed is not None:
-            record_peak(metrics, speed)
+        note_peak(Logbook(folder.parent, island.label), speed)
         # Nobody waits for an island that waits for text: it connects when it can train.
         corpus = wait_for_corpus()
         network, event_loop = stack.enter_context(open_connections(config, island, ranks, folder, shared))

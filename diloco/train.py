@@ -24,7 +24,7 @@ from diloco.runtime.corpus import load_corpus
 from diloco.runtime.garbage import collect_garbage, schedule_garbage
 from diloco.runtime.operator_requests import SIGNALS, make_request
 from diloco.runtime.process_group import fit_to_device, open_process_group, pick_device
-from diloco.runtime.step_records import build_mfu_meter, evaluate_heldout, make_step_record, record_peak
+from diloco.runtime.step_records import build_mfu_meter, evaluate_heldout, make_step_record, note_peak
 from diloco.tuning.choice import choose_settings
 from diloco.watchdog.signals import end_with_parent, on_stop
 from diloco.watchdog.watchdog import Watchdog, WatchedRank
@@ -97,8 +97,7 @@ def train_data_parallel(
     num_sequences = run.optimizer.tokens_per_step * num_islands // run.data.seq_len
     batches = IslandBatches(corpus, run.data.seq_len, run.seed, 1, num_sequences)
     speed = build_mfu_meter(run, settings, corpus, trainer.settings.device) if metrics is not None else None
-    if metrics is not None and speed is not None:
-        record_peak(metrics, speed)
+    note_peak(Logbook(Path(settings.run_dir) / run.name, "baseline"), speed)
     tokens = 0
     for step in range(run.total_steps):
         batches.expect([range(step, run.total_steps)])

@@ -38,7 +38,7 @@ class StepRecord:
     seconds: float
     tokens_per_second: float
     mfu: float | None = None
-    """Model FLOPs utilisation: the model's arithmetic as a share of the ranks' peak, which the event `peak` names."""
+    """Model FLOPs utilisation: the model's arithmetic as a share of the ranks' peak, which the logbook names."""
     skipped: bool = False
     data_seconds: float | None = None
     """Time that the leader waited for the step's text; not part of `seconds`."""

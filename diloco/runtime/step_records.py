@@ -12,7 +12,8 @@ import torch
 
 from diloco.config.schema import IslandConfig, RunConfig
 from diloco.planning.mesh.gpus import find_sheet
-from diloco.records.metrics import EvalRecord, EventRecord, Metrics, StepRecord
+from diloco.records.logbook import Logbook
+from diloco.records.metrics import EvalRecord, StepRecord
 from diloco.runtime.devices.gpus import count_sharers
 from inner.data.batches import StepBatch, heldout_counts, heldout_windows
 from inner.data.corpus import Corpus, Text
@@ -92,10 +93,10 @@ def describe_peak(peak: float | None, dtype: str, source: str) -> str:
     return f"{what} in {dtype}, {source}"
 
 
-def record_peak(metrics: Metrics, speed: MfuMeter) -> None:
-    """Record what the utilisations of this start are relative to."""
-    if speed.source:
-        metrics.write(EventRecord(name="peak", text=speed.source))
+def note_peak(book: Logbook, speed: MfuMeter | None) -> None:
+    """Note in the logbook what the utilisations of this start are relative to. Only a leader has a meter."""
+    if speed is not None and speed.source:
+        book.note("peak", speed.source)
 
 
 def make_step_record(result: StepResult, tokens: int, speed: MfuMeter, batch: StepBatch) -> StepRecord:
