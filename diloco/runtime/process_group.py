@@ -13,8 +13,7 @@ import torch.distributed as dist
 from diloco.config.schema import IslandConfig
 from diloco.errors import ConfigError
 from diloco.runtime.devices.choice import choose_device, explain_cpu, fit_compute_dtype
-from diloco.runtime.devices.cuda_driver import Card
-from diloco.runtime.devices.gpus import list_gpus
+from diloco.runtime.devices.gpus import list_cards, list_gpus
 from diloco.runtime.rank_launcher import STORE
 from outer.space.ranks import RankGroup
 from outer.transports.gloo.open_files import allow_many_files
@@ -43,12 +42,14 @@ def pick_device(island: IslandConfig) -> str:
 
 def fit_to_device(island: IslandConfig, device: str) -> IslandConfig:
     """The island with a compute dtype that its device has; the node's first rank logs a change. Raises ConfigError."""
-    if device == "cpu" or torch.version.hip is not None:
+    # Of the driver, because torch would open a context on the first GPU for every rank.
+    cards = () if device == "cpu" else list_cards()
+    number = int(device.partition(":")[2] or 0)
+    if number >= len(cards):
         return island
-    card = Card(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
-    fitted = fit_compute_dtype(island, card)
+    fitted = fit_compute_dtype(island, cards[number])
     if fitted is not island and os.environ.get("LOCAL_RANK", "0") == "0":
-        log.warning("island.compute_dtype is 'auto' and %s has no bf16: computing in float32", card.name)
+        log.warning("island.compute_dtype is 'auto' and %s has no bf16: computing in float32", cards[number].name)
     return fitted
 
 
