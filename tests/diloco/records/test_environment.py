@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from diloco.records.environment import changes, describe_environment, is_told, read_diff, read_environment
+from diloco.records.environment import (
+    changes,
+    describe_environment,
+    find_packages,
+    is_told,
+    read_diff,
+    read_environment,
+)
 from diloco.records.environment import write_environment as write
 
 
@@ -60,3 +67,17 @@ def test_secrets_are_not_written(name: str, told: bool) -> None:
 
 def test_the_environment_is_described_once_in_a_process() -> None:
     assert describe_environment() is describe_environment()
+
+
+def test_packages_that_are_half_installed_are_left_out_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    for name, metadata in (("empty", None), ("nameless", b"Version: 1\n"), ("garbled", b"\xff\xfe")):
+        (tmp_path / f"{name}-1.0.dist-info").mkdir()
+        if metadata is not None:
+            (tmp_path / f"{name}-1.0.dist-info" / "METADATA").write_bytes(metadata)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = find_packages()
+    assert found["torch"] and not {"empty", "nameless", "garbled"} & found.keys()
+    (said,) = caplog.messages
+    assert all(name in said for name in ("empty", "nameless", "garbled"))

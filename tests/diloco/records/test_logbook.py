@@ -5,6 +5,7 @@ import re
 
 from diloco.config.schema import parse_config
 from diloco.records.logbook import MAX_CHARACTERS, Logbook
+from inner.files import try_lock
 
 
 def entries(book):
@@ -71,3 +72,34 @@ def test_islands_that_write_at_once_leave_whole_lines(tmp_path):
     head, blank, *lines = (tmp_path / "run" / "LOGBOOK.md").read_text().splitlines()
     assert (head, blank, len(lines)) == ("# Logbook of run", "", 200)
     assert all(re.fullmatch(r"- \S+ \S+ \*\*island-\d\*\* joined: \d+ x{400}", line) for line in lines)
+
+
+def test_a_start_names_only_the_packages_that_are_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr("diloco.records.logbook.PACKAGES", ("torch", "diloco-nowhere"))
+    book = Logbook(tmp_path / "run", "island-0")
+    start(book)
+    (entry,) = entries(book)
+    assert re.search(r", Python 3[\d.]+, torch 2\S+$", entry)
+
+
+def test_a_logbook_that_cannot_be_written_is_one_warning_and_its_entries_are_in_the_log(tmp_path, caplog):
+    (tmp_path / "run" / "LOGBOOK.md").mkdir(parents=True)
+    book = Logbook(tmp_path / "run", "island-0")
+    with caplog.at_level("INFO"):
+        start(book)
+        book.note("joined", "round 7")
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert "**island-0** joined: round 7" in caplog.messages[1]
+    (tmp_path / "run" / "LOGBOOK.md").rmdir()
+    book.note("left", "the run is done")
+    assert entries(book) == ["left: the run is done"]
+
+
+def test_a_process_that_stands_still_with_the_lock_holds_up_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr("diloco.records.logbook.LOCK_SECONDS", 0.05)
+    book = Logbook(tmp_path / "run", "island-0")
+    book.note("joined", "round 7")
+    with book.path.open("a") as other:
+        assert try_lock(other)
+        book.note("left", "the run is done")
+    assert entries(book) == ["joined: round 7", "left: the run is done"]

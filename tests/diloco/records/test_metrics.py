@@ -14,6 +14,8 @@ import pytest
 
 from diloco.config.schema import IslandConfig
 from diloco.records import metrics as metrics_module
+from diloco.records.faults import FaultRecord, read_faults, record_fault
+from diloco.records.latest import LatestRecords
 from diloco.records.metrics import EvalRecord, EventRecord, Metrics, Record, RoundRecord, StepRecord
 from diloco.records.run_folder import RunFacts, Tail, natural_key, read_facts, read_run, write_facts
 from diloco.records.sinks import build_sinks
@@ -316,3 +318,49 @@ def test_a_sink_that_fails_does_not_end_the_training(tmp_path: Path) -> None:
     assert [record.step for record in records if isinstance(record, StepRecord)] == list(range(100))
     (events,) = (tmp_path / "tensorboard").iterdir()
     assert events.stat().st_size == 30_000, "the sink has found no room"
+
+
+def test_records_begin_when_their_file_can_be_opened_and_sinks_get_all(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    path = tmp_path / "island-0" / "metrics.jsonl"
+    path.mkdir(parents=True)
+    latest = LatestRecords("island-0")
+    metrics = Metrics(path, [latest])
+    for number in (1, 2):
+        metrics.write(a_step(number))
+    assert len(caplog.messages) == 1 and "records are lost; training goes on" in caplog.messages[0]
+    assert latest.step == 2
+    path.rmdir()
+    metrics.write(a_step(3))
+    metrics.close()
+    assert [record.step for record in Tail(path).new_records() if isinstance(record, StepRecord)] == [3]
+    assert caplog.messages[1:] == [f"{path}: has room again; 2 records are missing from it"]
+
+
+def test_a_record_that_is_no_json_is_lost_and_the_next_one_is_not(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.write(EvalRecord(round=0, tokens=1, loss=2.0, bits_per_byte=3.0, source_losses={"a": math.nan}))
+    metrics.write(a_step(2))
+    metrics.close()
+    (record,) = Tail(tmp_path / "metrics.jsonl").new_records()
+    assert isinstance(record, StepRecord) and record.step == 2
+
+
+def test_a_sink_that_cannot_start_is_one_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("in its way")
+    assert build_sinks(IslandConfig(tensorboard=True), tmp_path, run_name="quick", settings={}) == []
+    (said,) = caplog.messages
+    assert said.startswith("nothing is written for TensorBoard") and said.endswith("training goes on")
+
+
+def test_a_fault_that_is_not_recorded_whole_is_left_out(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    fault = FaultRecord(spec="kill:1", kind="kill", islands=("island-1",), text="killed")
+    record_fault(tmp_path, fault)
+    with (tmp_path / "faults.jsonl").open("a") as file:
+        file.write('{"spec": "kil\n[]\n')
+    record_fault(tmp_path, fault)
+    assert read_faults(tmp_path) == [fault, fault]
+    record_fault(tmp_path / "nowhere", fault)
+    (said,) = caplog.messages
+    assert "faults.jsonl lacks kill:1" in said

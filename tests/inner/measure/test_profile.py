@@ -113,3 +113,18 @@ def test_an_error_leaves_the_trace_of_the_steps_before_it(folder, was_on):
 def test_steps_that_are_no_range_are_refused(steps):
     with pytest.raises(ValidationError, match="first <= last"):
         ProfileConfig(steps=steps)
+
+
+def test_a_profile_that_cannot_be_written_does_not_end_the_training(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "profile").write_text("in its way")
+    steps = 0
+    with Profiler(ProfileConfig(steps=(1, 2)), tmp_path / "profile", 0) as profiler:
+        for _ in range(4):
+            torch.ones(2) + 1
+            profiler.step()
+            steps += 1
+    assert steps == 4 and not torch.autograd._profiler_enabled()
+    (said,) = caplog.messages
+    assert "has no profile" in said and said.endswith("training goes on")
