@@ -36,6 +36,7 @@ class WandbSink:
 
     def __init__(self, config: IslandConfig, folder: Path, *, run_name: str, settings: Mapping[str, object]) -> None:
         import wandb
+        from wandb.errors import UsageError
 
         assert config.wandb != "off", "no wandb sink is built when wandb is off"
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +52,7 @@ class WandbSink:
                 mode=config.wandb,
                 settings=wandb.Settings(console="off", silent=True, save_code=False, disable_git=True),
             )
-        except wandb.errors.UsageError as error:
+        except UsageError as error:
             cure = "set island.wandb=offline, which needs neither network nor account, or off"
             text = f"island.wandb: got {config.wandb!r}, and wandb cannot start: {error} Or {cure}"
             raise ConfigError(text) from None
