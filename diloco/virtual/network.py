@@ -20,8 +20,6 @@ from outer.network.endpoints import Lane, Leg, Tag
 from outer.transports.loopback import Parcel
 
 UNSHAPED = AccessLink(rate=float("inf"))
-MAX_REFUSAL_BYTES = 96
-"""A reply with a part of a state is longer, even that of a stand-in. Shorter ones say that the donor is busy."""
 
 
 @dataclass
@@ -192,10 +190,8 @@ class VirtualNetwork:
         """Bytes of what the parcel stands for in a real run."""
         if isinstance(parcel.tag, Tag):
             return self.stand_in.payload_bytes(parcel.tag)
-        if parcel.kind in ("part-reply", "mean-reply") and parcel.num_bytes > MAX_REFUSAL_BYTES:
-            is_part = parcel.kind == "part-reply"
-            return self.stand_in.part_bytes if is_part else self.stand_in.mean_bytes
-        return parcel.num_bytes
+        by_status = {b"part": self.stand_in.part_bytes, b"mean": self.stand_in.mean_bytes}
+        return by_status.get(parcel.status, parcel.num_bytes)
 
     def _pass_both(self, parcel: Parcel, sending: float, receiving: float) -> float:
         """When a small message has passed both links."""

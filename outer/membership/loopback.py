@@ -76,7 +76,9 @@ class LoopbackMessenger:
             self._count(lane, received=len(body))
             code, result = await answer(self._handlers.get(kind), source, kind, body)
             self._count(lane, sent=len(result))
-            parcel = Parcel(self.island, source.island, f"{kind}-reply", HEADER_BYTES + len(result), lane)
+            status = result.partition(b"\n")[0] if kind in ("part", "mean") else b""
+            num_bytes = HEADER_BYTES + len(result)
+            parcel = Parcel(self.island, source.island, f"{kind}-reply", num_bytes, lane, status=status)
             self._hub.deliver(parcel, lambda: reply((code, result)))
 
         call_on_loop(self._loop, lambda: self._loop.create_task(work()))

@@ -11,6 +11,8 @@ MAX_SECONDS = {"call": 10.0}
 """Upper bound of any limit, by kind of wait."""
 MAX_GROWTH = 2.0
 """A limit is at most this many times the longest wait that succeeded, plus its margin."""
+MAX_PATIENCE = 2.0
+"""Rounds for whose duration islands are waited for at most because they have missed earlier ones."""
 MAX_FIRST_SECONDS = {"call": 5.0}
 """Upper bound of `initial_seconds`, the limit until three waits of a kind have been measured, by kind."""
 
@@ -55,15 +57,17 @@ class Deadlines:
             self._limits[kind] = measured, limit
         return limit
 
-    def grace(self, num_waiting: int, num_absent: int = 1) -> float:
+    def grace(self, num_waiting: int, num_absent: int = 1, num_missed: int = 1) -> float:
         """Time that `num_waiting` islands wait for `num_absent` islands that live but are not ready, in seconds.
 
         Waiting costs `num_waiting` x that time, and continuing without the others costs `num_absent` islands' rounds.
+        `num_missed`: rounds of which they have been waited for in vain and which are made good now, up to MAX_PATIENCE.
         The floor prevents noise in short rounds from costing an island a round.
         """
         if (a_round := self.typical("round")) is None:
             return self.initial_seconds
-        return max(FLOORS["grace"], a_round * max(num_absent, 1) / max(num_waiting, 1))
+        share = max(num_absent, 1) / max(num_waiting, 1)
+        return max(FLOORS["grace"], a_round * max(share, min(share * num_missed, MAX_PATIENCE)))
 
 
 def _find_limit(kind: str, measured: tuple[float, ...]) -> float:

@@ -187,15 +187,14 @@ class AgreedAverager:
         return seconds > 0 and self._leader.wait_for_donors(seconds, self._start_islands)
 
     def _take_state(self) -> CaughtUpState | None:
-        """Take the state of others, who do not wait for this island meanwhile. None if nobody gives one."""
-        self.runner.update_status(is_coming=False)
+        """Take the state of others, who wait for this island if it lacks only means. None if nobody gives one."""
         taken = self._catch_up.run()
         if isinstance(taken, NothingTaken):
             self._causes += taken.causes
             return None
         self._has_entered_late = True
         self.runner.pace.interrupt()
-        self.runner.update_status(is_coming=False, included=taken.description.included)
+        self.runner.update_status(is_coming=True, included=taken.description.included)
         return taken
 
     @property
@@ -247,8 +246,11 @@ def build_agreed_averager(
         assert leader is not None, "only the leader chooses donors"
         return DonorChoice(leader.find_donors, event_loop.time, leader.disbelieve, leader.believe, identity.incarnation)
 
+    def tell(is_coming: bool) -> None:
+        runner.update_status(is_coming=is_coming)
+
     check = believe_all if leader is None else leader.check
-    catch_up = CatchUp(replica, build_download, event_loop, build_choice, partial(is_ahead, replica), check)
+    catch_up = CatchUp(replica, build_download, event_loop, build_choice, partial(is_ahead, replica), check, tell)
     return AgreedAverager(runner, catch_up, identity.incarnation, config.start_islands, settings)
 
 

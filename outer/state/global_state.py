@@ -78,6 +78,11 @@ class GlobalState:
         with self._lock:
             return {i: values.clone() for i, values in self.parts.items()}
 
+    def states(self) -> dict[int, PartState]:
+        """All parts as a joiner would get them: the tensors themselves, valid until the next `commit`."""
+        with self._lock:
+            return {i: self._state(i) for i in self.parts}
+
     def commit(
         self,
         mean_pseudo_grads: Mapping[int, torch.Tensor],

@@ -3,6 +3,10 @@
 Donors serve each part at the round in which they are when it leaves. The ranks bring all parts to one common round, the
 donors confirm the digest of that state, and the island repeats this until it has reached the donors' newest round.
 
+If the donors remember the state that the island holds, it begins with that, and only the means since then are missing.
+An island that has all parts and lacks only means is on its way: it says so, and the others wait for it as for one that
+trains. Without that it would come after the next plan each time, whenever a state takes about as long as a round.
+
 Donors may die, and islands may claim states that they cannot give. So before each try the island looks again who is
 ahead of it, and goes on from its own state when nobody is.
 """
@@ -35,6 +39,10 @@ def is_ahead(replica: Replica, position: Position) -> bool:
 
 def believe_all(description: Description) -> None:
     """Default of `CatchUp.check`."""
+
+
+def tell_nobody(is_coming: bool) -> None:
+    """Default of `CatchUp.tell`."""
 
 
 @dataclass(frozen=True)
@@ -75,23 +83,29 @@ class CatchUp:
     """Whether a state at this position survives the one that this island holds."""
     check: Callable[[Description], None] = believe_all
     """Raises MessageError for a description without proof. Called on the leader, on the event loop."""
+    tell: Callable[[bool], None] = tell_nobody
+    """Called on all ranks with whether others may wait for this island: it lacks only the means of some rounds."""
 
     def run(self) -> CaughtUpState | NothingTaken:
         """Take the newest global state of the islands that are ahead, and local params, or change nothing."""
         choice, download = self.build_choice() if self.replica.ranks.is_leader else None, self.build_download()
-        before, causes = self.replica.position.round, []
+        held, causes = self.replica.position.round, []
         while donors := self.replica.ranks.on_leader(lambda: choice.next() if choice else []):
             download.use_donors(donors)
-            result = self._download_state(download)
+            base, newest = self._ask_for_own(download, held)
+            is_near = base == self.replica.digest and not causes
+            if is_near:
+                download.parts.update(self.replica.carried.states())
+            self.tell(is_near)
+            result = self._download_state(download, newest if is_near else 0)
             if isinstance(result, Description):
                 self.replica.replace(download.parts, result.position)
                 names = ", ".join(donor.island for donor in donors)
                 log.info("took the state of round %d from %s", result.position.round, names)
-                base = self._find_base(download, before) if 0 < before == result.position.round - 1 else None
                 download.discard()
                 if choice is not None:
                     choice.has_given()
-                return CaughtUpState(result, base)
+                return CaughtUpState(result, base if held == result.position.round - 1 else None)
             log.warning("taking the state of other islands failed: %s", result.cause)
             causes.append(result.cause)
             if choice is not None:
@@ -99,9 +113,18 @@ class CatchUp:
             self.event_loop.sleep(PAUSE_SECONDS)
         return NothingTaken(list(dict.fromkeys(causes)))
 
-    def _download_state(self, download: Download) -> Description | Failure:
-        """Download the newest state on all ranks. Returns its description, or the cause of the failure."""
-        newest, result = 0, None
+    def _ask_for_own(self, download: Download, held: int) -> tuple[str | None, int]:
+        """(the donors' digest of the round that this island holds, None if they remember none; their newest round)."""
+        if held == 0:
+            return None, 0
+        return self.replica.ranks.on_leader(lambda: self.event_loop.run(download.find_history(held)))
+
+    def _download_state(self, download: Download, newest: int) -> Description | Failure:
+        """Download the newest state on all ranks. Returns its description, or the cause of the failure.
+
+        `newest`: the donors' newest round, if the parts of an earlier one are here; else 0.
+        """
+        result = None
         for _ in range(MAX_CHASES):
             target = self._reach_common_round(download, newest)
             if isinstance(target, Failure):
@@ -130,6 +153,7 @@ class CatchUp:
             newest = max(result for result in results if isinstance(result, int))
             if target and newest == target:
                 return target
+            self.tell(True)  # All parts are here, of several rounds.
             target = newest
         return Failure(f"the donors went on to round {target} before this island had caught up")
 
@@ -146,7 +170,3 @@ class CatchUp:
             tokens = description.position.tokens
             return Failure(f"the state of round {round_number} with {tokens} tokens is not ahead of this island's"), 0
         return description, newest
-
-    def _find_base(self, download: Download, round_number: int) -> str | None:
-        """Digest of the round that this island held before, as the donors remember it. None if they do not."""
-        return self.replica.ranks.on_leader(lambda: self.event_loop.run(download.find_digest(round_number)))

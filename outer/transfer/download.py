@@ -81,12 +81,17 @@ class Download:
         """See `find_description`. After a MessageError about the digest call `discard` on every rank."""
         return await find_description(self._donors, round_number, digest, check=check)
 
-    async def find_digest(self, round_number: int) -> str | None:
-        """Digest of an earlier round, or None if no donor remembers it, as after its start from a checkpoint."""
+    async def find_history(self, round_number: int) -> tuple[str | None, int]:
+        """(digest of an earlier round, the donors' newest round).
+
+        (None, 0) if no donor remembers that round, as after its start from a checkpoint.
+        """
         try:
-            return (await find_description(self._donors, round_number, wait_seconds=0.0)).digest
+            earlier = await find_description(self._donors, round_number, wait_seconds=0.0)
+            newest = await find_description(self._donors, None, wait_seconds=0.0)
         except TransportError:
-            return None
+            return None, 0
+        return earlier.digest, newest.position.round
 
     def digests(self) -> dict[int, bytes]:
         """Digest of each part that has arrived, like `GlobalState.digests`."""
@@ -180,9 +185,12 @@ class Download:
             size, has_momentum = bounds.num_elements, not bounds.is_moment
             state = await asyncio.to_thread(self._cache.read, part, size, has_momentum=has_momentum)
             # A part beyond the donors' newest round belongs to a history that has ended.
-            if state is not None and state.round <= newest:
+            if state is not None and self._round_of(part) < state.round <= newest:
                 self.parts[part] = state
         log.info("%d of %d parts of the state are on disk", len(self.parts), len(self._plan.parts))
+
+    def _round_of(self, part: int) -> int:
+        return self.parts[part].round if part in self.parts else -1
 
     # -- donors ---------------------------------------------------------------------------------------------
     async def _wait_until_usable(self, donor: DonorClient) -> None:

@@ -31,6 +31,8 @@ class Parcel:
     lane: Lane
     tag: Tag | None = None
     """Of a payload."""
+    status: bytes = b""
+    """First line of a donor's reply, if the parcel is one."""
 
 
 DeliverySchedule = Callable[[Parcel, Callable[[], None]], None]

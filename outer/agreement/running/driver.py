@@ -14,7 +14,7 @@ from outer.agreement.running.calls import CALLS, REPLIES, OpenCalls
 from outer.agreement.running.changes import VOTE_SECONDS, Changes
 from outer.agreement.running.doubts import Doubts
 from outer.agreement.running.failure_detector import PING_SECONDS, FailureDetector
-from outer.agreement.running.grace import GraceTimer, HeldUpTimer, find_contributors
+from outer.agreement.running.grace import GraceTimer, HeldUpTimer, MissedRounds, find_contributors
 from outer.agreement.running.limits import plan_limit, query_limit, vote_limit
 from outer.agreement.running.peers import Peers, kind_of
 from outer.agreement.running.too_few import FewIslands
@@ -61,7 +61,7 @@ class ProtocolDriver:
         self._has_left, self._planned_at = False, 0.0
         self._held_up = HeldUpTimer(self._knowledge, peers.deadlines)
         self._few = FewIslands(self._knowledge, peers.deadlines)
-        self._doubts = Doubts(self._knowledge)
+        self._missed, self._doubts = MissedRounds(self._knowledge), Doubts(self._knowledge)
         send, changed = self._send_outbox, self._changes.add
         self._detector = FailureDetector(protocol, peers, send, self._end_reduce_with, changed, on_lost)
         for model in CALLS:
@@ -86,7 +86,7 @@ class ProtocolDriver:
         self._send_outbox()
         on_sent()
         await self._detector.find_members()
-        grace, warned_at = GraceTimer(self.protocol, self._deadlines), loop_time()
+        grace, warned_at = GraceTimer(self.protocol, self._deadlines, self._missed), loop_time()
         waits, started, planless_since = WaitReporter(loop_time(), self._on_wait), loop_time(), None
         while True:
             await self._stop_if_left()
@@ -154,6 +154,7 @@ class ProtocolDriver:
         if outcome == "commit":
             self._deadlines.observe("vote", loop_time() - started, num_freezes)
             self._few.on_commit(plan)
+            self._missed.on_commit(plan)
         return outcome == "commit"
 
     async def say_goodbye(self, goodbye: Goodbye) -> None:

@@ -1,18 +1,45 @@
 """How long the contributors to a round have waited for the other islands, and whether they should go on without them.
 
-Contributors wait for islands that are not ready as long as `Deadlines.grace` says. Observers miss nothing when a round
-goes on without their progress, so contributors wait for them only as long as `Rules.grace_steps` inner steps take.
+Contributors wait for islands that are not ready as long as `Deadlines.grace` says. That may be too short for an island
+that needs longer than the others' inner steps to take what they have committed: it would come too late for ever. So it
+is waited for longer once it has missed 2 rounds in a row, 4, 8 and so on, in proportion.
+
+Observers miss nothing when a round goes on without their progress, so contributors wait for them only as long as
+`Rules.grace_steps` inner steps take.
 """
 
 import logging
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from outer.agreement.knowledge import Knowledge
-from outer.agreement.messages import Ready
+from outer.agreement.messages import Plan, Ready
 from outer.agreement.running.limits import held_up_limit
 from outer.agreement.state_machine import RoundProtocol
 from outer.network.deadlines import Deadlines
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class MissedRounds:
+    """How many rounds in a row were committed without each island that was on its way."""
+
+    knowledge: Knowledge
+    _counts: dict[str, int] = field(default_factory=dict)
+
+    def on_commit(self, plan: Plan) -> None:
+        """A plan has been committed, also here."""
+        coming = {name for name, status in self.knowledge.live.items() if status.is_coming}
+        self._counts = {name: self._counts.get(name, 0) + 1 for name in coming.difference(plan.names)}
+
+    def to_make_good(self, absent: Collection[str]) -> int:
+        """The most rounds for which one of these islands is to be waited for now: 1, or those that it has missed.
+
+        The latter only after 2, 4, 8 ... rounds, so that an island that never comes costs no more than twice as much.
+        """
+        missed = [count for name, count in self._counts.items() if name in absent]
+        return max((count for count in missed if count.bit_count() == 1), default=1)
 
 
 def find_ready(protocol: RoundProtocol, awaited: frozenset[str]) -> list[Ready]:
@@ -29,11 +56,12 @@ def find_contributors(protocol: RoundProtocol) -> list[Ready]:
 class GraceTimer:
     """Waiting time of one gathering. Times are in seconds of the event loop's clock."""
 
-    def __init__(self, protocol: RoundProtocol, deadlines: Deadlines) -> None:
-        self._protocol, self._deadlines = protocol, deadlines
+    def __init__(self, protocol: RoundProtocol, deadlines: Deadlines, missed: MissedRounds) -> None:
+        self._protocol, self._deadlines, self._missed = protocol, deadlines, missed
         self._since: float | None = None
         self._is_direct = protocol.coordination.is_direct
         self._num_absent = self._num_contributors = 0
+        self._num_missed = 1
         self._step_seconds = 0.0
         """Of the fastest contributor."""
         self.waited = 0.0
@@ -53,7 +81,8 @@ class GraceTimer:
     @property
     def is_late(self) -> bool:
         """Whether the grace period is over: islands that are not ready are not waited for any longer."""
-        return self.waited > self._deadlines.grace(max(1, self._num_contributors), self._num_absent)
+        grace = self._deadlines.grace(max(1, self._num_contributors), self._num_absent, self._num_missed)
+        return self.waited > grace
 
     @property
     def seconds_left(self) -> float:
@@ -66,6 +95,7 @@ class GraceTimer:
         contributors = [each for each in [*ready, *([own] if own else [])] if not each.listens]
         self._num_absent = max(0, len(awaited) + 1 - max(len(ready) + 1, num_ready))
         self._num_contributors = max(len(contributors), num_ready)
+        self._num_missed = self._missed.to_make_good(awaited.difference(each.island for each in ready))
         self._step_seconds = min((each.step_seconds for each in contributors), default=0.0)
 
 
