@@ -56,8 +56,7 @@ class ProtocolDriver:
         self._on_wait, self._rejections = on_wait, rejections or Rejections()
         self.protocol, self._knowledge = protocol, protocol.knowledge
         self._peers, self._deadlines, self._on_no = peers, peers.deadlines, on_no
-        self._calls = OpenCalls(peers, self._call)
-        self._changes = Changes(self._knowledge)
+        self._calls, self._changes = OpenCalls(peers, self._call), Changes(self._knowledge)
         self._has_left, self._planned_at = False, 0.0
         self._held_up = HeldUpTimer(self._knowledge, peers.deadlines)
         self._few = FewIslands(self._knowledge, peers.deadlines)

@@ -5,7 +5,7 @@ import pytest
 from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Plan, Status
 from outer.agreement.rules import OBSERVER_FIELDS, Behind, Rules
-from outer.agreement.running.grace import GraceTimer
+from outer.agreement.running.grace import GraceTimer, MissedRounds
 from outer.agreement.state_machine import RoundProtocol
 from outer.errors import MessageError
 from outer.network.deadlines import Deadlines
@@ -107,7 +107,7 @@ def test_those_that_listen_are_given_time_until_all_have_something() -> None:
 
 def test_who_gives_waits_for_who_listens_as_long_as_some_of_its_own_inner_steps_take() -> None:
     a = gathering("a", observing="abc", grace_steps=5.0)
-    patience = GraceTimer(a, Deadlines(600.0))
+    patience = GraceTimer(a, Deadlines(600.0), MissedRounds(a.knowledge))
     patience.update(100.0, woke_at=0.0)
     assert (patience.waited, patience.seconds_left) == (0.0, 0.0), "nobody gives anything yet"
     a.receive("b", ready_of(node("b", "")).model_copy(update={"step_seconds": 2.0}))
