@@ -58,7 +58,7 @@ class Status(Message):
     """In a reply of the coordinator: how many islands are ready for the asking island's round; after the last round
     whether (1) all that live hold its state."""
     is_coming: bool = True
-    """False while the island takes another island's state or leaves: others should not wait for it."""
+    """False while the island lacks parts of another island's state, or leaves: others should not wait for it."""
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """How long an island waits for others in an attempt at a round. All limits follow from what this run measured."""
 
 from outer.agreement.running.failure_detector import PING_SECONDS, SILENT_SECONDS
-from outer.network.deadlines import DEFAULT_FLOOR_SECONDS, Deadlines
+from outer.network.deadlines import DEFAULT_FLOOR_SECONDS, MAX_PATIENCE, Deadlines
 
 FIRST_VOTE_REDUCES = 4.0
 """Until three votes have been measured, others may be later than this island by this many times its own reduce."""
@@ -35,7 +35,7 @@ def commit_bound(deadlines: Deadlines, num_waiting: int, num_absent: int = 0, nu
         T = detect + grace + num_attempts x (plan + reduce + vote + query)
 
     detect    3 s + limit of a call: who is dead or frozen is found to be lost
-    grace     while `num_absent` islands live and are not ready; 0 if there are none
+    grace     while `num_absent` islands live and are not ready, at its longest; 0 if there are none
     plan, reduce, vote, query    limits of an attempt, each at its worst
 
     One attempt may have begun before the fault, so two suffice when islands only die, freeze or are cut off. An island
@@ -43,7 +43,20 @@ def commit_bound(deadlines: Deadlines, num_waiting: int, num_absent: int = 0, nu
     (suspicions.py): with n islands and one liar that is after at most 6 + 3 n attempts, with pauses of up to 2 s.
     """
     detect = SILENT_SECONDS + PING_SECONDS + deadlines.limit("call")
-    grace = deadlines.grace(num_waiting, num_absent) if num_absent else 0.0
+    longest = most_missed(num_waiting)
+    grace = deadlines.grace(num_waiting, num_absent, longest) if num_absent else 0.0
     reduce = deadlines.limit("reduce")
     attempt = plan_limit(deadlines) + reduce + vote_limit(deadlines, reduce) + query_limit(deadlines)
     return detect + grace + num_attempts * attempt
+
+
+def most_missed(num_waiting: int) -> int:
+    """Most rounds that `num_waiting` islands commit in a row without another that is on its way.
+
+    After so many they wait for it for MAX_PATIENCE rounds. An island that is ready that soon after the others, with the
+    means of the last round and one inner step, takes part in the next round at the latest.
+    """
+    missed = 1
+    while missed < MAX_PATIENCE * num_waiting:
+        missed *= 2
+    return missed

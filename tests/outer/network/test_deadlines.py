@@ -76,6 +76,12 @@ def test_the_grace_is_a_round_shared_by_those_who_wait() -> None:
     assert [deadlines.grace(n) for n in (0, 1, 2, 4)] == [60.0, 60.0, 30.0, 15.0]
 
 
+def test_whoever_has_missed_rounds_is_waited_for_in_proportion_and_two_rounds_at_most() -> None:
+    deadlines = make_deadlines(60.0, 60.0, 60.0, kind="round")
+    assert [deadlines.grace(4, 1, missed) for missed in (1, 2, 4, 8, 16)] == [15.0, 30.0, 60.0, 120.0, 120.0]
+    assert deadlines.grace(1, 5, 4) == 300.0, "five that are absent are waited for as long as ever"
+
+
 def test_short_rounds_do_not_make_the_grace_shorter_than_its_floor() -> None:
     assert make_deadlines(0.5, 0.5, 0.5, kind="round").grace(4) == FLOORS["grace"]
 
