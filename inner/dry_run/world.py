@@ -102,7 +102,7 @@ def _to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Modul
 
 def _assume_static_shapes(self: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
     """Stands for the exchange in which neighbouring stages tell each other their shapes, which nobody would answer."""
-    # Here: a torch that is too old for a dry run lacks it, and shall get register()'s sentence.
+    # Here, because torch 2.11 lacks it, and never calls this.
     from torch.distributed.pipelining.stage import InferenceMode
 
     for stage in stages:

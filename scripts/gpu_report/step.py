@@ -55,7 +55,7 @@ def build_case(place: Place) -> TrainingCase:
 
 def count_crossings(place: Place, case: TrainingCase, trainer: Trainer) -> Row:
     """Waits of the host in a step, as CUDA reports them, against those that the dry run counts: the budget."""
-    # What was counted is reported also where this torch is too old for a dry run.
+    # What was counted is reported also where the dry run fails.
     waits: Row = {"found": None} if place.is_tiny else count_waits(case, trainer)
     try:
         budget = find_budget(case)
