@@ -16,6 +16,7 @@ from diloco.virtual.results import measure
 from diloco.virtual.run import run_virtually
 from diloco.virtual.simulate import VirtualRequest, build_run
 from inner.measure.param_specs import param_specs
+from outer.agreement.running.limits import most_missed
 
 CONFIG = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 ROUNDS, FAULT_ROUND = 13, 5
@@ -107,8 +108,8 @@ def test_an_island_takes_part_soon_in_rounds_of_fragments_behind_inner_steps() -
     check_comes_in(fleet, 1, 2 * 1.5)
 
 
-def test_an_island_whose_inner_step_takes_two_rounds_takes_part_now_and_then() -> None:
-    slow = f"slow:1x2.4@round={FAULT_ROUND}"
-    fleet = simulate("outer.inner_steps=1", "outer.codec=int8", state_rounds=0.1, fault=slow)
-    made = [number for number in rounds_of(fleet, 1) if number > FAULT_ROUND + 1]
-    assert len(made) >= 2 and measure(fleet).errors == {}
+def test_an_island_whose_inner_step_takes_longer_than_rounds_is_waited_for_after_some() -> None:
+    slow = f"slow:1x1.7@round={FAULT_ROUND},seconds=9999"
+    fleet = simulate("outer.inner_steps=1", "outer.codec=int8", islands=4, state_rounds=0.1, fault=slow)
+    made = [number for number in rounds_of(fleet, 1) if number > FAULT_ROUND]
+    assert made and made[0] <= FAULT_ROUND + 1 + most_missed(3)
