@@ -12,7 +12,6 @@ from diloco.config.schema import load_config
 from diloco.faults.disturbances import Disturbances
 from diloco.planning.mesh.step_plan import build_step_plan, load_island
 from diloco.virtual.fleet import VirtualFleet
-from diloco.virtual.results import measure
 from diloco.virtual.run import run_virtually
 from diloco.virtual.simulate import VirtualRequest, build_run
 from inner.measure.param_specs import param_specs
