@@ -27,7 +27,7 @@ def one_backward(model: nn.Module) -> Iterator[None]:
     # So it does not ask autograd to call it at the end of the first one.
     state._state_ctx.post_backward_final_callback_queued = True
     # torch 2.15 notes at that point who ends the backward, and refuses to end one without the note.
-    state._state_ctx.manual_backward_finalization_active = False  # pyright: ignore[reportAttributeAccessIssue]
+    state._state_ctx.manual_backward_finalization_active = False  # pyright: ignore - older ones lack it
     yield
     state._root_post_backward_final_callback()
 
@@ -43,11 +43,7 @@ def keep_reducing_in_backwards(model: nn.Module) -> None:
     """Keep the pipelines of torch 2.15 from putting off the reductions of all micro-batches to the end of the step."""
     if isinstance(model, FSDPModule):
         # A plain attribute of the module goes before the method of its class, which their stages call.
-        model.set_manual_backward_finalization = _do_nothing  # pyright: ignore
-
-
-def _do_nothing(enabled: bool) -> None:
-    """In place of FSDPModule.set_manual_backward_finalization."""
+        model.set_manual_backward_finalization = lambda enabled: None  # pyright: ignore - what Module declares
 
 
 def end_step(model: nn.Module) -> None:
