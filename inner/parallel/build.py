@@ -132,7 +132,7 @@ def build_runner(
 ) -> OneStage | Pipeline:
     """Build what runs this rank's stages over the micro-batches of a step. Every rank must call it."""
     degrees = layout.mesh.degrees
-    copies = ComputeCopies(stages, layout.compute_dtype, compiled=layout.is_compiled)
+    copies = ComputeCopies(stages, layout.compute_dtype)
     reduces_each = layout.parallel.reduces_each_micro_batch(degrees.fsdp)
     if degrees.pp == 1:
         loss = own_model_loss if isinstance(layout.model, OwnModel) else whole_loss

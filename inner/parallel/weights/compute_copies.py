@@ -31,15 +31,10 @@ class ComputeCopies:
     Build it after the parameters have got their memory. The copies keep their own: what is compiled refers to it.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], dtype: torch.dtype, *, compiled: bool = False) -> None:
-        """There is nothing to do for masters of that dtype, and for stages under FSDP, which casts by itself.
-
-        `compiled`: add gradients by a compiled kernel. On an H100 torch's own for two dtypes has 0.4 of the bandwidth.
-        """
-        # Dynamic, so that one graph serves all sizes: torch makes at most eight of a function.
-        self._add = torch.compile(_add, dynamic=True) if compiled else _add
+    def __init__(self, stages: Sequence[nn.Module], dtype: torch.dtype) -> None:
+        """There is nothing to do for masters of that dtype, and for stages under FSDP, which casts by itself."""
         self._pairs = [
-            self._pair(module, name, param, dtype)
+            _pair(module, name, param, dtype)
             for stage in stages
             if not isinstance(stage, FSDPModule)
             for module in stage.modules()
@@ -65,21 +60,19 @@ class ComputeCopies:
         """Add gradients that autograd has not reported to their masters', as those of a split backward."""
         for pair in self._pairs:
             if pair.copy.grad is not None:
-                self._add_gradient(pair.master, pair.copy)
-
-    def _pair(self, module: nn.Module, name: str, master: nn.Parameter, dtype: torch.dtype) -> _Pair:
-        copy = nn.Parameter(torch.empty_like(master, dtype=dtype))
-        copy.register_post_accumulate_grad_hook(partial(self._add_gradient, master))
-        return _Pair(module, name, master, copy)
-
-    def _add_gradient(self, master: Tensor, copy: Tensor) -> None:
-        grad, copy.grad = copy.grad, None
-        assert grad is not None, "a gradient is reported when it is there"
-        if master.grad is None:
-            master.grad = grad.to(master.dtype)
-        else:
-            self._add(local_tensor(master.grad), local_tensor(grad))
+                _add_gradient(pair.master, pair.copy)
 
 
-def _add(total: Tensor, values: Tensor) -> None:
-    total.add_(values)
+def _pair(module: nn.Module, name: str, master: nn.Parameter, dtype: torch.dtype) -> _Pair:
+    copy = nn.Parameter(torch.empty_like(master, dtype=dtype))
+    copy.register_post_accumulate_grad_hook(partial(_add_gradient, master))
+    return _Pair(module, name, master, copy)
+
+
+def _add_gradient(master: Tensor, copy: Tensor) -> None:
+    grad, copy.grad = copy.grad, None
+    assert grad is not None, "a gradient is reported when it is there"
+    if master.grad is None:
+        master.grad = grad.to(master.dtype)
+    else:
+        local_tensor(master.grad).add_(local_tensor(grad))
