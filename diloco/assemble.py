@@ -219,13 +219,13 @@ def build_batches(config: RunConfig, corpus: Corpus, borders: Sequence[tuple[int
     if config.stages:
         heldout_counts(corpus, longest_sequence(config), 1)
         stages = [read_stage(at_stage(config, number)) for number in range(len(config.stages))]
-        start = find_stage_start(stages, borders, config.seed)
+        start = find_stage_start(stages, borders, config.reading_seed)
         weights = stages[len(borders)].weights
         texts = [replace(text, weight=weight) for text, weight in zip(corpus.texts, weights, strict=True)]
         corpus, config = replace(corpus, texts=tuple(texts)), at_stage(config, len(borders))
     seq_len = config.data.seq_len
     num_sequences = config.optimizer.tokens_per_step // seq_len
-    return IslandBatches(corpus, seq_len, config.seed, config.outer.start_islands, num_sequences, start)
+    return IslandBatches(corpus, seq_len, config.reading_seed, config.outer.start_islands, num_sequences, start)
 
 
 def read_stage(config: RunConfig) -> StageReading:

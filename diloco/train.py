@@ -95,7 +95,7 @@ def train_data_parallel(
 ) -> None:
     """Train on this rank, together with all others. Evaluates where the islands would have committed a round."""
     num_sequences = run.optimizer.tokens_per_step * num_islands // run.data.seq_len
-    batches = IslandBatches(corpus, run.data.seq_len, run.seed, 1, num_sequences)
+    batches = IslandBatches(corpus, run.data.seq_len, run.reading_seed, 1, num_sequences)
     speed = build_mfu_meter(run, settings, corpus, trainer.settings.device) if metrics is not None else None
     note_peak(Logbook(Path(settings.run_dir) / run.name, "baseline"), speed)
     tokens = 0

@@ -45,6 +45,8 @@ class RunConfig(Section):
     """Name of the run: its folder in island.run_dir, and part of its identity in the swarm."""
     seed: int = Field(default=0, ge=0)
     """Seed of the initial weights, of the reading order and of all other random numbers of the run."""
+    order_seed: int | None = Field(default=None, ge=0)
+    """Seed of the reading order alone, to tell its effect from that of the initial weights. null: that of the run."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -74,6 +76,11 @@ class RunConfig(Section):
         return self
 
     @property
+    def reading_seed(self) -> int:
+        """The seed that the reading order follows from."""
+        return self.seed if self.order_seed is None else self.order_seed
+
+    @property
     def total_steps(self) -> int:
         """Number of inner steps of one island in the whole run."""
         return self.outer.rounds * self.outer.inner_steps
@@ -87,6 +94,7 @@ class RunConfig(Section):
     def hash(self) -> str:
         """Hex digest of all values that the islands must agree on."""
         unset = {name for name in ("params", "stages") if not getattr(self, name)}
+        unset |= {"order_seed"} if self.order_seed is None else set()
         not_agreed = {"code_sha256"} | unset
         text = json.dumps(self.model_dump(mode="json", exclude=not_agreed), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]

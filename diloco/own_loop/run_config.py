@@ -11,7 +11,7 @@ from diloco.config.check import check_network
 from diloco.config.schema import Config, IslandConfig, RunConfig, load_config, most_tokens_per_step, parse_config
 from diloco.errors import ConfigError
 
-SECTIONS = {"name", "seed", "data", "stages", "outer", "optimizer", "island", "islands"}
+SECTIONS = {"name", "seed", "order_seed", "data", "stages", "outer", "optimizer", "island", "islands"}
 OPTIMIZER_KEYS = {"tokens_per_step"}
 ISLAND_KEYS = {
     *("name", "index", "ranks", "joins", "run_dir", "max_hours", "faults", "tensorboard", "wandb"),
@@ -95,7 +95,7 @@ def check_sections(config: Config, where: str) -> None:
         raise ConfigError(
             f"{where} sets {', '.join(useless)}, which `diloco train` follows and a loop of your own does not: your "
             "loop chooses model, optimizer, devices and checkpoints, and the learning rate of a stage by "
-            "islands.stage. Take that out; allowed: name, seed, outer, data and stages (read by diloco.data), "
-            "optimizer.tokens_per_step, "
+            "islands.stage. Take that out; allowed: name, seed, order_seed, outer, data and stages (read by "
+            "diloco.data), optimizer.tokens_per_step, "
             f"and of an island {', '.join(sorted(allowed))}{more}"
         )

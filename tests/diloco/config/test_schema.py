@@ -1,5 +1,7 @@
 """Configs: strict, overridable, hashed; a mistake gets an error that says what to do."""
 
+import hashlib
+import json
 import sys
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from inner.model.sizes import resolve_sizes
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if "experiments" not in path.parts)
+NOT_HASHED = {"order_seed", "params", "stages", "code_sha256"}
+"""Of a config that sets none of them."""
 
 
 def error_of(text: str, *overrides: str) -> str:
@@ -239,3 +243,12 @@ def test_a_logger_whose_package_is_missing_is_named_with_its_extra(setting: str,
     config = parse_config("", [f"island.{setting}"])
     with pytest.raises(ConfigError, match=rf"island 0: island.{extra} is set.*'diloco\[{extra}\]'"):
         check_island(config.run, config.for_island(0), "island 0")
+
+
+def test_an_order_seed_is_part_of_the_hash_only_where_it_is_set():
+    """So a run without one keeps the hash that an older version gave it."""
+    plain, set_to_0 = parse_config("seed: 0").run, parse_config("order_seed: 0").run
+    assert (plain.reading_seed, set_to_0.reading_seed) == (0, 0)
+    assert plain.hash != set_to_0.hash
+    text = json.dumps(plain.model_dump(mode="json", exclude=NOT_HASHED), sort_keys=True)
+    assert plain.hash == hashlib.sha256(text.encode()).hexdigest()[:32]
