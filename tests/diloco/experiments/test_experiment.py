@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from diloco.cli.main import app
 from diloco.config.schema import load_config
 from diloco.records.run_folder import read_island, read_run
+from scripts.finished_runs import keep, restore
 from tests.diloco.experiments.tiny import write_tiny
 from tests.swarm import GUARD_SECONDS
 
@@ -40,7 +42,7 @@ def last_losses(folder: Path) -> dict[str, dict[str, float]]:
     return {row["label"]: row["losses"] for row in rows}
 
 
-def test_a_row_that_is_added_runs_alone_and_the_report_has_all(tmp_path: Path) -> None:
+def test_a_row_that_is_added_to_kept_results_runs_alone_and_the_report_has_all(tmp_path: Path) -> None:
     path = write_tiny(tmp_path, seeds=[0], axes=[{"outer.inner_steps": [4]}])
     plan = run(path, "--plan")
     assert "2 runs to make" in plan and "from a calibration" in plan
@@ -49,12 +51,16 @@ def test_a_row_that_is_added_runs_alone_and_the_report_has_all(tmp_path: Path) -
     assert "data-parallel AdamW, seed 0 begins" in first
     before = finished(tmp_path)
     assert len(before) == 2
+    keep(tmp_path / "out", tmp_path / "kept.json")
+    shutil.rmtree(tmp_path / "out")
+    assert restore(tmp_path / "kept.json", tmp_path / "out") == 2
 
     second = run(write_tiny(tmp_path, seeds=[0], report={"against": "outer.inner_steps"}))
     assert [line for line in second.splitlines() if line.endswith("begins")] == [
         "Nesterov 0.7/0.9, H 8, 2 islands, bf16, seed 0 begins"
     ]
-    assert before.items() < finished(tmp_path).items()
+    after = {name: json.loads(text) for name, text in finished(tmp_path).items()}
+    assert len(after) == 3 and {name: after[name] for name in before} == {n: json.loads(t) for n, t in before.items()}
     summary = (tmp_path / "out/summary.md").read_text()
     assert "| Nesterov 0.7/0.9, H 8, 2 islands, bf16 | 1 |" in summary
     assert sorted(path.stem for path in (tmp_path / "out/plots").iterdir()) == [
@@ -64,9 +70,9 @@ def test_a_row_that_is_added_runs_alone_and_the_report_has_all(tmp_path: Path) -
         "loss-wall-clock",
     ]
     assert len(last_losses(tmp_path)) == 3
-    for run_dir in (tmp_path / "out/runs").iterdir():
-        assert not list(run_dir.glob("*/checkpoints"))
-        assert load_config(run_dir / "config.yaml").name == run_dir.name
+    (made,) = [run_dir for run_dir in (tmp_path / "out/runs").iterdir() if run_dir.name not in before]
+    assert not list(made.glob("*/checkpoints"))
+    assert load_config(made / "config.yaml").name == made.name
 
 
 @pytest.mark.slow

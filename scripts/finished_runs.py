@@ -1,0 +1,47 @@
+"""Keeps the results of an experiment's finished runs in one file for git, and gives them back.
+
+    python -m scripts.finished_runs keep FOLDER FILE      # FOLDER: of the experiment, runs/experiments/NAME
+    python -m scripts.finished_runs restore FILE FOLDER   # `diloco experiment` makes only what is missing then
+
+FILE has a line for each run, by the name of its folder, which ends in the hash of its config.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from diloco.experiments.results.run_result import FINISHED
+from inner.files import write_atomically
+
+
+def keep(folder: Path, file: Path) -> int:
+    """Add the results of the folder's finished runs to the file. Returns how many runs it holds."""
+    found = read(file) | {path.parent.name: json.loads(path.read_text()) for path in folder.glob(f"runs/*/{FINISHED}")}
+    lines = [f"{json.dumps(name)}: {json.dumps(result)}" for name, result in sorted(found.items())]
+    write_atomically(file, "{\n" + ",\n".join(lines) + "\n}\n")
+    return len(found)
+
+
+def restore(file: Path, folder: Path) -> int:
+    """Write the file's results to the experiment's folder, where there are none yet. Returns how many it wrote."""
+    found = {folder / "runs" / name / FINISHED: result for name, result in read(file).items()}
+    missing = {path: result for path, result in found.items() if not path.exists()}
+    for path, result in missing.items():
+        write_atomically(path, json.dumps(result))
+    return len(missing)
+
+
+def read(file: Path) -> dict[str, object]:
+    """The results by the names of their runs' folders; none if there is no such file."""
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def main() -> None:
+    """Do what the command line says."""
+    what, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    count = {"keep": keep, "restore": restore}[what](source, target)
+    print(f"{what}: {count} runs, {target}")
+
+
+if __name__ == "__main__":
+    main()
