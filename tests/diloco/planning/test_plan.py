@@ -84,7 +84,14 @@ def test_the_status_is_asked_for_with_the_utilisation():
 def test_with_gpus_the_plan_says_what_laws_and_our_runs_say():
     asked = {"gpus": 16, "watts": 1000.0, "flops": "400T", "tokens": "1G"}
     text = "\n".join(printed([], 160, **asked))
-    for word in ("1.05M parameters on 1B tokens", "kWh", "Chinchilla", "2503.09799, extrapolated", "rounds; here 40"):
+    for word in (
+        "1.05M parameters on 1B tokens",
+        "kWh",
+        "Chinchilla",
+        "2503.09799, extrapolated",
+        "rounds; here 40",
+        "with outer lr 1, momentum 0.6",
+    ):
         assert word in text, text
     assert "best in 10 h" in "\n".join(printed([], 160, hours=10.0, **asked))
     assert "scaling laws" not in "\n".join(printed([]))
