@@ -2,7 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from inner.data.sources.hub import require_on_hub
 from inner.errors import InputError, summarise
 
 EOS_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
+FILE_CURE = "save one with tokenizers.Tokenizer.save, or use data.tokenizer=bytes"
 
 
 class Tokenizer(Protocol):
@@ -70,23 +72,26 @@ class LibraryTokenizer:
     def __init__(self, tokenizer: tokenizers.Tokenizer, name: str) -> None:
         # Otherwise the characters "</s>" inside a document would end it.
         tokenizer.encode_special_tokens = True
+        _switch_off_what_changes_ids(tokenizer)
         # The library's threads do not survive a fork and compete with the island's other ranks.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         ids = tokenizer.get_vocab(with_added_tokens=True)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._name = tokenizer, name
         self.eos_id = _find_eos(ids, name)
         # A vocabulary may have holes, so its count can lie below its highest id.
         self.vocab_size = max(ids.values()) + 1
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids from the library; a lone surrogate becomes a question mark."""
+        """Ids from the library; a lone surrogate becomes a question mark. Raises InputError if the library fails."""
         clean = text.encode("utf-8", "replace").decode("utf-8")
         # encode_batch_fast computes no offsets and is a quarter faster than encode(); larger batches are slower.
-        (encoding,) = self._tokenizer.encode_batch_fast([clean], add_special_tokens=False)
+        with _explain_failures(f"data.tokenizer: {self._name!r} cannot encode a text of {len(clean)} characters"):
+            (encoding,) = self._tokenizer.encode_batch_fast([clean], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.uint32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        with _explain_failures(f"data.tokenizer: {self._name!r} cannot decode {len(ids)} ids"):
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def special_id(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(name)
@@ -136,14 +141,8 @@ def _tokenizer_file(name: str) -> Path:
 
 def _load_file(name: str) -> tokenizers.Tokenizer:
     file = _tokenizer_file(name)
-    try:
+    with _explain_failures(f"data.tokenizer: {str(file)!r} is not a tokenizer.json"):
         return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:
-        # The Rust library raises bare Exception.
-        raise InputError(
-            f"data.tokenizer: {str(file)!r} is not a tokenizer.json: {summarise(error)}; "
-            "save one with tokenizers.Tokenizer.save, or use data.tokenizer=bytes"
-        ) from error
 
 
 def _load_from_hub(name: str) -> tokenizers.Tokenizer:
@@ -157,11 +156,32 @@ def _load_from_hub(name: str) -> tokenizers.Tokenizer:
     if isinstance(cached, str):
         return _load_file(cached)
     require_on_hub("model", name, cure)
-    try:
+    with _explain_failures(f"data.tokenizer: no tokenizer.json in {name!r}", cure):
         return tokenizers.Tokenizer.from_pretrained(name)
-    except Exception as error:
-        # The Rust library raises bare Exception, and the hub raises whatever its HTTP library does.
-        raise InputError(f"data.tokenizer: no tokenizer.json in {name!r}: {summarise(error)}; {cure}") from error
+
+
+def _switch_off_what_changes_ids(tokenizer: tokenizers.Tokenizer) -> None:
+    """Truncation, padding and BPE's dropout, which a tokenizer.json keeps from the program that saved it.
+
+    Truncation would lose the rest of a text, padding would be learned as text, and dropout would give each island
+    other ids.
+    """
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if isinstance(tokenizer.model, tokenizers.models.BPE):
+        tokenizer.model.dropout = None
+
+
+@contextmanager
+def _explain_failures(complaint: str, cure: str = FILE_CURE) -> Iterator[None]:
+    """Turn whatever the library raises into InputError."""
+    try:
+        yield
+    except BaseException as error:
+        # The library raises bare Exception, the hub what its HTTP library does; a panic of Rust is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise InputError(f"{complaint}: {summarise(error)}; {cure}") from error
 
 
 def _find_eos(ids: dict[str, int], name: str) -> int:

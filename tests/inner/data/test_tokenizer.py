@@ -1,5 +1,6 @@
 """Byte and library tokenizers, and errors of unavailable tokenizers."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inner.config import DataConfig
+from inner.data.chat.encode import encode_conversation
+from inner.data.chat.messages import parse_messages, to_text
 from inner.data.corpus import check_source, prepare_corpus
 from inner.data.tokenizer import BytesTokenizer, build_tokenizer, tokenizer_fingerprint
 from inner.errors import InputError
@@ -81,6 +84,62 @@ def test_a_changed_tokenizer_file_has_another_fingerprint(tmp_path: Path) -> Non
     before = tokenizer_fingerprint(str(path))
     write_tokenizer(path, ["</s>"])
     assert tokenizer_fingerprint(str(path)) != before
+
+
+def change(path: Path, changes: dict[str, object]) -> str:
+    """Replace parts of a tokenizer.json, given by a/b; return its path."""
+    content = json.loads(path.read_text())
+    for name, value in changes.items():
+        *parents, key = name.split("/")
+        part = content
+        for parent in parents:
+            part = part[parent]
+        part[key] = value
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def padding(strategy: object) -> dict[str, object]:
+    settings = {"direction": "Left", "pad_to_multiple_of": 64, "pad_id": 0, "pad_type_id": 0, "pad_token": "<eos>"}
+    return {"padding": {"strategy": strategy, **settings}}
+
+
+OWN_SETTINGS: dict[str, dict[str, object]] = {
+    "truncation": {"truncation": {"direction": "Left", "max_length": 8, "strategy": "LongestFirst", "stride": 0}},
+    "padding to the longest": padding("BatchLongest"),
+    "padding to a length": padding({"Fixed": 4096}),
+    "padding to a length that no memory holds": padding({"Fixed": 10**15}),
+    "dropout": {"model/dropout": 0.5},
+}
+
+
+@pytest.mark.parametrize("changes", OWN_SETTINGS.values(), ids=OWN_SETTINGS.keys())
+def test_ids_are_those_without_the_own_settings_of_a_tokenizer_file(tmp_path: Path, changes: dict[str, object]) -> None:
+    for name in ("plain.json", "own.json"):
+        write_tokenizer(tmp_path / name, ["<eos>"])
+    plain = build_tokenizer(f"{tmp_path}/plain.json")
+    own = build_tokenizer(change(tmp_path / "own.json", changes))
+    text = "the quick brown fox " * 50
+    assert own.encode(text).tolist() == plain.encode(text).tolist()
+    chat = to_text(parse_messages([{"role": "user", "content": text}, {"role": "assistant", "content": text}], "here"))
+    expected = encode_conversation(plain, chat, "chatml").tolist()
+    assert encode_conversation(own, chat, "chatml").tolist() == expected
+
+
+PANICS: dict[str, dict[str, object]] = {
+    "when it is loaded": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "when it encodes": {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "xx"}},
+    "when a word is cut": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    "when a token is unknown": {"model": {"type": "Unigram", "unk_id": None, "vocab": [["<eos>", 0.0]]}},
+}
+
+
+@pytest.mark.parametrize("changes", PANICS.values(), ids=PANICS.keys())
+def test_a_tokenizer_file_with_which_the_library_panics_is_named(tmp_path: Path, changes: dict[str, object]) -> None:
+    write_tokenizer(tmp_path / "t.json", ["<eos>"])
+    path = change(tmp_path / "t.json", changes)
+    with pytest.raises(InputError, match=r"data.tokenizer: '.*t.json' (is not a|cannot encode)"):
+        build_tokenizer(path).encode("the quick brown fox")
 
 
 def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
