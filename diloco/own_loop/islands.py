@@ -27,9 +27,9 @@ from diloco.connections import open_connections
 from diloco.errors import ConfigError
 from diloco.faults.self_inflicted import build_hooks, slow_down
 from diloco.island_rounds.of_all import IslandRounds
-from diloco.own_loop.model import Optimizers, as_list, describe, sample, trained_params, with_moments
+from diloco.own_loop.model import Optimizers, ParamsWatch, as_list, describe, sample, trained_params, with_moments
 from diloco.own_loop.own_data import OwnData, open_data
-from diloco.own_loop.ranks import check_same, find_ranks
+from diloco.own_loop.ranks import check_same, count_tokens, find_ranks
 from diloco.own_loop.records import LoopEvents, build_rounds
 from diloco.own_loop.run_config import OwnLoopConfig, read_config
 from diloco.own_loop.saved_state import SavedState, parse_state
@@ -68,7 +68,7 @@ class Islands:
         InputError or OuterError.
         """
         read = read_config(config, overrides)
-        params = trained_params(model)
+        params, self._watch = trained_params(model), ParamsWatch(model)
         self._device = str(next(model.parameters()).device)
         self._ranks = find_ranks()
         text = describe(params.specs)
@@ -96,7 +96,7 @@ class Islands:
         `tokens`: those of this rank's batches in the step; those of all ranks are added up. Ranks that compute on the
         same text together (tensor, context parallel) give it on one of them and 0 on the others. `loss` is recorded.
         Returns the report of a round that has landed, after which the model continues from the global parameters.
-        Raises OuterError when the run cannot go on.
+        Raises OuterError when the run cannot go on, and ConfigError in a round if the model has got other parameters.
         """
         if self.is_over:
             raise RuntimeError("the island's run is over: leave the loop when islands.is_over")
@@ -106,7 +106,7 @@ class Islands:
             self._data.require_use()
         seconds = time.monotonic() - self._stepped_at
         self._slow_down(seconds)
-        tokens = self._count(tokens)
+        tokens = count_tokens(self._ranks, tokens, self.config.tokens_per_step)
         if not self._has_unit:
             self._outer.cursor.next_unit()
         self._has_unit = False
@@ -235,7 +235,7 @@ class Islands:
         self._outer: OuterLoop = build_loop(run.outer, identity, self._params, ranks, network, event_loop, settings)
         records.find_ledger = lambda: self._outer.position.ledger
         self._events = LoopEvents(self._outer, network, records, requests, metrics, self._moments)
-        self._events.text = self._data
+        self._events.text, self._events.before_round = self._data, self._check_params
         if ranks.is_leader:
             self._events.on_entry = partial(replace_config, folder.parent, run)
             self._events.keep_book(folder, island)
@@ -276,17 +276,13 @@ class Islands:
         if self._has_unit:
             raise RuntimeError(f"{what}: a unit of data is drawn and not counted yet; call it after islands.step")
 
-    def _count(self, tokens: int) -> int:
-        """Tokens of the step on all ranks. Raises ValueError where they cannot be right."""
-        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
-            raise ValueError(f"tokens: got {tokens!r}; it is the number of tokens of the step's batches, as an int")
-        total, most = sum(self._ranks.gather(tokens)), self.config.tokens_per_step
-        if most is not None and total > most:
-            raise ValueError(
-                f"the step was on {total} tokens, more than optimizer.tokens_per_step={most}: others refuse that; "
-                "set it to the most tokens of a step on any island, on all islands"
-            )
-        return total
+    def _check_params(self) -> None:
+        """Leave the run and raise ConfigError if the model has other parameters than those that are averaged."""
+        try:
+            self._watch.require_same(self._ranks, self.round)
+        except ConfigError:
+            self.close("the model's parameters have changed")
+            raise
 
     def _finish(self) -> None:
         """The run is over, or the operator has asked this island to leave."""

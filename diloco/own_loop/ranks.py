@@ -43,3 +43,16 @@ def check_same(ranks: RankGroup, value: str, what: str) -> None:
                 "your own, of which each rank holds some parameters, cannot be averaged: use `diloco train` with "
                 "island.mesh.pp"
             )
+
+
+def count_tokens(ranks: RankGroup, tokens: int, most: int | None) -> int:
+    """Tokens of a step on all ranks. Raises ValueError where they cannot be right. None: nothing bounds them."""
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
+        raise ValueError(f"tokens: got {tokens!r}; it is the number of tokens of the step's batches, as an int")
+    total = sum(ranks.gather(tokens))
+    if most is not None and total > most:
+        raise ValueError(
+            f"the step was on {total} tokens, more than optimizer.tokens_per_step={most}: others refuse that; "
+            "set it to the most tokens of a step on any island, on all islands"
+        )
+    return total

@@ -48,6 +48,8 @@ class LoopEvents:
         """Tokens that the island has trained on since it was started."""
         self.on_entry: Callable[[], None] = lambda: None
         """Called when the island has entered the run: neither the others nor its saved state have refused it."""
+        self.before_round: Callable[[], None] = lambda: None
+        """Called before the island contributes to a round."""
 
     def keep_book(self, folder: Path, island: IslandConfig) -> None:
         """Note later events in the logbook of the run, too."""
@@ -61,6 +63,8 @@ class LoopEvents:
             self.note("stage", f"{number} from unit {borders[-1].first}: {what}")
 
     def launches(self, progress: Progress) -> None:
+        if progress != NO_PROGRESS:
+            self.before_round()
         self._rounds.contribution = progress
 
     def waits(self) -> None:

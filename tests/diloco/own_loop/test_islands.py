@@ -28,6 +28,7 @@ from tests.diloco.own_loop.loops import (
     ModelAndDigest,
     finish,
     folder_of,
+    one_step,
     own_config,
     small_model,
     train_from_saved,
@@ -151,6 +152,23 @@ def test_an_island_of_two_ranks_and_one_of_one_rank_agree(tmp_path: Path, wrap: 
             island.finish()
         assert two.result() == one.result()
     assert records(tmp_path, "round")[-1]["tokens"] == 2 * STEPS * TOKENS, "those of both ranks"
+
+
+def test_what_fsdp2_has_gathered_for_an_evaluation_is_no_other_parameter(tmp_path: Path) -> None:
+    def work(config: Config, index: int) -> None:
+        dist.init_process_group("gloo")
+        model = fsdp2(small_model())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        islands = Islands(own_config(config, index), model, optimizer)
+        while not islands.is_over:
+            one_step(model, optimizer, islands.round)
+            with torch.no_grad():
+                model(torch.zeros(1, 4))
+            islands.step(tokens=TOKENS)
+        assert islands.round == ROUNDS
+
+    with swarm(tmp_path, islands=[{"ranks": 2}]) as made:
+        made.start(0, work).finish()
 
 
 @pytest.mark.parametrize("sizes", [(4, 5), (4, 4)], ids=["other shapes", "other values"])

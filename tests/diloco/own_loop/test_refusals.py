@@ -1,6 +1,7 @@
 """What `diloco.Islands` refuses before it connects to anybody, and how it says so."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,77 @@ def test_saving_lands_the_round_in_flight(tmp_path: Path, saves: bool, at_step_4
         landed += [islands.step(tokens=10) is not None for _ in range(3)]
         assert islands.is_over
     assert landed == [False, False, False, at_step_4, False, True]
+
+
+def unfreeze(model: nn.Sequential) -> None:
+    model[0].requires_grad_(True)
+
+
+def replace(model: nn.Sequential) -> None:
+    model[1] = nn.Linear(2, 2)
+
+
+def load_by_assignment(model: nn.Sequential) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def add(model: nn.Sequential) -> None:
+    model.append(nn.Linear(2, 2))
+
+
+def remove(model: nn.Sequential) -> None:
+    del model[1].bias
+
+
+def cast(model: nn.Sequential) -> None:
+    model.bfloat16()
+
+
+def freeze(model: nn.Sequential) -> None:
+    model[1].requires_grad_(False)
+
+
+def load(model: nn.Sequential) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+
+
+def half_frozen(tmp_path: Path, **outer: Any) -> tuple[nn.Sequential, diloco.Islands]:
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    config = {"outer": ALONE["outer"] | {"inner_steps": 2} | outer, "island": {"run_dir": str(tmp_path)}}
+    return model, diloco.Islands(config, model, overrides=["optimizer.tokens_per_step=10"])
+
+
+@pytest.mark.parametrize("wait_for", ["all", "quorum"])
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (unfreeze, r"'0\.weight' requires a gradient, and did not or was not there; '0\.bias' requires"),
+        (replace, r"'1\.weight' is another tensor; '1\.bias' is another tensor"),
+        (load_by_assignment, r"'1\.weight' is another tensor"),
+        (add, r"'2\.weight' requires a gradient, and did not or was not there"),
+        (remove, r"'1\.bias' is no longer there"),
+        (cast, r"'1\.weight' was float32 \[2, 2\] and is bfloat16 \[2, 2\]"),
+    ],
+)
+def test_other_parameters_than_at_the_start_are_refused_at_the_next_round(
+    tmp_path: Path, change: Callable[[nn.Sequential], None], text: str, wait_for: str
+) -> None:
+    model, islands = half_frozen(tmp_path, wait_for=wait_for)
+    with islands:
+        islands.step(tokens=10)
+        change(model)
+        with pytest.raises(ConfigError, match=rf"^round 0: the model's .*made: {text}.*Make Islands after the change"):
+            islands.step(tokens=10)
+        assert islands.is_over, "it has left"
+
+
+@pytest.mark.parametrize("change", [freeze, load])
+def test_parameters_that_stay_the_same_tensors_train_on(
+    tmp_path: Path, change: Callable[[nn.Sequential], None]
+) -> None:
+    model, islands = half_frozen(tmp_path)
+    with islands:
+        change(model)
+        while not islands.is_over:
+            islands.step(tokens=10)
+        assert islands.round == 2
