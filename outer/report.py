@@ -106,6 +106,16 @@ class RoundReport:
     """Islands whose signatures this island's certificate of the committed state has; 0 on ranks other than the leader,
     or if it has none."""
 
+    def __str__(self) -> str:
+        fate = "committed" if self.is_committed else "aborted"
+        cause = f" ({self.cause})" if self.cause else ""
+        return (
+            f"round {self.round} attempt {self.attempt}: {fate}{cause} with {', '.join(self.participants)}; "
+            f"{self.bytes_sent:,} bytes sent, {self.bytes_received:,} received; waited {self.wait_seconds:.1f} s, "
+            f"reduced in {self.reduce_seconds:.1f} s; pseudo-gradient {self.pseudo_grad_norm:.3g}; "
+            f"digest {self.digest[:12]}"
+        )
+
     @property
     def unit_triples(self) -> list[list[int]]:
         """`units` as lists of [first, count, stride], for JSON."""

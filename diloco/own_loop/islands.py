@@ -207,7 +207,7 @@ class Islands:
         atexit.unregister(self.close)
         if not self._rounds.is_over:
             self._outer.leave()
-            self._events.note("left", f"{why}; {self._outer.position.round} rounds are done")
+            self._events.note_leave(why, self.config.run.outer.inner_steps)
         self._resources.close()
 
     def __enter__(self) -> "Islands":

@@ -46,6 +46,7 @@ class LoopEvents:
         """Of the round that has landed since this was last set to None."""
         self.tokens = 0
         """Tokens that the island has trained on since it was started."""
+        self._num_steps, self._has_averaged = 0, False
         self.on_entry: Callable[[], None] = lambda: None
         """Called when the island has entered the run: neither the others nor its saved state have refused it."""
         self.before_round: Callable[[], None] = lambda: None
@@ -77,6 +78,7 @@ class LoopEvents:
     def record_round(self, progress: Progress, landing: Landing, ledger: Ledger) -> None:
         """Record the attempt that committed, and what peers were refused."""
         self.landed_report = landing.reports[-1]
+        self._has_averaged |= progress != NO_PROGRESS
         self._rounds.write(landing.reports[-1], progress, landing.waited_seconds, ledger)
         if self._metrics is not None:
             for peer, kind, text, count in self._network.rejections.drain():
@@ -115,11 +117,25 @@ class LoopEvents:
         position = self._outer.position
         self.note("joined", f"round {position.round}, {position.tokens} tokens, digest {self._outer.digest[:12]}")
 
+    def note_leave(self, why: str, inner_steps: int) -> None:
+        """Record that the loop leaves before the run is over, and warn if no round has had anything of it."""
+        text = f"{why}; {self._outer.position.round} rounds are done"
+        if not self._has_averaged and self._metrics is not None:
+            problem = (
+                "nothing that this island has trained was averaged with the others: inner steps that islands.step "
+                f"counted: {self._num_steps}, and a round has {inner_steps}; call islands.step(tokens=...) after each "
+                "optimizer.step(), until islands.is_over"
+            )
+            log.warning("%s", problem)
+            text += f"; {problem}"
+        self.note("left", text)
+
     def write_step(
         self, number: int, tokens: int, seconds: float, lr: float, loss: float | None, sources: dict[str, int]
     ) -> None:
         """Record inner step `number` of the run, which was on so many tokens of this island."""
         self.tokens += tokens
+        self._num_steps += 1
         if self._metrics is not None:
             speed = tokens / seconds if seconds > 0 else 0.0
             record = StepRecord(

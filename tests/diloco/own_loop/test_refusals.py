@@ -204,3 +204,25 @@ def test_parameters_that_stay_the_same_tensors_train_on(
         while not islands.is_over:
             islands.step(tokens=10)
         assert islands.round == 2
+
+
+@pytest.mark.parametrize("steps, is_warned", [(0, True), (1, True), (2, False), (4, False)])
+def test_a_loop_that_ends_with_nothing_averaged_is_warned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int, is_warned: bool
+) -> None:
+    with alone(tmp_path, inner_steps=2) as islands:
+        for _ in range(steps):
+            islands.step(tokens=10)
+    expected = (
+        "nothing that this island has trained was averaged with the others: inner steps that islands.step counted: "
+        f"{steps}, and a round has 2; call islands.step(tokens=...) after each optimizer.step()"
+    )
+    assert any(text.startswith(expected) for text in caplog.messages) == is_warned
+
+
+def test_the_report_of_a_round_prints_as_one_line(tmp_path: Path) -> None:
+    with alone(tmp_path) as islands:
+        report = islands.step(tokens=10)
+        digest = islands.digest[:12]
+    pattern = r"round 0 attempt \d: committed with island-0; [\d,]+ bytes sent, [\d,]+ received; waited \d+\.\d s, "
+    assert re.fullmatch(pattern + rf"reduced in \d+\.\d s; pseudo-gradient 0; digest {digest}", str(report))
