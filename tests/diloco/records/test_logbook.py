@@ -1,5 +1,6 @@
 """A run's logbook: who wrote what, what a restart was for, what is configured differently."""
 
+import logging
 import multiprocessing
 import re
 
@@ -88,7 +89,7 @@ def test_a_logbook_that_cannot_be_written_is_one_warning_and_its_entries_are_in_
     with caplog.at_level("INFO"):
         start(book)
         book.note("joined", "round 7")
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.INFO]
     assert "**island-0** joined: round 7" in caplog.messages[1]
     (tmp_path / "run" / "LOGBOOK.md").rmdir()
     book.note("left", "the run is done")
