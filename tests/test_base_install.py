@@ -53,10 +53,13 @@ def run_in(bare: Path, *words: str, cwd: Path = ROOT) -> subprocess.CompletedPro
 
 @pytest.mark.parametrize("transport", ["tls", "gloo"])
 def test_two_islands_train(bare: Path, tmp_path: Path, transport: str) -> None:
+    # A folder of its own: what a run writes is no text for it to read.
+    text = tmp_path / "text"
+    text.mkdir()
     for number in range(40):
-        (tmp_path / f"{number}.txt").write_text(f"# file {number}\n" + TEXT * 8)
+        (text / f"{number}.txt").write_text(f"# file {number}\n" + TEXT * 8)
     (tmp_path / "run.yaml").write_text(TINY)
-    places = [f"data.paths=[{tmp_path}]", f"island.run_dir={tmp_path}", f"island.cache_dir={tmp_path / 'cache'}"]
+    places = [f"data.paths=[{text}]", f"island.run_dir={tmp_path}", f"island.cache_dir={tmp_path / 'cache'}"]
     settings = [*places, f"outer.transport={transport}", "outer.rounds=2"]
     done = run_in(bare, "diloco", "simulate", "run.yaml", "--islands", "2", *settings, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
