@@ -19,6 +19,7 @@ from outer.connect.meeting import find_runs
 from outer.connect.opening import open_network
 from outer.connect.settings import NetworkSettings
 from outer.errors import InputError
+from tests.bare_python import make_python_without
 from tests.swarm import TEXT, TINY
 
 ROOT = Path(__file__).parents[1]
@@ -32,22 +33,13 @@ IN_DHT = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWBwgvuKTmfupyVkL18t78A1kTvu9HtfSfwbs1i
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a virtual environment with the packages of this one but ABSENT, neither files nor metadata."""
-    folder = tmp_path_factory.mktemp("bare")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=120)
-    (site,) = folder.glob("lib/python*/site-packages")
-    for place in (Path(each) for each in sys.path if Path(each).name in ("site-packages", "dist-packages")):
-        for entry in place.iterdir():
-            # What lies beside packages would lead back to where they are.
-            is_package = entry.suffix not in (".pth", ".egg-link") and not (site / entry.name).exists()
-            if is_package and entry.name.replace("-", ".").split(".")[0].lower() not in ABSENT:
-                (site / entry.name).symlink_to(entry)
-    return folder
+    """A Python with the packages of this one but ABSENT."""
+    return make_python_without(ABSENT, tmp_path_factory.mktemp("bare"))
 
 
 def run_in(bare: Path, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [str(bare / "bin" / "python"), "-m", *words]
+    command = [str(bare), "-m", *words]
     return subprocess.run(command, cwd=cwd, env=environment, timeout=280, capture_output=True, text=True)
 
 

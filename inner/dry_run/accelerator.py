@@ -38,9 +38,6 @@ class _Event:
 class _Stream:
     """A queue that is always empty."""
 
-    # torch 2.15 passes these on to operations that do nothing here.
-    stream_id = device_index = device_type = 0
-
     def __init__(self, *args: Any, **options: Any) -> None:
         self.device = torch.device(DEVICE_TYPE, 0)
 

@@ -4,7 +4,6 @@ import json
 import math
 import subprocess
 import sys
-import venv
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -22,6 +21,7 @@ from scripts.gpu_report.place import Place, guarded
 from scripts.gpu_report.sections import SECTIONS, Section, SectionReport, find_obstacle, run_apart
 from scripts.gpu_report.step import STEPS, busy, describe_device, find_kernels
 from scripts.gpu_report.training import TINY, TrainingCase
+from tests.bare_python import make_python_without
 from tests.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +48,7 @@ MAY_BE_ABSENT = "hivemind", "datasets", "fastapi"
 @pytest.mark.timeout(GUARD_SECONDS + 60)
 def test_the_sections_for_one_gpu_give_what_they_promise_on_a_cpu_without_optional_packages(tmp_path: Path):
     python = make_python_without(MAY_BE_ABSENT, tmp_path)
+    assert find_installed(python, MAY_BE_ABSENT) == []
     done = subprocess.run([python, "-c", HERE], cwd=ROOT, capture_output=True, text=True, timeout=GUARD_SECONDS)
     lines = [line.removeprefix("ROWS") for line in done.stdout.splitlines() if line.startswith("ROWS")]
     found = dict(json.loads(line) for line in lines)
@@ -66,17 +67,10 @@ def test_the_sections_for_one_gpu_give_what_they_promise_on_a_cpu_without_option
     assert found["attention"][0]["chosen"] and found["group"][-1]["exit_status"] == HUNG
 
 
-def make_python_without(absent: tuple[str, ...], folder: Path) -> str:
-    """A virtual environment with links to all packages of this one but some."""
-    venv.create(folder / "venv", with_pip=False, symlinks=True)
-    (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
-    for path in Path(torch.__file__).parents[1].iterdir():
-        if path.name.split("-")[0] not in absent:
-            (packages / path.name).symlink_to(path)
-    python = str(folder / "venv" / "bin" / "python")
-    code = f"import importlib.util; print([name for name in {absent} if importlib.util.find_spec(name)])"
-    assert subprocess.run([python, "-c", code], capture_output=True, text=True, cwd=folder).stdout == "[]\n"
-    return python
+def find_installed(python: Path, packages: tuple[str, ...]) -> list[str]:
+    """Which of these packages that Python finds."""
+    code = f"import importlib.util; print(*[name for name in {packages} if importlib.util.find_spec(name)])"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
 
 
 @pytest.mark.timeout(GUARD_SECONDS + 60)

@@ -15,13 +15,7 @@ from inner.model.transformer import Transformer
 from inner.parallel.pipeline.evaluation import LocalStages, PipelineEvaluator, check_shapes
 from inner.parallel.pipeline.stages import ONE_STAGE_PER_RANK, TORCH_NAMES
 from inner.parallel.weights.compute_copies import ComputeCopies
-from inner.parallel.weights.gradient_sync import (
-    end_step,
-    keep_reducing_in_backwards,
-    keep_weights,
-    one_backward,
-    set_gradient_sync,
-)
+from inner.parallel.weights.gradient_sync import keep_weights, one_backward, set_gradient_sync
 
 
 class Pipeline:
@@ -109,7 +103,6 @@ class _ReducingStage(PipelineStage):
             output_args=(torch.empty((), device="meta") if stage.is_last else hidden).requires_grad_(),
             group=local.group,
         )
-        keep_reducing_in_backwards(model)
         self._model = model
         self._copies = copies
         self._reduces_each = reduces_each
@@ -140,11 +133,3 @@ class _ReducingStage(PipelineStage):
             gradients = stage_backward_weight(weights, bwd_kwargs["param_groups"])
         self._copies.add_gradients()
         return gradients, None
-
-    def start_gradient_reduction(self) -> None:
-        """Called by torch from 2.15 on for a stage with FSDP when its last backward is done, as is all reducing."""
-        end_step(self._model)
-
-    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
-        """Called by torch after start_gradient_reduction, which leaves nothing to wait for."""
-        assert grad_scale_factor == 1, "losses are scaled, not gradients"
