@@ -5,11 +5,11 @@ import io
 import json
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, cast
 
 from inner.data.sources.documents import TextField, row_text
 from inner.errors import InputError
@@ -31,18 +31,32 @@ class Row(NamedTuple):
     """Where it begins in the file, in bytes; 0 where one cannot begin there."""
 
 
+def is_compressed(path: Path) -> bool:
+    """Whether the name says that the file is compressed in a form that `open_lines` reads."""
+    return path.name.lower().endswith((".gz", ".zst"))
+
+
+def read_whole(path: Path) -> bytes:
+    """The content of a file, decompressed. Raises InputError if it is damaged or larger than one text may be."""
+    with open_lines(path) as (lines, _):
+        data = lines.read(MAX_MEMBER_BYTES + 1)
+    if len(data) > MAX_MEMBER_BYTES:
+        raise InputError(f"{path}: is read whole and has more than {MAX_MEMBER_BYTES} bytes; write it as .jsonl")
+    return data
+
+
 @contextmanager
-def open_lines(path: Path) -> Iterator[tuple[Iterable[bytes], IO[bytes]]]:
+def open_lines(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """The lines of a file, decompressed if it ends in .gz or .zst, and the file itself, whose position tells how far.
 
     Raises InputError if it is damaged.
     """
     try:
         with path.open("rb") as raw:
-            if path.suffix == ".gz":
+            if path.suffix.lower() == ".gz":
                 with gzip.open(raw) as lines:
-                    yield lines, raw
-            elif path.suffix == ".zst":
+                    yield cast(IO[bytes], lines), raw
+            elif path.suffix.lower() == ".zst":
                 with open_zstd(path, raw) as lines:
                     yield lines, raw
             else:
@@ -69,7 +83,7 @@ def tar_rows(key: str, path: Path, field: TextField, first: int = 0) -> Iterator
     try:
         with path.open("rb") as raw, tarfile.open(fileobj=raw, mode="r:*") as archive:
             for number, member in enumerate(islice(archive, first, None), start=first):
-                if member.isfile() and member.name.endswith((".txt", ".json")):
+                if member.isfile() and member.name.lower().endswith((".txt", ".json")):
                     text = _read_member(archive, member, f"{path}, member {member.name}", field)
                     yield Row(f"{key}#{member.name}", text, min(raw.tell() / size, 1.0), number)
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
@@ -83,7 +97,7 @@ def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str, 
     assert file is not None, "it is a regular file"
     try:
         text = file.read().decode("utf-8")
-        row = json.loads(text) if member.name.endswith(".json") else {field.name: text}
+        row = json.loads(text) if member.name.lower().endswith(".json") else {field.name: text}
     except ValueError as error:
         raise InputError(f"{where}: is not UTF-8 text or JSON ({error}); write it again or remove it") from None
     if not isinstance(row, dict):

@@ -1,33 +1,35 @@
 """Local files by path, folder or glob pattern: text, JSON Lines, Parquet and tar."""
 
-import glob
 import itertools
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from inner.data.sources.compressed import Row, open_lines, tar_rows
+from inner.data.sources.compressed import Row, is_compressed, read_whole, tar_rows
 from inner.data.sources.documents import Document, Place, TextField, missing_field_error, row_text
+from inner.data.sources.find import find_files, format_of, leave_out_companions
+from inner.data.sources.json_rows import json_rows, jsonl_rows
 from inner.errors import InputError
 
 log = logging.getLogger(__name__)
 
 ROWS_PER_READ = 1024
+READER = 2
+"""Grows when the same files are read as another text, so that what an earlier reader made of them is not used."""
 
 
 @dataclass(frozen=True)
 class FilesSource:
-    """Local files. A .jsonl, .parquet or .tar holds many documents; any other UTF-8 file is one."""
+    """Local files. One of JSON, Parquet or tar holds many documents; any other UTF-8 file is one."""
 
     paths: tuple[str, ...]
     field: TextField
 
     def fingerprint(self) -> object:
-        """Path, size and modification time of every file."""
+        """Path, size and modification time of every file, and the number of the reader."""
         files = [path for _, path in self._files()]
-        return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+        return [READER, *([str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files)]
 
     def documents(self) -> Iterator[Document]:
         """Yield documents in the order of `paths`, and sorted by path within a folder or pattern."""
@@ -44,7 +46,7 @@ class FilesSource:
     def documents_from(self, place: Place) -> Iterator[Document]:
         """The documents from one on, by the number of its file, and its row and first byte in that file."""
         first_file, first_row, first_byte = place
-        files = self._files()
+        files, left_out = self._find()
         sizes = [path.stat().st_size for _, path in files]
         before, whole_size = [0, *itertools.accumulate(sizes)], max(sum(sizes), 1)
         skipped: list[Path] = []
@@ -56,99 +58,58 @@ class FilesSource:
                         yield Document(row.key, row.text, share, place=[number, row.number, row.offset])
                 first_row = first_byte = 0
         finally:
-            _report_skipped(skipped)
+            _report(skipped, "not UTF-8 text and skipped")
+            _report(left_out, "about the data beside it and left out; name it in data.paths to read it")
 
     def _files(self) -> list[tuple[str, Path]]:
+        return self._find()[0]
+
+    def _find(self) -> tuple[list[tuple[str, Path]], list[Path]]:
+        """(key, path) of the files that are read, and the files that only describe the others."""
         if not self.paths:
             raise InputError(
                 "data.source=files needs data.paths, got none; "
                 "name text, .jsonl, .parquet or .tar files, folders or glob patterns"
             )
-        return [file for entry in self.paths for file in find_files(entry)]
-
-
-def find_files(entry: str) -> list[tuple[str, Path]]:
-    """(key, path) of the files that match one entry of data.paths. Raises InputError if there are none.
-
-    Keys are relative to the literal part of the entry, so islands that keep the same folder in different places hold
-    out the same files:
-        data/a.txt -> a.txt      data -> sub/a.txt      data/*/a.txt -> sub/a.txt
-    """
-    path = Path(entry).expanduser()
-    if path.is_file():
-        return [(path.name, path)]
-    if path.is_dir():
-        return _relative_to(path, sorted(path.rglob("*")), entry)
-    if glob.has_magic(entry):
-        literal = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
-        return _relative_to(literal, sorted(map(Path, glob.glob(str(path), recursive=True))), entry)
-    raise InputError(f"data.paths: {entry!r} does not exist (looked in {Path.cwd()}); correct the path")
-
-
-def _relative_to(folder: Path, paths: list[Path], entry: str) -> list[tuple[str, Path]]:
-    keys = ((path.relative_to(folder), path) for path in paths if path.is_file())
-    files = [(key.as_posix(), path) for key, path in keys if not any(p.startswith(".") for p in key.parts)]
-    if not files:
-        raise InputError(
-            f"data.paths: {entry!r} matches no file (looked in {Path.cwd()}; hidden files do not count); "
-            "name a folder or a pattern with text, .jsonl, .parquet or .tar files in it"
-        )
-    return files
+        found = [leave_out_companions(find_files(entry)) for entry in self.paths]
+        files = [file for kept, _ in found for file in kept]
+        for _, path in files:
+            # Refuses a form that is not read before the first file is, and not after hours.
+            format_of(path)
+        return files, [path for _, left_out in found for path in left_out]
 
 
 def _read_rows(key: str, path: Path, field: TextField, start: tuple[int, int], skipped: list[Path]) -> Iterator[Row]:
     """The rows of a file from one on, by its number and first byte. A file that is no text is added to `skipped`."""
-    if path.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
-        return _jsonl_rows(key, path, field, start)
-    if path.suffix == ".parquet":
-        return _parquet_rows(key, path, field, start[0])
-    if path.name.endswith((".tar", ".tar.gz", ".tgz")):
-        return tar_rows(key, path, field, start[0])
+    match format_of(path):
+        case "lines":
+            return jsonl_rows(key, path, field, start)
+        case "json":
+            return json_rows(key, path, field, start)
+        case "parquet":
+            return _parquet_rows(key, path, field, start[0])
+        case "tar":
+            return tar_rows(key, path, field, start[0])
+        case "text":
+            return _text_rows(key, path, field, skipped)
+
+
+def _text_rows(key: str, path: Path, field: TextField, skipped: list[Path]) -> Iterator[Row]:
     if field.is_chat:
         raise InputError(f"{path}: a file of text holds no conversations; name .jsonl, .parquet or .tar files only")
-    return _text_rows(key, path, skipped)
-
-
-def _text_rows(key: str, path: Path, skipped: list[Path]) -> Iterator[Row]:
     try:
-        yield Row(key, path.read_bytes().decode("utf-8"), 1.0)
+        data = read_whole(path) if is_compressed(path) else path.read_bytes()
+        yield Row(key, data.decode("utf-8"), 1.0)
     except UnicodeDecodeError:
         # Folders of text often contain a few images, which are no reason to stop.
         skipped.append(path)
 
 
-def _report_skipped(paths: list[Path]) -> None:
+def _report(paths: list[Path], what: str) -> None:
     if len(paths) == 1:
-        log.warning("%s is not UTF-8 text and is skipped", paths[0])
+        log.warning("%s is %s", paths[0], what)
     elif paths:
-        log.warning("%d files are not UTF-8 text and are skipped, the first of them %s", len(paths), paths[0])
-
-
-def _jsonl_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -> Iterator[Row]:
-    size = path.stat().st_size
-    first, offset = start
-    with open_lines(path) as (lines, raw):
-        is_plain = lines is raw
-        if is_plain:
-            raw.seek(offset)
-        else:
-            lines = itertools.islice(lines, first, None)
-        for number, line in enumerate(lines, start=first):
-            if line.strip():
-                where = f"{path}, line {number + 1}"
-                text = row_text(_json_object(line, where), field, where)
-                yield Row(f"{key}#{number}", text, raw.tell() / size, number, offset)
-            offset += len(line) if is_plain else 0
-
-
-def _json_object(line: bytes, where: str) -> dict[str, object]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise InputError(f"{where}: not JSON ({error}); a .jsonl file holds one object a line") from error
-    if not isinstance(row, dict):
-        raise InputError(f"{where}: got a JSON {type(row).__name__}, need an object such as {{'text': '...'}}")
-    return row
+        log.warning("%s and %d more files are %s", paths[0], len(paths) - 1, what)
 
 
 def _parquet_rows(key: str, path: Path, field: TextField, first: int) -> Iterator[Row]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from inner.data.sources.documents import Document, Place, TextField, row_text
-from inner.data.sources.files import find_files
+from inner.data.sources.find import find_files
 from inner.data.sources.hub import require_on_hub
 from inner.errors import InputError, summarise
 

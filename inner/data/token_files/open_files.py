@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from inner.data.sources.files import find_files
+from inner.data.sources.find import find_files
 from inner.data.token_files.arrays import open_array
 from inner.data.token_files.datatrove import open_datatrove
 from inner.data.token_files.megatron import open_megatron

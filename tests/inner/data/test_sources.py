@@ -61,7 +61,7 @@ def test_files_that_are_no_text_are_reported_once_together(tmp_path: Path, caplo
         (tmp_path / name).write_bytes(b"\xff\xd8")
     assert documents(source="files", paths=[str(tmp_path)]) == {"b.md": "b"}
     first = tmp_path / "a.png"
-    assert caplog.messages == [f"3 files are not UTF-8 text and are skipped, the first of them {first}"]
+    assert caplog.messages == [f"{first} and 2 more files are not UTF-8 text and skipped"]
 
 
 def test_jsonl_gives_a_document_per_row_with_text(tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""Finds the files that an entry of data.paths names, and says by the end of a name what a file holds.
+
+docs/data.md has the table of what is read.
+"""
+
+import glob
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from inner.errors import InputError
+
+Format = Literal["lines", "json", "parquet", "tar", "text"]
+
+ROWS: dict[str, Format] = {
+    **dict.fromkeys((".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst"), "lines"),
+    **dict.fromkeys((".json", ".json.gz", ".json.zst"), "json"),
+    ".parquet": "parquet",
+    **dict.fromkeys((".tar", ".tar.gz", ".tgz"), "tar"),
+}
+TABLES = tuple(
+    f"{table}{compression}"
+    for table in (".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xlsx")
+    for compression in ("", ".gz", ".zst")
+)
+PACKED = (".bz2", ".xz", ".lz4", ".zip", ".7z", ".tar.zst", ".parquet.gz", ".parquet.zst")
+
+ABOUT_DATA = ("readme", "license", "licence", "notice", "citation", "changelog")
+"""Names, without what follows the first dot, of texts that describe the data beside them."""
+SETTINGS_OF_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "croissant.json", "state.json")
+
+
+def find_files(entry: str) -> list[tuple[str, Path]]:
+    """(key, path) of the files that match one entry of data.paths. Raises InputError if there are none.
+
+    Keys are relative to the literal part of the entry, so islands that keep the same folder in different places hold
+    out the same files:
+        data/a.txt -> a.txt      data -> sub/a.txt      data/*/a.txt -> sub/a.txt
+    """
+    path = Path(entry).expanduser()
+    if path.is_file():
+        return [(path.name, path)]
+    if path.is_dir():
+        return _relative_to(path, sorted(path.rglob("*")), entry)
+    if glob.has_magic(entry):
+        literal = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
+        return _relative_to(literal, sorted(map(Path, glob.glob(str(path), recursive=True))), entry)
+    raise InputError(f"data.paths: {entry!r} does not exist (looked in {Path.cwd()}); correct the path")
+
+
+def _relative_to(folder: Path, paths: list[Path], entry: str) -> list[tuple[str, Path]]:
+    keys = ((path.relative_to(folder), path) for path in paths if path.is_file())
+    files = [(key.as_posix(), path) for key, path in keys if not any(p.startswith(".") for p in key.parts)]
+    if not files:
+        raise InputError(
+            f"data.paths: {entry!r} matches no file (looked in {Path.cwd()}; hidden files do not count); "
+            "name a folder or a pattern with text, .jsonl, .parquet or .tar files in it"
+        )
+    return files
+
+
+def format_of(path: Path) -> Format:
+    """How the file is read; `text` by default. Raises InputError for data in a form that is not read."""
+    name = path.name.lower()
+    if name.endswith(TABLES):
+        _refuse(path, "a table in this form", "write it as .jsonl or .parquet")
+    if name.endswith(PACKED):
+        _refuse(path, "a file packed in this form", "unpack it, or write it as .jsonl.gz, .jsonl.zst or .tar.gz")
+    for end, rows in ROWS.items():
+        if name.endswith(end):
+            return rows
+    return "text"
+
+
+def leave_out_companions(files: list[tuple[str, Path]]) -> tuple[list[tuple[str, Path]], list[Path]]:
+    """(key, path) of the files to read, and those left out: texts that describe the data files among them."""
+    companions = [path for _, path in files if _is_companion(path)]
+    if not _have_rows(path for _, path in files if path not in companions):
+        return files, []
+    return [(key, path) for key, path in files if path not in companions], companions
+
+
+def _is_companion(path: Path) -> bool:
+    name = path.name.lower()
+    is_text = not name.endswith((*ROWS, *TABLES, *PACKED))
+    return name in SETTINGS_OF_DATA or (is_text and name.split(".")[0] in ABOUT_DATA)
+
+
+def _have_rows(paths: Iterable[Path]) -> bool:
+    return any(path.name.lower().endswith((*ROWS, *TABLES)) for path in paths)
+
+
+def _refuse(path: Path, what: str, cure: str) -> NoReturn:
+    raise InputError(
+        f"{path}: {what} is not read by data.source=files; {cure}, or name the other files by a pattern such as *.txt"
+    )

@@ -1,0 +1,66 @@
+"""Rows in JSON: one object a line, or an array of objects."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from inner.data.sources.compressed import Row, open_lines, read_whole
+from inner.data.sources.documents import TextField, row_text
+from inner.errors import InputError
+
+
+def jsonl_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -> Iterator[Row]:
+    """A row per line, from one on, by its number and first byte. Raises InputError if a line is no object."""
+    size = path.stat().st_size
+    first, offset = start
+    with open_lines(path) as (lines, raw):
+        is_plain = lines is raw
+        if is_plain:
+            raw.seek(offset)
+        else:
+            lines = itertools.islice(lines, first, None)
+        for number, line in enumerate(lines, start=first):
+            if line.strip():
+                where = f"{path}, line {number + 1}"
+                row = _object(_parse(line, where, "a line holds one object"), where)
+                yield Row(f"{key}#{number}", row_text(row, field, where), raw.tell() / size, number, offset)
+            offset += len(line) if is_plain else 0
+
+
+def json_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -> Iterator[Row]:
+    """The rows of a .json file: the items of its array, or its lines as of a .jsonl file, or its one object."""
+    if _begins_with_a_row(path):
+        return jsonl_rows(key, path, field, start)
+    return _item_rows(key, path, field, start[0])
+
+
+def _begins_with_a_row(path: Path) -> bool:
+    with open_lines(path) as (lines, _):
+        first = next((line for line in lines if line.strip()), b"{}")
+    try:
+        return isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _item_rows(key: str, path: Path, field: TextField, first: int) -> Iterator[Row]:
+    content = _parse(read_whole(path), str(path), "a .json file holds an array of objects, or one object a line")
+    items = content if isinstance(content, list) else [content]
+    for number, item in itertools.islice(enumerate(items), first, None):
+        where = f"{path}, item {number + 1}"
+        text = row_text(_object(item, where), field, where)
+        yield Row(f"{key}#{number}", text, (number + 1) / len(items), number)
+
+
+def _parse(data: bytes, where: str, expected: str) -> object:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not JSON ({error}); {expected}") from error
+
+
+def _object(row: object, where: str) -> dict[str, object]:
+    if not isinstance(row, dict):
+        raise InputError(f"{where}: got a JSON {type(row).__name__}, need an object such as {{'text': '...'}}")
+    return row
