@@ -9,13 +9,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import IO, NamedTuple, cast
+from tarfile import (
+    EmptyHeaderError,  # pyright: ignore[reportAttributeAccessIssue]
+    EOFHeaderError,  # pyright: ignore[reportAttributeAccessIssue]
+    HeaderError,
+    ReadError,
+    TarError,
+)
+from typing import IO, Any, NamedTuple, Self, cast
 
 from inner.data.sources.documents import TextField, row_text
 from inner.errors import InputError
 
 MAX_MEMBER_BYTES = 1 << 30
 """A longer member of an archive is no document."""
+MAX_ZSTD_WINDOW = 1 << 31
+"""That of `zstd --long=31`, the longest there is."""
+ZSTD_READ_BYTES = 1 << 12
+"""Compressed bytes that are decompressed at once: they become 128 MiB at the most, since 4 bytes become 128 KiB."""
 
 
 class Row(NamedTuple):
@@ -49,10 +60,12 @@ def read_whole(path: Path) -> bytes:
 def open_lines(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """The lines of a file, decompressed if it ends in .gz or .zst, and the file itself, whose position tells how far.
 
-    Raises InputError if it is damaged.
+    Raises InputError if it is damaged or cut off.
     """
     try:
         with path.open("rb") as raw:
+            if is_compressed(path) and not path.stat().st_size:
+                raise EOFError("it is empty, and even compressed nothing has some bytes")
             if path.suffix.lower() == ".gz":
                 with gzip.open(raw) as lines:
                     yield cast(IO[bytes], lines), raw
@@ -67,26 +80,96 @@ def open_lines(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 
 @contextmanager
 def open_zstd(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
-    """The decompressed content of a file in zstd's form. Raises InputError if it is damaged."""
+    """The decompressed content of a file in zstd's form. Raises InputError if it is damaged or cut off."""
     import zstandard
 
     try:
-        with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as stream:
-            yield io.BufferedReader(stream)
+        with io.BufferedReader(ZstdReader(raw)) as lines:
+            yield cast(IO[bytes], lines)
     except zstandard.ZstdError as error:
         raise InputError(f"{path}: cannot be decompressed ({error}); write it again or remove it") from error
+
+
+class ZstdReader(io.RawIOBase):
+    """The decompressed content of all frames of a file. Raises EOFError if the last one is cut off.
+
+    The library's own reader takes a frame that is cut off for one that has ended.
+    """
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        import zstandard
+
+        self._library = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW)
+        self._raw = raw
+        self._frame = None
+        self._compressed = b""
+        self._content = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while not self._content:
+            self._compressed = self._compressed or self._raw.read(ZSTD_READ_BYTES)
+            if not self._compressed and self._frame is not None:
+                raise EOFError("it is cut off")
+            if not self._compressed:
+                return 0
+            self._decompress()
+        count = min(len(buffer), len(self._content))
+        buffer[:count] = self._content[:count]
+        self._content = self._content[count:]
+        return count
+
+    def _decompress(self) -> None:
+        frame = self._frame or self._library.decompressobj()
+        self._content = memoryview(frame.decompress(self._compressed))
+        self._compressed = frame.unused_data
+        self._frame = None if frame.eof else frame
+
+
+class WholeTar(tarfile.TarFile):
+    """A tar archive, or several one after the other, whose end must be there.
+
+    Python's own reader takes a header that is damaged or missing for the end.
+    """
+
+    has_end = False
+    """Whether the last header was one of zeros, which ends an archive."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "ignore_zeros": True, "tarinfo": WholeTarInfo})
+
+
+class WholeTarInfo(tarfile.TarInfo):
+    """A member of a WholeTar."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile: Any) -> Self:
+        """The member whose header is next. Raises ReadError if it is damaged, or the archive has no end."""
+        try:
+            member = super().fromtarfile(tarfile)
+        except EOFHeaderError:
+            tarfile.has_end = True
+            raise
+        except HeaderError as error:
+            if isinstance(error, EmptyHeaderError) and tarfile.has_end:
+                raise
+            raise ReadError(f"it is damaged or cut off: {error}") from None
+        tarfile.has_end = False
+        return member
 
 
 def tar_rows(key: str, path: Path, field: TextField, first: int = 0) -> Iterator[Row]:
     """The row of each text in an archive, from member `first` on: .txt members, and a field of .json members."""
     size = path.stat().st_size
     try:
-        with path.open("rb") as raw, tarfile.open(fileobj=raw, mode="r:*") as archive:
+        with path.open("rb") as raw, WholeTar.open(fileobj=raw, mode="r:*") as archive:
             for number, member in enumerate(islice(archive, first, None), start=first):
                 if member.isfile() and member.name.lower().endswith((".txt", ".json")):
                     text = _read_member(archive, member, f"{path}, member {member.name}", field)
                     yield Row(f"{key}#{member.name}", text, min(raw.tell() / size, 1.0), number)
-    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+    except (TarError, EOFError, zlib.error, OSError) as error:
         raise InputError(f"{path}: cannot be read as tar ({error}); write it again or remove it") from error
 
 

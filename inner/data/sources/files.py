@@ -129,7 +129,7 @@ def _parquet_rows(key: str, path: Path, field: TextField, first: int) -> Iterato
             for number, row in itertools.islice(enumerate(rows, start=begin), first - begin, None):
                 text = row_text(row, field, f"{path}, row {number}")
                 yield Row(f"{key}#{number}", text, (number + 1) / file.metadata.num_rows, number)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as Parquet ({error}); write it again or remove it") from error
 
 

@@ -161,6 +161,17 @@ def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
     assert "a.parquet: cannot be read as Parquet" in error_of(source="files", paths=[str(tmp_path)])
 
 
+def test_a_parquet_file_that_is_cut_off_or_damaged_is_named(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "whole.parquet", 200)
+    whole = (tmp_path / "whole.parquet").read_bytes()
+    (tmp_path / "whole.parquet").unlink()
+    for size in (0, 4, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "a.parquet").write_bytes(whole[:size])
+        assert "a.parquet: cannot be read as Parquet" in error_of(source="files", paths=[str(tmp_path)])
+    (tmp_path / "a.parquet").write_bytes(whole[:4] + b"\xff" * 200 + whole[204:])
+    assert "a.parquet: cannot be read as Parquet" in error_of(source="files", paths=[str(tmp_path)])
+
+
 def test_an_empty_split_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "train.jsonl").write_text('{"text": ""}\n{"text": ""}\n')
