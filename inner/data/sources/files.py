@@ -8,7 +8,7 @@ from pathlib import Path
 
 from inner.data.sources.compressed import Row, is_compressed, read_whole, tar_rows
 from inner.data.sources.documents import Document, Place, TextField, missing_field_error, row_text
-from inner.data.sources.find import find_files, format_of, leave_out_companions
+from inner.data.sources.find import distinct, find_files, format_of, leave_out_companions
 from inner.data.sources.json_rows import json_rows, jsonl_rows
 from inner.errors import InputError
 
@@ -46,7 +46,7 @@ class FilesSource:
     def documents_from(self, place: Place) -> Iterator[Document]:
         """The documents from one on, by the number of its file, and its row and first byte in that file."""
         first_file, first_row, first_byte = place
-        files, left_out = self._find()
+        files, again, left_out = self._find()
         sizes = [path.stat().st_size for _, path in files]
         before, whole_size = [0, *itertools.accumulate(sizes)], max(sum(sizes), 1)
         skipped: list[Path] = []
@@ -59,24 +59,26 @@ class FilesSource:
                 first_row = first_byte = 0
         finally:
             _report(skipped, "not UTF-8 text and skipped")
+            _report(again, "named more than once in data.paths and read once")
             _report(left_out, "about the data beside it and left out; name it in data.paths to read it")
 
     def _files(self) -> list[tuple[str, Path]]:
         return self._find()[0]
 
-    def _find(self) -> tuple[list[tuple[str, Path]], list[Path]]:
-        """(key, path) of the files that are read, and the files that only describe the others."""
+    def _find(self) -> tuple[list[tuple[str, Path]], list[Path], list[Path]]:
+        """(key, path) of the files to read, the paths that name one of them again, and those of files left out."""
         if not self.paths:
             raise InputError(
                 "data.source=files needs data.paths, got none; "
                 "name text, .jsonl, .parquet or .tar files, folders or glob patterns"
             )
         found = [leave_out_companions(find_files(entry)) for entry in self.paths]
-        files = [file for kept, _ in found for file in kept]
+        files, again = distinct(file for kept, _ in found for file in kept)
         for _, path in files:
             # Refuses a form that is not read before the first file is, and not after hours.
             format_of(path)
-        return files, [path for _, left_out in found for path in left_out]
+        read = {path for _, path in files}
+        return files, again, [path for _, left_out in found for path in left_out if path not in read]
 
 
 def _read_rows(key: str, path: Path, field: TextField, start: tuple[int, int], skipped: list[Path]) -> Iterator[Row]:

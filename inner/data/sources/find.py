@@ -37,16 +37,51 @@ def find_files(entry: str) -> list[tuple[str, Path]]:
     Keys are relative to the literal part of the entry, so islands that keep the same folder in different places hold
     out the same files:
         data/a.txt -> a.txt      data -> sub/a.txt      data/*/a.txt -> sub/a.txt
+    Folders behind symbolic links are read too. A file that can be reached in several ways is there once, by the
+    shortest.
     """
     path = Path(entry).expanduser()
     if path.is_file():
         return [(path.name, path)]
     if path.is_dir():
-        return _relative_to(path, sorted(path.rglob("*")), entry)
+        return _relative_to(path, sorted(_walk(path)), entry)
     if glob.has_magic(entry):
         literal = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
         return _relative_to(literal, sorted(map(Path, glob.glob(str(path), recursive=True))), entry)
     raise InputError(f"data.paths: {entry!r} does not exist (looked in {Path.cwd()}); correct the path")
+
+
+def distinct(files: Iterable[tuple[str, Path]]) -> tuple[list[tuple[str, Path]], list[Path]]:
+    """(key, path) of each file where it comes first, by its real path, and the paths of those that come again."""
+    first, again = {}, []
+    for key, path in files:
+        real = path.resolve()
+        if real in first:
+            again.append(path)
+        else:
+            first[real] = key, path
+    return list(first.values()), again
+
+
+def _walk(folder: Path) -> list[Path]:
+    """The files in a folder and below it, without hidden ones. Each folder is entered once, by its shortest path."""
+    files, level, entered = [], [folder], set()
+    while level:
+        below = []
+        for place in sorted(level):
+            if (real := place.resolve()) not in entered:
+                entered.add(real)
+                for path in _list(place):
+                    (below if path.is_dir() else files).append(path)
+        level = below
+    return files
+
+
+def _list(folder: Path) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if not path.name.startswith(".")]
+    except OSError as error:
+        raise InputError(f"data.paths: the folder {str(folder)!r} cannot be listed ({error}); allow it") from error
 
 
 def _relative_to(folder: Path, paths: list[Path], entry: str) -> list[tuple[str, Path]]:
@@ -57,7 +92,9 @@ def _relative_to(folder: Path, paths: list[Path], entry: str) -> list[tuple[str,
             f"data.paths: {entry!r} matches no file (looked in {Path.cwd()}; hidden files do not count); "
             "name a folder or a pattern with text, .jsonl, .parquet or .tar files in it"
         )
-    return files
+    by_length, _ = distinct(sorted(files, key=lambda file: len(file[1].parts)))
+    kept = set(by_length)
+    return [file for file in files if file in kept]
 
 
 def format_of(path: Path) -> Format:

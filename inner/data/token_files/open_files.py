@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from inner.data.sources.find import find_files
+from inner.data.sources.find import distinct, find_files
 from inner.data.token_files.arrays import open_array
 from inner.data.token_files.datatrove import open_datatrove
 from inner.data.token_files.megatron import open_megatron
@@ -15,7 +15,7 @@ from inner.errors import InputError
 
 
 def open_token_files(paths: Sequence[str], dtype: str) -> list[TokenFile]:
-    """Open all token files that `paths` name: files, folders or patterns, in this order, sorted within each.
+    """Open all token files that `paths` name: files, folders or patterns, in this order, sorted within each; each once.
 
     Ids of files that do not say their type are of `dtype`. Raises InputError if there are none or one is damaged.
     """
@@ -28,8 +28,8 @@ def open_token_files(paths: Sequence[str], dtype: str) -> list[TokenFile]:
         raise InputError(
             "data.source=tokens needs data.paths, got none; name .bin, .ds or .npy files, or folders of them"
         )
-    found = [path for entry in paths for _, path in find_files(entry)]
-    opened = [formats[path.suffix](path) for path in found if path.suffix in formats]
+    found, _ = distinct(file for entry in paths for file in find_files(entry))
+    opened = [formats[path.suffix](path) for _, path in found if path.suffix in formats]
     if not opened:
         raise InputError(
             f"data.paths {list(paths)}: none of the {len(found)} files found is a token file; data.source=tokens reads "
