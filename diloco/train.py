@@ -10,7 +10,7 @@ from pathlib import Path
 
 from diloco import island, island_quorum
 from diloco.assemble import Runtime, build_trainer, of_all_islands, open_metrics, open_runtime
-from diloco.config.check import check_network, check_trainer
+from diloco.config.check import check_entry, check_index, check_network, check_trainer
 from diloco.config.init_weights import add_weights_hash
 from diloco.config.own_code import add_code_hashes
 from diloco.config.schema import Config, IslandConfig, RunConfig
@@ -51,6 +51,8 @@ def train(config: Config, index: int, loop: Callable[[Runtime], None] | None = N
     on_stop(lambda: say_goodbye(goodbyes, "left", "stopped by a signal"), requests)
     check_trainer(run)
     check_network(run, settings)
+    check_index(config, index)
+    check_entry(run, settings)
     device = pick_device(settings)
     settings = fit_to_device(settings, device)
     require_host_memory(run, settings, device)

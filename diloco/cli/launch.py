@@ -23,7 +23,7 @@ def launch(
     with the status of the rank that failed, 143 after SIGTERM, and 0 when the run is over. Too few GPUs for
     its ranks, where island.device is cuda, end it with 78, as anything that would fail again.
     """
-    from diloco.config.check import check_network
+    from diloco.config.check import check_entry, check_index, check_network
     from diloco.config.schema import load_config
     from diloco.errors import FINAL_STATUS, ConfigError
     from diloco.runtime.devices.choice import check_device
@@ -35,6 +35,8 @@ def launch(
     island = resolved.for_island(resolved.island.index)
     try:
         check_network(resolved.run, island)
+        check_index(resolved, resolved.island.index)
+        check_entry(resolved.run, island)
         check_device(island)
     except (ConfigError, InputError) as error:
         typer.echo(f"error: {error}", err=True)

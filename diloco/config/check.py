@@ -50,6 +50,35 @@ def check_network(run: RunConfig, island: IslandConfig) -> None:
         require_hivemind("the DHT at the addresses in island.bootstrap", MEET_ELSEWHERE)
 
 
+def check_entry(run: RunConfig, island: IslandConfig) -> None:
+    """Raise ConfigError if the island, in a process of its own, would wait for others that cannot find it."""
+    others = run.outer.start_islands - 1
+    if others == 0 and not island.joins:
+        return
+    why = "island.joins is true" if island.joins else f"{others} more begin with it (outer.start_islands)"
+    alone = "" if island.joins else ", or set outer.start_islands=1 to train alone"
+    if run.outer.transport == "loopback":
+        raise ConfigError(
+            f"outer.transport: got loopback, which no other process reaches, and {why}: {island.label} would wait for "
+            f"ever; use tls, gloo or hivemind{alone}"
+        )
+    if not island.bootstrap:
+        raise ConfigError(
+            f"island.bootstrap: got no address, and {why}: {island.label} would wait for ever; start `diloco "
+            f"bootstrap` and give the address that it prints, island.bootstrap=[ADDRESS]{alone}"
+        )
+
+
+def check_index(config: Config, index: int) -> None:
+    """Raise ConfigError if `islands` lists others than the island of this index, which does not join a run."""
+    count = len(config.islands)
+    if count and index >= count and not config.for_island(index).joins:
+        raise ConfigError(
+            f"island.index: got {index}, and `islands` has the entries 0 to {count - 1}; choose one of them, add an "
+            "entry, or set island.joins=true to join a run that others have begun"
+        )
+
+
 def check_stages_of_island(run: RunConfig, island: IslandConfig, where: str) -> None:
     """Raise ConfigError if the island's mesh holds still what stages of the run change."""
     stages = [at_stage(run, number) for number in range(len(run.stages))]

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from diloco.assemble import build_identity, build_loop_settings, open_records
+from diloco.config.check import check_entry
 from diloco.connections import open_connections
 from diloco.errors import ConfigError
 from diloco.faults.self_inflicted import build_hooks, slow_down
@@ -68,6 +69,7 @@ class Islands:
         InputError or OuterError.
         """
         read = read_config(config, overrides)
+        check_entry(read.run, read.island)
         params, self._watch = trained_params(model), ParamsWatch(model)
         self._device = str(next(model.parameters()).device)
         self._ranks = find_ranks()

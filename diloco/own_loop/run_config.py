@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from diloco.config.check import check_network
+from diloco.config.check import check_index, check_network
 from diloco.config.schema import Config, IslandConfig, RunConfig, load_config, most_tokens_per_step, parse_config
 from diloco.errors import ConfigError
 
@@ -72,6 +72,7 @@ def read_config(config: str | Path | Mapping[str, Any], overrides: Sequence[str]
             f"{where}: optimizer.tokens_per_step is {tokens}, which is not a multiple of data.seq_len "
             f"({run.data.seq_len}): a unit of data is whole sequences"
         )
+    check_index(parsed, parsed.island.index)
     check_network(run, parsed.for_island(parsed.island.index))
     run = run.model_copy(update={"optimizer": bounded})
     most = None if tokens is None else most_tokens_per_step(run)

@@ -50,6 +50,29 @@ def test_more_ranks_than_the_config_says_are_refused() -> None:
         read_config({"island": {"ranks": 4}}, ()).with_model("", 2)
 
 
+@pytest.mark.parametrize(
+    "values, text",
+    [
+        ({"outer": {"transport": "tls"}}, "island.bootstrap: got no address, and 1 more begin with it"),
+        ({"outer": {"transport": "hivemind"}}, "island-0 would wait for ever; start `diloco bootstrap` and give"),
+        ({"outer": {"transport": "loopback"}}, "outer.transport: got loopback, which no other process reaches"),
+        ({"island": {"joins": True}, "outer": {"transport": "gloo"}}, "got no address, and island.joins is true"),
+    ],
+)
+def test_an_island_that_would_wait_for_others_for_ever_is_refused(values: dict[str, Any], text: str) -> None:
+    outer = {"start_islands": 2, **values.pop("outer")}
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        diloco.Islands({"outer": outer} | values, nn.Linear(2, 2))
+
+
+def test_an_index_that_the_config_does_not_have_is_refused_unless_it_joins() -> None:
+    values = ALONE | {"islands": [{}, {}]}
+    assert read_config(values, ["island.index=1"]).island.label == "island-1"
+    with pytest.raises(ConfigError, match=r"island\.index: got 2, and `islands` has the entries 0 to 1; choose"):
+        read_config(values, ["island.index=2"])
+    assert read_config(values, ["island.index=2", "island.joins=true"]).island.joins
+
+
 class WithEmpty(nn.Module):
     def __init__(self) -> None:
         super().__init__()
