@@ -6,7 +6,6 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 from diloco import island, island_quorum
 from diloco.assemble import Runtime, build_trainer, of_all_islands, open_metrics, open_runtime
@@ -46,7 +45,7 @@ def train(config: Config, index: int, loop: Callable[[Runtime], None] | None = N
     start_logging(settings.label)
     end_with_parent()
     goodbyes: list[Runtime] = []
-    folder = Path(settings.run_dir) / run.name / settings.label
+    folder = settings.folder(run.name)
     requests = {int(number): partial(make_request, folder, name) for number, name in SIGNALS.items()}
     on_stop(lambda: say_goodbye(goodbyes, "left", "stopped by a signal"), requests)
     check_trainer(run)
@@ -84,7 +83,7 @@ def baseline(config: Config, num_islands: int, num_ranks: int) -> None:
     settings = fit_to_device(settings, device)
     with open_process_group(settings, device) as ranks:
         corpus = load_corpus(run, settings)
-        folder = Path(settings.run_dir) / run.name / "baseline"
+        folder = settings.folder(run.name)
         settings = choose_settings(of_all_islands(run, num_islands), settings, device, ranks, folder)
         trainer = build_trainer(run, settings, corpus, device, num_islands=num_islands)
         metrics = open_metrics(run, settings, folder) if ranks.is_leader else None
@@ -99,7 +98,7 @@ def train_data_parallel(
     num_sequences = run.optimizer.tokens_per_step * num_islands // run.data.seq_len
     batches = IslandBatches(corpus, run.data.seq_len, run.reading_seed, 1, num_sequences)
     speed = build_mfu_meter(run, settings, corpus, trainer.settings.device) if metrics is not None else None
-    note_peak(Logbook(Path(settings.run_dir) / run.name, "baseline"), speed)
+    note_peak(Logbook(settings.runs / run.name, "baseline"), speed)
     tokens = 0
     for step in range(run.total_steps):
         batches.expect([range(step, run.total_steps)])

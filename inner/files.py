@@ -8,6 +8,20 @@ from typing import IO, Any
 from inner.errors import InputError
 
 
+def home_path(text: str, where: str) -> Path:
+    """The path of a config's value, with `~` or `~user` at its start as that home directory.
+
+    Raises InputError, which names the value by `where`, if there is none, as in a container without HOME.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise InputError(
+            f"{where}: {text!r} begins with a home directory, and there is none here (the environment has no HOME, or "
+            "nobody has this name); set HOME, or give a whole path"
+        ) from None
+
+
 def write_atomically(path: Path, data: str | bytes) -> None:
     """Replace `path` by one rename: a reader sees the old file or the new one, also after a kill. Text is UTF-8.
 
@@ -71,6 +85,7 @@ def open_url(url: str, complaint: str) -> tuple[Any, PurePosixPath]:
     """
     import fsspec
 
+    url = str(home_path(url, complaint)) if url.startswith("~") else url
     try:
         files, path = fsspec.url_to_fs(url)
     except (ImportError, ValueError) as error:

@@ -26,6 +26,7 @@ from inner.checkpoint.save_load import Checkpoints
 from inner.checkpoint.tensor_reader import CheckpointFailed
 from inner.data.mixture import READING_ORDER
 from inner.errors import InputError
+from inner.files import home_path
 from inner.trainer import Trainer
 from outer.loop import OuterLoop
 
@@ -147,7 +148,9 @@ def open_checkpoints(
     if settings.every_rounds is None:
         yield None
         return
-    where = Path(settings.folder).expanduser() / run.name / island.label if settings.folder else folder / "checkpoints"
+    where = folder / "checkpoints"
+    if settings.folder:
+        where = home_path(settings.folder, "island.checkpoint.folder") / run.name / island.label
     kept = CheckpointFolder(where, settings.keep, island_signer(island))
     checkpoints = IslandCheckpoints(kept, run, trainer, outer)
     try:

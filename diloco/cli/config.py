@@ -69,5 +69,5 @@ def key(config: args.ConfigPath, overrides: args.Overrides = None) -> None:
 
     resolved = load_config(config, overrides or [])
     island = resolved.for_island(resolved.island.index)
-    folder = Path(island.run_dir) / resolved.name / island.label
+    folder = island.folder(resolved.name)
     typer.echo(load_island_key(folder / KEY_FILE).public)

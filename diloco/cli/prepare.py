@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -70,7 +69,7 @@ def _prepare_whole(data: "DataConfig", island: "IslandConfig", processes: int, c
     from inner.data.prepare import PrepareOptions
 
     options = PrepareOptions(processes, report=build_reporter(console))
-    corpus = prepare_corpus(data, Path(island.cache_dir).expanduser(), options)
+    corpus = prepare_corpus(data, island.cache, options)
     for text in corpus.texts:
         train, heldout = human_count(len(text.train)), human_count(len(text.heldout))
         size = f"{train} training and {heldout} held-out tokens of {text.heldout_bytes / len(text.heldout):.2f} bytes"
@@ -86,7 +85,7 @@ def _prepare_shards(data: "DataConfig", island: "IslandConfig", processes: int, 
 
     shards = island.shards.model_copy(update={"processes": processes})
     options = stream_options(island.model_copy(update={"shards": shards}))
-    cache, say = open_cache(Path(island.cache_dir).expanduser(), options), say_now_and_then(console)
+    cache, say = open_cache(island.cache, options), say_now_and_then(console)
     for source in data.sources:
         if source.source == TOKENS:
             continue

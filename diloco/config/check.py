@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
 from typing import get_args
 
 from diloco.config.schema import Config, IslandConfig, RunConfig, at_stage
@@ -244,7 +243,7 @@ def check_run(config: Config, num_islands: int) -> Corpus:
 def _prepare(run: RunConfig, island: IslandConfig) -> Corpus:
     if is_streamed(run.data):
         return without_texts(run.data.tokenizer)
-    return prepare_corpus(run.data, Path(island.cache_dir).expanduser())
+    return prepare_corpus(run.data, island.cache)
 
 
 def count_params(run: RunConfig, corpus: Corpus) -> int:

@@ -1,10 +1,12 @@
 """The part of a config that each island decides for itself: `island`, and what `islands` changes of it."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from inner.config import MeshConfig, ParallelConfig, ProfileConfig, Section, ShardsConfig
+from inner.files import home_path
 from outer.config import MAX_TLS_STREAMS
 from outer.network.endpoints import ISLAND_NAME
 
@@ -138,6 +140,20 @@ class IslandConfig(Section):
     def label(self) -> str:
         """The name of the island in the run: `name`, or else `island-<index>`."""
         return self.name or f"island-{self.index}"
+
+    @property
+    def runs(self) -> Path:
+        """The folder `run_dir`. Raises InputError if it is in a home directory and there is none."""
+        return home_path(self.run_dir, "island.run_dir")
+
+    def folder(self, run: str) -> Path:
+        """Where the island keeps what is its own of the run of this name. Raises InputError as `runs`."""
+        return self.runs / run / self.label
+
+    @property
+    def cache(self) -> Path:
+        """The folder `cache_dir`. Raises InputError as `runs`."""
+        return home_path(self.cache_dir, "island.cache_dir")
 
     def resolve_compute_dtype(self, device: str) -> Literal["float32", "bfloat16"]:
         """The dtype in which the model computes on `device`, for example `cpu`, `cuda` or `cuda:3`."""

@@ -33,6 +33,7 @@ from inner.config import (
 )
 from inner.config.stages import check_stages, count_stage_cycles
 from inner.errors import InputError
+from inner.files import home_path
 from inner.huggingface.model_config import fill_sizes_from_folder
 from outer.config import OuterConfig
 from outer.network.endpoints import RUN_NAME
@@ -103,7 +104,7 @@ class RunConfig(Section):
         """Folder of the weights that the island starts from; None if it uses the seed or takes the state of others."""
         if self.model.init_from is None or island.joins:
             return None
-        return Path(island.init_from or self.model.init_from).expanduser()
+        return home_path(island.init_from or self.model.init_from, "model.init_from")
 
 
 class Config(RunConfig):
@@ -147,10 +148,10 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
 
 def fill_sizes(config: Config) -> Config:
     """The config with the sizes of the model that model.init_from names, if it names one. Raises ConfigError."""
-    folder = config.initial_weights(config.for_island(config.island.index))
-    if folder is None:
-        return config
     try:
+        folder = config.initial_weights(config.for_island(config.island.index))
+        if folder is None:
+            return config
         return config.model_copy(update={"model": fill_sizes_from_folder(config.model, folder)})
     except InputError as error:
         raise ConfigError(str(error)) from None

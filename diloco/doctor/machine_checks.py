@@ -16,6 +16,7 @@ from diloco.errors import ConfigError
 from diloco.formatting import human_bytes
 from diloco.swarm.visit import LocalIsland
 from inner.errors import InputError as DataError
+from inner.files import home_path
 from inner.measure.param_specs import num_elements
 from outer.errors import InputError
 from outer.network.run_key import read_run_key
@@ -42,7 +43,7 @@ def check_machine(local: LocalIsland, *, is_alone: bool) -> Iterator[Check]:
     yield from check_disk(local)
     yield Check("ok", "clock", f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC by this machine's clock")
     if local.island.run_key_file is not None:
-        yield check_key(Path(local.island.run_key_file).expanduser())
+        yield check_key(home_path(local.island.run_key_file, "island.run_key_file"))
     if local.transport == "hivemind" and has_hivemind():
         yield check_daemon()
 
@@ -107,7 +108,7 @@ def check_open_files(num_ranks: int) -> Check:
 def check_disk(local: LocalIsland) -> Iterator[Check]:
     """Check that there is space for the state that an island may download, and for the tokenised text."""
     state = state_bytes(local.run) if local.run is not None else 0
-    cache = Path(local.island.cache_dir).expanduser()
+    cache = local.island.cache
     for where, path, needed in (("island.run_dir", local.folder, state), ("island.cache_dir", cache, 0)):
         existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
         free = shutil.disk_usage(existing).free

@@ -74,7 +74,7 @@ def run_experiment(path: Path, request: ExperimentRequest, console: Console) -> 
 
 def default_folder(experiment: Experiment, rows: Rows) -> Path:
     """Where an experiment is kept unless the command line says otherwise."""
-    return Path(rows.rows[0].config.island.run_dir) / "experiments" / experiment.name
+    return rows.rows[0].config.island.runs / "experiments" / experiment.name
 
 
 def count_at_once(rows: Rows) -> int:

@@ -223,7 +223,7 @@ class Islands:
     def _open(self, stack: ExitStack) -> None:
         """Open records and connections, and build the outer loop."""
         run, island, ranks = self.config.run, self.config.island, self._ranks
-        folder, started_at = Path(island.run_dir) / run.name / island.label, time.time()
+        folder, started_at = island.folder(run.name), time.time()
         metrics = stack.enter_context(open_records(run, island, folder)) if ranks.is_leader else None
         if ranks.is_leader:
             keep_config(folder.parent, run)

@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -19,6 +18,7 @@ from inner.config import DataConfig, MixtureEntry, SourceConfig
 from inner.data.corpus import Corpus, Text, prepare_corpus, without_texts
 from inner.data.streaming.open import StreamOptions, is_streamed, open_streamed
 from inner.data.streaming.worker import serve
+from inner.files import home_path
 
 
 def data_of(run: RunConfig, island: IslandConfig) -> DataConfig:
@@ -58,7 +58,7 @@ def _at_places(source: SourceConfig, places: tuple[str, ...], key: str) -> dict[
     """The changes to a source that is read from these places. Raises ConfigError."""
     if source.source != "huggingface":
         return {"paths": list(places)}
-    if len(places) != 1 or not Path(places[0]).is_dir():
+    if len(places) != 1 or not home_path(places[0], key).is_dir():
         raise ConfigError(f"{key}: got {list(places)}; a dataset of Hugging Face lies in one folder: name that")
     return {"dataset": places[0]}
 
@@ -68,7 +68,7 @@ def load_corpus(config: RunConfig, island: IslandConfig) -> Corpus:
 
     Close it after use.
     """
-    data, cache_dir = data_of(config, island), Path(island.cache_dir).expanduser()
+    data, cache_dir = data_of(config, island), island.cache
     if is_streamed(data):
         corpus = open_streamed(data, cache_dir, stream_options(island))
     else:

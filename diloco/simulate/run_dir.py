@@ -19,7 +19,7 @@ def prepare_run(config: Config, links: str, *, resume: bool) -> tuple[RunFacts, 
     """
     num_islands = len(config.islands)
     corpus = check_run(config, num_islands)
-    parent = Path(config.island.run_dir)
+    parent = config.island.runs
     run_dir = find_run_dir(parent, config) if resume else new_run_dir(parent, config.name)
     config = config.model_copy(update={"name": run_dir.name})
     write_atomically(run_dir / "config.yaml", dump_config(config))

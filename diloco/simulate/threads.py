@@ -21,7 +21,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from queue import SimpleQueue
 
 from diloco import island
@@ -58,7 +57,7 @@ def train_together(
     shared = Shared(Hub(), EventLoopThread(slowness=len(islands)), turns, SharedEvaluations())
     with open_process_group(islands[0], device) as ranks, ExitStack() as stack:
         for settings in islands:
-            folder = Path(settings.run_dir) / run.name / settings.label
+            folder = settings.folder(run.name)
             pinned = add_weights_hash(run, settings)
             running.append(stack.enter_context(open_runtime(pinned, settings, ranks, device, folder, shared)))
         resume_together(running)

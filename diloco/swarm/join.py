@@ -30,8 +30,7 @@ def join(address: str, overrides: list[str], ranks: int, run_name: str | None) -
     check_island(config.run, config.island, "this island")
     check_network(config.run, config.island)
     check_device(config.island)
-    run_dir = Path(config.island.run_dir) / config.name
-    island_dir = run_dir / config.island.label
+    island_dir = config.island.folder(config.name)
     check_folder(island_dir, config)
     island_dir.mkdir(parents=True, exist_ok=True)
     write_atomically(island_dir / "config.yaml", dump_config(config))

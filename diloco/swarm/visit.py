@@ -43,7 +43,7 @@ class LocalIsland:
 
     @property
     def folder(self) -> Path:
-        return Path(self.island.run_dir).expanduser()
+        return self.island.runs
 
     @property
     def connect_seconds(self) -> float:

@@ -12,6 +12,7 @@ import tokenizers
 
 from inner.data.sources.hub import require_on_hub
 from inner.errors import InputError, summarise
+from inner.files import home_path
 
 EOS_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
 FILE_CURE = "save one with tokenizers.Tokenizer.save, or use data.tokenizer=bytes"
@@ -125,11 +126,11 @@ def tokenizer_folder(name: str) -> Path | None:
 
 
 def _is_file_name(name: str) -> bool:
-    return name.endswith(".json") or Path(name).expanduser().exists()
+    return name.endswith(".json") or home_path(name, "data.tokenizer").exists()
 
 
 def _tokenizer_file(name: str) -> Path:
-    path = Path(name).expanduser()
+    path = home_path(name, "data.tokenizer")
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise InputError(

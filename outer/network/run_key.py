@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import logging
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,10 +39,11 @@ class RunKey:
 
 def read_run_key(path: Path) -> RunKey:
     """Read a key from a file, without the white space around it. Raises InputError."""
+    path = Path(os.path.expanduser(path))  # unlike Path.expanduser it leaves ~ where there is no home directory
     cure = f"make one with `head -c 32 /dev/urandom | base64 > {path}`, and give every island the same"
     try:
-        secret = path.expanduser().read_bytes().strip()
-        mode = path.expanduser().stat().st_mode
+        secret = path.read_bytes().strip()
+        mode = path.stat().st_mode
     except OSError as error:
         raise InputError(f"island.run_key_file: cannot read {str(path)!r}: {error.strerror}; {cure}") from None
     if len(secret) < MIN_KEY_BYTES:
@@ -85,7 +87,7 @@ class PeerAuth:
 
 def load_run_key(path: str | None) -> RunKey | None:
     """Load the key that a config's `run_key_file` names, or None if it names none. Raises InputError."""
-    return None if path is None else read_run_key(Path(path).expanduser())
+    return None if path is None else read_run_key(Path(path))
 
 
 def seal(key: RunKey | None, purpose: str, body: bytes) -> bytes:

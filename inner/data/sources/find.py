@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from inner.errors import InputError
+from inner.files import home_path
 
 Format = Literal["lines", "json", "parquet", "tar", "text"]
 
@@ -40,7 +41,7 @@ def find_files(entry: str) -> list[tuple[str, Path]]:
     Folders behind symbolic links are read too. A file that can be reached in several ways is there once, by the
     shortest.
     """
-    path = Path(entry).expanduser()
+    path = home_path(entry, "data.paths")
     if path.is_file():
         return [(path.name, path)]
     if path.is_dir():

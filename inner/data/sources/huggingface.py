@@ -14,6 +14,7 @@ from inner.data.sources.documents import Document, Place, TextField, row_text
 from inner.data.sources.find import find_files
 from inner.data.sources.hub import require_on_hub
 from inner.errors import InputError, summarise
+from inner.files import home_path
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,8 @@ class HuggingFaceSource:
         import datasets
 
         try:
-            stream = datasets.load_dataset(self.dataset, self.dataset_config, split=self.split, streaming=True)
+            where = str(self._place) if self._is_local() else self.dataset
+            stream = datasets.load_dataset(where, self.dataset_config, split=self.split, streaming=True)
             yield from _rows_from(stream, file, row)
         except Exception as error:
             # Builders, file systems and HTTP libraries each raise exceptions of their own.
@@ -112,7 +114,11 @@ class HuggingFaceSource:
             gc.collect()
 
     def _is_local(self) -> bool:
-        return Path(self.dataset).is_dir()
+        return self._place.is_dir()
+
+    @property
+    def _place(self) -> Path:
+        return home_path(self.dataset, "data.dataset")
 
 
 def _rows_from(stream: Any, first_file: int, first_row: int) -> Iterator[tuple[int, int, Mapping[str, object]]]:
