@@ -13,7 +13,9 @@ from diloco.cli.main import app
 from diloco.config.island import IslandConfig
 from diloco.config.schema import load_config, parse_config
 from diloco.errors import ConfigError
+from inner.data.sources.documents import TextField
 from inner.data.sources.files import find_files
+from inner.data.sources.huggingface import HuggingFaceSource
 from inner.data.tokenizer import tokenizer_folder
 from inner.errors import InputError
 from inner.files import open_url
@@ -57,8 +59,12 @@ def test_a_command_finds_the_island_below_the_home_directory(home: Path) -> None
 def test_what_a_config_names_is_found_in_the_home_directory(home: Path) -> None:
     for name in ("tokenizer.json", "a.txt", "run.key"):
         (home / name).write_text("0123456789" * 4)
+    (home / "rows").mkdir()
+    (home / "rows" / "a.jsonl").write_text("{}")
     assert tokenizer_folder("~/tokenizer.json") == home
     assert find_files("~/a.txt") == [("a.txt", home / "a.txt")]
+    dataset = HuggingFaceSource("~/rows", None, "train", TextField("text"))
+    assert "a.jsonl" in str(dataset.fingerprint())
     assert load_run_key("~/run.key") is not None
     assert str(open_url("~/mirror", "")[1]) == str(home / "mirror")
     assert parse_config("model: {init_from: ~/weights}").initial_weights(IslandConfig()) == home / "weights"
