@@ -7,6 +7,10 @@ from typing import IO, Any
 
 from inner.errors import InputError
 
+CACHE_TAG = "CACHEDIR.TAG"
+CACHE_SIGNATURE = "Signature: 8a477f597d28d172789f06886806bc55\n"
+"""What marks a folder as a cache: https://bford.info/cachedir/."""
+
 
 def home_path(text: str, where: str) -> Path:
     """The path of a config's value, with `~` or `~user` at its start as that home directory.
@@ -20,6 +24,12 @@ def home_path(text: str, where: str) -> Path:
             f"{where}: {text!r} begins with a home directory, and there is none here (the environment has no HOME, or "
             "nobody has this name); set HOME, or give a whole path"
         ) from None
+
+
+def make_cache_folder(folder: Path) -> None:
+    """Make the folder, with a CACHEDIR.TAG in it: what reads or saves folders leaves a folder out that has one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CACHE_TAG).write_text(CACHE_SIGNATURE)
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:

@@ -5,8 +5,10 @@ and tests run islands as threads: what torch and hypothesis import at first use 
 """
 
 import gc
+import logging
 import os
 import re
+from collections.abc import Iterator
 
 import hypothesis.internal.observability
 import pytest
@@ -32,6 +34,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def wants_gpu(markers: str) -> bool:
     """Whether an expression for -m asks for the tests marked gpu."""
     return re.search(r"(?<!not )\bgpu\b", markers) is not None
+
+
+@pytest.fixture(autouse=True)
+def level_of_outer() -> Iterator[None]:
+    """Give the logger of outer/ its level back: `diloco doctor`, `status` and `watch` quiet it for their process."""
+    logger = logging.getLogger("outer")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 def pytest_collection_finish() -> None:

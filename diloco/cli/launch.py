@@ -35,9 +35,9 @@ def launch(
     island = resolved.for_island(resolved.island.index)
     try:
         check_network(resolved.run, island)
+        check_device(island)
         check_index(resolved, resolved.island.index)
         check_entry(resolved.run, island)
-        check_device(island)
     except (ConfigError, InputError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(FINAL_STATUS) from None

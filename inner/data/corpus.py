@@ -21,6 +21,7 @@ from inner.data.token_files.open_files import CheckedTokens, open_token_files
 from inner.data.tokenise import token_dtype
 from inner.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_fingerprint
 from inner.errors import InputError
+from inner.files import make_cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ def _find_or_prepare(config: DataConfig, cache_dir: Path, options: PrepareOption
     if folder.exists():
         return folder
     with explain_write_errors(cache_dir):
-        cache_dir.mkdir(parents=True, exist_ok=True)
+        make_cache_folder(cache_dir)
     with hold_lock(cache_dir / f".{folder.name}.lock", f"the text in {folder}") as keep_alive:
         # The previous holder of the lock may have finished the work.
         if not folder.exists():

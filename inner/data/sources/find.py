@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from inner.errors import InputError
-from inner.files import home_path
+from inner.files import CACHE_TAG, home_path
 
 Format = Literal["lines", "json", "parquet", "tar", "text"]
 
@@ -87,7 +87,7 @@ def _list(folder: Path) -> list[Path]:
 
 def _relative_to(folder: Path, paths: list[Path], entry: str) -> list[tuple[str, Path]]:
     keys = ((path.relative_to(folder), path) for path in paths if path.is_file())
-    files = [(key.as_posix(), path) for key, path in keys if not any(p.startswith(".") for p in key.parts)]
+    files = [(key.as_posix(), path) for key, path in keys if not _is_hidden(key) and not _is_cached(folder, key)]
     if not files:
         raise InputError(
             f"data.paths: {entry!r} matches no file (looked in {Path.cwd()}; hidden files do not count); "
@@ -96,6 +96,15 @@ def _relative_to(folder: Path, paths: list[Path], entry: str) -> list[tuple[str,
     by_length, _ = distinct(sorted(files, key=lambda file: len(file[1].parts)))
     kept = set(by_length)
     return [file for file in files if file in kept]
+
+
+def _is_hidden(key: Path) -> bool:
+    return any(part.startswith(".") for part in key.parts)
+
+
+def _is_cached(folder: Path, key: Path) -> bool:
+    """Whether the file lies in a cache below the folder, such as this program's own island.cache_dir."""
+    return any((folder / parent / CACHE_TAG).exists() for parent in key.parents if parent.parts)
 
 
 def format_of(path: Path) -> Format:

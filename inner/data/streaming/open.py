@@ -18,6 +18,7 @@ from inner.data.streaming.supply import StoreSupply, Supply
 from inner.data.streaming.tokeniser import TokeniserSupply
 from inner.data.tokenizer import Tokenizer, build_tokenizer
 from inner.errors import InputError
+from inner.files import make_cache_folder
 
 FOLDER = "shards"
 """Of the cache: the shards of all texts."""
@@ -66,7 +67,8 @@ def open_cache(cache_dir: Path, options: StreamOptions) -> ShardCache:
     """The cache of all shards below `cache_dir`, whose folder exists then. Raises InputError."""
     cache = ShardCache(cache_dir / FOLDER, options.cache_bytes)
     with explain_write_errors(cache.folder):
-        cache.folder.mkdir(parents=True, exist_ok=True)
+        make_cache_folder(cache_dir)
+        cache.folder.mkdir(exist_ok=True)
     return cache
 
 

@@ -9,6 +9,7 @@ from inner.data.sources.documents import TextField
 from inner.data.sources.files import FilesSource
 from inner.data.sources.find import find_files
 from inner.data.token_files.open_files import open_token_files
+from inner.files import make_cache_folder
 
 
 def read(*entries: object) -> list[tuple[str, str]]:
@@ -71,6 +72,14 @@ def test_hidden_files_and_broken_links_are_left_out_by_every_form(tmp_path: Path
     put(tmp_path / "data" / "a.txt")
     put(tmp_path / "data" / ".git" / "b.txt")
     (tmp_path / "data" / "broken").symlink_to("nothing")
+    for form in forms(tmp_path / "data"):
+        assert read(form) == [("a.txt", "a.txt")], form
+
+
+def test_the_cache_in_a_folder_of_data_is_left_out(tmp_path: Path) -> None:
+    put(tmp_path / "data" / "a.txt")
+    make_cache_folder(tmp_path / "data" / "cache")
+    put(tmp_path / "data" / "cache" / "shard.json")
     for form in forms(tmp_path / "data"):
         assert read(form) == [("a.txt", "a.txt")], form
 
