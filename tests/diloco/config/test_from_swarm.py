@@ -167,8 +167,11 @@ OWN_SOURCE = "tests.own.sources:Lines"
         ["model.name=tests.own.models:GatedConv"],
         [f"data.source={OWN_SOURCE}", "data.options={skip: 1}"],
         [f"data.mixture=[{{name: a, weight: 1, source: '{OWN_SOURCE}'}}, {{name: b, weight: 1}}]"],
+        ["outer.codec=tests.own.codecs:Sign"],
+        ["outer.merge.rule=tests.own.merges:soft_mean"],
+        ["outer.optimizer.rule=tests.own.rules:SignMomentum"],
     ],
-    ids=["optimizer", "model", "source", "mixture"],
+    ids=["optimizer", "model", "source", "mixture", "codec", "merge rule", "outer optimizer"],
 )
 def test_no_key_of_a_swarm_imports_code(run: list[str]):
     with pytest.raises(ConfigError, match=r"config does not say which code .* add to island.allow_imports: tests\.own"):
