@@ -11,6 +11,8 @@ from outer.config.sharing import CodingConfig, GossipConfig, MergeConfig
 
 MOMENT_RULES = ("mean", "trimmed_mean", "geometric_median")
 """Rules whose result lies between the participants' values, which second moments require."""
+GATHERED = ("topk",)
+"""Those of our codecs that cannot encode a mean: every island gets all payloads and computes the mean itself."""
 CODECS = ("fp32", "bf16", "fp16", "int8", "int4", "e3m0", "stat2", "topk", "lowrank")
 AT_RENDEZVOUS = frozenset({"gloo", "tls"})
 """Transports whose islands meet at a TCP rendezvous; those of hivemind meet in its DHT, where those of tls may meet,
@@ -128,6 +130,7 @@ class OuterConfig(Section):
         self._check_own_code()
         self._check_gossip()
         self._check_timed()
+        self._check_histories()
         self._check_audit()
         if self.moments is not None:
             self._check_moments()
@@ -181,6 +184,15 @@ class OuterConfig(Section):
             raise ValueError(
                 "wait_for is 'quorum': each island contributes when its inner steps are done, at its own pace; set "
                 "local_steps to dynamic and leave out round_seconds, or wait_for to all"
+            )
+
+    def _check_histories(self) -> None:
+        remembering = self.merge.remembering
+        if remembering and self.codec in GATHERED:
+            raise ValueError(
+                f"merge.{remembering[0]}: with codec {self.codec} every island computes the means itself, and one that "
+                "joined later remembers other rounds than the others; leave it out (max_norm_ratio remembers nothing), "
+                "or use another codec"
             )
 
     def _check_audit(self) -> None:

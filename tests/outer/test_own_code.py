@@ -9,7 +9,9 @@ import torch
 
 from diloco.testing import check_codec, check_merge, check_outer_rule
 from outer.codecs import build_codec
-from outer.config import CODECS, MERGE_RULES, CodingConfig, MergeConfig, OuterConfig
+from outer.codecs.choice import build_codec_choice
+from outer.config import CODECS, MERGE_RULES, MergeConfig, OuterConfig
+from outer.config.outer import GATHERED
 from outer.errors import InputError, MessageError, NonFiniteError
 from outer.merges import build_merge
 from outer.own_code import allow, load
@@ -111,7 +113,7 @@ def test_own_decoders_raise_a_message_error_for_whatever_a_peer_sends() -> None:
 def test_a_codec_below_eight_bits_leaves_norms_and_biases_to_int8() -> None:
     assert build_codec(CODEC).is_coarse
     assert [name for name in CODECS if build_codec(name).is_coarse] == ["int4", "e3m0", "stat2", "topk", "lowrank"]
-    assert [name for name in CODECS if build_codec(name).gathers] == ["topk"]
+    assert [name for name in CODECS if build_codec(name).gathers] == list(GATHERED)
 
 
 def test_a_merge_rule_that_ignores_weights_of_zero_not_at_all_is_still_given_none_of_them() -> None:
@@ -216,9 +218,14 @@ def test_options_without_own_code_are_refused(section: dict, text: str) -> None:
         OuterConfig.model_validate(section)
 
 
-def test_a_gathering_codec_beside_a_rule_that_remembers_is_refused() -> None:
-    from outer.codecs.choice import build_codec_choice
+class Gathers(Doubles):
+    gathers = True
 
-    config = OuterConfig(codec="topk", merge=MergeConfig(rule="centered_clip"), coding=CodingConfig())
-    with pytest.raises(InputError, match="with codec topk every island computes the means itself"):
+
+def test_an_own_codec_that_gathers_beside_a_rule_that_remembers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = f"{__name__}:Gathers"
+    allow(path)
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[Gathers.__module__])
+    config = OuterConfig(codec=path, merge=MergeConfig(rule="centered_clip"))
+    with pytest.raises(InputError, match="every island computes the means itself"):
         build_codec_choice(config)
