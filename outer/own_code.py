@@ -1,52 +1,39 @@
-"""Imports code of the user's own that the outer config names: a codec, a merge rule, an outer optimizer.
+"""Code of the user's own that the outer config names: a codec, a merge rule, an outer optimizer.
 
-outer/config/own_code.py has the form of the names, docs/extending.md what such code must do.
+Nothing is imported here. The program provides what a config of the operator names, or what the operator has allowed;
+what only a swarm's config names is never there. docs/extending.md says what such code must do.
 """
 
-import importlib
-from collections.abc import Callable, Mapping
-from difflib import get_close_matches
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, TypeVar
 
+from outer.config.own_code import Options
 from outer.errors import InputError
 
-_allowed: set[str] = set()
+T = TypeVar("T")
+Claim = Callable[[T], bool]
+"""Tries one thing that own code must do, which its docstring says."""
+_provided: dict[str, Callable[..., Any]] = {}
 
 
-def allow(*paths: str) -> None:
-    """Let `load` import these in this process: they stand in a config of the operator, or the operator allowed them."""
-    _allowed.update(paths)
+def provide(path: str, target: Callable[..., Any]) -> None:
+    """Let configs of this process name `target` by its import path."""
+    _provided[path] = target
 
 
-def load(path: str, key: str) -> Callable[..., Any]:
-    """Import the class or function that `key` of the config names by `path`, which was allowed before.
-
-    Raises InputError. Nothing that a swarm's config alone names is imported.
-    """
-    where = f"{key}: got {path!r}"
-    if path not in _allowed:
-        raise InputError(f"{where}, code that a run of others names; it is not imported here (island.allow_imports)")
-    module_name, _, name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+def find(path: str, key: str) -> Callable[..., Any]:
+    """The class or function that `key` of the config names by `path`. Raises InputError if nobody has provided it."""
+    if path not in _provided:
         raise InputError(
-            f"{where}; there is no module {error.name!r} here; install its package into this environment, or add the "
-            "folder that has it to PYTHONPATH"
-        ) from error
-    except Exception as error:
-        raise InputError(f"{where}; importing {module_name} failed: {type(error).__name__}: {error}") from error
-    if not callable(found := getattr(module, name, None)):
-        callables = [each for each, value in vars(module).items() if callable(value)]
-        near = get_close_matches(name, callables, n=1, cutoff=0.0)
-        hint = f"the nearest name is {module_name}:{near[0]}" if near else "it has none"
-        raise InputError(f"{where}; allowed: a class or function of {module_name}; {hint}")
-    return found
+            f"{key}: got {path!r}, code that a run of others names; it is not imported here (island.allow_imports)"
+        )
+    return _provided[path]
 
 
 def call(path: str, key: str, options: Mapping[str, Any]) -> Any:
     """Call what `path` names with the options as keyword arguments. Raises InputError if it does not take them."""
-    target = load(path, key)
+    target = find(path, key)
     try:
         return target(**options)
     except Exception as error:
@@ -54,3 +41,28 @@ def call(path: str, key: str, options: Mapping[str, Any]) -> Any:
             f"{key}: {path}({', '.join(f'{name}={value!r}' for name, value in options.items())}) failed: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def require(claims: Sequence[Claim[T]], subject: T, where: str) -> None:
+    """Try each claim. Raises InputError with the first that does not hold; `where` names key and subject."""
+    for claim in claims:
+        try:
+            holds = claim(subject)
+        except Exception as error:
+            raise InputError(f"{_say(claim, where)}; {type(error).__name__}: {error}") from error
+        if not holds:
+            raise InputError(f"{_say(claim, where)}; it does not hold")
+
+
+def _say(claim: Claim[T], where: str) -> str:
+    return f"{where} must do this: {' '.join((claim.__doc__ or '').split())!r}"
+
+
+def once(build: Callable[[str, Options], T]) -> Callable[[str, Options], T]:
+    """`build`, whose result for a path and options is made once and kept: a step asks for it each time."""
+
+    @cache
+    def built(path: str, options: tuple[tuple[str, Any], ...]) -> T:
+        return build(path, dict(options))
+
+    return lambda path, options: built(path, tuple(sorted(options.items())))

@@ -16,13 +16,11 @@ FORBIDDEN = {
 }  # fmt: skip
 READS_TENSORS = "inner/checkpoint/tensor_reader.py"
 # The second one has a subclass of yaml.SafeLoader. The third one imports own code, which the operator's config or
-# command line names; that what others name is refused is tested in tests/diloco/config/test_from_swarm.py. So does the
-# fourth one, which refuses what was not allowed before: tests/outer/test_own_code.py.
+# command line names; that what others name is refused is tested in tests/diloco/config/test_from_swarm.py.
 ALLOWED = {
     READS_TENSORS: {"torch.load"},
     "diloco/config/from_swarm.py": {"yaml.load"},
     "inner/import_path.py": {"importlib.import_module"},
-    "outer/own_code.py": {"importlib.import_module"},
 }
 
 

@@ -7,8 +7,8 @@ from diloco.config.schema import Config, RunConfig, load_config
 from diloco.errors import ConfigError
 from inner.config import DataConfig
 from inner.errors import InputError
-from inner.import_path import is_import_path, source_sha256
-from outer.own_code import allow
+from inner.import_path import is_import_path, load, source_sha256
+from outer.own_code import provide
 
 
 def own_code(run: RunConfig) -> list[tuple[str, str]]:
@@ -45,11 +45,7 @@ def check_allowed(code: list[tuple[str, str]], allowed: tuple[str, ...], cure: s
 
 
 def add_code_hashes(run: RunConfig) -> RunConfig:
-    """The run with the hashes of the own code that this machine has, which outer/ may import from here on.
-
-    It imports that code. Raises ConfigError.
-    """
-    allow_own_code(run)
+    """The run with the hashes of the own code that this machine has. It imports that code. Raises ConfigError."""
     try:
         hashes = {path: source_sha256(path, key) for key, path in own_code(run)}
     except InputError as error:
@@ -57,21 +53,28 @@ def add_code_hashes(run: RunConfig) -> RunConfig:
     return run.model_copy(update={"code_sha256": hashes})
 
 
-def allow_own_code(run: RunConfig) -> None:
-    """Let outer/ import what the run names. The config is the operator's own, or `check_allowed` has passed it."""
-    allow(*outer_code(run))
+def provide_own_code(run: RunConfig) -> None:
+    """Import the run's codec, merge rule and outer optimizer, those that are own code, for outer/. Raises ConfigError.
+
+    The config is the operator's own, or `check_allowed` has passed it.
+    """
+    try:
+        for key, path in outer_code(run):
+            provide(path, load(path, key))
+    except InputError as error:
+        raise ConfigError(str(error)) from None
 
 
 def load_own_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Load the operator's own config, whose code outer/ may import from here on. Raises ConfigError."""
+    """Load the operator's own config and provide the code that it names between islands. Raises ConfigError."""
     config = load_config(path, overrides)
-    allow_own_code(config.run)
+    provide_own_code(config.run)
     return config
 
 
-def outer_code(run: RunConfig) -> list[str]:
-    """Import paths of the run's codec, merge rule and outer optimizer, those that are own code."""
-    return [path for key, path in own_code(run) if key.startswith("outer.")]
+def outer_code(run: RunConfig) -> list[tuple[str, str]]:
+    """(key, import path) of the run's codec, merge rule and outer optimizer, those that are own code."""
+    return [(key, path) for key, path in own_code(run) if key.startswith("outer.")]
 
 
 def find_other_code(ours: RunConfig, theirs: RunConfig) -> list[str]:

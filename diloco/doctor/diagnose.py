@@ -17,8 +17,8 @@ import typer
 from diloco.config.from_swarm import parse_swarm_config
 from diloco.config.init_weights import pin_weights_hash
 from diloco.config.overrides import differing_keys
-from diloco.config.own_code import allow_own_code
-from diloco.config.schema import RunConfig, load_config, parse_config
+from diloco.config.own_code import load_own_config
+from diloco.config.schema import RunConfig, parse_config
 from diloco.doctor.address_checks import time_connection
 from diloco.doctor.checks import Check
 from diloco.doctor.host_memory_check import check_host_memory
@@ -94,9 +94,7 @@ async def diagnose(
     """Check this machine, then the swarm at `address`, its runs, and each of their islands."""
     yield "This machine"
     try:
-        config = pin_weights_hash(load_config(config_path, overrides)) if config_path is not None else None
-        if config is not None:
-            allow_own_code(config.run)
+        config = pin_weights_hash(load_own_config(config_path, overrides)) if config_path is not None else None
         local = resolve_local_island(config, parse_config("", overrides), address)
     except ConfigError as error:
         yield Check("FAILED", "config", str(error))

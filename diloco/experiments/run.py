@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from diloco.config.own_code import provide_own_code
 from diloco.experiments.definition.build import build_rows
 from diloco.experiments.definition.rows import Rows, Run, select
 from diloco.experiments.definition.schema import Experiment, load_experiment
@@ -40,6 +41,8 @@ def run_experiment(path: Path, request: ExperimentRequest, console: Console) -> 
     """Run the experiment. Returns exit status 0 if no run failed, else 1; 130 if interrupted. Raises ConfigError."""
     experiment = load_experiment(path)
     rows = build_rows(experiment)
+    for row in rows.rows:
+        provide_own_code(row.config.run)
     chosen = select(rows.rows, list(request.only))
     folder = ExperimentFolder(request.out or default_folder(experiment, rows))
     at_once = request.at_once or count_at_once(rows)

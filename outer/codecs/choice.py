@@ -73,12 +73,8 @@ def build_codec_choice(config: OuterConfig) -> CodecChoice:
     """The codecs that the config selects. Raises InputError, also for own code that does not do what a codec must."""
     codec = build_codec(config.codec, config.coding)
     moments = Fp32Codec() if config.codec == "fp32" else Bf16Codec()
-    if codec.gathers and config.merge.remembering:
-        raise InputError(
-            f"outer.merge.{config.merge.remembering[0]}: with codec {config.codec} every island computes the means "
-            "itself, and one that joined later remembers other rounds than the others; leave it out (max_norm_ratio "
-            "remembers nothing), or use another codec"
-        )
+    if codec.gathers and (problem := config.gathering_problem):
+        raise InputError(f"outer.{problem}")
     fine = build_codec(FINE) if codec.is_coarse else codec
     mean = Fp32Codec() if codec.gathers else codec
     return CodecChoice(codec, fine, mean, codec.gathers, config.coding.feedback, moments)

@@ -1,8 +1,6 @@
 """A codec of the user's own: what it must have, the checks around it, and what is tried before a run begins with it."""
 
 import math
-from collections.abc import Callable
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +8,7 @@ import torch
 from outer.codecs.packing.checks import check_payload, check_values, flat_fp32, is_finite, non_finite_error
 from outer.config.own_code import Options
 from outer.errors import InputError, MessageError, NonFiniteError
-from outer.own_code import call
+from outer.own_code import call, once, require
 
 KEY = "outer.codec"
 SIZES = (0, 1, 2, 127, 128, 257, 1000, 4097)
@@ -68,14 +66,10 @@ class OwnCodec:
         return check_values(values, self.name)
 
 
+@once
 def build_own_codec(path: str, options: Options) -> OwnCodec:
     """Build the codec that an import path names and try it. Raises InputError."""
-    return _build(path, tuple(sorted(options.items())))
-
-
-@cache
-def _build(path: str, options: tuple[tuple[str, Any], ...]) -> OwnCodec:
-    codec = OwnCodec(call(path, KEY, dict(options)), path.partition(":")[2])
+    codec = OwnCodec(call(path, KEY, options), path.partition(":")[2])
     check_codec(codec)
     return codec
 
@@ -86,18 +80,7 @@ def check_codec(codec: Any) -> None:
     `codec` is one of ours or own code as in CodecCode. It takes some milliseconds.
     """
     wrapped = codec if hasattr(codec, "gathers") and hasattr(codec, "name") else OwnCodec(codec, type(codec).__name__)
-    for claim in CLAIMS:
-        try:
-            holds = claim(wrapped)
-        except Exception as error:
-            raise InputError(_broken(wrapped.name, claim, f"{type(error).__name__}: {error}")) from error
-        if not holds:
-            raise InputError(_broken(wrapped.name, claim, "it does not hold"))
-
-
-def _broken(name: str, claim: Callable[[Any], bool], how: str) -> str:
-    said = " ".join((claim.__doc__ or "").split()).rstrip(".")
-    return f"{KEY}: the codec {name} must do this: {said!r}; {how}"
+    require(CLAIMS, wrapped, f"{KEY}: the codec {wrapped.name}")
 
 
 def _values(size: int) -> torch.Tensor:

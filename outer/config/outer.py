@@ -187,13 +187,8 @@ class OuterConfig(Section):
             )
 
     def _check_histories(self) -> None:
-        remembering = self.merge.remembering
-        if remembering and self.codec in GATHERED:
-            raise ValueError(
-                f"merge.{remembering[0]}: with codec {self.codec} every island computes the means itself, and one that "
-                "joined later remembers other rounds than the others; leave it out (max_norm_ratio remembers nothing), "
-                "or use another codec"
-            )
+        if self.codec in GATHERED and (problem := self.gathering_problem):
+            raise ValueError(problem)
 
     def _check_audit(self) -> None:
         remembering = [f"merge.{name}" for name in self.merge.remembering]
@@ -204,6 +199,18 @@ class OuterConfig(Section):
                 f"{remembering[0]} makes it depend on what its reducer remembers of earlier rounds; leave that out, or "
                 "set audit to 0"
             )
+
+    @property
+    def gathering_problem(self) -> str:
+        """Why the codec must not be one that gathers; empty if it may."""
+        remembering = self.merge.remembering
+        if not remembering:
+            return ""
+        return (
+            f"merge.{remembering[0]}: with codec {self.codec} every island computes the means itself, and one that "
+            "joined later remembers other rounds than the others; leave it out (max_norm_ratio remembers nothing), "
+            "or use another codec"
+        )
 
     @property
     def unset_own_code(self) -> dict[str, set[str]]:

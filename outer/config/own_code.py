@@ -1,6 +1,7 @@
 """Settings that name one of ours, or code of the user's own as `package.module:attribute`. Nothing is imported here.
 
-The text of a config may come from a swarm. outer/own_code.py imports what the island's operator has allowed.
+The text of a config may come from a swarm: outer/own_code.py has what the operator lets it name. The form is that of
+inner/import_path.py, which this package does not know; a test holds the two together.
 """
 
 import re
@@ -9,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-_FORM = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
+_FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 

@@ -1,15 +1,14 @@
 """A merge rule of the user's own, and what is tried before a run begins with it."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
-from typing import Any
+from functools import partial
 
 import torch
 
 from outer.config.own_code import Options
 from outer.errors import InputError
 from outer.merges.base import Merge, drop_weightless
-from outer.own_code import load
+from outer.own_code import find, once, require
 
 KEY = "outer.merge.rule"
 Rule = Callable[..., torch.Tensor]
@@ -17,14 +16,10 @@ Rule = Callable[..., torch.Tensor]
 tensor. `last` is None."""
 
 
+@once
 def build_own_merge(path: str, options: Options) -> Merge:
     """Build the rule that an import path names and try it. Raises InputError."""
-    return _build(path, tuple(sorted(options.items())))
-
-
-@cache
-def _build(path: str, options: tuple[tuple[str, Any], ...]) -> Merge:
-    return check_merge(partial(load(path, KEY), **dict(options)), path)
+    return check_merge(partial(find(path, KEY), **options), path)
 
 
 def check_merge(rule: Rule, name: str = "the rule") -> Merge:
@@ -43,15 +38,7 @@ def check_merge(rule: Rule, name: str = "the rule") -> Merge:
             )
         return merged
 
-    for claim in CLAIMS:
-        try:
-            holds = claim(merge)
-        except InputError:
-            raise
-        except Exception as error:
-            raise InputError(f"{KEY}: {name}: {claim.__doc__} failed: {type(error).__name__}: {error}") from error
-        if not holds:
-            raise InputError(f"{KEY}: {name} must do this: {claim.__doc__}")
+    require(CLAIMS, merge, f"{KEY}: {name}")
     return merge
 
 

@@ -1,13 +1,11 @@
 """An outer optimizer of the user's own, and what is tried before a run begins with it."""
 
-from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from outer.config.own_code import Options
-from outer.errors import InputError
-from outer.own_code import call
+from outer.own_code import call, once, require
 
 KEY = "outer.optimizer.rule"
 STRETCH = 64
@@ -25,27 +23,17 @@ class OuterRule(Protocol):
         ...
 
 
+@once
 def build_own_rule(path: str, options: Options) -> OuterRule:
     """Build the outer optimizer that an import path names and try it. Raises InputError."""
-    return _build(path, tuple(sorted(options.items())))
-
-
-@cache
-def _build(path: str, options: tuple[tuple[str, Any], ...]) -> OuterRule:
-    rule = call(path, KEY, dict(options))
+    rule = call(path, KEY, options)
     check_outer_rule(rule, path)
     return rule
 
 
 def check_outer_rule(rule: OuterRule, name: str = "the rule") -> None:
-    """Try what every outer optimizer must do. Raises InputError with the claim that does not hold."""
-    for claim in CLAIMS:
-        try:
-            holds = claim(rule)
-        except Exception as error:
-            raise InputError(f"{KEY}: {name}: {claim.__doc__} failed: {type(error).__name__}: {error}") from error
-        if not holds:
-            raise InputError(f"{KEY}: {name} must do this: {claim.__doc__}")
+    """Try what every outer optimizer must do. Raises InputError with the first claim that does not hold."""
+    require(CLAIMS, rule, f"{KEY}: {name}")
 
 
 def _stepped(rule: OuterRule, stretch: int) -> torch.Tensor:

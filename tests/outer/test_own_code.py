@@ -7,14 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
+import inner.import_path
+import outer.config.own_code
+from diloco.config.own_code import provide_own_code
+from diloco.config.schema import parse_config
+from diloco.errors import ConfigError
 from diloco.testing import check_codec, check_merge, check_outer_rule
+from inner.import_path import load
 from outer.codecs import build_codec
 from outer.codecs.choice import build_codec_choice
 from outer.config import CODECS, MERGE_RULES, MergeConfig, OuterConfig
 from outer.config.outer import GATHERED
 from outer.errors import InputError, MessageError, NonFiniteError
 from outer.merges import build_merge
-from outer.own_code import allow, load
+from outer.own_code import provide
 from outer.state.own_rule import build_own_rule
 from tests.outer.islands import GUARD_SECONDS, Island, run_islands
 
@@ -27,7 +33,8 @@ CODEC, RULE, MERGE = "sign_codec:Sign", "sign_momentum:SignMomentum", "soft_mean
 def ideas(monkeypatch: pytest.MonkeyPatch) -> None:
     """The examples of own code, as if the operator's config named them."""
     monkeypatch.setattr(sys, "path", [str(IDEAS), *sys.path])
-    allow(CODEC, RULE, MERGE)
+    for path in (CODEC, RULE, MERGE):
+        provide(path, load(path, "outer"))
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -150,20 +157,29 @@ def test_code_that_no_config_of_the_operator_names_is_not_imported(tmp_path: Pat
     (tmp_path / "theirs.py").write_text("raise SystemExit('imported')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(InputError, match="'theirs:Codec', code that a run of others names; it is not imported here"):
-        load("theirs:Codec", "outer.codec")
+        build_codec("theirs:Codec")
 
 
 @pytest.mark.parametrize(
     "path, text",
     [
         ("no_such_module:Sign", "there is no module 'no_such_module' here; install its package"),
-        ("sign_codec:Sing", "allowed: a class or function of sign_codec; the nearest name is sign_codec:Sign"),
+        (
+            "sign_codec:Sing",
+            "allowed: a class or function that sign_codec defines in sign_codec; the nearest name is sign",
+        ),
     ],
 )
 def test_code_that_is_not_there_is_named(path: str, text: str) -> None:
-    allow(path)
-    with pytest.raises(InputError, match=f"outer.codec: got '{path}'.*{text}"):
-        build_codec(path)
+    with pytest.raises(ConfigError, match=f"outer.codec: got '{path}'.*{text}"):
+        provide_own_code(parse_config(f"outer: {{codec: '{path}'}}").run)
+
+
+@pytest.mark.parametrize(
+    "name", ["a:b", "a.b:c", "a..b:c", ".a:b", "a.1:b", "a:", ":b", "a:b:c", "a b:c", "1a:b", "int8"]
+)
+def test_both_sides_of_the_seam_take_the_same_names_for_import_paths(name: str) -> None:
+    assert inner.import_path.is_import_path(name) == outer.config.own_code.is_import_path(name)
 
 
 def test_options_that_own_code_does_not_take_are_named() -> None:
@@ -222,10 +238,9 @@ class Gathers(Doubles):
     gathers = True
 
 
-def test_an_own_codec_that_gathers_beside_a_rule_that_remembers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_own_codec_that_gathers_beside_a_rule_that_remembers_is_refused() -> None:
     path = f"{__name__}:Gathers"
-    allow(path)
-    monkeypatch.setitem(sys.modules, __name__, sys.modules[Gathers.__module__])
+    provide(path, Gathers)
     config = OuterConfig(codec=path, merge=MergeConfig(rule="centered_clip"))
     with pytest.raises(InputError, match="every island computes the means itself"):
         build_codec_choice(config)
