@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import docs_diagrams
 from scripts.results_plots import PAGE, draw_all
 
 ROOT = Path(__file__).parents[1]
@@ -77,3 +78,8 @@ def test_the_plots_of_tables_can_be_drawn_and_are_on_the_page(tmp_path: Path) ->
     assert all(picture.stat().st_size > 10_000 for picture in pictures)
     page = PAGE.read_text()
     assert [picture.name for picture in pictures if f"](images/{picture.name})" not in page] == []
+
+
+def test_the_diagrams_are_those_that_the_script_draws(tmp_path: Path) -> None:
+    for drawn in docs_diagrams.draw_all(tmp_path):
+        assert (docs_diagrams.IMAGES / drawn.name).read_text() == drawn.read_text()
