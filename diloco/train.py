@@ -11,7 +11,7 @@ from diloco import island, island_quorum
 from diloco.assemble import Runtime, build_trainer, of_all_islands, open_metrics, open_runtime
 from diloco.config.check import check_entry, check_index, check_network, check_trainer
 from diloco.config.init_weights import add_weights_hash
-from diloco.config.own_code import add_code_hashes
+from diloco.config.own_code import add_code_hashes, allow_own_code
 from diloco.config.schema import Config, IslandConfig, RunConfig
 from diloco.connections import close_network
 from diloco.doctor.host_memory_check import require_host_memory
@@ -49,6 +49,7 @@ def train(config: Config, index: int, loop: Callable[[Runtime], None] | None = N
     requests = {int(number): partial(make_request, folder, name) for number, name in SIGNALS.items()}
     on_stop(lambda: say_goodbye(goodbyes, "left", "stopped by a signal"), requests)
     check_trainer(run)
+    allow_own_code(run)
     check_network(run, settings)
     check_index(config, index)
     check_entry(run, settings)

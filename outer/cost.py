@@ -122,7 +122,8 @@ def memory_bytes(
     memory = {"global params": FP32_BYTES * num_params}
     if num_moments:
         memory["averaged moments"] = FP32_BYTES * num_moments
-    if (outer.gossip or outer.optimizer).momentum > 0:
+    has_momentum = outer.gossip.momentum > 0 if outer.gossip else outer.optimizer.keeps_momentum
+    if has_momentum:
         memory["outer momentum"] = FP32_BYTES * num_params
     if outer.merge.needs_last_mean:
         memory["last mean"] = FP32_BYTES * num_params

@@ -31,6 +31,7 @@ FLOORS = {
     """,
     "outer": """
         config errors hooks
+        own_code
         codecs.packing identity packages space
         merges network
         codecs diagnostics leases routes transports transports.gloo
@@ -47,7 +48,7 @@ FLOORS = {
         loop
     """,
     "diloco": """
-        errors watchdog
+        errors testing watchdog
         config faults formatting
         network_emulation planning.laws planning.mesh records runtime.devices
         planning

@@ -29,6 +29,9 @@ NOT_FROM_SWARM: dict[str, Origin] = {
     "model.init_from": "island",
     "model.name": "code",
     "optimizer.name": "code",
+    "outer.codec": "code",
+    "outer.merge.rule": "code",
+    "outer.optimizer.rule": "code",
     "data.source": "code",
     "data.paths": "island",
     "data.dataset": "hub",
@@ -51,13 +54,13 @@ FROM_SWARM = {
     "optimizer.spikes": "deviations steps action",
     "optimizer.groups": "pattern lr_scale weight_decay optimizer",
     "optimizer.averaging": "x y",
-    "outer": "rounds inner_steps fragments fragment_pattern delay mix eager moments local_steps round_seconds codec "
+    "outer": "rounds inner_steps fragments fragment_pattern delay mix eager moments local_steps round_seconds "
     "transport part_elements quorum wait_for below_quorum missed_progress start_islands wait_seconds audit",
-    "outer.optimizer": "lr momentum nesterov delayed",
+    "outer.optimizer": "options lr momentum nesterov delayed",
     "outer.optimizer.align": "keep turn shrink most doubt",
-    "outer.merge": "rule trim max_norm_ratio max_norm_zscore min_cosine",
+    "outer.merge": "options trim max_norm_ratio max_norm_zscore min_cosine",
     "outer.gossip": "group momentum lr pull params",
-    "outer.coding": "feedback rounding top_k chunk_elements value_bits rank",
+    "outer.coding": "options feedback rounding top_k chunk_elements value_bits rank",
     "evaluate": "every_rounds tokens",
     "stages": "tokens seq_len tokens_per_step lr weights",
 }

@@ -17,6 +17,7 @@ import typer
 from diloco.config.from_swarm import parse_swarm_config
 from diloco.config.init_weights import pin_weights_hash
 from diloco.config.overrides import differing_keys
+from diloco.config.own_code import allow_own_code
 from diloco.config.schema import RunConfig, load_config, parse_config
 from diloco.doctor.address_checks import time_connection
 from diloco.doctor.checks import Check
@@ -94,6 +95,8 @@ async def diagnose(
     yield "This machine"
     try:
         config = pin_weights_hash(load_config(config_path, overrides)) if config_path is not None else None
+        if config is not None:
+            allow_own_code(config.run)
         local = resolve_local_island(config, parse_config("", overrides), address)
     except ConfigError as error:
         yield Check("FAILED", "config", str(error))

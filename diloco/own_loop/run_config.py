@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from diloco.config.check import check_index, check_network
+from diloco.config.own_code import allow_own_code
 from diloco.config.schema import Config, IslandConfig, RunConfig, load_config, most_tokens_per_step, parse_config
 from diloco.errors import ConfigError
 
@@ -57,6 +58,7 @@ def read_config(config: str | Path | Mapping[str, Any], overrides: Sequence[str]
     else:
         where, parsed = str(config), load_config(config, overrides)
     check_sections(parsed, f"{where} with its overrides" if overrides else where)
+    allow_own_code(parsed.run)
     run, optimizer = parsed.run, parsed.run.optimizer
     tokens = optimizer.tokens_per_step if "tokens_per_step" in parsed.optimizer.model_fields_set else None
     bounded = optimizer.model_copy(update={"tokens_per_step": tokens or UNBOUNDED})

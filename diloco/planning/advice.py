@@ -7,10 +7,10 @@ With islands of unequal speed, fewer steps on the slow ones are tried before mor
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 from diloco.planning.predict import Case, Prediction, predict
-from outer.config import OuterConfig
+from outer.config import CODECS, OuterConfig
 from outer.cost import HostSpeed
 from outer.errors import InputError
 
@@ -73,11 +73,6 @@ def needed_bandwidth(case: Case, target: float) -> float | None:
     return high
 
 
-def codec_names() -> tuple[str, ...]:
-    """Names of the codecs that a config may select."""
-    return get_args(OuterConfig.model_fields["codec"].annotation)
-
-
 def apply_changes(rung: Rung, measure: Measure, **changes: Any) -> Rung:
     """The rung with further changes. Raises InputError if the model has too few layers, or the config refuses them."""
     outer = rung.case.outer.model_copy(update={key: value for key, value in changes.items() if "." not in key})
@@ -98,7 +93,7 @@ def _quantise(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
     if current not in DENSE:
         return
     for name in DENSE[DENSE.index(current) + 1 :]:
-        if name in codec_names():
+        if name in CODECS:
             yield apply_changes(rung, measure, codec=name)
 
 
@@ -152,7 +147,7 @@ def _sync_less(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
 
 def _sparsify(rung: Rung, target: float, measure: Measure) -> Iterator[Rung]:
     for name in SPARSE:
-        if name in codec_names() and name != rung.case.outer.codec:
+        if name in CODECS and name != rung.case.outer.codec:
             try:
                 sparse = apply_changes(rung, measure, codec=name, **{"coding.feedback": FEEDBACK})
             except InputError:  # For example, merge.max_norm_zscore does not go with a sparse codec.

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 
-from diloco.config.schema import Config, load_config
+from diloco.config.own_code import load_own_config
+from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.formatting import parse_bits_per_second, parse_seconds
 from diloco.planning.mesh.gpus import find_gpu
@@ -69,7 +70,7 @@ def show_plan(path: Path, overrides: list[str], request: PlanRequest, console: C
 
     Raises ConfigError or InputError.
     """
-    config = load_config(path, overrides)
+    config = load_own_config(path, overrides)
     bits_per_second = _parse("--bandwidth", parse_bits_per_second, request.bandwidth)
     rtt_seconds = _parse("--rtt", parse_seconds, request.rtt)
     tokens = None if request.tokens is None else _parse("--tokens", parse_count, request.tokens)

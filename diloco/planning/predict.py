@@ -13,7 +13,8 @@ from math import ceil, log2
 
 from inner.measure.param_specs import num_elements
 from inner.param_spec import ParamSpec
-from outer.config import GATHERED, OuterConfig
+from outer.codecs.choice import build_codec_choice
+from outer.config import OuterConfig
 from outer.cost import HostSpeed, RoundBytes, round_bytes
 
 CONTROL_TRIPS = 2.0
@@ -216,4 +217,4 @@ def _codec_seconds(case: Case, sent: RoundBytes) -> float:
 
 def _is_gathered(outer: OuterConfig) -> bool:
     """Whether every island receives all payloads, so that parts have no reducer."""
-    return outer.codec in GATHERED or outer.gossip is not None
+    return build_codec_choice(outer).is_gathered or outer.gossip is not None

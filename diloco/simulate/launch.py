@@ -11,7 +11,8 @@ from pathlib import Path
 from rich.console import Console
 
 from diloco.config.init_weights import pin_weights_hash
-from diloco.config.schema import Config, load_config
+from diloco.config.own_code import load_own_config
+from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.faults.disturbances import NO_DISTURBANCES, Disturbances
 from diloco.faults.spec import BOOTSTRAP, check_nodes_of, check_processes, check_targets, parse_fault
@@ -61,7 +62,7 @@ def simulate(
 
     Returns exit status 0 if an island finished the run, 1 if none did, 130 if interrupted.
     """
-    config = resize(pin_weights_hash(load_config(path, overrides)), islands, ranks)
+    config = resize(pin_weights_hash(load_own_config(path, overrides)), islands, ranks)
     if in_process:
         config = configure_in_process(config, has_disturbances=disturbances != NO_DISTURBANCES)
     else:

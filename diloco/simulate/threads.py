@@ -26,6 +26,7 @@ from queue import SimpleQueue
 from diloco import island
 from diloco.assemble import Runtime, open_runtime
 from diloco.config.init_weights import add_weights_hash
+from diloco.config.own_code import allow_own_code
 from diloco.config.schema import Config, IslandConfig
 from diloco.connections import Shared
 from diloco.runtime.garbage import schedule_garbage
@@ -48,6 +49,7 @@ def train_together(
     start_logging()
     end_with_parent()
     run, islands = config.run, [config.for_island(index) for index in range(len(config.islands))]
+    allow_own_code(run)
     running: list[Runtime] = []
     on_stop(lambda: say_goodbye(running))
     device = pick_device(islands[0])

@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from diloco.config.schema import Config, load_config
+from diloco.config.own_code import load_own_config
+from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.faults.disturbances import NO_DISTURBANCES, Disturbances
 from diloco.faults.storm import storm
@@ -20,6 +21,7 @@ from diloco.virtual.faults import parse_faults
 from diloco.virtual.results import Results, measure, quantile
 from diloco.virtual.run import VirtualRun, run_virtually
 from inner.measure.param_specs import param_specs
+from outer.codecs.choice import build_codec_choice
 
 MODELLED = (
     "Modelled: the time of inner steps, the links, and the bytes of payloads, which are counted and not moved. Real: "
@@ -46,7 +48,7 @@ def simulate_virtually(path: Path, overrides: list[str], request: VirtualRequest
     """
     logging.basicConfig(level=logging.ERROR)
     console = Console()
-    config = load_config(path, overrides)
+    config = load_own_config(path, overrides)
     run = build_run(config, request)
     results = measure(run_virtually(run))
     print_results(config.name, run.step_seconds, results, console)
@@ -85,8 +87,8 @@ def check_can_be_virtual(config: Config) -> None:
         problems.append(f"outer.wait_for is {outer.wait_for!r}: use all")
     if outer.moments is not None:
         problems.append("outer.moments is set: set it to null")
-    if outer.codec == "topk":
-        problems.append("outer.codec is 'topk', whose payloads all go to all islands: use another codec")
+    if build_codec_choice(outer).is_gathered:
+        problems.append(f"outer.codec is {outer.codec!r}, whose payloads all go to all islands: use another codec")
     if outer.audit > 0:
         problems.append(f"outer.audit is {outer.audit:g}: set it to 0")
     if problems:

@@ -92,7 +92,7 @@ def build_stand_in(specs: Sequence[ParamSpec], outer: OuterConfig, num_islands: 
     )
     small = build_space(small_specs, config)
     sizes = {leg: _sizes(by_fragment, small, codecs, leg) for leg in Leg}
-    tensors = 2 if outer.optimizer.momentum > 0 else 1
+    tensors = 2 if outer.optimizer.keeps_momentum else 1
     return StandIn(
         specs=tuple(small_specs),
         config=config,

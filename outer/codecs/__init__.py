@@ -9,9 +9,11 @@ from outer.codecs.e3m0 import E3m0Codec
 from outer.codecs.int4 import Int4Codec
 from outer.codecs.int8 import Int8Codec
 from outer.codecs.lowrank import LowrankCodec
+from outer.codecs.own_codec import build_own_codec
 from outer.codecs.stat2 import Stat2Codec
 from outer.codecs.topk import TopkCodec
 from outer.config import CodingConfig
+from outer.config.own_code import is_import_path
 from outer.errors import InputError
 
 DEFAULT_CODING = CodingConfig()
@@ -29,7 +31,12 @@ _BUILDERS: dict[str, Callable[[CodingConfig], Codec]] = {
 
 
 def build_codec(name: str, coding: CodingConfig = DEFAULT_CODING) -> Codec:
-    """Build the codec called `name`. Raises InputError, which lists the names, if there is no such codec."""
+    """Build the codec called `name`, or the user's own that it names by import path.
+
+    Raises InputError, which lists the names, if there is no such codec, and if own code does not do what a codec must.
+    """
+    if is_import_path(name):
+        return build_own_codec(name, coding.options)
     if name not in _BUILDERS:
         nearest = get_close_matches(name, _BUILDERS, n=1, cutoff=0.0)[0]
         raise InputError(f"unknown codec {name!r}; choose one of {', '.join(_BUILDERS)} (nearest: {nearest})")

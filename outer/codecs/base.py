@@ -22,6 +22,10 @@ class Codec(Protocol):
     """
 
     name: str
+    is_coarse: bool
+    """Whether it has fewer than 8 bits per element, too few for norms, biases and tiny tensors, which get int8."""
+    gathers: bool
+    """Whether it cannot encode a mean: every participant gets all payloads and computes the mean itself."""
     block_elements: int
     """Elements that share a scale (1 without blocks). Part boundaries are multiples of this."""
 

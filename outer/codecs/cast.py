@@ -21,6 +21,8 @@ class Fp32Codec:
     """Lossless, 4 bytes an element."""
 
     name = "fp32"
+    is_coarse = False
+    gathers = False
     block_elements = 1
 
     def num_bytes(self, num_elements: int) -> int:
@@ -47,6 +49,8 @@ class Bf16Codec:
     """
 
     name = "bf16"
+    is_coarse = False
+    gathers = False
     block_elements = 1
 
     def num_bytes(self, num_elements: int) -> int:
@@ -77,6 +81,8 @@ class Fp16Codec:
     """
 
     name = "fp16"
+    is_coarse = False
+    gathers = False
     block_elements = 1
 
     def num_bytes(self, num_elements: int) -> int:

@@ -10,13 +10,13 @@ from math import lcm, prod
 from outer.codecs import build_codec
 from outer.codecs.base import Codec
 from outer.codecs.cast import Bf16Codec, Fp32Codec
-from outer.config import GATHERED, OuterConfig
+from outer.config import OuterConfig
+from outer.errors import InputError
 from outer.space.fragments import add_moments, build_part_groups
 from outer.space.layout import Part, Space, TensorSpec, choose_part_elements
 
-COARSE = frozenset({"int4", "e3m0", "stat2", "topk", "lowrank"})
-"""Codecs with fewer than 8 bits an element, too few for norms, biases and tiny tensors."""
 FINE = "int8"
+"""The codec of norms, biases and tiny tensors where that of the rest is coarse."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,18 @@ def build_uniform_choice(codec: Codec) -> CodecChoice:
 
 
 def build_codec_choice(config: OuterConfig) -> CodecChoice:
-    """The codecs that the config selects."""
+    """The codecs that the config selects. Raises InputError, also for own code that does not do what a codec must."""
     codec = build_codec(config.codec, config.coding)
     moments = Fp32Codec() if config.codec == "fp32" else Bf16Codec()
-    if config.codec not in COARSE:
-        return CodecChoice(codec, codec, codec, feedback=config.coding.feedback, moments=moments)
-    is_gathered = config.codec in GATHERED
-    mean = Fp32Codec() if is_gathered else codec
-    return CodecChoice(codec, build_codec(FINE), mean, is_gathered, config.coding.feedback, moments)
+    if codec.gathers and config.merge.remembering:
+        raise InputError(
+            f"outer.merge.{config.merge.remembering[0]}: with codec {config.codec} every island computes the means "
+            "itself, and one that joined later remembers other rounds than the others; leave it out (max_norm_ratio "
+            "remembers nothing), or use another codec"
+        )
+    fine = build_codec(FINE) if codec.is_coarse else codec
+    mean = Fp32Codec() if codec.gathers else codec
+    return CodecChoice(codec, fine, mean, codec.gathers, config.coding.feedback, moments)
 
 
 def build_space(specs: Sequence[TensorSpec], config: OuterConfig) -> Space:

@@ -30,6 +30,8 @@ class E3m0Codec:
     """
 
     name = "e3m0"
+    is_coarse = True
+    gathers = False
     block_elements = _BLOCK
 
     def num_bytes(self, num_elements: int) -> int:

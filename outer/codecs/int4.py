@@ -38,6 +38,8 @@ class Int4Codec:
     """
 
     name = "int4"
+    is_coarse = True
+    gathers = False
     block_elements = _BLOCK
 
     def __init__(self, *, stochastic: bool = False) -> None:

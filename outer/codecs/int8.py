@@ -27,6 +27,8 @@ class Int8Codec:
     """
 
     name = "int8"
+    is_coarse = False
+    gathers = False
     block_elements = _BLOCK
 
     def num_bytes(self, num_elements: int) -> int:

@@ -30,6 +30,8 @@ class LowrankCodec:
     """
 
     name = "lowrank"
+    is_coarse = True
+    gathers = False
     block_elements = 1
 
     def __init__(self, rank: int) -> None:

@@ -30,6 +30,8 @@ class Stat2Codec:
     """
 
     name = "stat2"
+    is_coarse = True
+    gathers = False
     block_elements = _BLOCK
 
     def num_bytes(self, num_elements: int) -> int:

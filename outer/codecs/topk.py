@@ -24,6 +24,8 @@ class TopkCodec:
     """
 
     name = "topk"
+    is_coarse = True
+    gathers = True
 
     def __init__(self, top_k: int, chunk_elements: int, value_bits: int) -> None:
         assert 1 <= chunk_elements <= _LAST_INDEX + 1, "an index has 16 bits at most"

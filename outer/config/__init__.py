@@ -1,14 +1,15 @@
 """The `outer` section of the run config. No torch, so that config errors appear fast."""
 
 from outer.config.optimizer import AlignConfig, OuterOptimizerConfig
-from outer.config.outer import AT_RENDEZVOUS, GATHERED, MAX_TLS_STREAMS, PORTS_OF_TLS, OuterConfig
+from outer.config.outer import AT_RENDEZVOUS, CODECS, MAX_TLS_STREAMS, PORTS_OF_TLS, OuterConfig
 from outer.config.section import Section
-from outer.config.sharing import CodingConfig, GossipConfig, MergeConfig
+from outer.config.sharing import MERGE_RULES, CodingConfig, GossipConfig, MergeConfig
 
 __all__ = [
     "AT_RENDEZVOUS",
-    "GATHERED",
+    "CODECS",
     "MAX_TLS_STREAMS",
+    "MERGE_RULES",
     "PORTS_OF_TLS",
     "AlignConfig",
     "CodingConfig",

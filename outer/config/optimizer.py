@@ -1,7 +1,10 @@
 """The outer optimizer's settings."""
 
+from typing import Annotated
+
 from pydantic import Field, model_validator
 
+from outer.config.own_code import Options, one_of
 from outer.config.section import Section
 
 
@@ -27,6 +30,11 @@ class AlignConfig(Section):
 class OuterOptimizerConfig(Section):
     """torch.optim.SGD on the fp32 global params. The defaults are those of DiLoCo (2311.08105)."""
 
+    rule: Annotated[str, one_of((), "my_package.outer:SignMomentum")] | None = None
+    """An outer optimizer of your own by its import path (docs/extending.md), which gets `lr` and `options`; `momentum`
+    and `nesterov` do not apply to it. null: SGD."""
+    options: Options = Field(default_factory=dict)
+    """Settings of an outer optimizer of your own: keyword arguments of its class."""
     lr: float = Field(default=0.7, gt=0)
     """Step size along the mean pseudo-gradient. With momentum 0 and lr 1 the outer step is plain averaging."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
@@ -41,6 +49,10 @@ class OuterOptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> "OuterOptimizerConfig":
+        if self.options and self.rule is None:
+            raise ValueError("options are for a rule of your own, and rule is null; leave them out")
+        if self.rule is not None and (self.delayed or self.align is not None):
+            raise ValueError("delayed and align are of SGD, and rule names an optimizer of your own; leave them out")
         if self.delayed and (self.momentum == 0 or not self.nesterov):
             raise ValueError(
                 f"delayed sets when Nesterov momentum moves the params: set momentum above 0 and nesterov to true, or "
@@ -51,3 +63,8 @@ class OuterOptimizerConfig(Section):
                 "align compares pseudo-gradients with the momentum, and momentum is 0: set it above 0, or align to null"
             )
         return self
+
+    @property
+    def keeps_momentum(self) -> bool:
+        """Whether the optimizer keeps an fp32 value per parameter from one step to the next."""
+        return self.rule is not None or self.momentum > 0

@@ -1,17 +1,17 @@
 """When islands average, over what, and who takes part."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
 from outer.config.optimizer import OuterOptimizerConfig
+from outer.config.own_code import is_import_path, one_of
 from outer.config.section import Section
 from outer.config.sharing import CodingConfig, GossipConfig, MergeConfig
 
 MOMENT_RULES = ("mean", "trimmed_mean", "geometric_median")
 """Rules whose result lies between the participants' values, which second moments require."""
-GATHERED = frozenset({"topk"})
-"""Codecs that cannot encode a mean of payloads: every participant gets all payloads and computes the mean itself."""
+CODECS = ("fp32", "bf16", "fp16", "int8", "int4", "e3m0", "stat2", "topk", "lowrank")
 AT_RENDEZVOUS = frozenset({"gloo", "tls"})
 """Transports whose islands meet at a TCP rendezvous; those of hivemind meet in its DHT, where those of tls may meet,
 too."""
@@ -73,8 +73,9 @@ class OuterConfig(Section):
     audit: float = Field(default=0.0, ge=0, le=1)
     """Probability that the mean of a part in a round is recomputed by another island than the one that reduced it. See
     docs/decisions/0024-reducers-are-audited.md. 0 costs nothing, and trusts each island with the parts it reduces."""
-    codec: Literal["fp32", "bf16", "fp16", "int8", "int4", "e3m0", "stat2", "topk", "lowrank"] = "fp32"
-    """Encoding of pseudo-gradients on the network."""
+    codec: Annotated[str, one_of(CODECS, "my_package.codecs:Sign")] = "fp32"
+    """Encoding of pseudo-gradients on the network: fp32, bf16, fp16, int8, int4, e3m0, stat2, topk or lowrank, or a
+    codec of your own by its import path (docs/extending.md)."""
     coding: CodingConfig = CodingConfig()
     transport: Literal["loopback", "gloo", "tls", "hivemind"] = "hivemind"
     """Network between islands: threads of one process (loopback), plain TCP (gloo), TLS 1.3 on connections of our own
@@ -124,13 +125,19 @@ class OuterConfig(Section):
                 f"wait_for is 'quorum': observers keep training during a round, and contributors wait for its result; "
                 f"set delay and mix to 0, or wait_for to all (delay is {self.delay}, mix {self.mix})"
             )
+        self._check_own_code()
         self._check_gossip()
         self._check_timed()
-        self._check_histories()
         self._check_audit()
         if self.moments is not None:
             self._check_moments()
         return self
+
+    def _check_own_code(self) -> None:
+        if self.coding.options and not is_import_path(self.codec):
+            raise ValueError(
+                f"coding.options are for a codec of your own by import path, and codec is {self.codec}; leave them out"
+            )
 
     def _check_moments(self) -> None:
         if self.eager:
@@ -176,15 +183,6 @@ class OuterConfig(Section):
                 "local_steps to dynamic and leave out round_seconds, or wait_for to all"
             )
 
-    def _check_histories(self) -> None:
-        remembering = self.merge.remembering
-        if remembering and self.codec in GATHERED:
-            raise ValueError(
-                f"merge.{remembering[0]}: with codec {self.codec} every island computes the means itself, and one that "
-                "joined later remembers other rounds than the others; leave it out (max_norm_ratio remembers nothing), "
-                "or use another codec"
-            )
-
     def _check_audit(self) -> None:
         remembering = [f"merge.{name}" for name in self.merge.remembering]
         remembering += ["coding.feedback"] if self.coding.feedback is not None else []
@@ -194,6 +192,16 @@ class OuterConfig(Section):
                 f"{remembering[0]} makes it depend on what its reducer remembers of earlier rounds; leave that out, or "
                 "set audit to 0"
             )
+
+    @property
+    def unset_own_code(self) -> dict[str, set[str]]:
+        """Settings of own code where there is none, by section. Hashes leave them out, and are as before they came."""
+        unset = {
+            "coding": {"options"} if not self.coding.options else set(),
+            "merge": {"options"} if not self.merge.options else set(),
+            "optimizer": {"rule", "options"} if self.optimizer.rule is None else set(),
+        }
+        return {section: names for section, names in unset.items() if names}
 
     @property
     def num_rounds(self) -> int:

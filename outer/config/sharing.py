@@ -1,19 +1,26 @@
 """How pseudo-gradients are merged, coded and, in gossip, passed to a few others."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from outer.config.own_code import Options, is_import_path, one_of
 from outer.config.section import Section
+
+MERGE_RULES = ("mean", "trimmed_mean", "geometric_median", "centered_clip", "radial", "contributors")
 
 
 class MergeConfig(Section):
     """How the participants' pseudo-gradients are merged, part by part, and which of them are left out."""
 
-    rule: Literal["mean", "trimmed_mean", "geometric_median", "centered_clip", "radial", "contributors"] = "mean"
-    """With three islands or more, trimmed_mean, geometric_median and centered_clip tolerate a few poisoned islands.
+    rule: Annotated[str, one_of(MERGE_RULES, "my_package.merges:Softened")] = "mean"
+    """mean, trimmed_mean, geometric_median, centered_clip, radial or contributors, or a rule of your own by its import
+    path (docs/extending.md).
+    With three islands or more, trimmed_mean, geometric_median and centered_clip tolerate a few poisoned islands.
     radial is radial-directional averaging (2604.21428), meant for eight islands or more; it reduces drift and does not
     protect against poisoning. contributors averages each element over the islands that sent it, for sparse codecs."""
+    options: Options = Field(default_factory=dict)
+    """Settings of a rule of your own: keyword arguments of its class or function."""
     trim: float = Field(default=0.125, gt=0, lt=0.5)
     """For trimmed_mean: fraction of participants removed at each end of every coordinate, rounded up. Some remain."""
     max_norm_ratio: float | None = Field(default=None, gt=1)
@@ -24,6 +31,14 @@ class MergeConfig(Section):
     norms. EDiT (2412.07210) uses 3. The filter starts with the 121st norm; see outer/reduce/norm_zscore.py."""
     min_cosine: float | None = Field(default=None, gt=-1, lt=1)
     """Leave an island's part out of the mean if its cosine with the last committed mean is below this value."""
+
+    @model_validator(mode="after")
+    def _options_are_of_own_code(self) -> "MergeConfig":
+        if self.options and not is_import_path(self.rule):
+            raise ValueError(
+                f"options are for a rule of your own by import path, and rule is {self.rule}; leave them out"
+            )
+        return self
 
     @property
     def has_filters(self) -> bool:
@@ -45,6 +60,8 @@ class MergeConfig(Section):
 class CodingConfig(Section):
     """Settings of the codecs. Each codec uses those that apply to it."""
 
+    options: Options = Field(default_factory=dict)
+    """Settings of a codec of your own: keyword arguments of its class or function."""
     feedback: float | None = Field(default=None, ge=0, le=1)
     """Error feedback: factor on the coding error that is added to the next pseudo-gradient. null turns it off."""
     rounding: Literal["nearest", "stochastic"] = "nearest"

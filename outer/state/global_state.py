@@ -132,7 +132,7 @@ class GlobalState:
     @property
     def momentum(self) -> dict[int, torch.Tensor]:
         """The outer optimizer's momentum buffers by carried part; empty when it has none."""
-        of_params = self.parts.keys() - self._moments if self._config.momentum > 0 else ()
+        of_params = self.parts.keys() - self._moments if self._config.keeps_momentum else ()
         return {i: self._optimizer.momentum(i) for i in of_params}
 
     @property

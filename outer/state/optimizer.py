@@ -17,6 +17,7 @@ from torch.optim.sgd import sgd
 
 from outer.config import OuterOptimizerConfig
 from outer.state.alignment import UNCHANGED, Blend, find_blend
+from outer.state.own_rule import build_own_rule
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ class OuterStep:
         `blend` is that of the whole part. Without momentum in the config `momentum` is left alone. A part has the same
         bits however it is cut into stretches of whole multiples of 64 elements.
         """
+        if self.config.rule is not None:
+            rule = build_own_rule(self.config.rule, self.config.options)
+            rule.step(params, momentum, mean, self.config.lr)
+            return
         mean = blend.apply(mean, momentum)
         if self.config.delayed:
             self._push(params, momentum, mean)
@@ -88,7 +93,9 @@ class OuterOptimizer:
         """`num_islands` is N of Delayed Nesterov."""
         self._parts, self._config, self._num_islands = dict(parts), config, num_islands
         self._pushes = dict.fromkeys(parts, 0)
-        has_momentum = config.momentum > 0
+        has_momentum = config.keeps_momentum
+        if config.rule is not None:
+            build_own_rule(config.rule, config.options)
         self._momentum = {part: torch.zeros_like(v) for part, v in self._parts.items()} if has_momentum else {}
 
     def step(self, pseudo_grads: Mapping[int, torch.Tensor], num_given: int = 1) -> None:

@@ -1,6 +1,10 @@
 """Names the method that a config runs, and turns a config of islands into data-parallel training. No torch here."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from diloco.config.schema import Config
+from inner.import_path import is_import_path
 from outer.config import OuterConfig, OuterOptimizerConfig
 
 INNER_NAMES = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
@@ -34,6 +38,8 @@ def name_outer_step(outer: OuterConfig) -> str:
         gossip = outer.gossip
         return f"gossip of {gossip.group} {gossip.lr:g}/{gossip.momentum:g}, pull {gossip.pull:g}"
     step = outer.optimizer
+    if step.rule is not None:
+        return f"{name_own(step.rule, step.options)} {step.lr:g}"
     if step.momentum == 0:
         return "plain averaging" if step.lr == 1 else f"averaging {step.lr:g}"
     kind = "delayed Nesterov" if step.delayed else "Nesterov" if step.nesterov else "momentum"
@@ -48,7 +54,8 @@ def name_schedule(outer: OuterConfig) -> list[str]:
     words += ["eager"] if outer.eager else []
     words += ["moments {}/{}".format(*outer.moments)] if outer.moments else []
     merge = outer.merge
-    words += [merge.rule.replace("_", " ")] if merge.rule != "mean" else []
+    rule = name_own(merge.rule, merge.options) if is_import_path(merge.rule) else merge.rule.replace("_", " ")
+    words += [rule] if rule != "mean" else []
     words += [f"norm z-score {merge.max_norm_zscore:g}"] if merge.max_norm_zscore is not None else []
     words += [f"norm ratio {merge.max_norm_ratio:g}"] if merge.max_norm_ratio is not None else []
     return words + ([f"cosine {merge.min_cosine:g}"] if merge.min_cosine is not None else [])
@@ -56,7 +63,9 @@ def name_schedule(outer: OuterConfig) -> list[str]:
 
 def name_codec(outer: OuterConfig) -> str:
     """The codec with its settings, `stat2 feedback 0.9` for example."""
-    coding, name = outer.coding, str(outer.codec)
+    coding, name = outer.coding, outer.codec
+    if is_import_path(name):
+        name = name_own(name, coding.options)
     if name == "topk":
         name += f" {coding.top_k} of {coding.chunk_elements} in {coding.value_bits} bits"
     if name == "lowrank":
@@ -64,6 +73,13 @@ def name_codec(outer: OuterConfig) -> str:
     if coding.rounding == "stochastic":
         name += " stochastic"
     return name if coding.feedback is None else f"{name} feedback {coding.feedback:g}"
+
+
+def name_own(path: str, options: Mapping[str, Any]) -> str:
+    """Own code by the name of its class or function, with its options."""
+    given = ", ".join(f"{name} {value}" for name, value in options.items())
+    name = path.partition(":")[2]
+    return f"{name} ({given})" if given else name
 
 
 def as_data_parallel(config: Config, total_steps: int, evaluations: int) -> Config:

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from diloco.config.own_code import add_code_hashes
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.experiments.definition.schema import Point
@@ -87,7 +88,8 @@ class Rows:
 def hash_config(config: Config, *, with_seed: bool) -> str:
     """Hex digest of what the numbers of a run depend on. Keys with default values are left out.
 
-    So a later version, which has more keys, finds the runs of this one.
+    So a later version, which has more keys, finds the runs of this one. Own code counts by the hash of its file: a
+    run of a file that was edited since is another run. Raises ConfigError if it cannot be imported.
     """
     excluded = {"name", "code_sha256"} | (set() if with_seed else {"seed"})
     islands = [config.for_island(index) for index in range(len(config.islands))]
@@ -97,6 +99,8 @@ def hash_config(config: Config, *, with_seed: bool) -> str:
             island.model_dump(mode="json", include=set(ISLAND_KEYS), exclude_defaults=True) for island in islands
         ],
     }
+    if hashes := add_code_hashes(config.run).code_sha256:
+        content["code"] = hashes
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

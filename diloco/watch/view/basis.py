@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from diloco.config.own_code import outer_code
 from diloco.config.schema import Config, load_config
 from diloco.errors import ConfigError
 from diloco.formatting import human_duration, human_rate
@@ -58,6 +59,8 @@ def find_basis(view: RunView) -> Basis:
     config = load_config(view.run_dir / CONFIG)
     if config.params or config.model.name is not None:
         raise ConfigError("the planner does not know the shapes of a model that is not of this project")
+    if outer_code(config.run):
+        raise ConfigError("a page imports no codec and no rule that a run names: `diloco plan` predicts with them")
     commits = [island.rows["pace"][-1][0] for island in view.islands.values() if island.rows["pace"]]
     if not commits:
         raise ConfigError("two rounds must have been committed before what comes can be predicted")
