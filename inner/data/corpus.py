@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 FORMAT = 3
 """Part of the cache key; increase it when the same config would produce different tokens or files."""
+CHAT_FORMAT = 2
+"""The same of conversations alone."""
 META = "meta.json"
 TOKENS = "tokens"
 """The source that needs no tokenising: data.paths name token files."""
@@ -165,9 +167,11 @@ def _cache_key(config: DataConfig) -> str:
 
 def text_identity(config: DataConfig, more: list[object]) -> str:
     """16 hexadecimal digits that differ for other texts, tokenizers, held-out shares, and values of `more`."""
+    chat = config.format == "chat"
     parts = [
         *more,
-        config.model_dump(mode="json", include=KEY_FIELDS | ({"seq_len"} if config.format == "chat" else set())),
+        *([CHAT_FORMAT] if chat else []),
+        config.model_dump(mode="json", include=KEY_FIELDS | ({"seq_len"} if chat else set())),
         build_source(config).fingerprint(),
         tokenizer_fingerprint(config.tokenizer),
     ]

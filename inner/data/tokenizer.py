@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
+from inner.data.chat.marked_text import MarkedText
 from inner.data.sources.hub import require_on_hub
 from inner.errors import InputError, summarise
 from inner.files import home_path
@@ -42,8 +43,11 @@ class Tokenizer(Protocol):
         """Text of the ids, without special tokens."""
         ...
 
-    def special_id(self, name: str) -> int | None:
-        """Id of a special token such as <|im_end|>; None if the tokenizer has none of this name."""
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[np.ndarray]:
+        """Ids of each piece of a text, which together are those of the whole. `pieces`: text, whether it is a marker.
+
+        A marker such as <|im_end|> becomes the special token of this name if there is one, and is text otherwise.
+        """
         ...
 
 
@@ -62,9 +66,9 @@ class BytesTokenizer:
         """Text of the bytes; invalid UTF-8 becomes U+FFFD."""
         return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", "replace")
 
-    def special_id(self, name: str) -> int | None:
-        """Bytes have no special tokens with names."""
-        return None
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[np.ndarray]:
+        """Bytes have no special tokens with names, so every marker is text."""
+        return [self.encode(text) for text, _ in pieces]
 
 
 class LibraryTokenizer:
@@ -78,13 +82,14 @@ class LibraryTokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         ids = tokenizer.get_vocab(with_added_tokens=True)
         self._tokenizer, self._name = tokenizer, name
+        self._marked: MarkedText | None = None
         self.eos_id = _find_eos(ids, name)
         # A vocabulary may have holes, so its count can lie below its highest id.
         self.vocab_size = max(ids.values()) + 1
 
     def encode(self, text: str) -> np.ndarray:
         """Ids from the library; a lone surrogate becomes a question mark. Raises InputError if the library fails."""
-        clean = text.encode("utf-8", "replace").decode("utf-8")
+        clean = _without_surrogates(text)
         # encode_batch_fast computes no offsets and is a quarter faster than encode(); larger batches are slower.
         with _explain_failures(f"data.tokenizer: {self._name!r} cannot encode a text of {len(clean)} characters"):
             (encoding,) = self._tokenizer.encode_batch_fast([clean], add_special_tokens=False)
@@ -94,8 +99,12 @@ class LibraryTokenizer:
         with _explain_failures(f"data.tokenizer: {self._name!r} cannot decode {len(ids)} ids"):
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
-    def special_id(self, name: str) -> int | None:
-        return self._tokenizer.token_to_id(name)
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[np.ndarray]:
+        clean = [(_without_surrogates(text), is_marker) for text, is_marker in pieces]
+        length = sum(len(text) for text, _ in clean)
+        with _explain_failures(f"data.tokenizer: {self._name!r} cannot encode a text of {length} characters"):
+            self._marked = self._marked or MarkedText(self._tokenizer)
+            return self._marked.encode(clean)
 
     def save(self, path: Path) -> None:
         self._tokenizer.save(str(path))
@@ -159,6 +168,10 @@ def _load_from_hub(name: str) -> tokenizers.Tokenizer:
     require_on_hub("model", name, cure)
     with _explain_failures(f"data.tokenizer: no tokenizer.json in {name!r}", cure):
         return tokenizers.Tokenizer.from_pretrained(name)
+
+
+def _without_surrogates(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _switch_off_what_changes_ids(tokenizer: tokenizers.Tokenizer) -> None:

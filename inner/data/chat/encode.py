@@ -1,5 +1,6 @@
 """Conversations as coded token ids, packed so that none crosses the border between two sequences."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,18 +16,21 @@ class Encoder(Protocol):
     @property
     def eos_id(self) -> int: ...
 
-    def encode(self, text: str) -> np.ndarray: ...
-
-    def special_id(self, name: str) -> int | None: ...
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[np.ndarray]: ...
 
 
 def encode_conversation(tokenizer: Encoder, text: str, template: str) -> np.ndarray:
-    """Coded ids of a conversation, int32, with eos as context at the end. `text` is what `to_text` has made."""
-    coded = []
-    for piece in TEMPLATES[template](from_text(text)):
-        marker = tokenizer.special_id(piece.text) if piece.is_marker else None
-        ids = tokenizer.encode(piece.text) if marker is None else np.array([marker])
-        coded.append(ids.astype(DTYPE) if piece.is_learned else as_context(ids))
+    """Coded ids of a conversation, int32, with eos as context at the end. `text` is what `to_text` has made.
+
+    They are the ids of the templated text as a whole, as where the model is used. A token that begins before the
+    assistant's words and ends in them is not learned: the model continues after the template's own tokens.
+    """
+    pieces = list(TEMPLATES[template](from_text(text)))
+    ids_of_pieces = tokenizer.encode_pieces([(piece.text, piece.is_marker) for piece in pieces])
+    coded = [
+        ids.astype(DTYPE) if piece.is_learned else as_context(ids)
+        for piece, ids in zip(pieces, ids_of_pieces, strict=True)
+    ]
     return np.concatenate([*coded, as_context(np.array([tokenizer.eos_id]))])
 
 
