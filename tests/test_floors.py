@@ -16,7 +16,7 @@ FLOORS = {
         files param_spec
         import_path
         config
-        data.chat mesh params
+        data.chat data.vocabulary mesh params
         data.sources
         data.token_files
         data

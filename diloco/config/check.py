@@ -242,7 +242,7 @@ def check_run(config: Config, num_islands: int) -> Corpus:
 
 def _prepare(run: RunConfig, island: IslandConfig) -> Corpus:
     if is_streamed(run.data):
-        return without_texts(run.data.tokenizer)
+        return without_texts(run.data)
     return prepare_corpus(run.data, island.cache)
 
 

@@ -46,7 +46,7 @@ FROM_SWARM = {
     "norm_eps qk_norm qkv_bias tie_embeddings",
     "model.rope_scaling": "rope_type factor original_max_position_embeddings low_freq_factor high_freq_factor "
     "attention_factor beta_fast beta_slow",
-    "data": "options dataset_config split text_field format chat_template max_tokens seq_len order "
+    "data": "options dataset_config split text_field format chat_template max_tokens seq_len eos bos order "
     "shard_tokens document_mask heldout_fraction",
     "data.mixture": "options dataset_config split text_field format chat_template max_tokens name weight only",
     "optimizer": "options lr betas eps momentum_weight muon_momentum muon_row_beta weight_decay clip_norm schedule "

@@ -96,7 +96,9 @@ class RunConfig(Section):
         """Hex digest of all values that the islands must agree on."""
         unset = {name for name in ("params", "stages") if not getattr(self, name)}
         unset |= {"order_seed"} if self.order_seed is None else set()
-        not_agreed = dict.fromkeys({"code_sha256"} | unset, True) | {"outer": self.outer.unset_own_code}
+        not_agreed: dict[str, Any] = dict.fromkeys({"code_sha256"} | unset, True)
+        not_agreed["data"] = {name for name in ("eos", "bos") if getattr(self.data, name) is None}
+        not_agreed["outer"] = self.outer.unset_own_code
         text = json.dumps(self.model_dump(mode="json", exclude=not_agreed), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 

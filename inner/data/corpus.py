@@ -19,7 +19,7 @@ from inner.data.sources.build import build_source
 from inner.data.sources.own_source import OwnSource, check_own_source
 from inner.data.token_files.open_files import CheckedTokens, open_token_files
 from inner.data.tokenise import token_dtype
-from inner.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_fingerprint
+from inner.data.tokenizer import Tokenizer, build_tokenizer, describe_ends, ends_identity, tokenizer_fingerprint
 from inner.errors import InputError
 from inner.files import make_cache_folder
 
@@ -88,9 +88,9 @@ class Corpus:
         return 1 / sum(text.weight / sum(self.weights) * text.heldout_bytes / len(text.heldout) for text in self.texts)
 
 
-def without_texts(tokenizer_name: str) -> Corpus:
+def without_texts(config: DataConfig) -> Corpus:
     """What is known of a corpus before any text is here. Raises InputError."""
-    tokenizer = build_tokenizer(tokenizer_name)
+    tokenizer = build_tokenizer(*config.tokenizer_choice)
     return Corpus((), tokenizer.vocab_size, tokenizer.eos_id)
 
 
@@ -108,7 +108,7 @@ class CorpusMeta:
 
 def check_source(config: DataConfig) -> None:
     """Check that the tokenizer loads and that every source yields a document. Raises InputError if not."""
-    build_tokenizer(config.tokenizer)
+    build_tokenizer(*config.tokenizer_choice)
     for each in config.sources:
         if each.source == SHARDS:
             continue
@@ -128,7 +128,7 @@ def prepare_corpus(config: DataConfig, cache_dir: Path, options: PrepareOptions 
     is broken or the disk is full; finished shards stay, and the next call continues after them.
     """
     entries = [(entry.name, entry.weight) for entry in config.mixture] or [("", 1.0)]
-    tokenizer = build_tokenizer(config.tokenizer)
+    tokenizer = build_tokenizer(*config.tokenizer_choice)
     texts = []
     for source, entry in zip(config.sources, entries, strict=True):
         if source.source == TOKENS:
@@ -174,6 +174,7 @@ def text_identity(config: DataConfig, more: list[object]) -> str:
         config.model_dump(mode="json", include=KEY_FIELDS | ({"seq_len"} if chat else set())),
         build_source(config).fingerprint(),
         tokenizer_fingerprint(config.tokenizer),
+        *ends_identity(build_tokenizer(*config.tokenizer_choice)),
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -202,10 +203,11 @@ def _prepare(config: DataConfig, folder: Path, options: PrepareOptions, keep_ali
         "prepared %d training and %d held-out tokens from %d + %d documents of %s",
         counts.train_tokens, counts.heldout_tokens, counts.train_documents, counts.heldout_documents, config.source,
     )  # fmt: skip
+    log.info("data.tokenizer %s: %s", config.tokenizer, describe_ends(build_tokenizer(*config.tokenizer_choice)))
 
 
 def _build_meta(config: DataConfig, counts: ShardCounts) -> CorpusMeta:
-    tokenizer = build_tokenizer(config.tokenizer)
+    tokenizer = build_tokenizer(*config.tokenizer_choice)
     # The last training document is cut at max_tokens. Held-out documents stay whole, as their bytes are counted.
     train_tokens = min(counts.train_tokens, config.max_tokens or counts.train_tokens)
     return CorpusMeta(

@@ -142,7 +142,7 @@ def write_shards(config: DataConfig, folder: Path, options: PrepareOptions) -> S
             closing(_unread_documents(config, progress.published.num_read)) as documents,
             closing(
                 tokenise_documents(
-                    documents, config.tokenizer, options.processes, limits.has_place, chat_template(config)
+                    documents, config.tokenizer_choice, options.processes, limits.has_place, chat_template(config)
                 )
             ) as stream,
         ):

@@ -1,22 +1,18 @@
 """Tokenizers: raw UTF-8 bytes, or any tokenizer of the `tokenizers` library."""
 
 import hashlib
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import tokenizers
 
-from inner.data.chat.marked_text import MarkedText
 from inner.data.sources.hub import require_on_hub
-from inner.errors import InputError, summarise
+from inner.data.vocabulary.ends import EOS_NAMES, read_beside, read_from_hub
+from inner.data.vocabulary.library import LibraryTokenizer, explain_failures
+from inner.errors import InputError
 from inner.files import home_path
-
-EOS_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
-FILE_CURE = "save one with tokenizers.Tokenizer.save, or use data.tokenizer=bytes"
 
 
 class Tokenizer(Protocol):
@@ -35,12 +31,21 @@ class Tokenizer(Protocol):
     @property
     def eos_id(self) -> int: ...
 
+    @property
+    def first_id(self) -> int | None:
+        """Id that is put before every document; None if nothing is."""
+        ...
+
     def encode(self, text: str) -> np.ndarray:
         """Token ids of the text, 1-D uint32, without eos. Special markers in the text are treated as plain text."""
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of the ids, without special tokens."""
+        ...
+
+    def token_id(self, name: str) -> int | None:
+        """Id of the token of this name; None if there is none."""
         ...
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[np.ndarray]:
@@ -57,6 +62,7 @@ class BytesTokenizer:
     vocab_size = 260
     bos_id = 256
     eos_id = 257
+    first_id = None
 
     def encode(self, text: str) -> np.ndarray:
         """One id per byte; a lone surrogate, which has no UTF-8 bytes, becomes a question mark."""
@@ -66,60 +72,51 @@ class BytesTokenizer:
         """Text of the bytes; invalid UTF-8 becomes U+FFFD."""
         return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", "replace")
 
+    def token_id(self, name: str) -> int | None:
+        """Bytes have no names."""
+        return None
+
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[np.ndarray]:
         """Bytes have no special tokens with names, so every marker is text."""
         return [self.encode(text) for text, _ in pieces]
 
 
-class LibraryTokenizer:
-    """A tokenizer of the `tokenizers` library that has an end-of-text token."""
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer, name: str) -> None:
-        # Otherwise the characters "</s>" inside a document would end it.
-        tokenizer.encode_special_tokens = True
-        _switch_off_what_changes_ids(tokenizer)
-        # The library's threads do not survive a fork and compete with the island's other ranks.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        ids = tokenizer.get_vocab(with_added_tokens=True)
-        self._tokenizer, self._name = tokenizer, name
-        self._marked: MarkedText | None = None
-        self.eos_id = _find_eos(ids, name)
-        # A vocabulary may have holes, so its count can lie below its highest id.
-        self.vocab_size = max(ids.values()) + 1
-
-    def encode(self, text: str) -> np.ndarray:
-        """Ids from the library; a lone surrogate becomes a question mark. Raises InputError if the library fails."""
-        clean = _without_surrogates(text)
-        # encode_batch_fast computes no offsets and is a quarter faster than encode(); larger batches are slower.
-        with _explain_failures(f"data.tokenizer: {self._name!r} cannot encode a text of {len(clean)} characters"):
-            (encoding,) = self._tokenizer.encode_batch_fast([clean], add_special_tokens=False)
-        return np.array(encoding.ids, dtype=np.uint32)
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        with _explain_failures(f"data.tokenizer: {self._name!r} cannot decode {len(ids)} ids"):
-            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
-
-    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[np.ndarray]:
-        clean = [(_without_surrogates(text), is_marker) for text, is_marker in pieces]
-        length = sum(len(text) for text, _ in clean)
-        with _explain_failures(f"data.tokenizer: {self._name!r} cannot encode a text of {length} characters"):
-            self._marked = self._marked or MarkedText(self._tokenizer)
-            return self._marked.encode(clean)
-
-    def save(self, path: Path) -> None:
-        self._tokenizer.save(str(path))
-
-
-def build_tokenizer(name: str) -> Tokenizer:
+def build_tokenizer(name: str, eos: str | None = None, bos: str | None = None) -> Tokenizer:
     """Load `bytes`, a tokenizer.json by path, or a tokenizer of the hub by name.
 
-    Raises InputError if it does not exist or has no end-of-text token.
+    `eos` and `bos` are names of tokens, as in data.eos and data.bos. Raises InputError if the tokenizer does not exist
+    or has no end-of-text token or not these.
     """
     if name == "bytes":
+        if eos is not None or bos is not None:
+            raise InputError(
+                "data.eos and data.bos name tokens of a tokenizer.json, and bytes have none; leave them out"
+            )
         return BytesTokenizer()
     if _is_file_name(name):
-        return LibraryTokenizer(_load_file(name), name)
-    return LibraryTokenizer(_load_from_hub(name), name)
+        config = read_beside(_tokenizer_file(name).parent)
+        return LibraryTokenizer(_load_file(name), name, config, eos, bos)
+    return LibraryTokenizer(_load_from_hub(name), name, read_from_hub(name), eos, bos)
+
+
+def describe_ends(tokenizer: Tokenizer) -> str:
+    """Where documents begin and end, as a line for the user."""
+    if not isinstance(tokenizer, LibraryTokenizer):
+        return "documents end with the byte tokenizer's eos"
+    begin = "" if tokenizer.bos is None else f"begin with {tokenizer.bos} ({tokenizer.first_id}, data.bos) and "
+    text = f"documents {begin}end with {tokenizer.eos} ({tokenizer.eos_id}, {tokenizer.eos_source})"
+    if not tokenizer.skips_bos:
+        return text
+    return f"{text}; its tokenizer_config.json has add_bos_token: data.bos puts a token before each document here"
+
+
+def ends_identity(tokenizer: Tokenizer) -> list[int | None]:
+    """What distinguishes texts by their ends; empty where they are those that a tokenizer of these names always had."""
+    if not isinstance(tokenizer, LibraryTokenizer):
+        return []
+    usual = next((name for name in EOS_NAMES if tokenizer.token_id(name) is not None), None)
+    is_usual = tokenizer.eos == usual and tokenizer.first_id is None
+    return [] if is_usual else [tokenizer.eos_id, tokenizer.first_id]
 
 
 def tokenizer_fingerprint(name: str) -> str:
@@ -151,7 +148,7 @@ def _tokenizer_file(name: str) -> Path:
 
 def _load_file(name: str) -> tokenizers.Tokenizer:
     file = _tokenizer_file(name)
-    with _explain_failures(f"data.tokenizer: {str(file)!r} is not a tokenizer.json"):
+    with explain_failures(f"data.tokenizer: {str(file)!r} is not a tokenizer.json"):
         return tokenizers.Tokenizer.from_file(str(file))
 
 
@@ -166,43 +163,5 @@ def _load_from_hub(name: str) -> tokenizers.Tokenizer:
     if isinstance(cached, str):
         return _load_file(cached)
     require_on_hub("model", name, cure)
-    with _explain_failures(f"data.tokenizer: no tokenizer.json in {name!r}", cure):
+    with explain_failures(f"data.tokenizer: no tokenizer.json in {name!r}", cure):
         return tokenizers.Tokenizer.from_pretrained(name)
-
-
-def _without_surrogates(text: str) -> str:
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _switch_off_what_changes_ids(tokenizer: tokenizers.Tokenizer) -> None:
-    """Truncation, padding and BPE's dropout, which a tokenizer.json keeps from the program that saved it.
-
-    Truncation would lose the rest of a text, padding would be learned as text, and dropout would give each island
-    other ids.
-    """
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    if isinstance(tokenizer.model, tokenizers.models.BPE):
-        tokenizer.model.dropout = None
-
-
-@contextmanager
-def _explain_failures(complaint: str, cure: str = FILE_CURE) -> Iterator[None]:
-    """Turn whatever the library raises into InputError."""
-    try:
-        yield
-    except BaseException as error:
-        # The library raises bare Exception, the hub what its HTTP library does; a panic of Rust is no Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise InputError(f"{complaint}: {summarise(error)}; {cure}") from error
-
-
-def _find_eos(ids: dict[str, int], name: str) -> int:
-    for eos in EOS_NAMES:
-        if eos in ids:
-            return ids[eos]
-    raise InputError(
-        f"data.tokenizer {name!r} has no end-of-text token; needs one of {', '.join(EOS_NAMES)}; "
-        "add one to the tokenizer.json or choose another tokenizer"
-    )

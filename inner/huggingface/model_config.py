@@ -4,6 +4,7 @@ A config.json that asks for a feature this model does not have is refused; nothi
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ DEFAULT_EPS = 1e-6
 """For every model type that is supported, if the config.json leaves it out."""
 
 
-def build_config_json(sizes: ModelSizes, seq_len: int, dtype: str, bos_id: int | None, eos_id: int) -> dict[str, Any]:
-    """Build the config.json of a model trained on sequences of `seq_len`, with weights stored as `dtype`."""
+def build_config_json(
+    sizes: ModelSizes, seq_len: int, dtype: str, bos_id: int | None, eos_ids: Sequence[int]
+) -> dict[str, Any]:
+    """Build the config.json of a model for sequences of up to `seq_len`, with weights stored as `dtype`."""
     return {
         **build_type_keys(choose_model_type(sizes)),
         **{theirs: getattr(sizes, ours) for ours, theirs in SIZES.items()},
@@ -38,10 +41,31 @@ def build_config_json(sizes: ModelSizes, seq_len: int, dtype: str, bos_id: int |
         "tie_word_embeddings": sizes.tie_embeddings,
         "hidden_act": "silu",
         "bos_token_id": bos_id,
-        "eos_token_id": eos_id,
+        "eos_token_id": one_or_list(eos_ids),
         "torch_dtype": dtype,
         "use_cache": True,
     }
+
+
+def one_or_list(ids: Sequence[int]) -> int | list[int]:
+    """The ids that end a text as a config.json has them: one alone, or a list."""
+    return ids[0] if len(ids) == 1 else list(ids)
+
+
+def read_length(folder: Path, config: dict[str, Any]) -> int:
+    """Length of the longest sequences that a folder's model is for. Raises InputError if it does not say."""
+    length = config.get("max_position_embeddings")
+    if not isinstance(length, int) or length < 1:
+        raise InputError(f"{folder / CONFIG}: max_position_embeddings is {length!r}; allowed: a number of tokens")
+    return length
+
+
+def read_special_ids(config: dict[str, Any], vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
+    """(bos_token_id or None, eos_token_id, one or several) of a config.json; what is no id of the model is left out."""
+    bos, eos = config.get("bos_token_id"), config.get("eos_token_id")
+    listed = eos if isinstance(eos, list) else [eos]
+    known = [each for each in (bos, *listed) if type(each) is int and 0 <= each < vocab_size]
+    return (bos if bos in known else None), tuple(each for each in listed if each in known)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

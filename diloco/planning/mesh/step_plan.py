@@ -81,7 +81,7 @@ def vocabulary(run: RunConfig) -> tuple[int, bool]:
     name = run.data.tokenizer
     # A tokenizer file's fingerprint is a hash of its content; on the hub it is the name itself.
     if name == "bytes" or tokenizer_fingerprint(name) != name:
-        return build_tokenizer(run.data.tokenizer).vocab_size, False
+        return build_tokenizer(*run.data.tokenizer_choice).vocab_size, False
     if run.model.vocab_size is not None:
         return run.model.vocab_size, False
     preset = PRESETS.get(run.model.preset or "")

@@ -16,6 +16,9 @@ class Encoder(Protocol):
     @property
     def eos_id(self) -> int: ...
 
+    @property
+    def first_id(self) -> int | None: ...
+
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[np.ndarray]: ...
 
 
@@ -31,7 +34,10 @@ def encode_conversation(tokenizer: Encoder, text: str, template: str) -> np.ndar
         ids.astype(DTYPE) if piece.is_learned else as_context(ids)
         for piece, ids in zip(pieces, ids_of_pieces, strict=True)
     ]
-    return np.concatenate([*coded, as_context(np.array([tokenizer.eos_id]))])
+    begin = [] if tokenizer.first_id is None else [as_context(np.array([tokenizer.first_id]))]
+    if begin and coded and coded[0].tolist() == begin[0].tolist():
+        begin = []  # the template begins with it by itself
+    return np.concatenate([*begin, *coded, as_context(np.array([tokenizer.eos_id]))])
 
 
 def place(coded: np.ndarray, position: int, seq_len: int) -> np.ndarray:

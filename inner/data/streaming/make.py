@@ -34,7 +34,7 @@ class MadeShard:
 
 def new_index(config: DataConfig, identity: str) -> Index:
     """The index of a text of which nothing has been tokenised yet."""
-    tokenizer = build_tokenizer(config.tokenizer)
+    tokenizer = build_tokenizer(*config.tokenizer_choice)
     values = {
         "identity": identity,
         "dtype": DTYPE if config.format == "chat" else token_dtype(tokenizer),
@@ -63,10 +63,10 @@ def make_shards(
             places.append(document.place)
             yield document
 
-    template = chat_template(config)
+    template, tokenizer = chat_template(config), config.tokenizer_choice
     with (
         closing(remember(documents)) as remembered,
-        closing(tokenise_documents(remembered, config.tokenizer, processes, cutter.is_wanted, template)) as stream,
+        closing(tokenise_documents(remembered, tokenizer, processes, cutter.is_wanted, template)) as stream,
     ):
         for document_number, encoded in enumerate(stream, start=cutter.begin.document):
             cutter.add(encoded, document_number, places.popleft())
