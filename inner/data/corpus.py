@@ -108,12 +108,12 @@ class CorpusMeta:
 
 def check_source(config: DataConfig) -> None:
     """Check that the tokenizer loads and that every source yields a document. Raises InputError if not."""
-    build_tokenizer(*config.tokenizer_choice)
+    tokenizer = build_tokenizer(*config.tokenizer_choice)
     for each in config.sources:
         if each.source == SHARDS:
             continue
         if each.source == TOKENS:
-            open_token_files(each.paths, "uint8")  # any type serves to see whether they are there
+            open_token_files(each.paths, tokenizer.vocab_size)
             continue
         source = build_source(each)
         if isinstance(source, OwnSource):
@@ -256,7 +256,7 @@ def _open_text(folder: Path, meta: CorpusMeta, entry: tuple[str, float]) -> Text
 
 def open_tokens(config: DataConfig, tokenizer: Tokenizer, entry: tuple[str, float]) -> Text:
     """The token files of `config` as they are. The end of the last documents is held out. Raises InputError."""
-    files = open_token_files(config.paths, token_dtype(tokenizer))
+    files = open_token_files(config.paths, tokenizer.vocab_size)
     if no_eos := [
         file.path for file in files if file.knows_documents and file.tokens[file.ends[0] - 1] != tokenizer.eos_id
     ]:

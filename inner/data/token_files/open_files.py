@@ -14,15 +14,16 @@ from inner.data.token_files.token_file import TokenFile
 from inner.errors import InputError
 
 
-def open_token_files(paths: Sequence[str], dtype: str) -> list[TokenFile]:
+def open_token_files(paths: Sequence[str], vocab_size: int) -> list[TokenFile]:
     """Open all token files that `paths` name: files, folders or patterns, in this order, sorted within each; each once.
 
-    Ids of files that do not say their type are of `dtype`. Raises InputError if there are none or one is damaged.
+    Ids of files that do not say their type have the width that `vocab_size` or the file suggests. Raises InputError if
+    there are none or one is damaged.
     """
     formats: dict[str, Callable[[Path], TokenFile]] = {
         ".bin": open_megatron,
         ".ds": open_datatrove,
-        ".npy": lambda path: open_array(path, dtype),
+        ".npy": lambda path: open_array(path, vocab_size),
     }
     if not paths:
         raise InputError(
