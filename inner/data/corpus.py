@@ -13,7 +13,7 @@ from inner.config import DataConfig, SourceConfig
 from inner.data.chat.coding import DTYPE, count_learned
 from inner.data.lock import KeepAlive, hold_lock
 from inner.data.mixture import StreamedTokens
-from inner.data.prepare import PrepareOptions, PrepareProgress, explain_write_errors, write_shards
+from inner.data.prepare import PrepareOptions, PrepareProgress, describe_losses, explain_write_errors, write_shards
 from inner.data.shards import ShardCounts, ShardedTokens, Tokens, open_split
 from inner.data.sources.build import build_source
 from inner.data.sources.own_source import OwnSource, check_own_source
@@ -203,6 +203,8 @@ def _prepare(config: DataConfig, folder: Path, options: PrepareOptions, keep_ali
         "prepared %d training and %d held-out tokens from %d + %d documents of %s",
         counts.train_tokens, counts.heldout_tokens, counts.train_documents, counts.heldout_documents, config.source,
     )  # fmt: skip
+    if losses := describe_losses(counts, config.seq_len):
+        log.warning("%s", losses)
     log.info("data.tokenizer %s: %s", config.tokenizer, describe_ends(build_tokenizer(*config.tokenizer_choice)))
 
 
@@ -223,11 +225,13 @@ def _build_meta(config: DataConfig, counts: ShardCounts) -> CorpusMeta:
 def _require_both_splits(config: DataConfig, counts: ShardCounts) -> None:
     if counts.train_documents and counts.heldout_documents:
         return
+    losses = describe_losses(counts, config.seq_len)
+    cure = f"{'raise data.seq_len, ' if losses else ''}or {'raise' if counts.train_documents else 'lower'}"
     raise InputError(
-        f"data.source={config.source}: {counts.train_documents} documents to train on and "
+        f"data.source={config.source}: {losses and losses + '; '}{counts.train_documents} documents to train on and "
         f"{counts.heldout_documents} held out with data.heldout_fraction={config.heldout_fraction}; need at least one "
-        "of each: give more text "
-        f"or {'raise' if counts.train_documents else 'lower'} data.heldout_fraction"
+        "of each: give more text, "
+        f"{cure} data.heldout_fraction"
     )
 
 

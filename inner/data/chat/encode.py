@@ -1,11 +1,11 @@
 """Conversations as coded token ids, packed so that none crosses the border between two sequences."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from inner.data.chat.coding import DTYPE, IGNORE, as_context
+from inner.data.chat.coding import DTYPE, IGNORE, as_context, count_learned
 from inner.data.chat.messages import from_text
 from inner.data.chat.templates import TEMPLATES
 
@@ -40,12 +40,31 @@ def encode_conversation(tokenizer: Encoder, text: str, template: str) -> np.ndar
     return np.concatenate([*begin, *coded, as_context(np.array([tokenizer.eos_id]))])
 
 
+class Fitted(NamedTuple):
+    """What a sequence holds of a conversation."""
+
+    coded: np.ndarray
+    """Empty if nothing of it is learned, as the answers lie behind the end of a sequence."""
+    is_cut: bool
+    learned_share: float
+    """Share of its learned tokens that is left, 0 to 1."""
+
+
+def fit(coded: np.ndarray, seq_len: int) -> Fitted:
+    """The beginning of a conversation that one sequence holds, if there is something to learn in it."""
+    if len(coded) <= seq_len:
+        return Fitted(coded, is_cut=False, learned_share=1.0)
+    left = count_learned(coded[:seq_len])
+    share = left / max(count_learned(coded), 1)
+    return Fitted(coded[: seq_len if left else 0], is_cut=True, learned_share=share)
+
+
 def place(coded: np.ndarray, position: int, seq_len: int) -> np.ndarray:
-    """The conversation with the padding before it so that it lies within one sequence. A longer one is cut.
+    """The conversation, of at most `seq_len` ids, with the padding before it so that it lies within one sequence.
 
     `position`: number of ids before it. Sequences begin at multiples of `seq_len`.
     """
-    coded, room = coded[:seq_len], seq_len - position % seq_len
+    room = seq_len - position % seq_len
     return coded if len(coded) <= room else np.append(padding(room), coded)
 
 
