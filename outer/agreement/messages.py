@@ -66,6 +66,11 @@ class Status(Message):
         return self.tokens, self.round
 
     @property
+    def is_start(self) -> bool:
+        """Whether it is the state with which a run begins: nobody has committed or signed it."""
+        return self.rank == (0, 0)
+
+    @property
     def claim(self) -> Claim:
         """The state, without what else the status says."""
         return Claim(self.round, self.tokens, self.digest)

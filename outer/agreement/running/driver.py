@@ -109,15 +109,8 @@ class ProtocolDriver:
                 case TooFew():
                     warned_at = self._few.check(decision, grace.waited, warned_at, loop_time())
             planless_since = self._pass_over(planless_since, is_late=grace.is_late) if decision is None else None
-            describe = partial(
-                describe_gathering,
-                self.protocol,
-                decision,
-                self._detector.losses,
-                loop_time() - started,
-                is_late=grace.is_late,
-            )
-            waits.report(loop_time(), describe)
+            about = self.protocol, decision, self._detector.losses, loop_time() - started
+            waits.report(loop_time(), partial(describe_gathering, *about, is_late=grace.is_late))
             await self._changes.wait(min(PING_SECONDS, patience or PING_SECONDS))
 
     async def contribute(self, own: Ready) -> None:
@@ -237,6 +230,7 @@ class ProtocolDriver:
         message, sender = parse(model, inflate(body)), source.island
         reply = self.protocol.receive(sender, message)
         self._detector.hear(sender)
+        self._few.hear(sender)
         match message:
             case Ready():
                 self._peers.direct_addresses[sender] = message.control_addresses
@@ -276,6 +270,7 @@ class ProtocolDriver:
                     self.protocol.receive(island, parse(model, reply))
                 except MessageError as error:
                     self._rejections.add_error(island, error)
+                self._few.hear(island)
                 self._send_outbox()
             else:
                 self._knowledge.lost -= {island}
