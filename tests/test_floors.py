@@ -57,7 +57,8 @@ FLOORS = {
         doctor
         status tuning
         assemble island_rounds watch.collection watch.view
-        island own_loop
+        island own_loop.model
+        own_loop
         island_quorum simulate virtual
         experiments.definition launch_files train watch
         experiments.results

@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from diloco.own_loop.huggingface import IslandsCallback
-from diloco.own_loop.model import describe, trained_params
+from diloco.own_loop.model.params import describe, trained_params
 
 
 def tiny_llama() -> LlamaForCausalLM:
