@@ -137,6 +137,11 @@ class Islands:
         return self._rounds.inner_step
 
     @property
+    def is_settled(self) -> bool:
+        """Whether `state_dict` would leave the model as it is: no round is in flight, or prepared by a quorum."""
+        return self._rounds.is_settled
+
+    @property
     def stage(self) -> int:
         """Which of the `stages` of the config the next step is of, from 0. A loop sets its learning rate by it."""
         return 0 if self._data is None else self._data.stage
