@@ -194,6 +194,8 @@ def resume(runtime: Runtime) -> ResumedState | None:
         runtime.tokens = resumed.tokens
         changed = f"; changed since: {'; '.join(resumed.changed)}" if resumed.changed else ""
         runtime.event("resumed", f"inner step {resumed.inner_step}, round {resumed.round}{changed}")
+        if resumed.changed and runtime.metrics is not None:
+            log.warning("the run goes on with other settings than it was saved with%s", changed)
     return resumed
 
 
