@@ -13,7 +13,7 @@ MAY_IMPORT = {"inner": {"inner"}, "outer": {"outer"}, "diloco": {"diloco", "inne
 FLOORS = {
     "inner": """
         errors
-        files param_spec
+        files foreign param_spec
         import_path
         config
         data.chat data.vocabulary mesh params

@@ -34,6 +34,7 @@ from inner.config import (
 from inner.config.stages import check_stages, count_stage_cycles
 from inner.errors import InputError
 from inner.files import home_path
+from inner.foreign.text import parse_yaml
 from inner.huggingface.model_config import fill_sizes_from_folder
 from outer.config import OuterConfig
 from outer.network.endpoints import RUN_NAME
@@ -162,9 +163,9 @@ def fill_sizes(config: Config) -> Config:
 def parse_config(text: str, overrides: typing.Sequence[str] = (), where: str = "config") -> Config:
     """Parse a YAML text and apply overrides. Errors name the text by `where`. Raises ConfigError."""
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
+        values = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not valid YAML: {error}") from None
     values = {} if values is None else values
     if not isinstance(values, dict):
         got = "text" if isinstance(values, str) else f"a {type(values).__name__}"

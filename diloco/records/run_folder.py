@@ -19,6 +19,8 @@ from diloco.records.faults import FaultRecord, read_faults
 from diloco.records.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
 from inner.errors import InputError
 from inner.files import try_lock, write_atomically
+from inner.foreign.files import read_file
+from inner.foreign.text import MAX_JSON_BYTES
 
 METRICS = "metrics.jsonl"
 PRESENCE = "presence.jsonl"
@@ -222,7 +224,7 @@ def read_facts(run_dir: Path) -> RunFacts | None:
     """Read run.json; None if there is none. Raises InputError if it is damaged."""
     path = run_dir / FACTS
     try:
-        return _FACTS_PARSER.validate_json(path.read_bytes())
+        return _FACTS_PARSER.validate_json(read_file(path, MAX_JSON_BYTES))
     except FileNotFoundError:
         return None
     except ValidationError as error:

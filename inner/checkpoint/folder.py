@@ -33,6 +33,7 @@ from inner.checkpoint.manifest import (
 )
 from inner.errors import InputError
 from inner.files import try_process_lock, write_synced
+from inner.foreign.files import open_file, read_at_most
 
 LOCK = "lock"
 PARTIAL = ".partial"
@@ -187,22 +188,22 @@ def free_space(folder: Path) -> str:
 
 
 def _file_spec(file: Path) -> FileSpec:
-    with file.open("rb") as stream:
+    with open_file(file) as stream:
         return FileSpec(file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())
 
 
-def read_file(path: Path, most_bytes: int) -> bytes:
+def read_part(path: Path, most_bytes: int) -> bytes:
     """Read a file, or its first bytes if it has more than `most_bytes`. Raises InputError if it cannot be read."""
     try:
-        with path.open("rb") as file:
-            return file.read(most_bytes)
+        with open_file(path) as file:
+            return read_at_most(file, most_bytes)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _read_and_check(path: Path, signer: Signer) -> Manifest:
     """Read a checkpoint's manifest and check its file sizes. Raises InputError with the first problem."""
-    manifest = parse_manifest(read_file(path / MANIFEST, MAX_MANIFEST_BYTES + 1), str(path), signer)
+    manifest = parse_manifest(read_part(path / MANIFEST, MAX_MANIFEST_BYTES + 1), str(path), signer)
     for name, spec in manifest.files.items():
         size = (path / name).stat().st_size if (path / name).is_file() else None
         if size != spec.size_bytes:

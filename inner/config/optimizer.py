@@ -1,11 +1,11 @@
 """Config of the inner optimizer."""
 
-import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from inner.config.section import Section
+from inner.foreign.name_pattern import NamePattern
 from inner.import_path import Options, is_import_path, one_of
 
 
@@ -26,8 +26,8 @@ class ParamGroup(Section):
     @classmethod
     def _pattern_is_valid(cls, pattern: str) -> str:
         try:
-            re.compile(pattern)
-        except re.error as error:
+            NamePattern(pattern)
+        except ValueError as error:
             raise ValueError(f"a regular expression ({error}); write \\. for a dot") from None
         return pattern
 

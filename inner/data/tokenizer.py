@@ -10,9 +10,13 @@ import tokenizers
 
 from inner.data.sources.hub import require_on_hub
 from inner.data.vocabulary.ends import EOS_NAMES, read_beside, read_from_hub
-from inner.data.vocabulary.library import LibraryTokenizer, explain_failures
-from inner.errors import InputError
+from inner.data.vocabulary.library import FILE_CURE, LibraryTokenizer
+from inner.errors import InputError, refused
 from inner.files import home_path
+from inner.foreign.files import open_file, read_file
+
+MAX_TOKENIZER_BYTES = 1 << 28
+"""Of a tokenizer.json. That of 262,144 tokens has 33 MB."""
 
 
 class Tokenizer(Protocol):
@@ -122,7 +126,8 @@ def ends_identity(tokenizer: Tokenizer) -> list[int | None]:
 def tokenizer_fingerprint(name: str) -> str:
     """Identity of the tokenizer: its name, or a hash of its file; needs no network."""
     if name != "bytes" and _is_file_name(name):
-        return hashlib.sha256(_tokenizer_file(name).read_bytes()).hexdigest()
+        with open_file(_tokenizer_file(name)) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
     return name
 
 
@@ -148,8 +153,9 @@ def _tokenizer_file(name: str) -> Path:
 
 def _load_file(name: str) -> tokenizers.Tokenizer:
     file = _tokenizer_file(name)
-    with explain_failures(f"data.tokenizer: {str(file)!r} is not a tokenizer.json"):
-        return tokenizers.Tokenizer.from_file(str(file))
+    with refused(f"data.tokenizer: {str(file)!r} is not a tokenizer.json", FILE_CURE):
+        raw = read_file(file, MAX_TOKENIZER_BYTES, FILE_CURE)
+        return tokenizers.Tokenizer.from_buffer(raw)
 
 
 def _load_from_hub(name: str) -> tokenizers.Tokenizer:
@@ -163,5 +169,5 @@ def _load_from_hub(name: str) -> tokenizers.Tokenizer:
     if isinstance(cached, str):
         return _load_file(cached)
     require_on_hub("model", name, cure)
-    with explain_failures(f"data.tokenizer: no tokenizer.json in {name!r}", cure):
+    with refused(f"data.tokenizer: no tokenizer.json in {name!r}", cure):
         return tokenizers.Tokenizer.from_pretrained(name)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from inner.errors import InputError
-from inner.huggingface.files import weights_files
+from inner.errors import InputError, refused
+from inner.huggingface.files import check_header, weights_files
 from inner.huggingface.names import huggingface_name
 from inner.model.transformer import Transformer
 from inner.param_spec import ParamSpec
@@ -46,10 +46,9 @@ def open_weights(folder: Path, specs: Sequence[ParamSpec]) -> Iterator[StoredWei
     slices: dict[str, Any] = {}
     with ExitStack() as files:
         for path in weights_files(folder):
-            try:
+            with refused(f"{path}: cannot be read as safetensors", "copy it again"):
+                check_header(path)
                 file = files.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: torch cannot map the file.
-                raise InputError(f"{path}: cannot be read as safetensors ({error}); copy it again") from None
             # Old exports contain RoPE's table, which is computed from the config.
             names = [name for name in file.keys() if not name.endswith("rotary_emb.inv_freq")]  # noqa: SIM118
             slices |= {name: file.get_slice(name) for name in names}

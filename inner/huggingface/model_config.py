@@ -3,7 +3,6 @@
 A config.json that asks for a feature this model does not have is refused; nothing is silently ignored.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from inner.config import ModelConfig
-from inner.errors import InputError
+from inner.errors import InputError, refused
+from inner.foreign.text import read_json
 from inner.huggingface.model_types import (
     MODEL_TYPES,
     SIZES,
@@ -72,14 +72,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read the folder's config.json. Raises InputError if it is missing or damaged."""
     path = folder / CONFIG
     try:
-        values = json.loads(path.read_bytes())
+        values = read_json(path, "JSON")
     except OSError as error:
         raise InputError(
             f"{path}: cannot be read: {error.strerror}; give a folder with config.json and *.safetensors, as "
             "written by `diloco export` or found in a model on the hub"
         ) from None
-    except ValueError as error:
-        raise InputError(f"{path}: not JSON ({error}); write or copy it again") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: got a JSON {type(values).__name__}, need an object")
     return values
@@ -88,6 +86,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_model_config(folder: Path) -> ModelConfig:
     """Read the model config of a folder, with every size set. Raises InputError that lists all unsupported features."""
     config = read_config(folder)
+    with refused(f"{folder / CONFIG}: a value is of another kind than transformers writes", "copy it again"):
+        return _parse_model_config(config, folder)
+
+
+def _parse_model_config(config: dict[str, Any], folder: Path) -> ModelConfig:
     unsupported = list(find_unsupported(config))
     if unsupported:
         listed = "\n".join(f"  {line}" for line in unsupported)

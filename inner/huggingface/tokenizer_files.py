@@ -1,15 +1,15 @@
 """Writes a tokenizer as the files that `transformers` reads."""
 
 import json
-import shutil
 from pathlib import Path
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from inner.data.tokenizer import BytesTokenizer, build_tokenizer, tokenizer_folder
+from inner.data.tokenizer import MAX_TOKENIZER_BYTES, BytesTokenizer, build_tokenizer, tokenizer_folder
 from inner.data.vocabulary.ends import TOKENIZER_CONFIG, read_beside, token_name
 from inner.data.vocabulary.library import LibraryTokenizer
+from inner.foreign.files import read_file
 
 TOKENIZER = "tokenizer.json"
 COMPANIONS = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
@@ -31,7 +31,7 @@ def write_tokenizer(choice: tuple[str, str | None, str | None], folder: Path, se
         beside = tokenizer_folder(name)
         for path in [] if beside is None else [beside / companion for companion in COMPANIONS]:
             if path.is_file():
-                shutil.copyfile(path, folder / path.name)
+                (folder / path.name).write_bytes(read_file(path, MAX_TOKENIZER_BYTES))
     else:
         byte_tokenizer().save(str(folder / TOKENIZER))
         bos_id = BytesTokenizer.bos_id

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from inner.data.token_files.token_file import TokenFile, map_ids, refuse
+from inner.errors import refused
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +56,8 @@ def _is_half_empty(ids: np.ndarray) -> bool:
 
 
 def _open_saved(path: Path) -> np.ndarray:
-    try:
+    with refused(f"data.paths: {path}: numpy cannot map it", "write the file again, or name others"):
         tokens = np.lib.format.open_memmap(path, mode="r")
-    except (ValueError, EOFError, OSError) as error:
-        refuse(path, f"numpy cannot map it ({error})")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
         refuse(path, f"it holds {tokens.dtype} of shape {tokens.shape}, and ids are a row of integers")
     return tokens

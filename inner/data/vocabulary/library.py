@@ -1,8 +1,7 @@
 """A tokenizer of the `tokenizers` library, with which a text has the same ids whatever its file had saved besides."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import tokenizers
 
 from inner.data.vocabulary.ends import choose_eos, known_id
 from inner.data.vocabulary.marked_text import MarkedText
-from inner.errors import InputError, summarise
+from inner.errors import refused
 
 FILE_CURE = "save one with tokenizers.Tokenizer.save, or use data.tokenizer=bytes"
 
@@ -49,12 +48,12 @@ class LibraryTokenizer:
         """Ids from the library; a lone surrogate becomes a question mark. Raises InputError if the library fails."""
         clean = _without_surrogates(text)
         # encode_batch_fast computes no offsets and is a quarter faster than encode(); larger batches are slower.
-        with explain_failures(f"data.tokenizer: {self._name!r} cannot encode a text of {len(clean)} characters"):
+        with refused(f"data.tokenizer: {self._name!r} cannot encode a text of {len(clean)} characters", FILE_CURE):
             (encoding,) = self._tokenizer.encode_batch_fast([clean], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.uint32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        with explain_failures(f"data.tokenizer: {self._name!r} cannot decode {len(ids)} ids"):
+        with refused(f"data.tokenizer: {self._name!r} cannot decode {len(ids)} ids", FILE_CURE):
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def token_id(self, name: str) -> int | None:
@@ -63,24 +62,12 @@ class LibraryTokenizer:
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[np.ndarray]:
         clean = [(_without_surrogates(text), is_marker) for text, is_marker in pieces]
         length = sum(len(text) for text, _ in clean)
-        with explain_failures(f"data.tokenizer: {self._name!r} cannot encode a text of {length} characters"):
+        with refused(f"data.tokenizer: {self._name!r} cannot encode a text of {length} characters", FILE_CURE):
             self._marked = self._marked or MarkedText(self._tokenizer)
             return self._marked.encode(clean)
 
     def save(self, path: Path) -> None:
         self._tokenizer.save(str(path))
-
-
-@contextmanager
-def explain_failures(complaint: str, cure: str = FILE_CURE) -> Iterator[None]:
-    """Turn whatever the library raises into InputError."""
-    try:
-        yield
-    except BaseException as error:
-        # The library raises bare Exception, the hub what its HTTP library does; a panic of Rust is no Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise InputError(f"{complaint}: {summarise(error)}; {cure}") from error
 
 
 def _without_surrogates(text: str) -> str:
