@@ -1,6 +1,7 @@
 """JSON and YAML that somebody else has written, parsed within limits."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,26 +49,21 @@ def parse_yaml(text: str, *, anchors: bool = True, most_chars: int = MAX_YAML_CH
     """
     if len(text) > most_chars:
         raise ValueError(f"it has {len(text)} characters, and a config has at most {most_chars}")
-    loader = _BoundedLoader(text)
-    loader.allows_anchors = anchors
     try:
-        return loader.get_single_data()
+        return yaml.load(text, partial(_BoundedLoader, anchors))
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
     except (RecursionError, TypeError, OverflowError, LookupError, AttributeError) as error:
         # The library meets an unhashable key, or a date or number that is none.
         raise ValueError(f"{type(error).__name__}: {error}") from None
-    finally:
-        loader.dispose()
 
 
 class _BoundedLoader(yaml.SafeLoader):
     """Counts nodes and levels while it reads."""
 
-    allows_anchors = True
-
-    def __init__(self, text: str) -> None:
+    def __init__(self, allows_anchors: bool, text: str) -> None:
         super().__init__(text)
+        self._allows_anchors = allows_anchors
         self._num_nodes = self._depth = 0
         self._sizes: dict[str, int] = {}
         """Number of nodes in what an anchor names."""
@@ -75,7 +71,7 @@ class _BoundedLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
         anchor = str(getattr(event, "anchor", None) or "")
-        if anchor and not self.allows_anchors:
+        if anchor and not self._allows_anchors:
             raise yaml.YAMLError("anchors are not allowed")
         if self.check_event(yaml.AliasEvent):
             self._count(self._sizes.get(anchor, MAX_YAML_NODES))

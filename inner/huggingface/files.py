@@ -4,7 +4,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from inner.errors import InputError
+from inner.errors import InputError, refused
 from inner.foreign.files import open_file
 from inner.foreign.text import read_json
 
@@ -16,6 +16,11 @@ MAX_HEADER_BYTES = 1 << 22
 
 def weights_files(folder: Path) -> list[Path]:
     """The safetensors files of a model, sorted by name. Raises InputError if there are none or one is missing."""
+    with refused(f"{folder}: cannot be read", "copy it again"):
+        return _find_weights(folder)
+
+
+def _find_weights(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         names = _read_index(folder / INDEX)
     elif (folder / WEIGHTS).is_file():
@@ -64,5 +69,5 @@ def _read_index(index: Path) -> list[str]:
         raise InputError(f"{index}: not an index of safetensors files ({error!r}); copy it again") from None
     invalid = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if invalid:
-        raise InputError(f"{index}: {invalid[0]!r} is not the name of a file next to it; copy it again")
+        raise InputError(f"{index}: {invalid[0]!r:.100} is not the name of a file next to it; copy it again")
     return names
