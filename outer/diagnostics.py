@@ -20,7 +20,7 @@ from pydantic import Field
 from outer.errors import DeadlineError, MessageError, TransportError, first_line
 from outer.network.endpoints import Endpoint, Messenger
 from outer.network.frames import VERSION
-from outer.network.messages import MAX_ROUND, Message, call_message, parse
+from outer.network.messages import MAX_ROUND, Message, call_message, receive
 from outer.packages import MAX_VERSION_LENGTH, find_version
 
 MAX_PROBE_BYTES = 8 << 20
@@ -39,7 +39,7 @@ class ProbeReply(Message):
     """The reply to a probe."""
 
     versions: dict[ShortText, ShortText] = Field(max_length=16)
-    wire: int
+    wire: int = Field(ge=0, lt=256)
     """Version of the frame format (outer.network.frames.VERSION)."""
     unix_time: float = Field(ge=0, lt=1e11)
     age_seconds: float = Field(ge=0, lt=1e11)
@@ -101,7 +101,7 @@ class DiagnosticsServer:
         return self._responder.respond(body)
 
     async def _on_probe_bytes(self, source: Endpoint, body: bytes) -> bytes:
-        num_bytes = parse(BytesRequest, body).num_bytes
+        num_bytes = (await receive(BytesRequest, body)).num_bytes
         self._sent.spend(num_bytes, "bytes")
         return bytes(num_bytes)
 
@@ -112,7 +112,7 @@ class DiagnosticsServer:
         return b""
 
     async def _on_dial_back(self, source: Endpoint, body: bytes) -> bytes:
-        address = parse(DialRequest, body).address
+        address = (await receive(DialRequest, body)).address
         self._dial_backs.spend(1, "calls back")
         cause = ""
         try:

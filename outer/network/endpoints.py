@@ -106,5 +106,8 @@ class Messenger(Protocol):
         """
         ...
 
+    def on_malformed(self, address: str, cause: str) -> None:
+        """The endpoint at this address has given a malformed reply. After a few it is not called any more."""
+
     async def close(self) -> None:
         """Stop serving and drop all connections. Idempotent."""

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from outer.errors import DeadlineError, MessageError, PeerLost
 from outer.identity.tls import TlsIdentity
@@ -22,7 +23,7 @@ from outer.network.frames import (
 )
 from outer.network.handshake import check_access, read_hello, refuse, say_hello
 from outer.network.messages import MAX_REPLY_BYTES, answer
-from outer.network.rejections import SHORT_BYTES, Guest, Guests, RefusedError, Share
+from outer.network.rejections import MAX_MALFORMED, SHORT_BYTES, Guest, Guests, RefusedError, Share
 from outer.network.run_key import PeerAuth
 
 log = logging.getLogger(__name__)
@@ -120,6 +121,12 @@ class StreamMessenger:
             guest.leave()
             stream.close()
 
+    def on_malformed(self, address: str, cause: str) -> None:
+        for lane in LANES:
+            if (connection := _opened(self._outgoing.get((address, lane)))) is not None:
+                self._count_malformed(connection.stream, cause)
+                return
+
     async def close(self) -> None:
         self._is_closed = True
         if self.server is not None:
@@ -209,7 +216,9 @@ class StreamMessenger:
                 await share.hold(expected)
             if stream.is_closed:
                 return
-            code, reply = await answer(self._handlers.get(kind), source, kind, body, self.auth.rejections)
+            on_malformed = partial(self._count_malformed, stream)
+            handler = self._handlers.get(kind)
+            code, reply = await answer(handler, source, kind, body, self.auth.rejections, on_malformed)
             if len(reply) > SHORT_BYTES:
                 self._long_replies[kind] = max(expected, len(reply))
             share.correct(len(reply) if len(reply) > SHORT_BYTES else 0)
@@ -218,6 +227,13 @@ class StreamMessenger:
             log.debug("the caller of %r has gone: %s", kind, error)
         except TimeoutError:
             self.auth.rejections.add(stream.peer, "unread", f"replies to {kind!r} that are asked for and not taken")
+            stream.close()
+
+    def _count_malformed(self, stream: FrameStream, cause: str) -> None:
+        """Close the connection of an island that has sent too many malformed messages; it is suspended then."""
+        if self.auth.suspensions.add(stream.peer_key):
+            text = f"no longer heard, after {MAX_MALFORMED} malformed messages: {cause}"
+            self.auth.rejections.add(stream.peer, "suspended", text)
             stream.close()
 
 

@@ -19,7 +19,7 @@ from outer.network.messages import MAX_ROUND, MAX_TOKENS, Digest, IslandName, Me
 MAX_PARTICIPANTS = 1024
 MAX_INTRODUCTIONS = 16
 
-PlanId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+PlanId = Annotated[str, Field(max_length=32, pattern=r"^[0-9a-f]{32}$")]
 """Field of a message: `Plan.id`."""
 Verify = Callable[[str, bytes, str], bool]
 """(public key, text, signature) to whether the key's holder has signed the text."""

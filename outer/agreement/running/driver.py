@@ -24,7 +24,7 @@ from outer.errors import BehindError, DeadlineError, MessageError, OuterError, P
 from outer.membership.base import Member
 from outer.network.endpoints import Endpoint
 from outer.network.event_loop import loop_time
-from outer.network.messages import Message, inflate, parse
+from outer.network.messages import Message, receive, receive_reply
 from outer.network.rejections import Rejections
 from outer.report import Waiting
 
@@ -227,7 +227,7 @@ class ProtocolDriver:
     # -- messages -------------------------------------------------------------------------------------------------
 
     async def _on_message(self, model: type[Message], source: Endpoint, body: bytes) -> bytes:
-        message, sender = parse(model, inflate(body)), source.island
+        message, sender = await receive(model, body), source.island
         reply = self.protocol.receive(sender, message)
         self._detector.hear(sender)
         self._few.hear(sender)
@@ -257,7 +257,7 @@ class ProtocolDriver:
         if isinstance(message, Vote) and message.digest is None:
             self._peers.notify_other_ranks(island, kind, body)
         try:
-            reply = await self._peers.call(island, kind, body)
+            reply = await self._peers.call(island, kind, body, REPLIES.get(type(message)))
         except (PeerLost, DeadlineError) as error:
             self._detector.report_failure(island, str(error), called_at)
             self._changes.add()
@@ -267,7 +267,9 @@ class ProtocolDriver:
             self._detector.hear(island)
             if (model := REPLIES.get(type(message))) is not None:
                 try:
-                    self.protocol.receive(island, parse(model, reply))
+                    address = (self._peers.addresses(island) or [""])[0]
+                    answer = await receive_reply(self._peers.messenger, address, model, reply)
+                    self.protocol.receive(island, answer)
                 except MessageError as error:
                     self._rejections.add_error(island, error)
                 self._few.hear(island)

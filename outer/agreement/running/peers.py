@@ -10,7 +10,7 @@ from outer.membership.base import Member, Membership
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Messenger
 from outer.network.event_loop import Tasks, loop_time
-from outer.network.messages import Message
+from outer.network.messages import MAX_REFUSAL_BYTES, Message, longest_reply
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +59,12 @@ class Peers:
         recorded = self.members[island].control_addresses if island in self.members else []
         return self.direct_addresses.get(island, recorded)
 
-    async def call(self, island: str, kind: str, body: bytes) -> bytes:
-        """Call the island's leader, twice if the connection breaks. Raises PeerLost, DeadlineError or MessageError."""
+    async def call(self, island: str, kind: str, body: bytes, answer: type[Message] | None = None) -> bytes:
+        """Call the island's leader, twice if the connection breaks. Raises PeerLost, DeadlineError or MessageError.
+
+        No more of the reply is read than an `answer` may have, or a word if there is none.
+        """
+        longest = MAX_REFUSAL_BYTES if answer is None else longest_reply(answer)
         for is_last in (False, True):
             addresses, started = self.addresses(island), loop_time()
             num_freezes = self.deadlines.num_freezes
@@ -68,7 +72,7 @@ class Peers:
                 raise PeerLost(island, "its address is not known")
             try:
                 limit = self.deadlines.limit("call")
-                reply = await self.messenger.call(addresses[0], kind, body, timeout_seconds=limit)
+                reply = await self.messenger.call(addresses[0], kind, body, timeout_seconds=limit, longest=longest)
             except PeerLost:
                 self.direct_addresses.pop(island, None)  # They may be wrong; those in the record may not.
                 if is_last:
