@@ -1,5 +1,6 @@
 """The records of islands in a swarm, their checks, and the messages between islands and a rendezvous."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +27,8 @@ MAX_LIFE_SECONDS = 60.0
 """Longest time that a rendezvous keeps a record without hearing from its island."""
 SLACK_MS = int(1000 * MAX_LIFE_SECONDS)
 """A record may be older than the newest by this much, because several places do not show the same at one time."""
+
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 
 OptionalDigest = Annotated[str, Field(max_length=64, pattern=r"^[0-9a-f]*$")]
 """A hash in hexadecimal digits, or empty."""
@@ -228,6 +231,8 @@ def check_withdrawal(withdrawal: Withdrawal) -> None:
 
 
 def check_config_text(text: str) -> None:
-    """Raise InputError when the text is too long for the swarm."""
+    """Raise InputError when the text is too long for the swarm, or has characters that no YAML file has."""
     if (size := len(text.encode())) > MAX_CONFIG_BYTES:
         raise InputError(f"the run's config is {size} bytes of YAML, at most {MAX_CONFIG_BYTES} can be published")
+    if (found := CONTROL_CHARACTERS.search(text)) is not None:
+        raise InputError(f"the run's config has the control character {found[0]!r}, which a YAML file must not have")

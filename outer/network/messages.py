@@ -45,7 +45,7 @@ Digest = Annotated[str, Field(max_length=64, pattern=r"^[0-9a-f]{16,64}$")]
 """A hash in hexadecimal digits."""
 Incarnation = Annotated[str, Field(max_length=32, pattern=r"^[0-9a-f]{8,32}$")]
 """Names one process of an island."""
-Address = Annotated[str, Field(max_length=2048)]
+Address = Annotated[str, Field(max_length=4096)]
 """Where a rank is reached."""
 Carriers = Annotated[list[tuple[RankNumber, PartCount]], Field(max_length=1 << 14)]
 """Carrier rank of each part, run-length coded as (rank, number of parts)."""

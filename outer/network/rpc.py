@@ -8,7 +8,7 @@ from functools import partial
 
 from outer.errors import DeadlineError, MessageError, PeerLost
 from outer.identity.tls import TlsIdentity
-from outer.network.endpoints import LANES, Endpoint, Handler, Kind, Lane, Traffic
+from outer.network.endpoints import CALLER, LANES, Caller, Endpoint, Handler, Kind, Lane, Traffic
 from outer.network.event_loop import Tasks, loop_time
 from outer.network.frames import (
     CutOffError,
@@ -203,6 +203,7 @@ class StreamMessenger:
                 held.release()
                 raise
             share = guest.next_reply()
+            CALLER.set(Caller(guest.host, is_peer_id=stream.peer_ids is not None))  # a task takes it with it
             task = self._tasks.start(self._answer(source, stream, header.request, kind, body, share))
             del payload, body  # the next call may be long in coming
             task.add_done_callback(lambda _, held=held, share=share: (gate.release(), held.release(), share.release()))

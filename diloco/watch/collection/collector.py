@@ -111,7 +111,8 @@ class Collector:
 
     async def _find_run(self) -> RunInfo:
         local, address = self._local, self.address
-        runs = await find_runs(address, local.connect_seconds, load_usable_key(local.island), local.island.proxy)
+        key, proxy = load_usable_key(local.island), local.island.proxy
+        runs = await find_runs(address, local.connect_seconds, key, proxy, self._run_name)
         return choose_run(runs, self._run_name, address)
 
     async def _visit(self, run: RunConfig, info: RunInfo) -> None:
