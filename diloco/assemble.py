@@ -175,12 +175,12 @@ def open_runtime(
         stack.callback(requests.close)
         identity = build_identity(config, island, ranks, network.island_key)
         hooks = build_hooks(island.faults, island.index, ranks.rank, folder)
-        rounds = RoundRecords(metrics, config.outer.start_islands)
+        activity = ActivityMonitor(island.watchdog_seconds)
+        rounds = RoundRecords(metrics, config.outer.start_islands, activity.beat)
         settings = build_loop_settings(config, island, folder, hooks, rounds)
         moments = None if config.outer.moments is None else ParamsAndMoments(trainer.params, trainer.optimizers)
         outer = build_loop(config.outer, identity, moments or trainer.params, ranks, network, event_loop, settings)
         rounds.find_ledger = lambda: outer.position.ledger
-        activity = ActivityMonitor(island.watchdog_seconds)
         mesh = str(resolve_degrees(island.mesh, island.ranks))
         told = serve_visitors(config, island, network, outer, metrics, mesh=mesh, device=device, doing=activity)
         if told is not None:

@@ -79,11 +79,11 @@ class IslandDuties:
         self.runtime.enter_stage(stage_in_round(self.runtime.config, self.runtime.outer.round))
 
     def launches(self, progress: Progress) -> None:
-        self.runtime.activity.start_untimed("a round")
+        await_round(self.runtime)
         self.runtime.rounds.contribution = progress
 
     def waits(self) -> None:
-        self.runtime.activity.start_untimed("a round")
+        await_round(self.runtime)
 
     def landed(self, number: int, progress: Progress, landing: Landing) -> None:
         runtime, outer = self.runtime, self.runtime.outer
@@ -141,6 +141,14 @@ def train(runtime: Runtime) -> StepResult:
     record_step(runtime, result, batch)
     collect_garbage(result.step)
     return result
+
+
+def await_round(runtime: Runtime) -> None:
+    """The training thread waits for a round from now on, which has no limit while it shows that it is alive."""
+    if runtime.metrics is None:
+        runtime.activity.start_untimed("a round")  # Other ranks wait for the leader, whose watchdog ends them, too.
+    else:
+        runtime.activity.start_beating("a round", runtime.outer.pace.deadlines.limit("reduce"))
 
 
 def evaluate(runtime: Runtime, cycle: int | None = None) -> None:
