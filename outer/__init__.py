@@ -14,7 +14,7 @@ What a program uses of it; everything else may change without notice (tests/test
                                             records of islands, bootstraps
     packages                                which of other people's packages are installed
     own_code, codecs.own_codec, merges.own_merge, state.own_rule
-                                            import of a codec, merge rule or outer optimizer of the user's own; its checks
+                                            a codec, merge rule or outer optimizer of the user's own; its checks
     routes.addresses, routes.dialer, routes.proxy, routes.relay     how islands are reached over tls; the relay
     transports.gloo.groups, transports.gloo.open_files, transports.loopback
                                             addresses of gloo; the limit of open files; the hub of one process
