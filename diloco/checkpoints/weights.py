@@ -26,6 +26,7 @@ from inner.errors import InputError
 from inner.files import home_path
 from inner.huggingface.load import read_whole
 from inner.huggingface.model_config import CONFIG, read_config, read_length, read_model_config, read_special_ids
+from inner.huggingface.model_types import find_window
 from inner.huggingface.save import Dtype, Export
 from inner.huggingface.tokenizer_files import TOKENIZER
 from inner.measure.param_specs import param_specs
@@ -61,6 +62,8 @@ class Weights:
     """Id with which a text begins for those who use the model; None if that is the tokenizer's affair."""
     stop_ids: tuple[int, ...] = ()
     """Ids beside eos with which the model ends a text."""
+    limit: int | None = None
+    """Tokens of a sequence above which the model's attention slides, which is not computed here; None: never."""
 
     @property
     def window(self) -> int:
@@ -72,6 +75,14 @@ class Weights:
         """Text that ends a message, of a model trained on conversations whose tokenizer has no token for that."""
         template = None if self.run is None else chat_end(self.run.data)
         return None if self.stop_ids else template
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raise InputError if the model would compute a sequence of so many tokens in another way than is done here."""
+        if self.limit is not None and num_tokens > self.limit:
+            raise InputError(
+                f"the model has a sliding_window of {self.limit}, which is not computed here, and a sequence has "
+                f"{num_tokens} tokens; ask for no more than {self.limit} (--seq-len; --max-tokens with the prompt)"
+            )
 
     def encoder(self) -> Tokenizer:
         """The tokenizer. Raises InputError."""
@@ -160,7 +171,8 @@ def _of_beginning(run: RunConfig, island: IslandConfig | None, tokenizer: Tokeni
 
 
 def _open_export(folder: Path) -> Weights:
-    sizes, config = resolve_sizes(read_model_config(folder), 0), read_config(folder)
+    config = read_config(folder)
+    sizes = resolve_sizes(read_model_config(folder, read_length(folder, config)), 0)
     bos_id, stop_ids = read_special_ids(config, sizes.vocab_size)
     told = read_beside(folder)
     # Only then do texts begin with it; others may name a bos that their training did not use.
@@ -173,6 +185,7 @@ def _open_export(folder: Path) -> Weights:
         bos=bos,
         bos_id=bos_id,
         stop_ids=stop_ids,
+        limit=find_window(config),
     )
 
 
@@ -214,6 +227,7 @@ def evaluate(
     num_tokens = num_tokens or sum(len(text.heldout) for text in corpus.texts)
     # A text shorter than a sequence is used as one shorter sequence.
     seq_len = min(seq_len or weights.window, *(len(text.heldout) - 1 for text in corpus.texts))
+    weights.check_length(seq_len)
     micro_batch = max(1, MICRO_BATCH_TOKENS // seq_len)
     windows = heldout_windows(corpus, seq_len, num_tokens, 0, 1, micro_batch)
     eos_id = corpus.eos_id if weights.run is not None and weights.run.data.document_mask else None
@@ -238,6 +252,7 @@ class GenerateRequest:
 def generate_texts(weights: Weights, request: GenerateRequest, count: int, device: str) -> Iterator[Iterator[str]]:
     """Generate `count` texts, each in pieces as they are sampled. Text k uses `request.seed` + k."""
     tokenizer, prompt = weights.encoder(), weights.prompt(request.prompt)
+    weights.check_length(len(prompt) + request.max_tokens)
     model = build_whole_model(weights.sizes, weights.tensors, len(prompt) + request.max_tokens, device)
     for number in range(count):
         generator = torch.Generator().manual_seed(request.seed + number)

@@ -18,6 +18,7 @@ from inner.huggingface.model_types import (
     build_type_keys,
     choose_model_type,
     find_unsupported,
+    find_window,
     read_head_dim,
 )
 from inner.huggingface.rope_settings import build_rope_settings, read_scaling, read_theta
@@ -53,11 +54,15 @@ def one_or_list(ids: Sequence[int]) -> int | list[int]:
 
 
 def read_length(folder: Path, config: dict[str, Any]) -> int:
-    """Length of the longest sequences that a folder's model is for. Raises InputError if it does not say."""
+    """Length of the longest sequences that a folder's model is for and that are computed here as by it.
+
+    Raises InputError if it does not say.
+    """
     length = config.get("max_position_embeddings")
     if not isinstance(length, int) or length < 1:
         raise InputError(f"{folder / CONFIG}: max_position_embeddings is {length!r}; allowed: a number of tokens")
-    return length
+    window = find_window(config) if config.get("model_type") in MODEL_TYPES else None
+    return min(length, window) if isinstance(window, int) and window > 0 else length
 
 
 def read_special_ids(config: dict[str, Any], vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
@@ -83,15 +88,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     return values
 
 
-def read_model_config(folder: Path) -> ModelConfig:
-    """Read the model config of a folder, with every size set. Raises InputError that lists all unsupported features."""
+def read_model_config(folder: Path, longest: int | None = None) -> ModelConfig:
+    """Read the model config of a folder, with every size set. Raises InputError that lists all unsupported features.
+
+    `longest`: tokens of the longest sequence that will be computed; None: as many as the model is for.
+    """
     config = read_config(folder)
     with refused(f"{folder / CONFIG}: a value is of another kind than transformers writes", "copy it again"):
-        return _parse_model_config(config, folder)
+        return _parse_model_config(config, folder, longest)
 
 
-def _parse_model_config(config: dict[str, Any], folder: Path) -> ModelConfig:
-    unsupported = list(find_unsupported(config))
+def _parse_model_config(config: dict[str, Any], folder: Path, longest: int | None) -> ModelConfig:
+    unsupported = list(find_unsupported(config, longest))
     if unsupported:
         listed = "\n".join(f"  {line}" for line in unsupported)
         raise InputError(f"{folder / CONFIG}: this model is not supported:\n{listed}")
@@ -118,9 +126,12 @@ def _parse_model_config(config: dict[str, Any], folder: Path) -> ModelConfig:
         ) from None
 
 
-def fill_sizes_from_folder(given: ModelConfig, folder: Path) -> ModelConfig:
-    """Copy `given` with every size of the folder's model. Raises InputError if `given` sets a different size."""
-    stored = read_model_config(folder)
+def fill_sizes_from_folder(given: ModelConfig, folder: Path, longest: int | None = None) -> ModelConfig:
+    """Copy `given` with every size of the folder's model. Raises InputError if `given` sets a different size.
+
+    `longest`: as in `read_model_config`.
+    """
+    stored = read_model_config(folder, longest)
     if given.preset is not None:
         raise InputError(
             f"model.preset is {given.preset!r}, but the sizes come from model.init_from ({folder / CONFIG}); "
