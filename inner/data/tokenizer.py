@@ -18,6 +18,9 @@ from inner.foreign.files import open_file, read_file
 MAX_TOKENIZER_BYTES = 1 << 28
 """Of a tokenizer.json. That of 262,144 tokens has 33 MB."""
 
+WELL_KNOWN = {"gpt2": 50257, "openai-community/gpt2": 50257}
+"""Vocabulary of tokenizers on the hub that are not on every machine and that will not change."""
+
 
 class Tokenizer(Protocol):
     """Maps text to token ids below vocab_size and back; eos_id ends every document and is never returned by encode.
@@ -101,6 +104,19 @@ def build_tokenizer(name: str, eos: str | None = None, bos: str | None = None) -
         config = read_beside(_tokenizer_file(name).parent)
         return LibraryTokenizer(_load_file(name), name, config, eos, bos)
     return LibraryTokenizer(_load_from_hub(name), name, read_from_hub(name), eos, bos)
+
+
+def known_vocab_size(name: str) -> int | None:
+    """Vocabulary of a tokenizer on the hub, without a network: from the cache, or as everybody knows it; or None."""
+    import huggingface_hub
+
+    try:
+        cached = huggingface_hub.try_to_load_from_cache(name, "tokenizer.json")
+    except ValueError:
+        return None
+    if isinstance(cached, str):
+        return max(_load_file(cached).get_vocab(with_added_tokens=True).values()) + 1
+    return WELL_KNOWN.get(name)
 
 
 def describe_ends(tokenizer: Tokenizer) -> str:
