@@ -237,7 +237,8 @@ class Islands:
         requests = OperatorRequests(ranks, folder, island.max_hours, started_at)
         stack.callback(requests.close)
         network, event_loop = stack.enter_context(open_connections(run, island, ranks, folder, None))
-        identity = build_identity(run, island, ranks, network.island_key)
+        corpus = None if self._data is None else self._data.corpus
+        identity = build_identity(run, island, ranks, network.island_key, corpus)
         hooks = build_hooks(island.faults, island.index, ranks.rank, folder)
         records = RoundRecords(metrics, run.outer.start_islands)
         settings = build_loop_settings(run, island, folder, hooks, records)

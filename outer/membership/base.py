@@ -5,7 +5,27 @@ from typing import Protocol
 from pydantic import Field
 
 from outer.identity.island_key import PublicKey
-from outer.network.messages import MAX_RANKS, MAX_ROUND, MAX_TOKENS, Address, IslandName, Message, StepSeconds
+from outer.network.messages import (
+    MAX_RANKS,
+    MAX_ROUND,
+    MAX_TOKENS,
+    Address,
+    Digest,
+    IslandName,
+    Message,
+    StepSeconds,
+)
+
+
+class TextPrint(Message):
+    """What an island says of the text that all islands of the run should have."""
+
+    tokens: int = Field(gt=0, lt=MAX_TOKENS)
+    """Its tokens, with those that are held out."""
+    digest: Digest
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens with digest {self.digest[:12]}"
 
 
 class Member(Message):
@@ -27,6 +47,8 @@ class Member(Message):
     digest: str = Field(default="", max_length=64, pattern=r"^[0-9a-f]*$")
     """Digest of its global params and outer momentum."""
     step_seconds: StepSeconds = 0.0
+    text: TextPrint | None = None
+    """Its text; None if it reads none that all have, or reads it in shards."""
     since: int = Field(default=0, ge=0, lt=MAX_ROUND)
     """With gossip, the first round in which others expect this island, so that all agree on the groups."""
 

@@ -222,7 +222,8 @@ def build_agreed_averager(
     leader = None
     if ranks.is_leader:
         assert network.membership is not None, "the leader has a membership"
-        peers = Peers(me.island, network.messenger, network.membership, pace.deadlines, identity.config_hash)
+        own = identity.config_hash, identity.text
+        peers = Peers(me.island, network.messenger, network.membership, pace.deadlines, *own)
         driver = _build_driver(config, me.island, replica, settings, network, peers, attempts)
         leader = Leader(identity, addresses, replica, driver, network.membership, event_loop, donor, settings.link_kbit)
     else:

@@ -6,7 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from outer.errors import PeerLost, TransportError
-from outer.membership.base import Member, Membership
+from outer.membership.base import Member, Membership, TextPrint
+from outer.membership.texts import TextComparison
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Messenger
 from outer.network.event_loop import Tasks, loop_time
@@ -21,11 +22,19 @@ class Peers:
     """The other islands of the run. Islands with a different config hash are ignored."""
 
     def __init__(
-        self, me: str, messenger: Messenger, membership: Membership, deadlines: Deadlines, config_hash: str
+        self,
+        me: str,
+        messenger: Messenger,
+        membership: Membership,
+        deadlines: Deadlines,
+        config_hash: str,
+        text: TextPrint | None = None,
     ) -> None:
+        """`text`: what this island says of its own, which others are compared with."""
         self.members: dict[str, Member] = {}
         """Membership records of the other islands at the last `refresh`, by island."""
         self._me, self._membership, self._config_hash = me, membership, config_hash
+        self._texts = TextComparison(text)
         self.messenger, self.deadlines = messenger, deadlines
         self.direct_addresses: dict[str, list[str]] = {}
         """Control addresses from the islands' own messages, used before those in their records, by island."""
@@ -47,6 +56,7 @@ class Peers:
             for name, m in found.items()
             if name != self._me and m.config_hash == self._config_hash and self._gone.get(name) != m.incarnation
         }
+        self._texts.look(self.members)
         return True
 
     def remove(self, island: str, incarnation: str) -> None:
@@ -108,3 +118,5 @@ class Identity:
     identity: str
     """Identifier that stays the same over restarts."""
     config_hash: str
+    text: TextPrint | None = None
+    """What it says of its text. On the leader."""
