@@ -49,6 +49,8 @@ class IslandsCallback(TrainerCallback):
     ) -> None:
         """Enter the run, with the outer loop's state of the checkpoint from which the trainer resumes."""
         assert model is not None, "a trainer has a model"
+        if hasattr(self, "islands"):
+            self.islands.close("the trainer begins again")  # It may have ended by an exception, which no callback sees.
         path = saved_path(args, state)
         saved = read_state(path) if state.global_step and path.exists() else None
         self.islands = Islands(self._config, model, optimizer, self._overrides, state=saved)

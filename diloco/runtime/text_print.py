@@ -13,7 +13,7 @@ WINDOW_TOKENS, MAX_WINDOWS = 1024, 4096
 
 
 def text_print(corpus: Corpus) -> TextPrint | None:
-    """Size and digest of the texts that all islands have. None if they are read in shards, whose manifest says more.
+    """Size and digest of the texts that all islands have. None if one is read in shards, of which not all are here.
 
     Neither the folder of a text nor the width of its token ids enters it.
     """
