@@ -14,7 +14,8 @@ class ParamGroup(Section):
 
     pattern: str
     """Regular expression, searched for in the parameter's full name (`layers.0.attention.q_proj.weight`). If several
-    groups match, the first is used. `^` and `$` anchor the pattern to the ends of the name."""
+    groups match, the first is used. `^` and `$` anchor the pattern to the ends of the name. Without flags such as (?i),
+    references to groups, and more than three repeats within each other: it may come from a swarm, and must not hang."""
     lr_scale: float = Field(default=1.0, ge=0)
     """Factor on the learning rate; 0 freezes the parameters."""
     weight_decay: float | None = Field(default=None, ge=0)

@@ -109,6 +109,27 @@ def test_a_fifo_in_a_mirror_is_refused_at_once(tmp_path: Path, place: str) -> No
         Mirror(str(path.parent.parent), keep=1).pull(tmp_path / "here")
 
 
+def test_a_fifo_named_as_text_is_refused_by_name_and_passed_over_in_a_folder(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.txt")
+    (tmp_path / "b.txt").write_text("b")
+    with pytest.raises(InputError, match=r"a.txt' is a FIFO, a device or a socket"):
+        texts(tmp_path / "a.txt")
+    assert texts(tmp_path) == ["b"]
+
+
+def test_a_manifest_with_wrong_items_by_the_thousand_is_refused_at_the_first(tmp_path: Path) -> None:
+    reader = READERS["manifest"]
+    path = reader.prepare(tmp_path)
+    values = json.loads(path.read_bytes())
+    for key, reason in (("optimizers", "text expected"), ("files", "at most 65536")):
+        path.write_text(json.dumps({**values, key: {f"__{number}_0.distcp": 1 for number in range(70_000)}}))
+        reset_peak()
+        before = read_status("VmRSS")
+        with pytest.raises(InputError, match=f"manifest.json: not a manifest: {key}: .*{reason}"):
+            reader.read(path)
+        assert read_status("VmHWM") - before < 60_000_000, "pydantic takes more for as many errors"
+
+
 def test_a_file_of_text_that_is_longer_than_a_document_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "sparse.txt"
     path.touch()
