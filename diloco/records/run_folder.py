@@ -16,6 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from diloco.errors import FolderInUse
 from diloco.records.faults import FaultRecord, read_faults
+from diloco.records.growing_file import GrowingFile
 from diloco.records.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
 from inner.errors import InputError
 from inner.files import try_lock, write_atomically
@@ -108,21 +109,16 @@ class Tail:
     """Reads a metrics.jsonl that may still grow or may not exist yet."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._offset = 0
+        self.path, self._file = path, GrowingFile(path)
 
     def new_records(self) -> list[Record]:
         """Records whose lines were completed since the last call."""
+        records: list[Record] = []
         try:
-            with open(self.path, "rb") as file:
-                file.seek(self._offset)
-                data = file.read()
+            lines = self._file.new_lines()
         except FileNotFoundError:
             return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        records = []
-        for line in whole.splitlines():
+        for line in lines:
             # A kill in the middle of a line leaves a line that is not a record.
             with suppress(ValidationError):
                 records.append(parse_record(line))

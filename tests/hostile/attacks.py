@@ -28,6 +28,8 @@ SPEAKERS = [
     Attack("comes and goes", members.comes_and_goes),
     Attack("replayed records", members.replays_records),
     Attack("long calls", spoken(members.sends_long_calls, 4)),
+    Attack("wrong items", spoken(members.sends_wrong_items)),
+    Attack("wrong items, new keys", members.sends_wrong_items_under_new_keys),
     Attack("replies not read", spoken(members.asks_and_does_not_read, 2)),
     Attack("flooded rendezvous", spoken(members.floods_the_rendezvous), networks=("gloo", "tls")),
 ]

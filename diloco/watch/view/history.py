@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.formatting import one_line
+from diloco.records.growing_file import GrowingFile
 from diloco.records.latest import ENDS, LatestRecords
 from diloco.records.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
 from diloco.records.run_folder import METRICS, PRESENCE, Tail
@@ -144,19 +145,14 @@ class LinesTail:
     """Reads the completed lines of a text file that may still grow or may not exist."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._offset = path, 0
+        self.path, self._file = path, GrowingFile(path)
 
     def new_lines(self) -> list[str]:
         """Lines that were completed since the last call."""
         try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
+            return [line.decode(errors="replace") for line in self._file.new_lines()]
         except OSError:
             return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return whole.decode(errors="replace").splitlines()
 
 
 def parse_presence(line: str) -> Row | None:
