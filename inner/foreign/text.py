@@ -50,7 +50,7 @@ def parse_yaml(text: str, *, anchors: bool = True, most_chars: int = MAX_YAML_CH
     if len(text) > most_chars:
         raise ValueError(f"it has {len(text)} characters, and a config has at most {most_chars}")
     try:
-        return yaml.load(text, partial(_BoundedLoader, anchors))
+        return yaml.load(text, partial(_BoundedLoader, anchors))  # pyright: ignore[reportArgumentType]
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
     except (RecursionError, TypeError, OverflowError, LookupError, AttributeError) as error:
