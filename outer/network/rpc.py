@@ -28,7 +28,7 @@ from outer.network.run_key import PeerAuth
 
 log = logging.getLogger(__name__)
 
-MAX_CALL_BYTES = 1 << 24
+MAX_CALL_BYTES = 9 << 20
 """Limit for a call, which anybody may send who has proved the run key, or anybody at all in a run without one."""
 MAX_CONTROL_BYTES = 1 << 24
 """Limit for a reply of the control lane. MAX_REPLY_BYTES is that of the bulk lane."""

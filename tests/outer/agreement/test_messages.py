@@ -243,7 +243,7 @@ def parses_or_is_refused(kind: type[Message], body: bytes) -> None:
     try:
         assert isinstance(parse(kind, body), kind)
     except MessageError as error:
-        assert f"not a {kind.__name__}" in str(error)
+        assert f"a {kind.__name__}" in str(error)
 
 
 @given(kind=st.sampled_from(KINDS), body=st.binary(max_size=200))
@@ -289,5 +289,5 @@ BAD_FIELDS = {
 @pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in BAD_FIELDS.items() for v in values])
 def test_a_ready_with_a_bad_field_is_refused_with_its_name(field: str, value: object) -> None:
     fields = {**json.loads(ready("a").model_dump_json()), field: value}
-    with pytest.raises(MessageError, match=f"not a Ready: {field}"):
+    with pytest.raises(MessageError, match=f"not a Ready: .*{field}"):
         parse(Ready, json.dumps(fields).encode())
