@@ -58,7 +58,7 @@ FROM_SWARM = {
     "transport part_elements quorum wait_for below_quorum missed_progress start_islands wait_seconds audit",
     "outer.optimizer": "options lr momentum nesterov delayed",
     "outer.optimizer.align": "keep turn shrink most doubt",
-    "outer.merge": "options trim max_norm_ratio max_norm_zscore min_cosine",
+    "outer.merge": "options trim max_norm_ratio max_norm_zscore min_cosine refuse_norm_ratio",
     "outer.gossip": "group momentum lr pull params",
     "outer.coding": "options feedback rounding top_k chunk_elements value_bits rank",
     "evaluate": "every_rounds tokens",

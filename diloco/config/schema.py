@@ -99,7 +99,7 @@ class RunConfig(Section):
         unset |= {"order_seed"} if self.order_seed is None else set()
         not_agreed: dict[str, Any] = dict.fromkeys({"code_sha256"} | unset, True)
         not_agreed["data"] = {name for name in ("eos", "bos") if getattr(self.data, name) is None}
-        not_agreed["outer"] = self.outer.unset_own_code
+        not_agreed["outer"] = self.outer.later_defaults
         text = json.dumps(self.model_dump(mode="json", exclude=not_agreed), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 

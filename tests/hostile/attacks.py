@@ -42,6 +42,7 @@ TURNCOATS = [
     island("says aborted", lies(turncoats.always_aborted)),
     island("payloads of NaN", turncoats.sends_nan),
     island("payloads of noise", turncoats.sends_noise),
+    island("payloads times 1e30", turncoats.sends_scaled),
     island("wrong digests", turncoats.sends_other_digests),
     island("payloads of 256 MB", turncoats.sends_long_payloads, networks=("tls", "hivemind")),
     island("says committed", lies(turncoats.noes_and_commits)),
