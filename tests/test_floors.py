@@ -16,8 +16,9 @@ FLOORS = {
         files foreign param_spec
         import_path
         config
-        data.chat data.vocabulary mesh params
+        data.chat mesh params
         data.sources
+        data.vocabulary
         data.token_files
         data
         data.streaming

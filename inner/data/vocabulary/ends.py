@@ -3,8 +3,10 @@
 import json
 import logging
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
+from inner.data.sources.hub import require_on_hub
 from inner.errors import InputError, summarise
 
 log = logging.getLogger(__name__)
@@ -64,18 +66,20 @@ def read_beside(folder: Path) -> dict[str, object]:
     return values
 
 
+@cache
 def read_from_hub(name: str) -> dict[str, object]:
     """That of a tokenizer on the hub, from the cache if it is there; empty if it has none or cannot be reached."""
     import huggingface_hub
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     cached = huggingface_hub.try_to_load_from_cache(name, TOKENIZER_CONFIG)
     if cached is None:
         try:
+            require_on_hub("model", name, "check the network")
             cached = huggingface_hub.hf_hub_download(name, TOKENIZER_CONFIG)
-        except EntryNotFoundError:
-            return {}
         except Exception as error:  # noqa: BLE001 - the hub raises what its HTTP library does
+            if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+                return {}  # the hub has answered that there is none
             log.warning(
                 "data.tokenizer %s: its %s cannot be had (%s), so eos is chosen by its name; to be sure set data.eos",
                 name, TOKENIZER_CONFIG, summarise(error),

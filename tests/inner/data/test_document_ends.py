@@ -151,3 +151,24 @@ def test_eos_and_bos_are_in_the_hash_of_a_run_only_where_they_are_set():
     both = parse_config("", ["data.eos=a", "data.bos=a"]).run.hash
     assert hashes[0] == hashes[1] == parse_config("").run.hash == "e6ce1fd6727c23d23c1c8ebfb9aa48d7"
     assert len({*hashes, both}) == 4
+
+
+def on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, config: object) -> str:
+    """A tokenizer in the cache of the hub, which itself cannot be reached."""
+    folder = tmp_path / f"models--some--{name}"
+    write(folder / "snapshots" / "abc", PHI3, config)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    return f"some/{name}"
+
+
+def test_tokenizer_config_of_the_hub_is_read(tmp_path, monkeypatch):
+    assert build_tokenizer(on_the_hub(tmp_path, monkeypatch, "with", {"eos_token": "<|endoftext|>"})).eos_id == 3
+
+
+def test_a_tokenizer_config_that_the_hub_cannot_give_is_warned_of(tmp_path, monkeypatch, caplog):
+    assert build_tokenizer(on_the_hub(tmp_path, monkeypatch, "without", None)).eos_id == 2
+    assert "some/without: its tokenizer_config.json cannot be had" in caplog.text
+    assert "so eos is chosen by its name; to be sure set data.eos" in caplog.text
