@@ -128,23 +128,19 @@ def _report(paths: list[Path], what: str) -> None:
 
 def _parquet_rows(key: str, path: Path, field: TextField, first: int) -> Iterator[Row]:
     # Imported here because pyarrow takes half a second, which only readers of Parquet should pay.
-    import pyarrow
     import pyarrow.parquet
 
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            if field.name not in file.schema_arrow.names:
-                raise missing_field_error(field.name, file.schema_arrow.names, str(path))
-            groups, begin = _row_groups_from(
-                [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)], first
-            )
-            batches = file.iter_batches(_rows_per_read(path, file, field), row_groups=groups, columns=[field.name])
-            rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-            for number, row in itertools.islice(enumerate(rows, start=begin), first - begin, None):
-                text = row_text(row, field, f"{path}, row {number}")
-                yield Row(f"{key}#{number}", text, (number + 1) / file.metadata.num_rows, number)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as Parquet ({error}); write it again or remove it") from error
+    with refused(f"{path}: cannot be read as Parquet"), pyarrow.parquet.ParquetFile(path) as file:
+        if field.name not in file.schema_arrow.names:
+            raise missing_field_error(field.name, file.schema_arrow.names, str(path))
+        groups, begin = _row_groups_from(
+            [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)], first
+        )
+        batches = file.iter_batches(_rows_per_read(path, file, field), row_groups=groups, columns=[field.name])
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, row in itertools.islice(enumerate(rows, start=begin), first - begin, None):
+            text = row_text(row, field, f"{path}, row {number}")
+            yield Row(f"{key}#{number}", text, (number + 1) / file.metadata.num_rows, number)
 
 
 def _rows_per_read(path: Path, file: Any, field: TextField) -> int:
