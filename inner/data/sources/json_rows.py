@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 from inner.data.sources.compressed import Row, open_lines, read_whole
 from inner.data.sources.documents import TextField, row_text
@@ -21,7 +20,10 @@ def jsonl_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -
         if is_plain:
             raw.seek(offset)
         skipped = 0 if is_plain else first
-        for number, line in enumerate(itertools.islice(_lines(path, lines), skipped, None), start=first):
+        following = itertools.islice(lines_of(lines, MAX_DOCUMENT_BYTES), skipped, None)
+        for number, line in enumerate(following, start=first):
+            if len(line) > MAX_DOCUMENT_BYTES:
+                raise _too_long(path, number)
             if line.strip():
                 where = f"{path}, line {number + 1}"
                 row = _object(_parse(line, where, "a line holds one object"), where)
@@ -38,18 +40,18 @@ def json_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) ->
 
 def _begins_with_a_row(path: Path) -> bool:
     with open_lines(path) as (lines, _):
-        first = next((line for line in _lines(path, lines) if line.strip()), b"{}")
+        following = enumerate(lines_of(lines, MAX_DOCUMENT_BYTES))
+        number, first = next(((number, line) for number, line in following if line.strip()), (0, b"{}"))
+    if len(first) > MAX_DOCUMENT_BYTES:
+        raise _too_long(path, number)
     try:
         return first.lstrip().startswith(b"{") and isinstance(parse_json(first), dict)
     except ValueError:
         return False
 
 
-def _lines(path: Path, stream: IO[bytes]) -> Iterator[bytes]:
-    for number, line in enumerate(lines_of(stream, MAX_DOCUMENT_BYTES), start=1):
-        if len(line) > MAX_DOCUMENT_BYTES:
-            raise InputError(f"{path}: line {number} has more than {MAX_DOCUMENT_BYTES} bytes; a document has fewer")
-        yield line
+def _too_long(path: Path, number: int) -> InputError:
+    return InputError(f"{path}: line {number + 1} has more than {MAX_DOCUMENT_BYTES} bytes; a document has fewer")
 
 
 def _item_rows(key: str, path: Path, field: TextField, first: int) -> Iterator[Row]:
