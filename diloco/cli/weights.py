@@ -114,7 +114,7 @@ def evaluate(
         tokens = tokens or (weights.run.evaluate.tokens if weights.run is not None else None)
     result = library.evaluate(weights, corpus, tokens, torch_device, seq_len)
     text = ", ".join(data) if data else "the run's held-out text"
-    typer.echo(f"loss           {result.loss:.4f} nats a token")
+    typer.echo(f"loss           {result.loss:.4f} nats per token")
     typer.echo(f"bits per byte  {result.bits_per_byte:.4f}")
     typer.echo(f"tokens         {result.tokens:,} of {text}")
 

@@ -281,7 +281,7 @@ def model_specs(run: RunConfig, vocab_size: int) -> Sequence[ParamSpec]:
 
 
 def bigram_baseline(corpus: Corpus) -> float | None:
-    """Held-out loss of a bigram model, in nats a token; None for mixtures, large vocabularies, chat and shards."""
+    """Held-out loss of a bigram model, in nats per token; None for mixtures, large vocabularies, chat and shards."""
     if corpus.vocab_size > MAX_BIGRAM_VOCAB or len(corpus.texts) != 1:
         return None
     (text,) = corpus.texts

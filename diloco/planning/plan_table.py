@@ -117,7 +117,7 @@ def notes(picture: Picture) -> Iterator[str]:
     case, p = picture.case, picture.prediction
     if p.hidden_seconds:
         yield f"behind inner steps  {human_duration(p.hidden_seconds)} a cycle, not in the terms above"
-    bits = f"{8 * p.sent_bytes / p.num_params:.3g} bits a parameter, {p.bits_per_param_step:.3g} a parameter and step"
+    bits = f"{8 * p.sent_bytes / p.num_params:.3g} bits per parameter, {p.bits_per_param_step:.3g} a parameter and step"
     yield f"sent by an island   {human_bytes(p.sent_bytes)} a cycle: {bits}"
     yield f"with {_tokens(picture)}"
     yield f"published model     {percent(published_utilisation(picture))} (2501.18512: one-way bytes, nothing else)"

@@ -39,7 +39,7 @@ class Training(Message):
     step: int = Field(ge=0, lt=MAX_STEP)
     """The last inner step of the run that it has made."""
     loss: Figure | None
-    """Of that step, in nats a token."""
+    """Of that step, in nats per token."""
     heldout_loss: Figure | None
     tokens_per_second: Figure | None
     committed: int = Field(ge=0, lt=MAX_ROUND)

@@ -58,7 +58,7 @@ class IslandHistory:
     events   time, name, text, whether the island's processes ended with it (0 or 1)
     sources  time, tokens so far by source of the text
     ranks    time, round, and for each rank what RoundRecord.ranks has
-    pace     time, seconds a round, share of them in inner steps, bytes sent a round, bits sent a second in the reduce:
+    pace     time, seconds per round, share of them in inner steps, bytes sent a round, bits per second in the reduce:
              of the last committed rounds
     presence time, whether the island answers whoever watches it over the network (0 or 1), why it does not
     """

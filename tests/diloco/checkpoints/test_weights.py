@@ -155,7 +155,7 @@ def test_the_commands_export_evaluate_and_generate(tmp_path, folder):
     told = output("export", str(folder), str(small), "--dtype", "bfloat16")
     assert "parameters as bfloat16 in 1 file" in told and weights_sha256(small) in told
     (tmp_path / "text.txt").write_text(TEXT)
-    assert "nats a token" in output("evaluate", str(small), str(tmp_path / "text.txt"), "--device", "cpu")
+    assert "nats per token" in output("evaluate", str(small), str(tmp_path / "text.txt"), "--device", "cpu")
     asked = ["generate", str(small), "--prompt", "The", "--max-tokens", "9", "--temperature", "0", "--device", "cpu"]
     assert output(*asked).startswith("The") and output(*asked) == output(*asked)
     assert output(*asked, "--count", "2").startswith("--- seed 0\nThe")

@@ -34,7 +34,7 @@ def test_every_shipped_method_can_be_planned(path: Path, bandwidth: str):
     out = StringIO()
     question = PlanRequest(step_seconds="0.1", codec_speed="4G", bandwidth=bandwidth, rtt="50ms")
     show_plan(path, [], question, Console(file=out, width=100))
-    assert "bits a parameter" in out.getvalue()
+    assert "bits per parameter" in out.getvalue()
 
 
 def error_of(overrides: list[str] | None = None, **asked: object) -> str:
@@ -47,7 +47,7 @@ def test_the_plan_shows_every_term_memory_time_and_advice():
     text = "\n".join(printed([], bandwidth="1mbit", rtt="50ms"))
     for word in ("inner steps", "transfer", "round trips", "codec", "outer step", "slowest island", "global params"):
         assert word in text
-    assert "tokens/s" in text and "bits a parameter" in text
+    assert "tokens/s" in text and "bits per parameter" in text
     assert "set outer." in text
 
 
