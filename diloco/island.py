@@ -20,6 +20,7 @@ from diloco.runtime.progress import Progress, ResumedState, ResumePoint
 from diloco.runtime.step_records import evaluate_heldout, make_step_record
 from diloco.watchdog.rank_times import gather_times
 from inner.data.batches import StepBatch
+from inner.errors import TrainingStopped
 from inner.optim.spikes import Spike
 from inner.trainer import StepResult
 from outer.leases.ledger import Ledger
@@ -131,8 +132,12 @@ def train(runtime: Runtime) -> StepResult:
     if runtime.batches.is_streamed:
         runtime.activity.start("inner step")
     started = time.monotonic()
-    with runtime.turns:
-        result = trainer.step(batch.micro_batches)
+    try:
+        with runtime.turns:
+            result = trainer.step(batch.micro_batches)
+    except TrainingStopped:
+        reject_checkpoints(runtime)
+        raise
     result = replace(result, seconds=time.monotonic() - started)
     runtime.times.end(batch.seconds)
     runtime.slow_down(result.seconds)
@@ -187,10 +192,23 @@ def save(runtime: Runtime, point: ResumePoint) -> None:
     runtime.requests.mark_saved()
     if runtime.checkpoints is None:
         return
+    if (since := runtime.trainer.broken_since) is not None:
+        runtime.event("not saved", f"no loss has been finite since inner step {since}; earlier checkpoints are kept")
+        return
     runtime.activity.start("a checkpoint")
     problem = runtime.checkpoints.save(point, runtime.tokens)
     if problem is not None:
         runtime.event("not saved", f"{problem}; training goes on")
+
+
+def reject_checkpoints(runtime: Runtime) -> None:
+    """The losses do not become finite again: let the island go on from a checkpoint from before they were broken."""
+    since = runtime.trainer.broken_since
+    if runtime.checkpoints is None or since is None:
+        return
+    if names := runtime.checkpoints.reject_since(since):
+        text = f"{', '.join(names)}: no loss has been finite since inner step {since}"
+        runtime.event("rejected", f"{text}; the island goes on from the checkpoint before")
 
 
 def resume(runtime: Runtime) -> ResumedState | None:

@@ -45,7 +45,8 @@ class Mirror:
         """Copy the newest checkpoint of `folder` to the URL if it is not there; delete all but the newest few."""
         try:
             with self._lock:
-                whole, _ = disk.list_published(folder, self._signer)
+                published, _ = disk.list_published(folder, self._signer)
+                whole = [checkpoint for checkpoint in published if not checkpoint.is_rejected]
                 if whole:
                     self._copy_once(whole[0])
                 kept = {found.path.name for found in whole[: self._keep]}

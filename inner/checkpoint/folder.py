@@ -4,6 +4,7 @@
     step-00000120/           published by one rename after all files are on the disk, the manifest last
     step-00000120-2/         step 120, saved a second time
     step-00000080.deleted/   being deleted
+    step-00000120/rejected   no loss was finite after it: nobody resumes from it, and the next save deletes it
     lock                     locked by the process that may save here; names that process
 
 manifest.py says what the manifest holds. Every file that it names is checked against it before it is used.
@@ -38,6 +39,7 @@ from inner.foreign.files import open_file, read_at_most
 LOCK = "lock"
 PARTIAL = ".partial"
 DELETED = ".deleted"
+REJECTED = "rejected"
 PUBLISHED_NAME = re.compile(r"step-\d{8,}(-\d+)?")
 LEFTOVER_NAME = re.compile(PUBLISHED_NAME.pattern + r"\.(partial|deleted)")
 # Per tensor: an allowance for headers, indexes and unfilled disk blocks.
@@ -62,6 +64,11 @@ class SavedCheckpoint:
     @property
     def facts(self) -> dict[str, Any]:
         return self.manifest.facts
+
+    @property
+    def is_rejected(self) -> bool:
+        """Whether no loss was finite in the training that went on from it."""
+        return (self.path / REJECTED).exists()
 
 
 def lock_folder(folder: Path) -> TextIO:
@@ -137,8 +144,13 @@ def finish(partial: Path, manifest: bytes, name: str) -> None:
 
 
 def prune(folder: Path, keep: int, signer: Signer = UNSIGNED) -> None:
-    """Delete all checkpoints but the `keep` newest. Damaged and refused ones are not counted and not deleted."""
-    for checkpoint in list_published(folder, signer)[0][keep:]:
+    """Delete all checkpoints but the `keep` newest, and the rejected ones.
+
+    Damaged and refused ones are not counted and not deleted.
+    """
+    found = list_published(folder, signer)[0]
+    kept = [checkpoint for checkpoint in found if not checkpoint.is_rejected][:keep]
+    for checkpoint in [checkpoint for checkpoint in found if checkpoint not in kept]:
         # Renamed first, so that a kill during the deletion leaves nothing that looks like a damaged checkpoint.
         doomed = checkpoint.path.with_name(checkpoint.path.name + DELETED)
         try:
@@ -146,6 +158,15 @@ def prune(folder: Path, keep: int, signer: Signer = UNSIGNED) -> None:
             shutil.rmtree(doomed)
         except OSError as error:
             log.warning("%s: cannot be deleted (%s); the disk may fill up", checkpoint.path, error)
+
+
+def reject_since(folder: Path, inner_step: int, signer: Signer = UNSIGNED) -> list[str]:
+    """Reject the checkpoints of this inner step and later ones, and return their names, newest first."""
+    rejected = [each for each in list_published(folder, signer)[0] if each.inner_step >= inner_step]
+    with _input_errors(folder):
+        for checkpoint in rejected:
+            (checkpoint.path / REJECTED).touch()
+    return [checkpoint.path.name for checkpoint in rejected]
 
 
 def list_published(folder: Path, signer: Signer = UNSIGNED) -> tuple[list[SavedCheckpoint], list[str]]:
