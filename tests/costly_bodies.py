@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from outer.network.limits import Limit, limit_of
+from outer.limits import Limit, limit_of
 from outer.network.messages import Message
 
 Schema = Mapping[str, Any]

@@ -7,13 +7,14 @@ import time
 import tracemalloc
 import zlib
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
 import diloco.status
 import outer
 from outer.errors import MessageError
-from outer.network.limits import MAX_BYTES, UnboundedFieldError, limit_of
+from outer.limits import MAX_BYTES, UnboundedFieldError, limit_of
 from outer.network.messages import LARGE_BYTES, Message, parse, receive
 from tests.costly_bodies import Bounds, costly_bodies, every_message
 
@@ -103,8 +104,9 @@ def test_no_number_of_a_message_may_be_infinite_no_number_or_beyond_its_bounds(m
                 pytest.fail(f"{model.__name__}.{name} takes {text}")
 
 
-def wrong_numbers(schema: dict) -> list[str]:
+def wrong_numbers(schema: Any) -> list[str]:
     """Numbers in JSON that a field with these bounds must refuse."""
-    lowest, highest = schema.get("ge", schema.get("gt")), schema.get("le", schema.get("lt"))
+    lowest: Any = schema.get("ge", schema.get("gt"))
+    highest: Any = schema.get("le", schema.get("lt"))
     beyond = [str(lowest - max(1, abs(lowest))), str(highest + max(1, abs(highest)))]
     return [*beyond, "Infinity", "-Infinity", "NaN", "1e999", "-1e999", "9" * 400, '"1"', "true"]

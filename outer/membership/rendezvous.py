@@ -47,8 +47,7 @@ from outer.routes.streams import listen
 MAX_RUN_BYTES = 2 << 20
 """Limit for the records of one run together, so that all of them fit into one reply."""
 MAX_CALL_BYTES = MAX_RECORD_BYTES + MAX_CONFIG_BYTES
-MAX_NAMES = 8 * MAX_RECORDS
-"""Limit for the names of islands in the list of all runs."""
+MAX_NAMES = 8 * MAX_RECORDS  # of islands in the list of all runs, which is one reply
 NAMES_SECONDS = 60.0
 """A rendezvous forgets whom the names of a run belong to when the run has had no island for so long."""
 NAMES_PREFIX, NAMES_SUFFIX = "names-", ".json"
@@ -200,7 +199,6 @@ class RecordServer:
     async def _list_runs(self, source: Endpoint, body: bytes) -> bytes:
         runs = {name: self._find_run(name) for name in self._runs}
         known = {name: (run.config, sorted(run.records)) for name, run in runs.items() if run.config is not None}
-        # The names of all islands of many large runs do not fit into one reply.
         most = MAX_RECORDS if sum(len(names) for _, names in known.values()) <= MAX_NAMES else MAX_NAMES // MAX_RUNS
         shown = {name: KnownRun(text=text, islands=names[:most]) for name, (text, names) in known.items()}
         return KnownRuns(runs=shown).encode()

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PlainVa
 from pydantic_core import CoreSchema
 
 from outer.errors import InputError, MessageError, TransportError
+from outer.limits import MAX_BYTES, excess, fail_fast, limit_of
 from outer.network.endpoints import ISLAND_NAME, RUN_NAME, Endpoint, Handler, Kind, Messenger
-from outer.network.limits import MAX_BYTES, excess, fail_fast, limit_of
 from outer.network.rejections import MalformedError, RefusedError, Rejections
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ T = TypeVar("T")
 def parse(model: type[M], body: str | bytes) -> M:
     """Parse a message from a peer. Raises MalformedError, which names the first field that is wrong.
 
-    What is longer than its kind can be is not parsed at all (outer/network/limits.py).
+    What is longer than its kind can be is not parsed at all (outer/limits.py).
     """
     return do_shared((model, body), lambda: _parse(model, body))
 

@@ -10,20 +10,10 @@ from outer.errors import DeadlineError, MessageError, PeerLost
 from outer.identity.tls import TlsIdentity
 from outer.network.endpoints import CALLER, LANES, Caller, Endpoint, Handler, Kind, Lane, Traffic
 from outer.network.event_loop import Tasks, loop_time
-from outer.network.frames import (
-    CutOffError,
-    FrameStream,
-    Header,
-    PeerIds,
-    hash_names,
-    refusal_error,
-    text_of,
-    unpack_call,
-    view_of,
-)
+from outer.network.frames import CutOffError, FrameStream, Header, PeerIds, hash_names, refusal_error, unpack_call
 from outer.network.handshake import check_access, read_hello, refuse, say_hello
 from outer.network.messages import MAX_REPLY_BYTES, answer
-from outer.network.rejections import MAX_MALFORMED, SHORT_BYTES, Guest, Guests, RefusedError, Share
+from outer.network.rejections import SHORT_BYTES, Guest, Guests, RefusedError, Share
 from outer.network.run_key import PeerAuth
 
 log = logging.getLogger(__name__)
@@ -122,10 +112,8 @@ class StreamMessenger:
             stream.close()
 
     def on_malformed(self, address: str, cause: str) -> None:
-        for lane in LANES:
-            if (connection := _opened(self._outgoing.get((address, lane)))) is not None:
-                self._count_malformed(connection.stream, cause)
-                return
+        if opened := [found for lane in LANES if (found := _opened(self._outgoing.get((address, lane))))]:
+            self._blame(opened[0].stream, cause)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -198,7 +186,7 @@ class StreamMessenger:
                 check_access(stream, self.auth, source)  # it may have been banned meanwhile
                 if header.kind is not Kind.CALL:
                     raise RefusedError("header", f"{source} sent {header.kind.name}, CALL expected")
-                kind, body = unpack_call(view_of(payload))
+                kind, body = unpack_call(memoryview(payload.numpy()))
             except BaseException:
                 held.release()
                 raise
@@ -217,9 +205,8 @@ class StreamMessenger:
                 await share.hold(expected)
             if stream.is_closed:
                 return
-            on_malformed = partial(self._count_malformed, stream)
-            handler = self._handlers.get(kind)
-            code, reply = await answer(handler, source, kind, body, self.auth.rejections, on_malformed)
+            about = self._handlers.get(kind), source, kind, body
+            code, reply = await answer(*about, self.auth.rejections, partial(self._blame, stream))
             if len(reply) > SHORT_BYTES:
                 self._long_replies[kind] = max(expected, len(reply))
             share.correct(len(reply) if len(reply) > SHORT_BYTES else 0)
@@ -230,11 +217,8 @@ class StreamMessenger:
             self.auth.rejections.add(stream.peer, "unread", f"replies to {kind!r} that are asked for and not taken")
             stream.close()
 
-    def _count_malformed(self, stream: FrameStream, cause: str) -> None:
-        """Close the connection of an island that has sent too many malformed messages; it is suspended then."""
-        if self.auth.suspensions.add(stream.peer_key):
-            text = f"no longer heard, after {MAX_MALFORMED} malformed messages: {cause}"
-            self.auth.rejections.add(stream.peer, "suspended", text)
+    def _blame(self, stream: FrameStream, cause: str) -> None:
+        if self.auth.blame(stream.peer, stream.peer_key, cause):
             stream.close()
 
 
@@ -299,9 +283,9 @@ class _Outgoing:
                 if future is None or future.done():
                     continue
                 if header.kind is Kind.REPLY:
-                    future.set_result(bytes(view_of(payload)))
+                    future.set_result(payload.numpy().tobytes())
                 else:
-                    future.set_exception(MessageError(text_of(payload)[:2000]))
+                    future.set_exception(MessageError(payload.numpy().tobytes().decode(errors="replace")[:2000]))
         except MessageError as error:
             self._auth.rejections.add_error(self.stream.peer, error)
             self.close(str(error))

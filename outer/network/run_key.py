@@ -88,6 +88,14 @@ class PeerAuth:
         if text := self.names.claim(island, key):
             raise RefusedError("name", f"{text}; {NAME_CURE}")
 
+    def blame(self, peer: str, key: str, cause: str) -> bool:
+        """Count a malformed message of the holder of this key. Returns whether it is suspended now."""
+        is_suspended = self.suspensions.add(key)
+        if is_suspended:
+            text = f"no longer heard, after {MAX_MALFORMED} malformed messages: {cause}"
+            self.rejections.add(peer, "suspended", text)
+        return is_suspended
+
 
 def load_run_key(path: str | None) -> RunKey | None:
     """Load the key that a config's `run_key_file` names, or None if it names none. Raises InputError."""

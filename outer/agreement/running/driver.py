@@ -24,7 +24,7 @@ from outer.errors import BehindError, DeadlineError, MessageError, OuterError, P
 from outer.membership.base import Member
 from outer.network.endpoints import Endpoint
 from outer.network.event_loop import loop_time
-from outer.network.messages import Message, receive, receive_reply
+from outer.network.messages import Message, receive
 from outer.network.rejections import Rejections
 from outer.report import Waiting
 
@@ -267,9 +267,7 @@ class ProtocolDriver:
             self._detector.hear(island)
             if (model := REPLIES.get(type(message))) is not None:
                 try:
-                    address = (self._peers.addresses(island) or [""])[0]
-                    answer = await receive_reply(self._peers.messenger, address, model, reply)
-                    self.protocol.receive(island, answer)
+                    self.protocol.receive(island, await self._peers.read_reply(island, model, reply))
                 except MessageError as error:
                     self._rejections.add_error(island, error)
                 self._few.hear(island)

@@ -11,7 +11,7 @@ from outer.membership.texts import TextComparison
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Messenger
 from outer.network.event_loop import Tasks, loop_time
-from outer.network.messages import MAX_REFUSAL_BYTES, Message, longest_reply
+from outer.network.messages import MAX_REFUSAL_BYTES, M, Message, longest_reply, receive_reply
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +92,10 @@ class Peers:
                 self.deadlines.observe("call", loop_time() - started, num_freezes)
                 return reply
         raise AssertionError("the last try returns or raises")
+
+    async def read_reply(self, island: str, model: type[M], reply: bytes) -> M:
+        """Parse what the island's leader has answered. Raises MessageError."""
+        return await receive_reply(self.messenger, (self.addresses(island) or [""])[0], model, reply)
 
     def notify_other_ranks(self, island: str, kind: str, body: bytes) -> None:
         """Call the island's ranks other than the leader, without waiting for their replies."""

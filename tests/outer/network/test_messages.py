@@ -5,7 +5,7 @@ import zlib
 import pytest
 
 from outer.errors import MessageError
-from outer.network.limits import MAX_BYTES
+from outer.limits import MAX_BYTES
 from outer.network.messages import LONG_BYTES, deflate, inflate
 
 LONG = b'{"islands": [' + b",".join(b'"island-%d"' % index for index in range(2000)) + b"]}"
