@@ -76,12 +76,9 @@ MAX_FUNCTION_LINES = 60
 MOST_FILES = 10
 MOST_FILES_AT_THE_TOP = 10
 LARGER = {
-    "outer/network": "frames, calls, messages and their limits are one subject",
     "outer/merges": "a family: one file for each rule",
-    "outer/network/rpc.py": "both sides of a call, which is read as one",
     "outer/agreement/messages.py": "all messages of the agreement, one after the other",
     "outer/rounds/agreed.py": "one averager, from its launch to its commit",
-    "outer/membership/rendezvous.py": "the server and what it answers",
 }
 """Folders and files that are larger, and why: a home is not bent for a number."""
 
