@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import docs_diagrams
+from scripts import docs_diagrams, readme_figures
 from scripts.results_plots import PAGE, draw_all
 
 ROOT = Path(__file__).parents[1]
@@ -83,3 +83,16 @@ def test_the_plots_of_tables_can_be_drawn_and_are_on_the_page(tmp_path: Path) ->
 def test_the_diagrams_are_those_that_the_script_draws(tmp_path: Path) -> None:
     for drawn in docs_diagrams.draw_all(tmp_path):
         assert (docs_diagrams.IMAGES / drawn.name).read_text() == drawn.read_text()
+
+
+def test_the_readme_s_table_and_picture_are_those_of_the_kept_runs(tmp_path: Path) -> None:
+    lines = readme_figures.read_lines(tmp_path / "runs")
+    readme = (ROOT / "README.md").read_text()
+    assert readme_figures.format_table(lines) in readme
+    assert readme_figures.draw(lines, tmp_path / "runs", tmp_path).stat().st_size > 10_000
+    assert f"docs/images/{readme_figures.PICTURE}" in readme
+
+
+def test_a_newcomer_reads_the_readme_in_some_minutes() -> None:
+    """Lists of everything belong to docs/features.md, figures to docs/results.md."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
