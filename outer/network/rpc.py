@@ -186,7 +186,7 @@ class StreamMessenger:
                 check_access(stream, self.auth, source)  # it may have been banned meanwhile
                 if header.kind is not Kind.CALL:
                     raise RefusedError("header", f"{source} sent {header.kind.name}, CALL expected")
-                kind, body = unpack_call(memoryview(payload.numpy()))
+                kind, body = unpack_call(payload.numpy().data)
             except BaseException:
                 held.release()
                 raise
