@@ -24,6 +24,7 @@ from diloco.runtime.corpus import loading_corpus
 from diloco.runtime.operator_requests import OperatorRequests
 from diloco.runtime.round_records import RoundRecords
 from diloco.runtime.step_records import MfuMeter, SharedEvaluations, build_mfu_meter, note_peak
+from diloco.runtime.text_print import text_print
 from diloco.status.visitors import serve_visitors
 from diloco.tuning.choice import choose_settings
 from diloco.watchdog.activity import ActivityMonitor
@@ -173,14 +174,14 @@ def open_runtime(
         corpus = wait_for_corpus()
         network, event_loop = stack.enter_context(open_connections(config, island, ranks, folder, shared))
         stack.callback(requests.close)
-        identity = build_identity(config, island, ranks, network.island_key)
+        identity = build_identity(config, island, ranks, network.island_key, corpus)
         hooks = build_hooks(island.faults, island.index, ranks.rank, folder)
-        rounds = RoundRecords(metrics, config.outer.start_islands)
+        activity = ActivityMonitor(island.watchdog_seconds)
+        rounds = RoundRecords(metrics, config.outer.start_islands, activity.beat)
         settings = build_loop_settings(config, island, folder, hooks, rounds)
         moments = None if config.outer.moments is None else ParamsAndMoments(trainer.params, trainer.optimizers)
         outer = build_loop(config.outer, identity, moments or trainer.params, ranks, network, event_loop, settings)
         rounds.find_ledger = lambda: outer.position.ledger
-        activity = ActivityMonitor(island.watchdog_seconds)
         mesh = str(resolve_degrees(island.mesh, island.ranks))
         told = serve_visitors(config, island, network, outer, metrics, mesh=mesh, device=device, doing=activity)
         if told is not None:
@@ -250,13 +251,16 @@ def open_records(config: RunConfig, island: IslandConfig, folder: Path) -> Itera
         os.close(lock)
 
 
-def build_identity(config: RunConfig, island: IslandConfig, ranks: RankGroup, key: IslandKey) -> Identity:
-    """Who this island is in the run, as a new incarnation. Every rank of the island calls it together."""
+def build_identity(
+    config: RunConfig, island: IslandConfig, ranks: RankGroup, key: IslandKey, corpus: Corpus | None
+) -> Identity:
+    """Who this island is in the run, as a new incarnation, and what it reads. Every rank calls it together."""
     return Identity(
         island=island.label,
         incarnation=ranks.broadcast(secrets.token_hex(8)),
         identity=key.public,
         config_hash=config.hash,
+        text=text_print(corpus) if corpus is not None and ranks.is_leader else None,
     )
 
 

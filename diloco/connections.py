@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from diloco.errors import ConfigError
 from diloco.runtime.step_records import SharedEvaluations
 from outer.connect.opening import open_network
 from outer.connect.settings import Network, NetworkSettings
+from outer.errors import DifferingConfigsError
 from outer.identity.access import BANNED_FILE
 from outer.identity.island_key import KEY_FILE, IslandKey, load_island_key
 from outer.identity.known_names import NAMES_FILE
@@ -98,8 +99,8 @@ def connect(config: RunConfig, ranks: RankGroup, event_loop: EventLoop, settings
         daemon_address = ranks.gather(network.daemon_address if network else None)[first]
     assert network is not None
     if network.membership is not None:
-        theirs = event_loop.run(network.membership.read_config())
-        check_same_run(config, theirs)
+        with suppress(DifferingConfigsError):  # `publish_config` says so, and goes by this island's own
+            check_same_run(config, event_loop.run(network.membership.read_config()))
         event_loop.run(network.membership.publish_config(swarm_text(config)))
     return network
 

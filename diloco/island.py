@@ -20,6 +20,7 @@ from diloco.runtime.progress import Progress, ResumedState, ResumePoint
 from diloco.runtime.step_records import evaluate_heldout, make_step_record
 from diloco.watchdog.rank_times import gather_times
 from inner.data.batches import StepBatch
+from inner.errors import TrainingStopped
 from inner.optim.spikes import Spike
 from inner.trainer import StepResult
 from outer.leases.ledger import Ledger
@@ -79,11 +80,11 @@ class IslandDuties:
         self.runtime.enter_stage(stage_in_round(self.runtime.config, self.runtime.outer.round))
 
     def launches(self, progress: Progress) -> None:
-        self.runtime.activity.start_untimed("a round")
+        await_round(self.runtime)
         self.runtime.rounds.contribution = progress
 
     def waits(self) -> None:
-        self.runtime.activity.start_untimed("a round")
+        await_round(self.runtime)
 
     def landed(self, number: int, progress: Progress, landing: Landing) -> None:
         runtime, outer = self.runtime, self.runtime.outer
@@ -131,8 +132,12 @@ def train(runtime: Runtime) -> StepResult:
     if runtime.batches.is_streamed:
         runtime.activity.start("inner step")
     started = time.monotonic()
-    with runtime.turns:
-        result = trainer.step(batch.micro_batches)
+    try:
+        with runtime.turns:
+            result = trainer.step(batch.micro_batches)
+    except TrainingStopped:
+        reject_checkpoints(runtime)
+        raise
     result = replace(result, seconds=time.monotonic() - started)
     runtime.times.end(batch.seconds)
     runtime.slow_down(result.seconds)
@@ -141,6 +146,14 @@ def train(runtime: Runtime) -> StepResult:
     record_step(runtime, result, batch)
     collect_garbage(result.step)
     return result
+
+
+def await_round(runtime: Runtime) -> None:
+    """The training thread waits for a round from now on, which has no limit while it shows that it is alive."""
+    if runtime.metrics is None:
+        runtime.activity.start_untimed("a round")  # Other ranks wait for the leader, whose watchdog ends them, too.
+    else:
+        runtime.activity.start_beating("a round", runtime.outer.pace.deadlines.limit("reduce"))
 
 
 def evaluate(runtime: Runtime, cycle: int | None = None) -> None:
@@ -179,10 +192,23 @@ def save(runtime: Runtime, point: ResumePoint) -> None:
     runtime.requests.mark_saved()
     if runtime.checkpoints is None:
         return
+    if (since := runtime.trainer.broken_since) is not None:
+        runtime.event("not saved", f"no loss has been finite since inner step {since}; earlier checkpoints are kept")
+        return
     runtime.activity.start("a checkpoint")
     problem = runtime.checkpoints.save(point, runtime.tokens)
     if problem is not None:
         runtime.event("not saved", f"{problem}; training goes on")
+
+
+def reject_checkpoints(runtime: Runtime) -> None:
+    """The losses do not become finite again: let the island go on from a checkpoint from before they were broken."""
+    since = runtime.trainer.broken_since
+    if runtime.checkpoints is None or since is None:
+        return
+    if names := runtime.checkpoints.reject_since(since):
+        text = f"{', '.join(names)}: no loss has been finite since inner step {since}"
+        runtime.event("rejected", f"{text}; the island goes on from the checkpoint before")
 
 
 def resume(runtime: Runtime) -> ResumedState | None:
@@ -194,6 +220,8 @@ def resume(runtime: Runtime) -> ResumedState | None:
         runtime.tokens = resumed.tokens
         changed = f"; changed since: {'; '.join(resumed.changed)}" if resumed.changed else ""
         runtime.event("resumed", f"inner step {resumed.inner_step}, round {resumed.round}{changed}")
+        if resumed.changed and runtime.metrics is not None:
+            log.warning("the run goes on with other settings than it was saved with%s", changed)
     return resumed
 
 

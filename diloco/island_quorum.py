@@ -7,7 +7,7 @@ polled and checkpoints saved right after it has.
 from dataclasses import replace
 
 from diloco.assemble import Runtime
-from diloco.island import evaluate, record_entry, record_ledger, record_round, resume, save, train
+from diloco.island import await_round, evaluate, record_entry, record_ledger, record_round, resume, save, train
 from diloco.island_rounds.of_quorum import QuorumIslandRounds
 from diloco.runtime.progress import NO_PROGRESS, Progress
 from outer.report import CaughtUp, Landing
@@ -60,7 +60,7 @@ class QuorumDuties:
         self.runtime.trainer.inner_step = inner_step
 
     def launches(self, progress: Progress) -> None:
-        self.runtime.activity.start_untimed("a round")
+        await_round(self.runtime)
         self.runtime.rounds.contribution = progress
 
     def landed(self, committed: CommittedRound, made: Progress, cycle: int) -> None:

@@ -106,6 +106,8 @@ class Trainer:
         self._config, self._seq_len = optimizer_config, settings.seq_len
         self._device = torch.device(settings.device)
         self._skipped_in_a_row = 0
+        self.broken_since: int | None = None
+        """The number of inner steps before the first of the last ones without a finite loss and gradient, if any."""
         self.spikes = SpikeWatch(optimizer_config.spikes)
         self._splits_stream = parallel.splits_stream(mesh.degrees.tp)
         if isinstance(model, ModelSizes):
@@ -277,6 +279,10 @@ class Trainer:
     def _count_broken(self, is_broken: bool, loss_sum: float) -> None:
         """Count consecutive steps without a finite gradient. Raises TrainingStopped when there are too many."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_broken else 0
+        if not is_broken:
+            self.broken_since = None
+        elif self.broken_since is None:
+            self.broken_since = self.inner_step - 1
         if self._skipped_in_a_row > self._config.max_skipped_steps:
             what = "loss" if not math.isfinite(loss_sum) else "gradient"
             raise TrainingStopped(

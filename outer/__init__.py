@@ -19,6 +19,6 @@ What a program uses of it; everything else may change without notice (tests/test
     transports.gloo.groups, transports.gloo.open_files, transports.loopback
                                             addresses of gloo; the limit of open files; the hub of one process
     rounds.quorum                           rounds that wait for a quorum only
-    codecs.choice, leases.ledger, rounds.checkpoint, space.fragments, space.layout,
-    state.part_state                        types and formats that it shows
+    codecs.choice, leases.ledger, rounds.checkpoint, space.digest, space.fragments,
+    space.layout, state.part_state          types and formats that it shows
 """

@@ -16,6 +16,7 @@ from outer.codecs.base import Codec
 from outer.codecs.cast import Fp32Codec
 from outer.codecs.choice import CodecChoice, build_codec_choice, build_space
 from outer.config import OuterConfig
+from outer.merges.geometry import sum_of_squares
 from outer.merges.mean import WeightedSum
 from outer.reduce.auditor import audit_rate
 from outer.reduce.reducer import PARTS_IN_FLIGHT
@@ -23,7 +24,6 @@ from outer.space.digest import part_digest
 from outer.space.layout import Part, TensorSpec
 from outer.state.global_state import LOG_BYTES_PER_PARAM
 from outer.state.optimizer import OuterOptimizer
-from outer.state.pseudo_gradient import sum_of_squares
 
 FP32_BYTES = 4
 MEASURE_SECONDS = 0.02

@@ -7,7 +7,8 @@
     dial_back    {address}      whether a `probe` at that address is answered
 
 A doctor is not an island: anybody who knows the address, and the run key if there is one, may call. Each rank therefore
-limits what it does per minute, so that nobody can use up its link or scan a network through it.
+limits what it does per minute, so that nobody can use up its link, and dials back only the caller itself, so that
+nobody can scan a network through it.
 """
 
 import platform
@@ -18,9 +19,9 @@ from typing import Annotated
 from pydantic import Field
 
 from outer.errors import DeadlineError, MessageError, TransportError, first_line
-from outer.network.endpoints import Endpoint, Messenger
+from outer.network.endpoints import CALLER, Caller, Endpoint, Messenger
 from outer.network.frames import VERSION
-from outer.network.messages import MAX_ROUND, Message, call_message, parse
+from outer.network.messages import MAX_ROUND, Message, call_message, receive
 from outer.packages import MAX_VERSION_LENGTH, find_version
 
 MAX_PROBE_BYTES = 8 << 20
@@ -39,7 +40,7 @@ class ProbeReply(Message):
     """The reply to a probe."""
 
     versions: dict[ShortText, ShortText] = Field(max_length=16)
-    wire: int
+    wire: int = Field(ge=0, lt=256)
     """Version of the frame format (outer.network.frames.VERSION)."""
     unix_time: float = Field(ge=0, lt=1e11)
     age_seconds: float = Field(ge=0, lt=1e11)
@@ -101,7 +102,7 @@ class DiagnosticsServer:
         return self._responder.respond(body)
 
     async def _on_probe_bytes(self, source: Endpoint, body: bytes) -> bytes:
-        num_bytes = parse(BytesRequest, body).num_bytes
+        num_bytes = (await receive(BytesRequest, body)).num_bytes
         self._sent.spend(num_bytes, "bytes")
         return bytes(num_bytes)
 
@@ -112,7 +113,7 @@ class DiagnosticsServer:
         return b""
 
     async def _on_dial_back(self, source: Endpoint, body: bytes) -> bytes:
-        address = parse(DialRequest, body).address
+        address = own_address((await receive(DialRequest, body)).address, CALLER.get())
         self._dial_backs.spend(1, "calls back")
         cause = ""
         try:
@@ -122,6 +123,27 @@ class DiagnosticsServer:
         except TransportError as error:
             cause = first_line(error)
         return DialResult(cause=cause).encode()
+
+
+def own_address(address: str, caller: Caller | None) -> str:
+    """The address, with no routes but those to the caller's own host. Raises MessageError if there are none."""
+    if caller is None:
+        return address
+    if caller.is_peer_id:
+        if address.partition(":")[0] == caller.host:
+            return address
+        raise MessageError(f"only the calling peer {caller.host} is called back")
+    begin, at, places = address.rpartition("@")
+    routes = [place for place in places.split(";") if is_at(place, caller.host)]
+    if not routes:
+        raise MessageError(f"only addresses of the calling host {caller.host} are called back, not {address[:100]}")
+    return f"{begin}{at}{';'.join(routes)}"
+
+
+def is_at(place: str, host: str) -> bool:
+    """Whether `host:port` is at this host itself, and not behind a relay there."""
+    named, _, port = place.rpartition(":")
+    return named.strip("[]") == host and port.isdecimal()
 
 
 class Budget:

@@ -2,6 +2,7 @@
 
 InputError            a mistake of the user
   UnreachableError    none of the swarm's addresses answers
+  DifferingConfigsError
 OuterError            a failed round
   TransportError      the network; the round is aborted and training continues
     PeerLost
@@ -41,6 +42,10 @@ class InputError(ValueError):
 
 class UnreachableError(InputError):
     """None of the addresses of the swarm answers: they are wrong, or nobody is there yet, or any more."""
+
+
+class DifferingConfigsError(InputError):
+    """The swarm shows several configs of one run, and nothing says which of them is the run's."""
 
 
 class OuterError(RuntimeError):

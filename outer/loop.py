@@ -12,6 +12,7 @@ Every rank of the island makes the same calls in the same order; rank 0, the lea
 """
 
 import logging
+import threading
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 
@@ -62,6 +63,8 @@ class OuterLoop:
     ) -> None:
         self.config, self.replica, self.averager = config, replica, averager
         self.schedule, self.pace, self.pending = schedule, pace, pending
+        self.worker = averager.event_loop.worker(f"{threading.current_thread().name} rounds")
+        """Makes this rank's rounds. No thread is made later, when there may be no memory for one."""
         self._in_flight: BackgroundRound | None = None
         self._ahead: dict[int, torch.Tensor] | None = None
         """Eager updates: values by carried part that the fragment in flight is trained from; None: local params."""
@@ -127,7 +130,7 @@ class OuterLoop:
         snapshot = self.pending.snapshot(self.round, tokens)
         if self.config.eager:
             self._ahead = self.replica.look_ahead(snapshot, self.averager.share)
-        self._in_flight = BackgroundRound(self.averager, snapshot)
+        self._in_flight = BackgroundRound(self.averager, snapshot, self.worker)
 
     def land(self) -> Landing:
         """Wait for the round in flight, and continue from what it has committed.
@@ -244,7 +247,7 @@ class OuterLoop:
         except BehindError as behind:
             if (caught := self.catch_up(behind, snapshot.weight, snapshot.pseudo_grads)) is not None:
                 raise caught from None
-            self._in_flight = BackgroundRound(self.averager, snapshot)
+            self._in_flight = BackgroundRound(self.averager, snapshot, self.worker)
             return [], 0.0
         except CaughtUp:
             # The averager has taken another island's state already.
@@ -294,4 +297,4 @@ def build_quorum_rounds(outer: OuterLoop, total_tokens: int | None) -> QuorumRou
     """
     averager = outer.averager
     assert isinstance(averager, AgreedAverager), "gossip waits for nobody"
-    return QuorumRounds(averager, outer.pending, outer.schedule, total_tokens, outer.catch_up)
+    return QuorumRounds(averager, outer.pending, outer.schedule, total_tokens, outer.catch_up, outer.worker)

@@ -34,7 +34,7 @@ def numbers(text: str) -> list[float]:
 
 def draw_faults(rows: Table) -> Figure:
     """Held-out loss of each seed: without faults, in the storm, and without faults on as few tokens."""
-    figure, axes = new_axes("Faults and the loss", "seed", "held-out loss (nats a token)")
+    figure, axes = new_axes("Faults and the loss", "seed", "held-out loss (nats per token)")
     kinds = [
         ("no fault", 1, ISLAND_COLORS[0]),
         ("in the storm", 2, WRONG),
@@ -51,7 +51,7 @@ def draw_faults(rows: Table) -> Figure:
 
 def draw_unequal(rows: Table) -> Figure:
     """Held-out loss and seconds of each run, two for each method."""
-    figure, axes = new_axes("Islands of speeds 1, 1, 1/2 and 1/4", "seconds", "held-out loss (nats a token)")
+    figure, axes = new_axes("Islands of speeds 1, 1, 1/2 and 1/4", "seconds", "held-out loss (nats per token)")
     for row, color in zip(rows, ISLAND_COLORS, strict=False):
         (first, first_seconds), (second, second_seconds) = numbers(row[2]), numbers(row[3])
         axes.plot(first_seconds, first, "o", color=color, markersize=9, label=row[0])
@@ -63,7 +63,7 @@ def draw_unequal(rows: Table) -> Figure:
 
 def draw_sizes(rows: Table) -> Figure:
     """Held-out loss against parameters of data-parallel training and of DiLoCo, with its gap and what was predicted."""
-    figure, axes = new_axes("20 tokens a parameter, four islands", "parameters", "held-out loss (nats a token)")
+    figure, axes = new_axes("20 tokens per parameter, four islands", "parameters", "held-out loss (nats per token)")
     axes.set_xscale("log")
     sizes = [size_of(row[0]) for row in rows]
     for column, label, color in (
@@ -107,7 +107,7 @@ def draw_fine_tuning(rows: Table) -> Figure:
 
 def draw_momentum(rows: Table) -> Figure:
     """Held-out loss against the learning rate, of the two inner optimizers that have four of them."""
-    figure, axes = new_axes("A slow moment inside", "learning rate", "held-out loss (nats a token)")
+    figure, axes = new_axes("A slow moment inside", "learning rate", "held-out loss (nats per token)")
     axes.set_xscale("log")
     for first, label, color in ((0, "AdamW", REFERENCE), (4, "slow moment and gradient", ISLAND_COLORS[0])):
         chosen = rows[first : first + 4]

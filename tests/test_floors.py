@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,12 @@ MAY_IMPORT = {"inner": {"inner"}, "outer": {"outer"}, "diloco": {"diloco", "inne
 FLOORS = {
     "inner": """
         errors
-        files param_spec
+        files foreign param_spec
         import_path
         config
         data.chat mesh params
         data.sources
+        data.vocabulary
         data.token_files
         data
         data.streaming
@@ -30,7 +32,7 @@ FLOORS = {
         dry_run
     """,
     "outer": """
-        config errors hooks
+        config errors hooks limits threads
         own_code
         codecs.packing identity packages space
         merges network
@@ -57,7 +59,8 @@ FLOORS = {
         doctor
         status tuning
         assemble island_rounds watch.collection watch.view
-        island own_loop
+        island own_loop.model
+        own_loop
         island_quorum simulate virtual
         experiments.definition launch_files train watch
         experiments.results
@@ -71,7 +74,13 @@ HIVEMIND_HOMES = ("outer/transports/hivemind", "outer/membership/")
 MAX_LINES = 300
 MAX_FUNCTION_LINES = 60
 MOST_FILES = 10
-MOST_FILES_AT_THE_TOP = 8
+MOST_FILES_AT_THE_TOP = 10
+LARGER = {
+    "outer/merges": "a family: one file for each rule",
+    "outer/agreement/messages.py": "all messages of the agreement, one after the other",
+    "outer/rounds/agreed.py": "one averager, from its launch to its commit",
+}
+"""Folders and files that are larger, and why: a home is not bent for a number."""
 
 
 def modules() -> list[Path]:
@@ -125,16 +134,18 @@ def files_by_folder() -> dict[Path, list[Path]]:
     return folders
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_folder_imports_lower_floors_only(path):
+def test_a_folder_imports_lower_floors_only():
+    assert {module_of(path): found for path in modules() if (found := rooms_not_below(path))} == {}
+
+
+def rooms_not_below(path: Path) -> list[str]:
+    """The rooms of its package that a module imports although they are not on lower floors."""
     here = room_of(module_of(path))
     rooms = {room_of(name) for name in IMPORTED[path] if name.split(".")[0] == here.split(".")[0]}
-    below = {room for room in rooms if room not in (here, here.split(".")[0])}
+    others = {room for room in rooms if room not in (here, here.split(".")[0])}
     if here == "diloco":  # the door to diloco.Islands imports it when it is asked for
-        assert below == {"diloco.own_loop"}
-        return
-    assert not below or here in FLOOR_OF
-    assert [room for room in below if FLOOR_OF[room] >= FLOOR_OF[here]] == []
+        return sorted(others - {"diloco.own_loop"})
+    return sorted(room for room in others if here not in FLOOR_OF or FLOOR_OF[room] >= FLOOR_OF[here])
 
 
 def test_the_program_uses_only_the_surface_of_outer_that_its_docstring_lists():
@@ -157,35 +168,44 @@ def test_every_folder_has_its_floor():
     assert rooms == set(FLOOR_OF)
 
 
-@pytest.mark.parametrize("folder", files_by_folder(), ids=lambda folder: str(folder.relative_to(ROOT)))
-def test_a_folder_has_so_few_files_that_one_look_is_enough(folder):
-    most = MOST_FILES_AT_THE_TOP if folder.parent == ROOT else MOST_FILES
-    assert 3 <= len(files_by_folder()[folder]) <= most
+def test_a_folder_has_so_few_files_that_one_look_is_enough():
+    sizes = {str(folder.relative_to(ROOT)): len(files) for folder, files in files_by_folder().items()}
+    tops = {name for name in sizes if "/" not in name}
+    unusual = {
+        name
+        for name, number in sizes.items()
+        if not 3 <= number <= (MOST_FILES_AT_THE_TOP if name in tops else MOST_FILES)
+    }
+    assert unusual == {name for name in LARGER if not name.endswith(".py")}
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_module_imports_its_own_floor_and_those_below_only(path):
-    package = path.relative_to(ROOT).parts[0]
-    tops = {name.split(".")[0] for name in IMPORTED[path]} & set(MAY_IMPORT)
-    assert tops <= MAY_IMPORT[package]
+def test_a_module_imports_its_own_floor_and_those_below_only():
+    tops = {path: {name.split(".")[0] for name in IMPORTED[path]} & set(MAY_IMPORT) for path in modules()}
+    assert [path for path, found in tops.items() if found - MAY_IMPORT[path.relative_to(ROOT).parts[0]]] == []
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_hivemind_is_imported_in_its_own_files_only(path):
-    uses = any(name.split(".")[0] == "hivemind" for name in IMPORTED[path])
-    assert not uses or str(path.relative_to(ROOT)).startswith(HIVEMIND_HOMES)
+def test_hivemind_is_imported_in_its_own_files_only():
+    users = [path for path in modules() if "hivemind" in {name.split(".")[0] for name in IMPORTED[path]}]
+    names = [str(path.relative_to(ROOT)) for path in users]
+    assert [name for name in names if not name.startswith(HIVEMIND_HOMES)] == []
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_is_short_enough_to_be_read_at_once(path):
-    assert len(path.read_text().splitlines()) <= MAX_LINES
+def test_a_file_is_short_enough_to_be_read_at_once():
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules()}
+    assert {name for name, number in lines.items() if number > MAX_LINES} == {n for n in LARGER if n.endswith(".py")}
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_function_is_short_enough_to_be_read_at_once(path):
-    functions = [node for node in ast.walk(TREES[path]) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    lengths = {f"{node.name}:{node.lineno}": (node.end_lineno or 0) - node.lineno + 1 for node in functions}
-    assert {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES} == {}
+def test_a_function_is_short_enough_to_be_read_at_once():
+    assert {name: lines for path in modules() for name, lines in lengths_of_functions(path)} == {}
+
+
+def lengths_of_functions(path: Path) -> Iterator[tuple[str, int]]:
+    """The functions of a module that are too long, with their lines."""
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            if lines > MAX_FUNCTION_LINES:
+                yield f"{module_of(path)}.{node.name}", lines
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,16 @@ class IslandFacts:
     """The losses of the last inner steps, by which a spike is noticed."""
 
 
+MOST_ITEMS = {"params": 1 << 17, "losses": 1 << 14}
 _FACTS = TypeAdapter(IslandFacts)
 
 
 def parse_island_facts(checkpoint: SavedCheckpoint) -> IslandFacts:
     """Parse the facts of a checkpoint. Raises InputError if an island of this version did not write them."""
+    for key, most in MOST_ITEMS.items():
+        # pydantic keeps an error for each wrong item.
+        if isinstance(items := checkpoint.facts.get(key), list) and len(items) > most:
+            raise InputError(f"{checkpoint.path}: {key} has {len(items)} items; at most {most} are read")
     try:
         return _FACTS.validate_python(checkpoint.facts)
     except ValidationError as error:

@@ -32,6 +32,8 @@ from outer.loop import OuterLoop
 
 log = logging.getLogger(__name__)
 
+LEAST_KEPT = 2
+"""The newest checkpoint is not known to be good before a loss was finite after it, so one more is kept."""
 CLOSE_SECONDS = 600.0
 """Longest wait at the end for a checkpoint that is still being written."""
 
@@ -92,6 +94,10 @@ class IslandCheckpoints:
         """Inner steps of which there is a complete checkpoint."""
         return self._files.find_steps()
 
+    def reject_since(self, inner_step: int) -> list[str]:
+        """Let `resume` pass over the checkpoints of this inner step and later ones. Returns their names."""
+        return self._files.reject_since(inner_step)
+
     def resume_at(self, inner_step: int) -> None:
         """Let `resume` load the checkpoint of this step instead of the newest one."""
         self._resume_step = inner_step
@@ -151,7 +157,7 @@ def open_checkpoints(
     where = folder / "checkpoints"
     if settings.folder:
         where = home_path(settings.folder, "island.checkpoint.folder") / run.name / island.label
-    kept = CheckpointFolder(where, settings.keep, island_signer(island))
+    kept = CheckpointFolder(where, max(settings.keep, LEAST_KEPT), island_signer(island))
     checkpoints = IslandCheckpoints(kept, run, trainer, outer)
     try:
         if settings.mirror is not None:

@@ -45,7 +45,8 @@ class Mirror:
         """Copy the newest checkpoint of `folder` to the URL if it is not there; delete all but the newest few."""
         try:
             with self._lock:
-                whole, _ = disk.list_published(folder, self._signer)
+                published, _ = disk.list_published(folder, self._signer)
+                whole = [checkpoint for checkpoint in published if not checkpoint.is_rejected]
                 if whole:
                     self._copy_once(whole[0])
                 kept = {found.path.name for found in whole[: self._keep]}
@@ -82,7 +83,7 @@ class Mirror:
         folder.mkdir(parents=True, exist_ok=True)
         files = copy.manifest.files
         for name, spec in files.items():
-            if (size := self._files.info(str(self._root / copy.name / name))["size"]) != spec.size_bytes:
+            if (size := self._size_of(f"{copy.name}/{name}")) != spec.size_bytes:
                 raise InputError(f"{copy.name}/{name}: damaged: it has {size} bytes, {spec.size_bytes} were written")
         size = sum(spec.size_bytes for spec in files.values())
         partial = disk.create_partial(folder, copy.manifest.inner_step, size, len(files))
@@ -109,11 +110,19 @@ class Mirror:
             if disk.PUBLISHED_NAME.fullmatch(name):
                 where = str(self._root / name)
                 try:
+                    self._size_of(f"{name}/{MANIFEST}")
                     raw = self._files.cat_file(f"{where}/{MANIFEST}", start=0, end=MAX_MANIFEST_BYTES + 1)
                     copies.append(Copy(name, raw, parse_manifest(raw, where, self._signer)))
                 except InputError as problem:
                     problems.append(str(problem))
         return sorted(copies, key=lambda copy: copy.manifest.serial), problems
+
+    def _size_of(self, name: str) -> int:
+        """Bytes of a file of a copy. Raises InputError if it is none: nothing may ever come out of a FIFO."""
+        info = self._files.info(str(self._root / name))
+        if info["type"] != "file":
+            raise InputError(f"{self._url}: {name} is a {info['type']}, and a copy has files only; remove it")
+        return info["size"]
 
     def _copy_once(self, newest: SavedCheckpoint) -> None:
         checkpoint, serials = newest.path, {copy.name: copy.manifest.serial for copy in self._list()[0]}

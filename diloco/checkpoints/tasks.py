@@ -10,7 +10,7 @@ from typing import Any
 from diloco.checkpoints.weights import Weights
 from diloco.errors import ConfigError
 from inner.errors import InputError
-from inner.huggingface.save import Export, save_model
+from inner.huggingface.save import save_model
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ def evaluate_tasks(weights: Weights, request: TaskRequest, device: str, folder: 
     Raises InputError if a task is not known or its data cannot be had.
     """
     harness: Any = import_module("lm_eval")
-    save_model(weights.tensors, Export(weights.sizes, weights.seq_len, weights.tokenizer), folder)
+    save_model(weights.tensors, weights.export(), folder)
     manager = find_tasks(request)
-    model = {"pretrained": str(folder), "dtype": "float32", "max_length": weights.seq_len}
+    model = {"pretrained": str(folder), "dtype": "float32", "max_length": weights.window}
     options = {"limit": request.limit, "device": device, "batch_size": 1, "log_samples": False}
     try:
         found = harness.simple_evaluate("hf", model, list(request.tasks), task_manager=manager, **options)

@@ -1,5 +1,6 @@
 """Load a trained model from a run or from an exported folder, evaluate it, and generate text with it."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,22 +11,30 @@ from torch import Tensor
 
 from diloco.checkpoints.signing import SignatureOptions
 from diloco.config.own_code import check_allowed, own_code
-from diloco.config.schema import IslandConfig, RunConfig, parse_config
+from diloco.config.schema import IslandConfig, RunConfig, longest_sequence, parse_config
 from diloco.runtime.corpus import load_corpus
 from diloco.runtime.step_records import bits_per_byte
 from inner.config import DataConfig
 from inner.data.batches import heldout_windows
+from inner.data.chat.templates import END_MARKERS
 from inner.data.corpus import Corpus, Text
 from inner.data.sources.build import build_source
-from inner.data.tokenizer import build_tokenizer
+from inner.data.tokenise import encode_document
+from inner.data.tokenizer import Tokenizer, build_tokenizer
+from inner.data.vocabulary.ends import read_beside, token_name
 from inner.errors import InputError
+from inner.files import home_path
 from inner.huggingface.load import read_whole
-from inner.huggingface.model_config import CONFIG, read_config, read_model_config
+from inner.huggingface.model_config import CONFIG, read_config, read_length, read_model_config, read_special_ids
+from inner.huggingface.model_types import find_window
+from inner.huggingface.save import Dtype, Export
 from inner.huggingface.tokenizer_files import TOKENIZER
 from inner.measure.param_specs import param_specs
-from inner.model.generate import Sampling, generate, pieces_of_text
+from inner.model.generate import Sampling, generate, pieces_of_text, until
 from inner.model.single_process import build_whole_model, summed_loss
 from inner.model.sizes import ModelSizes, resolve_sizes
+
+log = logging.getLogger(__name__)
 
 RUN_CONFIG = "config.yaml"
 MICRO_BATCH_TOKENS = 4096
@@ -39,13 +48,57 @@ class Weights:
     sizes: ModelSizes
     tensors: dict[str, Tensor]
     seq_len: int
-    """Length of the sequences that the model was trained on."""
+    """Length of the longest sequences that the model is for: those of its training, or of the model it began as."""
     tokenizer: str
     """A value of data.tokenizer."""
     run: RunConfig | None = None
     """Config of the run whose global params these are; None for the weights of an exported folder."""
     island: IslandConfig | None = None
     """Config of the run's first island, which says where the text is."""
+    eos: str | None = None
+    bos: str | None = None
+    """Values of data.eos and data.bos."""
+    bos_id: int | None = None
+    """Id with which a text begins for those who use the model; None if that is the tokenizer's affair."""
+    stop_ids: tuple[int, ...] = ()
+    """Ids beside eos with which the model ends a text."""
+    limit: int | None = None
+    """Tokens of a sequence above which the model's attention slides, which is not computed here; None: never."""
+
+    @property
+    def window(self) -> int:
+        """Tokens of the windows in which a text is evaluated, if nothing else is said."""
+        return min(self.seq_len, MICRO_BATCH_TOKENS) if self.run is None else self.run.data.seq_len
+
+    @property
+    def stop_text(self) -> str | None:
+        """Text that ends a message, of a model trained on conversations whose tokenizer has no token for that."""
+        template = None if self.run is None else chat_end(self.run.data)
+        return None if self.stop_ids else template
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raise InputError if the model would compute a sequence of so many tokens in another way than is done here."""
+        if self.limit is not None and num_tokens > self.limit:
+            raise InputError(
+                f"the model has a sliding_window of {self.limit}, which is not computed here, and a sequence has "
+                f"{num_tokens} tokens; ask for no more than {self.limit} (--seq-len; --max-tokens with the prompt)"
+            )
+
+    def encoder(self) -> Tokenizer:
+        """The tokenizer. Raises InputError."""
+        return build_tokenizer(self.tokenizer, self.eos, self.bos)
+
+    def prompt(self, text: str) -> list[int]:
+        """Ids after which the model continues a text, begun as documents were in training. Raises InputError."""
+        tokenizer = self.encoder()
+        # Where there is no bos, the eos of another document precedes each.
+        first = tokenizer.eos_id if tokenizer.first_id is None else tokenizer.first_id
+        return [first, *map(int, tokenizer.encode(text))]
+
+    def export(self, dtype: Dtype = "float32") -> Export:
+        """How these weights are exported."""
+        told = {"eos": self.eos, "bos": self.bos, "bos_id": self.bos_id, "eos_ids": self.stop_ids}
+        return Export(self.sizes, self.seq_len, self.tokenizer, dtype, **told)
 
 
 @dataclass(frozen=True)
@@ -73,19 +126,67 @@ def open_weights(path: Path, island: str | None = None, signatures: SignatureOpt
     config = find_run_folder(path) / RUN_CONFIG
     own = parse_config(config.read_text(), where=str(config)).for_island(0) if config.is_file() else None
     run, tensors = read_global_params(path, island, signatures.build_signer(own))
+    return weights_of_run(run, own, tensors, path)
+
+
+def weights_of_run(run: RunConfig, own: IslandConfig | None, tensors: dict[str, Tensor], path: Path) -> Weights:
+    """The weights of a run, whose island `own` says where the text and the first weights are. Raises InputError."""
     tokenizer = (own.tokenizer if own is not None else None) or run.data.tokenizer
-    sizes = resolve_sizes(run.model, build_tokenizer(tokenizer).vocab_size)
+    encoder = build_tokenizer(tokenizer, run.data.eos, run.data.bos)
+    sizes = resolve_sizes(run.model, encoder.vocab_size)
     if {spec.name: spec.shape for spec in param_specs(sizes)} != {k: tuple(v.shape) for k, v in tensors.items()}:
         raise InputError(f"{path}: the parameters in its checkpoint are not those of the model in its config")
-    return Weights(sizes, tensors, run.data.seq_len, tokenizer, run, own)
+    bos_id, seq_len = _of_beginning(run, own, encoder)
+    ends = (run.data.eos, run.data.bos)
+    return Weights(sizes, tensors, seq_len, tokenizer, run, own, *ends, bos_id, _stop_ids(run.data, encoder))
+
+
+def chat_end(data: DataConfig) -> str | None:
+    """The marker at the end of a message, if the run reads conversations: of its only source, or the first of them."""
+    return next((END_MARKERS[each.chat_template] for each in data.sources if each.format == "chat"), None)
+
+
+def _stop_ids(data: DataConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids with which the model ends a text: the end of a message, and eos. Empty for eos alone."""
+    marker = chat_end(data)
+    end = None if marker is None else tokenizer.token_id(marker)
+    return () if end is None else tuple(dict.fromkeys((end, tokenizer.eos_id)))
+
+
+def _of_beginning(run: RunConfig, island: IslandConfig | None, tokenizer: Tokenizer) -> tuple[int | None, int]:
+    """(bos id or None, length of the longest sequences), with those of the model that the run began from."""
+    seq_len, named = longest_sequence(run), run.model.init_from
+    if named is None:
+        return tokenizer.first_id, seq_len
+    folder = home_path((island.init_from if island is not None else None) or named, "model.init_from")
+    try:
+        config = read_config(folder)
+    except InputError as error:
+        log.warning(
+            "%s; so the length of sequences is that of the training, %d, and bos the tokenizer's", error, seq_len
+        )
+        return tokenizer.first_id, seq_len
+    bos_id, _ = read_special_ids(config, tokenizer.vocab_size)
+    return bos_id if tokenizer.first_id is None else tokenizer.first_id, max(seq_len, read_length(folder, config))
 
 
 def _open_export(folder: Path) -> Weights:
-    sizes = resolve_sizes(read_model_config(folder), 0)
-    seq_len = read_config(folder).get("max_position_embeddings")
-    if not isinstance(seq_len, int) or seq_len < 1:
-        raise InputError(f"{folder / CONFIG}: max_position_embeddings is {seq_len!r}; allowed: a number of tokens")
-    return Weights(sizes, read_whole(folder, param_specs(sizes)), seq_len, str(folder / TOKENIZER))
+    config = read_config(folder)
+    sizes = resolve_sizes(read_model_config(folder, read_length(folder, config)), 0)
+    bos_id, stop_ids = read_special_ids(config, sizes.vocab_size)
+    told = read_beside(folder)
+    # Only then do texts begin with it; others may name a bos that their training did not use.
+    bos = token_name(told, "bos_token") if told.get("add_bos_token") is True else None
+    return Weights(
+        sizes,
+        read_whole(folder, param_specs(sizes)),
+        read_length(folder, config),
+        str(folder / TOKENIZER),
+        bos=bos,
+        bos_id=bos_id,
+        stop_ids=stop_ids,
+        limit=find_window(config),
+    )
 
 
 def load_heldout_text(weights: Weights, allow_imports: Sequence[str] = ()) -> Corpus:
@@ -103,11 +204,11 @@ def load_heldout_text(weights: Weights, allow_imports: Sequence[str] = ()) -> Co
 def load_text(paths: Sequence[str], weights: Weights, num_tokens: int | None) -> Corpus:
     """All text of files and folders, as held-out text; stops after the document that exceeds `num_tokens`."""
     field = DataConfig().text_field if weights.run is None else weights.run.data.text_field
-    tokenizer = build_tokenizer(weights.tokenizer)
+    tokenizer = weights.encoder()
     pieces: list[np.ndarray] = []
     total_tokens = total_bytes = 0
     for document in build_source(DataConfig(source="files", paths=list(paths), text_field=field)).documents():
-        pieces.append(np.append(tokenizer.encode(document.text), np.uint32(tokenizer.eos_id)))
+        pieces.append(encode_document(tokenizer, document.text))
         total_tokens += len(pieces[-1])
         total_bytes += len(document.text.encode("utf-8", "replace"))
         if num_tokens is not None and total_tokens > num_tokens:
@@ -116,16 +217,24 @@ def load_text(paths: Sequence[str], weights: Weights, num_tokens: int | None) ->
     return Corpus((text,), tokenizer.vocab_size, tokenizer.eos_id)
 
 
-def evaluate(weights: Weights, corpus: Corpus, num_tokens: int | None, device: str) -> Evaluation:
-    """The loss on the first `num_tokens` held-out tokens, rounded up to whole sequences; None or too many mean all."""
+def evaluate(
+    weights: Weights, corpus: Corpus, num_tokens: int | None, device: str, seq_len: int | None = None
+) -> Evaluation:
+    """The loss on the first `num_tokens` held-out tokens, rounded up to whole sequences; None or too many mean all.
+
+    `seq_len`: tokens of a sequence; None: `weights.window`.
+    """
     num_tokens = num_tokens or sum(len(text.heldout) for text in corpus.texts)
     # A text shorter than a sequence is used as one shorter sequence.
-    seq_len = min(weights.seq_len, *(len(text.heldout) - 1 for text in corpus.texts))
+    seq_len = min(seq_len or weights.window, *(len(text.heldout) - 1 for text in corpus.texts))
+    weights.check_length(seq_len)
     micro_batch = max(1, MICRO_BATCH_TOKENS // seq_len)
     windows = heldout_windows(corpus, seq_len, num_tokens, 0, 1, micro_batch)
     eos_id = corpus.eos_id if weights.run is not None and weights.run.data.document_mask else None
     model = build_whole_model(weights.sizes, weights.tensors, seq_len, device)
     loss_sum, tokens = summed_loss(model, windows, seq_len, eos_id)
+    if not tokens:
+        raise InputError("the text has nothing that the model learns to write, so it has no loss; give more text")
     loss = loss_sum / tokens
     return Evaluation(loss, bits_per_byte(loss, corpus), tokens)
 
@@ -142,11 +251,11 @@ class GenerateRequest:
 
 def generate_texts(weights: Weights, request: GenerateRequest, count: int, device: str) -> Iterator[Iterator[str]]:
     """Generate `count` texts, each in pieces as they are sampled. Text k uses `request.seed` + k."""
-    tokenizer = build_tokenizer(weights.tokenizer)
-    # An eos token precedes every document in training.
-    prompt = [tokenizer.eos_id, *map(int, tokenizer.encode(request.prompt))]
+    tokenizer, prompt = weights.encoder(), weights.prompt(request.prompt)
+    weights.check_length(len(prompt) + request.max_tokens)
     model = build_whole_model(weights.sizes, weights.tensors, len(prompt) + request.max_tokens, device)
     for number in range(count):
         generator = torch.Generator().manual_seed(request.seed + number)
         ids = generate(model, prompt, request.max_tokens, request.sampling, generator)
-        yield pieces_of_text(ids, tokenizer)
+        pieces = pieces_of_text(ids, tokenizer, weights.stop_ids)
+        yield pieces if weights.stop_text is None else until(pieces, weights.stop_text)

@@ -99,7 +99,7 @@ def mesh(
         typer.Option(
             "--dry-run",
             help="Also make a step of three ranks at full size on a device that computes nothing, without a GPU, and "
-            "compare memory and traffic with the plan. Takes 10 to 40 processor seconds a rank for 8B parameters.",
+            "compare memory and traffic with the plan. Takes 10 to 40 processor seconds per rank for 8B parameters.",
         ),
     ] = False,
 ) -> None:

@@ -45,12 +45,16 @@ def prepare(
     from diloco.runtime.corpus import data_of
     from inner.data.corpus import check_source
     from inner.data.streaming.open import is_streamed
+    from inner.data.tokenizer import build_tokenizer, describe_ends
 
     loaded = load_config(config, overrides or [])
     island = loaded.for_island(loaded.island.index)
     data = data_of(loaded.run, island)
     check_source(data)
     console = Console(highlight=False, soft_wrap=True)
+    if data.tokenizer != "bytes":
+        ends = describe_ends(build_tokenizer(*data.tokenizer_choice))
+        console.print(f"tokenizer {data.tokenizer}: {ends}", markup=False)
     for entry in loaded.data.mixture:
         if not entry.is_read_by(island.label):
             console.print(f"{entry.name}: left out, it is for {', '.join(entry.only)} only", markup=False)

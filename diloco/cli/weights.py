@@ -49,12 +49,14 @@ def export(
     from diloco.checkpoints.signing import SignatureOptions
     from diloco.checkpoints.weights import open_weights
     from inner.huggingface.files import weights_files, weights_sha256
-    from inner.huggingface.save import Export, check_target, save_model
+    from inner.huggingface.save import check_target, save_model
 
     check_target(out.absolute(), overwrite=overwrite)
     weights = open_weights(source, island, SignatureOptions(run_key_file, accept_unsigned))
-    model = Export(weights.sizes, weights.seq_len, weights.tokenizer, dtype)
-    save_model(weights.tensors, model, out, overwrite=overwrite)
+    save_model(weights.tensors, weights.export(dtype), out, overwrite=overwrite)
+    if weights.stop_text is not None:
+        text = f"its tokenizer has no token {weights.stop_text}: who uses the model has to stop at this text"
+        typer.echo(f"note: {text}", err=True)
     num_params = sum(tensor.numel() for tensor in weights.tensors.values())
     typer.echo(f"{out}: {num_params:,} parameters as {dtype} in {len(weights_files(out))} file(s)")
     typer.echo(f"sha256 {weights_sha256(out)}")
@@ -78,6 +80,12 @@ def evaluate(
     ] = None,
     task_folder: Annotated[Path | None, typer.Option(help="With --tasks: folder with YAML files of own tasks.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: most examples of a task.")] = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Tokens of a window (default: the run's data.seq_len; of an export its longest, to 4096)."
+        ),
+    ] = None,
     island: Island = None,
     run_key_file: RunKeyFile = None,
     accept_unsigned: AcceptUnsigned = False,
@@ -104,9 +112,9 @@ def evaluate(
     else:
         corpus = library.load_heldout_text(weights, allow_import or [])
         tokens = tokens or (weights.run.evaluate.tokens if weights.run is not None else None)
-    result = library.evaluate(weights, corpus, tokens, torch_device)
+    result = library.evaluate(weights, corpus, tokens, torch_device, seq_len)
     text = ", ".join(data) if data else "the run's held-out text"
-    typer.echo(f"loss           {result.loss:.4f} nats a token")
+    typer.echo(f"loss           {result.loss:.4f} nats per token")
     typer.echo(f"bits per byte  {result.bits_per_byte:.4f}")
     typer.echo(f"tokens         {result.tokens:,} of {text}")
 
@@ -153,7 +161,7 @@ def generate(
     torch_device = pick_device(IslandConfig(device=device))
     weights = library.open_weights(source, island, SignatureOptions(run_key_file, accept_unsigned))
     if max_tokens > weights.seq_len:
-        text = f"note: the model was trained on sequences of {weights.seq_len} tokens; longer text gets worse"
+        text = f"note: the model is for sequences of {weights.seq_len} tokens; longer text gets worse"
         typer.echo(text, err=True)
     for number, pieces in enumerate(library.generate_texts(weights, request, count, torch_device)):
         if count > 1:

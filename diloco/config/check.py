@@ -1,5 +1,6 @@
 """Checks of a run's config before any process starts. Importing this does not import torch."""
 
+import os
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from itertools import product
@@ -50,7 +51,13 @@ def check_network(run: RunConfig, island: IslandConfig) -> None:
 
 
 def check_entry(run: RunConfig, island: IslandConfig) -> None:
-    """Raise ConfigError if the island, in a process of its own, would wait for others that cannot find it."""
+    """Raise ConfigError if the island, in a process of its own, would wait for ever, or has no folder for its runs."""
+    check_company(run, island)
+    check_run_dir(island)
+
+
+def check_company(run: RunConfig, island: IslandConfig) -> None:
+    """Raise ConfigError if the island would wait for others that cannot find it."""
     others = run.outer.start_islands - 1
     if others == 0 and not island.joins:
         return
@@ -66,6 +73,18 @@ def check_entry(run: RunConfig, island: IslandConfig) -> None:
             f"island.bootstrap: got no address, and {why}: {island.label} would wait for ever; start `diloco "
             f"bootstrap` and give the address that it prints, island.bootstrap=[ADDRESS]{alone}"
         )
+
+
+def check_run_dir(island: IslandConfig) -> None:
+    """Make the folder of the island's runs. Raises ConfigError if that cannot be, or nothing can be written there."""
+    folder = island.runs
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        problem = "" if os.access(folder, os.W_OK | os.X_OK) else "this user may not write there"
+    except OSError as error:
+        problem = f"{error.strerror} ({error.filename})"
+    if problem:
+        raise ConfigError(f"island.run_dir: the folder {folder} cannot be used: {problem}; name a folder to write to")
 
 
 def check_index(config: Config, index: int) -> None:
@@ -242,7 +261,7 @@ def check_run(config: Config, num_islands: int) -> Corpus:
 
 def _prepare(run: RunConfig, island: IslandConfig) -> Corpus:
     if is_streamed(run.data):
-        return without_texts(run.data.tokenizer)
+        return without_texts(run.data)
     return prepare_corpus(run.data, island.cache)
 
 
@@ -262,7 +281,7 @@ def model_specs(run: RunConfig, vocab_size: int) -> Sequence[ParamSpec]:
 
 
 def bigram_baseline(corpus: Corpus) -> float | None:
-    """Held-out loss of a bigram model, in nats a token; None for mixtures, large vocabularies, chat and shards."""
+    """Held-out loss of a bigram model, in nats per token; None for mixtures, large vocabularies, chat and shards."""
     if corpus.vocab_size > MAX_BIGRAM_VOCAB or len(corpus.texts) != 1:
         return None
     (text,) = corpus.texts

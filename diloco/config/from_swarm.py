@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from pydantic import ValidationError
 
 from diloco.config.errors import explain_errors
@@ -16,6 +15,7 @@ from diloco.config.own_code import check_allowed, named_sources, own_code
 from diloco.config.schema import IslandConfig, RunConfig, dump_config
 from diloco.errors import ConfigError
 from inner.config import DataConfig
+from inner.foreign.text import parse_yaml
 from inner.import_path import is_import_path
 
 Origin = Literal["swarm", "island", "hub", "code"]
@@ -46,7 +46,7 @@ FROM_SWARM = {
     "norm_eps qk_norm qkv_bias tie_embeddings",
     "model.rope_scaling": "rope_type factor original_max_position_embeddings low_freq_factor high_freq_factor "
     "attention_factor beta_fast beta_slow",
-    "data": "options dataset_config split text_field format chat_template max_tokens seq_len order "
+    "data": "options dataset_config split text_field format chat_template max_tokens seq_len eos bos order "
     "shard_tokens document_mask heldout_fraction",
     "data.mixture": "options dataset_config split text_field format chat_template max_tokens name weight only",
     "optimizer": "options lr betas eps momentum_weight muon_momentum muon_row_beta weight_decay clip_norm schedule "
@@ -58,13 +58,15 @@ FROM_SWARM = {
     "transport part_elements quorum wait_for below_quorum missed_progress start_islands wait_seconds audit",
     "outer.optimizer": "options lr momentum nesterov delayed",
     "outer.optimizer.align": "keep turn shrink most doubt",
-    "outer.merge": "options trim max_norm_ratio max_norm_zscore min_cosine",
+    "outer.merge": "options trim max_norm_ratio max_norm_zscore min_cosine refuse_norm_ratio",
     "outer.gossip": "group momentum lr pull params",
     "outer.coding": "options feedback rounding top_k chunk_elements value_bits rank",
     "evaluate": "every_rounds tokens",
     "stages": "tokens seq_len tokens_per_step lr weights",
 }
 """The other keys of the run's part, by section. A test checks that each key of the schema is in one of the tables."""
+MAX_TEXT_CHARS = 1 << 16
+"""A config with all of its keys has some 8,000."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 
 
@@ -146,21 +148,11 @@ def _place_error(key: str, value: str, cure: str) -> ConfigError:
     )
 
 
-class _PlainLoader(yaml.SafeLoader):
-    """Reads YAML without anchors, with which a short text can stand for gigabytes."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent) or getattr(self.peek_event(), "anchor", None) is not None:
-            raise yaml.YAMLError("anchors are not allowed")
-        return super().compose_node(parent, index)
-
-
 def _load_plain_yaml(text: str) -> object:
     try:
-        return yaml.load(text, _PlainLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a number that Python does not take
-        cause = _printable(" ".join(str(error).split()))[:300]
-        raise ConfigError(f"the swarm's config is not valid YAML: {type(error).__name__}: {cause}") from None
+        return parse_yaml(text, anchors=False, most_chars=MAX_TEXT_CHARS)
+    except ValueError as error:
+        raise ConfigError(f"the swarm's config is not valid YAML: {_printable(str(error))[:300]}") from None
 
 
 def _printable(text: str) -> str:

@@ -18,7 +18,8 @@ class CheckpointConfig(Section):
     """Averagings of every parameter between checkpoints. null saves none. Besides, an island without a checkpoint saves
     after its first commit, and every island at the end of the run."""
     keep: int = Field(default=2, ge=1)
-    """Number of checkpoints to keep; older ones are deleted."""
+    """Number of checkpoints to keep; older ones are deleted. With 1 the one before stays as well, until the next save:
+    the newest is not known to be good before a loss was finite after it."""
     folder: str | None = None
     """Folder of the checkpoints, which all ranks of the island must see. null is `checkpoints` in the island's
     folder."""

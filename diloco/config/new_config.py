@@ -23,4 +23,6 @@ def write_config(name: str, folder: Path) -> Path:
             file.write(text)
     except FileExistsError:
         raise ConfigError(f"{path} exists already; choose another name, or move that file away") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; go to a folder where this user may") from None
     return path

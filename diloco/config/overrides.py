@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import yaml
 from pydantic import BaseModel
 
 from diloco.errors import ConfigError
+from inner.foreign.text import parse_yaml
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
@@ -14,8 +14,8 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise ConfigError(f"got {override!r} on the command line; an override is written section.key=value")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = parse_yaml(text)
+    except ValueError:
         value = text
     set_value(values, key, value, repr(override))
 

@@ -34,6 +34,7 @@ from inner.config import (
 from inner.config.stages import check_stages, count_stage_cycles
 from inner.errors import InputError
 from inner.files import home_path
+from inner.foreign.text import parse_yaml
 from inner.huggingface.model_config import fill_sizes_from_folder
 from outer.config import OuterConfig
 from outer.network.endpoints import RUN_NAME
@@ -96,7 +97,9 @@ class RunConfig(Section):
         """Hex digest of all values that the islands must agree on."""
         unset = {name for name in ("params", "stages") if not getattr(self, name)}
         unset |= {"order_seed"} if self.order_seed is None else set()
-        not_agreed = dict.fromkeys({"code_sha256"} | unset, True) | {"outer": self.outer.unset_own_code}
+        not_agreed: dict[str, Any] = dict.fromkeys({"code_sha256"} | unset, True)
+        not_agreed["data"] = {name for name in ("eos", "bos") if getattr(self.data, name) is None}
+        not_agreed["outer"] = self.outer.later_defaults
         text = json.dumps(self.model_dump(mode="json", exclude=not_agreed), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -152,7 +155,9 @@ def fill_sizes(config: Config) -> Config:
         folder = config.initial_weights(config.for_island(config.island.index))
         if folder is None:
             return config
-        return config.model_copy(update={"model": fill_sizes_from_folder(config.model, folder)})
+        return config.model_copy(
+            update={"model": fill_sizes_from_folder(config.model, folder, longest_sequence(config))}
+        )
     except InputError as error:
         raise ConfigError(str(error)) from None
 
@@ -160,9 +165,9 @@ def fill_sizes(config: Config) -> Config:
 def parse_config(text: str, overrides: typing.Sequence[str] = (), where: str = "config") -> Config:
     """Parse a YAML text and apply overrides. Errors name the text by `where`. Raises ConfigError."""
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
+        values = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not valid YAML: {error}") from None
     values = {} if values is None else values
     if not isinstance(values, dict):
         got = "text" if isinstance(values, str) else f"a {type(values).__name__}"

@@ -118,7 +118,8 @@ async def check_swarm(local: LocalIsland, address: str, run_name: str | None) ->
             return
     began = time.monotonic()
     try:
-        runs = await find_runs(address, local.connect_seconds, load_usable_key(local.island), local.island.proxy)
+        key, proxy = load_usable_key(local.island), local.island.proxy
+        runs = await find_runs(address, local.connect_seconds, key, proxy, run_name)
     except (InputError, OuterError) as error:
         yield Check("FAILED", "run key" if is_about_run_key(str(error)) else "swarm", str(error))
         return

@@ -129,7 +129,7 @@ def state_bytes(run: RunConfig) -> int:
     from inner.data.tokenizer import build_tokenizer
 
     try:
-        vocab_size = run.model.vocab_size or build_tokenizer(run.data.tokenizer).vocab_size
+        vocab_size = run.model.vocab_size or build_tokenizer(*run.data.tokenizer_choice).vocab_size
         return 2 * 4 * num_elements(model_specs(run, vocab_size))
     except (DataError, OSError):
         return 0

@@ -40,6 +40,11 @@ class IslandRounds:
         return bool(self.stopped) or self._outer.position.round >= self._num_rounds
 
     @property
+    def is_settled(self) -> bool:
+        """Whether no round is in flight, so that the state can be saved as it is."""
+        return self._outer.in_flight is None
+
+    @property
     def resume_point(self) -> ResumePoint:
         """The place within the round. No round may be in flight."""
         return ResumePoint(max(self.inner_step - self._outer.schedule.begin(self._outer.round), 0), self.made)

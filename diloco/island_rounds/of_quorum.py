@@ -58,6 +58,11 @@ class QuorumIslandRounds:
         return self._cycle_at(self.rounds.position.tokens)
 
     @property
+    def is_settled(self) -> bool:
+        """Whether no round is in preparation, so that the progress can be saved as it is."""
+        return self.is_over or self.rounds.is_quiet
+
+    @property
     def resume_point(self) -> ResumePoint:
         """The progress that is saved. No round may be in preparation."""
         assert self.rounds.is_quiet, "what a round in flight will commit is not known yet"

@@ -3,6 +3,7 @@
 islands = IslandsCallback("run.yaml")
 fabric = Fabric(callbacks=[islands]); fabric.launch()
 model, optimizer = fabric.setup(model, optimizer)         # enters the run
+scheduler = islands.follow(LambdaLR(optimizer, warm_up))  # goes on where the run is
 for batch in islands.until_over(loader):
     ...; optimizer.step()                                 # counts; launches and lands rounds
 """
@@ -15,8 +16,10 @@ import torch
 from torch import nn
 
 from diloco.own_loop.islands import Islands
+from diloco.own_loop.schedules import Scheduler, skip_steps
 
 T = TypeVar("T")
+S = TypeVar("S", bound=Scheduler)
 
 
 class IslandsCallback:
@@ -40,6 +43,7 @@ class IslandsCallback:
         """
         self._config, self._overrides, self._state = config, overrides, state
         self._tokens, self._optimizer = tokens_per_step, optimizer
+        self._schedulers: list[Scheduler] = []
 
     def on_after_setup(self, fabric: Any, module: nn.Module) -> None:
         """Fabric has set up the model: enter the run."""
@@ -47,7 +51,20 @@ class IslandsCallback:
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has made a step."""
+        expected = self.islands.steps + 1
         self.islands.step(self._tokens)
+        if (num_missed := self.islands.steps - expected) > 0:
+            for scheduler in self._schedulers:
+                skip_steps(scheduler, num_missed, self.islands.steps)
+
+    def follow(self, scheduler: S, steps: int = 0) -> S:
+        """Let a schedule go on where the run is, now and when this island has missed rounds. Call it after `setup`.
+
+        `steps`: those behind the schedule, if its state was loaded. Your loop calls `scheduler.step` as ever.
+        """
+        skip_steps(scheduler, self.islands.steps - steps, self.islands.steps)
+        self._schedulers.append(scheduler)
+        return scheduler
 
     def until_over(self, batches: Iterable[T]) -> Iterator[T]:
         """The batches until the run is over, again and again if there are too few. Leaves the run at the end."""

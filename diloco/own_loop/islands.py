@@ -28,9 +28,13 @@ from diloco.connections import open_connections
 from diloco.errors import ConfigError
 from diloco.faults.self_inflicted import build_hooks, slow_down
 from diloco.island_rounds.of_all import IslandRounds
-from diloco.own_loop.model import Optimizers, ParamsWatch, as_list, describe, sample, trained_params, with_moments
+from diloco.own_loop.model.copies import check_ranks
+from diloco.own_loop.model.optimizers import Optimizers, as_list, with_moments
+from diloco.own_loop.model.params import trained_params
+from diloco.own_loop.model.ranks import count_tokens, find_ranks
+from diloco.own_loop.model.watch import ParamsWatch
+from diloco.own_loop.network_watch import NetworkWatch
 from diloco.own_loop.own_data import OwnData, open_data
-from diloco.own_loop.ranks import check_same, count_tokens, find_ranks
 from diloco.own_loop.records import LoopEvents, build_rounds
 from diloco.own_loop.run_config import OwnLoopConfig, read_config
 from diloco.own_loop.saved_state import SavedState, parse_state
@@ -38,10 +42,7 @@ from diloco.records.kept_config import keep_config, replace_config
 from diloco.runtime.operator_requests import OperatorRequests
 from diloco.runtime.round_records import RoundRecords
 from diloco.status.visitors import serve_visitors
-from outer.connect.settings import Network
-from outer.errors import TransportError
 from outer.loop import OuterLoop, build_loop
-from outer.network.event_loop import EventLoop
 from outer.report import RoundReport
 
 
@@ -73,14 +74,11 @@ class Islands:
         params, self._watch = trained_params(model), ParamsWatch(model)
         self._device = str(next(model.parameters()).device)
         self._ranks = find_ranks()
-        text = describe(params.specs)
-        check_same(self._ranks, text, "what is trained of the model")
-        check_same(self._ranks, sample(params), "the value of a parameter")
-        self.config: OwnLoopConfig = read.with_model(text, self._ranks.num_ranks)
+        self.config: OwnLoopConfig = read.with_model(check_ranks(self._ranks, params), self._ranks.num_ranks)
         self._optimizers = as_list(optimizer)
         self._moments = None if self.config.run.outer.moments is None else with_moments(params, optimizer)
         self._params = self._moments or params
-        self._lost, self._has_unit = "", False
+        self._has_unit = False
         with ExitStack() as stack:
             self._data = open_data(self.config, stack)
             self._open(stack)
@@ -102,8 +100,7 @@ class Islands:
         """
         if self.is_over:
             raise RuntimeError("the island's run is over: leave the loop when islands.is_over")
-        if self._lost:
-            raise TransportError(self._lost)
+        self._network.require()
         if self._data is not None:
             self._data.require_use()
         seconds = time.monotonic() - self._stepped_at
@@ -133,6 +130,16 @@ class Islands:
     def round(self) -> int:
         """The round that inner steps are made for."""
         return self._outer.round
+
+    @property
+    def steps(self) -> int:
+        """Inner steps of the whole run before the next one: where schedules are, also of an island that comes back."""
+        return self._rounds.inner_step
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether `state_dict` would leave the model as it is: no round is in flight, or prepared by a quorum."""
+        return self._rounds.is_settled
 
     @property
     def stage(self) -> int:
@@ -230,7 +237,8 @@ class Islands:
         requests = OperatorRequests(ranks, folder, island.max_hours, started_at)
         stack.callback(requests.close)
         network, event_loop = stack.enter_context(open_connections(run, island, ranks, folder, None))
-        identity = build_identity(run, island, ranks, network.island_key)
+        corpus = None if self._data is None else self._data.corpus
+        identity = build_identity(run, island, ranks, network.island_key, corpus)
         hooks = build_hooks(island.faults, island.index, ranks.rank, folder)
         records = RoundRecords(metrics, run.outer.start_islands)
         settings = build_loop_settings(run, island, folder, hooks, records)
@@ -245,17 +253,7 @@ class Islands:
         if (told := serve_visitors(run, island, network, self._outer, metrics, **visits)) is not None:
             stack.callback(told.linger, event_loop)
         self._slow_down = partial(slow_down, hooks)
-        self._watch_network(network, event_loop)
-
-    def _watch_network(self, network: Network, event_loop: EventLoop) -> None:
-        """Let the next step fail once the network is lost for good. Without that it would train alone for ever."""
-        wait_for_loss = network.wait_for_loss
-        if wait_for_loss is not None:
-
-            async def watch() -> None:
-                self._lost = await wait_for_loss()
-
-            event_loop.start(watch())
+        self._network = NetworkWatch(network, event_loop)
 
     def _begin(self, saved: SavedState | None) -> None:
         """Enter the run, and go on inside a round if the saved state is still that of the run."""

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from diloco.errors import ConfigError
 from diloco.runtime.progress import ResumePoint
+from inner.errors import InputError, refused
+from inner.huggingface.files import check_header
 
 VERSION = 1
 KEY = "islands"
@@ -66,8 +68,10 @@ def write_state(state: Mapping[str, Any], path: Path) -> None:
 def read_state(path: Path) -> dict[str, Any]:
     """Read such a file. Raises ConfigError if it is damaged or something else."""
     try:
-        with safe_open(path, framework="pt") as file:
-            rest = json.loads((file.metadata() or {})[KEY])
-            return rest | {"tensors": {name: file.get_tensor(name) for name in file.keys()}}  # noqa: SIM118
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path} holds no state of Islands ({type(error).__name__}: {error})") from None
+        with refused(f"{path} holds no state of Islands", "give a file that Islands has saved"):
+            check_header(path)
+            with safe_open(path, framework="pt") as file:
+                rest = json.loads((file.metadata() or {})[KEY])
+                return rest | {"tensors": {name: file.get_tensor(name) for name in file.keys()}}  # noqa: SIM118
+    except InputError as error:
+        raise ConfigError(str(error)) from None

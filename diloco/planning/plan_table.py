@@ -68,7 +68,19 @@ def print_plan(picture: Picture, console: Console) -> None:
     settings = f"Settings up to {percent(picture.target)}, line by line; bits per parameter and inner step"
     print_section(console, settings, advice_table(picture))
     console.print()
+    for line in assumptions(picture):
+        print_text(console, line, "bold yellow")
     print_text(console, verdict(picture), "bold green" if _is_reached(picture) else "bold red")
+
+
+def assumptions(picture: Picture) -> Iterator[str]:
+    """What the recommendation stands on and may be wrong."""
+    if picture.island.is_vocabulary_assumed:
+        yield (
+            f"warning: all of this is for a vocabulary of {picture.island.work.sizes.vocab_size}, as the tokenizer "
+            f"{picture.config.data.tokenizer!r} is not on this machine: a larger one has more parameters to send; "
+            "give its size by model.vocab_size=N behind the command, or call `diloco prepare` before"
+        )
 
 
 def terms_table(case: Case, prediction: Prediction) -> Table:
@@ -105,7 +117,7 @@ def notes(picture: Picture) -> Iterator[str]:
     case, p = picture.case, picture.prediction
     if p.hidden_seconds:
         yield f"behind inner steps  {human_duration(p.hidden_seconds)} a cycle, not in the terms above"
-    bits = f"{8 * p.sent_bytes / p.num_params:.3g} bits a parameter, {p.bits_per_param_step:.3g} a parameter and step"
+    bits = f"{8 * p.sent_bytes / p.num_params:.3g} bits per parameter, {p.bits_per_param_step:.3g} a parameter and step"
     yield f"sent by an island   {human_bytes(p.sent_bytes)} a cycle: {bits}"
     yield f"with {_tokens(picture)}"
     yield f"published model     {percent(published_utilisation(picture))} (2501.18512: one-way bytes, nothing else)"

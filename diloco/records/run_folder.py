@@ -16,9 +16,12 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from diloco.errors import FolderInUse
 from diloco.records.faults import FaultRecord, read_faults
+from diloco.records.growing_file import GrowingFile
 from diloco.records.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
 from inner.errors import InputError
 from inner.files import try_lock, write_atomically
+from inner.foreign.files import read_file
+from inner.foreign.text import MAX_JSON_BYTES
 
 METRICS = "metrics.jsonl"
 PRESENCE = "presence.jsonl"
@@ -106,21 +109,16 @@ class Tail:
     """Reads a metrics.jsonl that may still grow or may not exist yet."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._offset = 0
+        self.path, self._file = path, GrowingFile(path)
 
     def new_records(self) -> list[Record]:
         """Records whose lines were completed since the last call."""
+        records: list[Record] = []
         try:
-            with open(self.path, "rb") as file:
-                file.seek(self._offset)
-                data = file.read()
+            lines = self._file.new_lines()
         except FileNotFoundError:
             return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        records = []
-        for line in whole.splitlines():
+        for line in lines:
             # A kill in the middle of a line leaves a line that is not a record.
             with suppress(ValidationError):
                 records.append(parse_record(line))
@@ -222,7 +220,7 @@ def read_facts(run_dir: Path) -> RunFacts | None:
     """Read run.json; None if there is none. Raises InputError if it is damaged."""
     path = run_dir / FACTS
     try:
-        return _FACTS_PARSER.validate_json(path.read_bytes())
+        return _FACTS_PARSER.validate_json(read_file(path, MAX_JSON_BYTES))
     except FileNotFoundError:
         return None
     except ValidationError as error:

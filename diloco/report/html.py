@@ -124,7 +124,7 @@ def _digest_scope(summary: Summary) -> str:
 
 def _bigram_reference(summary: Summary) -> str:
     bigram = summary["bigram_loss"]
-    return "nats a token" if bigram is None else f"byte bigram model {bigram:.3f}"
+    return "nats per token" if bigram is None else f"byte bigram model {bigram:.3f}"
 
 
 def _fault_table(faults: Sequence[FaultRecord]) -> TextTable:

@@ -46,7 +46,7 @@ def draw_heldout(run: RunRecords, path: Path) -> str | None:
     theirs = eval_curve(run.baseline.evals) if run.baseline else []
     if not ours and not theirs:
         return "No held-out loss has been recorded yet."
-    figure, axes = new_axes("Held-out loss", "tokens, all islands together", "loss, nats a token")
+    figure, axes = new_axes("Held-out loss", "tokens, all islands together", "loss, nats per token")
     if theirs:
         line = {"color": REFERENCE, "linestyle": (0, (4, 2)), "marker": "s", "markersize": 4, "linewidth": 1.8}
         axes.plot(*zip(*theirs, strict=True), label=f"data-parallel baseline  {theirs[-1][1]:.3f}", **line)
@@ -69,7 +69,7 @@ def draw_training_loss(run: RunRecords, path: Path) -> str | None:
     series = [*run.islands, *baseline]
     if not any(loss_points(island.steps) for island in series):
         return "No inner step with a loss has been recorded yet."
-    figure, axes = new_axes("Training loss of each island", "inner step", "loss, nats a token")
+    figure, axes = new_axes("Training loss of each island", "inner step", "loss, nats per token")
     if len(run.islands) > MAX_NAMED_ISLANDS:
         draw_loss_of_many(axes, run.islands)
         series = baseline

@@ -66,7 +66,7 @@ def _training_figures(figures: Summary) -> dict[str, str]:
     """The figures that a run and its baseline have in common. The loss comes first."""
     bits = figures["final_bits_per_byte"]
     return {
-        "Held-out loss (nats a token)": human_loss(figures["final_eval_loss"]),
+        "Held-out loss (nats per token)": human_loss(figures["final_eval_loss"]),
         "Bits per byte": UNKNOWN if bits is None else f"{bits:.4f}",
         "Tokens": human_count(figures["tokens"]),
         "Inner steps (skipped)": f"{total(figures['steps'])} ({total(figures['skipped_steps'])})",

@@ -93,7 +93,7 @@ def loading_corpus(config: RunConfig, island: IslandConfig) -> "Iterator[tuple[C
     # Nobody waits for this thread if the island fails: a store may be silent for minutes.
     Thread(target=lambda: _fulfil(loading, partial(load_corpus, config, island)), name="text", daemon=True).start()
     try:
-        yield without_texts(data.tokenizer), loading.result
+        yield without_texts(data), loading.result
     finally:
         if loading.done() and loading.exception() is None:
             loading.result().close()

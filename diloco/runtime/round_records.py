@@ -23,8 +23,9 @@ FATE = (
 class RoundRecords:
     """Writes to metrics.jsonl, from any thread. Without metrics, on ranks other than the leader, it does nothing."""
 
-    def __init__(self, metrics: Metrics | None, start_islands: int) -> None:
-        self._metrics, self._start_islands = metrics, start_islands
+    def __init__(self, metrics: Metrics | None, start_islands: int, beat: Callable[[], None] = lambda: None) -> None:
+        """`beat` is told each time that a round has shown a sign of life."""
+        self._metrics, self._start_islands, self._beat = metrics, start_islands, beat
         self.contribution = NO_PROGRESS
         """Progress that the island contributes to the round under way; none while it observes."""
         self.find_ledger: Callable[[], Ledger] = Ledger
@@ -37,10 +38,12 @@ class RoundRecords:
 
     def on_abort(self, report: RoundReport) -> None:
         """Record an attempt that was aborted just now. It has changed no ledger."""
+        self._beat()
         self.write(report, self.contribution, 0.0, self.find_ledger())
 
     def on_wait(self, waiting: Waiting | None) -> None:
         """Record whom a round waits for, at once for other islands than before, else every WAIT_SECONDS."""
+        self._beat()
         if waiting is None or self._metrics is None:
             return
         names, now = frozenset(waiting.islands), time.monotonic()
@@ -57,6 +60,7 @@ class RoundRecords:
 
     def on_download(self, text: str) -> None:
         """Record how much of others' state has come."""
+        self._beat()
         if self._metrics is not None:
             self._metrics.write(EventRecord(name="downloading", text=text))
 

@@ -4,7 +4,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -17,6 +17,7 @@ from diloco.records.metrics import EvalRecord, StepRecord
 from diloco.runtime.devices.gpus import count_sharers
 from inner.data.batches import StepBatch, heldout_counts, heldout_windows
 from inner.data.corpus import Corpus, Text
+from inner.errors import InputError
 from inner.flops import flops_per_token
 from inner.measure.peak_flops import peak_flops, utilisation
 from inner.model.sizes import OwnModel, resolve_model
@@ -126,7 +127,7 @@ def evaluate_heldout(config: RunConfig, trainer: Trainer, corpus: Corpus, round_
         for text, count in zip(corpus.texts, counts, strict=True)
     ]
     counted = [each for each, count in zip(sums, counts, strict=True) if count]
-    loss = sum(loss_sum for loss_sum, _ in counted) / sum(targets for _, targets in counted)
+    loss = mean_loss(counted, wanted)
     by_source = {
         text.name: total / targets if targets and math.isfinite(total) else None
         for text, (total, targets) in zip(corpus.texts, sums, strict=True)
@@ -138,6 +139,16 @@ def evaluate_heldout(config: RunConfig, trainer: Trainer, corpus: Corpus, round_
         bits_per_byte=bits_per_byte(loss, compared),
         source_losses=by_source if len(corpus.texts) > 1 else {},
     )
+
+
+def mean_loss(sums: Sequence[tuple[float, int]], wanted: int) -> float:
+    """The loss over summed losses and numbers of targets. Raises InputError if `wanted` tokens hold no target."""
+    if not (targets := sum(number for _, number in sums)):
+        raise InputError(
+            f"evaluate.tokens={wanted}: so many held-out tokens hold nothing that is learned, such as the words of an "
+            "assistant; raise evaluate.tokens or data.seq_len"
+        )
+    return sum(loss for loss, _ in sums) / targets
 
 
 def _windows_beside(text: Text, seq_len: int, num_tokens: int) -> int:

@@ -20,7 +20,7 @@ from outer.errors import MessageError
 from outer.identity.access import BANNED_FILE
 from outer.identity.island_key import IslandKey, PublicKey, Signature, verify
 from outer.network.endpoints import Endpoint, Messenger
-from outer.network.messages import IslandName, Message, RunName, parse
+from outer.network.messages import IslandName, Message, RunName, parse, receive
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class OrderServer:
         messenger.serve(CALL, self._on_order)
 
     async def _on_order(self, source: Endpoint, body: bytes) -> bytes:
-        return Carried(text=self.carry_out(parse(Order, body), time.time())).encode()
+        return Carried(text=self.carry_out(await receive(Order, body), time.time())).encode()
 
     def carry_out(self, order: Order, now: float) -> str:
         """Check the order at unix time `now`, do it, and say what follows. Raises MessageError."""

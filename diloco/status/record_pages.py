@@ -17,7 +17,7 @@ from pydantic import Field
 
 from outer.network.endpoints import Endpoint, Messenger
 from outer.network.event_loop import EventLoop
-from outer.network.messages import Message, deflate, parse
+from outer.network.messages import Message, deflate, receive
 
 CALL = "island_records"
 PAGE_BYTES = 1 << 18
@@ -64,7 +64,7 @@ class RecordsServer:
         messenger.serve(CALL, self._on_request)
 
     async def _on_request(self, source: Endpoint, body: bytes) -> bytes:
-        request = parse(RecordsRequest, body)
+        request = await receive(RecordsRequest, body)
         # One at a time, so that many watchers do not take more than a thread from the island.
         async with self._reading:
             page = await asyncio.to_thread(self.read_page, request)

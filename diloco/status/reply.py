@@ -39,7 +39,7 @@ class Training(Message):
     step: int = Field(ge=0, lt=MAX_STEP)
     """The last inner step of the run that it has made."""
     loss: Figure | None
-    """Of that step, in nats a token."""
+    """Of that step, in nats per token."""
     heldout_loss: Figure | None
     tokens_per_second: Figure | None
     committed: int = Field(ge=0, lt=MAX_ROUND)
@@ -87,11 +87,11 @@ class Place(Message):
     """What of an island's status stays the same while its process runs."""
 
     island: IslandName
-    num_steps: int
-    num_rounds: int
-    ranks: int
-    mesh: str
-    hardware: str
+    num_steps: int = Field(ge=0, lt=MAX_STEP)
+    num_rounds: int = Field(ge=0, lt=MAX_ROUND)
+    ranks: int = Field(ge=1, le=MAX_RANKS)
+    mesh: ShortText
+    hardware: ShortText
 
 
 class Doing(Protocol):

@@ -38,7 +38,8 @@ async def ask_swarm(address: str, overrides: Sequence[str], run_name: str | None
     Raises ConfigError or InputError if there is no such run or the swarm cannot be reached.
     """
     local = resolve_local_island(None, parse_config("", overrides, where="the command line"), address)
-    runs = await find_runs(address, local.connect_seconds, load_usable_key(local.island), local.island.proxy)
+    key, proxy = load_usable_key(local.island), local.island.proxy
+    runs = await find_runs(address, local.connect_seconds, key, proxy, run_name)
     if run_name is not None and run_name not in runs:
         raise ConfigError(f"--run: no run {run_name!r} at {address}; runs there: {', '.join(sorted(runs)) or 'none'}")
     if not runs:

@@ -83,7 +83,7 @@ def fetch_run_config(
     key = load_run_key(run_key_file)
     loop = EventLoopThread()
     try:
-        runs = loop.run(find_runs(address, CONNECT_SECONDS, key, proxy))
+        runs = loop.run(find_runs(address, CONNECT_SECONDS, key, proxy, run_name))
     finally:
         loop.close()
     run = choose_run(runs, run_name, address)

@@ -49,7 +49,11 @@ class VirtualEventLoop(EventLoop):
         thread.resume_at(self.time() + seconds)
         thread.wait()
 
+    def worker(self, name: str) -> "VirtualWorker":
+        return VirtualWorker(self, name)
+
     def spawn(self, work: Callable[[], None], name: str) -> "VirtualThread":
+        """Run `work` in a virtual thread of its own."""
         self._threads = [thread for thread in self._threads if not thread.is_over]
         self._threads.append(VirtualThread(self._machine, work, name))
         return self._threads[-1]
@@ -62,6 +66,16 @@ class VirtualEventLoop(EventLoop):
             task.cancel()
         self._loop.run_forever()  # Until it is idle.
         self._loop.close()
+
+
+class VirtualWorker:
+    """Implements `outer.threads.Worker`: virtual threads cost no virtual time, so each work gets one."""
+
+    def __init__(self, loop: VirtualEventLoop, name: str) -> None:
+        self._loop, self._name = loop, name
+
+    def start(self, work: Callable[[], None]) -> "VirtualThread":
+        return self._loop.spawn(work, self._name)
 
 
 class VirtualThread:

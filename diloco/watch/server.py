@@ -6,7 +6,7 @@ import ipaddress
 import json
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from diloco.errors import ConfigError
 from diloco.watch.control import Control, Wish
+from diloco.watch.feed import Feed
 from diloco.watch.prometheus import metrics_text
 from diloco.watch.view.prediction import RunPrediction
 from diloco.watch.view.run_view import RunView
@@ -33,7 +34,6 @@ FILES = {
     "uplot-1.6.32.iife.min.js": "text/javascript",
     "uplot-1.6.32.min.css": "text/css",
 }
-UPDATE_SECONDS = 0.5
 Route = Callable[..., Awaitable[Any]]
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'self'",
@@ -143,8 +143,10 @@ def event_route(prediction: RunPrediction, operator: str | None = None) -> Route
     from fastapi.responses import StreamingResponse
     from starlette.responses import Response
 
+    feed = Feed(prediction, operator)
+
     async def events() -> Response:
-        return StreamingResponse(stream(prediction, operator), media_type="text/event-stream")
+        return StreamingResponse(feed.events(), media_type="text/event-stream")
 
     return events
 
@@ -176,32 +178,6 @@ def is_known(request: Any, token: str) -> bool:
     bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
     given = (request.query_params.get("token", ""), request.cookies.get("diloco_watch", ""), bearer)
     return any(hmac.compare_digest(each.encode(), token.encode()) for each in given)
-
-
-async def stream(prediction: RunPrediction, operator: str | None = None) -> AsyncIterator[str]:
-    """Server-sent events: first a snapshot of the run, then what is new, every UPDATE_SECONDS, and the prediction.
-
-    `operator`: the key in whose name the page may act, if it may.
-    """
-    view = prediction.view
-    sent, predicted = await asyncio.to_thread(view.read), None
-    yield encode_event("snapshot", {"operator": operator} | await asyncio.to_thread(view.snapshot, sent))
-    finding = asyncio.create_task(asyncio.to_thread(prediction.find))
-    while True:
-        await asyncio.sleep(UPDATE_SECONDS)
-        if finding.done():  # What is new does not wait for it.
-            if (found := finding.result()) != predicted:
-                yield encode_event("predicted", found)
-            predicted, finding = found, asyncio.create_task(asyncio.to_thread(prediction.find))
-        now = await asyncio.to_thread(view.read)
-        new, sent = view.between(sent, now), now
-        # A comment finds out that the reader has gone.
-        yield encode_event("more", new) if any(new.values()) else ": nothing new\n\n"
-
-
-def encode_event(name: str, values: dict[str, Any]) -> str:
-    """A server-sent event with values as JSON."""
-    return f"event: {name}\ndata: {json.dumps(values, allow_nan=False, separators=(',', ':'))}\n\n"
 
 
 def serve(

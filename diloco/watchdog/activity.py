@@ -18,6 +18,8 @@ class Work:
 
     kind: str
     limit_seconds: float | None
+    has_beats: bool = False
+    """Whether the limit is not for all of the work, but for the time without a sign of life (`beat`)."""
 
 
 class ActivityMonitor:
@@ -30,6 +32,8 @@ class ActivityMonitor:
         self._began_at = clock()
         self.work = Work("setting up", None)
         """The current work; a new object for each piece."""
+        self.num_beats = 0
+        """Signs of life so far."""
 
     def start(self, kind: str) -> None:
         """End the current work and start the next piece."""
@@ -41,6 +45,18 @@ class ActivityMonitor:
         self._end()
         self.work = Work(kind, None)
 
+    def start_beating(self, kind: str, longest_seconds: float) -> None:
+        """End the current work and start one that lasts as long as it shows signs of life.
+
+        `longest_seconds`: the longest of its waits that has a deadline of its own and shows none.
+        """
+        self._end()
+        self.work = Work(kind, longest_seconds + (self._fixed or FLOOR_SECONDS), has_beats=True)
+
+    def beat(self) -> None:
+        """The current work is alive. Any thread may call it."""
+        self.num_beats += 1
+
     @property
     def now(self) -> tuple[str, float]:
         """The kind of the current work, and for how many seconds it has lasted."""
@@ -48,7 +64,7 @@ class ActivityMonitor:
 
     def _end(self) -> None:
         now = self._clock()
-        if self.work.limit_seconds is not None:
+        if self.work.limit_seconds is not None and not self.work.has_beats:
             self._deadlines.observe(self.work.kind, now - self._began_at)
         self._began_at = now
 

@@ -81,17 +81,18 @@ class Watchdog:
             threading.Event().wait()
 
     def _watch(self) -> None:
-        work, looked_at = self._activity.work, time.monotonic()
+        work, num_beats, looked_at = self._activity.work, self._activity.num_beats, time.monotonic()
         while not self._is_over.wait(POLL_SECONDS):
             now = time.monotonic()
-            if self._activity.work is work:
+            if self._activity.work is work and not (work.has_beats and self._activity.num_beats > num_beats):
                 # Bounded, because a process that was suspended for an hour has not hung for an hour.
                 self._idle_seconds += min(now - looked_at, 2 * POLL_SECONDS)
             else:
-                work, self._idle_seconds = self._activity.work, 0.0
+                work, num_beats, self._idle_seconds = self._activity.work, self._activity.num_beats, 0.0
             looked_at = now
             if work.limit_seconds is not None and self._idle_seconds > work.limit_seconds:
-                self._end(f"{work.kind} has taken longer than {work.limit_seconds:.3g} s on rank {self._watched.rank}")
+                what = "has shown no sign of life for" if work.has_beats else "has taken longer than"
+                self._end(f"{work.kind} {what} {work.limit_seconds:.3g} s on rank {self._watched.rank}")
             elif self._alarm is not None:
                 self._end(self._alarm)
 

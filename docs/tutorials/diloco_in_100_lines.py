@@ -120,7 +120,7 @@ for name, (loss, sent) in results.items():
 # %% [markdown]
 # The islands send 20 times less, and are behind: 12 rounds are few. How the gap goes with the number of rounds, and
 # which outer optimizer is best for how many, was measured at length:
-# [results](../results.md#diloco-at-20-tokens-a-parameter).
+# [results](../results.md#diloco-at-20-tokens-per-parameter).
 
 # %%
 assert results["data-parallel"][1] == 20 * results["averaging (outer lr 1, no momentum)"][1]

@@ -47,7 +47,7 @@ errors = {}
 for name in ("fp32", "bf16", "int8", "int4", "e3m0", "stat2", "topk"):
     decoded, bits = coded(name, pseudo_gradient)
     errors[name] = ((decoded - pseudo_gradient).norm() / pseudo_gradient.norm()).item()
-    print(f"{name:6} {bits:6.2f} bits an element, error {100 * errors[name]:7.3f} %")
+    print(f"{name:6} {bits:6.2f} bits per element, error {100 * errors[name]:7.3f} %")
 assert errors["fp32"] == 0 and errors["int8"] < errors["int4"] < errors["stat2"]
 
 # %% [markdown]

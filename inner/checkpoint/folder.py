@@ -4,6 +4,7 @@
     step-00000120/           published by one rename after all files are on the disk, the manifest last
     step-00000120-2/         step 120, saved a second time
     step-00000080.deleted/   being deleted
+    step-00000120/rejected   no loss was finite after it: nobody resumes from it, and the next save deletes it
     lock                     locked by the process that may save here; names that process
 
 manifest.py says what the manifest holds. Every file that it names is checked against it before it is used.
@@ -33,10 +34,12 @@ from inner.checkpoint.manifest import (
 )
 from inner.errors import InputError
 from inner.files import try_process_lock, write_synced
+from inner.foreign.files import open_file, read_at_most
 
 LOCK = "lock"
 PARTIAL = ".partial"
 DELETED = ".deleted"
+REJECTED = "rejected"
 PUBLISHED_NAME = re.compile(r"step-\d{8,}(-\d+)?")
 LEFTOVER_NAME = re.compile(PUBLISHED_NAME.pattern + r"\.(partial|deleted)")
 # Per tensor: an allowance for headers, indexes and unfilled disk blocks.
@@ -61,6 +64,11 @@ class SavedCheckpoint:
     @property
     def facts(self) -> dict[str, Any]:
         return self.manifest.facts
+
+    @property
+    def is_rejected(self) -> bool:
+        """Whether no loss was finite in the training that went on from it."""
+        return (self.path / REJECTED).exists()
 
 
 def lock_folder(folder: Path) -> TextIO:
@@ -136,8 +144,13 @@ def finish(partial: Path, manifest: bytes, name: str) -> None:
 
 
 def prune(folder: Path, keep: int, signer: Signer = UNSIGNED) -> None:
-    """Delete all checkpoints but the `keep` newest. Damaged and refused ones are not counted and not deleted."""
-    for checkpoint in list_published(folder, signer)[0][keep:]:
+    """Delete all checkpoints but the `keep` newest, and the rejected ones.
+
+    Damaged and refused ones are not counted and not deleted.
+    """
+    found = list_published(folder, signer)[0]
+    kept = [checkpoint for checkpoint in found if not checkpoint.is_rejected][:keep]
+    for checkpoint in [checkpoint for checkpoint in found if checkpoint not in kept]:
         # Renamed first, so that a kill during the deletion leaves nothing that looks like a damaged checkpoint.
         doomed = checkpoint.path.with_name(checkpoint.path.name + DELETED)
         try:
@@ -145,6 +158,15 @@ def prune(folder: Path, keep: int, signer: Signer = UNSIGNED) -> None:
             shutil.rmtree(doomed)
         except OSError as error:
             log.warning("%s: cannot be deleted (%s); the disk may fill up", checkpoint.path, error)
+
+
+def reject_since(folder: Path, inner_step: int, signer: Signer = UNSIGNED) -> list[str]:
+    """Reject the checkpoints of this inner step and later ones, and return their names, newest first."""
+    rejected = [each for each in list_published(folder, signer)[0] if each.inner_step >= inner_step]
+    with _input_errors(folder):
+        for checkpoint in rejected:
+            (checkpoint.path / REJECTED).touch()
+    return [checkpoint.path.name for checkpoint in rejected]
 
 
 def list_published(folder: Path, signer: Signer = UNSIGNED) -> tuple[list[SavedCheckpoint], list[str]]:
@@ -187,22 +209,22 @@ def free_space(folder: Path) -> str:
 
 
 def _file_spec(file: Path) -> FileSpec:
-    with file.open("rb") as stream:
+    with open_file(file) as stream:
         return FileSpec(file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())
 
 
-def read_file(path: Path, most_bytes: int) -> bytes:
+def read_part(path: Path, most_bytes: int) -> bytes:
     """Read a file, or its first bytes if it has more than `most_bytes`. Raises InputError if it cannot be read."""
     try:
-        with path.open("rb") as file:
-            return file.read(most_bytes)
+        with open_file(path) as file:
+            return read_at_most(file, most_bytes)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _read_and_check(path: Path, signer: Signer) -> Manifest:
     """Read a checkpoint's manifest and check its file sizes. Raises InputError with the first problem."""
-    manifest = parse_manifest(read_file(path / MANIFEST, MAX_MANIFEST_BYTES + 1), str(path), signer)
+    manifest = parse_manifest(read_part(path / MANIFEST, MAX_MANIFEST_BYTES + 1), str(path), signer)
     for name, spec in manifest.files.items():
         size = (path / name).stat().st_size if (path / name).is_file() else None
         if size != spec.size_bytes:

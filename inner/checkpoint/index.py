@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
-from inner.checkpoint.folder import SavedCheckpoint, read_file
+from inner.checkpoint.folder import SavedCheckpoint, read_part
 from inner.checkpoint.manifest import INDEX, Manifest
 from inner.checkpoint.pickle_parser import Call, Name, Pairs, PickleError, parse_pickle
 from inner.errors import InputError
@@ -79,7 +79,7 @@ def read_index(checkpoint: SavedCheckpoint) -> Index:
         raise InputError(
             f"{path}: {spec.size_bytes} bytes, more than the tensors that it lists; use another checkpoint"
         )
-    raw = read_file(path, spec.size_bytes)
+    raw = read_part(path, spec.size_bytes)
     # Hashed here again: these bytes are parsed, and the file may have changed since it was checked.
     if hashlib.sha256(raw).hexdigest() != spec.sha256:
         raise InputError(f"{path}: damaged: its bytes are not those that were written")

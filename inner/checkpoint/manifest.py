@@ -13,6 +13,7 @@ from typing import Annotated, Any, Protocol
 from pydantic import Field, TypeAdapter, ValidationError
 
 from inner.errors import InputError
+from inner.foreign.text import parse_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -20,6 +21,7 @@ INDEX = ".metadata"
 FILE_NAME = re.compile(r"\.metadata|__\d{1,9}_\d{1,9}\.distcp")
 """The names of all files of a checkpoint but the manifest."""
 MAX_MANIFEST_BYTES = 1 << 26
+MAX_FILES = 1 << 16
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
@@ -102,12 +104,26 @@ def parse_manifest(raw: bytes, path: str, signer: Signer) -> Manifest:
             raise InputError(
                 f"{path}: written in format {got}, this version reads format {FORMAT}; use the one it is from"
             )
+        _check_items(parse_json(text))
         manifest = _MANIFEST.validate_json(text, strict=True)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, problem["loc"]))
         raise InputError(f"{path}/{MANIFEST}: not a manifest: {where}: {problem['msg']}; use another copy") from None
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(f"{path}/{MANIFEST}: not a manifest: {error}; use another copy") from None
     for name in manifest.files:
         if not FILE_NAME.fullmatch(name):
             raise InputError(f"{path}/{MANIFEST}: refused: {name!r} is not the name of a file of a checkpoint")
     return manifest
+
+
+def _check_items(values: dict[str, Any]) -> None:
+    """Raise ValueError at the first wrong item of what may have millions: pydantic keeps an error for each."""
+    optimizers, files = values.get("optimizers", {}), values.get("files", {})
+    if isinstance(optimizers, dict) and not all(isinstance(each, str) for each in optimizers.values()):
+        raise ValueError("optimizers: text expected for each name")
+    if isinstance(files, dict) and len(files) > MAX_FILES:
+        raise ValueError(f"files: {len(files)} of them; a checkpoint has at most {MAX_FILES}")

@@ -119,13 +119,13 @@ class Checkpoints:
     def newest(self) -> SavedCheckpoint | None:
         """Return the last saved checkpoint with no damaged file, or None if the folder has no checkpoints.
 
-        Damaged checkpoints are skipped with a warning. Raises InputError if all checkpoints are damaged.
+        Damaged and rejected checkpoints are skipped with a warning. Raises InputError if no other is left.
         """
         intact, problems = self._list_published()
         for problem in problems:
             self._warn(problem)
         for checkpoint in intact:
-            problem = self._find_damage(checkpoint)
+            problem = self._find_rejection(checkpoint) or self._find_damage(checkpoint)
             if problem is None:
                 return checkpoint
             self._warn(problem)
@@ -178,6 +178,11 @@ class Checkpoints:
         trainer.inner_step = checkpoint.inner_step
         return checkpoint.facts
 
+    def reject_since(self, inner_step: int) -> list[str]:
+        """Let nobody resume from the checkpoints of this inner step or later ones. Returns their names."""
+        self.wait(self._timeout_seconds)
+        return run_on_first_rank(self._group, lambda: disk.reject_since(self._folder, inner_step, self._signer))
+
     def run_on_first_rank(self, work: Callable[[], None]) -> None:
         """Run `work` on rank 0, which holds the folder's lock. If it raises, every rank raises the same error."""
         run_on_first_rank(self._group, work)
@@ -222,6 +227,11 @@ class Checkpoints:
         """Message about a damaged file of the checkpoint, or None. Each file is hashed by one rank."""
         mine = sorted(checkpoint.manifest.files)[dist.get_rank(self._group) :: dist.get_world_size(self._group)]
         return next(filter(None, run_on_all_ranks(self._group, lambda: disk.find_damage(checkpoint, mine))), None)
+
+    def _find_rejection(self, checkpoint: SavedCheckpoint) -> str | None:
+        """Message about a checkpoint that was rejected, or None. The first rank looks, so that all find the same."""
+        is_rejected = run_on_first_rank(self._group, lambda: checkpoint.is_rejected)
+        return f"{checkpoint.path}: rejected: no loss was finite after it" if is_rejected else None
 
     def _check_fit(self, trainer: TrainingState, checkpoint: SavedCheckpoint, saved: state.Saved) -> None:
         """Raise InputError if the checkpoint's parameters and optimizers differ from the trainer's."""

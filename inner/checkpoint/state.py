@@ -116,7 +116,7 @@ def _stepped(stages: Stages, optimizers: Optimizers) -> Iterator[tuple[str, nn.P
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for param in group["params"]:
-                assert param in names, f"{type(optimizer).__name__} steps a parameter that is in no stage"
+                assert param in names, f"{type(optimizer).__name__} steps per parameter that is in no stage"
                 yield names[param], param, optimizer, group
 
 

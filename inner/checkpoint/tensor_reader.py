@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from inner.checkpoint.index import Index
 from inner.errors import InputError
+from inner.foreign.files import open_file
 
 
 class CheckpointFailed(RuntimeError):
@@ -105,7 +106,7 @@ class TensorReader(StorageReader):
         # Of several chunks at one place at most one is not empty, and only that one is read.
         shape = next(chunk.sizes for chunk in saved.chunks if chunk.offsets == offsets and 0 not in chunk.sizes)
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 file.seek(place.offset)
                 chunk = load_chunk(file.read(place.length))
         except OSError as error:

@@ -74,6 +74,11 @@ class DataConfig(SourceConfig):
     tokenizer: str = "bytes"
     """How text becomes tokens: `bytes`, the path of a tokenizer.json, or the name of a tokenizer on the Hugging Face
     hub."""
+    eos: str | None = None
+    """Name of the token that ends a document. null: the eos_token of the tokenizer_config.json beside the
+    tokenizer.json; without one, the first of </s>, <|endoftext|>, <|end_of_text|>, <eos> that the tokenizer has."""
+    bos: str | None = None
+    """Name of a token that is put before each document. null: none."""
     seq_len: int = Field(default=256, ge=8)
     """Tokens of a sequence."""
     order: Literal["global", "shards"] = "global"
@@ -126,6 +131,11 @@ class DataConfig(SourceConfig):
                 "or add a source that all islands read"
             )
         return self.model_copy(update={"mixture": here})
+
+    @property
+    def tokenizer_choice(self) -> tuple[str, str | None, str | None]:
+        """The tokenizer and the names of its eos and bos, which `build_tokenizer` takes."""
+        return self.tokenizer, self.eos, self.bos
 
     @property
     def owners(self) -> tuple[str, ...]:

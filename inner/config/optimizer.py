@@ -1,11 +1,11 @@
 """Config of the inner optimizer."""
 
-import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from inner.config.section import Section
+from inner.foreign.name_pattern import NamePattern
 from inner.import_path import Options, is_import_path, one_of
 
 
@@ -14,7 +14,8 @@ class ParamGroup(Section):
 
     pattern: str
     """Regular expression, searched for in the parameter's full name (`layers.0.attention.q_proj.weight`). If several
-    groups match, the first is used. `^` and `$` anchor the pattern to the ends of the name."""
+    groups match, the first is used. `^` and `$` anchor the pattern to the ends of the name. Without flags such as (?i),
+    references to groups, and more than three repeats within each other: it may come from a swarm, and must not hang."""
     lr_scale: float = Field(default=1.0, ge=0)
     """Factor on the learning rate; 0 freezes the parameters."""
     weight_decay: float | None = Field(default=None, ge=0)
@@ -26,8 +27,8 @@ class ParamGroup(Section):
     @classmethod
     def _pattern_is_valid(cls, pattern: str) -> str:
         try:
-            re.compile(pattern)
-        except re.error as error:
+            NamePattern(pattern)
+        except ValueError as error:
             raise ValueError(f"a regular expression ({error}); write \\. for a dot") from None
         return pattern
 

@@ -13,13 +13,13 @@ from inner.config import DataConfig, SourceConfig
 from inner.data.chat.coding import DTYPE, count_learned
 from inner.data.lock import KeepAlive, hold_lock
 from inner.data.mixture import StreamedTokens
-from inner.data.prepare import PrepareOptions, PrepareProgress, explain_write_errors, write_shards
+from inner.data.prepare import PrepareOptions, PrepareProgress, describe_losses, explain_write_errors, write_shards
 from inner.data.shards import ShardCounts, ShardedTokens, Tokens, open_split
 from inner.data.sources.build import build_source
 from inner.data.sources.own_source import OwnSource, check_own_source
 from inner.data.token_files.open_files import CheckedTokens, open_token_files
 from inner.data.tokenise import token_dtype
-from inner.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_fingerprint
+from inner.data.tokenizer import Tokenizer, build_tokenizer, describe_ends, ends_identity, tokenizer_fingerprint
 from inner.errors import InputError
 from inner.files import make_cache_folder
 
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 FORMAT = 3
 """Part of the cache key; increase it when the same config would produce different tokens or files."""
+CHAT_FORMAT = 2
+"""The same of conversations alone."""
 META = "meta.json"
 TOKENS = "tokens"
 """The source that needs no tokenising: data.paths name token files."""
@@ -86,9 +88,9 @@ class Corpus:
         return 1 / sum(text.weight / sum(self.weights) * text.heldout_bytes / len(text.heldout) for text in self.texts)
 
 
-def without_texts(tokenizer_name: str) -> Corpus:
+def without_texts(config: DataConfig) -> Corpus:
     """What is known of a corpus before any text is here. Raises InputError."""
-    tokenizer = build_tokenizer(tokenizer_name)
+    tokenizer = build_tokenizer(*config.tokenizer_choice)
     return Corpus((), tokenizer.vocab_size, tokenizer.eos_id)
 
 
@@ -106,12 +108,12 @@ class CorpusMeta:
 
 def check_source(config: DataConfig) -> None:
     """Check that the tokenizer loads and that every source yields a document. Raises InputError if not."""
-    build_tokenizer(config.tokenizer)
+    tokenizer = build_tokenizer(*config.tokenizer_choice)
     for each in config.sources:
         if each.source == SHARDS:
             continue
         if each.source == TOKENS:
-            open_token_files(each.paths, "uint8")  # any type serves to see whether they are there
+            open_token_files(each.paths, tokenizer.vocab_size)
             continue
         source = build_source(each)
         if isinstance(source, OwnSource):
@@ -126,7 +128,7 @@ def prepare_corpus(config: DataConfig, cache_dir: Path, options: PrepareOptions 
     is broken or the disk is full; finished shards stay, and the next call continues after them.
     """
     entries = [(entry.name, entry.weight) for entry in config.mixture] or [("", 1.0)]
-    tokenizer = build_tokenizer(config.tokenizer)
+    tokenizer = build_tokenizer(*config.tokenizer_choice)
     texts = []
     for source, entry in zip(config.sources, entries, strict=True):
         if source.source == TOKENS:
@@ -165,11 +167,14 @@ def _cache_key(config: DataConfig) -> str:
 
 def text_identity(config: DataConfig, more: list[object]) -> str:
     """16 hexadecimal digits that differ for other texts, tokenizers, held-out shares, and values of `more`."""
+    chat = config.format == "chat"
     parts = [
         *more,
-        config.model_dump(mode="json", include=KEY_FIELDS | ({"seq_len"} if config.format == "chat" else set())),
+        *([CHAT_FORMAT] if chat else []),
+        config.model_dump(mode="json", include=KEY_FIELDS | ({"seq_len"} if chat else set())),
         build_source(config).fingerprint(),
         tokenizer_fingerprint(config.tokenizer),
+        *ends_identity(build_tokenizer(*config.tokenizer_choice)),
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -198,10 +203,13 @@ def _prepare(config: DataConfig, folder: Path, options: PrepareOptions, keep_ali
         "prepared %d training and %d held-out tokens from %d + %d documents of %s",
         counts.train_tokens, counts.heldout_tokens, counts.train_documents, counts.heldout_documents, config.source,
     )  # fmt: skip
+    if losses := describe_losses(counts, config.seq_len):
+        log.warning("%s", losses)
+    log.info("data.tokenizer %s: %s", config.tokenizer, describe_ends(build_tokenizer(*config.tokenizer_choice)))
 
 
 def _build_meta(config: DataConfig, counts: ShardCounts) -> CorpusMeta:
-    tokenizer = build_tokenizer(config.tokenizer)
+    tokenizer = build_tokenizer(*config.tokenizer_choice)
     # The last training document is cut at max_tokens. Held-out documents stay whole, as their bytes are counted.
     train_tokens = min(counts.train_tokens, config.max_tokens or counts.train_tokens)
     return CorpusMeta(
@@ -217,11 +225,13 @@ def _build_meta(config: DataConfig, counts: ShardCounts) -> CorpusMeta:
 def _require_both_splits(config: DataConfig, counts: ShardCounts) -> None:
     if counts.train_documents and counts.heldout_documents:
         return
+    losses = describe_losses(counts, config.seq_len)
+    cure = f"{'raise data.seq_len, ' if losses else ''}or {'raise' if counts.train_documents else 'lower'}"
     raise InputError(
-        f"data.source={config.source}: {counts.train_documents} documents to train on and "
+        f"data.source={config.source}: {losses and losses + '; '}{counts.train_documents} documents to train on and "
         f"{counts.heldout_documents} held out with data.heldout_fraction={config.heldout_fraction}; need at least one "
-        "of each: give more text "
-        f"or {'raise' if counts.train_documents else 'lower'} data.heldout_fraction"
+        "of each: give more text, "
+        f"{cure} data.heldout_fraction"
     )
 
 
@@ -250,7 +260,7 @@ def _open_text(folder: Path, meta: CorpusMeta, entry: tuple[str, float]) -> Text
 
 def open_tokens(config: DataConfig, tokenizer: Tokenizer, entry: tuple[str, float]) -> Text:
     """The token files of `config` as they are. The end of the last documents is held out. Raises InputError."""
-    files = open_token_files(config.paths, token_dtype(tokenizer))
+    files = open_token_files(config.paths, tokenizer.vocab_size)
     if no_eos := [
         file.path for file in files if file.knows_documents and file.tokens[file.ends[0] - 1] != tokenizer.eos_id
     ]:

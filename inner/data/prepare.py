@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from inner.config import DataConfig
-from inner.data.chat.encode import end_of_sequence, place
+from inner.data.chat.encode import end_of_sequence, fit, place
 from inner.data.chat.messages import learned_text
 from inner.data.shards import ShardBuilder, ShardCounts, finished_shards, publish_shard
 from inner.data.sources.build import build_source
@@ -142,7 +142,7 @@ def write_shards(config: DataConfig, folder: Path, options: PrepareOptions) -> S
             closing(_unread_documents(config, progress.published.num_read)) as documents,
             closing(
                 tokenise_documents(
-                    documents, config.tokenizer, options.processes, limits.has_place, chat_template(config)
+                    documents, config.tokenizer_choice, options.processes, limits.has_place, chat_template(config)
                 )
             ) as stream,
         ):
@@ -191,16 +191,38 @@ def _write(stream: Iterator[EncodedDocument], folder: Path, limits: CorpusLimits
 
 def _add(encoded: EncodedDocument, limits: CorpusLimits) -> None:
     """Add a document to its split; a conversation behind the padding that it needs."""
-    progress, ids = limits.progress, encoded.ids
-    if limits.is_heldout(encoded.document):
-        text_bytes = encoded.document.text if limits.seq_len is None else learned_text(encoded.document.text)
-        if limits.seq_len is not None:
-            ids = place(ids, progress.heldout_tokens, limits.seq_len)
-        progress.shard.add_heldout(ids, len(text_bytes.encode("utf-8", "replace")))
+    if limits.seq_len is not None:
+        _add_conversation(encoded, limits, limits.seq_len)
+    elif limits.is_heldout(encoded.document):
+        limits.progress.shard.add_heldout(encoded.ids, len(encoded.document.text.encode("utf-8", "replace")))
     else:
-        if limits.seq_len is not None:
-            ids = place(ids, progress.train_tokens, limits.seq_len)
-        progress.shard.add_train(ids)
+        limits.progress.shard.add_train(encoded.ids)
+
+
+def _add_conversation(encoded: EncodedDocument, limits: CorpusLimits, seq_len: int) -> None:
+    progress, fitted = limits.progress, fit(encoded.ids, seq_len)
+    counts = progress.shard.counts
+    if not len(fitted.coded):
+        counts.unlearned += 1
+        return
+    counts.cut += fitted.is_cut
+    if limits.is_heldout(encoded.document):
+        num_bytes = len(learned_text(encoded.document.text).encode("utf-8", "replace"))
+        ids = place(fitted.coded, progress.heldout_tokens, seq_len)
+        progress.shard.add_heldout(ids, round(num_bytes * fitted.learned_share))
+    else:
+        progress.shard.add_train(place(fitted.coded, progress.train_tokens, seq_len))
+
+
+def describe_losses(counts: ShardCounts, seq_len: int) -> str:
+    """What sequences of this length do not hold of conversations, as a line for the user; empty if they hold all."""
+    if not counts.unlearned and not counts.cut:
+        return ""
+    read = counts.train_documents + counts.heldout_documents + counts.unlearned
+    return (
+        f"of {read} conversations, {counts.unlearned} are left out, as their answers begin behind data.seq_len="
+        f"{seq_len}, and {counts.cut} are cut there"
+    )
 
 
 def _fill_last_sequence(limits: CorpusLimits) -> None:

@@ -97,6 +97,10 @@ class ShardCounts:
     heldout_tokens: int = 0
     heldout_bytes: int = 0
     """Number of UTF-8 bytes of the held-out text."""
+    unlearned: int = 0
+    """Conversations that were left out, as all their answers lie behind the end of a sequence."""
+    cut: int = 0
+    """Conversations of which the end was left out."""
 
     def __add__(self, other: "ShardCounts") -> "ShardCounts":
         ours, theirs = asdict(self), asdict(other)

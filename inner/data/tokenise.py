@@ -31,6 +31,7 @@ class EncodedDocument:
     ids: np.ndarray
 
 
+TokenizerChoice = tuple[str, str | None, str | None]
 DocumentFilter = Callable[[Document], bool]
 EncodedDocuments = Generator[EncodedDocument, None, None]
 
@@ -42,27 +43,32 @@ def token_dtype(tokenizer: Tokenizer) -> str:
 
 def tokenise_documents(
     documents: Iterable[Document],
-    tokenizer: str,
+    tokenizer: TokenizerChoice,
     processes: int,
     is_wanted: DocumentFilter,
     template: str | None = None,
 ) -> EncodedDocuments:
     """Yield all documents in order, for any number of processes. Close the generator if it is not exhausted.
 
-    With `template` they are conversations, and their ids are coded (inner/data/chat/coding.py).
+    `tokenizer`: the arguments of `build_tokenizer`. With `template` the documents are conversations, and their ids are
+    coded (inner/data/chat/coding.py).
     is_wanted may be called some documents ahead of the one yielded. Raises InputError if a worker process died.
     """
     if processes > 1:
         yield from _tokenise_in_pool(documents, tokenizer, processes, is_wanted, template)
         return
-    encoder = build_tokenizer(tokenizer)
+    encoder = build_tokenizer(*tokenizer)
     for document in documents:
         (ids,) = _encode(encoder, [document.text if is_wanted(document) else None], template)
         yield EncodedDocument(document, ids)
 
 
 def _tokenise_in_pool(
-    documents: Iterable[Document], tokenizer: str, processes: int, is_wanted: DocumentFilter, template: str | None
+    documents: Iterable[Document],
+    tokenizer: TokenizerChoice,
+    processes: int,
+    is_wanted: DocumentFilter,
+    template: str | None,
 ) -> EncodedDocuments:
     # A fork would copy locks that threads of this process hold.
     spawn = multiprocessing.get_context("spawn")
@@ -103,22 +109,27 @@ def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str | None], template: str | None) -> list[np.ndarray]:
-    """Token ids of each text followed by eos; an empty array for None."""
+    """Token ids of each text between bos, if there is one, and eos; an empty array for None."""
     if template is not None:
         nothing = np.empty(0, DTYPE)
         return [nothing if text is None else encode_conversation(tokenizer, text, template) for text in texts]
     dtype = token_dtype(tokenizer)
-    eos = np.array([tokenizer.eos_id], dtype=dtype)
-    nothing = eos[:0]
-    return [nothing if text is None else np.append(tokenizer.encode(text).astype(dtype), eos) for text in texts]
+    return [np.empty(0, dtype) if text is None else encode_document(tokenizer, text).astype(dtype) for text in texts]
+
+
+def encode_document(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """Token ids of a document as it is trained on, uint32: bos if there is one, the text, eos."""
+    begin = [] if tokenizer.first_id is None else [tokenizer.first_id]
+    ids = [np.array(begin, np.uint32), tokenizer.encode(text), np.array([tokenizer.eos_id], np.uint32)]
+    return np.concatenate(ids)
 
 
 _worker_tokenizers: list[Tokenizer] = []
 """The tokenizer of a worker process of `_tokenise_in_pool`: a pool offers no other place to keep state."""
 
 
-def _initialise_worker(tokenizer: str) -> None:
-    _worker_tokenizers.append(build_tokenizer(tokenizer))
+def _initialise_worker(tokenizer: TokenizerChoice) -> None:
+    _worker_tokenizers.append(build_tokenizer(*tokenizer))
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 

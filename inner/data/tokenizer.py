@@ -1,9 +1,7 @@
 """Tokenizers: raw UTF-8 bytes, or any tokenizer of the `tokenizers` library."""
 
 import hashlib
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -11,11 +9,17 @@ import numpy as np
 import tokenizers
 
 from inner.data.sources.hub import require_on_hub
-from inner.errors import InputError, summarise
+from inner.data.vocabulary.ends import EOS_NAMES, read_beside, read_from_hub
+from inner.data.vocabulary.library import FILE_CURE, LibraryTokenizer
+from inner.errors import InputError, refused
 from inner.files import home_path
+from inner.foreign.files import open_file, read_file
 
-EOS_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
-FILE_CURE = "save one with tokenizers.Tokenizer.save, or use data.tokenizer=bytes"
+MAX_TOKENIZER_BYTES = 1 << 28
+"""Of a tokenizer.json. That of 262,144 tokens has 33 MB."""
+
+WELL_KNOWN = {"gpt2": 50257, "openai-community/gpt2": 50257}
+"""Vocabulary of tokenizers on the hub that are not on every machine and that will not change."""
 
 
 class Tokenizer(Protocol):
@@ -34,6 +38,11 @@ class Tokenizer(Protocol):
     @property
     def eos_id(self) -> int: ...
 
+    @property
+    def first_id(self) -> int | None:
+        """Id that is put before every document; None if nothing is."""
+        ...
+
     def encode(self, text: str) -> np.ndarray:
         """Token ids of the text, 1-D uint32, without eos. Special markers in the text are treated as plain text."""
         ...
@@ -42,8 +51,15 @@ class Tokenizer(Protocol):
         """Text of the ids, without special tokens."""
         ...
 
-    def special_id(self, name: str) -> int | None:
-        """Id of a special token such as <|im_end|>; None if the tokenizer has none of this name."""
+    def token_id(self, name: str) -> int | None:
+        """Id of the token of this name; None if there is none."""
+        ...
+
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[np.ndarray]:
+        """Ids of each piece of a text, which together are those of the whole. `pieces`: text, whether it is a marker.
+
+        A marker such as <|im_end|> becomes the special token of this name if there is one, and is text otherwise.
+        """
         ...
 
 
@@ -53,6 +69,7 @@ class BytesTokenizer:
     vocab_size = 260
     bos_id = 256
     eos_id = 257
+    first_id = None
 
     def encode(self, text: str) -> np.ndarray:
         """One id per byte; a lone surrogate, which has no UTF-8 bytes, becomes a question mark."""
@@ -62,61 +79,71 @@ class BytesTokenizer:
         """Text of the bytes; invalid UTF-8 becomes U+FFFD."""
         return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", "replace")
 
-    def special_id(self, name: str) -> int | None:
-        """Bytes have no special tokens with names."""
+    def token_id(self, name: str) -> int | None:
+        """Bytes have no names."""
         return None
 
-
-class LibraryTokenizer:
-    """A tokenizer of the `tokenizers` library that has an end-of-text token."""
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer, name: str) -> None:
-        # Otherwise the characters "</s>" inside a document would end it.
-        tokenizer.encode_special_tokens = True
-        _switch_off_what_changes_ids(tokenizer)
-        # The library's threads do not survive a fork and compete with the island's other ranks.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        ids = tokenizer.get_vocab(with_added_tokens=True)
-        self._tokenizer, self._name = tokenizer, name
-        self.eos_id = _find_eos(ids, name)
-        # A vocabulary may have holes, so its count can lie below its highest id.
-        self.vocab_size = max(ids.values()) + 1
-
-    def encode(self, text: str) -> np.ndarray:
-        """Ids from the library; a lone surrogate becomes a question mark. Raises InputError if the library fails."""
-        clean = text.encode("utf-8", "replace").decode("utf-8")
-        # encode_batch_fast computes no offsets and is a quarter faster than encode(); larger batches are slower.
-        with _explain_failures(f"data.tokenizer: {self._name!r} cannot encode a text of {len(clean)} characters"):
-            (encoding,) = self._tokenizer.encode_batch_fast([clean], add_special_tokens=False)
-        return np.array(encoding.ids, dtype=np.uint32)
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        with _explain_failures(f"data.tokenizer: {self._name!r} cannot decode {len(ids)} ids"):
-            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
-
-    def special_id(self, name: str) -> int | None:
-        return self._tokenizer.token_to_id(name)
-
-    def save(self, path: Path) -> None:
-        self._tokenizer.save(str(path))
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[np.ndarray]:
+        """Bytes have no special tokens with names, so every marker is text."""
+        return [self.encode(text) for text, _ in pieces]
 
 
-def build_tokenizer(name: str) -> Tokenizer:
+def build_tokenizer(name: str, eos: str | None = None, bos: str | None = None) -> Tokenizer:
     """Load `bytes`, a tokenizer.json by path, or a tokenizer of the hub by name.
 
-    Raises InputError if it does not exist or has no end-of-text token.
+    `eos` and `bos` are names of tokens, as in data.eos and data.bos. Raises InputError if the tokenizer does not exist
+    or has no end-of-text token or not these.
     """
     if name == "bytes":
+        if eos is not None or bos is not None:
+            raise InputError(
+                "data.eos and data.bos name tokens of a tokenizer.json, and bytes have none; leave them out"
+            )
         return BytesTokenizer()
     if _is_file_name(name):
-        return LibraryTokenizer(_load_file(name), name)
-    return LibraryTokenizer(_load_from_hub(name), name)
+        config = read_beside(_tokenizer_file(name).parent)
+        return LibraryTokenizer(_load_file(name), name, config, eos, bos)
+    return LibraryTokenizer(_load_from_hub(name), name, read_from_hub(name), eos, bos)
+
+
+def known_vocab_size(name: str) -> int | None:
+    """Vocabulary of a tokenizer on the hub, without a network: from the cache, or as everybody knows it; or None."""
+    import huggingface_hub
+
+    try:
+        cached = huggingface_hub.try_to_load_from_cache(name, "tokenizer.json")
+    except ValueError:
+        return None
+    if isinstance(cached, str):
+        return max(_load_file(cached).get_vocab(with_added_tokens=True).values()) + 1
+    return WELL_KNOWN.get(name)
+
+
+def describe_ends(tokenizer: Tokenizer) -> str:
+    """Where documents begin and end, as a line for the user."""
+    if not isinstance(tokenizer, LibraryTokenizer):
+        return "documents end with the byte tokenizer's eos"
+    begin = "" if tokenizer.bos is None else f"begin with {tokenizer.bos} ({tokenizer.first_id}, data.bos) and "
+    text = f"documents {begin}end with {tokenizer.eos} ({tokenizer.eos_id}, {tokenizer.eos_source})"
+    if not tokenizer.skips_bos:
+        return text
+    return f"{text}; its tokenizer_config.json has add_bos_token: data.bos puts a token before each document here"
+
+
+def ends_identity(tokenizer: Tokenizer) -> list[int | None]:
+    """What distinguishes texts by their ends; empty where they are those that a tokenizer of these names always had."""
+    if not isinstance(tokenizer, LibraryTokenizer):
+        return []
+    usual = next((name for name in EOS_NAMES if tokenizer.token_id(name) is not None), None)
+    is_usual = tokenizer.eos == usual and tokenizer.first_id is None
+    return [] if is_usual else [tokenizer.eos_id, tokenizer.first_id]
 
 
 def tokenizer_fingerprint(name: str) -> str:
     """Identity of the tokenizer: its name, or a hash of its file; needs no network."""
     if name != "bytes" and _is_file_name(name):
-        return hashlib.sha256(_tokenizer_file(name).read_bytes()).hexdigest()
+        with open_file(_tokenizer_file(name)) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
     return name
 
 
@@ -142,8 +169,9 @@ def _tokenizer_file(name: str) -> Path:
 
 def _load_file(name: str) -> tokenizers.Tokenizer:
     file = _tokenizer_file(name)
-    with _explain_failures(f"data.tokenizer: {str(file)!r} is not a tokenizer.json"):
-        return tokenizers.Tokenizer.from_file(str(file))
+    with refused(f"data.tokenizer: {str(file)!r} is not a tokenizer.json", FILE_CURE):
+        raw = read_file(file, MAX_TOKENIZER_BYTES, FILE_CURE)
+        return tokenizers.Tokenizer.from_buffer(raw)
 
 
 def _load_from_hub(name: str) -> tokenizers.Tokenizer:
@@ -157,39 +185,5 @@ def _load_from_hub(name: str) -> tokenizers.Tokenizer:
     if isinstance(cached, str):
         return _load_file(cached)
     require_on_hub("model", name, cure)
-    with _explain_failures(f"data.tokenizer: no tokenizer.json in {name!r}", cure):
+    with refused(f"data.tokenizer: no tokenizer.json in {name!r}", cure):
         return tokenizers.Tokenizer.from_pretrained(name)
-
-
-def _switch_off_what_changes_ids(tokenizer: tokenizers.Tokenizer) -> None:
-    """Truncation, padding and BPE's dropout, which a tokenizer.json keeps from the program that saved it.
-
-    Truncation would lose the rest of a text, padding would be learned as text, and dropout would give each island
-    other ids.
-    """
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    if isinstance(tokenizer.model, tokenizers.models.BPE):
-        tokenizer.model.dropout = None
-
-
-@contextmanager
-def _explain_failures(complaint: str, cure: str = FILE_CURE) -> Iterator[None]:
-    """Turn whatever the library raises into InputError."""
-    try:
-        yield
-    except BaseException as error:
-        # The library raises bare Exception, the hub what its HTTP library does; a panic of Rust is no Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise InputError(f"{complaint}: {summarise(error)}; {cure}") from error
-
-
-def _find_eos(ids: dict[str, int], name: str) -> int:
-    for eos in EOS_NAMES:
-        if eos in ids:
-            return ids[eos]
-    raise InputError(
-        f"data.tokenizer {name!r} has no end-of-text token; needs one of {', '.join(EOS_NAMES)}; "
-        "add one to the tokenizer.json or choose another tokenizer"
-    )

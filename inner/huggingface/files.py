@@ -1,17 +1,26 @@
 """Finds and hashes the weights files of a model folder. No torch here."""
 
 import hashlib
-import json
+import os
 from pathlib import Path
 
-from inner.errors import InputError
+from inner.errors import InputError, refused
+from inner.foreign.files import open_file
+from inner.foreign.text import read_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 1 << 22
+"""Of a safetensors file. A tensor takes some 130 bytes."""
 
 
 def weights_files(folder: Path) -> list[Path]:
     """The safetensors files of a model, sorted by name. Raises InputError if there are none or one is missing."""
+    with refused(f"{folder}: cannot be read", "copy it again"):
+        return _find_weights(folder)
+
+
+def _find_weights(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         names = _read_index(folder / INDEX)
     elif (folder / WEIGHTS).is_file():
@@ -32,18 +41,33 @@ def weights_sha256(folder: Path) -> str:
     """SHA-256 of the concatenated weights files, sorted by name. For a single file it equals sha256sum."""
     digest = hashlib.sha256()
     for path in weights_files(folder):
-        with path.open("rb") as file:
+        with open_file(path) as file:
             hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
+
+
+def check_header(path: Path) -> None:
+    """Raise InputError if the header of a safetensors file is not there, or longer than one is; OSError.
+
+    The library reads each of a million tensors in a header before it says how many there are.
+    """
+    with open_file(path) as file:
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+    if size < 8 + length:
+        raise InputError(f"{path}: has {size} bytes, fewer than its header; copy it again")
+    if length > MAX_HEADER_BYTES:
+        raise InputError(
+            f"{path}: its header has {length} bytes; at most {MAX_HEADER_BYTES} are read, use other weights"
+        )
 
 
 def _read_index(index: Path) -> list[str]:
     """Sorted file names in an index. Raises InputError if the index is damaged or names a path outside its folder."""
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted(set(read_json(index, "an index of safetensors files")["weight_map"].values()))
+    except (OSError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{index}: not an index of safetensors files ({error!r}); copy it again") from None
     invalid = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if invalid:
-        raise InputError(f"{index}: {invalid[0]!r} is not the name of a file next to it; copy it again")
+        raise InputError(f"{index}: {invalid[0]!r:.100} is not the name of a file next to it; copy it again")
     return names

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from inner.errors import InputError
-from inner.huggingface.files import weights_files
+from inner.errors import InputError, refused
+from inner.huggingface.files import check_header, weights_files
 from inner.huggingface.names import huggingface_name
 from inner.model.transformer import Transformer
 from inner.param_spec import ParamSpec
@@ -20,6 +20,8 @@ from inner.params import LocalParams
 # Named as in safetensors.
 DTYPES = ("F32", "BF16", "F16", "F64")
 MOST_NAMED = 8
+ROWS_AT_ONCE = 4096
+EMBEDDING, HEAD = (huggingface_name(name) for name in ("embed.weight", "head.weight"))
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,37 @@ def open_weights(folder: Path, specs: Sequence[ParamSpec]) -> Iterator[StoredWei
     slices: dict[str, Any] = {}
     with ExitStack() as files:
         for path in weights_files(folder):
-            try:
+            with refused(f"{path}: cannot be read as safetensors", "copy it again"):
+                check_header(path)
                 file = files.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: torch cannot map the file.
-                raise InputError(f"{path}: cannot be read as safetensors ({error}); copy it again") from None
             # Old exports contain RoPE's table, which is computed from the config.
             names = [name for name in file.keys() if not name.endswith("rotary_emb.inv_freq")]  # noqa: SIM118
             slices |= {name: file.get_slice(name) for name in names}
+        if is_tied(specs) and HEAD in slices and not _are_equal(slices[HEAD], slices.get(EMBEDDING)):
+            raise InputError(
+                f"{folder}: {HEAD} differs from {EMBEDDING}, though tie_word_embeddings in its config.json says that "
+                "they are one; set it to false if the model has a head of its own, or take the tensor out"
+            )
+        if is_tied(specs):
+            slices.pop(HEAD, None)
         _check(folder, slices, specs)
         yield StoredWeights(folder, slices)
         slices.clear()
+
+
+def is_tied(specs: Sequence[ParamSpec]) -> bool:
+    """Whether a whole model with these parameters uses its embedding as its head."""
+    names = {huggingface_name(spec.name) for spec in specs}
+    return EMBEDDING in names and HEAD not in names
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two stored tensors are equal, a few rows at a time."""
+    kinds = [None if each is None else (each.get_shape(), each.get_dtype()) for each in (one, other)]
+    if kinds[0] != kinds[1] or len(one.get_shape()) != 2:
+        return False
+    starts = range(0, one.get_shape()[0], ROWS_AT_ONCE)
+    return all(torch.equal(one[at : at + ROWS_AT_ONCE], other[at : at + ROWS_AT_ONCE]) for at in starts)
 
 
 def _check(folder: Path, slices: dict[str, Any], specs: Sequence[ParamSpec]) -> None:

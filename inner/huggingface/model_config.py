@@ -3,20 +3,22 @@
 A config.json that asks for a feature this model does not have is refused; nothing is silently ignored.
 """
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from inner.config import ModelConfig
-from inner.errors import InputError
+from inner.errors import InputError, refused
+from inner.foreign.text import read_json
 from inner.huggingface.model_types import (
     MODEL_TYPES,
     SIZES,
     build_type_keys,
     choose_model_type,
     find_unsupported,
+    find_window,
     read_head_dim,
 )
 from inner.huggingface.rope_settings import build_rope_settings, read_scaling, read_theta
@@ -27,8 +29,10 @@ DEFAULT_EPS = 1e-6
 """For every model type that is supported, if the config.json leaves it out."""
 
 
-def build_config_json(sizes: ModelSizes, seq_len: int, dtype: str, bos_id: int | None, eos_id: int) -> dict[str, Any]:
-    """Build the config.json of a model trained on sequences of `seq_len`, with weights stored as `dtype`."""
+def build_config_json(
+    sizes: ModelSizes, seq_len: int, dtype: str, bos_id: int | None, eos_ids: Sequence[int]
+) -> dict[str, Any]:
+    """Build the config.json of a model for sequences of up to `seq_len`, with weights stored as `dtype`."""
     return {
         **build_type_keys(choose_model_type(sizes)),
         **{theirs: getattr(sizes, ours) for ours, theirs in SIZES.items()},
@@ -38,33 +42,64 @@ def build_config_json(sizes: ModelSizes, seq_len: int, dtype: str, bos_id: int |
         "tie_word_embeddings": sizes.tie_embeddings,
         "hidden_act": "silu",
         "bos_token_id": bos_id,
-        "eos_token_id": eos_id,
+        "eos_token_id": one_or_list(eos_ids),
         "torch_dtype": dtype,
         "use_cache": True,
     }
+
+
+def one_or_list(ids: Sequence[int]) -> int | list[int]:
+    """The ids that end a text as a config.json has them: one alone, or a list."""
+    return ids[0] if len(ids) == 1 else list(ids)
+
+
+def read_length(folder: Path, config: dict[str, Any]) -> int:
+    """Length of the longest sequences that a folder's model is for and that are computed here as by it.
+
+    Raises InputError if it does not say.
+    """
+    length = config.get("max_position_embeddings")
+    if not isinstance(length, int) or length < 1:
+        raise InputError(f"{folder / CONFIG}: max_position_embeddings is {length!r}; allowed: a number of tokens")
+    window = find_window(config) if config.get("model_type") in MODEL_TYPES else None
+    return min(length, window) if isinstance(window, int) and window > 0 else length
+
+
+def read_special_ids(config: dict[str, Any], vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
+    """(bos_token_id or None, eos_token_id, one or several) of a config.json; what is no id of the model is left out."""
+    bos, eos = config.get("bos_token_id"), config.get("eos_token_id")
+    listed = eos if isinstance(eos, list) else [eos]
+    known = [each for each in (bos, *listed) if type(each) is int and 0 <= each < vocab_size]
+    return (bos if bos in known else None), tuple(each for each in listed if each in known)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the folder's config.json. Raises InputError if it is missing or damaged."""
     path = folder / CONFIG
     try:
-        values = json.loads(path.read_bytes())
+        values = read_json(path, "JSON")
     except OSError as error:
         raise InputError(
             f"{path}: cannot be read: {error.strerror}; give a folder with config.json and *.safetensors, as "
             "written by `diloco export` or found in a model on the hub"
         ) from None
-    except ValueError as error:
-        raise InputError(f"{path}: not JSON ({error}); write or copy it again") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: got a JSON {type(values).__name__}, need an object")
     return values
 
 
-def read_model_config(folder: Path) -> ModelConfig:
-    """Read the model config of a folder, with every size set. Raises InputError that lists all unsupported features."""
+def read_model_config(folder: Path, longest: int | None = None) -> ModelConfig:
+    """Read the model config of a folder, with every size set. Raises InputError that lists all unsupported features.
+
+    `longest`: tokens of the longest sequence that will be computed; None: as many as the model is for.
+    """
     config = read_config(folder)
-    unsupported = list(find_unsupported(config))
+    with refused(f"{folder / CONFIG}: a value is of another kind than transformers writes", "copy it again"):
+        return _parse_model_config(config, folder, longest)
+
+
+def _parse_model_config(config: dict[str, Any], folder: Path, longest: int | None) -> ModelConfig:
+    unsupported = list(find_unsupported(config, longest))
     if unsupported:
         listed = "\n".join(f"  {line}" for line in unsupported)
         raise InputError(f"{folder / CONFIG}: this model is not supported:\n{listed}")
@@ -91,9 +126,12 @@ def read_model_config(folder: Path) -> ModelConfig:
         ) from None
 
 
-def fill_sizes_from_folder(given: ModelConfig, folder: Path) -> ModelConfig:
-    """Copy `given` with every size of the folder's model. Raises InputError if `given` sets a different size."""
-    stored = read_model_config(folder)
+def fill_sizes_from_folder(given: ModelConfig, folder: Path, longest: int | None = None) -> ModelConfig:
+    """Copy `given` with every size of the folder's model. Raises InputError if `given` sets a different size.
+
+    `longest`: as in `read_model_config`.
+    """
+    stored = read_model_config(folder, longest)
     if given.preset is not None:
         raise InputError(
             f"model.preset is {given.preset!r}, but the sizes come from model.init_from ({folder / CONFIG}); "

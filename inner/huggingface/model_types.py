@@ -43,14 +43,17 @@ MODEL_TYPES = {
     "qwen2": ModelType("Qwen2ForCausalLM", qkv_bias=True, slides_by_default=False),
     "qwen3": ModelType("Qwen3ForCausalLM", qk_norm=True, head_dim=128, slides_by_default=False),
 }
-FIXED = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
+FIXED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1.0,),
+    "quantization_config": (None,),
 }
-"""Keys for which this model supports only one value."""
+"""Keys for which this model supports only one value, by any of its names; null is that value, too."""
+WINDOW_LAYERS = 28
+"""The first layer with a sliding window in Qwen2 and Qwen3, if the config.json does not say."""
+SLIDING = "sliding_attention"
 
 
 def choose_model_type(sizes: ModelSizes) -> str:
@@ -74,8 +77,25 @@ def build_type_keys(model_type: str) -> dict[str, Any]:
     return keys if model_type == "mistral" else keys | {"use_sliding_window": False}
 
 
-def find_unsupported(config: dict[str, Any]) -> Iterator[str]:
-    """Messages about features of a config.json that this model does not support."""
+def find_window(config: dict[str, Any]) -> int | None:
+    """How many tokens attention sees in some layer of a supported type; None where all see the whole sequence."""
+    model_type = MODEL_TYPES[config["model_type"]]
+    window = config.get("sliding_window", model_type.sliding_window)
+    if window is None or not config.get("use_sliding_window", model_type.slides_by_default):
+        return None
+    if model_type.slides_by_default:
+        return window
+    if layer_types := config.get("layer_types"):
+        return window if SLIDING in layer_types else None
+    first, num_layers = config.get("max_window_layers", WINDOW_LAYERS), config.get("num_hidden_layers")
+    return None if isinstance(first, int) and isinstance(num_layers, int) and first >= num_layers else window
+
+
+def find_unsupported(config: dict[str, Any], longest: int | None) -> Iterator[str]:
+    """Messages about features of a config.json that this model does not support.
+
+    `longest`: tokens of the longest sequence that it shall compute; None: as long as the config.json allows.
+    """
     name = config.get("model_type")
     if name not in MODEL_TYPES:
         yield f"model_type is {name!r}; allowed: {', '.join(MODEL_TYPES)}"
@@ -85,15 +105,22 @@ def find_unsupported(config: dict[str, Any]) -> Iterator[str]:
     yield from (f"{key} is missing" for key in required if config.get(key) is None)
     if "num_key_value_heads" not in config and not model_type.num_kv_heads_is_optional:
         yield "num_key_value_heads is missing"
-    for key, only in FIXED.items():
-        if config.get(key, only) != only:
-            yield f"{key} is {config[key]!r}; allowed: {only!r}"
-    window = config.get("sliding_window", model_type.sliding_window)
-    if window is not None and config.get("use_sliding_window", model_type.slides_by_default):
-        yield f"sliding_window is {window!r}; attention here sees the whole sequence"
-    if unknown := set(config.get("layer_types") or ()) - {"full_attention"}:
-        yield f"layer_types has {', '.join(map(repr, sorted(unknown)))}; allowed: 'full_attention'"
+    for key, allowed in FIXED.items():
+        if config.get(key) not in (None, *allowed):
+            yield f"{key} is {config[key]!r}; allowed: {', '.join(map(repr, allowed))}"
+    yield from _find_unsupported_window(config, longest or config.get("max_position_embeddings"))
     yield from find_unsupported_rope(config)
+
+
+def _find_unsupported_window(config: dict[str, Any], longest: object) -> Iterator[str]:
+    window, types = find_window(config), set(config.get("layer_types") or ())
+    if window is not None and not (isinstance(window, int) and isinstance(longest, int) and longest <= window):
+        yield (
+            f"sliding_window is {window!r}; attention here sees the whole sequence, which is the same up to that many "
+            f"tokens (data.seq_len), and sequences have {longest!r}"
+        )
+    if unknown := types - {"full_attention", *([] if window is None else [SLIDING])}:
+        yield f"layer_types has {', '.join(map(repr, sorted(unknown)))}; allowed: 'full_attention'"
 
 
 def read_head_dim(config: dict[str, Any]) -> int | None:

@@ -46,7 +46,7 @@ def read_scaling(config: dict[str, Any]) -> RopeScaling | None:
 def find_unsupported_rope(config: dict[str, Any]) -> Iterator[str]:
     """Messages about settings of RoPE that this model does not compute."""
     rope, rope_type = rope_settings(config), _type_of(config)
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
         yield f"partial_rotary_factor is {rope['partial_rotary_factor']!r}; allowed: 1.0"
     if rope_type == "default":
         return

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from inner.errors import InputError
 from inner.huggingface.files import INDEX
-from inner.huggingface.model_config import CONFIG, build_config_json
+from inner.huggingface.model_config import CONFIG, build_config_json, one_or_list
 from inner.huggingface.names import huggingface_name
 from inner.huggingface.tokenizer_files import COMPANIONS, TOKENIZER, write_tokenizer
 from inner.model.sizes import ModelSizes
@@ -34,11 +34,19 @@ class Export:
 
     sizes: ModelSizes
     seq_len: int
+    """Length of the longest sequences that the model is for."""
     tokenizer: str
     """Value of data.tokenizer."""
     dtype: Dtype = "float32"
     shard_bytes: int = SHARD_BYTES
     """Maximum size of a weights file. A larger tensor gets a file of its own."""
+    eos: str | None = None
+    bos: str | None = None
+    """Values of data.eos and data.bos."""
+    bos_id: int | None = None
+    """Id with which a text begins for those who use the model. None: the tokenizer's."""
+    eos_ids: tuple[int, ...] = ()
+    """Ids with which the model ends a text. Empty: the tokenizer's eos."""
 
 
 def save_model(tensors: Mapping[str, Tensor], export: Export, out: Path, *, overwrite: bool = False) -> None:
@@ -53,9 +61,11 @@ def save_model(tensors: Mapping[str, Tensor], export: Export, out: Path, *, over
     try:
         partial.mkdir(parents=True)
         _write_weights(tensors, export, partial)
-        bos_id, eos_id = write_tokenizer(export.tokenizer, partial, export.seq_len)
-        _write_json(partial / CONFIG, build_config_json(export.sizes, export.seq_len, export.dtype, bos_id, eos_id))
-        _write_json(partial / GENERATION, {"bos_token_id": bos_id, "eos_token_id": eos_id})
+        bos_id, eos_id = write_tokenizer((export.tokenizer, export.eos, export.bos), partial, export.seq_len)
+        bos_id = bos_id if export.bos_id is None else export.bos_id
+        eos_ids = export.eos_ids or (eos_id,)
+        _write_json(partial / CONFIG, build_config_json(export.sizes, export.seq_len, export.dtype, bos_id, eos_ids))
+        _write_json(partial / GENERATION, {"bos_token_id": bos_id, "eos_token_id": one_or_list(eos_ids)})
         _move_into_place(partial, out)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{out}: cannot be written: {error}; give a folder on a disk with room") from error

@@ -1,38 +1,57 @@
 """Writes a tokenizer as the files that `transformers` reads."""
 
 import json
-import shutil
 from pathlib import Path
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from inner.data.tokenizer import BytesTokenizer, LibraryTokenizer, build_tokenizer, tokenizer_folder
+from inner.data.tokenizer import MAX_TOKENIZER_BYTES, BytesTokenizer, build_tokenizer, tokenizer_folder
+from inner.data.vocabulary.ends import TOKENIZER_CONFIG, read_beside, token_name
+from inner.data.vocabulary.library import LibraryTokenizer
+from inner.foreign.files import read_file
 
 TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
 COMPANIONS = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
 """Files that may accompany a tokenizer.json."""
 BYTE_SPECIALS = ("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_0|>", "<|reserved_1|>")
 """Ids 256 to 259 of the byte tokenizer."""
 
 
-def write_tokenizer(name: str, folder: Path, seq_len: int) -> tuple[int | None, int]:
-    """Write the tokenizer `name`, return (bos id or None, eos id). Raises InputError if it cannot be loaded."""
-    tokenizer = build_tokenizer(name)
+def write_tokenizer(choice: tuple[str, str | None, str | None], folder: Path, seq_len: int) -> tuple[int | None, int]:
+    """Write a tokenizer, return (bos id or None, eos id). Raises InputError if it cannot be loaded.
+
+    `choice`: the values of data.tokenizer, data.eos and data.bos.
+    """
+    name = choice[0]
+    tokenizer = build_tokenizer(*choice)
     if isinstance(tokenizer, LibraryTokenizer):
         tokenizer.save(folder / TOKENIZER)
-        bos_id = None
+        bos_id = tokenizer.first_id
         beside = tokenizer_folder(name)
         for path in [] if beside is None else [beside / companion for companion in COMPANIONS]:
             if path.is_file():
-                shutil.copyfile(path, folder / path.name)
+                (folder / path.name).write_bytes(read_file(path, MAX_TOKENIZER_BYTES))
     else:
         byte_tokenizer().save(str(folder / TOKENIZER))
         bos_id = BytesTokenizer.bos_id
     if not (folder / TOKENIZER_CONFIG).exists():
         _write_config(folder, bos_id, tokenizer.eos_id, seq_len)
+    if isinstance(tokenizer, LibraryTokenizer):
+        bos_id = _say_ends(folder, tokenizer)
     return bos_id, tokenizer.eos_id
+
+
+def _say_ends(folder: Path, tokenizer: LibraryTokenizer) -> int | None:
+    """Let the tokenizer_config.json in the folder name the tokens of the training; return the id of its bos, if any."""
+    told = read_beside(folder)
+    ends: dict[str, object] = {} if token_name(told, "eos_token") == tokenizer.eos else {"eos_token": tokenizer.eos}
+    if tokenizer.bos is not None:
+        ends |= {"bos_token": tokenizer.bos, "add_bos_token": True}
+    if ends:
+        (folder / TOKENIZER_CONFIG).write_text(json.dumps(told | ends, indent=2) + "\n", encoding="utf-8")
+    bos = token_name(told | ends, "bos_token")
+    return None if bos is None else tokenizer.token_id(bos)
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:

@@ -1,7 +1,7 @@
 """Text generation, one token at a time, with a key-value cache."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -116,15 +116,15 @@ def draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     return int(order_V[torch.multinomial(probs_V, 1, generator=generator)])
 
 
-def pieces_of_text(ids: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Decode ids to pieces of text as they arrive, up to eos. A piece ends where a character does.
+def pieces_of_text(ids: Iterator[int], tokenizer: Tokenizer, stop_ids: Collection[int] = ()) -> Iterator[str]:
+    """Decode ids to pieces of text as they arrive, up to eos or one of `stop_ids`. A piece ends where a character does.
 
     Ids are decoded together with those of the previous piece, because some tokenizers drop a leading space.
     """
     previous: list[int] = []
     new_ids: list[int] = []
     for token in ids:
-        if token == tokenizer.eos_id:
+        if token == tokenizer.eos_id or token in stop_ids:
             break
         new_ids.append(token)
         text = _decode_after(previous, new_ids, tokenizer)
@@ -133,6 +133,23 @@ def pieces_of_text(ids: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
             previous, new_ids = new_ids, []
     if rest := _decode_after(previous, new_ids, tokenizer):
         yield rest
+
+
+def until(pieces: Iterator[str], end: str) -> Iterator[str]:
+    """The pieces up to `end`, which may lie across several of them."""
+    held = ""
+    for piece in pieces:
+        held += piece
+        if end in held:
+            yield held[: held.index(end)]
+            return
+        # What may be the beginning of the end is held back.
+        kept = next(size for size in range(min(len(end) - 1, len(held)), -1, -1) if held.endswith(end[:size]))
+        if len(held) > kept:
+            yield held[: len(held) - kept]
+        held = held[len(held) - kept :]
+    if held:
+        yield held
 
 
 def _decode_after(previous: list[int], new_ids: list[int], tokenizer: Tokenizer) -> str:

@@ -1,7 +1,6 @@
 """The inner optimizers and their learning rate."""
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -13,6 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from inner.config import OptimizerConfig, ParamGroup
 from inner.errors import InputError
+from inner.foreign.name_pattern import NamePattern
 from inner.optim.muon.muon import Muon
 from inner.optim.own_optimizer import build_own_optimizer
 from inner.optim.primal_averaging import PrimalAveraging
@@ -88,7 +88,8 @@ def _settings(name: str, param: Tensor, group: ParamGroup | None, config: Optimi
 
 def _assign_groups(all_names: list[str], groups: tuple[ParamGroup, ...]) -> dict[str, ParamGroup | None]:
     """First group whose pattern matches, by parameter name. Raises InputError if a group gets no parameter."""
-    matches = {name: [group for group in groups if re.search(group.pattern, name)] for name in all_names}
+    patterns = [(group, NamePattern(group.pattern)) for group in groups]
+    matches = {name: [group for group, pattern in patterns if pattern.is_in(name)] for name in all_names}
     for number, group in enumerate(groups):
         competing = [found for found in matches.values() if group in found]
         where = f"optimizer.groups[{number}]: pattern {group.pattern!r}"

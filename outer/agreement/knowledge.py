@@ -198,7 +198,7 @@ class Knowledge:
         """Whether a status claims a state that may survive this island's."""
         if status.agrees_with(self.status) or status.rank < self.status.rank:
             return False
-        return status.rank != (0, 0)  # Nobody has signed that.
+        return not status.is_start  # Nobody has signed that.
 
     def _count(self, claim: Claim) -> int:
         """How many islands that count stand behind a claim, with this one."""

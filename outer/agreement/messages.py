@@ -37,7 +37,19 @@ from outer.agreement.proofs.certificate import (
 from outer.errors import MessageError
 from outer.identity.island_key import PublicKey, Signature
 from outer.network.endpoints import Endpoint
-from outer.network.messages import MAX_RANKS, MAX_ROUND, MAX_TOKENS, Digest, IslandName, Message, check_carriers
+from outer.network.messages import (
+    MAX_RANKS,
+    MAX_ROUND,
+    MAX_TOKENS,
+    Address,
+    Carriers,
+    Digest,
+    Incarnation,
+    IslandName,
+    Message,
+    StepSeconds,
+    check_carriers,
+)
 
 Outcome = Literal["commit", "abort", "open"]
 MAX_ATTEMPT = 1 << 31
@@ -66,6 +78,11 @@ class Status(Message):
         return self.tokens, self.round
 
     @property
+    def is_start(self) -> bool:
+        """Whether it is the state with which a run begins: nobody has committed or signed it."""
+        return self.rank == (0, 0)
+
+    @property
     def claim(self) -> Claim:
         """The state, without what else the status says."""
         return Claim(self.round, self.tokens, self.digest)
@@ -82,7 +99,7 @@ class Ready(Message):
     """Offer of an island to take part in a plan of `round`, as a contributor or as an observer."""
 
     island: IslandName
-    incarnation: str = Field(pattern=r"^[0-9a-f]{8,32}$")
+    incarnation: Incarnation
     key: PublicKey
     """The island's public key, with which it signs its vote."""
     round: int = Field(ge=0, lt=MAX_ROUND)
@@ -101,16 +118,14 @@ class Ready(Message):
     first: int = Field(default=0, ge=0, lt=1 << 60)
     units: int = Field(default=0, ge=0, lt=1 << 53)
     """Data units that the progress has read: the first `units` of the island's lease, which begins with `first`."""
-    step_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Median duration of an inner step in seconds; 0 if it has not been measured."""
+    step_seconds: StepSeconds = 0.0
     link_kbit: int = Field(default=0, ge=0, lt=1 << 53)
     """Rate of the island's link in kbit/s, by which parts are assigned to their reducers; 0 if it is not known."""
-    carriers: list[tuple[int, int]] = Field(max_length=1 << 20)
-    """Carrier rank of each part, run-length coded as (rank, number of parts)."""
+    carriers: Carriers
     epoch: str = Field(default="", max_length=96, pattern=r"^[A-Za-z0-9._-]*$")
     """Transport group in which the island's ranks are still connected; empty if there is no such group."""
-    transport_addresses: list[str] = Field(min_length=1, max_length=MAX_RANKS)
-    control_addresses: list[str] = Field(min_length=1, max_length=MAX_RANKS)
+    transport_addresses: list[Address] = Field(min_length=1, max_length=MAX_RANKS)
+    control_addresses: list[Address] = Field(min_length=1, max_length=MAX_RANKS)
 
     def check(self, num_parts: int) -> None:
         """Raise MessageError unless each part has a carrier, each rank two addresses, and an observer no progress."""
@@ -282,7 +297,7 @@ class OutcomeReply(Message):
 
 class Goodbye(Message):
     island: IslandName
-    incarnation: str = Field(pattern=r"^[0-9a-f]{8,32}$")
+    incarnation: Incarnation
     round: int = Field(ge=0, lt=MAX_ROUND)
-    steps: int = Field(ge=0)
+    steps: int = Field(ge=0, lt=1 << 53)
     """Inner steps of the round that the island had made when it left."""

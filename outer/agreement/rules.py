@@ -119,11 +119,13 @@ def find_behind(
 ) -> Behind | None:
     """The surviving history among live islands, or None if it is `own`. `is_settled`: `live` has all that count.
 
-    `weigh`: how many islands stand behind a state. It decides between histories of equal rank. Islands that have not
-    entered at round 0, as joiners that wait for the first commit, hold nothing that anybody could take.
+    `weigh`: how many islands stand behind a state. It decides between histories of equal rank. Before the first commit
+    nobody holds anything that another could take.
     """
     best = max((*live.values(), own), key=lambda s: s.rank)
-    rivals = {name: s for name, s in live.items() if s.rank == best.rank and (s.is_coming or s.rank > (0, 0))}
+    if best.is_start:
+        return None
+    rivals = {name: s for name, s in live.items() if s.rank == best.rank}
     if best.rank == own.rank:
         if not is_settled:
             return None  # Islands that have not reported yet count in the majority, too.

@@ -25,7 +25,7 @@ from outer.network.messages import Message
 
 PAYLOAD_PURPOSE, STATEMENT_PURPOSE = "a payload of a round", "a mean of a round"
 
-FullDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+FullDigest = Annotated[str, Field(max_length=64, pattern=r"^[0-9a-f]{64}$")]
 """A whole BLAKE3 hash in hexadecimal digits."""
 
 

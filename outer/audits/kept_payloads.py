@@ -29,7 +29,7 @@ from outer.audits.commitments import (
 from outer.errors import TransportError
 from outer.identity.island_key import IslandKey
 from outer.network.endpoints import Endpoint, Messenger
-from outer.network.messages import IslandName, Message, parse
+from outer.network.messages import IslandName, Message, receive
 
 MAX_SHOWN = 2
 """How often an island is shown the same payload. A second time is for a connection that broke."""
@@ -93,7 +93,7 @@ class KeptPayloads:
         messenger.serve("shown", self._on_shown)
 
     async def _on_statement(self, source: Endpoint, body: bytes) -> bytes:
-        request = parse(StatementRequest, body)
+        request = await receive(StatementRequest, body)
         plan, kept = self._find(source, request.plan, request.part)
         known = self._statements
         if request.part not in known:
@@ -102,7 +102,7 @@ class KeptPayloads:
         return known[request.part]
 
     async def _on_shown(self, source: Endpoint, body: bytes) -> bytes:
-        request = parse(PayloadRequest, body)
+        request = await receive(PayloadRequest, body)
         _, kept = self._find(source, request.plan, request.part)
         if (found := kept.payloads.get(request.island)) is None:
             raise TransportError(f"island {request.island!r} contributed nothing to part {request.part}")

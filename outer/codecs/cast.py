@@ -18,7 +18,7 @@ _FP16_MAX_VALUE = (2.0 - 2.0**-10) * 2.0**127
 
 
 class Fp32Codec:
-    """Lossless, 4 bytes an element."""
+    """Lossless, 4 bytes per element."""
 
     name = "fp32"
     is_coarse = False
@@ -26,7 +26,7 @@ class Fp32Codec:
     block_elements = 1
 
     def num_bytes(self, num_elements: int) -> int:
-        """4 bytes an element."""
+        """4 bytes per element."""
         return 4 * num_elements
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ class Bf16Codec:
     block_elements = 1
 
     def num_bytes(self, num_elements: int) -> int:
-        """2 bytes an element."""
+        """2 bytes per element."""
         return 2 * num_elements
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ class Fp16Codec:
     block_elements = 1
 
     def num_bytes(self, num_elements: int) -> int:
-        """2 bytes an element, plus 4 for the scale."""
+        """2 bytes per element, plus 4 for the scale."""
         return _FP16_SCALE_BYTES + 2 * num_elements
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:

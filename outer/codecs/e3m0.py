@@ -35,7 +35,7 @@ class E3m0Codec:
     block_elements = _BLOCK
 
     def num_bytes(self, num_elements: int) -> int:
-        """Half a byte an element, plus 2 bytes for each block: 4.125 bits an element."""
+        """Half a byte an element, plus 2 bytes for each block: 4.125 bits per element."""
         return 2 * num_blocks(num_elements, _BLOCK) + packed_bytes(num_elements, 4)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from outer.space.buffers import BUFFERS
 _BLOCK = 128
 _LEVELS = 7
 _OFFSET = 8
-# Dropping 16 bits leaves a bf16: steps are wider by 2**-8 of themselves on average, and scales take 0.125 bits an
+# Dropping 16 bits leaves a bf16: steps are wider by 2**-8 of themselves on average, and scales take 0.125 bits per
 # element, half of what fp32 scales take. The product of a scale and a code is exact.
 _DROPPED_BITS = 16
 # The largest bf16 whose sevenfold is finite. With it the largest fp32 is 7.02 steps, which is still code 7.
@@ -46,7 +46,7 @@ class Int4Codec:
         self._stochastic = stochastic
 
     def num_bytes(self, num_elements: int) -> int:
-        """Half a byte an element, plus 2 bytes for each block: 4.125 bits an element."""
+        """Half a byte an element, plus 2 bytes for each block: 4.125 bits per element."""
         return 2 * num_blocks(num_elements, _BLOCK) + packed_bytes(num_elements, 4)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:

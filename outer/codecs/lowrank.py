@@ -38,7 +38,7 @@ class LowrankCodec:
         self._rank = rank
 
     def num_bytes(self, num_elements: int) -> int:
-        """2 bytes for each of rank x (rows + cols) entries, plus 4: 2.0001 bits an element for rank 32 of 2**18."""
+        """2 bytes for each of rank x (rows + cols) entries, plus 4: 2.0001 bits per element for rank 32 of 2**18."""
         rows, cols, rank = self._shape(num_elements)
         return _SCALE_BYTES + 2 * rank * (rows + cols)
 

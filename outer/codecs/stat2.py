@@ -1,4 +1,4 @@
-"""The stat2 codec: 2 bits an element, with a table of four values for each block of 512."""
+"""The stat2 codec: 2 bits per element, with a table of four values for each block of 512."""
 
 import torch
 
@@ -6,8 +6,8 @@ from outer.codecs.packing.bits import pack, packed_bytes, unpack
 from outer.codecs.packing.block_scales import columns_of, finite_peaks, multiply_blocks, num_blocks, rows_of
 from outer.codecs.packing.checks import check_payload, check_values, flat_fp32
 
-# The table takes 64 bits a block. 512 is the largest block whose sums on the grid below are exact. On normally
-# distributed values half the block size loses 1 % less energy, which is worth only a tenth of the 0.125 bits an element
+# The table takes 64 bits per block. 512 is the largest block whose sums on the grid below are exact. On normally
+# distributed values half the block size loses 1 % less energy, worth only a tenth of the 0.125 bits per element
 # that it costs.
 _BLOCK = 512
 _LEVELS = 4
@@ -35,7 +35,7 @@ class Stat2Codec:
     block_elements = _BLOCK
 
     def num_bytes(self, num_elements: int) -> int:
-        """A quarter byte an element, plus 8 bytes for each block: 2.125 bits an element."""
+        """A quarter byte an element, plus 8 bytes for each block: 2.125 bits per element."""
         return 2 * _LEVELS * num_blocks(num_elements, _BLOCK) + packed_bytes(num_elements, 2)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:

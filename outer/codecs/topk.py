@@ -35,7 +35,7 @@ class TopkCodec:
         self._index_bits = (chunk_elements - 1).bit_length()
 
     def num_bytes(self, num_elements: int) -> int:
-        """Bytes of the selected values and indices: 0.2266 bits an element for 64 of 4096 at 2 bits."""
+        """Bytes of the selected values and indices: 0.2266 bits per element for 64 of 4096 at 2 bits."""
         count = self._num_selected(num_elements)
         return selected_bytes(count, self._top_k, self._value_bits) + packed_bytes(count, self._index_bits)
 

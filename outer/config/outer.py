@@ -130,7 +130,6 @@ class OuterConfig(Section):
         self._check_own_code()
         self._check_gossip()
         self._check_timed()
-        self._check_histories()
         self._check_audit()
         if self.moments is not None:
             self._check_moments()
@@ -213,11 +212,11 @@ class OuterConfig(Section):
         )
 
     @property
-    def unset_own_code(self) -> dict[str, set[str]]:
-        """Settings of own code where there is none, by section. Hashes leave them out, and are as before they came."""
+    def later_defaults(self) -> dict[str, set[str]]:
+        """Settings that came later and have their defaults, by section. Hashes leave them out, and are as before."""
         unset = {
             "coding": {"options"} if not self.coding.options else set(),
-            "merge": {"options"} if not self.merge.options else set(),
+            "merge": self.merge.later_defaults,
             "optimizer": {"rule", "options"} if self.optimizer.rule is None else set(),
         }
         return {section: names for section, names in unset.items() if names}

@@ -32,6 +32,12 @@ class MergeConfig(Section):
     min_cosine: float | None = Field(default=None, gt=-1, lt=1)
     """Leave an island's part out of the mean if its cosine with the last committed mean is below this value."""
 
+    refuse_norm_ratio: float | None = Field(default=20.0, gt=1)
+    """Commit nothing that is this many times as long as what healthy islands make. An island measures by its own
+    pseudo-gradient and its last ones. From three contributors on, the one whose part is too long is left out of the
+    next attempts of the round, unless `rule` withstands it; with two the log names it and asks. null commits
+    anything. See docs/decisions/0057-no-mean-beyond-a-bound.md."""
+
     @model_validator(mode="after")
     def _options_are_of_own_code(self) -> "MergeConfig":
         if self.options and not is_import_path(self.rule):
@@ -39,6 +45,20 @@ class MergeConfig(Section):
                 f"options are for a rule of your own by import path, and rule is {self.rule}; leave them out"
             )
         return self
+
+    @property
+    def later_defaults(self) -> set[str]:
+        """Settings that came later and have their defaults."""
+        fields = type(self).model_fields
+        found = {"options"} if not self.options else set()
+        is_default = self.refuse_norm_ratio == fields["refuse_norm_ratio"].default
+        return found | ({"refuse_norm_ratio"} if is_default else set())
+
+    @property
+    def refuses_payloads(self) -> bool:
+        """Whether reducers refuse payloads beyond the bound: with the rules whose result one participant can move."""
+        is_movable = self.rule in ("mean", "radial", "contributors") or is_import_path(self.rule)
+        return self.refuse_norm_ratio is not None and is_movable
 
     @property
     def has_filters(self) -> bool:

@@ -63,16 +63,23 @@ async def _meet_in_dht(settings: NetworkSettings, network: Network, auth: PeerAu
 
 
 async def find_runs(
-    address: str, connect_seconds: float, run_key: RunKey | None = None, proxy: str | None = None
+    address: str,
+    connect_seconds: float,
+    run_key: RunKey | None = None,
+    proxy: str | None = None,
+    run_name: str | None = None,
 ) -> dict[str, RunInfo]:
-    """The runs at a bootstrap address that `run_key` opens, by id. Raises InputError if unreachable or none opens."""
+    """The runs at a bootstrap address that `run_key` opens, by id. In a DHT `run_name` is read directly, and is enough.
+
+    Raises InputError if the address is unreachable or the key opens none.
+    """
     if address.startswith("tcp://"):
         return await find_runs_at_rendezvous(address, connect_seconds, run_key, Dialer(parse_proxy(proxy)))
     if address.startswith("/"):
         require_hivemind(f"the DHT at {address}", MEET_ELSEWHERE)
         from outer.membership.dht.membership import find_runs_in_swarm
 
-        return await find_runs_in_swarm(address, connect_seconds, run_key)
+        return await find_runs_in_swarm(address, connect_seconds, run_key, run_name)
     raise InputError(
         f"got the address {address!r}; allowed: /ip4/HOST/tcp/PORT/p2p/PEER_ID or tcp://HOST:PORT, "
         "as `diloco bootstrap` prints it"

@@ -15,7 +15,7 @@ from outer.gossip.server import GossipServer, Meet, MeetReply, Tell, TellReply
 from outer.membership.base import Member
 from outer.network.deadlines import Deadlines
 from outer.network.event_loop import loop_time
-from outer.network.messages import MAX_RANKS, check_carriers, parse, unpack_carriers
+from outer.network.messages import MAX_RANKS, check_carriers, receive, unpack_carriers
 from outer.network.retry import retry
 from outer.state.part_state import Position
 
@@ -154,7 +154,7 @@ class Partners:
         body = Meet(round=round_number).encode()
         try:
             while True:
-                reply = parse(MeetReply, await self._peers.call(name, "meet", body))
+                reply = await receive(MeetReply, await self._peers.call(name, "meet", body, MeetReply))
                 if reply.status != "not yet":
                     return reply
                 if loop_time() > deadline:
@@ -164,9 +164,8 @@ class Partners:
 
     def _route(self, name: str, reply: MeetReply, num_parts: int) -> Route:
         addresses = self._peers.addresses(name)
-        pairs = [(pair[0], pair[1]) for pair in reply.carriers if len(pair) == 2]
-        check_carriers(pairs, num_parts, min(len(addresses), MAX_RANKS))
-        return Route(list(unpack_carriers(pairs)), addresses)
+        check_carriers(reply.carriers, num_parts, min(len(addresses), MAX_RANKS))
+        return Route(list(unpack_carriers(reply.carriers)), addresses)
 
     async def _confirm(self, name: str, round_number: int) -> str:
         """Why the pair does not count, or "" when the partner says that it has this island's whole share."""
@@ -176,7 +175,7 @@ class Partners:
         theirs = self._server.theirs
         try:
             while name not in theirs:
-                reply = parse(TellReply, await self._peers.call(name, "tell", body))
+                reply = await receive(TellReply, await self._peers.call(name, "tell", body, TellReply))
                 if reply.status != "open":
                     theirs.setdefault(name, reply.status == "yes")
                 elif loop_time() > deadline:

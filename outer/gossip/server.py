@@ -20,7 +20,7 @@ from pydantic import Field
 from outer.errors import MessageError, TransportError
 from outer.network.endpoints import Endpoint, Messenger
 from outer.network.event_loop import ChangeSignal
-from outer.network.messages import MAX_ROUND, Message, pack_carriers, parse
+from outer.network.messages import MAX_ROUND, Carriers, Message, PartNumber, pack_carriers, receive
 
 HOLD_SECONDS = 1.0
 """How long an answer is held back; shorter than any deadline of a call."""
@@ -37,15 +37,14 @@ class MeetReply(Message):
 
     status: Literal["here", "not yet", "past", "apart"]
     round: int = Field(ge=0, lt=MAX_ROUND)
-    carriers: list[list[int]] = Field(default=[], max_length=1 << 20)
-    """Carrier rank of each part, run-length encoded: [rank, number of parts]."""
+    carriers: Carriers = Field(default=[])
 
 
 class Take(Message):
     """Asks for one part of an island's share."""
 
     round: int = Field(ge=0, lt=MAX_ROUND)
-    part: int = Field(ge=0)
+    part: PartNumber
 
 
 class Tell(Message):
@@ -81,7 +80,7 @@ class GossipServer:
         self._own: Mapping[str, bool] = {}
         self.theirs: dict[str, bool] = {}
         """Whether each partner has this island's whole share, for those that have said so."""
-        self._carriers = [list(pair) for pair in pack_carriers(carriers)]
+        self._carriers = pack_carriers(carriers)
         self._changed = ChangeSignal()
         messenger.serve("meet", self._on_meet)
         messenger.serve("take", self._on_take)
@@ -103,7 +102,7 @@ class GossipServer:
         self._changed.notify()
 
     async def _on_meet(self, source: Endpoint, body: bytes) -> bytes:
-        wanted = parse(Meet, body).round
+        wanted = (await receive(Meet, body)).round
         await self._changed.wait_until(
             lambda: self._is_past(wanted) or self._find_share(wanted) is not None, HOLD_SECONDS
         )
@@ -117,7 +116,7 @@ class GossipServer:
         return reply.encode()
 
     async def _on_take(self, source: Endpoint, body: bytes) -> bytes:
-        wanted = parse(Take, body)
+        wanted = await receive(Take, body)
         # The leader may have come to the end of the round before this rank.
         await self._changed.wait_until(
             lambda: self._is_past(wanted.round) or self._find_share(wanted.round) is not None, HOLD_SECONDS
@@ -130,7 +129,7 @@ class GossipServer:
         return await asyncio.to_thread(lambda: share.payloads[wanted.part].numpy().tobytes())
 
     async def _on_tell(self, source: Endpoint, body: bytes) -> bytes:
-        word, island = parse(Tell, body), source.island
+        word, island = await receive(Tell, body), source.island
         share = self._find_share(word.round)
         if share is None or island not in share.partners:
             return TellReply(status="no").encode()

@@ -26,9 +26,9 @@ KEY_FILE = "island.key"
 """Name of the key's file in the island's folder."""
 PUBLIC_KEY = "[0-9a-f]{64}"
 SECRET_BYTES, SIGNATURE_BYTES = 32, 64
-PublicKey = Annotated[str, Field(pattern=f"^{PUBLIC_KEY}$")]
+PublicKey = Annotated[str, Field(max_length=2 * SECRET_BYTES, pattern=f"^{PUBLIC_KEY}$")]
 """Field of a message: a public key in hexadecimal digits."""
-Signature = Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * SIGNATURE_BYTES}}}$")]
+Signature = Annotated[str, Field(max_length=2 * SIGNATURE_BYTES, pattern=f"^[0-9a-f]{{{2 * SIGNATURE_BYTES}}}$")]
 """Field of a message: a signature in hexadecimal digits."""
 _PRIME = 2**255 - 19
 

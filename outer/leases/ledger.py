@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from outer.leases.ranges import MAX_UNIT, Ranges, UnitRange, append, count, deal, head, tail
-from outer.leases.stages import Border
+from outer.leases.stages import MAX_STAGES, Border, Unit
 from outer.leases.terms import Terms
 from outer.network.endpoints import ISLAND_NAME
 from outer.network.messages import Message, do_shared
@@ -32,9 +32,10 @@ NUM_SPARES = 16
 MISSED_COMMITS = 1
 """Commits that an island may miss without losing its lease, because its progress may be re-based."""
 MAX_OPEN = 1 << 24
-"""Maximum number of leased and returned units in a ledger from a peer or a file."""
-MAX_STAGES = 256
-"""Maximum number of stages of a run."""
+"""Maximum number of leased and returned units in a ledger from a peer or a file, and of units from the first of them to
+the last."""
+MAX_RANGES = 1 << 12
+"""Maximum number of ranges of one lease, and of those that are returned."""
 Holder = Annotated[str, Field(max_length=64, pattern=f"^#?{ISLAND_NAME}$")]
 
 
@@ -54,7 +55,7 @@ class Claim(Protocol):
 class Lease(Message):
     """Units that one island reads, in this order. No other island reads them."""
 
-    runs: tuple[UnitRange, ...] = Field(min_length=1)
+    runs: tuple[UnitRange, ...] = Field(min_length=1, max_length=MAX_RANGES)
     missed: int = Field(default=0, ge=0, le=MISSED_COMMITS)
     """Number of commits since the last one that the island took part in."""
 
@@ -64,7 +65,7 @@ class Ledger(Message):
 
     frontier: int = Field(default=0, ge=0, le=MAX_UNIT)
     """First unit that has never been leased."""
-    returned: tuple[UnitRange, ...] = ()
+    returned: tuple[UnitRange, ...] = Field(default=(), max_length=MAX_RANGES)
     """Units of leases that ended before they were trained, in ascending order."""
     leases: dict[Holder, Lease] = Field(default={}, max_length=4096)
     """Leases by island. `#i` stands for the island with index i until its first commit tells its name."""
@@ -72,7 +73,7 @@ class Ledger(Message):
     """Where the stages after the first begin."""
     closed: int = Field(default=0, ge=0, le=MAX_UNIT)
     """Number of units below the last border that no committed round has trained, and none will."""
-    trained_by: dict[Holder, int] = Field(default={}, max_length=4096)
+    trained_by: dict[Holder, Unit] = Field(default={}, max_length=4096)
     """Units that committed rounds have trained, of the islands in `Terms.counted`."""
 
     @model_serializer(mode="wrap")
@@ -96,8 +97,7 @@ class Ledger(Message):
             raise ValueError("more units are closed than there are before the last border")
         if sum(map(len, ranges)) > MAX_OPEN:
             raise ValueError(f"more than {MAX_OPEN} units are leased or returned")
-        units = np.concatenate([np.arange(r.start, r.stop, r.step) for r in ranges] or [np.empty(0, np.int64)])
-        if len(np.unique(units)) < len(units):
+        if has_repetitions(ranges):
             raise ValueError("a unit is leased or returned twice")
         return self
 
@@ -120,6 +120,22 @@ class Ledger(Message):
     def open(self) -> int:
         """Number of units below the frontier that no committed round has trained."""
         return count(self.returned) + sum(count(lease.runs) for lease in self.leases.values())
+
+
+def has_repetitions(ranges: Sequence[range]) -> bool:
+    """Whether a unit is in these ranges twice. Raises ValueError if they lie too far apart to be looked through."""
+    if not ranges:
+        return False
+    first, last = min(r[0] for r in ranges), max(r[-1] for r in ranges)
+    if last - first >= MAX_OPEN:
+        raise ValueError(f"the units leased and returned lie within more than {MAX_OPEN}")
+    seen = np.zeros(last - first + 1, np.bool_)
+    for each in ranges:
+        units = seen[each[0] - first : each[-1] - first + 1 : each.step]
+        if units.any():
+            return True
+        units[:] = True
+    return False
 
 
 def reopen(ledger: Ledger, num_islands: int, terms: Terms) -> Ledger:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Annotated
 
-from pydantic import PlainSerializer, PlainValidator
+from pydantic import Field, PlainSerializer, PlainValidator
 
 MAX_UNIT = 1 << 60
 
@@ -28,7 +28,13 @@ def triple(units: range) -> list[int]:
     return [units.start, len(units), units.step]
 
 
-UnitRange = Annotated[range, PlainValidator(_to_range), PlainSerializer(triple, return_type=list[int])]
+_First, _Count = Annotated[int, Field(ge=0, le=MAX_UNIT)], Annotated[int, Field(ge=1, le=MAX_UNIT)]
+_Triple = tuple[_First, _Count, _Count]
+UnitRange = Annotated[
+    range,
+    PlainValidator(_to_range, json_schema_input_type=_Triple),
+    PlainSerializer(triple, return_type=list[int]),
+]
 Ranges = tuple[UnitRange, ...]
 """Units in the order in which they are read. No range is empty."""
 

@@ -11,15 +11,23 @@ in the stage before lies below the border, and its claim is refused.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
+
+from outer.leases.ranges import MAX_UNIT
+
+MAX_STAGES = 256
+"""Maximum number of stages of a run."""
+Unit = Annotated[int, Field(ge=0, le=MAX_UNIT)]
 
 
 class Border(NamedTuple):
     """The units at a border between two stages."""
 
-    end: int
+    end: Unit
     """First unit that the stage before has never leased."""
-    first: int
+    first: Unit
     """First unit of the stage that begins."""
 
 

@@ -1,8 +1,12 @@
 """Sizes of leases, and what else the ledger of a run follows from."""
 
+from typing import Annotated
+
 from pydantic import Field
 
-from outer.network.messages import Message
+from outer.leases.ranges import MAX_UNIT
+from outer.leases.stages import MAX_STAGES
+from outer.network.messages import MAX_ROUND, IslandName, Message
 
 LEASE_ROUNDS = 4
 """Size of a full lease in rounds: one being trained and one in flight, and as much again for re-based progress."""
@@ -13,10 +17,10 @@ SPARE_ROUNDS = 2
 class Terms(Message):
     """Sizes of leases in units, which are the same on every island."""
 
-    inner_steps: int = Field(ge=1)
-    stage_rounds: tuple[int, ...] = ()
+    inner_steps: int = Field(ge=1, le=MAX_UNIT)
+    stage_rounds: tuple[Annotated[int, Field(ge=0, lt=MAX_ROUND)], ...] = Field(default=(), max_length=MAX_STAGES)
     """The first round of each stage after the first."""
-    counted: tuple[str, ...] = ()
+    counted: tuple[IslandName, ...] = Field(default=(), max_length=4096)
     """Islands with data of their own, whose place in them follows from the units that they have trained."""
 
     @property

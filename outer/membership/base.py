@@ -5,7 +5,27 @@ from typing import Protocol
 from pydantic import Field
 
 from outer.identity.island_key import PublicKey
-from outer.network.messages import MAX_RANKS, MAX_ROUND, MAX_TOKENS, IslandName, Message
+from outer.network.messages import (
+    MAX_RANKS,
+    MAX_ROUND,
+    MAX_TOKENS,
+    Address,
+    Digest,
+    IslandName,
+    Message,
+    StepSeconds,
+)
+
+
+class TextPrint(Message):
+    """What an island says of the text that all islands of the run should have."""
+
+    tokens: int = Field(gt=0, lt=MAX_TOKENS)
+    """Its tokens, with those that are held out."""
+    digest: Digest
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens with digest {self.digest[:12]}"
 
 
 class Member(Message):
@@ -16,9 +36,9 @@ class Member(Message):
     identity: PublicKey
     """The island's public key, the same for all its incarnations. Its records are signed with the other half."""
     config_hash: str = Field(min_length=16, max_length=64, pattern=r"^[0-9a-f]+$")
-    control_addresses: list[str] = Field(min_length=1, max_length=MAX_RANKS)
+    control_addresses: list[Address] = Field(min_length=1, max_length=MAX_RANKS)
     """Messenger.address of each rank, in rank order."""
-    transport_addresses: list[str] = Field(min_length=1, max_length=MAX_RANKS)
+    transport_addresses: list[Address] = Field(min_length=1, max_length=MAX_RANKS)
     """Transport.address of each rank, in rank order."""
     round: int = Field(ge=0, lt=MAX_ROUND)
     """Number of rounds that the island has committed."""
@@ -26,8 +46,9 @@ class Member(Message):
     """Number of tokens that all of its committed pseudo-gradients were trained on."""
     digest: str = Field(default="", max_length=64, pattern=r"^[0-9a-f]*$")
     """Digest of its global params and outer momentum."""
-    step_seconds: float = Field(default=0.0, ge=0)
-    """Median duration of an inner step, or 0 if not measured yet."""
+    step_seconds: StepSeconds = 0.0
+    text: TextPrint | None = None
+    """Its text; None if it reads none that all have, or reads it in shards."""
     since: int = Field(default=0, ge=0, lt=MAX_ROUND)
     """With gossip, the first round in which others expect this island, so that all agree on the groups."""
 

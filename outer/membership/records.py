@@ -1,27 +1,34 @@
 """The records of islands in a swarm, their checks, and the messages between islands and a rendezvous."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from outer.errors import InputError
 from outer.identity.island_key import IslandKey, PublicKey, Signature, verify
 from outer.membership.base import Member
-from outer.network.messages import IslandName, Message, RunName
-from outer.network.rejections import RefusedError
+from outer.network.messages import IslandName, Message, RunName, parse
+from outer.network.rejections import MalformedError, RefusedError
 from outer.network.run_key import PeerAuth
 
 MAX_CONFIG_BYTES = 1 << 16
 MAX_RECORD_BYTES = 1 << 20
+MAX_RUNS = 32
+"""Limit for the runs of a rendezvous."""
+MAX_RECORDS = 1024
+"""Limit for the records of one run."""
 RUNS_KEY = "diloco/runs"
 """DHT key that lists the runs of a swarm, for joiners that know only an address."""
 MAX_LIFE_SECONDS = 60.0
 """Longest time that a rendezvous keeps a record without hearing from its island."""
 SLACK_MS = int(1000 * MAX_LIFE_SECONDS)
 """A record may be older than the newest by this much, because several places do not show the same at one time."""
+
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 
 OptionalDigest = Annotated[str, Field(max_length=64, pattern=r"^[0-9a-f]*$")]
 """A hash in hexadecimal digits, or empty."""
@@ -90,9 +97,9 @@ class Records(Message):
     """Random id of the serving process."""
     version: int = Field(ge=0, lt=1 << 53)
     """Number of the last change to the run's records."""
-    records: dict[IslandName, SignedRecord]
+    records: dict[IslandName, SignedRecord] = Field(max_length=MAX_RECORDS)
     """By island: those that have changed since the change that the caller has seen."""
-    gone: list[IslandName] = Field(default=[], max_length=1 << 12)
+    gone: list[IslandName] = Field(default=[], max_length=MAX_RECORDS)
     """Islands whose records have been removed since then."""
     is_whole: bool
     """Whether `records` has all of them. Then the caller forgets all others."""
@@ -109,13 +116,13 @@ class KnownRun(Message):
     """A run in the reply to `runs`: its config and the names of its islands."""
 
     text: str = Field(max_length=MAX_CONFIG_BYTES)
-    islands: list[IslandName]
+    islands: list[IslandName] = Field(max_length=MAX_RECORDS)
 
 
 class KnownRuns(Message):
     """Reply to `runs`: the runs that have a config, by name."""
 
-    runs: dict[RunName, KnownRun]
+    runs: dict[RunName, KnownRun] = Field(max_length=MAX_RUNS)
 
 
 @dataclass(frozen=True)
@@ -138,8 +145,8 @@ def parse_record(island: str, text: str | bytes | None) -> Member | None:
 def _parse(text: str | bytes) -> Member | None:
     """Records are read more often than they change, so the last ones are remembered."""
     try:
-        return Member.model_validate_json(text)
-    except ValidationError:
+        return parse(Member, text)
+    except MalformedError:
         return None
 
 
@@ -172,8 +179,8 @@ def sign_record(key: IslandKey, run: str, member: Member, time_ms: int) -> Signe
 def open_record(run: str, record: SignedRecord) -> Member:
     """The island that a record describes. Raises RefusedError unless its own key has signed it for this run."""
     try:
-        member = Member.model_validate_json(record.text)
-    except ValidationError:
+        member = parse(Member, record.text)
+    except MalformedError:
         raise RefusedError("record", "a record that is malformed") from None
     body = f"{record.time}\n{record.text}".encode()
     if not verify(member.identity, f"{run}/record", body, bytes.fromhex(record.signature)):
@@ -224,6 +231,8 @@ def check_withdrawal(withdrawal: Withdrawal) -> None:
 
 
 def check_config_text(text: str) -> None:
-    """Raise InputError when the text is too long for the swarm."""
+    """Raise InputError when the text is too long for the swarm, or has characters that no YAML file has."""
     if (size := len(text.encode())) > MAX_CONFIG_BYTES:
         raise InputError(f"the run's config is {size} bytes of YAML, at most {MAX_CONFIG_BYTES} can be published")
+    if (found := CONTROL_CHARACTERS.search(text)) is not None:
+        raise InputError(f"the run's config has the control character {found[0]!r}, which a YAML file must not have")

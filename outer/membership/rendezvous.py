@@ -17,6 +17,8 @@ from outer.membership.base import Member
 from outer.membership.records import (
     MAX_CONFIG_BYTES,
     MAX_RECORD_BYTES,
+    MAX_RECORDS,
+    MAX_RUNS,
     Announcement,
     ConfigText,
     Kept,
@@ -35,17 +37,17 @@ from outer.membership.records import (
 from outer.membership.tcp import RENDEZVOUS, SCHEME
 from outer.network.endpoints import Endpoint, Handler, Traffic
 from outer.network.event_loop import ChangeSignal, EventLoopThread
-from outer.network.messages import parse
+from outer.network.messages import receive
 from outer.network.rejections import RefusedError
 from outer.network.rpc import StreamMessenger
 from outer.network.run_key import PeerAuth, RunKey
 from outer.routes.dialer import dial
 from outer.routes.streams import listen
 
-MAX_RUNS = 32
-MAX_RECORDS, MAX_RUN_BYTES = 1024, 8 << 20
-"""Limits for the records of one run together."""
+MAX_RUN_BYTES = 2 << 20
+"""Limit for the records of one run together, so that all of them fit into one reply."""
 MAX_CALL_BYTES = MAX_RECORD_BYTES + MAX_CONFIG_BYTES
+MAX_NAMES = 8 * MAX_RECORDS  # of islands in the list of all runs, which is one reply
 NAMES_SECONDS = 60.0
 """A rendezvous forgets whom the names of a run belong to when the run has had no island for so long."""
 NAMES_PREFIX, NAMES_SUFFIX = "names-", ".json"
@@ -149,11 +151,11 @@ class RecordServer:
         }
 
     async def _announce(self, source: Endpoint, body: bytes) -> bytes:
-        return self._keep(parse(Announcement, body))
+        return self._keep(await receive(Announcement, body))
 
     async def _beat(self, source: Endpoint, body: bytes) -> bytes:
         """Keep the record alive, unless it comes from an old process of an island that was restarted."""
-        announcement = parse(Announcement, body)
+        announcement = await receive(Announcement, body)
         member = open_record(announcement.run, announcement.record)
         record = self._find_run(announcement.run).records.get(member.island)
         is_same_island = record is not None and record.member.identity == member.identity
@@ -163,7 +165,7 @@ class RecordServer:
 
     async def _members(self, source: Endpoint, body: bytes) -> bytes:
         """Reply with what has changed in the run's records. A caller that knows all of it waits for a change."""
-        query = parse(RunQuery, body)
+        query = await receive(RunQuery, body)
         seen = query.seen if query.server == self._id else 0
         await self._changed.wait_until(lambda: self._find_run(query.run).version != seen, HOLD_SECONDS)
         run = self._find_run(query.run)
@@ -172,7 +174,7 @@ class RecordServer:
         return Records(server=self._id, version=run.version, records=records, gone=gone, **about).encode()
 
     async def _publish(self, source: Endpoint, body: bytes) -> bytes:
-        publication = parse(Publication, body)
+        publication = await receive(Publication, body)
         check_config_text(publication.text)
         run = self._find_or_create_run(publication.run)
         if run.config is None:
@@ -180,10 +182,11 @@ class RecordServer:
         return b""
 
     async def _config(self, source: Endpoint, body: bytes) -> bytes:
-        return ConfigText(text=self._find_run(parse(RunQuery, body).run).config).encode()
+        query = await receive(RunQuery, body)
+        return ConfigText(text=self._find_run(query.run).config).encode()
 
     async def _leave(self, source: Endpoint, body: bytes) -> bytes:
-        withdrawal = parse(Withdrawal, body)
+        withdrawal = await receive(Withdrawal, body)
         check_withdrawal(withdrawal)
         run = self._find_run(withdrawal.run)
         is_new = run.check_owner(withdrawal.island, withdrawal.key, withdrawal.time)
@@ -195,8 +198,10 @@ class RecordServer:
 
     async def _list_runs(self, source: Endpoint, body: bytes) -> bytes:
         runs = {name: self._find_run(name) for name in self._runs}
-        known = {n: KnownRun(text=r.config, islands=sorted(r.records)) for n, r in runs.items() if r.config is not None}
-        return KnownRuns(runs=known).encode()
+        known = {name: (run.config, sorted(run.records)) for name, run in runs.items() if run.config is not None}
+        most = MAX_RECORDS if sum(len(names) for _, names in known.values()) <= MAX_NAMES else MAX_NAMES // MAX_RUNS
+        shown = {name: KnownRun(text=text, islands=names[:most]) for name, (text, names) in known.items()}
+        return KnownRuns(runs=shown).encode()
 
     def _keep(self, announcement: Announcement) -> bytes:
         """Store the record, unless it is older than another, and build the reply.

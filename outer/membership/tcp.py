@@ -34,7 +34,7 @@ from outer.membership.records import (
 from outer.membership.rendezvous_link import SCHEME, RendezvousLink, parse_rendezvous_address
 from outer.network.endpoints import Endpoint, Traffic
 from outer.network.event_loop import ChangeSignal
-from outer.network.messages import Message, parse
+from outer.network.messages import Message, receive, receive_reply
 from outer.network.retry import retry
 from outer.network.rpc import StreamMessenger
 from outer.network.run_key import PeerAuth, RunKey
@@ -146,7 +146,7 @@ class TcpMembership:
 
     async def read_config(self) -> str | None:
         replies = await self._call_all("config", RunQuery(run=self._run_id))
-        texts = [parse(ConfigText, reply).text for reply in replies]
+        texts = [(await receive(ConfigText, reply)).text for reply in replies]
         return next((text for text in texts if text is not None), self._config)
 
     async def leave(self) -> None:
@@ -180,8 +180,11 @@ class TcpMembership:
 
     async def _ask(self, link: RendezvousLink) -> None:
         query = RunQuery(run=self._run_id, server=link.server, seen=link.version)
-        records = parse(Records, await self._call(link, "members", query))
-        link.on_answer(records, open_records(self._run_id, records.records, self._auth))
+        reply = await self._call(link, "members", query)
+        records = await receive_reply(self._messenger, link.target, Records, reply)
+        # Hundreds of signatures are checked.
+        found = await asyncio.to_thread(open_records, self._run_id, records.records, self._auth)
+        link.on_answer(records, found)
         if self._config is not None and not records.has_config:
             # A rendezvous that refuses the config also refuses the record, which `_beat` logs.
             with suppress(MessageError):
@@ -194,7 +197,7 @@ class TcpMembership:
             link.wake.clear()
             try:
                 kind = "beat" if link.is_announced else "announce"
-                kept = parse(Kept, await self._call(link, kind, self._announcement(self._own)))
+                kept = await receive(Kept, await self._call(link, kind, self._announcement(self._own)))
                 self._newest = max(self._newest, kept.newest)
                 link.is_announced, refusal = True, ""
             except MessageError as error:
@@ -226,7 +229,7 @@ class TcpMembership:
     async def _announce_everywhere(self, member: Member) -> bool:
         """Announce this island. Returns False if a rendezvous knows a newer record; the next one is above its time."""
         announcement = self._announcement(member)
-        newest = [parse(Kept, reply).newest for reply in await self._call_all("announce", announcement)]
+        newest = [(await receive(Kept, reply)).newest for reply in await self._call_all("announce", announcement)]
         self._newest = max([self._newest, *newest])  # Perhaps none answers: it gets the record when it is back.
         return max(newest, default=0) <= announcement.record.time
 
@@ -267,7 +270,8 @@ async def find_runs_at_rendezvous(
         await messenger.close()
     if not reply:
         raise unreachable_error(connect_seconds, {address: cause})
-    return {name: RunInfo(run.text, tuple(run.islands)) for name, run in parse(KnownRuns, reply).runs.items()}
+    found = await receive(KnownRuns, reply)
+    return {name: RunInfo(run.text, tuple(run.islands)) for name, run in found.runs.items()}
 
 
 def unreachable_error(connect_seconds: float, causes: Mapping[str, str]) -> UnreachableError:

@@ -1,6 +1,7 @@
 """Endpoints, the kinds of frames and tags of payloads between them, traffic counters, and the interface for calls."""
 
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, Protocol, get_args
@@ -61,6 +62,18 @@ class Traffic:
     bytes_received: int = 0
 
 
+@dataclass(frozen=True)
+class Caller:
+    """Where a call comes from."""
+
+    host: str
+    """The address of its connection as the kernel sees it; with libp2p the peer's id, which libp2p has proved."""
+    is_peer_id: bool
+
+
+CALLER: ContextVar[Caller | None] = ContextVar("CALLER", default=None)
+"""Whom a handler answers; None within one process."""
+
 Handler = Callable[[Endpoint, bytes], Awaitable[bytes]]
 """Answers a call, given the caller and the body. The text of a TransportError or InputError goes to the caller."""
 
@@ -105,6 +118,9 @@ class Messenger(Protocol):
         its text) or sends malformed bytes.
         """
         ...
+
+    def on_malformed(self, address: str, cause: str) -> None:
+        """The endpoint at this address has given a malformed reply. After a few it is not called any more."""
 
     async def close(self) -> None:
         """Stop serving and drop all connections. Idempotent."""

@@ -8,7 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol, TypeVar
+
+from outer.threads import ThreadWorker, Worker, start_thread, started_executor
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -17,13 +20,6 @@ MAX_SELECT_SECONDS = 3600.0  # the operating system rejects waits of more than s
 BEAT_SECONDS = 0.25
 FROZEN_SECONDS = 2.0
 """A gap of this length is a freeze. It is shorter than the least time after which others call an island lost."""
-
-
-class Joinable(Protocol):
-    """A thread that has been started."""
-
-    def join(self) -> None:
-        """Block until it has ended."""
 
 
 class EventLoop(Protocol):
@@ -56,8 +52,8 @@ class EventLoop(Protocol):
     def sleep(self, seconds: float) -> None:
         """Block the calling thread until so much time has passed on the loop's clock."""
 
-    def spawn(self, work: Callable[[], None], name: str) -> Joinable:
-        """Run `work`, which raises nothing, in a thread of its own that no process waits for at its end."""
+    def worker(self, name: str) -> Worker:
+        """A thread of its own, made now, for work that waits for this loop; with it those that the loop needs."""
         ...
 
 
@@ -67,7 +63,7 @@ class EventLoopThread(EventLoop):
     def __init__(self, slowness: float = 1.0) -> None:
         self._slowness = slowness
         self._loop = asyncio.new_event_loop() if slowness == 1.0 else SlowLoop(slowness)
-        self._lock, self._is_closed = threading.Lock(), False
+        self._lock, self._is_closed, self._has_executor = threading.Lock(), False, False
         self._thread = threading.Thread(target=self._live, name="outer-loop", daemon=True)
         self._thread.start()
 
@@ -96,10 +92,12 @@ class EventLoopThread(EventLoop):
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds * self._slowness)
 
-    def spawn(self, work: Callable[[], None], name: str) -> Joinable:
-        thread = threading.Thread(target=work, name=name, daemon=True)
-        thread.start()
-        return thread
+    def worker(self, name: str) -> Worker:
+        with self._lock:
+            if not self._has_executor:
+                self._has_executor = True
+                self._loop.set_default_executor(started_executor())
+        return ThreadWorker(name)
 
     def close(self) -> None:
         """Cancel all running tasks and end the thread."""
@@ -225,9 +223,10 @@ class WaitingThreads:
         with self._lock:
             has_idle = self._num_idle > 0
             self._num_idle -= has_idle
-        self._work.put(work)
-        if not has_idle:
-            _new_thread(self._serve)
+        if has_idle:
+            self._work.put(work)
+        else:
+            _new_thread(partial(self._serve, work))
 
     def close(self) -> None:
         """End the idle threads now, and the others when their work is done."""
@@ -237,17 +236,18 @@ class WaitingThreads:
         for _ in range(num_idle):
             self._work.put(None)
 
-    def _serve(self) -> None:
-        while (work := self._work.get()) is not None:
+    def _serve(self, work: Callable[[], None] | None) -> None:
+        while work is not None:
             work()
             with self._lock:
                 if self._is_closed:
                     return
                 self._num_idle += 1
+            work = self._work.get()
 
 
 def _new_thread(work: Callable[[], None]) -> None:
-    threading.Thread(target=work, daemon=True).start()
+    start_thread(work, "blocking call")
 
 
 async def in_thread(work: Callable[[], T], start: Callable[[Callable[[], None]], None] = _new_thread) -> T:

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from pydantic import Field
 
 from outer.errors import MessageError
-from outer.identity.island_key import PublicKey, verify
+from outer.identity.island_key import PublicKey, Signature, verify
 from outer.network.endpoints import Endpoint, Kind
 from outer.network.frames import MAX_HELLO_BYTES, VERSION, Header, PeerIds, refusal_error, view_of
 from outer.network.messages import IslandName, M, Message, parse
@@ -35,7 +35,7 @@ LACKS_KEY = "has no run key, and this run needs one: set island.run_key_file"
 HAS_KEY = "holds a run key, and this island has none: set island.run_key_file"
 
 REFUSE_SECONDS = 1.0
-TOLD = frozenset({"run", "version", "key", "name", "peer", "banned"})
+TOLD = frozenset({"run", "version", "key", "name", "peer", "banned", "suspended"})
 """Kinds of refusals whose text is sent to the other side."""
 
 HandshakeSide = Literal["dialer", "acceptor"]
@@ -56,8 +56,8 @@ class Hello(Message):
 class Proof(Message):
     """What proves that the side that sends it holds the keys."""
 
-    signature: str = Field(pattern=r"^[0-9a-f]{128}$")
-    mac: str = Field(pattern=r"^([0-9a-f]{64})?$")
+    signature: Signature
+    mac: str = Field(max_length=64, pattern=r"^([0-9a-f]{64})?$")
     """Under the run key, or empty if there is none."""
 
 

@@ -1,45 +1,90 @@
 """Base class of messages between islands, the types of their common fields, and both ends of a call."""
 
+import asyncio
+import gc
 import logging
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import groupby
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PlainValidator, ValidationError
+from pydantic_core import CoreSchema
 
 from outer.errors import InputError, MessageError, TransportError
+from outer.limits import MAX_BYTES, excess, fail_fast, limit_of
 from outer.network.endpoints import ISLAND_NAME, RUN_NAME, Endpoint, Handler, Kind, Messenger
-from outer.network.rejections import RefusedError, Rejections
+from outer.network.rejections import MalformedError, RefusedError, Rejections
 
 log = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 1 << 27
 """Limit for a reply, unless its caller knows how long it can be. A part of a model's state must fit."""
-LONG_BYTES, MAX_INFLATED_BYTES = 1 << 12, 1 << 24
-"""Lengths between which the agreement's messages are compressed: plans of many islands repeat themselves."""
+LONG_BYTES = 1 << 12
+"""Longer messages of the agreement are compressed: plans of many islands repeat themselves."""
+MAX_REFUSAL_BYTES = 1 << 14
+LARGE_BYTES = 1 << 16
+"""Longer messages are parsed off the event loop, one at a time."""
 ZLIB = b"\x78"
 """First byte of what zlib has compressed."""
 MAX_RANKS = 4096
 MAX_ROUND = 1 << 30
 MAX_TOKENS = 1 << 62
+MAX_PARTS = 1 << 20
+MAX_STEP_SECONDS = 1e6
 
-IslandName = Annotated[str, Field(pattern=f"^{ISLAND_NAME}$")]
-RunName = Annotated[str, Field(pattern=f"^{RUN_NAME}$")]
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
+RankNumber = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
+PartNumber = Annotated[int, Field(ge=0, lt=MAX_PARTS)]
+PartCount = Annotated[int, Field(ge=1, le=MAX_PARTS)]
+IslandName = Annotated[str, Field(max_length=64, pattern=f"^{ISLAND_NAME}$")]
+RunName = Annotated[str, Field(max_length=64, pattern=f"^{RUN_NAME}$")]
+Digest = Annotated[str, Field(max_length=64, pattern=r"^[0-9a-f]{16,64}$")]
 """A hash in hexadecimal digits."""
+Incarnation = Annotated[str, Field(max_length=32, pattern=r"^[0-9a-f]{8,32}$")]
+"""Names one process of an island."""
+Address = Annotated[str, Field(max_length=4096)]
+"""Where a rank is reached."""
+Carriers = Annotated[list[tuple[RankNumber, PartCount]], Field(max_length=1 << 14)]
+"""Carrier rank of each part, run-length coded as (rank, number of parts)."""
+StepSeconds = Annotated[float, Field(ge=0, le=MAX_STEP_SECONDS, allow_inf_nan=False)]
+"""Median duration of an inner step in seconds; 0 if it has not been measured."""
+
+
+class UnknownFieldError(TypeError):
+    """A field that a message does not have. Pydantic collects errors of values, and raises this one at once."""
+
+
+def _refuse_field(name: object) -> None:
+    raise UnknownFieldError(f"unknown field {str(name)[:64]!r}")
 
 
 class Message(BaseModel):
-    """Base of everything that comes from a peer. Types are checked strictly and unknown fields are rejected."""
+    """Base of everything that comes from a peer. Types are checked strictly and unknown fields are rejected.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    The first error ends a parse: of a million wrong items, too.
+    """
+
+    is_parsed_aside: ClassVar[bool] = False
+    """Whether it is costly to check even if it is short, and so never parsed on the event loop."""
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
+    __pydantic_extra__: dict[Annotated[str, PlainValidator(_refuse_field)], Any] = Field(init=False)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return fail_fast(handler(source))
 
     def encode(self) -> bytes:
-        """The message as JSON, the inverse of `parse`."""
-        return self.model_dump_json().encode()
+        """The message as JSON, the inverse of `parse`. Raises MessageError if it is longer than its kind may be."""
+        body = self.model_dump_json().encode()
+        if len(body) > LONG_BYTES and (text := excess(type(self), body)):
+            raise MessageError(f"{text}: {TOO_LONG_CURE}")
+        return body
+
+
+TOO_LONG_CURE = "have fewer ranks in an island, fewer islands, or a larger outer.part_elements"
 
 
 M = TypeVar("M", bound=Message)
@@ -47,36 +92,82 @@ T = TypeVar("T")
 
 
 def parse(model: type[M], body: str | bytes) -> M:
-    """Parse a message from a peer. Raises MessageError, which names the first field that is wrong."""
+    """Parse a message from a peer. Raises MalformedError, which names the first field that is wrong.
+
+    What is longer than its kind can be is not parsed at all (outer/limits.py).
+    """
     return do_shared((model, body), lambda: _parse(model, body))
 
 
 def _parse(model: type[M], body: str | bytes) -> M:
+    if text := excess(model, body.encode(errors="replace") if isinstance(body, str) else body):
+        raise MalformedError(text)
     try:
         return model.model_validate_json(body)
+    except UnknownFieldError as error:
+        raise MalformedError(f"not a {model.__name__}: {error}") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])[:200]
-        raise MessageError(f"not a {model.__name__}: {where}: {first['msg'][:200]}") from None
+        raise MalformedError(f"not a {model.__name__}: {where}: {first['msg'][:200]}") from None
+
+
+_PARSING = ThreadPoolExecutor(1, "parse messages")
+
+
+async def receive(model: type[M], body: bytes) -> M:
+    """Inflate and parse what a peer has sent; what is large not on the event loop. Raises MalformedError."""
+    if model.is_parsed_aside or len(body) > LARGE_BYTES or is_inflated_large(body):
+        return await asyncio.get_running_loop().run_in_executor(_PARSING, _inflate_and_parse, model, body)
+    return _inflate_and_parse(model, body)
+
+
+def _inflate_and_parse(model: type[M], body: bytes) -> M:
+    with _without_collections():
+        return parse(model, inflate(body, limit_of(model).num_bytes))
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Let no garbage collection walk through the whole process because a message has many items."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def is_inflated_large(body: bytes) -> bool:
+    """Whether compressed bytes stand for more than LARGE_BYTES."""
+    if body[:1] != ZLIB:
+        return False
+    stream = zlib.decompressobj()
+    try:
+        stream.decompress(body, LARGE_BYTES)
+    except zlib.error:
+        return False
+    return not stream.eof
 
 
 @lru_cache(maxsize=8)  # A coordinator sends the same plan to every island.
 def deflate(body: bytes) -> bytes:
     """The bytes of a message, compressed (zlib) if they are long."""
-    return zlib.compress(body, 1) if LONG_BYTES < len(body) <= MAX_INFLATED_BYTES else body
+    return zlib.compress(body, 1) if len(body) > LONG_BYTES else body
 
 
-def inflate(body: bytes) -> bytes:
-    """The inverse of `deflate`. Raises MessageError if the result would be too long, or something is missing."""
+def inflate(body: bytes, most: int = MAX_BYTES) -> bytes:
+    """The inverse of `deflate`, of at most so many bytes. Raises MalformedError if there are more, or some missing."""
     if body[:1] != ZLIB:
         return body  # JSON begins with a brace.
     stream = zlib.decompressobj()
     try:
-        inflated = stream.decompress(body, MAX_INFLATED_BYTES)
+        inflated = stream.decompress(body, most)
     except zlib.error as error:
-        raise MessageError(f"a compressed message that cannot be read: {error}") from None
+        raise MalformedError(f"a compressed message that cannot be read: {error}") from None
     if not stream.eof or stream.unused_data:
-        raise MessageError(f"a compressed message that is cut off, or has more than {MAX_INFLATED_BYTES} bytes")
+        raise MalformedError(f"a compressed message that is cut off, or has more than {most} bytes")
     return inflated
 
 
@@ -85,11 +176,31 @@ async def call_message(
 ) -> M:
     """Send `message` (None: an empty body) and parse the reply. Raises as `Messenger.call` and `parse` do."""
     body = b"" if message is None else message.encode()
-    return parse(reply, await messenger.call(address, kind, body, timeout_seconds=timeout_seconds))
+    answered = await messenger.call(address, kind, body, timeout_seconds=timeout_seconds, longest=longest_reply(reply))
+    return await receive_reply(messenger, address, reply, answered)
+
+
+def longest_reply(reply: type[Message]) -> int:
+    """The bytes that a caller reads of a reply, or of the refusal in its place."""
+    return max(limit_of(reply).num_bytes, MAX_REFUSAL_BYTES)
+
+
+async def receive_reply(messenger: Messenger, address: str, reply: type[M], body: bytes) -> M:
+    """Parse a reply of the endpoint at this address, and count it if it is malformed. Raises MalformedError."""
+    try:
+        return await receive(reply, body)
+    except MalformedError as error:
+        messenger.on_malformed(address, str(error))
+        raise
 
 
 async def answer(
-    handler: Handler | None, source: Endpoint, kind: str, body: bytes, rejections: Rejections | None = None
+    handler: Handler | None,
+    source: Endpoint,
+    kind: str,
+    body: bytes,
+    rejections: Rejections | None = None,
+    on_malformed: Callable[[str], None] = lambda cause: None,
 ) -> tuple[Kind, bytes]:
     """Run the handler. Returns REPLY and its bytes, or REFUSAL and the reason. Counts the caller's errors."""
     rejections = rejections or Rejections()
@@ -102,6 +213,8 @@ async def answer(
         if isinstance(error, MessageError):
             reason = error.kind if isinstance(error, RefusedError) else "call"
             rejections.add(str(source), reason, f"{kind}: {error}")
+        if isinstance(error, MalformedError):
+            on_malformed(str(error))
         return Kind.REFUSAL, str(error).encode()
     except Exception:  # the caller must get an answer even if the handler is broken
         log.exception("the handler of %r failed", kind)

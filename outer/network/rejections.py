@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -31,6 +32,9 @@ SHORT_BYTES = 1 << 16
 BODY_SECONDS = 120.0
 """Longest wait until the body of a call may be read, and then longest time for it to arrive."""
 
+MAX_MALFORMED, SUSPENDED_SECONDS = 3, 600.0
+"""A key whose holder has sent so many malformed messages within this time is refused for as long."""
+
 Rejection = tuple[str, str, str, int]  # peer, kind, last text, count
 
 
@@ -40,6 +44,40 @@ class RefusedError(MessageError):
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
         self.kind = kind
+
+
+class MalformedError(RefusedError):
+    """A peer's message is longer than its kind can be, or is none of this kind. No healthy peer sends such a one."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("malformed", text)
+
+
+class Suspensions:
+    """Whose messages are not read for a while: the holders of keys that have sent malformed ones. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lock, self._clock = threading.Lock(), clock
+        self._seen: dict[str, list[float]] = {}
+        """When the last malformed messages came, by key, the key that was heard last at the end."""
+
+    def add(self, key: str) -> bool:
+        """The holder of the key has sent a malformed message. Returns whether it is suspended now."""
+        with self._lock:
+            self._seen[key] = [*self._seen.pop(key, []), self._clock()][-MAX_MALFORMED:]
+            if len(self._seen) > MAX_ENTRIES:
+                del self._seen[next(iter(self._seen))]
+        return self.seconds_left(key) > 0
+
+    def seconds_left(self, key: str) -> float:
+        """For how long the holder of the key is suspended; 0 if it is not."""
+        if not self._seen:
+            return 0.0
+        with self._lock:
+            seen = self._seen.get(key, [])
+        if len(seen) < MAX_MALFORMED or seen[-1] - seen[0] > SUSPENDED_SECONDS:
+            return 0.0
+        return max(0.0, seen[-1] + SUSPENDED_SECONDS - self._clock())
 
 
 class Rejections:

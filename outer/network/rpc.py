@@ -4,22 +4,13 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from outer.errors import DeadlineError, MessageError, PeerLost
 from outer.identity.tls import TlsIdentity
-from outer.network.endpoints import LANES, Endpoint, Handler, Kind, Lane, Traffic
+from outer.network.endpoints import CALLER, LANES, Caller, Endpoint, Handler, Kind, Lane, Traffic
 from outer.network.event_loop import Tasks, loop_time
-from outer.network.frames import (
-    CutOffError,
-    FrameStream,
-    Header,
-    PeerIds,
-    hash_names,
-    refusal_error,
-    text_of,
-    unpack_call,
-    view_of,
-)
+from outer.network.frames import CutOffError, FrameStream, Header, PeerIds, hash_names, refusal_error, unpack_call
 from outer.network.handshake import check_access, read_hello, refuse, say_hello
 from outer.network.messages import MAX_REPLY_BYTES, answer
 from outer.network.rejections import SHORT_BYTES, Guest, Guests, RefusedError, Share
@@ -27,7 +18,7 @@ from outer.network.run_key import PeerAuth
 
 log = logging.getLogger(__name__)
 
-MAX_CALL_BYTES = 1 << 24
+MAX_CALL_BYTES = 9 << 20
 """Limit for a call, which anybody may send who has proved the run key, or anybody at all in a run without one."""
 MAX_CONTROL_BYTES = 1 << 24
 """Limit for a reply of the control lane. MAX_REPLY_BYTES is that of the bulk lane."""
@@ -120,6 +111,10 @@ class StreamMessenger:
             guest.leave()
             stream.close()
 
+    def on_malformed(self, address: str, cause: str) -> None:
+        if opened := [found for lane in LANES if (found := _opened(self._outgoing.get((address, lane))))]:
+            self._blame(opened[0].stream, cause)
+
     async def close(self) -> None:
         self._is_closed = True
         if self.server is not None:
@@ -191,11 +186,12 @@ class StreamMessenger:
                 check_access(stream, self.auth, source)  # it may have been banned meanwhile
                 if header.kind is not Kind.CALL:
                     raise RefusedError("header", f"{source} sent {header.kind.name}, CALL expected")
-                kind, body = unpack_call(view_of(payload))
+                kind, body = unpack_call(payload.numpy().data)
             except BaseException:
                 held.release()
                 raise
             share = guest.next_reply()
+            CALLER.set(Caller(guest.host, is_peer_id=stream.peer_ids is not None))  # a task takes it with it
             task = self._tasks.start(self._answer(source, stream, header.request, kind, body, share))
             del payload, body  # the next call may be long in coming
             task.add_done_callback(lambda _, held=held, share=share: (gate.release(), held.release(), share.release()))
@@ -209,7 +205,8 @@ class StreamMessenger:
                 await share.hold(expected)
             if stream.is_closed:
                 return
-            code, reply = await answer(self._handlers.get(kind), source, kind, body, self.auth.rejections)
+            about = self._handlers.get(kind), source, kind, body
+            code, reply = await answer(*about, self.auth.rejections, partial(self._blame, stream))
             if len(reply) > SHORT_BYTES:
                 self._long_replies[kind] = max(expected, len(reply))
             share.correct(len(reply) if len(reply) > SHORT_BYTES else 0)
@@ -218,6 +215,10 @@ class StreamMessenger:
             log.debug("the caller of %r has gone: %s", kind, error)
         except TimeoutError:
             self.auth.rejections.add(stream.peer, "unread", f"replies to {kind!r} that are asked for and not taken")
+            stream.close()
+
+    def _blame(self, stream: FrameStream, cause: str) -> None:
+        if self.auth.blame(stream.peer, stream.peer_key, cause):
             stream.close()
 
 
@@ -282,9 +283,9 @@ class _Outgoing:
                 if future is None or future.done():
                     continue
                 if header.kind is Kind.REPLY:
-                    future.set_result(bytes(view_of(payload)))
+                    future.set_result(payload.numpy().tobytes())
                 else:
-                    future.set_exception(MessageError(text_of(payload)[:2000]))
+                    future.set_exception(MessageError(payload.numpy().tobytes().decode(errors="replace")[:2000]))
         except MessageError as error:
             self._auth.rejections.add_error(self.stream.peer, error)
             self.close(str(error))

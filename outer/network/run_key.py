@@ -11,7 +11,7 @@ from outer.errors import InputError, MessageError
 from outer.identity.access import Access
 from outer.identity.island_key import IslandKey
 from outer.identity.known_names import KnownNames
-from outer.network.rejections import RefusedError, Rejections
+from outer.network.rejections import MAX_MALFORMED, RefusedError, Rejections, Suspensions
 
 log = logging.getLogger(__name__)
 
@@ -69,20 +69,32 @@ class PeerAuth:
     """Whether a name that is not known belongs to the key that uses it now. A payload stream learns no names: those of
     a plan's participants are known from the calls before it."""
     access: Access = field(default_factory=Access)
+    suspensions: Suspensions = field(default_factory=Suspensions)
 
     def check(self, island: str, key: str, peer_id: str = "") -> None:
         """Raise RefusedError unless the holder of `key` may take part and use the name. `key` has been proved.
 
-        The error's kind is "banned", "peer" (not in island.allow) or "name".
+        The error's kind is "banned", "peer" (not in island.allow), "suspended" or "name".
         """
         if text := self.access.ban(island, key, peer_id):
             raise RefusedError("banned", text)
         if not self.access.is_allowed(key, peer_id):
             raise RefusedError("peer", f"{island} is not in island.allow: its key is {key}")
+        if seconds := self.suspensions.seconds_left(key):
+            text = f"{island} has sent {MAX_MALFORMED} malformed messages, and is refused for {seconds:.0f} s more"
+            raise RefusedError("suspended", text)
         if self.names is None or (not self.learns_names and self.names.key_of(island) is None):
             return
         if text := self.names.claim(island, key):
             raise RefusedError("name", f"{text}; {NAME_CURE}")
+
+    def blame(self, peer: str, key: str, cause: str) -> bool:
+        """Count a malformed message of the holder of this key. Returns whether it is suspended now."""
+        is_suspended = self.suspensions.add(key)
+        if is_suspended:
+            text = f"no longer heard, after {MAX_MALFORMED} malformed messages: {cause}"
+            self.rejections.add(peer, "suspended", text)
+        return is_suspended
 
 
 def load_run_key(path: str | None) -> RunKey | None:

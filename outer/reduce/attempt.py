@@ -16,7 +16,7 @@ from outer.hooks import Hooks
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Endpoint
 from outer.network.event_loop import loop_time
-from outer.network.messages import inflate, parse, unpack_carriers
+from outer.network.messages import receive, unpack_carriers
 from outer.reduce.auditor import Auditor
 from outer.reduce.payloads import Mean
 from outer.reduce.reducer import DigestAfter, Reducer
@@ -109,7 +109,7 @@ class Attempts:
 
     async def on_vote(self, source: Endpoint, body: bytes) -> bytes:
         """Answer the call `vote` on ranks other than the leader, which are sent only no votes."""
-        vote = parse(Vote, inflate(body))
+        vote = await receive(Vote, body)
         if vote.digest is not None or vote.island != source.island:
             raise MessageError("only an island's own no is sent to this rank")
         self.record_no_vote(vote.plan, vote.island, vote.cause)

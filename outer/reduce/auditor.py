@@ -24,7 +24,7 @@ from outer.errors import AuditError, MessageError, PeerLost, PoisonError, first_
 from outer.merges import build_merge
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Endpoint, Lane, Messenger
-from outer.network.messages import parse, unpack_carriers
+from outer.network.messages import receive, unpack_carriers
 from outer.reduce.assignment import Assignment
 from outer.reduce.filters import OutlierFilters
 from outer.reduce.means import encode_mean_of
@@ -123,7 +123,7 @@ class _Case:
         """Raises AuditError if the mean is wrong; PeerLost or MessageError if the reducer does not show its work."""
         request = StatementRequest(plan=self.plan.id, part=self.part)
         longest = STATEMENT_BYTES * (4 + len(self.plan.contributors))
-        statement = parse(Statement, await self._call("statement", request.encode(), longest, bulk=False))
+        statement = await receive(Statement, await self._call("statement", request.encode(), longest, bulk=False))
         await asyncio.to_thread(self._check_statement, statement)
         shown = []
         for contributor, signed in zip(self.plan.contributors, statement.payloads, strict=True):

@@ -7,6 +7,7 @@ from statistics import median
 import torch
 
 from outer.config import MergeConfig
+from outer.merges.bound import Bound
 from outer.merges.geometry import inner_product, norm
 from outer.reduce.norm_zscore import History, is_anomalous, update_history
 
@@ -27,13 +28,15 @@ class OutlierFilters:
         """Norm histories by part, as of the last commit."""
         self._pending: dict[int, Histories] = {}
         self._next_round = 0
+        self.bound: Bound | None = None
+        """What reducers refuse in the next attempts; None if nobody has set it, as where a mean is recomputed."""
 
     def begin(self, round_number: int, participants: Collection[str]) -> "AttemptFilters":
         """The filters of a new attempt. Drops what an earlier attempt has noted."""
         if round_number != self._next_round:
             # After missed rounds the histories are out of date, because others have reduced these parts meanwhile.
             self.histories.clear()
-        attempt = AttemptFilters(self._config, dict(self.histories), frozenset(participants))
+        attempt = AttemptFilters(self._config, dict(self.histories), frozenset(participants), bound=self.bound)
         self._pending = attempt.noted
         return attempt
 
@@ -62,6 +65,7 @@ class AttemptFilters:
     participants: frozenset[str]
     noted: dict[int, Histories] = field(default_factory=dict)
     """New histories of the parts that this rank has reduced."""
+    bound: Bound | None = None
 
     def find_outliers(
         self,

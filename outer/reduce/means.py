@@ -1,6 +1,6 @@
 """The mean of one part: the same bytes from the same payloads, on its reducer and on whoever recomputes it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from outer.agreement.messages import Plan
 from outer.errors import NonFiniteError
 from outer.merges.base import Merge, weights_of
+from outer.merges.geometry import fast_norm
 from outer.reduce.filters import AttemptFilters
 from outer.reduce.payloads import Payloads
 
@@ -30,6 +31,9 @@ def encode_mean_of(
     # Decoded one at a time; a merge rule that needs all parts at once collects them itself.
     values = (payloads.decode(part, payload, name) for payload, name in zip(encoded, names, strict=True))
     filtered: list[str] = []
+    lengths: dict[str, float] = {}
+    if filters.config.refuses_payloads and filters.bound is not None:
+        values = _measure(values, names, lengths)
     if filters.config.has_filters:
         parts = list(values)
         is_outlier = filters.find_outliers(part, names, parts, weights_of(tokens), last)
@@ -37,7 +41,16 @@ def encode_mean_of(
         is_kept = [not is_out for is_out in is_outlier]
         values, tokens = compress(parts, is_kept), list(compress(tokens, is_kept))
     mean = merge(values, weights_of(tokens), last)
+    if filters.bound is not None:
+        payloads.refuse_too_long(part, {k: v for k, v in lengths.items() if k not in filtered}, filters.bound)
     try:
         return payloads.encode_mean(part, mean), filtered
     except NonFiniteError as error:
         raise payloads.find_overflow(part, encoded, names, error) from None
+
+
+def _measure(values: Iterable[torch.Tensor], names: Sequence[str], lengths: dict[str, float]) -> Iterator[torch.Tensor]:
+    """The values, unchanged; what they are as long as is put into `lengths` on the way."""
+    for each, name in zip(values, names, strict=True):
+        lengths[name] = fast_norm(each)
+        yield each

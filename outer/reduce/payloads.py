@@ -1,6 +1,6 @@
 """Encode and decode the payloads of a reduce, with all checks. Any thread may call these methods."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from outer.codecs.base import Codec
 from outer.codecs.choice import CodecChoice
 from outer.errors import MessageError, NonFiniteError, OuterError, PoisonError
+from outer.merges.bound import Bound
 from outer.reduce.error_feedback import ErrorFeedback
 from outer.space.layout import Space, TensorKind
 
@@ -95,6 +96,16 @@ class Payloads:
         name = self._name(part, error.index)
         return PoisonError(peer, f"{sizes[peer]} for {name!r}, which makes the mean {error.value}")
 
+    def refuse_too_long(self, part: int, lengths: Mapping[str, float], bound: Bound) -> None:
+        """Raise PoisonError for the participant, if any, whose payload of the part is beyond the bound."""
+        kind = self._space.parts[part].kind
+        if (name := bound.find_too_long(kind, lengths)) is not None:
+            raise PoisonError(
+                name,
+                f"a payload of {self._describe(part)} with a norm of {lengths[name]:.3g}; by this island's pseudo-"
+                f"gradients, now and of late, {bound.limit(kind):.3g} is the most (outer.merge.refuse_norm_ratio)",
+            )
+
     def _decode(self, part: int, payload: torch.Tensor, sender: str, codec: Codec) -> torch.Tensor:
         bounds = self._space.parts[part]
         try:
@@ -103,9 +114,13 @@ class Payloads:
                 raise MessageError(f"a second moment of {values[index]}; none is below 0")
             return values
         except MessageError as error:
-            first, last = self._space.name_at(bounds.start), self._space.name_at(bounds.stop - 1)
-            inside = f"{first!r}" if first == last else f"{first!r} to {last!r}"
-            raise PoisonError(sender, f"a payload of {inside} that is refused: {error}") from None
+            raise PoisonError(sender, f"a payload of {self._describe(part)} that is refused: {error}") from None
+
+    def _describe(self, part: int) -> str:
+        """Names of the first and the last parameter in the part."""
+        bounds = self._space.parts[part]
+        first, last = self._space.name_at(bounds.start), self._space.name_at(bounds.stop - 1)
+        return f"{first!r}" if first == last else f"{first!r} to {last!r}"
 
     def _name(self, part: int, index: int) -> str:
         """Name of the parameter that holds element `index` of the part."""

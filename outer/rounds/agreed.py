@@ -21,6 +21,7 @@ from outer.connect.settings import Network
 from outer.errors import InputError, OuterError
 from outer.leases.cursor import LeaseCursor
 from outer.leases.ledger import find_refusals
+from outer.merges.bound import RecentLengths
 from outer.network.endpoints import Endpoint
 from outer.network.event_loop import EventLoop
 from outer.network.retry import backoff
@@ -219,10 +220,12 @@ def build_agreed_averager(
     donor = Donor(replica.carried, network.messenger, partial(hooks.reached, "donate"))
     attempts = build_attempts(config, me, replica.space, network, pace.deadlines, hooks)
     addresses = ranks.gather((network.transport.address, network.messenger.address))
+    recent = RecentLengths(config.merge.refuse_norm_ratio, me.island)
     leader = None
     if ranks.is_leader:
         assert network.membership is not None, "the leader has a membership"
-        peers = Peers(me.island, network.messenger, network.membership, pace.deadlines, identity.config_hash)
+        own = identity.config_hash, identity.text
+        peers = Peers(me.island, network.messenger, network.membership, pace.deadlines, *own)
         driver = _build_driver(config, me.island, replica, settings, network, peers, attempts)
         leader = Leader(identity, addresses, replica, driver, network.membership, event_loop, donor, settings.link_kbit)
     else:
@@ -232,7 +235,7 @@ def build_agreed_averager(
         replica=replica,
         cursor=cursor,
         pace=pace,
-        reduce=IslandReduce(identity.island, replica, attempts, event_loop, network.rejections, donor),
+        reduce=IslandReduce(identity.island, replica, attempts, event_loop, network.rejections, donor, recent),
         leader=leader,
         names=network.names,
         hooks=hooks,

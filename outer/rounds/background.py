@@ -1,23 +1,20 @@
 """A round that runs in a background thread while local params are trained, one at a time."""
 
-import threading
-
 from outer.report import RoundReport
 from outer.rounds.averager import Averager
 from outer.state.pseudo_gradient import Contribution, Snapshot
+from outer.threads import Worker
 
 
 class BackgroundRound:
     """Starts at once. Every rank of the island makes one, with its own snapshot for the same round."""
 
-    def __init__(self, averager: Averager, snapshot: Snapshot) -> None:
+    def __init__(self, averager: Averager, snapshot: Snapshot, worker: Worker) -> None:
         self.snapshot = snapshot
         self._averager = averager
         self._reports: list[RoundReport] = []
         self._error: BaseException | None = None
-        name = f"{threading.current_thread().name} round {snapshot.round}"
-        # A daemon: a process that is told to stop does not wait for the other islands of its last round.
-        self._thread = averager.event_loop.spawn(self._run, name)
+        self._work = worker.start(self._run)
 
     @property
     def has_failed(self) -> bool:
@@ -31,7 +28,7 @@ class BackgroundRound:
         """
         now = self._averager.event_loop.time
         started = now()
-        self._thread.join()
+        self._work.join()
         if self._error is not None:
             raise self._error
         return self._reports, now() - started

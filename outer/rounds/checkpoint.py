@@ -15,7 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import torch
 from pydantic import Field, ValidationError
@@ -23,8 +23,9 @@ from pydantic import Field, ValidationError
 from outer.agreement.proofs.certificate import Proof
 from outer.config import MergeConfig
 from outer.errors import InputError
+from outer.leases.ranges import MAX_UNIT
 from outer.network.endpoints import ISLAND_NAME
-from outer.network.messages import Digest, Message
+from outer.network.messages import MAX_PARTS, MAX_ROUND, MAX_TOKENS, Digest, Message, PartNumber, UnknownFieldError
 from outer.reduce.error_feedback import ErrorFeedback
 from outer.reduce.filters import Histories, OutlierFilters
 from outer.reduce.norm_zscore import History, parse_history, to_tensor
@@ -69,14 +70,16 @@ class SavedFacts(Message):
     """Digest of the global params and outer momentum."""
     fingerprint: Digest
     """Fingerprint of the canonical space, which decides the part of each element."""
-    weights: list[int]
+    weights: list[Annotated[int, Field(ge=0, lt=MAX_TOKENS)]] = Field(max_length=MAX_PARTS)
     """Tokens trained on since each fragment was sent last."""
-    last_rounds: list[tuple[int, int]] = Field(default=[])
+    last_rounds: list[tuple[PartNumber, Annotated[int, Field(ge=0, lt=MAX_ROUND)]]] = Field(
+        default=[], max_length=MAX_PARTS
+    )
     """(fragment, round) of each last mean kept."""
-    share: float
+    share: float = Field(ge=0, le=1)
     proof: Proof = Proof()
     """Why other islands should believe that the state was committed."""
-    units: int = Field(default=0, ge=0)
+    units: int = Field(default=0, ge=0, le=MAX_UNIT)
     """Number of units of the island's lease that its progress has read."""
 
 
@@ -162,6 +165,8 @@ def parse_facts(values: object) -> SavedFacts:
     except ValidationError as error:
         problem = error.errors()[0]["msg"]
         raise InputError(f"the checkpoint's facts of the outer loop are not readable: {problem}") from None
+    except UnknownFieldError as error:
+        raise InputError(f"the checkpoint's facts of the outer loop are not readable: {error}") from None
 
 
 def _histories(tensors: Mapping[str, torch.Tensor]) -> dict[int, Histories]:

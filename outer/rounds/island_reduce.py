@@ -10,15 +10,22 @@ import torch
 from outer.agreement.messages import Plan
 from outer.audits.distrust import Distrust
 from outer.errors import AuditError, DeadlineError, OuterError, PoisonError, StalledError, TransportError
+from outer.merges.bound import LEAST_PARTICIPANTS, RecentLengths, scale_to
+from outer.merges.geometry import dot, sum_of_squares
 from outer.network.event_loop import EventLoop
 from outer.network.rejections import Rejections
+from outer.reduce.assignment import Assignment
 from outer.reduce.attempt import Attempts
 from outer.reduce.payloads import Mean
-from outer.state.pseudo_gradient import dot, sum_of_squares
 from outer.state.replica import Replica
 from outer.transfer.donor import Donor
 
 log = logging.getLogger(__name__)
+
+ASK_THE_OPERATOR = (
+    "With two islands it cannot be told which of them is wrong, so nothing is committed. Compare their losses: restart "
+    "the one whose loss has blown up, or put its name into the file 'banned' of the other's folder"
+)
 
 
 @dataclass(frozen=True)
@@ -55,13 +62,19 @@ class IslandReduce:
     rejections: Rejections
     donor: Donor
     """Serves fewer parts at once while a reduce runs."""
+    recent: RecentLengths
     distrust: Distrust = field(default_factory=Distrust)
+    _own: tuple[int, dict[str, float]] = (0, {})
+    """Fragment and lengths of the last attempt's contribution."""
+    _asked: tuple[int, str] | None = None
+    """The round, and the island, about which the operator was asked last."""
 
     def run(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> ReduceResult:
         """Reduce this rank's parts; empty `pseudo_grads` if the island observes. Never raises for a failed reduce."""
         if refused := self.distrust.find(plan):
             return ReduceResult({}, refused[1], at_fault=refused[0])
-        means, failure, squares = {}, None, 0.0
+        means, failure, squares = {}, None, dict[str, float]()
+        self._begin(plan, pseudo_grads)
         products: dict[int, tuple[float, float]] = {}
 
         def look_at(part: int, mean: torch.Tensor, num_given: int) -> bytes:
@@ -71,7 +84,7 @@ class IslandReduce:
         self.donor.is_busy = True
         try:
             reduce = self.event_loop.start(self.attempts.run(plan, pseudo_grads, look_at))
-            squares = self.replica.sum_of_squares(pseudo_grads)  # while the first payloads are on their way
+            squares = self.replica.squares(pseudo_grads)  # while the first payloads are on their way
             means = self.event_loop.wait_for(reduce)
         except OuterError as error:
             log.info("round %d attempt %d failed here: %s", plan.round, plan.attempt, error)
@@ -80,11 +93,16 @@ class IslandReduce:
             self.donor.is_busy = False
         ranks = self.replica.ranks.background
         total = add_products([products[part] for part in sorted(products)])
-        outcomes = ranks.gather(replace(self._outcome(failure), squares=squares, products=total))
-        norm = sum(outcome.squares for outcome in outcomes) ** 0.5
+        longest = max(((products[part][0], part) for part in products), default=(0.0, 0))
+        found = replace(self._outcome(failure), squares=squares, products=total, longest=longest)
+        outcomes = ranks.gather(found)
+        own = lengths_of([outcome.squares for outcome in outcomes])
+        norm, self._own = own.get("params", 0.0), (self._own[0], self._scale(plan, own))
         num_audited, failed = sum(o.num_audited for o in outcomes), [o for o in outcomes if o.cause is not None]
         if not failed:
             mean_norm, cosine = compare_with_mean(norm, [outcome.products for outcome in outcomes])
+            if refused := self._find_too_long(plan, mean_norm, max(outcome.longest for outcome in outcomes)):
+                return ReduceResult(means, *refused, num_audited=num_audited, norm=norm, mean_norm=mean_norm)
             return ReduceResult(means, num_audited=num_audited, norm=norm, mean_norm=mean_norm, cosine=cosine)
         # This island's own fault comes first, then a peer's: ranks without a fault only report what they were told.
         worst = min(failed, key=lambda o: (o.at_fault != self.island, o.at_fault is None, not o.is_wrong_mean))
@@ -98,6 +116,44 @@ class IslandReduce:
             means, worst.cause or "", worst.at_fault, num_audited=num_audited, norm=norm, is_stalled=is_stalled
         )
 
+    def _begin(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> None:
+        """Say what reducers refuse in this attempt. Every rank calls it together."""
+        replica, fragment, own = self.replica, self.replica.space.fragment_of(plan.round), dict[str, float]()
+        kinds = {replica.space.part_groups[group].kind for group in replica.space.part_groups_in(plan.round)}
+        if not self.recent.knows(fragment, kinds):
+            own = self._scale(plan, lengths_of(replica.ranks.background.gather(replica.squares(pseudo_grads))))
+        self._own = fragment, own
+        self.attempts.reducer.filters.bound = self.recent.bound(fragment, own)
+
+    def _scale(self, plan: Plan, own: Mapping[str, float]) -> dict[str, float]:
+        """Lengths of this island's contribution, that of params as if it had trained on as many tokens as others."""
+        scale = scale_to({p.island: p.weight for p in plan.contributors}, self.island)
+        return {kind: length * scale if kind == "params" else length for kind, length in own.items()}
+
+    def _find_too_long(self, plan: Plan, mean_norm: float, longest: tuple[float, int]) -> tuple[str, str | None] | None:
+        """Why the mean must not be committed, and whose fault that is if it can be told; None if it may be.
+
+        `longest`: the squared norm of the longest part of the mean, and which part it is.
+        """
+        contributors, limit = [p.island for p in plan.contributors], self.recent.bound(*self._own).limit("params")
+        length, part = longest[0] ** 0.5, longest[1]
+        if mean_norm <= limit or contributors == [self.island]:
+            return None
+        cause = (
+            f"the mean of round {plan.round} has a norm of {mean_norm:.3g}, and by this island's pseudo-gradients, now "
+            f"and of late, {limit:.3g} is the most (outer.merge.refuse_norm_ratio)"
+        )
+        if len(contributors) < LEAST_PARTICIPANTS:
+            suspect = next(name for name in contributors if name != self.island)
+            own = self._own[1].get("params", 0.0)
+            cause += f". This island has contributed {own:.3g}, and the rest is of {suspect!r}. {ASK_THE_OPERATOR}"
+            if self._asked != (plan.round, suspect):
+                log.warning("%s", cause)
+            self._asked = plan.round, suspect
+            return cause, None
+        reducer = Assignment(plan).reducer_of(part)
+        return cause, reducer if length > limit and reducer != self.island else None
+
     def _products(self, part: int, mean: torch.Tensor, pseudo_grad: torch.Tensor | None) -> tuple[float, float]:
         """The squared norm of a part's mean, and its scalar product with the pseudo-gradient; 0 for parts of moments.
 
@@ -106,6 +162,11 @@ class IslandReduce:
         if self.replica.space.parts[part].is_moment:
             return 0.0, 0.0
         return sum_of_squares(mean), 0.0 if pseudo_grad is None else dot(mean, pseudo_grad)
+
+    def commit(self, round_number: int, means: Mapping[int, Mean]) -> None:
+        """The last attempt is committed: remember what later rounds need. Every rank calls it."""
+        self.attempts.reducer.commit(round_number, means)
+        self.recent.commit(*self._own)
 
     def drop(self) -> None:
         """Leave the transport group of an attempt that did not commit. Every rank calls it."""
@@ -135,10 +196,18 @@ class _Outcome:
     is_wrong_mean: bool = False
     is_stalled: bool = False
     """Whether it took too long, and nobody alone has held it up."""
-    squares: float = 0.0
-    """The squared L2 norm of this rank's pseudo-gradient."""
+    squares: dict[str, float] = field(default_factory=dict)
+    """The squared L2 norm of this rank's pseudo-gradient, by kind."""
     products: tuple[float, float] = (0.0, 0.0)
     """The sums over this rank's parts of what `IslandReduce._products` returns."""
+    longest: tuple[float, int] = (0.0, 0)
+    """The squared norm of this rank's longest part of the mean, and which part it is."""
+
+
+def lengths_of(squares: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """L2 norms by kind over all ranks, from the squared norms of each."""
+    kinds = dict.fromkeys(kind for each in squares for kind in each)
+    return {kind: sum(each.get(kind, 0.0) for each in squares) ** 0.5 for kind in kinds}
 
 
 def add_products(products: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -245,6 +245,7 @@ class Leader:
             tokens=status.tokens,
             digest=status.digest,
             step_seconds=step_seconds,
+            text=self.identity.text,
         )
 
 

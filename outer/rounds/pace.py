@@ -11,6 +11,8 @@ from outer.config import OuterConfig
 from outer.network.deadlines import Deadlines
 
 STEPS_REMEMBERED = 32
+MOST_FASTER = 16.0
+"""An island that says it is faster than this does not make the others wait for less work."""
 
 
 class Pace:
@@ -41,12 +43,14 @@ class Pace:
         """Number of a round's `steps` that this island makes: all, or fewer if it is slow (2401.09135).
 
         Dynamic local steps: max(1, floor(steps * fastest step time / own step time)), by the times in the last plan.
+        Nobody counts as more than MOST_FASTER times as fast as this island or the median one.
         """
         own = self._step_seconds.get(self._island, 0.0)
         known = [seconds for seconds in self._step_seconds.values() if seconds > 0]
         if self._config.local_steps != "dynamic" or own <= 0 or not known:
             return steps
-        return max(1, int(steps * min(known) / own))
+        fastest = max(min(known), median(known) / MOST_FASTER, own / MOST_FASTER)
+        return max(1, int(steps * fastest / own))
 
     def begin(self, steps: int) -> int:
         """Start the inner steps of a round now. Returns how many of its `steps` this island makes at most."""

@@ -21,6 +21,7 @@ from outer.space.fragments import FragmentSchedule
 from outer.state.part_state import Position
 from outer.state.pending import PendingProgress
 from outer.state.pseudo_gradient import Contribution, Snapshot
+from outer.threads import Joinable, Worker
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,19 @@ class QuorumRounds:
         schedule: FragmentSchedule,
         total_tokens: int | None,
         catch_up: Callable[[BehindError, int], CaughtUp | None],
+        worker: Worker,
     ) -> None:
         """`catch_up` takes the state that survives, given the tokens of this island's progress. None: it has it."""
         self._averager, self._pending, self._schedule = averager, pending, schedule
         self._replica, self._pace = averager.runner.replica, averager.runner.pace
-        self._total_tokens, self._catch_up = total_tokens, catch_up
+        self._total_tokens, self._catch_up, self._worker = total_tokens, catch_up, worker
         self._reset(self._replica.position)
         self.begin_progress()
 
     def start(self) -> None:
         """Take part in rounds from now on, beginning with the state that the replica holds."""
         self._reset(self._replica.position)
-        self._start_thread()
+        self._start_rounds()
 
     def begin_progress(self, num_steps: int = 0) -> None:
         """The progress to be contributed next began `num_steps` inner steps ago."""
@@ -75,7 +77,7 @@ class QuorumRounds:
     @property
     def is_quiet(self) -> bool:
         """Whether no round is being prepared here: before `start`, after the last round, or until `go_on`."""
-        return self._thread is None or self._holds or self._has_ended
+        return self._work is None or self._holds or self._has_ended
 
     def is_due(self) -> bool:
         """Whether enough inner steps are done to contribute, for the round and for its fragment."""
@@ -124,16 +126,14 @@ class QuorumRounds:
         """Committed rounds that contain this island's progress, and those of them after which `go_on` was called. The
         next contribution may hold again before the rounds thread has noticed the call."""
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._work: Joinable | None = None
+        """The rounds under way; None before `start`."""
         self._error: BaseException | None = None
         self._has_ended = self._holds = False
 
-    def _start_thread(self) -> None:
+    def _start_rounds(self) -> None:
         self._error, self._has_ended = None, False
-        name = f"{threading.current_thread().name} rounds"
-        # A daemon: a process that is told to stop does not wait for the other islands of its last round.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._work = self._worker.start(self._run)
 
     def _is_due(self) -> bool:
         pace, schedule, number = self._pace, self._schedule, self.position.round
@@ -175,7 +175,7 @@ class QuorumRounds:
         """Take the state that survives and raise CaughtUp. If it is this island's own, prepare rounds again."""
         caught = self._catch_up(behind, weight)
         if caught is None:
-            self._start_thread()
+            self._start_rounds()
             return
         if not caught.is_kept:
             self.begin_progress()
@@ -205,8 +205,8 @@ class QuorumRounds:
             return min(self._num_committed, count)
 
     def _raise_error(self) -> None:
-        assert self._thread is not None, "it has been started"
-        self._thread.join()
+        assert self._work is not None, "it has been started"
+        self._work.join()
         if self._error is not None:
             raise self._error
 

@@ -174,12 +174,12 @@ class RoundRunner:
         """Make the round permanent on this rank: the only place that changes anything, in this order.
 
         replica.commit   outer step on the carried global params, new position and digest
-        reducer.commit   what later rounds remember: error feedback, norms of the filters, last means
+        reduce.commit    what later rounds remember: error feedback, norms of the filters and of the bound, last means
         share, pace      this island's weight; step times of all participants
         """
         self.hooks.reached("apply", plan.round)
         self.replica.commit(result.means, position, len(plan.contributors), observes=observes)
-        self.reduce.attempts.reducer.commit(plan.round, result.means)
+        self.reduce.commit(plan.round, result.means)
         shares = weights_of([p.weight for p in plan.participants])
         self.share = shares[plan.names.index(self.island)]
         self.pace.observe_commit(plan, self._now())

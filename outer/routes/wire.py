@@ -45,12 +45,12 @@ class Register(Message):
 
 
 class Challenge(Message):
-    nonce: str = Field(pattern=r"^[0-9a-f]{32}$")
+    nonce: str = Field(max_length=32, pattern=r"^[0-9a-f]{32}$")
 
 
 class Proof(Message):
     signature: Signature
-    mac: str = Field(pattern=r"^([0-9a-f]{64})?$")
+    mac: str = Field(max_length=64, pattern=r"^([0-9a-f]{64})?$")
     """Under the run key, or empty if there is none."""
 
 
@@ -69,7 +69,7 @@ class Pong(Message):
 class Incoming(Message):
     """Somebody wants this rank: answer with the token on a new connection."""
 
-    token: str = Field(pattern=r"^[0-9a-f]{32}$")
+    token: str = Field(max_length=32, pattern=r"^[0-9a-f]{32}$")
     door: Door
 
 
@@ -82,7 +82,7 @@ class Dial(Message):
 
 
 class Answer(Message):
-    token: str = Field(pattern=r"^[0-9a-f]{32}$")
+    token: str = Field(max_length=32, pattern=r"^[0-9a-f]{32}$")
 
 
 class Joined(Message):

@@ -20,7 +20,7 @@ from outer.errors import InputError
 from outer.space.layout import PartGroup, Space, TensorKind, TensorSpec
 
 FINE_ELEMENTS = 4096
-"""Tensors with fewer elements are fine, like norms and biases: they always keep at least 8 bits an element."""
+"""Tensors with fewer elements are fine, like norms and biases: they always keep at least 8 bits per element."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class SliceBounds(Protocol):
 
 @dataclass(frozen=True)
 class PartGroup:
-    """Names that are sent together: one fragment, one kind, and all fine (at least 8 bits an element) or none."""
+    """Names that are sent together: one fragment, one kind, and all fine (at least 8 bits per element) or none."""
 
     names: tuple[str, ...]
     fragment: int = 0

@@ -10,7 +10,7 @@ from outer.codecs.packing.checks import is_finite
 from outer.config import OuterOptimizerConfig
 from outer.errors import MessageError
 from outer.leases.ledger import Ledger
-from outer.network.messages import MAX_ROUND, Message, parse
+from outer.network.messages import MAX_ROUND, MAX_TOKENS, Message, parse
 from outer.space.buffers import BUFFERS
 from outer.space.digest import part_digest, stream_digest
 from outer.state.optimizer import OuterStep
@@ -27,7 +27,7 @@ class Position(Message):
 
     round: int = Field(ge=0, lt=MAX_ROUND)
     """Rounds committed."""
-    tokens: int = Field(ge=0, lt=1 << 62)
+    tokens: int = Field(ge=0, lt=MAX_TOKENS)
     """Tokens that all committed pseudo-gradients were trained on."""
     ledger: Ledger = Field(default=Ledger(), validation_alias=AliasChoices("ledger", "account"))
     """The ledger of the data, empty in the position of a single part. Older checkpoints call it `account`."""
@@ -37,7 +37,7 @@ class PartHeader(Message):
     """The line of JSON before a part's params and momentum."""
 
     round: int = Field(ge=0, lt=MAX_ROUND)
-    tokens: int = Field(ge=0, lt=1 << 62)
+    tokens: int = Field(ge=0, lt=MAX_TOKENS)
     pushes: int = Field(default=0, ge=0, lt=MAX_GIVEN)
 
 

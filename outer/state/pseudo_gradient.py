@@ -8,8 +8,6 @@ import torch
 from outer.errors import OuterError
 from outer.leases.ranges import Ranges
 
-STRETCH_ELEMENTS = 1 << 16
-
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -28,20 +26,6 @@ class Snapshot:
     """Tokens trained on since this fragment was averaged last: the island's weight in the mean."""
     units: Ranges
     """Units of data read since the last commit."""
-
-
-def sum_of_squares(values: torch.Tensor) -> float:
-    """The squared L2 norm of 1-D fp32 values: sums of short stretches in fp32, which are added in double precision."""
-    return dot(values, values)
-
-
-def dot(left: torch.Tensor, right: torch.Tensor) -> float:
-    """The scalar product of 1-D fp32 values, summed as `sum_of_squares` sums."""
-    # A product in a new thread would use all cores, whatever torch.set_num_threads said before: BLAS keeps the number
-    # for each thread, and of torch's functions the product is one that does not hand it on. This one does.
-    torch.get_num_threads()
-    pieces = zip(left.split(STRETCH_ELEMENTS), right.split(STRETCH_ELEMENTS), strict=True)
-    return sum(float(torch.dot(one, other)) for one, other in pieces)
 
 
 class Contribution:

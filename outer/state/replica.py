@@ -8,13 +8,14 @@ import torch
 from outer.codecs.choice import build_space
 from outer.config import OuterConfig
 from outer.leases.ledger import Ledger, Terms, begin_ledger
+from outer.merges.geometry import sum_of_squares
 from outer.reduce.payloads import Mean
 from outer.space.digest import combine_digests, state_digest
 from outer.space.ranks import RankGroup
 from outer.space.redistribute import Params, Redistribution
 from outer.state.global_state import GlobalState
 from outer.state.part_state import PartState, Position
-from outer.state.pseudo_gradient import Snapshot, sum_of_squares
+from outer.state.pseudo_gradient import Snapshot
 
 
 class Replica:
@@ -59,6 +60,13 @@ class Replica:
     def norm(self, pseudo_grads: Mapping[int, torch.Tensor]) -> float:
         """L2 norm over the parts of all ranks, without moments."""
         return sum(self.ranks.background.gather(self.sum_of_squares(pseudo_grads))) ** 0.5
+
+    def squares(self, pseudo_grads: Mapping[int, torch.Tensor]) -> dict[str, float]:
+        """The squared L2 norms of these parts of this rank, by kind of tensor."""
+        kinds = {self.space.parts[index].kind: 0.0 for index in pseudo_grads}
+        for index, grad in pseudo_grads.items():
+            kinds[self.space.parts[index].kind] += sum_of_squares(grad)
+        return dict(kinds)
 
     def sum_of_squares(self, pseudo_grads: Mapping[int, torch.Tensor]) -> float:
         """The squared L2 norm of these parts of this rank, without moments."""

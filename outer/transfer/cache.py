@@ -10,7 +10,7 @@ from pydantic import Field
 
 from outer.errors import MessageError
 from outer.identity.files import write_atomically
-from outer.network.messages import MAX_ROUND, Message, parse
+from outer.network.messages import MAX_ROUND, Message, PartNumber, parse
 from outer.state.part_state import MAX_GIVEN, PartState, part_of, raw_bytes, state_bytes
 
 log = logging.getLogger(__name__)
@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 class _Header(Message):
     """The line of JSON in a file FOLDER/part-000012. Params and momentum follow, raw fp32."""
 
-    fingerprint: str
-    run: str
-    part: int
+    fingerprint: str = Field(max_length=64)
+    run: str = Field(max_length=256)
+    part: PartNumber
     round: int = Field(ge=0, lt=MAX_ROUND)
     pushes: int = Field(default=0, ge=0, lt=MAX_GIVEN)
-    checksum: str
+    checksum: str = Field(max_length=64)
     """Checksum of the bytes that follow the header."""
 
 

@@ -11,7 +11,7 @@ A donor keeps no snapshot and waits for nobody: each part is of the round in whi
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import Field
 
@@ -20,7 +20,7 @@ from outer.errors import TransportError
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Endpoint, Messenger
 from outer.network.event_loop import loop_time
-from outer.network.messages import MAX_ROUND, Digest, Message, pack_carriers, parse
+from outer.network.messages import MAX_ROUND, Carriers, Digest, Incarnation, Message, PartNumber, pack_carriers, receive
 from outer.state.global_state import GlobalState
 from outer.state.part_state import Position
 
@@ -43,14 +43,14 @@ Caller = tuple[Endpoint, int]
 class Description(Message):
     """Description of a donor's state after a round."""
 
+    is_parsed_aside = True
     digest: Digest
     """Digest of params, momentum and data ledger. The joiner must compute the same one."""
     position: Position
     fingerprint: Digest
     """Fingerprint of the canonical space, which tells one model from another."""
-    carriers: list[tuple[int, int]] = Field(max_length=1 << 20)
-    """Carrier rank of each part, run-length coded as [rank, number of parts]."""
-    included: list[Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]] = Field(default=[], max_length=1024)
+    carriers: Carriers
+    included: list[Incarnation] = Field(default=[], max_length=1024)
     """Incarnations of the islands whose progress is part of this round's commit."""
     proof: Proof = NO_PROOF
     """Why to believe that the state was committed. Gossip has no commits of all islands, and no proofs."""
@@ -70,7 +70,7 @@ class StateRequest(Message):
 class PartRequest(Message):
     """Request for a part at round `at_least` or a later one."""
 
-    part: int
+    part: PartNumber
     at_least: int = Field(default=0, ge=0, lt=MAX_ROUND)
     worker: int = Field(default=0, ge=0, lt=MAX_WORKERS)
     """Worker that makes the request. It has received the reply to its previous request, whose place becomes free."""
@@ -79,7 +79,7 @@ class PartRequest(Message):
 class MeanRequest(Message):
     """Request for the encoded mean that led a part from this round to the next. See PartRequest for `worker`."""
 
-    part: int
+    part: PartNumber
     round: int = Field(ge=0, lt=MAX_ROUND)
     worker: int = Field(default=0, ge=0, lt=MAX_WORKERS)
 
@@ -145,13 +145,13 @@ class Donor:
         known = self._descriptions
         if not known:
             raise TransportError("this island has committed no round: it cannot be a donor")
-        wanted = parse(StateRequest, body).round
+        wanted = (await receive(StateRequest, body)).round
         if wanted is not None and wanted not in known:
             raise TransportError(f"round {wanted} is not known here; rounds {min(known)} to {max(known)} are")
         return known[max(known) if wanted is None else wanted]
 
     async def _on_release(self, source: Endpoint, body: bytes) -> bytes:
-        worker = parse(ReleaseRequest, body).worker
+        worker = (await receive(ReleaseRequest, body)).worker
         for number in range(MAX_WORKERS) if worker is None else [worker]:
             self._gate.leave((source, number))
         return b""
@@ -159,7 +159,7 @@ class Donor:
     async def _on_request(
         self, model: type[R], read: Callable[[R], tuple[ReplyStatus, bytes]], source: Endpoint, body: bytes
     ) -> bytes:
-        request = parse(model, body)
+        request = await receive(model, body)
         caller = source, request.worker
         if self._state.position.round == 0:
             raise TransportError("this island has committed no round: it cannot be a donor")

@@ -1,7 +1,10 @@
 """Text addresses of libp2p peers: multiaddresses and the addresses in islands' records, with their checks."""
 
+import errno
 import ipaddress
+import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from hivemind.p2p import PeerID
@@ -64,6 +67,31 @@ def check_multiaddresses(where: str, addresses: Sequence[str]) -> None:
         except Exception as error:  # noqa: BLE001 - the parser raises errors of many types
             text = f"{where}: {address!r} is not a multiaddress ({error}); e.g. /ip4/10.0.0.1/tcp/31337"
             raise InputError(text) from None
+
+
+def find_taken(addresses: Sequence[str]) -> str | None:
+    """The first of these multiaddresses to listen on at which another process listens already.
+
+    libp2p would share the port with it: whoever dials it then reaches one of the two by chance.
+    """
+    for address in addresses:
+        _, _, host, protocol, port, *_ = [*address.split("/"), "", ""]
+        if protocol == "tcp" and port not in ("", "0") and _is_taken(host, int(port)):
+            return address
+    return None
+
+
+def _is_taken(host: str, port: int) -> bool:
+    """Other problems than another listener are left for libp2p to report."""
+    with suppress(OSError):
+        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(place)
+            except OSError as error:
+                return error.errno == errno.EADDRINUSE
+    return False
 
 
 def make_multiaddress(host: str, port: int) -> str:

@@ -28,6 +28,7 @@ from outer.transports.hivemind_addresses import (
     PeerAddress,
     check_bootstrap,
     check_multiaddresses,
+    find_taken,
     is_local,
     parse_address,
     to_dialable,
@@ -36,6 +37,8 @@ from outer.transports.hivemind_addresses import (
 from outer.transports.hivemind_sockets import named_p2p, next_prefix, remove_dead_sockets, remove_sockets
 
 IDLE_SECONDS = 3
+PORT_SECONDS = 2.0 * IDLE_SECONDS
+"""How long to wait for a port, on which the daemon of this island's last process may still listen."""
 START_SECONDS = 5.0
 """Least time for a daemon to start, even if the wait for its peers is shorter."""
 RETRY_SECONDS = 1.0
@@ -159,6 +162,7 @@ async def start_daemon(settings: DaemonSettings) -> Daemon:
     check_settings(settings)
     if settings.identity_path is not None:
         _ensure_identity(settings.identity_path)
+    await _wait_for_port(settings.host_maddrs)
     started, cause = time.monotonic(), ""
 
     async def attempt() -> P2P | None:
@@ -179,6 +183,16 @@ async def start_daemon(settings: DaemonSettings) -> Daemon:
         peer = maddrs[0].rpartition("/p2p/")[2]
         maddrs += [f"{m}/p2p-circuit/p2p/{peer}" for m in settings.bootstrap]
     return Daemon(p2p, settings.rank, maddrs, settings.auth)
+
+
+async def _wait_for_port(host_maddrs: Sequence[str]) -> None:
+    """Wait for a moment until nobody else listens at these addresses. Raises InputError if somebody still does."""
+
+    async def is_free() -> bool:
+        return find_taken(host_maddrs) is None
+
+    if not await retry(is_free, seconds=PORT_SECONDS, pause_seconds=RETRY_SECONDS):
+        raise InputError(f"cannot listen on {find_taken(host_maddrs)}: Address already in use; choose another port")
 
 
 async def _create_p2p(settings: DaemonSettings, seconds_left: float) -> P2P:

@@ -97,7 +97,7 @@ def show_join(transport: str, args: argparse.Namespace) -> Figures:
 def _print_join(begin: str, join: Join) -> None:
     seconds = join.entered - join.began
     print(
-        f"{begin}{join.wire_bytes / 8 / join.num_params:.3f} x 8 bytes a parameter in {seconds:.1f} s = "
+        f"{begin}{join.wire_bytes / 8 / join.num_params:.3f} x 8 bytes per parameter in {seconds:.1f} s = "
         f"{seconds / join.ideal_seconds:.2f} x ideal; state of round {join.state_round}, "
         f"first committed round {join.first_round}; the others' slowest round meanwhile {join.slowest_round:.1f} s, "
         f"before {join.rounds_before:.1f} s"

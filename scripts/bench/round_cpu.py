@@ -1,4 +1,4 @@
-"""CPU time and memory of whole rounds between islands, in nanoseconds and bytes a parameter, beside plain gloo.
+"""CPU time and memory of whole rounds between islands, in nanoseconds and bytes per parameter, beside plain gloo.
 
     python -m scripts.bench.round_cpu [--params 10e6] [--islands 2] [--rounds 5] [--what plain,gloo,gloo-int4]
 

@@ -135,7 +135,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=choices(tuple(ROWS)), default=DEFAULT_ROWS, help=rows)
     seeds = "comma-separated; default: 0"
     parser.add_argument("--seeds", type=whole_numbers, default=[0], help=seeds)
-    parser.add_argument("--loss", type=float, default=2.35, help="held-out loss to reach, nats a token; default: 2.35")
+    parser.add_argument(
+        "--loss", type=float, default=2.35, help="held-out loss to reach, nats per token; default: 2.35"
+    )
     parser.add_argument("--rounds", type=int, default=20, help=f"units of {STEPS} inner steps; default: 20")
     parser.add_argument(
         "--link", default="100mbit", help="link of each machine, as in `diloco simulate --link`; default: 100mbit"
@@ -218,7 +220,7 @@ def draw_plot(results: Sequence[WallclockResult], args: argparse.Namespace) -> N
     colors = {DATA_PARALLEL: REFERENCE} | dict(zip(others, ISLAND_COLORS, strict=False))
     with plot_style():
         title = f"Held-out loss against wall clock: 4 machines on {args.link} links"
-        figure, axes = new_axes(title, "seconds since the first inner step", "loss, nats a token")
+        figure, axes = new_axes(title, "seconds since the first inner step", "loss, nats per token")
         axes.axhline(args.loss, color=INK, linestyle=":", linewidth=1.2)
         for name in args.rows:
             found = [result for result in results if result.row == name]

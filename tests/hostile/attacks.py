@@ -28,6 +28,8 @@ SPEAKERS = [
     Attack("comes and goes", members.comes_and_goes),
     Attack("replayed records", members.replays_records),
     Attack("long calls", spoken(members.sends_long_calls, 4)),
+    Attack("wrong items", spoken(members.sends_wrong_items)),
+    Attack("wrong items, new keys", members.sends_wrong_items_under_new_keys),
     Attack("replies not read", spoken(members.asks_and_does_not_read, 2)),
     Attack("flooded rendezvous", spoken(members.floods_the_rendezvous), networks=("gloo", "tls")),
 ]
@@ -40,6 +42,7 @@ TURNCOATS = [
     island("says aborted", lies(turncoats.always_aborted)),
     island("payloads of NaN", turncoats.sends_nan),
     island("payloads of noise", turncoats.sends_noise),
+    island("payloads times 1e30", turncoats.sends_scaled),
     island("wrong digests", turncoats.sends_other_digests),
     island("payloads of 256 MB", turncoats.sends_long_payloads, networks=("tls", "hivemind")),
     island("says committed", lies(turncoats.noes_and_commits)),

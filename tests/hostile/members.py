@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import secrets
 import time
+import zlib
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -15,7 +16,7 @@ from outer.errors import OuterError
 from outer.identity.access import Access
 from outer.membership.records import MAX_CONFIG_BYTES, Announcement, Publication, Records, RunQuery, sign_record
 from outer.membership.tcp import RENDEZVOUS
-from outer.network.endpoints import Endpoint, Kind, Traffic
+from outer.network.endpoints import Endpoint, Kind, Messenger, Traffic
 from outer.network.frames import Header
 from outer.network.handshake import say_hello
 from outer.network.messages import Message, parse
@@ -173,6 +174,36 @@ async def sends_long_calls(speaker: Speaker) -> None:
 
     addresses = [member.control_addresses[0] for member in (await speaker.victims()).values()]
     await asyncio.gather(*(call(address) for address in addresses for _ in range(8)))
+
+
+async def sends_wrong_items(speaker: Speaker) -> None:
+    """Messages of as many wrong items and unknown fields as fit, plain and compressed, to all that read messages."""
+    items = b"[" + b",".join([b"[]"] * 100_000) + b"]"
+    fields = b",".join(b'"u%d":1' % number for number in range(200_000))
+    bodies = {"ready": b'{"carriers":' + items + b"}", "status": b"{" + fields + b"}"}
+    bodies["plan"] = zlib.compress(b'{"participants":[' + b",".join([bodies["ready"]] * 16) + b"]}")
+
+    async def call(messenger: Messenger, address: str, kind: str, body: bytes) -> None:
+        with suppress(OuterError):
+            await messenger.call(address, kind, body, timeout_seconds=CALL_SECONDS)
+
+    for member in (await speaker.victims()).values():
+        for kind, body in bodies.items():
+            await call(speaker.network.messenger, member.control_addresses[0], kind, body)
+    for link in getattr(speaker.membership, "_links", ()):
+        await call(rendezvous_messenger(speaker), link.target, "members", bodies["status"])
+
+
+def sends_wrong_items_under_new_keys(config: Config, index: int) -> None:
+    """The same, under a new name and key each time, because a key is suspended after few."""
+
+    async def main() -> None:
+        while True:
+            async with speaker(config, fresh("wrong")) as wrong:
+                note_begin(config)
+                await sends_wrong_items(wrong)
+
+    asyncio.run(main())
 
 
 async def asks_and_does_not_read(speaker: Speaker) -> None:

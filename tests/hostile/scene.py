@@ -153,9 +153,10 @@ class Scene:
         )
 
     def assert_well(self) -> None:
-        """No honest island has ended, and all of them have the same history."""
+        """No honest island has ended, the last loss of each is finite, and all of them have the same history."""
         for island in self.islands:
             assert is_up(island), f"{island.folder.name} has ended:\n{island.log[-3000:]}"
+            assert island.records("step")[-1]["loss"] is not None, f"{island.folder.name} has no finite loss any more"
         assert_one_history(*self.islands)
 
     def _start(self, attack: Attack) -> Island:

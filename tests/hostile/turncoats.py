@@ -23,6 +23,7 @@ from tests.swarm import Work
 Fields = dict[str, Any]
 Habit = Callable[[str, Fields], Fields | None]
 WRONG = "f" * 64
+SCALE = 1e30
 
 
 def no_votes(kind: str, fields: Fields) -> Fields | None:
@@ -91,6 +92,18 @@ def sends_nan(config: Config, index: int) -> None:
 def sends_noise(config: Config, index: int) -> None:
     """Send payloads of random bits, so that some of them are finite and huge."""
     train(config, index, _lives_with_payloads(lambda p: torch.randint_like(p, 256)))
+
+
+def sends_scaled(config: Config, index: int) -> None:
+    """Send a pseudo-gradient times 1e30: every value is finite, and so is a mean with it."""
+
+    def live(runtime: Runtime) -> None:
+        payloads = runtime.outer.averager.memory.payloads  # pyright: ignore[reportAttributeAccessIssue]
+        encode = payloads.encode
+        payloads.encode = lambda part, values: encode(part, values * SCALE)
+        life.run(runtime)
+
+    train(config, index, live)
 
 
 def sends_other_digests(config: Config, index: int) -> None:

@@ -97,7 +97,7 @@ def test_a_run_that_starts_from_weights_runs_nothing_in_them(tmp_path: Path, nam
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(pickle.dumps(Runs(tmp_path / "marker")))
     (tmp_path / "run.yaml").write_text(f"model: {{init_from: {folder}}}\n")
-    with pytest.raises((ConfigError, InputError), match=r"other formats are pickles|cannot be read as safetensors"):
+    with pytest.raises((ConfigError, InputError), match=r"other formats are pickles|fewer than its header"):
         pin_weights_hash(load_config(tmp_path / "run.yaml"))
         # A file with the right name is hashed first and read when the model is built.
         CliRunner().invoke(app, ["export", str(folder), str(tmp_path / "out")], catch_exceptions=False)
@@ -135,17 +135,18 @@ def test_a_command_checks_the_signature(run: Path, tmp_path: Path, key_file: Pat
 
     key, accept = ("--run-key-file", str(key_file)), "--accept-unsigned"
     assert "not sealed with a run key" in (text := error(*key) or "") and "--accept-unsigned" in text
-    sign(newest(run) / MANIFEST, key_file)
+    manifests = list((run / "island-0" / "checkpoints").glob("step-*/" + MANIFEST))
+    for manifest in manifests:
+        sign(manifest, key_file)
     assert error(*key) is None
     shutil.rmtree(run / "export", ignore_errors=True)
-    manifest = (run / "island-0" / "checkpoints").glob("step-*/" + MANIFEST)
     assert "sealed with a run key, and this island has none" in (text := error() or "") and "--run-key-file" in text
     assert error(accept) is None
     shutil.rmtree(run / "export", ignore_errors=True)
     other = tmp_path / "other.key"
     other.write_text("o" * 32)
     assert "sealed with another run key, or altered" in (error("--run-key-file", str(other)) or "")
-    assert all(path.read_bytes().startswith(SEAL_MAGIC) for path in manifest)
+    assert all(path.read_bytes().startswith(SEAL_MAGIC) for path in manifests)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """An island that was killed continues from its checkpoint bit for bit as if it had never stopped."""
 
+import logging
 import shutil
 import signal
 import time
@@ -244,3 +245,19 @@ def test_save_now_saves_in_the_middle_of_a_round(tmp_path: Path) -> None:
         step = int(again.events("resumed")[0].split()[2].rstrip(","))
         assert 0 < step < 1000
         until(lambda: max(losses(again)) > step, "it trains on", again)
+
+
+def test_a_run_that_goes_on_with_other_settings_says_so_at_once(tmp_path: Path) -> None:
+    def work(config: Config, index: int) -> None:
+        logging.basicConfig(force=True)
+        train(config, index)
+
+    settings = ["island.checkpoint.every_rounds=1", "outer.rounds=1"]
+    with swarm(tmp_path, *settings, islands=[{}]) as made:
+        made.start(0, work).finish()
+        assert "other settings" not in made.started[0].log
+    with swarm(tmp_path, *settings, "outer.rounds=2", "outer.inner_steps=3", islands=[{}]) as made:
+        again = made.start(0, work)
+        again.finish()
+        assert "the run goes on with other settings than it was saved with; changed since: " in again.log
+        assert "outer.inner_steps: here 3" in again.log

@@ -125,7 +125,7 @@ def size_of(row: Row) -> str:
 
 
 def step_of(row: Row) -> str:
-    return f"{row.step_tokens} tokens a step"
+    return f"{row.step_tokens} tokens per step"
 
 
 def describe_others(point: Point) -> list[str]:

@@ -23,6 +23,7 @@ from diloco.config.errors import explain_errors
 from diloco.errors import ConfigError
 from diloco.formatting import parse_bits_per_second, parse_seconds
 from inner.config import Section
+from inner.foreign.text import parse_yaml
 from outer.network.endpoints import RUN_NAME
 
 Point = dict[str, Any]
@@ -156,11 +157,11 @@ def dump_experiment(experiment: Experiment) -> str:
 def load_yaml(path: Path) -> dict[str, Any]:
     """The values of a YAML file. Raises ConfigError."""
     try:
-        values = yaml.safe_load(path.read_text())
+        values = parse_yaml(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: got {type(values).__name__}; keys with values expected, as in `name: inner-steps`")
     return values

@@ -67,7 +67,7 @@ def draw_curves(lines: Sequence[TableLine], abscissa: Abscissa, path: Path, size
     if not drawn:
         return False
     title = abscissa.title + (f", {link}" if abscissa.stem == "wall-clock" else "") + (f", {size}" if size else "")
-    figure, axes = new_axes(title, abscissa.label, "loss, nats a token", height=4.6 + 0.16 * len(drawn))
+    figure, axes = new_axes(title, abscissa.label, "loss, nats per token", height=4.6 + 0.16 * len(drawn))
     for index, (line, points) in enumerate(drawn):
         axes.plot(*zip(*points, strict=True), label=f"{line.row.label}  {line.loss:.3f}", **line_style(index, line.row))
     late = [loss for line, _ in drawn for tokens, loss in line.curve if tokens >= SHOWN_FROM * line.curve[-1][0]]
@@ -104,7 +104,7 @@ def draw_last_losses(lines: Sequence[TableLine], key: str, path: Path) -> bool:
             groups.setdefault(group_of(line.row, key), []).append(line)
     if not groups:
         return False
-    figure, axes = new_axes(f"Last held-out loss against {key}", key, "loss, nats a token", 4.6 + 0.16 * len(groups))
+    figure, axes = new_axes(f"Last held-out loss against {key}", key, "loss, nats per token", 4.6 + 0.16 * len(groups))
     for index, members in enumerate(groups.values()):
         draw_group(axes, sorted(members, key=lambda line: line.row.value(key)), key, index)
     for line in level:
@@ -150,7 +150,7 @@ def name_without(row: Row, key: str) -> str:
     if key == "islands":
         words = {f"{value} islands", f"{value} island"}
     if key == "step_tokens":
-        words = {f"{value} tokens a step"}
+        words = {f"{value} tokens per step"}
     return ", ".join(word for word in row.label.split(", ") if word not in words)
 
 

@@ -21,7 +21,7 @@ class RunResult:
     """The figures of one run."""
 
     curve: list[tuple[int, float]]
-    """(tokens of all islands, held-out loss in nats a token), one for each evaluation."""
+    """(tokens of all islands, held-out loss in nats per token), one for each evaluation."""
     sent_bytes: float
     """Bytes that an island has sent in committed rounds, payload and protocol, on average."""
     core_seconds: float
@@ -31,7 +31,7 @@ class RunResult:
 
     @property
     def loss(self) -> float:
-        """The last held-out loss, in nats a token."""
+        """The last held-out loss, in nats per token."""
         return self.curve[-1][1]
 
 

@@ -46,7 +46,7 @@ def markdown_table(lines: Sequence[TableLine]) -> list[str]:
 def explain_table(experiment: Experiment, rows: Rows) -> str:
     """What the columns mean."""
     text = (
-        "Losses are held-out, in nats a token, at the end of the run; the spread is the standard deviation over the "
+        "Losses are held-out, in nats per token, at the end of the run; the spread is the standard deviation over the "
         "seeds. "
     )
     if (point := experiment.baseline_point) is not None:

@@ -16,7 +16,7 @@ HEADINGS = ("row", "seeds", "held-out loss", "spread", "to the baseline", "sent 
 
 @dataclass(frozen=True, kw_only=True)
 class TableLine:
-    """One row of an experiment with its results. Losses are in nats a token."""
+    """One row of an experiment with its results. Losses are in nats per token."""
 
     row: Row
     curve: list[tuple[int, float]]

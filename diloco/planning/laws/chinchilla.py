@@ -2,7 +2,7 @@
 
 It was fitted to models of 70 million to 16 billion parameters on web text; what it says outside of that is an
 extrapolation, and losses on other text differ. Sizes N and tokens D are counts, compute C is 6 N D floating-point
-operations, losses are nats a token.
+operations, losses are nats per token.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """The scaling laws of DiLoCo (2503.09799): batch, inner learning rate and loss for a model's size and islands.
 
-Fits of AdamW on C4 at 20 tokens a parameter, with 30 inner steps and an outer Nesterov momentum of 0.9. N counts
-parameters, losses are nats a token.
+Fits of AdamW on C4 at 20 tokens per parameter, with 30 inner steps and an outer Nesterov momentum of 0.9. N counts
+parameters, losses are nats per token.
 """
 
 DATA_PARALLEL_LOSS = (18.129, -0.0953)
@@ -21,7 +21,7 @@ CHECKED = {"4B": (2.224, 2.230), "10B": (2.090, 2.096)}
 
 
 def diloco_loss(params: float, islands: int) -> float:
-    """Loss of DiLoCo at 20 tokens a parameter: the fit for so many islands, or else the joint one."""
+    """Loss of DiLoCo at 20 tokens per parameter: the fit for so many islands, or else the joint one."""
     if islands in ISLANDS_LOSS:
         return _power(ISLANDS_LOSS[islands], params)
     return _power(JOINT_LOSS, params, islands)

@@ -10,7 +10,7 @@ from diloco.planning.laws.islands import CHECKED, best_batch, best_lr, is_extrap
 
 MEASURED_GAPS = {40: 0.148, 80: 0.064, 164: 0.023}
 """Loss relative to data-parallel training by rounds, for outer Nesterov 0.7/0.9, 30 inner steps and four islands at 20
-tokens a parameter and 249k parameters: configs/experiments/batch.yaml, three seeds, docs/results.md."""
+tokens per parameter and 249k parameters: configs/experiments/batch.yaml, three seeds, docs/results.md."""
 SHORT_MEMORY_GAPS = {40: 0.102, 80: 0.048, 164: 0.032}
 """The same with Nesterov 1/0.6: a momentum of 0.9 remembers ten rounds, which needs many of them to pay."""
 GAPS_BY_SIZE = {"249k": 0.023, "502k": 0.038, "1M": 0.017}
@@ -60,7 +60,7 @@ def statements(question: LawQuestion) -> Iterator[str]:
 
 def _budget_lines(question: LawQuestion) -> Iterator[tuple[str, str, str]]:
     run, fleet, chinchilla = question.run, question.fleet, "Chinchilla (2203.15556)"
-    ratio = f"{run.tokens / run.params:.3g} tokens a parameter"
+    ratio = f"{run.tokens / run.params:.3g} tokens per parameter"
     yield "this run", f"{_allocation(run)}, {ratio}: {question.flops:.3g} FLOP", "the model's own formula"
     seconds = question.flops / fleet.flops_per_second
     speed = f"{fleet.mfu:.0%} of the peak, {fleet.utilisation:.0%} of the time"
@@ -86,7 +86,7 @@ def _island_lines(question: LawQuestion) -> Iterator[tuple[str, str, str]]:
     outer = config.outer.optimizer
     advice = "grows with islands and inner steps, not with the size"
     yield "outer lr", f"{advice}; here {outer.lr:g}, momentum {outer.momentum:g}", "2503.09799, as words"
-    yield "loss", f"{_signed(loss_gap(params, islands))} to data-parallel training, at 20 tokens a parameter", law
+    yield "loss", f"{_signed(loss_gap(params, islands))} to data-parallel training, at 20 tokens per parameter", law
     checked = ", ".join(f"{_signed(ours / theirs - 1)} at {size}" for size, (theirs, ours) in CHECKED.items())
     yield "", f"{checked}, measured with four islands", "2503.09799"
     yield "", f"{_by_rounds(MEASURED_GAPS)} rounds; here {config.outer.rounds}", "docs/results.md, 249k, 4 islands"

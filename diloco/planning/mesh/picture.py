@@ -122,7 +122,7 @@ def header(run: RunConfig, plan: StepPlan) -> str:
         f"{work.num_micro_batches} x sequences {work.micro_batch} x length {work.seq_len}",
     ]
     if plan.is_vocabulary_assumed:
-        lines.append(f"       (vocabulary assumed, {run.data.tokenizer!r} is not read here: set model.vocab_size)")
+        lines.append(f"       (vocabulary assumed, {run.data.tokenizer!r} is not here: set model.vocab_size)")
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ from functools import cached_property
 from diloco.config.check import check_island, list_candidates
 from diloco.config.schema import Config, IslandConfig, RunConfig
 from diloco.errors import ConfigError
-from inner.data.tokenizer import build_tokenizer, tokenizer_fingerprint
+from inner.data.tokenizer import build_tokenizer, known_vocab_size, tokenizer_fingerprint
 from inner.measure.memory import MemoryEstimate, estimate_memory
 from inner.measure.workload import Workload
 from inner.mesh import accumulation_steps, resolve_degrees
@@ -77,12 +77,14 @@ def build_step_plan(run: RunConfig, island: IslandConfig) -> StepPlan:
 
 
 def vocabulary(run: RunConfig) -> tuple[int, bool]:
-    """Vocabulary size, and whether it is assumed: for a tokenizer on the hub, which is not read, from the preset."""
+    """Vocabulary size, and whether it is assumed, from the preset: for a tokenizer on the hub that is not here."""
     name = run.data.tokenizer
     # A tokenizer file's fingerprint is a hash of its content; on the hub it is the name itself.
     if name == "bytes" or tokenizer_fingerprint(name) != name:
-        return build_tokenizer(run.data.tokenizer).vocab_size, False
+        return build_tokenizer(*run.data.tokenizer_choice).vocab_size, False
     if run.model.vocab_size is not None:
         return run.model.vocab_size, False
+    if (known := known_vocab_size(name)) is not None:
+        return known, False
     preset = PRESETS.get(run.model.preset or "")
     return preset.vocab_size if preset else BYTE_VOCAB_SIZE, True

@@ -37,7 +37,7 @@ from outer.errors import MessageError, OuterError, first_line
 from outer.membership.base import Member
 from outer.membership.records import RunInfo
 from outer.network.event_loop import EventLoopThread
-from outer.network.messages import call_message, inflate, parse
+from outer.network.messages import call_message, receive_reply
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,8 @@ class Collector:
 
     async def _find_run(self) -> RunInfo:
         local, address = self._local, self.address
-        runs = await find_runs(address, local.connect_seconds, load_usable_key(local.island), local.island.proxy)
+        key, proxy = load_usable_key(local.island), local.island.proxy
+        runs = await find_runs(address, local.connect_seconds, key, proxy, self._run_name)
         return choose_run(runs, self._run_name, address)
 
     async def _visit(self, run: RunConfig, info: RunInfo) -> None:
@@ -162,8 +163,7 @@ class Collector:
             raise MessageError(f"it has told more than {mirror.folder / METRICS} may hold: nothing more is kept")
         address, body = member.control_addresses[0], mirror.request.encode()
         call = network.messenger.call(address, CALL, body, timeout_seconds=CALL_SECONDS, longest=LONGEST_REPLY)
-        reply = await call
-        page = parse(RecordsPage, inflate(reply))
+        page = await receive_reply(network.messenger, address, RecordsPage, await call)
         before = mirror.request
         await asyncio.to_thread(mirror.add, page)
         if page.journal:

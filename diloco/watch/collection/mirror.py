@@ -8,8 +8,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from diloco.records.environment import FILE as ENVIRONMENT
 from diloco.records.metrics import ends_inside_a_line, to_line
 from diloco.records.run_folder import METRICS, PRESENCE
@@ -17,6 +15,8 @@ from diloco.status.record_pages import RecordsPage, RecordsRequest
 from diloco.status.reply import IslandStatus
 from diloco.watch.collection.record_check import check_record
 from inner.files import write_atomically
+from outer.errors import MessageError
+from outer.network.messages import parse
 
 TOLD = "told.json"
 """Says how much of an island's records is here."""
@@ -74,8 +74,8 @@ class Mirror:
 
 def read_request(path: Path) -> RecordsRequest:
     """What an earlier watcher would have asked for next; the beginning if there was none."""
-    with suppress(OSError, ValidationError):
-        return RecordsRequest.model_validate_json(path.read_bytes())
+    with suppress(OSError, MessageError):
+        return parse(RecordsRequest, path.read_bytes())
     return RecordsRequest(journal="", offset=0)
 
 

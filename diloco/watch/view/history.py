@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.formatting import one_line
+from diloco.records.growing_file import GrowingFile
 from diloco.records.latest import ENDS, LatestRecords
 from diloco.records.metrics import EvalRecord, EventRecord, Record, RoundRecord, StepRecord
 from diloco.records.run_folder import METRICS, PRESENCE, Tail
@@ -57,7 +58,7 @@ class IslandHistory:
     events   time, name, text, whether the island's processes ended with it (0 or 1)
     sources  time, tokens so far by source of the text
     ranks    time, round, and for each rank what RoundRecord.ranks has
-    pace     time, seconds a round, share of them in inner steps, bytes sent a round, bits sent a second in the reduce:
+    pace     time, seconds per round, share of them in inner steps, bytes sent a round, bits per second in the reduce:
              of the last committed rounds
     presence time, whether the island answers whoever watches it over the network (0 or 1), why it does not
     """
@@ -144,19 +145,14 @@ class LinesTail:
     """Reads the completed lines of a text file that may still grow or may not exist."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._offset = path, 0
+        self.path, self._file = path, GrowingFile(path)
 
     def new_lines(self) -> list[str]:
         """Lines that were completed since the last call."""
         try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
+            return [line.decode(errors="replace") for line in self._file.new_lines()]
         except OSError:
             return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return whole.decode(errors="replace").splitlines()
 
 
 def parse_presence(line: str) -> Row | None:

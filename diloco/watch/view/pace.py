@@ -58,7 +58,7 @@ class Pace:
 
 
 def row_between(then: Mark, now: Mark) -> list[float | None] | None:
-    """Time, seconds a round, share of them in inner steps, bytes a round, bits a second; None without a round."""
+    """Time, seconds per round, share of them in inner steps, bytes per round, bits per second; None without a round."""
     rounds, seconds, sent = now.round - then.round, now.time - then.time, now.bytes_sent - then.bytes_sent
     if rounds < 1 or seconds <= 0:
         return None

@@ -21,7 +21,7 @@ REFRESH_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """The prediction, for JSON. A round is one of a fragment; rates are in bits a second."""
+    """The prediction, for JSON. A round is one of a fragment; rates are in bits per second."""
 
     round_seconds: float
     utilisation: float

@@ -38,4 +38,6 @@ def llama3(messages: Sequence[Message]) -> Iterator[Piece]:
         yield Piece("<|eot_id|>", learns, is_marker=True)
 
 
+END_MARKERS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
+"""The marker that each template puts at the end of a message, with which the model has learned to end its own."""
 TEMPLATES: dict[str, Callable[[Sequence[Message]], Iterator[Piece]]] = {"chatml": chatml, "llama3": llama3}

@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import json
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -20,9 +19,12 @@ from typing import IO, Any, NamedTuple, Self, cast
 
 from inner.data.sources.documents import TextField, row_text
 from inner.errors import InputError
+from inner.foreign.files import MAX_DOCUMENT_BYTES, open_file, read_at_most
+from inner.foreign.text import parse_json
 
-MAX_MEMBER_BYTES = 1 << 30
-"""A longer member of an archive is no document."""
+MAX_HEADER_BYTES = 1 << 20
+"""A longer name or list of attributes of a tar's member is none."""
+BUFFER_BYTES = 1 << 17
 MAX_ZSTD_WINDOW = 1 << 31
 """That of `zstd --long=31`, the longest there is."""
 ZSTD_READ_BYTES = 1 << 12
@@ -49,10 +51,12 @@ def is_compressed(path: Path) -> bool:
 
 def read_whole(path: Path) -> bytes:
     """The content of a file, decompressed. Raises InputError if it is damaged or larger than one text may be."""
-    with open_lines(path) as (lines, _):
-        data = lines.read(MAX_MEMBER_BYTES + 1)
-    if len(data) > MAX_MEMBER_BYTES:
-        raise InputError(f"{path}: is read whole and has more than {MAX_MEMBER_BYTES} bytes; write it as .jsonl")
+    with open_lines(path) as (lines, raw):
+        # A sparse file has any size, and nothing of it is read.
+        is_longer = lines is raw and path.stat().st_size > MAX_DOCUMENT_BYTES
+        data = b"" if is_longer else read_at_most(lines, MAX_DOCUMENT_BYTES + 1)
+    if is_longer or len(data) > MAX_DOCUMENT_BYTES:
+        raise InputError(f"{path}: is read whole and has more than {MAX_DOCUMENT_BYTES} bytes; write it as .jsonl")
     return data
 
 
@@ -63,11 +67,11 @@ def open_lines(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     Raises InputError if it is damaged or cut off.
     """
     try:
-        with path.open("rb") as raw:
+        with open_file(path) as raw:
             if is_compressed(path) and not path.stat().st_size:
                 raise EOFError("it is empty, and even compressed nothing has some bytes")
             if path.suffix.lower() == ".gz":
-                with gzip.open(raw) as lines:
+                with io.BufferedReader(gzip.open(raw), BUFFER_BYTES) as lines:  # pyright: ignore[reportArgumentType]
                     yield cast(IO[bytes], lines), raw
             elif path.suffix.lower() == ".zst":
                 with open_zstd(path, raw) as lines:
@@ -128,6 +132,13 @@ class ZstdReader(io.RawIOBase):
         self._frame = None if frame.eof else frame
 
 
+ADDS_TO_A_HEADER = (
+    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
+    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
+)
+"""Types of members that are part of the next header, and read whole."""
+
+
 class WholeTar(tarfile.TarFile):
     """A tar archive, or several one after the other, whose end must be there.
 
@@ -143,6 +154,14 @@ class WholeTar(tarfile.TarFile):
 
 class WholeTarInfo(tarfile.TarInfo):
     """A member of a WholeTar."""
+
+    @classmethod
+    def frombuf(cls, buf: Any, encoding: Any, errors: Any) -> Self:
+        """The member with this header. Raises ReadError if what it adds to the next header is longer than one is."""
+        member = super().frombuf(buf, encoding, errors)
+        if member.type in ADDS_TO_A_HEADER and member.size > MAX_HEADER_BYTES:
+            raise ReadError(f"a header has {member.size} bytes; at most {MAX_HEADER_BYTES} are read")
+        return member
 
     @classmethod
     def fromtarfile(cls, tarfile: Any) -> Self:
@@ -164,8 +183,8 @@ def tar_rows(key: str, path: Path, field: TextField, first: int = 0) -> Iterator
     """The row of each text in an archive, from member `first` on: .txt members, and a field of .json members."""
     size = path.stat().st_size
     try:
-        with path.open("rb") as raw, WholeTar.open(fileobj=raw, mode="r:*") as archive:
-            for number, member in enumerate(islice(archive, first, None), start=first):
+        with open_file(path) as raw, WholeTar.open(fileobj=raw, mode="r:*") as archive:
+            for number, member in enumerate(islice(_members(archive), first, None), start=first):
                 if member.isfile() and member.name.lower().endswith((".txt", ".json")):
                     text = _read_member(archive, member, f"{path}, member {member.name}", field)
                     yield Row(f"{key}#{member.name}", text, min(raw.tell() / size, 1.0), number)
@@ -173,14 +192,21 @@ def tar_rows(key: str, path: Path, field: TextField, first: int = 0) -> Iterator
         raise InputError(f"{path}: cannot be read as tar ({error}); write it again or remove it") from error
 
 
+def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The members of an archive. It forgets them: the headers of a small compressed archive may be millions."""
+    while (member := archive.next()) is not None:
+        archive.members.clear()  # pyright: ignore[reportAttributeAccessIssue]
+        yield member
+
+
 def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str, field: TextField) -> str:
-    if member.size > MAX_MEMBER_BYTES:
-        raise InputError(f"{where}: has {member.size} bytes; a document has at most {MAX_MEMBER_BYTES}")
+    if member.size > MAX_DOCUMENT_BYTES:
+        raise InputError(f"{where}: has {member.size} bytes; a document has at most {MAX_DOCUMENT_BYTES}")
     file = archive.extractfile(member)
     assert file is not None, "it is a regular file"
     try:
-        text = file.read().decode("utf-8")
-        row = json.loads(text) if member.name.lower().endswith(".json") else {field.name: text}
+        data = file.read()
+        row = parse_json(data) if member.name.lower().endswith(".json") else {field.name: data.decode("utf-8")}
     except ValueError as error:
         raise InputError(f"{where}: is not UTF-8 text or JSON ({error}); write it again or remove it") from None
     if not isinstance(row, dict):

@@ -5,16 +5,23 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
-from inner.data.sources.compressed import Row, is_compressed, read_whole, tar_rows
+from inner.data.sources.compressed import Row, read_whole, tar_rows
 from inner.data.sources.documents import Document, Place, TextField, missing_field_error, row_text
 from inner.data.sources.find import distinct, find_files, format_of, leave_out_companions
 from inner.data.sources.json_rows import json_rows, jsonl_rows
-from inner.errors import InputError
+from inner.errors import InputError, refused
+from inner.foreign.files import MAX_DOCUMENT_BYTES, open_file
 
 log = logging.getLogger(__name__)
 
-ROWS_PER_READ = 1024
+ROWS_PER_READ = 64
+"""Of a Parquet file. More are read no faster."""
+PAGE_HEADER_BYTES = 16
+PAGE_FIELD = 0x15
+"""The next field of a struct, an int32."""
+DICTIONARY_PAGE = 2
 READER = 2
 """Grows when the same files are read as another text, so that what an earlier reader made of them is not used."""
 
@@ -52,7 +59,7 @@ class FilesSource:
         skipped: list[Path] = []
         try:
             for number, (key, path) in enumerate(files[first_file:], start=first_file):
-                for row in _read_rows(key, path, self.field, (first_row, first_byte), skipped):
+                for row in _rows_of(key, path, self.field, (first_row, first_byte), skipped):
                     if row.text:
                         share = (before[number] + row.share * sizes[number]) / whole_size
                         yield Document(row.key, row.text, share, place=[number, row.number, row.offset])
@@ -81,6 +88,12 @@ class FilesSource:
         return files, again, [path for _, left_out in found for path in left_out if path not in read]
 
 
+def _rows_of(key: str, path: Path, field: TextField, start: tuple[int, int], skipped: list[Path]) -> Iterator[Row]:
+    """`_read_rows`, whose every error is InputError."""
+    with refused(f"{path}: cannot be read"):
+        yield from _read_rows(key, path, field, start, skipped)
+
+
 def _read_rows(key: str, path: Path, field: TextField, start: tuple[int, int], skipped: list[Path]) -> Iterator[Row]:
     """The rows of a file from one on, by its number and first byte. A file that is no text is added to `skipped`."""
     match format_of(path):
@@ -100,8 +113,7 @@ def _text_rows(key: str, path: Path, field: TextField, skipped: list[Path]) -> I
     if field.is_chat:
         raise InputError(f"{path}: a file of text holds no conversations; name .jsonl, .parquet or .tar files only")
     try:
-        data = read_whole(path) if is_compressed(path) else path.read_bytes()
-        yield Row(key, data.decode("utf-8"), 1.0)
+        yield Row(key, read_whole(path).decode("utf-8"), 1.0)
     except UnicodeDecodeError:
         # Folders of text often contain a few images, which are no reason to stop.
         skipped.append(path)
@@ -116,23 +128,60 @@ def _report(paths: list[Path], what: str) -> None:
 
 def _parquet_rows(key: str, path: Path, field: TextField, first: int) -> Iterator[Row]:
     # Imported here because pyarrow takes half a second, which only readers of Parquet should pay.
-    import pyarrow
     import pyarrow.parquet
 
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            if field.name not in file.schema_arrow.names:
-                raise missing_field_error(field.name, file.schema_arrow.names, str(path))
-            groups, begin = _row_groups_from(
-                [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)], first
-            )
-            batches = file.iter_batches(ROWS_PER_READ, row_groups=groups, columns=[field.name])
-            rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-            for number, row in itertools.islice(enumerate(rows, start=begin), first - begin, None):
-                text = row_text(row, field, f"{path}, row {number}")
-                yield Row(f"{key}#{number}", text, (number + 1) / file.metadata.num_rows, number)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as Parquet ({error}); write it again or remove it") from error
+    with refused(f"{path}: cannot be read as Parquet"), pyarrow.parquet.ParquetFile(path) as file:
+        if field.name not in file.schema_arrow.names:
+            raise missing_field_error(field.name, file.schema_arrow.names, str(path))
+        groups, begin = _row_groups_from(
+            [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)], first
+        )
+        batches = file.iter_batches(_rows_per_read(path, file, field), row_groups=groups, columns=[field.name])
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, row in itertools.islice(enumerate(rows, start=begin), first - begin, None):
+            text = row_text(row, field, f"{path}, row {number}")
+            yield Row(f"{key}#{number}", text, (number + 1) / file.metadata.num_rows, number)
+
+
+def _rows_per_read(path: Path, file: Any, field: TextField) -> int:
+    """How many rows of a ParquetFile fit into memory, however often they repeat their longest value.
+
+    Raises InputError if not even one does.
+    """
+    groups = (file.metadata.row_group(number) for number in range(file.num_row_groups))
+    columns = (group.column(number) for group in groups for number in range(group.num_columns))
+    chunks = [chunk for chunk in columns if chunk.num_values and chunk.path_in_schema.split(".")[0] == field.name]
+    with open_file(path) as raw:
+        longest = max((_longest_value(raw, chunk) for chunk in chunks), default=0)
+    if longest > MAX_DOCUMENT_BYTES:
+        raise InputError(f"{path}: a page has {longest} bytes; at most {MAX_DOCUMENT_BYTES} are read; write it again")
+    return min(ROWS_PER_READ, MAX_DOCUMENT_BYTES // max(longest, 1))
+
+
+def _longest_value(raw: IO[bytes], chunk: Any) -> int:
+    """The most bytes of a value that a column chunk may store once and repeat; 0 if it repeats none."""
+    repeats = set(chunk.encodings) - {"PLAIN", "RLE", "BIT_PACKED", "RLE_DICTIONARY", "PLAIN_DICTIONARY"}
+    first = chunk.dictionary_page_offset or chunk.data_page_offset
+    raw.seek(min(first, chunk.data_page_offset))
+    is_dictionary, num_bytes = _parse_page_header(raw.read(PAGE_HEADER_BYTES))
+    return max(num_bytes if is_dictionary else 0, chunk.total_uncompressed_size if repeats else 0)
+
+
+def _parse_page_header(header: bytes) -> tuple[bool, int]:
+    """Whether a page of Parquet is a dictionary, and its bytes when it is decompressed. Raises ValueError.
+
+    The header is a struct in Thrift's compact form: a byte for field and type, and a number of 7 bits a byte, in turn.
+    """
+    numbers, at = [], 0
+    for _ in ("type", "size"):
+        if header[at] != PAGE_FIELD:
+            raise ValueError("a page has no header")
+        number, shift, at = 0, 0, at + 1
+        while header[at] & 0x80:
+            number, shift, at = number | (header[at] & 0x7F) << shift, shift + 7, at + 1
+        numbers.append((number | header[at] << shift) >> 1)
+        at += 1
+    return numbers[0] == DICTIONARY_PAGE, numbers[1]
 
 
 def _row_groups_from(sizes: list[int], first: int) -> tuple[list[int], int]:

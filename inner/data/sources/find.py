@@ -49,6 +49,8 @@ def find_files(entry: str) -> list[tuple[str, Path]]:
     if glob.has_magic(entry):
         literal = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
         return _relative_to(literal, sorted(map(Path, glob.glob(str(path), recursive=True))), entry)
+    if path.exists():
+        raise InputError(f"data.paths: {entry!r} is a FIFO, a device or a socket; write what comes out of it to a file")
     raise InputError(f"data.paths: {entry!r} does not exist (looked in {Path.cwd()}); correct the path")
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from inner.data.sources.documents import Document, Place, TextField, row_text
 from inner.data.sources.find import find_files
 from inner.data.sources.hub import require_on_hub
-from inner.errors import InputError, summarise
+from inner.errors import InputError, refused
 from inner.files import home_path
 
 log = logging.getLogger(__name__)
@@ -101,14 +101,13 @@ class HuggingFaceSource:
         # Imported here because datasets takes a second, which only readers of a dataset should pay.
         import datasets
 
+        where = f"dataset {self.dataset!r} (config {self.dataset_config!r}, split {self.split!r})"
+        place = str(self._place) if self._is_local() else self.dataset
         try:
-            where = str(self._place) if self._is_local() else self.dataset
-            stream = datasets.load_dataset(where, self.dataset_config, split=self.split, streaming=True)
-            yield from _rows_from(stream, file, row)
-        except Exception as error:
             # Builders, file systems and HTTP libraries each raise exceptions of their own.
-            where = f"dataset {self.dataset!r} (config {self.dataset_config!r}, split {self.split!r})"
-            raise InputError(f"{where} cannot be read: {summarise(error)}; {CURE}") from error
+            with refused(f"{where} cannot be read", CURE):
+                stream = datasets.load_dataset(place, self.dataset_config, split=self.split, streaming=True)
+                yield from _rows_from(stream, file, row)
         finally:
             # An abandoned Arrow reader keeps threads that may abort the interpreter at exit.
             gc.collect()

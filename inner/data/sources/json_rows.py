@@ -1,13 +1,14 @@
 """Rows in JSON: one object a line, or an array of objects."""
 
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from inner.data.sources.compressed import Row, open_lines, read_whole
 from inner.data.sources.documents import TextField, row_text
 from inner.errors import InputError
+from inner.foreign.files import MAX_DOCUMENT_BYTES, lines_of
+from inner.foreign.text import parse_json
 
 
 def jsonl_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -> Iterator[Row]:
@@ -18,9 +19,11 @@ def jsonl_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) -
         is_plain = lines is raw
         if is_plain:
             raw.seek(offset)
-        else:
-            lines = itertools.islice(lines, first, None)
-        for number, line in enumerate(lines, start=first):
+        skipped = 0 if is_plain else first
+        following = itertools.islice(lines_of(lines, MAX_DOCUMENT_BYTES), skipped, None)
+        for number, line in enumerate(following, start=first):
+            if len(line) > MAX_DOCUMENT_BYTES:
+                raise _too_long(path, number)
             if line.strip():
                 where = f"{path}, line {number + 1}"
                 row = _object(_parse(line, where, "a line holds one object"), where)
@@ -37,11 +40,18 @@ def json_rows(key: str, path: Path, field: TextField, start: tuple[int, int]) ->
 
 def _begins_with_a_row(path: Path) -> bool:
     with open_lines(path) as (lines, _):
-        first = next((line for line in lines if line.strip()), b"{}")
+        following = enumerate(lines_of(lines, MAX_DOCUMENT_BYTES))
+        number, first = next(((number, line) for number, line in following if line.strip()), (0, b"{}"))
+    if len(first) > MAX_DOCUMENT_BYTES:
+        raise _too_long(path, number)
     try:
-        return isinstance(json.loads(first), dict)
-    except (ValueError, RecursionError):
+        return first.lstrip().startswith(b"{") and isinstance(parse_json(first), dict)
+    except ValueError:
         return False
+
+
+def _too_long(path: Path, number: int) -> InputError:
+    return InputError(f"{path}: line {number + 1} has more than {MAX_DOCUMENT_BYTES} bytes; a document has fewer")
 
 
 def _item_rows(key: str, path: Path, field: TextField, first: int) -> Iterator[Row]:
@@ -55,8 +65,8 @@ def _item_rows(key: str, path: Path, field: TextField, first: int) -> Iterator[R
 
 def _parse(data: bytes, where: str, expected: str) -> object:
     try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
+        return parse_json(data)
+    except ValueError as error:
         raise InputError(f"{where}: not JSON ({error}); {expected}") from error
 
 

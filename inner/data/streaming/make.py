@@ -1,5 +1,6 @@
 """Makes shards of a text in their order, from its beginning or from where any of them begins, with the same result."""
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -10,15 +11,18 @@ import numpy as np
 
 from inner.config import DataConfig
 from inner.data.chat.coding import DTYPE
-from inner.data.chat.encode import end_of_sequence, place
+from inner.data.chat.encode import Fitted, end_of_sequence, fit, place
 from inner.data.chat.messages import learned_text
-from inner.data.prepare import chat_template
+from inner.data.prepare import chat_template, describe_losses
+from inner.data.shards import ShardCounts
 from inner.data.sources.build import build_source
 from inner.data.sources.documents import Document, Place, hold_out_an_end, is_heldout, read_from
 from inner.data.streaming.index import Begin, Heldout, Index, Made, Shard, sha256_of
 from inner.data.tokenise import EncodedDocument, token_dtype, tokenise_documents
 from inner.data.tokenizer import build_tokenizer
 from inner.errors import InputError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class MadeShard:
 
 def new_index(config: DataConfig, identity: str) -> Index:
     """The index of a text of which nothing has been tokenised yet."""
-    tokenizer = build_tokenizer(config.tokenizer)
+    tokenizer = build_tokenizer(*config.tokenizer_choice)
     values = {
         "identity": identity,
         "dtype": DTYPE if config.format == "chat" else token_dtype(tokenizer),
@@ -63,10 +67,10 @@ def make_shards(
             places.append(document.place)
             yield document
 
-    template = chat_template(config)
+    template, tokenizer = chat_template(config), config.tokenizer_choice
     with (
         closing(remember(documents)) as remembered,
-        closing(tokenise_documents(remembered, config.tokenizer, processes, cutter.is_wanted, template)) as stream,
+        closing(tokenise_documents(remembered, tokenizer, processes, cutter.is_wanted, template)) as stream,
     ):
         for document_number, encoded in enumerate(stream, start=cutter.begin.document):
             cutter.add(encoded, document_number, places.popleft())
@@ -74,6 +78,8 @@ def make_shards(
             yield from cutter.take_full()
             if cutter.is_full:
                 break
+    if losses := describe_losses(cutter.counts, config.seq_len):
+        log.warning("%s", losses)
     yield from cutter.take_rest()
 
 
@@ -109,6 +115,8 @@ class _Cutter:
         self._heldout_ids: list[np.ndarray] = []
         self._num_heldout = self._heldout_bytes = 0
         self._is_end = False
+        self.counts = ShardCounts()
+        """Of conversations: how many are trained on or held out, left out, and cut."""
 
     @property
     def is_full(self) -> bool:
@@ -119,11 +127,12 @@ class _Cutter:
 
     def add(self, encoded: EncodedDocument, number: int, place: Place | None) -> None:
         """Add a document behind the others."""
+        fitted = self._fit(encoded.ids) if self._config.format == "chat" else Fitted(encoded.ids, False, 1.0)
         if self._is_heldout(encoded.document):
-            if self._heldout is None:
-                self._hold_out(encoded)
+            if self._heldout is None and len(fitted.coded):
+                self._hold_out(encoded, fitted)
         else:
-            self._train_on(encoded.ids, number, place)
+            self._train_on(fitted.coded, number, place)
         enough = self._num_ids > self._index.shard_tokens or self._position >= self._limit
         if self._heldout is None and enough and self._num_heldout > self._config.seq_len:
             self._close_heldout()
@@ -146,8 +155,15 @@ class _Cutter:
         if self._num_ids > 1:
             yield self._take(self._num_ids - 1)
 
+    def _fit(self, ids: np.ndarray) -> Fitted:
+        fitted = fit(ids, self._config.seq_len)
+        if len(ids):
+            is_left = len(fitted.coded) > 0
+            self.counts += ShardCounts(train_documents=is_left, unlearned=not is_left, cut=is_left and fitted.is_cut)
+        return fitted
+
     def _train_on(self, ids: np.ndarray, number: int, where: Place | None) -> None:
-        if self._config.format == "chat":
+        if self._config.format == "chat" and len(ids):
             ids = place(ids, self._position, self._config.seq_len)
         ids = ids[: int(min(self._limit - self._position, len(ids)))]
         self._position += len(ids)
@@ -165,14 +181,14 @@ class _Cutter:
             self._pieces.append(_Piece(np.append(last.ids, ids), last.begin))
             self._num_ids += len(ids)
 
-    def _hold_out(self, encoded: EncodedDocument) -> None:
-        text, ids = encoded.document.text, encoded.ids
+    def _hold_out(self, encoded: EncodedDocument, fitted: Fitted) -> None:
+        text, ids = encoded.document.text, fitted.coded
         if self._config.format == "chat":
             text = learned_text(text)
             ids = place(ids, self._num_heldout, self._config.seq_len)
         self._heldout_ids.append(ids)
         self._num_heldout += len(ids)
-        self._heldout_bytes += len(text.encode("utf-8", "replace"))
+        self._heldout_bytes += round(len(text.encode("utf-8", "replace")) * fitted.learned_share)
         self._is_end |= encoded.document.is_end
 
     def _is_heldout(self, document: Document) -> bool:

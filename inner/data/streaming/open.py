@@ -46,7 +46,7 @@ def is_streamed(config: DataConfig) -> bool:
 def open_streamed(config: DataConfig, cache_dir: Path, options: StreamOptions) -> Corpus:
     """Open the text of `config`, once the first shard of each source is here. Close it after use. Raises InputError."""
     entries = [(entry.name, entry.weight) for entry in config.mixture] or [("", 1.0)]
-    tokenizer, cache = build_tokenizer(config.tokenizer), open_cache(cache_dir, options)
+    tokenizer, cache = build_tokenizer(*config.tokenizer_choice), open_cache(cache_dir, options)
     texts: list[Text] = []
     try:
         for source, entry in zip(config.sources, entries, strict=True):

@@ -1,27 +1,63 @@
 """Plain arrays of token ids in .npy files: with numpy's header, or without one as OLMo's tools write them."""
 
+import logging
 from pathlib import Path
 
 import numpy as np
 
 from inner.data.token_files.token_file import TokenFile, map_ids, refuse
+from inner.errors import refused
 
+log = logging.getLogger(__name__)
+
+TYPES = {2: "uint16", 4: "uint32", 8: "int64"}
+SAMPLE_BYTES = 1 << 20
+FEWEST_IDS = 64
+"""In fewer ids zeros at every second place may be chance."""
+MOST_TOO_HIGH = 0.9
+"""Ids of two bytes that are read as four are nearly all too high; those of another tokenizer are mostly low."""
 NUMPY_MAGIC = b"\x93NUMPY"
 
 
-def open_array(path: Path, dtype: str) -> TokenFile:
-    """Open a .npy file; ids without a header are of `dtype`. Documents end where eos is, and only there."""
+def open_array(path: Path, vocab_size: int) -> TokenFile:
+    """Open a .npy file. Documents end where eos is, and only there.
+
+    Ids without a header have two bytes, or four if `vocab_size` is above 65,536, unless the file shows another width.
+    """
     with path.open("rb") as file:
         has_header = file.read(len(NUMPY_MAGIC)) == NUMPY_MAGIC
-    tokens = _open_saved(path) if has_header else map_ids(path, np.dtype(dtype))
+    tokens = _open_saved(path) if has_header else map_ids(path, np.dtype(TYPES[find_width(path, vocab_size)]))
     return TokenFile(path, tokens, np.array([len(tokens)], np.int64), knows_documents=False)
 
 
+def find_width(path: Path, vocab_size: int) -> int:
+    """Bytes of an id in a file without a header: by the vocabulary, if the beginning of the file agrees."""
+    expected = 2 if vocab_size <= 1 << 16 else 4
+    sample = np.fromfile(path, np.uint8, SAMPLE_BYTES)
+    sample = sample[: len(sample) // 8 * 8]
+    width = expected
+    while width < 8 and _is_half_empty(sample.view(f"<u{width}")):
+        width *= 2
+    ids = sample.view(f"<u{width}")
+    if width == 4 and len(ids) >= FEWEST_IDS and (ids >= vocab_size).mean() > MOST_TOO_HIGH:
+        width = 2
+    if width != expected:
+        log.warning(
+            "%s: its ids have %d bytes, by what is in it, and not %d as the tokenizer with %d ids suggests; a file of "
+            "numpy.save says its type",
+            path, width, expected, vocab_size,
+        )  # fmt: skip
+    return width
+
+
+def _is_half_empty(ids: np.ndarray) -> bool:
+    """Whether every second id is 0, as where they are the upper halves of wider ones."""
+    return len(ids) >= FEWEST_IDS and not ids[1::2].any() and bool(ids[::2].any())
+
+
 def _open_saved(path: Path) -> np.ndarray:
-    try:
+    with refused(f"data.paths: {path}: numpy cannot map it", "write the file again, or name others"):
         tokens = np.lib.format.open_memmap(path, mode="r")
-    except (ValueError, EOFError, OSError) as error:
-        refuse(path, f"numpy cannot map it ({error})")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
         refuse(path, f"it holds {tokens.dtype} of shape {tokens.shape}, and ids are a row of integers")
     return tokens

@@ -12,7 +12,7 @@ TYPES = {2: "uint16", 4: "uint32"}
 def open_datatrove(path: Path) -> TokenFile:
     """Open NAME.ds with its NAME.ds.index. The bytes of an id follow from the two. Raises InputError."""
     index = path.with_name(f"{path.name}.index")
-    if not index.exists():
+    if not index.is_file():
         refuse(path, f"there is no {index.name} beside it, which a .ds file of datatrove needs")
     ends = map_ids(index, np.dtype("uint64")).astype(np.int64)
     check_ends(index, ends, int(ends[-1]))

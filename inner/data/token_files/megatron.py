@@ -19,7 +19,7 @@ TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 def open_megatron(path: Path) -> TokenFile:
     """Open NAME.bin with its NAME.idx. Raises InputError if they are damaged or do not belong together."""
     index = path.with_suffix(".idx")
-    if not index.exists():
+    if not index.is_file():
         refuse(path, f"there is no {index.name} beside it, which a .bin file of Megatron needs")
     raw = np.memmap(index, dtype=np.uint8, mode="r")
     if len(raw) < HEADER.size:

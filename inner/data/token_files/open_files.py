@@ -11,31 +11,37 @@ from inner.data.token_files.arrays import open_array
 from inner.data.token_files.datatrove import open_datatrove
 from inner.data.token_files.megatron import open_megatron
 from inner.data.token_files.token_file import TokenFile
-from inner.errors import InputError
+from inner.errors import InputError, refused
 
 
-def open_token_files(paths: Sequence[str], dtype: str) -> list[TokenFile]:
+def open_token_files(paths: Sequence[str], vocab_size: int) -> list[TokenFile]:
     """Open all token files that `paths` name: files, folders or patterns, in this order, sorted within each; each once.
 
-    Ids of files that do not say their type are of `dtype`. Raises InputError if there are none or one is damaged.
+    Ids of files that do not say their type have the width that `vocab_size` or the file suggests. Raises InputError if
+    there are none or one is damaged.
     """
     formats: dict[str, Callable[[Path], TokenFile]] = {
         ".bin": open_megatron,
         ".ds": open_datatrove,
-        ".npy": lambda path: open_array(path, dtype),
+        ".npy": lambda path: open_array(path, vocab_size),
     }
     if not paths:
         raise InputError(
             "data.source=tokens needs data.paths, got none; name .bin, .ds or .npy files, or folders of them"
         )
     found, _ = distinct(file for entry in paths for file in find_files(entry))
-    opened = [formats[path.suffix](path) for _, path in found if path.suffix in formats]
+    opened = [_open(path, formats[path.suffix]) for _, path in found if path.suffix in formats]
     if not opened:
         raise InputError(
             f"data.paths {list(paths)}: none of the {len(found)} files found is a token file; data.source=tokens reads "
             ".bin with .idx (Megatron), .ds with .ds.index (datatrove) and .npy; for text set data.source=files"
         )
     return opened
+
+
+def _open(path: Path, open_format: Callable[[Path], TokenFile]) -> TokenFile:
+    with refused(f"data.paths: {path}: cannot be read", "write the file again, or name others"):
+        return open_format(path)
 
 
 class Ids(Protocol):

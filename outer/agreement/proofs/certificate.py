@@ -6,7 +6,7 @@ Nobody needs to have committed it first.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import cached_property
 from typing import Annotated, NamedTuple
 
@@ -19,7 +19,7 @@ from outer.network.messages import MAX_ROUND, MAX_TOKENS, Digest, IslandName, Me
 MAX_PARTICIPANTS = 1024
 MAX_INTRODUCTIONS = 16
 
-PlanId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+PlanId = Annotated[str, Field(max_length=32, pattern=r"^[0-9a-f]{32}$")]
 """Field of a message: `Plan.id`."""
 Verify = Callable[[str, bytes, str], bool]
 """(public key, text, signature) to whether the key's holder has signed the text."""
@@ -87,13 +87,22 @@ class Certificate(Message):
         """The participants' keys, by island."""
         return dict(zip(self.statement.islands, self.statement.keys, strict=True))
 
-    def check(self, verify: Verify) -> None:
-        """Raise MessageError unless every participant has signed with the key in the statement."""
+    def check_form(self) -> None:
+        """Raise MessageError unless each participant is there once, with a key and a signature."""
         self.statement.check()
         if len(self.signatures) != len(self.statement.islands):
             raise MessageError(f"{len(self.signatures)} signatures of {len(self.statement.islands)} participants")
+
+    def check(self, verify: Verify, first: Container[str] = ()) -> None:
+        """Raise MessageError unless every participant has signed with the key in the statement.
+
+        Those whose keys are in `first` are asked before the others: a liar can sign for any number of invented islands,
+        but not for them, and is found out by one signature.
+        """
+        self.check_form()
         text = self.statement.text
-        for island, key, signature in zip(self.statement.islands, self.statement.keys, self.signatures, strict=True):
+        signed = zip(self.statement.islands, self.statement.keys, self.signatures, strict=True)
+        for island, key, signature in sorted(signed, key=lambda each: each[1] not in first):
             if not verify(key, text, signature):
                 raise MessageError(f"{island} has not signed the certificate of round {self.statement.round}")
 

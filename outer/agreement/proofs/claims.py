@@ -103,7 +103,7 @@ class Claims:
             raise MessageError("there is no certificate of it")
         if proof.certificate.claim != claim:
             raise MessageError("the certificate is of another state")
-        proof.certificate.check(self._signer.verify)
+        proof.certificate.check(self._signer.verify, frozenset(self.witnesses.known.values()))
         self.add(proof.certificate)
         if (num := self.count(claim, is_held_up=is_held_up)) < needed:
             raise MessageError(f"{num} of the {needed} islands needed, that this island knows, have signed it")

@@ -10,6 +10,7 @@ commit: otherwise one that knows too few, or only those that have died since, wo
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from outer.agreement.proofs.certificate import MAX_INTRODUCTIONS, Certificate
@@ -56,14 +57,13 @@ class Witnesses:
     def introduce(self, certificates: Iterable[Certificate], needed: int) -> None:
         """Admit the participants of each certificate that `needed` islands have signed which count by then."""
         for certificate in certificates if self.num_others else ():
-            keys = certificate.keys
-            is_news = any(self.known.get(island) != key for island, key in keys.items())
-            if is_news and self._agrees_with(keys) and self.count(keys.items()) >= needed:
-                try:
-                    certificate.check(self.signer.verify)
-                except MessageError:
-                    continue
-                self.admit(certificate)
+            with suppress(MessageError):
+                certificate.check_form()
+                keys = certificate.keys
+                is_news = any(self.known.get(island) != key for island, key in keys.items())
+                if is_news and self._agrees_with(keys) and self.count(keys.items()) >= needed:
+                    certificate.check(self.signer.verify, frozenset(self.known.values()))
+                    self.admit(certificate)
 
     def _agrees_with(self, keys: Mapping[str, str]) -> bool:
         """Whether these islands' names belong to these keys as far as this island knows."""

@@ -24,7 +24,7 @@ from outer.errors import BehindError, DeadlineError, MessageError, OuterError, P
 from outer.membership.base import Member
 from outer.network.endpoints import Endpoint
 from outer.network.event_loop import loop_time
-from outer.network.messages import Message, inflate, parse
+from outer.network.messages import Message, receive
 from outer.network.rejections import Rejections
 from outer.report import Waiting
 
@@ -109,15 +109,8 @@ class ProtocolDriver:
                 case TooFew():
                     warned_at = self._few.check(decision, grace.waited, warned_at, loop_time())
             planless_since = self._pass_over(planless_since, is_late=grace.is_late) if decision is None else None
-            describe = partial(
-                describe_gathering,
-                self.protocol,
-                decision,
-                self._detector.losses,
-                loop_time() - started,
-                is_late=grace.is_late,
-            )
-            waits.report(loop_time(), describe)
+            about = self.protocol, decision, self._detector.losses, loop_time() - started
+            waits.report(loop_time(), partial(describe_gathering, *about, is_late=grace.is_late))
             await self._changes.wait(min(PING_SECONDS, patience or PING_SECONDS))
 
     async def contribute(self, own: Ready) -> None:
@@ -234,9 +227,10 @@ class ProtocolDriver:
     # -- messages -------------------------------------------------------------------------------------------------
 
     async def _on_message(self, model: type[Message], source: Endpoint, body: bytes) -> bytes:
-        message, sender = parse(model, inflate(body)), source.island
+        message, sender = await receive(model, body), source.island
         reply = self.protocol.receive(sender, message)
         self._detector.hear(sender)
+        self._few.hear(sender)
         match message:
             case Ready():
                 self._peers.direct_addresses[sender] = message.control_addresses
@@ -263,7 +257,7 @@ class ProtocolDriver:
         if isinstance(message, Vote) and message.digest is None:
             self._peers.notify_other_ranks(island, kind, body)
         try:
-            reply = await self._peers.call(island, kind, body)
+            reply = await self._peers.call(island, kind, body, REPLIES.get(type(message)))
         except (PeerLost, DeadlineError) as error:
             self._detector.report_failure(island, str(error), called_at)
             self._changes.add()
@@ -273,9 +267,10 @@ class ProtocolDriver:
             self._detector.hear(island)
             if (model := REPLIES.get(type(message))) is not None:
                 try:
-                    self.protocol.receive(island, parse(model, reply))
+                    self.protocol.receive(island, await self._peers.read_reply(island, model, reply))
                 except MessageError as error:
                     self._rejections.add_error(island, error)
+                self._few.hear(island)
                 self._send_outbox()
             else:
                 self._knowledge.lost -= {island}

@@ -6,11 +6,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from outer.errors import PeerLost, TransportError
-from outer.membership.base import Member, Membership
+from outer.membership.base import Member, Membership, TextPrint
+from outer.membership.texts import TextComparison
 from outer.network.deadlines import Deadlines
 from outer.network.endpoints import Messenger
 from outer.network.event_loop import Tasks, loop_time
-from outer.network.messages import Message
+from outer.network.messages import MAX_REFUSAL_BYTES, M, Message, longest_reply, receive_reply
 
 log = logging.getLogger(__name__)
 
@@ -21,11 +22,19 @@ class Peers:
     """The other islands of the run. Islands with a different config hash are ignored."""
 
     def __init__(
-        self, me: str, messenger: Messenger, membership: Membership, deadlines: Deadlines, config_hash: str
+        self,
+        me: str,
+        messenger: Messenger,
+        membership: Membership,
+        deadlines: Deadlines,
+        config_hash: str,
+        text: TextPrint | None = None,
     ) -> None:
+        """`text`: what this island says of its own, which others are compared with."""
         self.members: dict[str, Member] = {}
         """Membership records of the other islands at the last `refresh`, by island."""
         self._me, self._membership, self._config_hash = me, membership, config_hash
+        self._texts = TextComparison(text)
         self.messenger, self.deadlines = messenger, deadlines
         self.direct_addresses: dict[str, list[str]] = {}
         """Control addresses from the islands' own messages, used before those in their records, by island."""
@@ -47,6 +56,7 @@ class Peers:
             for name, m in found.items()
             if name != self._me and m.config_hash == self._config_hash and self._gone.get(name) != m.incarnation
         }
+        self._texts.look(self.members)
         return True
 
     def remove(self, island: str, incarnation: str) -> None:
@@ -59,8 +69,12 @@ class Peers:
         recorded = self.members[island].control_addresses if island in self.members else []
         return self.direct_addresses.get(island, recorded)
 
-    async def call(self, island: str, kind: str, body: bytes) -> bytes:
-        """Call the island's leader, twice if the connection breaks. Raises PeerLost, DeadlineError or MessageError."""
+    async def call(self, island: str, kind: str, body: bytes, answer: type[Message] | None = None) -> bytes:
+        """Call the island's leader, twice if the connection breaks. Raises PeerLost, DeadlineError or MessageError.
+
+        No more of the reply is read than an `answer` may have, or a word if there is none.
+        """
+        longest = MAX_REFUSAL_BYTES if answer is None else longest_reply(answer)
         for is_last in (False, True):
             addresses, started = self.addresses(island), loop_time()
             num_freezes = self.deadlines.num_freezes
@@ -68,7 +82,7 @@ class Peers:
                 raise PeerLost(island, "its address is not known")
             try:
                 limit = self.deadlines.limit("call")
-                reply = await self.messenger.call(addresses[0], kind, body, timeout_seconds=limit)
+                reply = await self.messenger.call(addresses[0], kind, body, timeout_seconds=limit, longest=longest)
             except PeerLost:
                 self.direct_addresses.pop(island, None)  # They may be wrong; those in the record may not.
                 if is_last:
@@ -78,6 +92,10 @@ class Peers:
                 self.deadlines.observe("call", loop_time() - started, num_freezes)
                 return reply
         raise AssertionError("the last try returns or raises")
+
+    async def read_reply(self, island: str, model: type[M], reply: bytes) -> M:
+        """Parse what the island's leader has answered. Raises MessageError."""
+        return await receive_reply(self.messenger, (self.addresses(island) or [""])[0], model, reply)
 
     def notify_other_ranks(self, island: str, kind: str, body: bytes) -> None:
         """Call the island's ranks other than the leader, without waiting for their replies."""
@@ -104,3 +122,5 @@ class Identity:
     identity: str
     """Identifier that stays the same over restarts."""
     config_hash: str
+    text: TextPrint | None = None
+    """What it says of its text. On the leader."""

@@ -1,6 +1,7 @@
 """What an island says, and when it ends, because only few islands take part in a round."""
 
 import logging
+from collections.abc import Sequence
 
 from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Plan
@@ -11,6 +12,8 @@ from outer.network.deadlines import Deadlines
 log = logging.getLogger(__name__)
 
 WARN_SECONDS = 60.0
+NAMED = 8
+"""Islands with other parameters that are named, so that a stranger with many names does not fill the log."""
 
 
 class FewIslands:
@@ -20,8 +23,25 @@ class FewIslands:
         self._knowledge, self._deadlines = knowledge, deadlines
         self._met: set[str] = set()
         """Islands that took part in a commit and have not said goodbye."""
-        self._strangers: set[str] = set()
-        """Islands that began from other parameters than this one."""
+        self._strangers: dict[str, str] = {}
+        """Digests of the islands that begin with other parameters than this one, by island."""
+        self._told: set[str] = set()
+        """Those of which it has warned."""
+
+    def hear(self, island: str) -> None:
+        """A message of the island has arrived: warn, once, if it begins the run with other parameters than this one."""
+        own, theirs = self._knowledge.status, self._knowledge.statuses.get(island)
+        if theirs is None or not (own.is_start and own.is_coming and theirs.is_start and theirs.is_coming):
+            return
+        if theirs.agrees_with(own):
+            self._strangers.pop(island, None)
+            return
+        if island in self._told:
+            self._strangers[island] = theirs.digest
+        elif len(self._told) < NAMED:
+            self._told.add(island)
+            self._strangers[island] = theirs.digest
+            self._warn(self._name_strangers([island]))
 
     def check(self, too_few: TooFew, waited: float, warned_at: float, now: float) -> float:
         """Warn once a minute. Returns when that was last done. `waited` is in seconds.
@@ -30,8 +50,6 @@ class FewIslands:
         """
         present, needed, seconds = too_few.present, too_few.needed, f"{waited:.0f} s"
         if too_few.is_start:
-            own, live = self._knowledge.status, self._knowledge.live
-            self._strangers |= {name for name, s in live.items() if s.round == 0 and not s.agrees_with(own)}
             if waited > self._deadlines.initial_seconds:
                 came = f"{present} of {needed} islands came within {seconds}"
                 raise QuorumError(f"round 0: {came}; outer.start_islands are needed to begin{self._explain_absence()}")
@@ -45,11 +63,18 @@ class FewIslands:
 
     def _explain_absence(self) -> str:
         """Why there may be so few: other islands began from different parameters, or none answers."""
-        if not self._strangers:
+        if not (self._strangers and self._knowledge.status.is_start):
             return "" if self._knowledge.live else "; no other island answers: they are down, or have finished the run"
+        return f"; {self._name_strangers(sorted(self._strangers))}"
+
+    def _name_strangers(self, islands: Sequence[str]) -> str:
+        """Which islands began with other parameters, by both digests, and the three cures."""
+        digests = ", ".join(f"{name} with digest {self._strangers[name][:12]}" for name in islands)
         return (
-            f"; {', '.join(sorted(self._strangers))} began from other parameters than this island: all islands need "
-            "the same seed or weights, and the same program"
+            f"{digests} and this island with {self._knowledge.status.digest[:12]} begin with other parameters, and "
+            "cannot average them. Start the islands again: with the same seed, set before the model and its adapters "
+            "are made; or with the same weights (model.init_from, or one checkpoint that all of them load); or one "
+            "of them alone (outer.start_islands=1) and the others with island.joins=true, which take its weights"
         )
 
     def on_plan(self, plan: Plan) -> None:

@@ -11,7 +11,7 @@ from hivemind.dht import DHTNode
 from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
-from outer.errors import InputError, PeerLost
+from outer.errors import DifferingConfigsError, InputError, PeerLost
 from outer.membership.base import Member
 from outer.membership.dht.node import RPC_SECONDS, bootstrap_addresses, close_dht, meet, open_dht
 from outer.membership.dht.records import find_members, find_records, list_runs, read_config, store_config, store_record
@@ -108,7 +108,11 @@ class HivemindMembership:
 
     async def publish_config(self, text: str) -> None:
         check_config_text(text)
-        self._config = await self.read_config() or text
+        try:
+            self._config = await self.read_config() or text
+        except DifferingConfigsError as error:
+            log.warning("%s; this island goes by its own", error)
+            self._config = text
         await self._store_config()
         self._keep_refreshing()
 
@@ -180,28 +184,44 @@ class HivemindMembership:
             await store_config(self._dht, self._run_id, self._auth, self._config, get_dht_time() + CONFIG_SECONDS)
 
 
-async def find_runs_in_swarm(address: str, connect_seconds: float, key: RunKey | None) -> dict[str, RunInfo]:
-    """The runs in the swarm that the key opens, by id. Raises InputError if it is unreachable or the key opens none."""
+async def find_runs_in_swarm(
+    address: str, connect_seconds: float, key: RunKey | None, run_name: str | None = None
+) -> dict[str, RunInfo]:
+    """The runs in the swarm that the key opens, by id. If the run `run_name` is there, that one: it needs no list,
+    from which strangers may push it out.
+
+    Raises InputError if the swarm is unreachable, the key opens none, or nobody can tell what a run's config is.
+    """
     # It only asks: nobody has to reach it.
     settings = DaemonSettings(["/ip4/127.0.0.1/tcp/0"], bootstrap=[address], connect_seconds=connect_seconds)
     daemon = await start_daemon(settings)
     try:
         dht = await open_dht(daemon, [address], connect_seconds)
-        runs: dict[str, RunInfo] = {}
-        refused: list[InputError] = []
-        for run_id in await list_runs(dht):
-            try:
-                text = await read_config(dht, run_id, key)
-                if text is not None:
-                    runs[run_id] = RunInfo(text, tuple(await find_members(dht, run_id, PeerAuth(key))))
-            except InputError as error:
-                refused.append(error)
+        runs, refused = await _read_runs(dht, [run_name] if run_name else [], key)
+        if not runs and not refused:
+            runs, refused = await _read_runs(dht, await list_runs(dht), key)
         await close_dht(dht)
     finally:
         await daemon.close()
     if refused and not runs:
         raise refused[0]
     return runs
+
+
+async def _read_runs(
+    dht: DHTNode, names: Sequence[str], key: RunKey | None
+) -> tuple[dict[str, RunInfo], list[InputError]]:
+    """The runs of these names that are there, and why others cannot be read."""
+    runs: dict[str, RunInfo] = {}
+    refused: list[InputError] = []
+    for name in names:
+        try:
+            text = await read_config(dht, name, key)
+            if text is not None:
+                runs[name] = RunInfo(text, tuple(await find_members(dht, name, PeerAuth(key))))
+        except InputError as error:
+            refused.append(error)
+    return runs, refused
 
 
 @dataclass

@@ -8,13 +8,15 @@
 `key` is the island key that has signed the value (outer/membership/dht/owned_records.py).
 """
 
-from collections import Counter
+import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from random import SystemRandom
 
 from hivemind.dht import DHTNode
 
-from outer.errors import InputError, MessageError
+from outer.errors import DifferingConfigsError, InputError, MessageError
 from outer.identity.island_key import SIGNATURE_BYTES
 from outer.membership.base import Member
 from outer.membership.dht.node import MAX_VALUE_BYTES
@@ -22,6 +24,8 @@ from outer.membership.dht.owned_records import make_subkey, parse_subkey
 from outer.membership.records import MAX_CONFIG_BYTES, MAX_RECORD_BYTES, RUNS_KEY, check_record, parse_record
 from outer.network.rejections import RefusedError
 from outer.network.run_key import SEAL_BYTES, PeerAuth, RunKey, seal, unseal
+
+log = logging.getLogger(__name__)
 
 CONFIG_NAME = "config"
 MAX_LISTED_RUNS = 64
@@ -91,9 +95,10 @@ async def find_records(dht: DHTNode, run_id: str, key: RunKey | None) -> list[Dh
 
 
 async def read_config(dht: DHTNode, run_id: str, key: RunKey | None, own: str = "") -> str | None:
-    """The run's config as the island with the public key `own` has published it, or else as most islands have.
+    """The run's config as the island with the public key `own` has published it, or else as all islands have.
 
-    None if there is none. Raises InputError when there are configs and the run key opens none of them.
+    None if there is none. Raises InputError when there are configs and the run key opens none of them, and
+    DifferingConfigsError if they differ: keys cost nothing, so their number says nothing.
     """
     texts: dict[str, str] = {}
     refusal: MessageError | None = None
@@ -111,14 +116,31 @@ async def read_config(dht: DHTNode, run_id: str, key: RunKey | None, own: str = 
             f"island.run_key_file: the swarm has a config of run {run_id!r}, but {refusal}; every island of a run "
             "holds the same key, and a run without a key is another run: give it another name"
         )
-    ranked = sorted(Counter(texts.values()).items(), key=lambda item: (-item[1], item[0]))
-    return texts.get(own) or (ranked[0][0] if ranked else None)
+    if own not in texts and len(set(texts.values())) > 1:
+        raise _differing_configs_error(run_id, texts)
+    return texts.get(own) or next(iter(texts.values()), None)
+
+
+def _differing_configs_error(run_id: str, texts: Mapping[str, str]) -> DifferingConfigsError:
+    """`texts` by the key that has published them."""
+    keys_of: dict[str, list[str]] = {}
+    for owner, text in texts.items():
+        keys_of.setdefault(text, []).append(owner[:16])
+    shown = [f"{keys[0]}... and {len(keys) - 1} more keys" for keys in keys_of.values()]
+    return DifferingConfigsError(
+        f"the swarm shows {len(keys_of)} different configs of run {run_id!r}, of the keys {'; '.join(shown[:4])}: "
+        "whoever reaches a swarm may publish one if the run has no key. Ask an operator of the run for its config and "
+        "start with `diloco train`, or give all islands island.run_key_file"
+    )
 
 
 async def list_runs(dht: DHTNode) -> list[str]:
-    """Names of the swarm's runs, those that most islands list first, and no more than MAX_LISTED_RUNS."""
-    listed = Counter(value.name for value in await _read_values(dht, RUNS_KEY))
-    return sorted(listed, key=lambda name: (-listed[name], name))[:MAX_LISTED_RUNS]
+    """Names of the swarm's runs. Of more than MAX_LISTED_RUNS any: whoever asks for a run by name needs no list."""
+    listed = sorted({value.name for value in await _read_values(dht, RUNS_KEY)})
+    if len(listed) <= MAX_LISTED_RUNS:
+        return listed
+    log.warning("%d runs are listed in this swarm, %d are looked at; name one (--run)", len(listed), MAX_LISTED_RUNS)
+    return sorted(SystemRandom().sample(listed, MAX_LISTED_RUNS))
 
 
 async def _read_values(dht: DHTNode, key: str) -> list[DhtValue]:

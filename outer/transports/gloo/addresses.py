@@ -14,7 +14,7 @@ from pydantic import Field
 from outer.errors import MessageError
 from outer.network.endpoints import Endpoint, Messenger
 from outer.network.event_loop import ChangeSignal
-from outer.network.messages import Message, parse
+from outer.network.messages import Message, receive
 
 MAX_EPOCH_LENGTH = 1024
 MAX_ADDRESS_BYTES = 1 << 16
@@ -121,7 +121,7 @@ class AddressExchange:
         """
         await self._changed.wait_until(lambda: self._own is not None or self._epoch != epoch, seconds)
         reply = await self._call(address, "gloo_address", epoch, seconds)
-        found = parse(GlooAddress, reply)
+        found = await receive(GlooAddress, reply)
         return found.key, bytes.fromhex(found.value)
 
     async def wait_until_built(self, address: str, epoch: str, seconds: float) -> None:
@@ -145,7 +145,7 @@ class AddressExchange:
 
     async def _hold(self, source: Endpoint, question: str, body: bytes, is_ready: Callable[[], bool]) -> None:
         """Wait until the question can be answered. Raises MessageError once the caller has asked of another."""
-        epoch = parse(AddressQuery, body).epoch
+        epoch = (await receive(AddressQuery, body)).epoch
         if (source, question) not in self._asked and len(self._asked) >= MAX_CALLERS:
             self._asked.pop(next(iter(self._asked)))
         self._asked[source, question] = epoch

@@ -155,7 +155,26 @@ def test_the_commands_export_evaluate_and_generate(tmp_path, folder):
     told = output("export", str(folder), str(small), "--dtype", "bfloat16")
     assert "parameters as bfloat16 in 1 file" in told and weights_sha256(small) in told
     (tmp_path / "text.txt").write_text(TEXT)
-    assert "nats a token" in output("evaluate", str(small), str(tmp_path / "text.txt"), "--device", "cpu")
+    assert "nats per token" in output("evaluate", str(small), str(tmp_path / "text.txt"), "--device", "cpu")
     asked = ["generate", str(small), "--prompt", "The", "--max-tokens", "9", "--temperature", "0", "--device", "cpu"]
     assert output(*asked).startswith("The") and output(*asked) == output(*asked)
     assert output(*asked, "--count", "2").startswith("--- seed 0\nThe")
+
+
+def test_a_sliding_window_bounds_what_is_computed_with_a_folder(tmp_path, folder):
+    change_config(folder, use_sliding_window=True, sliding_window=16, max_window_layers=0)
+    (tmp_path / "text.txt").write_text(TEXT)
+    weights = open_weights(folder)
+    corpus = load_text([str(tmp_path / "text.txt")], weights, None)
+    assert (weights.seq_len, weights.window, evaluate(weights, corpus, 32, "cpu").tokens) == (16, 16, 32)
+    with pytest.raises(InputError, match=r"sliding_window of 16, which is not computed here, and a sequence has 17"):
+        evaluate(weights, corpus, 32, "cpu", 17)
+    with pytest.raises(InputError, match="sliding_window of 16"):
+        next(generate_texts(weights, GenerateRequest("hi", 20, Sampling(), 0), 1, "cpu"))
+
+
+def test_a_run_begins_from_a_model_whose_sliding_window_covers_its_sequences(tmp_path, folder):
+    change_config(folder, use_sliding_window=True, sliding_window=16, max_window_layers=0)
+    assert config_from(tmp_path, folder, "data.seq_len=16").model.dim == BYTE_SIZES.dim
+    with pytest.raises(ConfigError, match=r"sliding_window is 16; .* sequences have 256"):
+        config_from(tmp_path, folder)

@@ -257,3 +257,10 @@ def test_settings_of_own_code_between_islands_are_part_of_the_hash_only_where_th
     rule = parse_config("outer: {optimizer: {rule: 'a:b'}}").run
     options = parse_config("outer: {optimizer: {rule: 'a:b', options: {c: 1}}}").run
     assert len({HASH_OF_DEFAULTS, rule.hash, options.hash}) == 3
+
+
+def test_the_bound_of_means_is_part_of_the_hash_only_where_it_is_not_the_default():
+    plain, same = parse_config("").run, parse_config("outer: {merge: {refuse_norm_ratio: 20}}").run
+    other, without = (parse_config(f"outer: {{merge: {{refuse_norm_ratio: {v}}}}}").run for v in ("30", "null"))
+    assert plain.hash == same.hash
+    assert len({plain.hash, other.hash, without.hash}) == 3

@@ -65,9 +65,9 @@ def test_sizes_with_fewer_seeds_are_on_the_line_of_the_others(tmp_path):
 def test_what_a_step_holds_is_in_the_label_where_it_varies(tmp_path):
     rows = rows_of(tmp_path, axes=[{"step_tokens": [128, 256]}, {"outer.inner_steps": [4, 8]}])
     assert labels(rows)[:3] == [
-        "data-parallel AdamW, 128 tokens a step",
-        "data-parallel AdamW, 256 tokens a step",
-        "Nesterov 0.7/0.9, H 4, 2 islands, bf16, 128 tokens a step",
+        "data-parallel AdamW, 128 tokens per step",
+        "data-parallel AdamW, 256 tokens per step",
+        "Nesterov 0.7/0.9, H 4, 2 islands, bf16, 128 tokens per step",
     ]
 
 

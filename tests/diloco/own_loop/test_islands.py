@@ -17,7 +17,7 @@ from diloco.assemble import Runtime
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.own_loop.islands import Islands
-from diloco.own_loop.model import trained_params
+from diloco.own_loop.model.params import trained_params
 from diloco.records.run_folder import read_run
 from diloco.report.data_account import data_account
 from diloco.train import train

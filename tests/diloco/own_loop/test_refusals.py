@@ -11,7 +11,8 @@ from torch import nn
 
 import diloco
 from diloco.errors import ConfigError
-from diloco.own_loop.model import trained_params, with_moments
+from diloco.own_loop.model.optimizers import with_moments
+from diloco.own_loop.model.params import trained_params
 from diloco.own_loop.run_config import read_config
 from diloco.own_loop.saved_state import parse_state
 

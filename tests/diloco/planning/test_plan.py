@@ -5,12 +5,14 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import tokenizers
 from rich.console import Console
 
 from diloco.config.schema import load_config
 from diloco.errors import ConfigError
-from diloco.planning.mesh.step_plan import build_step_plan
+from diloco.planning.mesh.step_plan import build_step_plan, vocabulary
 from diloco.planning.plan import PlanRequest, StepTime, parse_count, show_plan, step_time
+from inner.model.sizes import num_params
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
@@ -32,7 +34,7 @@ def test_every_shipped_method_can_be_planned(path: Path, bandwidth: str):
     out = StringIO()
     question = PlanRequest(step_seconds="0.1", codec_speed="4G", bandwidth=bandwidth, rtt="50ms")
     show_plan(path, [], question, Console(file=out, width=100))
-    assert "bits a parameter" in out.getvalue()
+    assert "bits per parameter" in out.getvalue()
 
 
 def error_of(overrides: list[str] | None = None, **asked: object) -> str:
@@ -45,7 +47,7 @@ def test_the_plan_shows_every_term_memory_time_and_advice():
     text = "\n".join(printed([], bandwidth="1mbit", rtt="50ms"))
     for word in ("inner steps", "transfer", "round trips", "codec", "outer step", "slowest island", "global params"):
         assert word in text
-    assert "tokens/s" in text and "bits a parameter" in text
+    assert "tokens/s" in text and "bits per parameter" in text
     assert "set outer." in text
 
 
@@ -160,3 +162,34 @@ def test_a_wrong_gpu_is_named_with_the_known_ones():
     assert "mi300x" in error_of(gpu="h1000", step_seconds=None)
     assert "got 2 kinds" in error_of(["islands=[{},{},{}]"], gpu="h100,a100", step_seconds=None)
     assert "give one of them" in error_of(gpu="h100", flops="1T", step_seconds=None)
+
+
+SHIPPED = sorted(path for path in QUICKSTART.parent.rglob("*.yaml") if "experiments" not in path.parts)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_the_vocabulary_of_every_shipped_config_is_known_without_a_network(path: Path):
+    assert not vocabulary(load_config(path).run)[1]
+
+
+def test_the_shipped_clusters_are_planned_with_the_vocabulary_of_their_tokenizer():
+    config = load_config(QUICKSTART.parent / "two-clusters.yaml")
+    sizes = build_step_plan(config.run, config.for_island(0)).work.sizes
+    assert (sizes.vocab_size, round(num_params(sizes) / 1e6)) == (50257, 252)
+
+
+def test_a_vocabulary_that_is_not_known_is_warned_of_beside_the_recommendation():
+    text = " ".join(printed(["data.tokenizer=some/tokenizer"], width=200)[-4:])
+    assert "warning: all of this is for a vocabulary of 260, as the tokenizer 'some/tokenizer' is not on" in text
+    assert not any("warning" in line for line in printed(["data.tokenizer=gpt2"], width=200))
+
+
+def test_a_tokenizer_in_the_cache_of_the_hub_gives_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cached = tmp_path / "models--some--tokenizer"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    (cached / "snapshots" / "abc").mkdir(parents=True)
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 776}, unk_token="a"))
+    made.save(str(cached / "snapshots" / "abc" / "tokenizer.json"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert vocabulary(load_config(QUICKSTART, ["data.tokenizer=some/tokenizer"]).run) == (777, False)

@@ -16,7 +16,7 @@ SECONDS = 10.0
 
 
 def write_island(run_dir: Path, name: str, *, steps: int, step_seconds: float) -> None:
-    """Two committed rounds and an aborted first attempt at the second, with 100 tokens a step."""
+    """Two committed rounds and an aborted first attempt at the second, with 100 tokens per step."""
     metrics = Metrics(run_dir / name / "metrics.jsonl")
     for number, attempt in ((0, 0), (1, 0), (1, 1)):
         begin = START + (number + attempt) * SECONDS
@@ -33,7 +33,7 @@ def write_island(run_dir: Path, name: str, *, steps: int, step_seconds: float) -
 
 @pytest.fixture
 def islands(tmp_path: Path) -> list[IslandRecords]:
-    """island-0 makes 9 steps a round and waits for nobody, island-1 makes 3 of twice the length and waits."""
+    """island-0 makes 9 steps per round and waits for nobody, island-1 makes 3 of twice the length and waits."""
     write_island(tmp_path, "island-0", steps=9, step_seconds=1.0)
     write_island(tmp_path, "island-1", steps=3, step_seconds=2.0)
     return read_run(tmp_path).islands

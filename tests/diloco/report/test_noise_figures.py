@@ -10,7 +10,7 @@ from tests.diloco.sample_records import a_step
 
 
 def island(name: str, measured: list[tuple[float, float]]) -> IslandRecords:
-    """Records of an island of 512 tokens a step, each second step of which is measured: (signal, noise)."""
+    """Records of an island of 512 tokens per step, each second step of which is measured: (signal, noise)."""
     steps = []
     for number, (signal, noise) in enumerate(measured):
         steps += [

@@ -51,7 +51,7 @@ def test_eight_islands_commit_every_round_at_the_first_attempt() -> None:
 def test_a_round_takes_an_island_few_messages_however_many_islands_there_are(islands: int) -> None:
     found = measure(simulate("outer.inner_steps=10", islands=islands)).messages
     assert sum(found[kind] for kind in ("ready", "plan", "vote", "votelist", "settled")) <= 12
-    assert found["status"] <= 5 * 20, "two calls a second, with their replies, in rounds of 20 s"
+    assert found["status"] <= 5 * 20, "two calls per second, with their replies, in rounds of 20 s"
 
 
 def test_the_same_run_comes_out_the_same() -> None:

@@ -14,8 +14,8 @@ from diloco.network_emulation.links import AccessLink
 from diloco.records.metrics import EvalRecord, EventRecord, Metrics, Record
 from diloco.records.run_folder import RunFacts, write_facts
 from diloco.watch.command import parse_shared_link
+from diloco.watch.feed import Feed
 from diloco.watch.prediction_table import prediction_rows
-from diloco.watch.server import stream
 from diloco.watch.view.prediction import RunPrediction
 from diloco.watch.view.run_view import RunView
 from tests.diloco.sample_records import a_round, a_step
@@ -139,7 +139,7 @@ def state_of(tmp_path: Path) -> dict[str, Any]:
 
 def test_the_stream_brings_the_prediction(tmp_path: Path) -> None:
     async def second() -> str:
-        events = stream(RunPrediction(view_of(tmp_path)))
+        events = Feed(RunPrediction(view_of(tmp_path))).events()
         await anext(events)
         async with asyncio.timeout(60):
             while not (event := await anext(events)).startswith("event: predicted"):

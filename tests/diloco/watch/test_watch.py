@@ -15,8 +15,9 @@ import httpx
 from diloco.records.faults import FaultRecord, record_fault
 from diloco.records.logbook import Logbook
 from diloco.records.metrics import EvalRecord, EventRecord, Metrics
+from diloco.watch.feed import Feed
 from diloco.watch.prometheus import metrics_text
-from diloco.watch.server import build_app, is_loopback, stream
+from diloco.watch.server import build_app, is_loopback
 from diloco.watch.view.history import MAX_POINTS, TAIL_ROWS
 from diloco.watch.view.prediction import RunPrediction
 from diloco.watch.view.run_view import RunView, parse_entry, parse_fault
@@ -143,7 +144,7 @@ def test_each_page_gets_what_is_new_to_it(tmp_path: Path) -> None:
 
 def test_the_stream_begins_with_a_snapshot(run_dir: Path) -> None:
     async def first() -> str:
-        return await anext(stream(RunPrediction(read_view(run_dir))))
+        return await anext(Feed(RunPrediction(read_view(run_dir))).events())
 
     assert asyncio.run(first()).startswith("event: snapshot\ndata: {")
 

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -46,6 +47,14 @@ def test_a_wait_for_other_islands_has_no_limit_here_and_is_no_measure():
     assert activity.work.limit_seconds is None
     activity.start("inner step")
     assert activity.work.limit_seconds == pytest.approx(FLOOR_SECONDS + 12.0)
+
+
+def test_a_round_may_last_while_it_lives_and_be_silent_for_its_longest_wait_and_the_floor():
+    activity = monitor_after(2.0, 2.0, 2.0)
+    activity.start_beating("a round", 20.0)
+    assert (activity.work.limit_seconds, activity.work.has_beats) == (FLOOR_SECONDS + 20.0, True)
+    activity.start("a round")
+    assert activity.work.limit_seconds == FIRST_SECONDS, "how long a round lasts is no measure"
 
 
 def group(sequence, *, waits, name="0", ranks=(0, 1, 2), operation="gloo:all_reduce", entered=None):
@@ -218,6 +227,32 @@ def test_every_rank_says_where_it_stands_one_tells_the_verdict_and_all_end(tmp_p
         assert ["read_data_for_ever" in dump for dump in dumps] == [False, True, False]
         assert all("Thread 0x" in dump and '"collective_seq_id": 4' in dump for dump in dumps)
         assert all(told.removeprefix("0: ") in dump for dump in dumps)
+
+
+def a_round_stands_still(config, index):
+    """It shows signs of life for longer than its limit, and then none any more."""
+    island = config.for_island(index)
+    folder = Path(island.run_dir) / config.name / island.label
+    activity = ActivityMonitor(1.5)
+    with (
+        open_process_group(island, "cpu"),
+        Watchdog(activity, WatchedRank(0, 1, folder, (folder / "told.txt").write_text)),
+    ):
+        activity.start_beating("a round", 0.5)
+        for _ in range(8):
+            activity.beat()
+            time.sleep(0.5)
+        (folder / "was-alive").touch()
+        threading.Event().wait()
+
+
+def test_an_island_whose_round_shows_no_sign_of_life_is_ended(tmp_path):
+    with swarm(tmp_path, islands=[{}]) as islands:
+        island = islands.start(0, a_round_stands_still)
+        assert island.wait() == [HUNG]
+        assert (island.folder / "was-alive").exists()
+        told = (island.folder / "told.txt").read_text()
+        assert told.startswith("a round has shown no sign of life for 2 s on rank 0")
 
 
 def one_rank_dies_while_the_verdict_is_told(config, index):

@@ -158,3 +158,20 @@ def go_back(rank: int, checkpoints: Checkpoints, folder: Path) -> tuple[set[floa
     loaded = tiny.values
     save_steps(checkpoints, 2)
     return loaded, names_in(folder), step_and_values(checkpoints)[0]
+
+
+def test_nobody_resumes_from_a_rejected_checkpoint_and_the_next_save_deletes_it(three: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(three, tmp_path / "rejected")
+    found = run_ranks(with_checkpoints, 2, folder, reject_two)
+    names, resumed, warnings, after = found[0]
+    assert names == ["step-00000003", "step-00000002"]
+    assert (resumed, found[1][1]) == (1, 1)
+    assert warnings[0] == f"checkpoint passed over: {folder / 'step-00000003'}: rejected: no loss was finite after it"
+    assert after == ["lock", "step-00000001", "step-00000002-2"]
+
+
+def reject_two(rank: int, checkpoints: Checkpoints, folder: Path) -> tuple[list[str], int | None, list[str], list[str]]:
+    heard, names = Heard(), checkpoints.reject_since(2)
+    resumed, _ = step_and_values(checkpoints)
+    save_steps(checkpoints, 2)
+    return names, resumed, heard.messages, names_in(folder)

@@ -9,13 +9,15 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from diloco.runtime.step_records import mean_loss
 from inner.config import DataConfig
 from inner.data.batches import IslandBatches, heldout_windows
 from inner.data.chat.coding import CONTEXT, IGNORE
-from inner.data.chat.encode import encode_conversation, place
+from inner.data.chat.encode import encode_conversation, fit, place
 from inner.data.chat.messages import Message, parse_messages, to_text
 from inner.data.corpus import Text, prepare_corpus
 from inner.data.micro_batch import Cutter, decode, num_targets
+from inner.data.streaming.make import make_shards, new_index
 from inner.data.tokenizer import BytesTokenizer, build_tokenizer
 from inner.errors import InputError
 
@@ -89,11 +91,18 @@ def test_no_conversation_crosses_the_border_of_a_sequence(tmp_path: Path) -> Non
         assert read.endswith("<|im_end|>\n")
 
 
-def test_a_conversation_moves_to_the_next_sequence_and_a_long_one_is_cut() -> None:
+def test_a_conversation_moves_to_the_next_sequence() -> None:
     coded = np.arange(10, dtype=np.int32)
     assert place(coded, 20, 16).tolist() == coded.tolist(), "it fits"
     assert place(coded, 7, 16).tolist() == [IGNORE] * 9 + coded.tolist()
-    assert place(coded, 16, 8).tolist() == list(range(8))
+
+
+def test_a_long_conversation_is_cut_and_left_out_if_nothing_of_it_is_learned() -> None:
+    coded = np.array([*[CONTEXT] * 4, 1, 2, 3, 4], np.int32)
+    assert fit(coded, 8).coded is coded and not fit(coded, 8).is_cut
+    cut = fit(coded, 5)
+    assert (cut.coded.tolist(), cut.is_cut, cut.learned_share) == (coded[:5].tolist(), True, 0.25)
+    assert fit(coded, 4).coded.tolist() == []
 
 
 def test_targets_are_learned_tokens_only(tmp_path: Path) -> None:
@@ -154,3 +163,58 @@ def test_other_rows_are_refused(value: object, text: str) -> None:
 def test_chat_needs_a_source_with_rows() -> None:
     with pytest.raises(ValueError, match="format chat needs rows of the source files or huggingface"):
         DataConfig.model_validate({"format": "chat"})
+
+
+LONG = "the quick brown fox jumps over the lazy dog " * 60
+
+
+def cut_config(folder: Path, questions: dict[str, int], answer: str = "hello", **changes: object) -> DataConfig:
+    """Rows with these questions, each so many times, and one answer."""
+    folder.mkdir(exist_ok=True)
+    rows = [question for question, number in questions.items() for _ in range(number)]
+    chats = [[{"role": "user", "content": row}, {"role": "assistant", "content": answer}] for row in rows]
+    (folder / "a.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    values = {"source": "files", "paths": [str(folder)], "format": "chat", "seq_len": SEQ_LEN, "heldout_fraction": 0.2}
+    return DataConfig.model_validate(values | changes)
+
+
+def test_conversations_whose_answers_are_cut_off_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = cut_config(tmp_path / "text", {LONG: 380, "hi": 20})
+    (text,) = prepare_corpus(config, tmp_path / "cache").texts
+    assert "of 400 conversations, 380 are left out, as their answers begin behind data.seq_len=128, and 0 are" in (
+        caplog.text
+    )
+    for tokens in (text.train[:], text.heldout[:]):
+        windows = [tokens[at : at + SEQ_LEN + 1] for at in range(0, len(tokens) - 1, SEQ_LEN)]
+        assert all(num_targets(torch.from_numpy(window.astype(np.int64))[None]) for window in windows)
+    learned = read_and_learned(np.concatenate([text.train[:], text.heldout[:]]))[1]
+    assert learned == "hello<|im_end|>" * 20
+
+
+def test_the_same_conversations_are_left_out_of_shards(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = cut_config(tmp_path / "text", {LONG: 30, "hi": 40}, order="shards", shard_tokens=SEQ_LEN * 4)
+    whole = prepare_corpus(config.model_copy(update={"order": "global"}), tmp_path / "cache").texts[0]
+    caplog.clear()
+    made = list(make_shards(config, new_index(config, "0" * 16), 0, 1, lambda share: None))
+    joined = np.concatenate([*(shard.ids[:-1] for shard in made), made[-1].ids[-1:]])
+    assert joined.tolist() == whole.train[:].tolist()
+    assert "conversations, 30 are left out" in caplog.text
+
+
+def test_where_all_answers_are_cut_off_the_error_says_so(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"of 9 conversations, 9 are left out.*: give more text, raise data\.seq_len"):
+        prepare_corpus(cut_config(tmp_path / "text", {LONG: 9}), tmp_path / "cache")
+
+
+def test_bits_per_byte_count_the_words_that_are_left_of_a_cut_answer(tmp_path: Path) -> None:
+    config = cut_config(tmp_path / "text", {"hi": 40}, LONG)
+    (text,) = prepare_corpus(config, tmp_path / "cache").texts
+    assert text.heldout_bytes / len(text.heldout) == pytest.approx(1.0, rel=0.02), "a byte a token"
+
+
+def test_held_out_windows_without_anything_learned_are_an_error_that_says_so() -> None:
+    with pytest.raises(InputError, match=r"evaluate\.tokens=64: so many held-out tokens hold nothing that is learned"):
+        mean_loss([(0.0, 0)], 64)
+    assert mean_loss([(3.0, 2), (1.0, 2)], 64) == 1.0

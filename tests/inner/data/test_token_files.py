@@ -11,6 +11,7 @@ from inner.config import DataConfig
 from inner.data.batches import IslandBatches
 from inner.data.corpus import check_source, prepare_corpus
 from inner.data.shards import ShardedTokens
+from inner.data.token_files.open_files import CheckedTokens, open_token_files
 from inner.errors import InputError
 from tests.inner.data.token_files_of_others import (
     DOCUMENTS,
@@ -139,3 +140,35 @@ def test_ids_of_another_tokenizer_are_refused_when_they_are_read(tmp_path: Path)
     path = write_megatron(tmp_path / "text", [[5, 6, 7, 50256]] * 300)
     with pytest.raises(InputError, match=r"holds the id 50256, and data\.tokenizer has the ids 0 to 259"):
         prepare_corpus(tokens_config(path), tmp_path)
+
+
+ROW = np.random.default_rng(0).integers(1, 50_000, 4000)
+
+
+@pytest.mark.parametrize("vocab_size, written", [
+    (300, "uint16"), (50_257, "uint16"), (50_257, "uint32"), (50_257, "int64"),
+    (128_256, "uint32"), (128_256, "int64"), (128_256, "uint16"),
+])  # fmt: skip
+def test_ids_without_a_header_are_read_with_the_width_that_they_have(tmp_path: Path, vocab_size: int, written: str):
+    ids = ROW % vocab_size
+    ids.astype(written).tofile(tmp_path / "a.npy")
+    (file,) = open_token_files([str(tmp_path / "a.npy")], vocab_size)
+    assert file.tokens.tolist() == ids.tolist()
+
+
+def test_another_width_than_the_tokenizer_suggests_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    ROW.astype("uint32").tofile(tmp_path / "a.npy")
+    open_token_files([str(tmp_path)], 50_257)
+    assert "a.npy: its ids have 4 bytes, by what is in it, and not 2 as the tokenizer with 50257 ids" in caplog.text
+
+
+def test_ids_of_a_larger_tokenizer_are_not_taken_for_narrower_ones(tmp_path: Path):
+    ids = np.random.default_rng(0).integers(0, 256_000, 4000)
+    ids.astype("uint32").tofile(tmp_path / "a.npy")
+    with pytest.raises(InputError, match=r"holds the id \d+, and data.tokenizer has the ids 0 to 128255"):
+        CheckedTokens(open_token_files([str(tmp_path)], 128_256)[0].tokens, 128_256)[:4000]
+
+
+def test_single_ids_between_ends_are_not_taken_for_wider_ones(tmp_path: Path):
+    np.array([5, 0, 6, 0, 7, 0], np.uint16).tofile(tmp_path / "a.npy")
+    assert open_token_files([str(tmp_path)], 300)[0].tokens.tolist() == [5, 0, 6, 0, 7, 0]

@@ -168,6 +168,52 @@ def test_an_index_names_files_beside_it_that_are_there(folder):
             weights_files(folder)
 
 
+SLIDES = {"use_sliding_window": True, "max_window_layers": 0}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"attention_bias": None, "mlp_bias": None, "quantization_config": None, "partial_rotary_factor": None},
+        {"hidden_act": "swish"},
+        {"hidden_act": None},
+        {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": None}},
+        {"use_sliding_window": None, "sliding_window": 4},
+        {**SLIDES, "sliding_window": 32},
+        {**SLIDES, "sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"]},
+        {**SLIDES, "sliding_window": 4, "layer_types": ["full_attention", "full_attention"]},
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+        {"use_sliding_window": True, "sliding_window": 4},
+    ],
+)
+def test_settings_that_change_nothing_are_read(folder, values: dict[str, Any]):
+    change_config(folder, **values)
+    assert resolve_sizes(read_model_config(folder), 260) == BYTE_SIZES
+
+
+def test_a_sliding_window_is_read_for_sequences_that_it_covers(folder):
+    change_config(folder, **SLIDES, sliding_window=16)
+    assert resolve_sizes(read_model_config(folder, 16), 260) == BYTE_SIZES
+    with pytest.raises(InputError, match=r"sliding_window is 16; .* \(data\.seq_len\), and sequences have 17"):
+        read_model_config(folder, 17)
+
+
+def test_a_tied_model_may_have_a_copy_of_its_embedding_as_head(tmp_path):
+    folder = write_folder(tmp_path / "out", spread_model(replace(BYTE_SIZES, tie_embeddings=True)))
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    specs = param_specs(replace(BYTE_SIZES, tie_embeddings=True))
+    rewrite(folder, lm_head__weight=embedding.clone())
+    assert torch.equal(read_whole(folder, specs)["embed.weight"], embedding)
+    changed = embedding.clone()
+    changed[-1, -1] += 1
+    for head in (changed, embedding.bfloat16(), embedding[:-1].clone()):
+        rewrite(folder, lm_head__weight=head)
+        with pytest.raises(
+            InputError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight, though tie_word"
+        ):
+            read_whole(folder, specs)
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -185,8 +231,23 @@ def test_an_index_names_files_beside_it_that_are_there(folder):
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"use_sliding_window": True, "sliding_window": 64}, "sliding_window is 64"),
-        ({"model_type": "mistral", "sliding_window": ..., "use_sliding_window": ...}, "sliding_window is 4096"),
+        ({**SLIDES, "sliding_window": 31}, "sliding_window is 31; attention here sees the whole sequence"),
+        ({**SLIDES, "sliding_window": "wide"}, "sliding_window is 'wide'"),
+        (
+            {**SLIDES, "sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]},
+            "and sequences have 32",
+        ),
+        (
+            {
+                "model_type": "mistral",
+                "sliding_window": ...,
+                "use_sliding_window": ...,
+                "max_position_embeddings": 8192,
+            },
+            "sliding_window is 4096",
+        ),
+        ({"attention_bias": "yes"}, "attention_bias is 'yes'"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'; allowed: 'silu', 'swish'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"hidden_size": ...}, "hidden_size is missing"),
         ({"num_key_value_heads": ...}, "num_key_value_heads is missing"),

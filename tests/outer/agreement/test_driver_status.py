@@ -7,7 +7,7 @@ import pytest
 from outer.agreement.messages import Plan, Status
 from outer.agreement.running.doubts import FIRST_SECONDS
 from outer.agreement.running.failure_detector import PING_SECONDS
-from outer.errors import BehindError
+from outer.errors import BehindError, QuorumError
 from outer.transports.loopback import Hub
 from tests.outer.clock import now, run, until
 from tests.outer.leaders import START, Leader, leaders, plans_of, split, together
@@ -272,5 +272,59 @@ def test_donors_that_have_spoken_count_more_than_records() -> None:
         await b.driver.update_status(Status(round=1, tokens=200, digest=OTHER))
         await until(lambda: a.knowledge.live.get("b") == b.knowledge.status)
         assert await donors_of(a) == ["b"]
+
+    run(test)
+
+
+# -- islands that begin with other parameters ----------------------------------------------------------------
+
+
+def test_islands_that_begin_with_other_parameters_are_both_told_at_once_and_in_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> None:
+        a, b = await leaders("ab", wait_seconds=20.0, start_islands=2)
+        b.enter(0, OTHER)
+        await until(lambda: len(caplog.messages) == 2)
+        assert now() < 2 * PING_SECONDS, "not only when the inner steps are done"
+        for ended in await together(a.attempt(), b.attempt()):
+            assert isinstance(ended, QuorumError), "and not that it cannot take the other's state"
+            assert all(digest[:12] in str(ended) for digest in (START, OTHER))
+
+    run(test)
+    first = (
+        f"round 0: b with digest {OTHER[:12]} and this island with {START[:12]} begin with other parameters, and "
+        "cannot average them. Start the islands again: with the same seed, set before the model and its adapters are "
+        "made; or with the same weights (model.init_from, or one checkpoint that all of them load); or one of them "
+        "alone (outer.start_islands=1) and the others with island.joins=true, which take its weights"
+    )
+    second = f"round 0: a with digest {START[:12]} and this island with {OTHER[:12]} begin with other parameters"
+    of_b, of_a = sorted(caplog.messages[:2])
+    assert of_a == first
+    assert of_b.startswith(second)
+
+
+def test_an_island_that_comes_back_with_the_right_parameters_begins_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        a, b = await leaders("ab", start_islands=2)
+        b.enter(0, OTHER)
+        early = asyncio.create_task(a.attempt())
+        await until(lambda: "b" in a.protocol.knowledge.statuses and len(caplog.messages) == 2)
+        await b.say_goodbye()
+        (b,) = await leaders("b", a.hub, start_islands=2, incarnation="01")
+        assert plans_of([await b.attempt(), await early]) == [(0, ["a", "b"], True)] * 2
+
+    run(test)
+    assert len(caplog.messages) == 2
+
+
+def test_one_with_other_parameters_takes_those_of_the_others_after_their_first_round() -> None:
+    async def test() -> None:
+        a, b, c = await leaders("abc", start_islands=2)
+        b.enter(0, OTHER)
+        early = asyncio.create_task(b.attempt())
+        assert plans_of(await together(a.attempt(), c.attempt())) == [(0, ["a", "c"], True)] * 2
+        with pytest.raises(BehindError, match="a, c in round 1"):
+            await early
 
     run(test)

@@ -106,11 +106,11 @@ def test_of_equal_histories_the_one_that_most_hold_survives_or_the_lowest_digest
         assert {live[donor].digest for donor in behind.donors} == {DIGESTS[expected]}
 
 
-@pytest.mark.parametrize(("is_coming", "is_followed"), [(True, True), (False, False)])
-def test_before_the_first_commit_nobody_follows_a_joiner_that_waits_for_it(is_coming: bool, is_followed: bool) -> None:
+@pytest.mark.parametrize("is_coming", [True, False])
+def test_before_the_first_commit_nobody_follows_another_whose_state_nobody_can_give(is_coming: bool) -> None:
     own = Status(round=0, tokens=0, digest=DIGESTS["y"])
-    live = {"joiner": Status(round=0, tokens=0, digest=DIGESTS["x"], is_coming=is_coming)}
-    assert (find_behind("me", own, live, lambda status: 1, is_settled=True) is not None) == is_followed
+    live = {"other": Status(round=0, tokens=0, digest=DIGESTS["x"], is_coming=is_coming)}
+    assert find_behind("me", own, live, lambda status: 1, is_settled=True) is None
 
 
 @pytest.mark.parametrize(("digests", "num_weighed"), [("xxxx", 0), ("xxxy", 2)])
@@ -243,7 +243,7 @@ def parses_or_is_refused(kind: type[Message], body: bytes) -> None:
     try:
         assert isinstance(parse(kind, body), kind)
     except MessageError as error:
-        assert f"not a {kind.__name__}" in str(error)
+        assert f"a {kind.__name__}" in str(error)
 
 
 @given(kind=st.sampled_from(KINDS), body=st.binary(max_size=200))
@@ -289,5 +289,5 @@ BAD_FIELDS = {
 @pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in BAD_FIELDS.items() for v in values])
 def test_a_ready_with_a_bad_field_is_refused_with_its_name(field: str, value: object) -> None:
     fields = {**json.loads(ready("a").model_dump_json()), field: value}
-    with pytest.raises(MessageError, match=f"not a Ready: {field}"):
+    with pytest.raises(MessageError, match=f"not a Ready: .*{field}"):
         parse(Ready, json.dumps(fields).encode())

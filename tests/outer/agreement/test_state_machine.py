@@ -210,21 +210,35 @@ def test_the_history_with_more_tokens_survives_whatever_its_round():
     assert behind.donors == ("c",)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+COMMITTED = Status(round=1, tokens=50, digest=START)
+
+
 def test_among_equal_histories_the_one_held_by_more_survives():
-    a = gathering("a", "bc")
+    a = node("a", "bc")
+    a.update_status(COMMITTED)
+    a.prepare(ready_of(a))
     for other in "bc":
-        a.receive(other, Status(round=0, tokens=0, digest="bb" * 8))
+        a.receive(other, COMMITTED.model_copy(update={"digest": "bb" * 8}))
     behind = a.try_plan(is_late=True)
     assert behind.donors == ("b", "c")  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 
 
 def test_the_majority_is_not_settled_before_all_who_live_are_ready():
-    a = gathering("a", "bc")
-    others = {name: ready_of(node(name, "")).model_copy(update={"digest": "bb" * 8}) for name in "bc"}
-    a.receive("b", others["b"])
+    a, b, c = (node(name, set("abc") - {name}) for name in "abc")
+    for each in (a, b, c):
+        each.update_status(COMMITTED if each is a else COMMITTED.model_copy(update={"digest": "bb" * 8}))
+    a.prepare(ready_of(a))
+    a.receive("b", ready_of(b))
     assert a.try_plan(is_late=False) is None
-    a.receive("c", others["c"])
+    a.receive("c", ready_of(c))
     assert isinstance(a.try_plan(is_late=False), Behind)
+
+
+def test_before_the_first_commit_no_state_survives_another():
+    a = gathering("a", "bc", start_islands=2)
+    for other in "bc":
+        a.receive(other, Status(round=0, tokens=0, digest="bb" * 8))
+    assert a.try_plan(is_late=True) == TooFew(1, 2, is_start=True)
 
 
 def test_an_island_that_is_behind_refuses_plans():

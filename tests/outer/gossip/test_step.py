@@ -371,7 +371,7 @@ def test_a_partner_with_another_round_or_none_of_the_parts_is_left_out() -> None
         Answers(island, kind, reply)
         return rounds(1, island)
 
-    carriers = MeetReply(status="here", round=0, carriers=[[0, 1]]).model_dump_json().encode()
+    carriers = MeetReply(status="here", round=0, carriers=[(0, 1)]).model_dump_json().encode()
     for kind, reply in [("take", b"x" * 40), ("meet", carriers), ("meet", b"{}")]:
         found = run_islands({"a": partial(rounds, 1), "b": partial(bad, kind, reply)}, config(2))
         assert found["a"][0].participants == ["a"] and found["b"][0].participants == ["b"], (kind, reply)

@@ -102,7 +102,7 @@ def test_what_is_open_at_a_border_is_closed_and_leased_anew() -> None:
     [
         ([[3, 2]], 0, "not in order"),
         ([[1, 99]], 0, "not in order"),
-        ([[-1, 2]], 0, "not in order"),
+        ([[-1, 2]], 0, "greater than or equal to 0"),
         ([[1, 2]], 3, "more units are closed"),
         ([], 1, "more units are closed"),
         ([[1, 6]], 0, "of an earlier stage"),

@@ -6,17 +6,19 @@ from typing import Any
 import pytest
 
 from outer.connect.meeting import find_runs
-from outer.errors import InputError
+from outer.errors import DifferingConfigsError, InputError
 from outer.membership.base import Membership
 from outer.membership.records import MAX_CONFIG_BYTES
 from outer.network.endpoints import Endpoint
 from outer.packages import has_hivemind
-from tests.outer.nets import KINDS, TLS_IN_DHT, A, B, RemotePeer, Swarm, key_of, member, run, serve_dht, swarm
+from tests.outer.nets import KINDS, TLS_IN_DHT, A, B, C, RemotePeer, Swarm, key_of, member, run, serve_dht, swarm
 
 if has_hivemind():
     from hivemind.utils.timed_storage import get_dht_time
 
     from outer.membership.dht.membership import HivemindMembership
+    from outer.membership.dht.owned_records import make_subkey
+    from outer.membership.dht.records import store_config
 
 all_kinds = pytest.mark.parametrize("kind", [*KINDS, pytest.param(TLS_IN_DHT, marks=pytest.mark.slow)])
 ANOTHER = "11111111"
@@ -235,6 +237,42 @@ def test_a_visitor_finds_runs_configs_and_islands_by_an_address_alone(kind):
             assert list(runs) == ["run"]
             assert runs["run"].config_text == "seed: 1\n"
             assert runs["run"].islands == ("a", "b")
+
+    run(main())
+
+
+def test_invented_runs_do_not_hide_a_run_that_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outer.membership.dht.records.MAX_LISTED_RUNS", 2)
+
+    async def main() -> None:
+        async with open_two("hivemind") as (place, a, b):
+            await a.announce(member("a"))
+            await a.publish_config("seed: 1\n")
+            c = (await place.open(C)).membership
+            for number in range(6):
+                for stranger in (b, c):
+                    subkey = make_subkey(f"0-invented-{number}", stranger._auth.island)
+                    assert await stranger._dht.store("diloco/runs", b"", get_dht_time() + 60, subkey=subkey)
+            assert list(await find_runs(place.bootstrap[0], 5, run_name="run")) == ["run"]
+            assert len(await find_runs(place.bootstrap[0], 5)) <= 2
+
+    run(main())
+
+
+def test_the_number_of_keys_decides_nothing_about_a_runs_config() -> None:
+    async def main() -> None:
+        async with open_two("hivemind") as (place, a, b):
+            c, d = [(await place.open(each)).membership for each in (C, Endpoint("d", 0))]
+            await a.publish_config("seed: 1\n")
+            for stranger in (c, d):
+                await store_config(stranger._dht, "run", stranger._auth, "seed: 666\n", get_dht_time() + 60)
+            assert await a.read_config() == "seed: 1\n"
+            with pytest.raises(DifferingConfigsError, match="2 different configs of run 'run'"):
+                await b.read_config()
+            with pytest.raises(DifferingConfigsError):
+                await find_runs(place.bootstrap[0], 5, run_name="run")
+            await b.publish_config("seed: 1\n")
+            assert await b.read_config() == "seed: 1\n"
 
     run(main())
 

@@ -84,7 +84,7 @@ def test_a_run_takes_so_many_bytes_and_no_more(monkeypatch):
         await ask(server, "announce", announcement("a", control_addresses=["x" * 2000]))
         with pytest.raises(MessageError, match="4096 per run"):
             await ask(server, "announce", announcement("b", control_addresses=["x" * 2000]))
-        await ask(server, "announce", announcement("a", time_ms=2, control_addresses=["x" * 3000]))
+        await ask(server, "announce", announcement("a", time_ms=2, control_addresses=["x" * 1500] * 2))
 
     run(main())
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from outer.state.pseudo_gradient import STRETCH_ELEMENTS, sum_of_squares
+from outer.merges.geometry import STRETCH_ELEMENTS, sum_of_squares
 
 
 @pytest.mark.parametrize("num_elements", [0, 1, STRETCH_ELEMENTS - 1, 3 * STRETCH_ELEMENTS + 5])
@@ -19,7 +19,7 @@ def test_the_sum_of_squares_is_that_of_double_precision_to_a_millionth(num_eleme
 def test_the_norm_in_a_new_thread_keeps_to_the_number_of_threads_of_the_process() -> None:
     program = """
 import os, threading, torch
-from outer.state.pseudo_gradient import sum_of_squares
+from outer.merges.geometry import sum_of_squares
 torch.set_num_threads(1)
 values, tasks = torch.ones(1 << 20), []
 def work():

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("hivemind")
 
-from outer.errors import UnreachableError
+from outer.errors import InputError, UnreachableError
 from outer.transports.hivemind_daemon import DaemonSettings, start_daemon
 from outer.transports.hivemind_sockets import remove_dead_sockets, remove_sockets, socket_folder
 from tests.outer.nets import run
@@ -79,3 +79,14 @@ def test_a_daemon_that_cannot_reach_its_peers_leaves_no_socket() -> None:
     with pytest.raises(UnreachableError):
         run(start_daemon(settings))
     assert own_sockets() <= before
+
+
+def test_a_port_at_which_another_process_listens_is_refused_and_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outer.transports.hivemind_daemon.PORT_SECONDS", 1.0)
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as libp2p sets it
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"/ip4/127.0.0.1/tcp/{other.getsockname()[1]}"
+        with pytest.raises(InputError, match=f"cannot listen on {address}: Address already in use; choose another"):
+            run(start_daemon(DaemonSettings([address])))

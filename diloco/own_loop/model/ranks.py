@@ -10,6 +10,12 @@ from outer.space.ranks import RankGroup
 
 GROUP_SECONDS = 1800.0
 """Time-out of collectives among the ranks. Waits for other islands have deadlines of their own."""
+WHOLE_MODEL = (
+    "Every rank must hold a shard or a copy of each parameter (DDP, FSDP2, tensor parallel by DTensors), and copies "
+    "must be equal; pipeline stages of your own, of which each rank holds some parameters, cannot be averaged: use "
+    "`diloco train` with island.mesh.pp"
+)
+"""What an error says about the ranks of an island."""
 
 
 def find_ranks() -> RankGroup:
@@ -37,12 +43,8 @@ def check_same(ranks: RankGroup, value: str, what: str) -> None:
     found = ranks.gather(value)
     for rank, other in enumerate(found):
         if other != found[0]:
-            raise ConfigError(
-                f"{what} differs between the ranks of this island: {found[0]} on rank 0, {other} on {rank}. Every rank "
-                "must hold a shard or a copy of each parameter (DDP, FSDP2, tensor parallel); pipeline stages of "
-                "your own, of which each rank holds some parameters, cannot be averaged: use `diloco train` with "
-                "island.mesh.pp"
-            )
+            values = f"{found[0]} on rank 0, {other} on {rank}"
+            raise ConfigError(f"{what} differs between the ranks of this island: {values}. {WHOLE_MODEL}")
 
 
 def count_tokens(ranks: RankGroup, tokens: int, most: int | None) -> int:

@@ -1,0 +1,1 @@
+"""Somebody's model, optimizers and ranks, as islands see them."""

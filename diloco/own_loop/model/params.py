@@ -1,0 +1,77 @@
+"""Which parameters of somebody's model travel between islands: those that are trained."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from diloco.errors import ConfigError
+from inner.param_spec import ParamSpec
+from inner.params import LocalParams
+
+
+def trained_params(model: nn.Module) -> LocalParams:
+    """A view of the parameters that require gradients, under their names in the innermost module.
+
+    DDP, torch.compile and Fabric are looked through. Raises ConfigError if islands cannot average them.
+    """
+    inner = unwrap(model)
+    trained = {name: param for name, param in inner.named_parameters() if param.requires_grad}
+    if not trained:
+        raise ConfigError("no parameter of the model requires a gradient: there is nothing that islands could average")
+    for name, param in trained.items():
+        check_param(name, param)
+    return LocalParams(inner, [inner], trained.keys())
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel, torch.compile and Fabric. Raises ConfigError for FSDP1."""
+    while True:
+        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+            raise ConfigError(
+                "the model is wrapped in FullyShardedDataParallel (FSDP1), whose flat parameters have lost names and "
+                "shapes; shard it with torch.distributed.fsdp.fully_shard (FSDP2)"
+            )
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(forwarded := getattr(model, "_forward_module", None), nn.Module):
+            model = forwarded  # Fabric's wrapper
+        elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
+            model = compiled
+        else:
+            return model
+
+
+def check_param(name: str, param: Tensor) -> None:
+    """Raise ConfigError if islands cannot average the parameter."""
+    problem, cure = "", ""
+    if param.is_meta:
+        problem, cure = "is on the meta device", "give it values first (model.to_empty, then initialise or load)"
+    elif param.dtype != torch.float32:
+        problem = f"is {str(param.dtype).removeprefix('torch.')}"
+        cure = "keep trained parameters in float32 and compute in bfloat16 by torch.autocast or FSDP's mixed precision"
+    elif param.numel() == 0:
+        problem, cure = f"has the shape {tuple(param.shape)}", "take it out of the model, or set requires_grad=False"
+    elif isinstance(param, DTensor) and any(isinstance(place, Partial) for place in param.placements):
+        problem, cure = "is a DTensor of partial sums", "redistribute it to Shard or Replicate"
+    elif isinstance(param, DTensor) and param.ndim != 2 and any(is_shard_past_rows(p) for p in param.placements):
+        problem, cure = "is sharded past its first dimension", "shard parameters that are no matrices by dimension 0"
+    if problem:
+        raise ConfigError(f"the parameter {name!r} {problem}, and islands cannot average it; {cure}")
+
+
+def is_shard_past_rows(placement: object) -> bool:
+    return isinstance(placement, Shard) and placement.dim != 0
+
+
+def describe(specs: Sequence[ParamSpec]) -> str:
+    """One line that differs between models whose trained parameters differ in names, shapes or order."""
+    text = json.dumps([(spec.name, spec.shape) for spec in specs])
+    elements = sum(spec.matrix_shape[0] * spec.matrix_shape[1] for spec in specs)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f"{len(specs)} parameters with {elements:,} elements, sha256 of names and shapes {digest}"

@@ -1,0 +1,64 @@
+"""Whether a model still has the parameters that it had when its island entered the run."""
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from diloco.errors import ConfigError
+from diloco.own_loop.model.params import unwrap
+from outer.space.ranks import RankGroup
+
+NAMED = 4
+"""Changed parameters that an error names; it counts the others."""
+
+
+class ParamsWatch:
+    """Compares the parameters of a model with those that it has now. Islands would not see others."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._trained = {name: param for name, param in params_of(model).items() if param.requires_grad}
+        self._kinds = {name: kind(param) for name, param in self._trained.items()}
+
+    def require_same(self, ranks: RankGroup, number: int) -> None:
+        """Raise ConfigError on every rank if one of them has other parameters than it had, in round `number`."""
+        for rank, changes in enumerate(ranks.gather(self.changes())):
+            if changes:
+                more = f"; and {len(changes) - NAMED} more" if len(changes) > NAMED else ""
+                where = f" on rank {rank}" if ranks.num_ranks > 1 else ""
+                raise ConfigError(
+                    f"round {number}: the model's parameters have changed since Islands was made{where}: "
+                    f"{'; '.join(changes[:NAMED])}{more}. Islands averages those that required gradients then, and "
+                    "this island would drift apart from the others. Make Islands after the change, the same on every "
+                    "island: what is trained later requires gradients from the start and joins the optimizer later, "
+                    "and new values are copied into a parameter (copy_, load_state_dict without assign=True)"
+                )
+
+    def changes(self) -> list[str]:
+        """One phrase for each parameter that differs. One that was frozen since is still averaged, and none of them."""
+        now = params_of(self._model)
+        changes = []
+        for name, param in now.items():
+            if name not in self._trained:
+                if param.requires_grad:
+                    changes.append(f"{name!r} requires a gradient, and did not or was not there")
+            elif param is not self._trained[name]:
+                changes.append(f"{name!r} is another tensor")
+            elif kind(param) != self._kinds[name]:
+                changes.append(f"{name!r} was {self._kinds[name]} and is {kind(param)}")
+        changes += [f"{name!r} is no longer there" for name in self._trained if name not in now]
+        return changes
+
+
+def params_of(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters by their names in the innermost module; those of FSDP2 are the shards."""
+    inner = unwrap(model)
+    for module in inner.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # After an evaluation the module may still hold what it has gathered.
+    return dict(inner.named_parameters())
+
+
+def kind(param: Tensor) -> str:
+    """Shape and dtype in words, which may change in place."""
+    dtype = str(param.dtype).removeprefix("torch.")
+    return f"{dtype} {list(param.shape)}"

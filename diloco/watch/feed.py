@@ -1,0 +1,98 @@
+"""What the pages of a run are told as it happens: one reader of its records for all pages that are open."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from diloco.watch.view.prediction import RunPrediction
+
+UPDATE_SECONDS = 0.5
+MAX_STREAMS = 64
+"""Pages of a run that are kept up to date at a time. A further one ends the stream of the oldest."""
+MAX_WAITING = 16
+"""Events that wait for a page that does not read them; then its stream ends, and the page asks anew."""
+END = ""
+Reader = asyncio.Queue[str]
+
+
+class Feed:
+    """The events of one run. It reads only while somebody listens. All methods run on one event loop."""
+
+    def __init__(self, prediction: RunPrediction, operator: str | None = None) -> None:
+        """`operator`: the key in whose name the page may act, if it may."""
+        self._prediction, self._view, self._operator = prediction, prediction.view, operator
+        self._readers: dict[Reader, None] = {}  # the oldest first
+        self._position: Any = None
+        self._predicted: dict[str, Any] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._beginning: asyncio.Lock | None = None
+
+    async def events(self) -> AsyncIterator[str]:
+        """Server-sent events: first a snapshot of the run, then each UPDATE_SECONDS what is new, and the prediction."""
+        await self._begin()
+        reader, position = Reader(MAX_WAITING), self._position
+        self._readers[reader] = None
+        while len(self._readers) > MAX_STREAMS:
+            self._end(next(iter(self._readers)))
+        try:
+            snapshot = await asyncio.to_thread(self._view.snapshot, position)
+            yield encode_event("snapshot", {"operator": self._operator} | snapshot)
+            if self._predicted is not None:
+                yield encode_event("predicted", self._predicted)
+            while (text := await reader.get()) != END:
+                yield text
+        finally:
+            self._readers.pop(reader, None)
+
+    async def _begin(self) -> None:
+        """See to it that the records are being read."""
+        self._beginning = self._beginning or asyncio.Lock()
+        async with self._beginning:
+            if self._reading is None or self._reading.done():
+                self._position = await asyncio.to_thread(self._view.read)
+                self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        finding = asyncio.create_task(asyncio.to_thread(self._prediction.find))
+        try:
+            await asyncio.sleep(UPDATE_SECONDS)
+            while self._readers:
+                if finding.done():  # What is new does not wait for it.
+                    self._tell_prediction(finding.result())
+                    finding = asyncio.create_task(asyncio.to_thread(self._prediction.find))
+                self._tell_news(await asyncio.to_thread(self._view.read))
+                await asyncio.sleep(UPDATE_SECONDS)
+        finally:
+            finding.cancel()
+            for reader in list(self._readers):
+                self._end(reader)
+
+    def _tell_prediction(self, found: dict[str, Any]) -> None:
+        if found != self._predicted:
+            self._predicted = found
+            self._tell(encode_event("predicted", found))
+
+    def _tell_news(self, now: Any) -> None:
+        new, self._position = self._view.between(self._position, now), now
+        # A comment finds out that a reader has gone.
+        self._tell(encode_event("more", new) if any(new.values()) else ": nothing new\n\n")
+
+    def _tell(self, text: str) -> None:
+        for reader in list(self._readers):
+            if reader.full():
+                self._end(reader)
+            else:
+                reader.put_nowait(text)
+
+    def _end(self, reader: Reader) -> None:
+        """End a stream when its page has read what waits for it."""
+        self._readers.pop(reader, None)
+        if reader.full():
+            reader.get_nowait()
+        reader.put_nowait(END)
+
+
+def encode_event(name: str, values: dict[str, Any]) -> str:
+    """A server-sent event with values as JSON."""
+    return f"event: {name}\ndata: {json.dumps(values, allow_nan=False, separators=(',', ':'))}\n\n"

@@ -1,0 +1,1 @@
+"""What others have written: opened without waiting, bounded before it is read, and refused by name."""

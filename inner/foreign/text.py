@@ -1,0 +1,101 @@
+"""JSON and YAML that somebody else has written, parsed within limits."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from inner.errors import InputError
+from inner.foreign.files import read_file
+
+MAX_JSON_BYTES = 1 << 25
+"""The limit of a file of settings or an index. That of a model with 91,000 tensors has 9 MB."""
+FREE_BYTES = 1 << 24
+"""Of shorter JSON the values are not counted: it takes at most some 500 MB."""
+MAX_VALUES = 1 << 25
+MAX_YAML_CHARS = 1 << 22
+MAX_YAML_NODES = 1 << 18
+MAX_YAML_DEPTH = 64
+MAX_DIGITS = 400
+
+
+def parse_json(data: bytes) -> Any:
+    """The value of a JSON text. Raises ValueError, also if it is too deep, or has more values than memory is for."""
+    if len(data) > FREE_BYTES and sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise ValueError(f"it has more than {MAX_VALUES} commas and brackets")
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json(path: Path, what: str) -> Any:
+    """The value in a file of JSON of at most 32 MiB. Raises OSError, and InputError, which says `what` it is not."""
+    try:
+        return parse_json(read_file(path, MAX_JSON_BYTES))
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(f"{path}: not {what} ({error}); copy it again") from None
+
+
+def parse_yaml(text: str, *, anchors: bool = True, most_chars: int = MAX_YAML_CHARS) -> Any:
+    """The value of a YAML text in plain types. Raises ValueError, also if it is longer or deeper than a config is.
+
+    What an alias stands for is counted each time: with aliases a short text can stand for gigabytes. With `anchors`
+    False there may be none.
+    """
+    if len(text) > most_chars:
+        raise ValueError(f"it has {len(text)} characters, and a config has at most {most_chars}")
+    try:
+        return yaml.load(text, partial(_BoundedLoader, anchors))  # pyright: ignore[reportArgumentType]
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    except (RecursionError, TypeError, OverflowError, LookupError, AttributeError) as error:
+        # The library meets an unhashable key, or a date or number that is none.
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+class _BoundedLoader(yaml.SafeLoader):
+    """Counts nodes and levels while it reads."""
+
+    def __init__(self, allows_anchors: bool, text: str) -> None:
+        super().__init__(text)
+        self._allows_anchors = allows_anchors
+        self._num_nodes = self._depth = 0
+        self._sizes: dict[str, int] = {}
+        """Number of nodes in what an anchor names."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()
+        anchor = str(getattr(event, "anchor", None) or "")
+        if anchor and not self._allows_anchors:
+            raise yaml.YAMLError("anchors are not allowed")
+        if self.check_event(yaml.AliasEvent):
+            self._count(self._sizes.get(anchor, MAX_YAML_NODES))
+            return super().compose_node(parent, index)
+        before = self._num_nodes
+        self._count(1)
+        self._depth += 1
+        if self._depth > MAX_YAML_DEPTH:
+            raise yaml.YAMLError(f"it is nested more than {MAX_YAML_DEPTH} deep")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if anchor:
+            self._sizes[anchor] = self._num_nodes - before
+        return node
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > MAX_DIGITS:
+            raise yaml.YAMLError(f"a number has more than {MAX_DIGITS} digits")
+        return super().construct_yaml_int(node)
+
+    def _count(self, nodes: int) -> None:
+        self._num_nodes += nodes
+        if self._num_nodes > MAX_YAML_NODES:
+            raise yaml.YAMLError(f"it has more than {MAX_YAML_NODES} values, those that its aliases repeat included")
+
+
+_BoundedLoader.add_constructor("tag:yaml.org,2002:int", _BoundedLoader.construct_yaml_int)
