@@ -7,13 +7,15 @@
     dial_back    {address}      whether a `probe` at that address is answered
 
 A doctor is not an island: anybody who knows the address, and the run key if there is one, may call. Each rank therefore
-limits what it does per minute, so that nobody can use up its link, and dials back only the caller itself, so that
+limits what it does per minute, so that nobody can use up its link, and dials back only the host of the caller, so that
 nobody can scan a network through it.
 """
 
+import asyncio
+import ipaddress
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated
 
 from pydantic import Field
@@ -31,6 +33,7 @@ BYTES_PER_MINUTE = 32 << 20
 DIAL_BACKS_PER_MINUTE = 6
 DIAL_BACK_SECONDS = 5.0
 MAX_ADDRESS_LENGTH, MAX_CAUSE_LENGTH = 2048, 500
+MAX_ROUTES = 8
 PACKAGES = ("diloco", "torch", "hivemind")
 
 ShortText = Annotated[str, Field(max_length=MAX_VERSION_LENGTH)]
@@ -113,8 +116,9 @@ class DiagnosticsServer:
         return b""
 
     async def _on_dial_back(self, source: Endpoint, body: bytes) -> bytes:
-        address = own_address((await receive(DialRequest, body)).address, CALLER.get())
+        request = await receive(DialRequest, body)
         self._dial_backs.spend(1, "calls back")
+        address = await own_address(request.address, CALLER.get())
         cause = ""
         try:
             await call_message(self._messenger, address, "probe", None, ProbeReply, timeout_seconds=DIAL_BACK_SECONDS)
@@ -125,25 +129,62 @@ class DiagnosticsServer:
         return DialResult(cause=cause).encode()
 
 
-def own_address(address: str, caller: Caller | None) -> str:
-    """The address, with no routes but those to the caller's own host. Raises MessageError if there are none."""
+async def own_address(address: str, caller: Caller | None) -> str:
+    """The address, with no routes but those to a host from which the call comes. Raises MessageError if there are none.
+
+    A name of a host is resolved here, once, so that it cannot stand for another host when it is dialled.
+    """
     if caller is None:
         return address
-    if caller.is_peer_id:
-        if address.partition(":")[0] == caller.host:
-            return address
-        raise MessageError(f"only the calling peer {caller.host} is called back")
+    hosts = {as_ip(host) for host in await caller.find_hosts()}
     begin, at, places = address.rpartition("@")
-    routes = [place for place in places.split(";") if is_at(place, caller.host)]
+    routes = [route for place in places.split(";")[:MAX_ROUTES] if (route := await route_to(hosts, place))]
     if not routes:
-        raise MessageError(f"only addresses of the calling host {caller.host} are called back, not {address[:100]}")
+        raise MessageError(
+            f"only addresses of the calling host, {' or '.join(sorted(hosts))}, are called back, not {places[:100]}"
+        )
     return f"{begin}{at}{';'.join(routes)}"
 
 
-def is_at(place: str, host: str) -> bool:
-    """Whether `host:port` is at this host itself, and not behind a relay there."""
-    named, _, port = place.rpartition(":")
-    return named.strip("[]") == host and port.isdecimal()
+async def route_to(hosts: Collection[str], place: str) -> str:
+    """The place, `host:port` or a multiaddress, with its host as an IP address; empty unless that is one of `hosts`."""
+    if place.startswith("/"):
+        _, kind, host, *rest = [*place.split("/"), "", ""]
+        ip = await resolve(host, hosts)
+        version = kind if host == ip else f"ip{ipaddress.ip_address(ip).version}" if ip else kind
+        return "/".join(["", version, ip, *rest]).rstrip("/") if ip else ""
+    direct, slash, by_relay = place.partition("/")
+    host, _, port = direct.rpartition(":")
+    ip = await resolve(host.strip("[]"), hosts)
+    return f"{f'[{ip}]' if ':' in ip else ip}:{port}{slash}{by_relay}" if ip else ""
+
+
+async def resolve(host: str, hosts: Collection[str]) -> str:
+    """That of `hosts`, which are IP addresses, for which a name stands, or which it is; empty if none."""
+    if is_ip(host):
+        return as_ip(host) if as_ip(host) in hosts else ""
+    try:
+        async with asyncio.timeout(DIAL_BACK_SECONDS):
+            found = await asyncio.get_running_loop().getaddrinfo(host, None)
+    except (OSError, UnicodeError, TimeoutError):
+        return ""
+    return next((as_ip(str(place[0])) for *_, place in found if as_ip(str(place[0])) in hosts), "")
+
+
+def is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def as_ip(host: str) -> str:
+    """An IP address in its usual form: that of IPv4 also where a socket of IPv6 has seen it. Others are as they are."""
+    if not is_ip(host):
+        return host
+    ip = ipaddress.ip_address(host)
+    return str(getattr(ip, "ipv4_mapped", None) or ip)
 
 
 class Budget:

@@ -82,6 +82,26 @@ def started_executor() -> ThreadPoolExecutor:
     return executor
 
 
+class ProcessExecutor:
+    """One thread for work that all event loops of a process hand over. A fork has no threads, so it begins anew."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._begin_anew()
+        os.register_at_fork(after_in_child=self._begin_anew)
+
+    def make_thread(self) -> None:
+        """Make the thread now instead of on the event loop when it is needed."""
+        self.executor.submit(int).result(START_SECONDS)
+
+    def _begin_anew(self) -> None:
+        self.executor = ThreadPoolExecutor(1, self._name)
+
+
+PARSING = ProcessExecutor("parse messages")
+"""Large messages are parsed in it, one at a time, so that they take little memory and the loop waits for one only."""
+
+
 class _Piece:
     """One piece of a worker's work."""
 

@@ -78,6 +78,7 @@ MOST_FILES_AT_THE_TOP = 10
 LARGER = {
     "outer/merges": "a family: one file for each rule",
     "outer/agreement/messages.py": "all messages of the agreement, one after the other",
+    "outer/network/rpc.py": "both ends of a call over one stream",
     "outer/rounds/agreed.py": "one averager, from its launch to its commit",
 }
 """Folders and files that are larger, and why: a home is not bent for a number."""

@@ -219,7 +219,7 @@ async def check_call_back(remote: RemoteIsland, callback: CallbackListener) -> C
         )
         cause = (await call).cause
     except MessageError as error:
-        return Check("warning", "call back", f"not tried: {error}")
+        return Check("warning", "call back", f"not tried: {error}; if that is wrong, {call_back_cure(remote)}")
     except OuterError as error:
         return Check("FAILED", "call back", str(error))
     if not cause and island in callback.callers:

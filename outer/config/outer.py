@@ -130,6 +130,7 @@ class OuterConfig(Section):
         self._check_own_code()
         self._check_gossip()
         self._check_timed()
+        self._check_histories()
         self._check_audit()
         if self.moments is not None:
             self._check_moments()

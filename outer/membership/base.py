@@ -20,7 +20,7 @@ from outer.network.messages import (
 class TextPrint(Message):
     """What an island says of the text that all islands of the run should have."""
 
-    tokens: int = Field(gt=0, lt=MAX_TOKENS)
+    tokens: int = Field(ge=1, lt=MAX_TOKENS)
     """Its tokens, with those that are held out."""
     digest: Digest
 

@@ -1,6 +1,6 @@
 """Endpoints, the kinds of frames and tags of payloads between them, traffic counters, and the interface for calls."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import IntEnum
@@ -66,9 +66,8 @@ class Traffic:
 class Caller:
     """Where a call comes from."""
 
-    host: str
-    """The address of its connection as the kernel sees it; with libp2p the peer's id, which libp2p has proved."""
-    is_peer_id: bool
+    find_hosts: Callable[[], Awaitable[Collection[str]]]
+    """The IP addresses of its connections as the kernel or the libp2p daemon sees them: behind a relay, the relay's."""
 
 
 CALLER: ContextVar[Caller | None] = ContextVar("CALLER", default=None)

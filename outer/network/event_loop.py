@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from outer.threads import ThreadWorker, Worker, start_thread, started_executor
+from outer.threads import PARSING, ThreadWorker, Worker, start_thread, started_executor
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -97,6 +97,7 @@ class EventLoopThread(EventLoop):
             if not self._has_executor:
                 self._has_executor = True
                 self._loop.set_default_executor(started_executor())
+                PARSING.make_thread()
         return ThreadWorker(name)
 
     def close(self) -> None:

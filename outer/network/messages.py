@@ -5,7 +5,6 @@ import gc
 import logging
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import groupby
@@ -18,6 +17,7 @@ from outer.errors import InputError, MessageError, TransportError
 from outer.limits import MAX_BYTES, excess, fail_fast, limit_of
 from outer.network.endpoints import ISLAND_NAME, RUN_NAME, Endpoint, Handler, Kind, Messenger
 from outer.network.rejections import MalformedError, RefusedError, Rejections
+from outer.threads import PARSING
 
 log = logging.getLogger(__name__)
 
@@ -112,13 +112,10 @@ def _parse(model: type[M], body: str | bytes) -> M:
         raise MalformedError(f"not a {model.__name__}: {where}: {first['msg'][:200]}") from None
 
 
-_PARSING = ThreadPoolExecutor(1, "parse messages")
-
-
 async def receive(model: type[M], body: bytes) -> M:
     """Inflate and parse what a peer has sent; what is large not on the event loop. Raises MalformedError."""
     if model.is_parsed_aside or len(body) > LARGE_BYTES or is_inflated_large(body):
-        return await asyncio.get_running_loop().run_in_executor(_PARSING, _inflate_and_parse, model, body)
+        return await asyncio.get_running_loop().run_in_executor(PARSING.executor, _inflate_and_parse, model, body)
     return _inflate_and_parse(model, body)
 
 

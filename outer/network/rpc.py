@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 
 from outer.errors import DeadlineError, MessageError, PeerLost
@@ -34,6 +34,10 @@ Dialer = Callable[[str], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWri
 """Opens a connection to an address. Raises PeerLost. The caller bounds the time."""
 
 
+async def _itself(peer: str) -> Collection[str]:
+    return (peer,)
+
+
 class StreamMessenger:
     """A Messenger (outer.network.endpoints) over frame streams, which TCP and libp2p open with their `dial`."""
 
@@ -48,6 +52,8 @@ class StreamMessenger:
         """Encrypts all connections if it is set."""
         self.find_key: Callable[[str], str] = lambda address: ""
         """The island key that an address names, or "". Whoever answers there must prove it."""
+        self.find_hosts: Callable[[str], Awaitable[Collection[str]]] = _itself
+        """The IP addresses of a connected peer, given its `peer` in `accept`."""
         self.on_failure: Callable[[str], None] = lambda address: None
         """Called with an address where whoever was dialled did not prove to be the island, or broke off."""
         self.max_body_bytes = MAX_CALL_BYTES
@@ -191,7 +197,7 @@ class StreamMessenger:
                 held.release()
                 raise
             share = guest.next_reply()
-            CALLER.set(Caller(guest.host, is_peer_id=stream.peer_ids is not None))  # a task takes it with it
+            CALLER.set(Caller(partial(self.find_hosts, guest.host)))  # a task takes it with it
             task = self._tasks.start(self._answer(source, stream, header.request, kind, body, share))
             del payload, body  # the next call may be long in coming
             task.add_done_callback(lambda _, held=held, share=share: (gate.release(), held.release(), share.release()))

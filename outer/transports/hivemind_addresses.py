@@ -102,6 +102,12 @@ def make_multiaddress(host: str, port: int) -> str:
     return f"/ip{version}/{host}/tcp/{port}"
 
 
+def host_of(maddr: str) -> str:
+    """The host that a multiaddress begins with: of a route by a relay, the relay's."""
+    _, _, host, *_ = [*maddr.split("/"), "", ""]
+    return host
+
+
 def choose_multiaddresses(
     listen_host: str, listen_port: int, announce_host: str | None
 ) -> tuple[list[str], list[str] | None]:

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from outer.transports.hivemind_addresses import (
     check_bootstrap,
     check_multiaddresses,
     find_taken,
+    host_of,
     is_local,
     parse_address,
     to_dialable,
@@ -115,6 +116,12 @@ class Daemon:
         """Connect the daemon to a peer, unless it is connected. The caller bounds the time. Raises P2PDaemonError."""
         client: Client = self.p2p._client  # pyright: ignore[reportAssignmentType]
         await client.connect(PeerID.from_base58(address.peer_id), [to_dialable(m) for m in address.maddrs])
+
+    async def hosts_of(self, peer_id: str) -> Collection[str]:
+        """The hosts at the other ends of the connections with a peer: that of the relay, if one carries them."""
+        connected = await self.p2p.list_peers()
+        maddrs = [str(maddr) for peer in connected if peer.peer_id.to_base58() == peer_id for maddr in peer.addrs]
+        return {host_of(maddr) for maddr in maddrs}
 
     async def wait_for_loss(self) -> str:
         """Wait until the daemon ends, and return how, or "" if it was closed. On the rank that started it."""

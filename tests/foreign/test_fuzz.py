@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("pyarrow")
+
 from tests.foreign.readers import READERS
 
 ROOT = Path(__file__).parents[2]

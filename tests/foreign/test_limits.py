@@ -9,9 +9,12 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("pyarrow")
+
 import pyarrow
 import pyarrow.parquet
-import pytest
 import zstandard
 
 from diloco.checkpoints.mirror import Mirror

@@ -19,6 +19,7 @@ from outer.diagnostics import (
     ProbeReply,
     ProbeResponder,
     package_versions,
+    route_to,
 )
 from outer.errors import MessageError, TransportError
 from outer.network.frames import VERSION
@@ -70,7 +71,7 @@ def test_an_island_calls_back_whom_it_can_reach_and_says_why_it_cannot(kind):
             assert "nothing here answers 'probe'" in (await dial_back(caller, island, caller.messenger.address)).cause
             DiagnosticsServer(caller.messenger, ProbeResponder())
             assert (await dial_back(caller, island, caller.messenger.address)).cause == ""
-            nowhere = "127.0.0.1:9" if kind == "gloo" else caller.messenger.address.partition("@")[0] + "@"
+            nowhere = "127.0.0.1:9" if kind == "gloo" else caller.messenger.address.partition("@")[0] + "@/ip4/127.0.0.1/tcp/9"
             closed = await dial_back(caller, island, nowhere)
             assert closed.cause or kind == "hivemind"  # libp2p keeps a connection that is there
 
@@ -78,21 +79,23 @@ def test_an_island_calls_back_whom_it_can_reach_and_says_why_it_cannot(kind):
 
 
 @pytest.mark.parametrize("kind", ["gloo", "tls", "hivemind"])
-def test_an_island_dials_nobody_but_its_caller(kind: str) -> None:
+def test_an_island_dials_no_host_but_its_callers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outer.diagnostics.DIAL_BACKS_PER_MINUTE", 20)
+
     async def main() -> None:
         async with swarm(kind) as place:
             caller, island = await open_probe_pair(place)
-            third = await place.open(C)
-            key = "0" * 64
+            key, peer = "0" * 64, "12D3KooX:0"
             for other in (
                 "127.0.0.2:9",
-                "localhost:9",
+                "name.invalid:9",
                 "a:b",
                 f"tls:{key}@169.254.169.254:80",
-                f"tls:{key}@127.0.0.1:9/0/calls",
+                f"tls:{key}@127.0.0.2:9/0/calls",
                 "loopback:run/a/0",
-                "12D3KooX:0@/ip4/127.0.0.1/tcp/9",
-                *([third.messenger.address] if kind == "hivemind" else []),
+                f"{peer}@/ip4/127.0.0.2/tcp/9",
+                f"{peer}@/ip4/127.0.0.2/tcp/9/p2p/12D3KooX/p2p-circuit",
+                f"{peer}@/dns/name.invalid/tcp/9",
             ):
                 with pytest.raises(MessageError, match="called back"):
                     await dial_back(caller, island, other)
@@ -220,3 +223,30 @@ def test_a_third_island_is_called_back_on_a_connection_of_its_own():
             assert greeted.is_set()
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    ("place", "route"),
+    [
+        ("10.0.0.1:7", "10.0.0.1:7"),
+        ("10.0.0.1:7/4/calls", "10.0.0.1:7/4/calls"),
+        ("[::1]:7", "[::1]:7"),
+        ("[::ffff:10.0.0.1]:7", "10.0.0.1:7"),
+        ("/ip4/10.0.0.1/tcp/7/p2p/12D3", "/ip4/10.0.0.1/tcp/7/p2p/12D3"),
+        ("/ip6/::1/tcp/7", "/ip6/::1/tcp/7"),
+        ("10.0.0.2:7", ""),
+        ("10.0.0.1", ""),
+        ("", ""),
+        ("/ip4/10.0.0.2/tcp/7", ""),
+        ("/", ""),
+    ],
+)
+def test_a_route_leads_to_a_host_of_the_caller_or_is_none(place: str, route: str) -> None:
+    assert asyncio.run(route_to({"10.0.0.1", "::1"}, place)) == route
+
+
+@pytest.mark.parametrize(
+    ("place", "route"), [("localhost:7", "127.0.0.1:7"), ("/dns/localhost/tcp/7", "/ip4/127.0.0.1/tcp/7")]
+)
+def test_a_name_of_a_host_is_resolved_once(place: str, route: str) -> None:
+    assert asyncio.run(route_to({"127.0.0.1"}, place)) == route

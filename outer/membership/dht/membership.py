@@ -42,7 +42,7 @@ async def open_messenger(daemon: Daemon, run_id: str, me: Endpoint, traffic: Tra
         await messenger.accept(reader, writer, peer_id)
 
     messenger = StreamMessenger(run_id, me, dial, traffic, daemon.auth)
-    messenger.own_peer_id = daemon.peer_id
+    messenger.own_peer_id, messenger.find_hosts = daemon.peer_id, daemon.hosts_of
     messenger.address = str(daemon.address)
     await daemon.serve(stream_name(run_id, "control", me.rank), accept)
     return messenger
