@@ -71,7 +71,11 @@ def test_an_island_calls_back_whom_it_can_reach_and_says_why_it_cannot(kind):
             assert "nothing here answers 'probe'" in (await dial_back(caller, island, caller.messenger.address)).cause
             DiagnosticsServer(caller.messenger, ProbeResponder())
             assert (await dial_back(caller, island, caller.messenger.address)).cause == ""
-            nowhere = "127.0.0.1:9" if kind == "gloo" else caller.messenger.address.partition("@")[0] + "@/ip4/127.0.0.1/tcp/9"
+            nowhere = (
+                "127.0.0.1:9"
+                if kind == "gloo"
+                else caller.messenger.address.partition("@")[0] + "@/ip4/127.0.0.1/tcp/9"
+            )
             closed = await dial_back(caller, island, nowhere)
             assert closed.cause or kind == "hivemind"  # libp2p keeps a connection that is there
 
