@@ -67,7 +67,8 @@ def _wait_for_threads() -> None:
     """Wait until no foreign thread runs. Those of a closed event loop's executor end only after its last call.
 
     A fork inherits the locks of other threads but not the threads, and some libraries restart theirs in it. Our own
-    threads hold no locks and do not restart; an idle executor of a process is made anew in a fork.
+    threads hold no locks and do not restart: the parser of messages is made anew in a fork, and a loop's executor is
+    used by its loop alone.
     """
     deadline = time.monotonic() + THREAD_SECONDS
     while (foreign := _find_foreign_threads()) and time.monotonic() < deadline:
@@ -77,7 +78,7 @@ def _wait_for_threads() -> None:
 
 def _find_foreign_threads() -> set[str]:
     names = {thread.name for thread in threading.enumerate()} - {"MainThread", "outer-loop", "parse messages_0"}
-    return {name for name in names if not name.endswith(" rounds")}
+    return {name for name in names if not name.endswith(" rounds") and not name.startswith("work of the event loop")}
 
 
 def begin_fork() -> None:

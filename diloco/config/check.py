@@ -53,7 +53,7 @@ def check_network(run: RunConfig, island: IslandConfig) -> None:
 def check_entry(run: RunConfig, island: IslandConfig) -> None:
     """Raise ConfigError if the island, in a process of its own, would wait for ever, or has no folder for its runs."""
     check_company(run, island)
-    check_run_dir(island)
+    check_run_dir(run, island)
 
 
 def check_company(run: RunConfig, island: IslandConfig) -> None:
@@ -75,9 +75,14 @@ def check_company(run: RunConfig, island: IslandConfig) -> None:
         )
 
 
-def check_run_dir(island: IslandConfig) -> None:
-    """Make the folder of the island's runs. Raises ConfigError if that cannot be, or nothing can be written there."""
+def check_run_dir(run: RunConfig, island: IslandConfig) -> None:
+    """Make the folder of the island's runs. Raises ConfigError if that cannot be, or nothing can be written there.
+
+    Where the run has begun already it goes on without records: a disk may have become read-only meanwhile.
+    """
     folder = island.runs
+    if (folder / run.name).exists():
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         problem = "" if os.access(folder, os.W_OK | os.X_OK) else "this user may not write there"

@@ -34,6 +34,7 @@ class ParamsAndMoments:
         self.specs = params.specs
         self.slices = list(params.slices)
         self._moments: list[list[Tensor]] = []
+        self._optimizers = optimizers
         states = make_states(optimizers)
         self._states: dict[str, list[OptimizerState]] = {}
         for kind in KINDS:
@@ -80,7 +81,8 @@ class ParamsAndMoments:
     def set_steps(self, steps: Mapping[str, int]) -> None:
         """Set the step counts of AdamW's bias correction, by parameter name; names that this rank lacks are ignored.
 
-        A count of 0 also zeroes both moments, because AdamW would divide a non-zero first moment by almost nothing.
+        A count of 0 also zeroes both moments, because AdamW would divide a non-zero first moment by almost nothing. For
+        the same reason all first moments are held within what the second moments beside them allow.
         """
         for name, count in steps.items():
             for state in self._states.get(name, []):
@@ -88,6 +90,8 @@ class ParamsAndMoments:
                 if count == 0:
                     for kind in KINDS:
                         local_tensor(state[kind]).zero_()
+        for optimizer in self._optimizers:
+            hold_within_second(optimizer)
 
 
 def make_states(optimizers: Sequence[torch.optim.Optimizer]) -> dict[Tensor, OptimizerState]:
@@ -104,3 +108,25 @@ def make_states(optimizers: Sequence[torch.optim.Optimizer]) -> dict[Tensor, Opt
                 state |= {kind: torch.zeros_like(param, requires_grad=False) for kind in KINDS}
                 states[param] = state
     return states
+
+
+@torch.no_grad()
+def hold_within_second(optimizer: torch.optim.Optimizer) -> None:
+    """Hold the elements of first moments m within twice what AdamW itself can make beside the second moments v.
+
+        |m| <= 2 c sqrt(v),   c^2 = sum_k ((1 - b1) b1^k)^2 / ((1 - b2) b2^k) = (1 - b1)^2 / ((1 - b2) (1 - b1^2 / b2))
+
+    That is Cauchy and Schwarz's inequality for the two sums over an island's gradients, so it changes nothing of what
+    AdamW has made, nor of means of both moments. The mean of first moments alone may lie beyond: in the row of a token
+    that only other islands' texts have, v is 0 here, and AdamW would divide m by its epsilon.
+    """
+    for group in optimizer.param_groups:
+        beta1, beta2 = group["betas"]
+        if beta1**2 >= beta2:
+            continue  # There is no such bound.
+        limit = 2 * (1 - beta1) / ((1 - beta2) * (1 - beta1**2 / beta2)) ** 0.5
+        for param in group["params"]:
+            first, second = (local_tensor(optimizer.state[param][kind]) for kind in KINDS)
+            most = second.sqrt().mul_(limit)
+            torch.minimum(first, most, out=first)
+            torch.maximum(first, most.neg_(), out=first)

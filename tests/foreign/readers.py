@@ -136,7 +136,7 @@ def _export_tokenizer(path: Path) -> None:
     _read_tokenizer(path)
     out = path.parent / "out"
     out.mkdir(exist_ok=True)
-    write_tokenizer(str(path.parent / "tokenizer.json"), out, 32)
+    write_tokenizer((str(path.parent / "tokenizer.json"), None, None), out, 32)
 
 
 def _model(name: str) -> Callable[[Path], Path]:

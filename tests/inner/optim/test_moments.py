@@ -9,7 +9,7 @@ from torch import Tensor
 from inner.config import ParallelConfig
 from inner.mesh import Degrees
 from inner.optim.build import build_optimizers
-from inner.optim.moments import KINDS, ParamsAndMoments
+from inner.optim.moments import KINDS, ParamsAndMoments, hold_within_second, make_states
 from inner.params import LocalParams
 from tests.harness import run_ranks
 from tests.inner.small import (
@@ -83,6 +83,31 @@ def test_with_no_steps_behind_second_moments_a_parameter_begins_anew() -> None:
         other.params.write(index, fresh.params.read(index))
     moments.set_steps({spec.name: 0 for spec in moments.specs} | {"not.here": 5})
     assert all(map(torch.equal, other.train(range(2)), fresh.train(range(2))))
+
+
+def test_moments_of_adamw_itself_are_held_by_nothing() -> None:
+    replica, moments = trained(STEPS)
+    before = [state[kind].clone() for state in replica.optimizers[0].state.values() for kind in KINDS]
+    moments.set_steps({})
+    after = [state[kind] for state in replica.optimizers[0].state.values() for kind in KINDS]
+    assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize(("second", "most"), [(0.0, 0.0), (1e-8, 14.54e-4), (1e-4, 14.54e-2), (4.0, 5.0)])
+def test_a_first_moment_from_elsewhere_is_held_within_the_second_beside_it(second: float, most: float) -> None:
+    optimizer = torch.optim.AdamW([param := torch.nn.Parameter(torch.zeros(2))], betas=(0.9, 0.999))
+    state = make_states([optimizer])[param]
+    state["exp_avg"].copy_(torch.tensor([5.0, -5.0]))
+    state["exp_avg_sq"].fill_(second)
+    hold_within_second(optimizer)
+    assert state["exp_avg"].tolist() == pytest.approx([most, -most], rel=1e-3)
+
+
+def test_where_no_bound_follows_from_the_decays_nothing_is_held() -> None:
+    optimizer = torch.optim.AdamW([param := torch.nn.Parameter(torch.zeros(1))], betas=(0.999, 0.99))
+    make_states([optimizer])[param]["exp_avg"].fill_(5.0)
+    hold_within_second(optimizer)
+    assert optimizer.state[param]["exp_avg"].item() == 5.0
 
 
 def test_only_adamw_has_moments_to_average() -> None:
