@@ -15,6 +15,7 @@ from diloco.config.own_code import check_allowed, named_sources, own_code
 from diloco.config.schema import IslandConfig, RunConfig, dump_config
 from diloco.errors import ConfigError
 from inner.config import DataConfig
+from inner.data.sources.hub_dataset import READERS_OF_FILES
 from inner.foreign.text import parse_yaml
 from inner.import_path import is_import_path
 
@@ -121,9 +122,14 @@ def own_the_places(run: RunConfig, island: IslandConfig) -> IslandConfig:
 
 
 def describe_data(run: RunConfig) -> str:
-    """What the run reads, in one line for the operator of a joining island."""
-    sources = ", ".join(s.dataset or s.source if s.source == "huggingface" else s.source for s in run.data.sources)
+    """What the run reads, in one line for the operator of a joining island: what is fetched, and how much of it."""
+    sources = ", ".join(map(_describe_source, run.data.sources))
     return _printable(f"it reads {sources} with the tokenizer {run.data.tokenizer}")
+
+
+def _describe_source(source: DataConfig) -> str:
+    name = source.dataset or source.source if source.source == "huggingface" else source.source
+    return name if source.max_tokens is None else f"{name} (at most {source.max_tokens:,} tokens)"
 
 
 def _places_of(source: DataConfig) -> tuple[str, ...]:
@@ -136,9 +142,9 @@ def _places_of(source: DataConfig) -> tuple[str, ...]:
 
 
 def _names_a_file(name: str) -> bool:
-    """Whether a name may be that of a file or folder here. A name on the hub is NAME or OWNER/NAME."""
+    """Whether a name may be that of a file or folder here, or of what reads them. One on the hub is [OWNER/]NAME."""
     is_hub_name = not name.endswith((".json", ".py")) and _HUB_NAME.fullmatch(name) is not None and ".." not in name
-    return not is_hub_name or Path(name).exists()
+    return not is_hub_name or name in READERS_OF_FILES or Path(name).exists()
 
 
 def _place_error(key: str, value: str, cure: str) -> ConfigError:

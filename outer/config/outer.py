@@ -14,6 +14,8 @@ MOMENT_RULES = ("mean", "trimmed_mean", "geometric_median")
 GATHERED = ("topk",)
 """Those of our codecs that cannot encode a mean: every island gets all payloads and computes the mean itself."""
 CODECS = ("fp32", "bf16", "fp16", "int8", "int4", "e3m0", "stat2", "topk", "lowrank")
+MAX_SECONDS = 30 * 86400.0
+"""No wait and no round of a run is longer: a swarm's config sets them, too."""
 AT_RENDEZVOUS = frozenset({"gloo", "tls"})
 """Transports whose islands meet at a TCP rendezvous; those of hivemind meet in its DHT, where those of tls may meet,
 too."""
@@ -66,7 +68,7 @@ class OuterConfig(Section):
     """Number of inner steps that an island makes in a round. dynamic lets a slower island make fewer, in proportion to
     its measured speed. timed makes as many as fit into `round_seconds` (A-EDiT, 2412.07210), at least one and at most
     as many as the schedule has, which the learning rate and the length of the run follow in any case."""
-    round_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    round_seconds: float | None = Field(default=None, gt=0, le=MAX_SECONDS)
     """For local_steps timed: duration of a round's inner steps, from the first one on, without waits for others."""
     optimizer: OuterOptimizerConfig = OuterOptimizerConfig()
     merge: MergeConfig = MergeConfig()
@@ -97,7 +99,7 @@ class OuterConfig(Section):
     After several missed commits it is always dropped."""
     start_islands: int = Field(default=1, ge=1)
     """Number of islands that must have joined before the first round is planned."""
-    wait_seconds: float = Field(default=600.0, gt=0)
+    wait_seconds: float = Field(default=600.0, gt=0, le=MAX_SECONDS)
     """Longest wait for other islands before waits have been measured. Afterwards deadlines follow the measurements."""
 
     @model_validator(mode="after")

@@ -7,8 +7,8 @@ from inner.errors import InputError, summarise
 HUB_TIMEOUT_SECONDS = 10.0
 
 
-def require_on_hub(kind: Literal["dataset", "model"], name: str, cure: str) -> None:
-    """Check that the hub has `name`; offline mode skips the check. Raises InputError if it is missing or unreachable.
+def require_on_hub(kind: Literal["dataset", "model"], name: str, cure: str) -> str | None:
+    """The newest commit of `name` on the hub; None in offline mode. Raises InputError if it is missing or unreachable.
 
     The hub's own loading code retries for half a minute without a network, whereas this asks once.
     """
@@ -16,11 +16,11 @@ def require_on_hub(kind: Literal["dataset", "model"], name: str, cure: str) -> N
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     if HF_HUB_OFFLINE:
-        return
+        return None
     api = huggingface_hub.HfApi()
     fetch_info = api.dataset_info if kind == "dataset" else api.model_info
     try:
-        fetch_info(name, timeout=HUB_TIMEOUT_SECONDS)
+        return fetch_info(name, timeout=HUB_TIMEOUT_SECONDS).sha
     except Exception as error:
         # The hub's HTTP library, and with it the type of exception, changes between versions.
         raise InputError(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from inner.data.sources.documents import Document, Place, TextField, row_text
 from inner.data.sources.find import find_files
-from inner.data.sources.hub import require_on_hub
+from inner.data.sources.hub_dataset import check_dataset_name, stream_dataset
 from inner.errors import InputError, refused
 from inner.files import home_path
 
@@ -47,6 +47,11 @@ class HuggingFaceSource:
     dataset_config: str | None
     split: str
     field: TextField
+
+    def __post_init__(self) -> None:
+        """Raises InputError if the name is that of a reader of files."""
+        if not self._is_local():
+            check_dataset_name(self.dataset)
 
     def fingerprint(self) -> object:
         """Path, size and modification time of the files of a local dataset; None for a dataset on the hub."""
@@ -96,21 +101,18 @@ class HuggingFaceSource:
 
     def _rows(self, file: int, row: int) -> Generator[tuple[int, int, Mapping[str, object]], None, None]:
         """(number of the file, of the row in it, row) from one on."""
-        if not self._is_local():
-            require_on_hub("dataset", self.dataset, CURE)
-        # Imported here because datasets takes a second, which only readers of a dataset should pay.
-        import datasets
-
         where = f"dataset {self.dataset!r} (config {self.dataset_config!r}, split {self.split!r})"
-        place = str(self._place) if self._is_local() else self.dataset
         try:
             # Builders, file systems and HTTP libraries each raise exceptions of their own.
             with refused(f"{where} cannot be read", CURE):
-                stream = datasets.load_dataset(place, self.dataset_config, split=self.split, streaming=True)
-                yield from _rows_from(stream, file, row)
+                yield from _rows_from(self._open(), file, row)
         finally:
             # An abandoned Arrow reader keeps threads that may abort the interpreter at exit.
             gc.collect()
+
+    def _open(self) -> Any:
+        folder = self._place if self._is_local() else None
+        return stream_dataset(self.dataset, folder, self.dataset_config, self.split, CURE)
 
     def _is_local(self) -> bool:
         return self._place.is_dir()

@@ -1,5 +1,6 @@
 """A swarm sets the run's part of a joiner's config: no key of the island, and no place on its machine."""
 
+import re
 import subprocess
 import sys
 import typing
@@ -241,3 +242,15 @@ def test_an_error_shows_no_control_characters_of_a_stranger():
 def test_every_value_of_a_run_survives_the_way_through_the_swarm():
     config = parse_config(dump_config(parse_config("", ["outer.codec=int4", "name=x"])))
     assert parse_swarm_config(swarm_text(config.run)).hash == config.run.hash
+
+
+def test_security_md_says_what_every_key_of_free_text_can_make_a_joiner_do() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
+    _, _, table = text.partition("| keys | read | fetch | run | write | wait |")
+    keys = " ".join(line.split("|")[1] for line in table.split("\n\n")[0].splitlines() if line.startswith("|"))
+    named = set(re.findall(r"`([a-z0-9_.]+)`", keys))
+    for section, names in FROM_SWARM.items():
+        for name in names.split():
+            key = f"{section}.{name}".lstrip(".")
+            is_text = any(part is str for part in parts_of(KEYS[key])) and "Literal" not in str(KEYS[key])
+            assert not is_text or {key, key.replace(".mixture", ""), name} & named, key

@@ -1,0 +1,122 @@
+"""A data set of the Hugging Face hub, opened so that all of its data is in its own repository.
+
+The library `datasets` takes some names for readers of the files in the working folder, and the card of a repository may
+name files of this machine, or addresses inside its network, as the data. A run's config may come from a swarm and a
+repository from anybody, so such names are refused before anything is read.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from inner.data.sources.hub import require_on_hub
+from inner.errors import InputError
+from inner.foreign.files import read_file
+from inner.foreign.text import parse_yaml
+
+_NAMES = """
+arrow audiofolder cache conll csv eval fasta fastq generator genbank harbor hdf5 iceberg imagefolder json lance
+meshfolder mmcif niftifolder pandas parquet pdb pdffolder spark sql text tsfile videofolder vortex webdataset xml
+"""
+READERS_OF_FILES = frozenset(_NAMES.split())
+"""Names that `datasets` does not look for on the hub. A test compares them with the installed version."""
+CARD, SETTINGS = "README.md", ".huggingface.yaml"
+"""The files of a repository that say which files are the data; the second replaces values of the first."""
+MAX_CARD_BYTES = 1 << 22
+CURE = "use another dataset"
+_FRONT_MATTER = re.compile(r"\s*---(?:\r\n|\r|\n)(.*?)(?:\r\n|\r|\n)---", re.DOTALL)
+
+
+def check_dataset_name(name: str) -> None:
+    """Raise InputError if `datasets` takes the name for a reader of files here."""
+    if name in READERS_OF_FILES:
+        raise InputError(
+            f"data.dataset: {name!r} is no dataset but what the library datasets calls its reader of such files; for "
+            "files use data.source=files and data.paths, and for a dataset of the hub the whole name, OWNER/NAME"
+        )
+
+
+def stream_dataset(name: str, folder: Path | None, config: str | None, split: str, cure: str) -> Any:
+    """The rows of a split as an IterableDataset, of a repository on the hub or a folder with the files of one.
+
+    Raises InputError, and whatever `datasets` raises. Images and recordings stay undecoded: what decodes them opens any
+    path that a row names.
+    """
+    # Imported here because datasets takes a second, which only readers of a dataset should pay.
+    import datasets
+
+    revision = None
+    if folder is None:
+        check_dataset_name(name)
+        revision = require_on_hub("dataset", name, cure)
+    for file in (CARD, SETTINGS):
+        check_card(name, folder / file if folder else _fetch(name, file, revision))
+    builder = datasets.load_dataset_builder(str(folder or name), config, revision=revision)
+    if folder is None:
+        check_data_files(name, builder.config.data_files or {})
+    stream: Any = builder.as_streaming_dataset(split=split)
+    return stream.decode(False)
+
+
+def _fetch(name: str, file: str, revision: str | None) -> Path | None:
+    """Where a file of the repository lies in the cache, fetched if it was not there; None if there is none."""
+    import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(name, file, repo_type="dataset", revision=revision))
+    except EntryNotFoundError:  # Offline it is the same error: what is not in the cache cannot be read then.
+        return None
+
+
+def check_card(name: str, path: Path | None) -> None:
+    """Raise InputError if this file of a repository, if it is there, names data outside of the repository."""
+    if path is not None and path.is_file():
+        text = read_file(path, MAX_CARD_BYTES, CURE).decode(errors="replace")
+        check_settings(name, path.name, text if path.name == SETTINGS else front_matter(text))
+
+
+def front_matter(text: str) -> str:
+    """The YAML at the beginning of a card; empty if there is none."""
+    match = _FRONT_MATTER.match(text)
+    return match[1] if match else ""
+
+
+def check_settings(name: str, file: str, text: str) -> None:
+    """Raise InputError if `configs` in this YAML names data outside of the repository."""
+    try:
+        settings = parse_yaml(text, most_chars=MAX_CARD_BYTES)
+    except ValueError as error:
+        raise InputError(f"dataset {name!r}: {file} is not valid YAML: {str(error)[:200]}; {CURE}") from None
+    configs = settings.get("configs") if isinstance(settings, Mapping) else None
+    for place in texts_in(configs):
+        if leads_outside(place):
+            raise InputError(
+                f"dataset {name!r}: {file} names {place[:200]!r} as data, which is outside of its repository: it would "
+                f"be read from this machine or its network; {CURE}"
+            )
+
+
+def texts_in(value: object) -> Iterator[str]:
+    """All texts in a value of YAML, and in what it holds."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from texts_in(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from texts_in(each)
+
+
+def leads_outside(place: str) -> bool:
+    """Whether a pattern of files is one of an address, of a folder above, or of a place on this machine."""
+    return "://" in place or "::" in place or place.startswith(("/", "~", "\\")) or ".." in PurePosixPath(place).parts
+
+
+def check_data_files(name: str, files: Mapping[str, list[str]]) -> None:
+    """Raise InputError if one of the files that `datasets` has found, by split, is not in the repository."""
+    for place in (place for found in files.values() for place in found):
+        if not str(place).startswith(f"hf://datasets/{name}@"):
+            raise InputError(f"dataset {name!r}: its data would be read from {str(place)[:200]!r}; {CURE}")
