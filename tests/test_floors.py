@@ -76,6 +76,7 @@ MAX_FUNCTION_LINES = 60
 MOST_FILES = 10
 MOST_FILES_AT_THE_TOP = 10
 LARGER = {
+    "inner/data/sources": "one file for each kind of source, beside what they share",
     "outer/merges": "a family: one file for each rule",
     "outer/agreement/messages.py": "all messages of the agreement, one after the other",
     "outer/network/rpc.py": "both ends of a call over one stream",
