@@ -13,6 +13,7 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from outer.errors import DifferingConfigsError, InputError, PeerLost
 from outer.membership.base import Member
+from outer.membership.dht.clocks import ClockWatch
 from outer.membership.dht.node import RPC_SECONDS, bootstrap_addresses, close_dht, meet, open_dht
 from outer.membership.dht.records import find_members, find_records, list_runs, read_config, store_config, store_record
 from outer.membership.records import RunInfo, check_config_text, name_taken_error
@@ -71,7 +72,7 @@ class HivemindMembership:
         self._known: dict[str, Member] = {}
         self._search: asyncio.Task[dict[str, Member]] | None = None
         self._refreshing: list[asyncio.Task[None]] = []
-        self._wake = asyncio.Event()
+        self._wake, self._clocks = asyncio.Event(), ClockWatch()
 
     async def announce(self, member: Member) -> None:
         assert member.identity == self._auth.island.public, "a record is signed with the key that it names"
@@ -162,6 +163,7 @@ class HivemindMembership:
                 if self._own is not None:
                     await self._store_record(self._own.island, self._own.encode())
                 await self._store_config()
+                await self._clocks.look(self._dht)
             except Exception:  # the refresh must survive any single failure
                 log.warning("the DHT did not accept this island's record; trying again", exc_info=True)
 

@@ -12,6 +12,7 @@ from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
 from outer.errors import InputError, UnreachableError, first_line
+from outer.membership.dht.clocks import require_equal_clocks
 from outer.membership.dht.owned_records import MAX_AHEAD_SECONDS, OwnedRecords
 from outer.network.retry import retry
 from outer.transports.hivemind_addresses import PeerAddress, parse_address, unreachable_message
@@ -36,8 +37,9 @@ RECOUNT_SECONDS = 1.0
 async def open_dht(
     daemon: Daemon, bootstrap: Sequence[str], connect_seconds: float = RPC_SECONDS, *, only_asks: bool = False
 ) -> DHTNode:
-    """Open a DHT node and connect it to a peer at `bootstrap`. Raises InputError if none answers in time.
+    """Open a DHT node and connect it to a peer at `bootstrap`.
 
+    Raises InputError if none answers in time, or the clocks of all that do are far from this machine's.
     One that `only_asks` keeps nothing for others, which do not have to reach it.
     """
     try:
@@ -56,6 +58,11 @@ async def open_dht(
     if not await retry(meet_any, seconds=connect_seconds, pause_seconds=RETRY_SECONDS):
         await close_dht(dht)
         raise UnreachableError(unreachable_message(bootstrap, connect_seconds, "no peer of the DHT answers there"))
+    try:
+        await require_equal_clocks(dht, [PeerID.from_base58(address.peer_id) for address in addresses])
+    except InputError:
+        await close_dht(dht)
+        raise
     with suppress(TimeoutError):
         async with asyncio.timeout(RPC_SECONDS):
             await dht.find_nearest_nodes([dht.node_id])  # fills the routing table

@@ -1,0 +1,75 @@
+"""Compares this machine's clock with those of other nodes of the DHT, in which records expire by the clock."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Iterable
+from typing import Any
+
+from hivemind.dht import DHTNode
+from hivemind.p2p import P2PDaemonError, PeerID
+from hivemind.proto import dht_pb2
+from hivemind.utils.timed_storage import get_dht_time
+
+from outer.errors import InputError
+
+log = logging.getLogger(__name__)
+
+WARN_SECONDS = 3.0
+MAX_APART_SECONDS = 10.0
+"""An island's record lives for 15 s and is renewed every 4 s: a reader whose clock is further off sees none, or all of
+those that have left."""
+ASK_SECONDS = 2.0
+
+
+async def seconds_ahead(dht: DHTNode, peer: PeerID) -> float | None:
+    """By how much this machine's clock is ahead of a peer's, to within the round trip; None if it does not answer."""
+    kind: Any = dht_pb2.PingRequest  # pyright: ignore[reportAttributeAccessIssue] - made when it is imported
+    request = kind(peer=dht.protocol.node_info, validate=False)
+    try:
+        async with asyncio.timeout(ASK_SECONDS):
+            asked = get_dht_time()
+            answer: Any = await dht.protocol.get_stub(peer).rpc_ping(request)
+    except (TimeoutError, P2PDaemonError, OSError, EOFError):
+        return None
+    answered = get_dht_time()
+    return min(answered - answer.dht_time, 0.0) or max(asked - answer.dht_time, 0.0)
+
+
+async def require_equal_clocks(dht: DHTNode, peers: Iterable[PeerID]) -> None:
+    """Raise InputError if the clocks of all peers that answer are far from this machine's."""
+    found = await asyncio.gather(*(seconds_ahead(dht, peer) for peer in peers))
+    known = [ahead for ahead in found if ahead is not None]
+    if known and (least := min(known, key=abs)) and abs(least) > MAX_APART_SECONDS:
+        raise InputError(explain(least))
+
+
+def explain(ahead: float) -> str:
+    """What follows from clocks that differ, and the cure."""
+    return (
+        f"the clock of this machine is {describe(ahead)} that of the DHT's peer. Records in hivemind's DHT expire by "
+        f"the clock, so islands whose clocks are more than {MAX_APART_SECONDS:g} s apart do not see each other: "
+        "synchronise the clocks by NTP, for example with `timedatectl set-ntp true`"
+    )
+
+
+def describe(ahead: float) -> str:
+    return f"{abs(ahead):,.0f} s {'ahead of' if ahead > 0 else 'behind'}"
+
+
+class ClockWatch:
+    """Warns when the clocks of this machine and of a peer have come apart, and again only after they were together."""
+
+    def __init__(self) -> None:
+        self._has_warned = False
+
+    async def look(self, dht: DHTNode) -> None:
+        """Compare with one of the peers that this node knows."""
+        peers = list(dht.protocol.routing_table.peer_id_to_uid)
+        ahead = await seconds_ahead(dht, random.choice(peers)) if peers else None
+        if ahead is None:
+            return
+        is_apart = abs(ahead) > WARN_SECONDS
+        if is_apart and not self._has_warned:
+            log.warning("%s", explain(ahead))
+        self._has_warned = is_apart
