@@ -235,7 +235,7 @@ def record_entry(runtime: Runtime, position: Position) -> None:
 def record_ledger(runtime: Runtime) -> None:
     """Record at the end how much of the text the run has trained on."""
     text = runtime.outer.position.ledger
-    runtime.event("account", f"{text.trained} units of text trained; {text.open} leased or returned, not trained")
+    runtime.event("account", f"{text.trained} units of text trained; {text.open} reserved and not used")
 
 
 def record_step(runtime: Runtime, result: StepResult, batch: StepBatch) -> None:

@@ -81,7 +81,7 @@ def call_text(target: Callable[..., Any]) -> str:
     """Name and parameters of a class or function, for messages."""
     try:
         return f"{target.__name__}{inspect.signature(target)}"
-    except ValueError:  # Some builtins do not tell.
+    except ValueError:  # Some builtins have no signature.
         return target.__name__
 
 

@@ -164,7 +164,7 @@ class OuterLoop:
     ) -> CaughtUp | None:
         """Take the state that survives. The returned error says whether this island's progress was put on top of it.
 
-        None means that nobody is ahead any more who can give a state: this island's own survives, and nothing has
+        None means that no reachable island has a newer state: this island's own survives, and nothing has
         changed. Otherwise progress is kept when exactly one commit was missed, that commit belongs to this island's own
         history and does not contain the progress, and no other island has been given the data. Progress that was kept
         once and misses a commit again is dropped. `weight` is the progress in tokens, `sent` the pseudo-gradient in
@@ -175,7 +175,7 @@ class OuterLoop:
             # Local params were trained from these values, from which the pseudo-gradient in flight was taken out.
             progress[part] += values - self.replica.carried.parts[part] + (sent or {})[part]
         if (taken := self.averager.take_state()) is None:
-            log.warning("nobody is ahead any more who can give a state: going on from round %d", self.position.round)
+            log.warning("no reachable island has a newer state: going on from round %d", self.position.round)
             self.averager.announce()
             return None
         self._ahead = None

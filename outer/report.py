@@ -25,7 +25,9 @@ class Waiting:
     """What else keeps the round from going on, as too few islands."""
 
     def __str__(self) -> str:
-        islands = "; ".join(f"{name}: {why}" for name, why in sorted(self.islands.items())) or "nobody is missing"
+        islands = (
+            "; ".join(f"{name}: {why}" for name, why in sorted(self.islands.items())) or "all that are known have come"
+        )
         return (
             f"round {self.round}: {self.phase} for {self.seconds:.0f} s; {self.cause}{'; ' * bool(self.cause)}{islands}"
         )

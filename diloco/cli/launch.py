@@ -20,8 +20,8 @@ def launch(
     """Run an island of one node (island.index): start its ranks, and start all again when one dies.
 
     SIGTERM and Ctrl-C let the island leave at once; SIGUSR1 and SIGUSR2 go to its ranks. It exits
-    with the status of the rank that failed, 143 after SIGTERM, and 0 when the run is over. Too few GPUs for
-    its ranks, where island.device is cuda, end it with 78, as anything that would fail again.
+    with the status of the rank that failed, 143 after SIGTERM, and 0 when the run is over. It exits with 78
+    when another start cannot help, for example where island.device is cuda and a rank has no GPU.
     """
     from diloco.config.check import check_entry, check_index, check_network
     from diloco.config.schema import load_config

@@ -165,7 +165,7 @@ def watch(
     as_json: Annotated[bool, typer.Option("--json", help="Print the state once as JSON; serve nothing.")] = False,
     text: Annotated[bool, typer.Option("--text", help="Show the run in the terminal; serve nothing.")] = False,
 ) -> None:
-    """Serve a page of the whole run, live or replayed: from its folder, or asked of its islands over the network."""
+    """Serve a dashboard of a run, live or replayed, read from its folder or queried from its islands."""
     import logging
 
     from diloco.watch.command import Watched

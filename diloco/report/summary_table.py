@@ -69,7 +69,7 @@ def _training_figures(figures: Summary) -> dict[str, str]:
         "Held-out loss (nats per token)": human_loss(figures["final_eval_loss"]),
         "Bits per byte": UNKNOWN if bits is None else f"{bits:.4f}",
         "Tokens": human_count(figures["tokens"]),
-        "Inner steps (skipped)": f"{total(figures['steps'])} ({total(figures['skipped_steps'])})",
+        "Inner steps of all (skipped)": f"{total(figures['steps'])} ({total(figures['skipped_steps'])})",
         "Wall time": human_seconds(figures["seconds"]),
     }
 
@@ -114,7 +114,7 @@ def _data_rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "Tokens by source", _format_shares(summary["source_tokens"])
     if summary["units_trained"] is not None:
         figures = (f"{summary[f'units_{what}']:,}" for what in ("trained", "repeated", "open"))
-        yield "Units trained, repeated, open", " / ".join(figures)
+        yield "Units trained, repeated, unused", " / ".join(figures)
 
 
 def _fault_rows(summary: Summary) -> Iterator[tuple[str, str]]:

@@ -10,9 +10,9 @@ from rich.text import Text
 from diloco.formatting import UNKNOWN, human_bytes, human_duration, human_rate, one_line, percent
 
 ROWS: list[tuple[str, str, Callable[[float], str]]] = [
-    ("a round", "round_seconds", human_duration),
-    ("of it in inner steps", "utilisation", percent),
-    ("sent by an island a round", "round_bytes", human_bytes),
+    ("time per round", "round_seconds", human_duration),
+    ("share of time in inner steps", "utilisation", percent),
+    ("sent per island and round", "round_bytes", human_bytes),
     ("rate in a reduce", "reduce_rate", human_rate),
 ]
 """What is said, its key in the prediction and in the state of an island, and how it is written."""
@@ -40,7 +40,7 @@ def prediction_rows(state: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         values = [island[key] for island in islands if island[key] is not None]
         yield name, UNKNOWN if p[key] is None else show(p[key]), span(values, show)
     needed = "none is fast enough" if p["needed_rate"] is None else human_rate(p["needed_rate"])
-    yield f"link needed for {100 * p['target']:.0f} % of it", needed, ""
+    yield f"link needed for {100 * p['target']:.0f} % in inner steps", needed, ""
     if left := rounds_left(state):
         times = [left * island["round_seconds"] for island in islands if island["round_seconds"] is not None]
         yield f"the {left} rounds to come", human_duration(left * p["round_seconds"]), span(times, human_duration)

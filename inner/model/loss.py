@@ -75,7 +75,7 @@ class _CrossEntropy(torch.autograd.Function):
                 grad_x_TD[first : first + size] = probs_CV @ weight_VD
             if grad_weight_VD is not None:
                 _add_product(grad_weight_VD, probs_CV, x_CD)
-            del probs_CV  # Otherwise it is there until the next chunk's take its place, beside their logits.
+            del probs_CV  # Frees it now: else it stays allocated beside the next chunk's logits.
         ctx.save_for_backward(grad_x_TD, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype))
         return loss
 

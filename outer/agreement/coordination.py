@@ -70,7 +70,7 @@ class Coordination:
         self.is_direct, self.num_ready = True, 0
 
     def hold_up(self) -> None:
-        """This island has been ready for long. `compare` finds out whether the coordinator has said the truth."""
+        """Remember how many islands the coordinator says are ready. `compare` checks it against direct messages."""
         self.said = self.num_ready
 
     def compare(self, ready: Collection[str], number: int) -> None:

@@ -136,7 +136,7 @@ class GossipAverager:
         return ""
 
     def linger(self) -> bool:
-        """No other history survives: each island has its own."""
+        """Do nothing: with gossip each island has a history of its own, and none has to be handed over."""
         self.event_loop.run(self._leader.linger(self.replica.position.round))
         return False
 

@@ -61,7 +61,7 @@ class Lease(Message):
 
 
 class Ledger(Message):
-    """State of all units. Parsing one from a peer or a file fails if a unit is in two places."""
+    """State of all units of data. Validation refuses a ledger that lists a unit twice."""
 
     frontier: int = Field(default=0, ge=0, le=MAX_UNIT)
     """First unit that has never been leased."""

@@ -86,7 +86,7 @@ class Averager(Protocol):
     def take_state(self) -> TakenState | None:
         """Replace the replica by the state that survives. Call `announce` next, in any case.
 
-        Returns None, and changes nothing, when nobody is ahead any more who can give a state.
+        Returns None, and changes nothing, when no reachable island has a newer state.
         """
         ...
 

@@ -160,7 +160,8 @@ async def find_description(
     attempt = partial(_find_first_description, donors, round_number, digest, causes, check)
     description = await retry(attempt, seconds=wait_seconds, pause_seconds=RETRY_SECONDS)
     if description is None:
-        raise TransportError(f"no island describes round {round_number}: {list_some(causes)}")
+        which = "a committed round" if round_number is None else f"round {round_number}"
+        raise TransportError(f"no island could describe the state of {which}: {list_some(causes)}")
     return description
 
 

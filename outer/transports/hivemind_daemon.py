@@ -145,7 +145,7 @@ class Daemon:
         except TimeoutError:
             if self.p2p._child is not None:
                 self.p2p._child.kill()
-        remove_dead_sockets()  # Those of others that have died meanwhile: perhaps nobody starts here any more.
+        remove_dead_sockets()  # Removes the sockets of dead daemons: perhaps no other process starts here.
 
 
 async def attach_daemon(local_address: str, rank: int, auth: PeerAuth) -> Daemon:

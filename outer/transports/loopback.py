@@ -195,7 +195,9 @@ class LoopbackTransport:
         self._mailbox.raise_failure(self._others)
         with self._hub.lock:
             may_be_complete = len(self._group) > len(self._others)
-        return may_be_complete and not self._missing()  # Asked whenever an island joins, so mostly in vain.
+        return (
+            may_be_complete and not self._missing()
+        )  # Called whenever an island joins, so it usually finds some missing.
 
     def _missing(self) -> list[Endpoint]:
         with self._hub.lock:

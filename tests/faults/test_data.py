@@ -23,7 +23,7 @@ def assert_each_unit_once(run_dir: Path) -> None:
     # The record is missing if an island was killed right after a commit.
     committed = [units_of(record) for island in run.islands for record in island.rounds if record.committed]
     assert len({unit for units in committed for unit in units}) >= account["units_trained"] * 0.9
-    assert "Units trained, repeated, open" in {what for what, _, _ in summary_rows(summarise(run_dir))}
+    assert "Units trained, repeated, unused" in {what for what, _, _ in summary_rows(summarise(run_dir))}
 
 
 @pytest.mark.slow

@@ -140,7 +140,7 @@ function drawRounds(attempts) {
   const counts = new Map();
   for (const attempt of attempts) { const who = lastToCome(attempt).split(" (")[0]; if (who) counts.set(who, (counts.get(who) ?? 0) + 1); }
   const told = [...counts].sort((a, b) => b[1] - a[1]).slice(0, 4).map(([name, n]) => `${name} ${n}×`);
-  byId("waited").textContent = told.length ? `Last to come to a round, in the rounds shown: ${told.join(", ")}.` : "No island kept the others waiting.";
+  byId("waited").textContent = told.length ? `Slowest island per round, in the rounds shown: ${told.join(", ")}.` : "No island kept the others waiting.";
 }
 
 function drawHappened(t) {

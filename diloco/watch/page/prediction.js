@@ -29,11 +29,11 @@ function predictionRows(t) {
   const tried = Math.max(-1, ...names().map((name) => until(run.islands[name].rounds, t)?.[1] ?? -1)), left = p.num_rounds - 1 - tried;
   const law = "2503.09799" + (p.is_extrapolated ? ", extrapolated" : "");
   return [
-    ["a round", duration(p.round_seconds), spanText(field(1), duration)],
-    ["of it in inner steps", percent(p.utilisation), spanText(field(2), percent)],
-    ["sent by an island a round", human(p.round_bytes, "B"), spanText(field(3), (v) => human(v, "B"))],
+    ["time per round", duration(p.round_seconds), spanText(field(1), duration)],
+    ["share of time in inner steps", percent(p.utilisation), spanText(field(2), percent)],
+    ["sent per island and round", human(p.round_bytes, "B"), spanText(field(3), (v) => human(v, "B"))],
     ["rate in a reduce", or(p.reduce_rate, rate), spanText(field(4), rate)],
-    [`link needed for ${(100 * p.target).toFixed(0)} % of it`, p.needed_rate === null ? "none is fast enough" : rate(p.needed_rate), ""],
+    [`link needed for ${(100 * p.target).toFixed(0)} % in inner steps`, p.needed_rate === null ? "none is fast enough" : rate(p.needed_rate), ""],
     ...(left > 0 ? [[`the ${left} rounds to come`, duration(left * p.round_seconds), spanText(field(1).map((v) => left * v), duration)]] : []),
     [`loss to data-parallel (${law})`, signed(p.loss_gap), or(measuredGap(t), signed)],
   ];

@@ -38,7 +38,12 @@ class Doubts:
         self.knowledge.disbelieve(island, claim)
         self._ends[island] = asyncio.get_running_loop().call_later(seconds, self.knowledge.believe, island)
         claimed = f"round {claim.round} with {claim.tokens} tokens"
-        log.warning("%s claims %s, which nobody can give: it is not believed for %g s", island, claimed, seconds)
+        log.warning(
+            "%s claims to be in %s, but no island could send that state: its claim is ignored for %g s",
+            island,
+            claimed,
+            seconds,
+        )
 
     def find_donors(self, members: Mapping[str, Member]) -> list[Member]:
         """Records, of those given by island, of the islands that hold the surviving history; empty if this one does.

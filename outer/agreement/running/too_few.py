@@ -51,14 +51,16 @@ class FewIslands:
         present, needed, seconds = too_few.present, too_few.needed, f"{waited:.0f} s"
         if too_few.is_start:
             if waited > self._deadlines.initial_seconds:
-                came = f"{present} of {needed} islands came within {seconds}"
+                came = f"{present} of {needed} islands were here within {seconds}"
                 raise QuorumError(f"round 0: {came}; outer.start_islands are needed to begin{self._explain_absence()}")
         elif self._knowledge.rules.below_quorum == "stop" and waited > self._deadlines.grace(present):
             came = f"{present} of outer.quorum {needed} islands after {seconds}"
             raise QuorumError(f"round {self._knowledge.status.round}: {came}, and outer.below_quorum is 'stop'")
         if now - warned_at <= WARN_SECONDS:
             return warned_at
-        self._warn(f"BELOW QUORUM: {present} of {needed} islands came; waiting for the others{self._explain_absence()}")
+        self._warn(
+            f"BELOW QUORUM: {present} of {needed} islands are here; waiting for the others{self._explain_absence()}"
+        )
         return now
 
     def _explain_absence(self) -> str:

@@ -41,7 +41,7 @@ def describe_gathering(
 
     `decision`: what `RoundProtocol.try_plan` has returned. `losses`: why islands were found to be lost.
     """
-    cause = f"{decision.present} of {decision.needed} islands came" if isinstance(decision, TooFew) else ""
+    cause = f"{decision.present} of {decision.needed} islands are here" if isinstance(decision, TooFew) else ""
     knowledge, excluded, islands = protocol.knowledge, protocol.gathering.excluded, {}
     if knowledge.me in excluded:
         cause = f"this island is left out: {excluded[knowledge.me]}"

@@ -128,7 +128,7 @@ def test_the_loss_is_compared_with_the_baselines_on_as_many_tokens(tmp_path: Pat
 
 def test_the_table_says_what_was_measured_beside_it_and_what_is_to_come(tmp_path: Path) -> None:
     rows = {name: (predicted, measured) for name, predicted, measured in prediction_rows(state_of(tmp_path))}
-    assert rows["a round"][1] == "5.0 s" and rows["of it in inner steps"][1] == "80.0 %"
+    assert rows["time per round"][1] == "5.0 s" and rows["share of time in inner steps"][1] == "80.0 %"
     assert rows["the 37 rounds to come"][1] == "185.0 s"
 
 

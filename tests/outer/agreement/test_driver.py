@@ -119,7 +119,9 @@ def test_on_sent_is_called_once_the_others_can_know() -> None:
 def test_a_run_that_its_first_islands_do_not_come_to_ends() -> None:
     async def test() -> None:
         (a,) = await leaders("a", wait_seconds=20.0, start_islands=2)
-        with pytest.raises(QuorumError, match=r"round 0: 1 of 2 islands came within 2\d s; outer.* finished the run"):
+        with pytest.raises(
+            QuorumError, match=r"round 0: 1 of 2 islands were here within 2\d s; outer.* finished the run"
+        ):
             await a.attempt()
 
     run(test)
@@ -137,7 +139,7 @@ def test_below_the_quorum_wait_waits_and_says_so_once_a_minute(caplog: pytest.Lo
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert warnings[0] == (
-        "round 0: BELOW QUORUM: 1 of 2 islands came; waiting for the others; "
+        "round 0: BELOW QUORUM: 1 of 2 islands are here; waiting for the others; "
         "no other island answers: they are down, or have finished the run"
     )
 
