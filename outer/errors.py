@@ -69,11 +69,16 @@ class DeadlineError(TransportError):
 
 
 class StalledError(DeadlineError):
-    """A reduce did not end in time, and only the payloads of island `peer` are missing."""
+    """A reduce did not end in time, and only the payloads of island `peer` are missing.
 
-    def __init__(self, peer: str, limit_seconds: float) -> None:
-        super().__init__(f"the reduce took longer than {limit_seconds:.0f} s, and waits only for island {peer!r}")
-        self.peer = peer
+    `of_means`: only means that it reduces, for which it may itself wait for others.
+    """
+
+    def __init__(self, peer: str, limit_seconds: float, *, of_means: bool) -> None:
+        what = "means of" if of_means else ""
+        waits = " ".join(filter(None, ["waits only for", what, f"island {peer!r}"]))
+        super().__init__(f"the reduce took longer than {limit_seconds:.0f} s, and {waits}")
+        self.peer, self.of_means = peer, of_means
 
 
 class MessageError(TransportError):

@@ -212,6 +212,8 @@ class Vote(Message):
     cause: str = Field(default="", max_length=2000)
     accused: IslandName | None = None
     """Participant whose payload could not be used, if one is to blame."""
+    waits_for_means: bool = False
+    """What is missing of the accused are means alone, for which it may itself wait for others."""
     is_stalled: bool = False
     """The reduce took too long, and it cannot be told who alone has held it up."""
 
@@ -220,10 +222,19 @@ class Vote(Message):
         return cls(plan=plan.id, round=plan.round, island=island, digest=digest)
 
     @classmethod
-    def no(cls, plan: Plan, island: str, cause: str, accused: str | None = None, *, is_stalled: bool = False) -> "Vote":
-        """Vote of an island without a mean. `accused` sent the payload that could not be used."""
-        about = {"cause": cause[:2000], "accused": accused, "is_stalled": is_stalled}
-        return cls(plan=plan.id, round=plan.round, island=island, **about)
+    def no(
+        cls,
+        plan: Plan,
+        island: str,
+        cause: str,
+        accused: str | None = None,
+        *,
+        waits_for_means: bool = False,
+        is_stalled: bool = False,
+    ) -> "Vote":
+        """Vote of an island without a mean. `accused` sent the payload that could not be used, or none in time."""
+        about = {"accused": accused, "waits_for_means": waits_for_means, "is_stalled": is_stalled}
+        return cls(plan=plan.id, round=plan.round, island=island, cause=cause[:2000], **about)
 
     def signed(self, plan: Plan, sign: Callable[[bytes], str]) -> "Vote":
         """A yes with its signature; a no as it is."""

@@ -3,10 +3,14 @@
 All of it follows from plans in which this island took part and from what their participants did. So an island that was
 in no plan can accuse nobody, and nobody is left out without a cause in this round:
 
-    accused     another participant could not use its payload (`Vote.accused`)
+    accused     another participant could not use its payload, or had none of it in time (`Vote.accused`)
     accuser     it accuses half or more of the others; its accusations no longer count
     differs     more than half of the participants found the same digest, and it found another one
     silent      its vote, or the receipt of a vote, did not come within the limit
+
+Who waits for a mean says little of its reducer, which may itself wait for somebody's payload: the accusation counts
+only where the reducer accuses nobody else. Of two that accuse each other either may lie: they are left out in turns,
+one in rounds with an even number and the other in odd ones, so that neither keeps the other out for ever.
 
 A commit ends all of this, except that an island whose digests differ, or that is silent, in one round after the other
 is left out of the next rounds, too (`Streak`). When so many are left out that nothing can be planned, the causes so far
@@ -107,7 +111,7 @@ class Suspicions:
         }
         for plan in self._counted:
             reasons |= dict.fromkeys(self.silent.get(plan, ()), "its vote or receipt did not come in time")
-        return reasons | self._find_accused(votes) | self.find_dissenters(votes)
+        return reasons | self._find_accused(votes, round_number) | self.find_dissenters(votes)
 
     def find_dissenters(self, votes: Votes) -> dict[str, str]:
         """Participants that found another digest than more than half of a plan's participants, with both digests."""
@@ -144,7 +148,7 @@ class Suspicions:
         minorities = chain.from_iterable(combinations(names, size) for size in sizes)
         return frozenset(next(islice(minorities, turn, None)))
 
-    def _find_accused(self, votes: Votes) -> dict[str, str]:
+    def _find_accused(self, votes: Votes, round_number: int) -> dict[str, str]:
         """Accused islands, and those that accuse too many, with the reason."""
         pairs = {pair for plan in self._counted for pair in self._accusations(plan, votes)}
         most = max(((len(names) - 1) // 2 for names in self.plans.values()), default=0)
@@ -153,17 +157,18 @@ class Suspicions:
         believed = sorted(pair for pair in pairs if pair[0] not in false)
         by = {accused: {a for a, b in believed if b == accused} for _, accused in believed}
         if by.keys() | false.keys() != self._islands:
-            # Of two that accuse only each other either may be right: the first by name stays.
-            by = {
-                b: them for b, them in by.items() if not any(b < a and them == {a} and by.get(a) == {b} for a in them)
-            }
+            pairs_alone = [(b, a) for b, them in by.items() for a in them if them == {a} and by.get(a) == {b}]
+            staying = {b for b, a in pairs_alone if stays(b, a, round_number)}
+            by = {b: them for b, them in by.items() if b not in staying}
         return {b: f"{min(accusers)} could not use what it sent" for b, accusers in by.items()} | false
 
     def _accusations(self, plan: str, votes: Votes) -> list[tuple[str, str]]:
-        """Pairs of accuser and accused, both participants of the plan."""
+        """Pairs of accuser and accused, both participants of the plan, without those that may follow from others."""
         names = self.plans[plan]
         noes = [votes[plan, name] for name in names if (plan, name) in votes and votes[plan, name].digest is None]
-        return [(v.island, v.accused) for v in noes if v.accused in names and v.accused not in (None, v.island)]
+        found = {v.island: v for v in noes if v.accused in names and v.accused not in (None, v.island)}
+        pairs = [(name, str(vote.accused)) for name, vote in found.items()]
+        return [(a, b) for a, b in pairs if not (found[a].waits_for_means and b in found and found[b].accused != a)]
 
     def _digests(self, plan: str, votes: Votes) -> dict[str, str]:
         """Digests of the yes votes on a plan, by island."""
@@ -178,6 +183,11 @@ class Suspicions:
     def _islands(self) -> set[str]:
         """All participants of the plans that count."""
         return set(chain(*(self.plans[plan] for plan in self._counted)))
+
+
+def stays(island: str, other: str, round_number: int) -> bool:
+    """Which of two islands that accuse each other takes part in a round: the first by name in those of even number."""
+    return (island < other) == (round_number % 2 == 0)
 
 
 def explain_accusations(round_number: int, reasons: Mapping[str, str]) -> str:

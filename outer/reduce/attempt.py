@@ -14,7 +14,7 @@ from outer.connect.settings import Network
 from outer.errors import DeadlineError, MessageError, StalledError, TransportError
 from outer.hooks import Hooks
 from outer.network.deadlines import Deadlines
-from outer.network.endpoints import Endpoint
+from outer.network.endpoints import Endpoint, Leg
 from outer.network.event_loop import loop_time
 from outer.network.messages import receive, unpack_carriers
 from outer.reduce.auditor import Auditor
@@ -82,7 +82,8 @@ class Attempts:
             raise error
         stalled_by, cause = self._find_stalled_by(), self.find_no_vote(plan)
         if stalled_by is not None and cause is None:
-            raise StalledError(stalled_by, limit)
+            island, of_means = stalled_by
+            raise StalledError(island, limit, of_means=of_means)
         raise TransportError(cause) if cause else DeadlineError(f"the reduce took longer than {limit:.0f} s")
 
     def dispute(self, plan: Plan) -> None:
@@ -135,10 +136,13 @@ class Attempts:
             self.num_audited = await self._auditor.run(plan, means)
         return means
 
-    def _find_stalled_by(self) -> str | None:
-        """The island that alone held up the last attempt, as far as this rank saw it, or None."""
+    def _find_stalled_by(self) -> tuple[str, bool] | None:
+        """The island that alone held up the last attempt, as far as this rank saw it, and whether by means alone."""
+        if (found := self.reducer.stalled_by) is not None:
+            island, leg = found
+            return island, leg is Leg.GATHER
         audits = None if self._auditor is None else self._auditor.stalled_by
-        return self.reducer.stalled_by or audits
+        return None if audits is None else (audits, False)
 
     async def _wait_for_no_vote(self, plan: Plan) -> None:
         while self.find_no_vote(plan) is None:

@@ -112,14 +112,14 @@ class Reducer:
         self.last_means.clear()
 
     @property
-    def stalled_by(self) -> str | None:
-        """The island that alone held up the last attempt, as far as this rank saw it, or None.
+    def stalled_by(self) -> tuple[str, Leg] | None:
+        """The island that alone held up the last attempt, as far as this rank saw it, and what of it is missing.
 
         A mean that is missing says little: its reducer may wait for others. So payloads to be reduced count first.
         """
         for leg in (Leg.REDUCE, Leg.GATHER):
             if islands := {island for (of, island), count in self._awaited.items() if of is leg and count}:
-                return min(islands) if len(islands) == 1 else None
+                return (min(islands), leg) if len(islands) == 1 else None
         return None
 
     async def run(

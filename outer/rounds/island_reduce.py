@@ -49,6 +49,8 @@ class ReduceResult:
     """Cosine of the angle between the island's pseudo-gradient and the mean; None if one of them is 0 or missing."""
     is_stalled: bool = False
     """Whether it took too long on a rank that cannot tell who held it up."""
+    waits_for_means: bool = False
+    """Whether nothing but means of `at_fault` came too late, for which it may itself wait for others."""
 
 
 @dataclass
@@ -105,7 +107,7 @@ class IslandReduce:
                 return ReduceResult(means, *refused, num_audited=num_audited, norm=norm, mean_norm=mean_norm)
             return ReduceResult(means, num_audited=num_audited, norm=norm, mean_norm=mean_norm, cosine=cosine)
         # This island's own fault comes first, then a peer's: ranks without a fault only report what they were told.
-        worst = min(failed, key=lambda o: (o.at_fault != self.island, o.at_fault is None, not o.is_wrong_mean))
+        worst = min(failed, key=lambda o: o.rank_of_fault(self.island))
         if worst.at_fault is not None and worst.at_fault != self.island:
             self.rejections.add(worst.at_fault, "mean" if worst.is_audit else "payload", worst.cause or "")
             if worst.is_audit:
@@ -113,7 +115,13 @@ class IslandReduce:
                 self.distrust.note(plan.round, worst.at_fault, is_wrong=worst.is_wrong_mean)
         is_stalled = worst.at_fault is None and any(outcome.is_stalled for outcome in outcomes)
         return ReduceResult(
-            means, worst.cause or "", worst.at_fault, num_audited=num_audited, norm=norm, is_stalled=is_stalled
+            means,
+            worst.cause or "",
+            worst.at_fault,
+            num_audited=num_audited,
+            norm=norm,
+            is_stalled=is_stalled,
+            waits_for_means=worst.waits_for_means,
         )
 
     def _begin(self, plan: Plan, pseudo_grads: Mapping[int, torch.Tensor]) -> None:
@@ -176,7 +184,9 @@ class IslandReduce:
         cause, num_audited = None if failure is None else str(failure), self.attempts.num_audited
         if isinstance(failure, AuditError):
             return _Outcome(num_audited, cause, failure.peer, is_audit=True, is_wrong_mean=failure.is_wrong)
-        if isinstance(failure, PoisonError | StalledError):
+        if isinstance(failure, StalledError):
+            return _Outcome(num_audited, cause, failure.peer, waits_for_means=failure.of_means)
+        if isinstance(failure, PoisonError):
             return _Outcome(num_audited, cause, failure.peer)
         is_own = failure is not None and not isinstance(failure, TransportError)
         is_stalled = isinstance(failure, DeadlineError)
@@ -196,12 +206,18 @@ class _Outcome:
     is_wrong_mean: bool = False
     is_stalled: bool = False
     """Whether it took too long, and nobody alone has held it up."""
+    waits_for_means: bool = False
+    """Whether nothing but means of `at_fault` came too late."""
     squares: dict[str, float] = field(default_factory=dict)
     """The squared L2 norm of this rank's pseudo-gradient, by kind."""
     products: tuple[float, float] = (0.0, 0.0)
     """The sums over this rank's parts of what `IslandReduce._products` returns."""
     longest: tuple[float, int] = (0.0, 0)
     """The squared norm of this rank's longest part of the mean, and which part it is."""
+
+    def rank_of_fault(self, island: str) -> tuple[bool, ...]:
+        """Of several failed ranks of an island the lowest says most: what is certain comes before what may follow."""
+        return self.at_fault != island, self.at_fault is None, not self.is_wrong_mean, self.waits_for_means
 
 
 def lengths_of(squares: Sequence[Mapping[str, float]]) -> dict[str, float]:

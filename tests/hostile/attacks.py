@@ -43,6 +43,7 @@ TURNCOATS = [
     island("payloads of NaN", turncoats.sends_nan),
     island("payloads of noise", turncoats.sends_noise),
     island("payloads times 1e30", turncoats.sends_scaled),
+    island("payloads withheld from one", turncoats.withholds),
     island("wrong digests", turncoats.sends_other_digests),
     island("payloads of 256 MB", turncoats.sends_long_payloads, networks=("tls", "hivemind")),
     island("says committed", lies(turncoats.noes_and_commits)),

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile.attacks import CASES
-from tests.hostile.scene import Attack, MiB, Scene, scene
+from tests.faults.waits import last_round
+from tests.hostile.attacks import ATTACKS, CASES
+from tests.hostile.scene import HONEST, Attack, MiB, Scene, scene
+from tests.hostile.turncoats import withholds
 
-SECONDS, SHORT_SECONDS = 8.0, 2.0
+SECONDS, SHORT_SECONDS, WITHHELD_SECONDS = 8.0, 2.0, 90.0
 LEAST_ROUNDS = 2
 MOST_GROWTH = 160 * MiB
 SHORT = {("garbage", "gloo"), ("goodbyes for others", "gloo"), ("payloads of NaN", "gloo")}
@@ -45,3 +47,18 @@ def test_the_honest_commit_on_and_agree_whatever_an_attacker_does(stage: Opener,
     print(outcome)
     run.assert_well()
     assert outcome.grown < MOST_GROWTH
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["tls", "hivemind"])
+def test_who_is_sent_nothing_by_one_island_is_in_about_every_other_round(tmp_path: Path, network: str):
+    with scene(tmp_path / "withheld", network) as run:
+        victim = next(island for island in run.islands if island.folder.name == HONEST[-1])
+        (attack,) = (attack for attack in ATTACKS if attack.work is withholds)
+        first = max(map(last_round, run.islands))
+        outcome = run.play(attack, WITHHELD_SECONDS, LEAST_ROUNDS)
+        last = first + outcome.rounds_during
+        took_part = [number for number in victim.committed() if first < number <= last]
+        print(outcome, sorted(took_part), first, last)
+        run.assert_well()
+        assert len(took_part) >= outcome.rounds_during // 3

@@ -94,6 +94,27 @@ def sends_noise(config: Config, index: int) -> None:
     train(config, index, _lives_with_payloads(lambda p: torch.randint_like(p, 256)))
 
 
+def withholds(config: Config, index: int) -> None:
+    """Send payloads to all islands but the last of the honest ones, and accuse it of sending none."""
+
+    def live(runtime: Runtime) -> None:
+        transport, leader = runtime.network.transport, runtime.outer.averager.runner.leader  # pyright: ignore[reportAttributeAccessIssue]
+        send, decide = transport.send, leader.decide
+
+        async def send_to_some(to: Endpoint, tag: Any, payload: torch.Tensor) -> None:
+            if to.island != HONEST[-1]:
+                await send(to, tag, payload)
+
+        def accuse(vote: Any, on_sent: Callable[[], None]) -> bool:
+            accused = None if vote.digest else HONEST[-1]
+            return decide(vote.model_copy(update={"accused": accused, "waits_for_means": False}), on_sent)
+
+        transport.send, leader.decide = send_to_some, accuse
+        life.run(runtime)
+
+    train(config, index, live)
+
+
 def sends_scaled(config: Config, index: int) -> None:
     """Send a pseudo-gradient times 1e30: every value is finite, and so is a mean with it."""
 

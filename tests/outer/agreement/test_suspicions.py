@@ -8,7 +8,7 @@ from outer.agreement.messages import OutcomeQuery, Plan, Status, Vote, VoteRecei
 from outer.agreement.planner import GiveUp
 from outer.agreement.rules import Behind
 from outer.agreement.state_machine import RoundProtocol
-from outer.agreement.suspicions import MAX_AMNESTIES, MAX_DISSENTS, MAX_TIES
+from outer.agreement.suspicions import MAX_AMNESTIES, MAX_DISSENTS, MAX_TIES, Suspicions
 from outer.errors import MessageError
 from tests.outer.protocols import gathering, node
 from tests.outer.signers import public_of, signed_yes
@@ -48,13 +48,13 @@ def again(a: RoundProtocol, others: str) -> None:
         a.receive(other, ready_of(node(other, "")).model_copy(update={"attempt": a.next_attempt}))
 
 
-def accuse(a: RoundProtocol, others: str, /, **accused: str) -> Plan:
-    """An attempt that fails because islands, by name, accuse others."""
+def accuse(a: RoundProtocol, others: str, /, *, of_means: str = "", **accused: str) -> Plan:
+    """An attempt that fails because islands, by name, accuse others, those in `of_means` because no mean came."""
     plan = attempted(a)
     for name in set(others) - accused.keys():
         a.receive(name, Vote.no(plan, name, "another island voted no"))
     for name, other in accused.items():
-        vote = Vote.no(plan, name, f"{other} sent nan", accused=other)
+        vote = Vote.no(plan, name, f"{other} sent nan", accused=other, waits_for_means=name in of_means)
         if name == "a":
             a.vote(vote)
         else:
@@ -124,6 +124,32 @@ def test_of_two_in_four_that_accuse_each_other_one_is_left_out():
     a = gathering("a", "bcd", ready="bcd")
     accuse(a, "bcd", b="c", c="b")
     assert names_of(a.try_plan(is_late=False)) == ["a", "b", "d"]
+
+
+def test_who_waits_for_means_of_an_island_that_waits_itself_accuses_nobody():
+    a = gathering("a", "bcd", ready="bcd")
+    accuse(a, "bcd", a="b", d="b", b="c", of_means="ad")
+    assert names_of(a.try_plan(is_late=False)) == ["a", "b", "d"]
+
+
+def test_who_waits_for_means_of_an_island_that_waits_for_nobody_accuses_it():
+    a = gathering("a", "bcd", ready="bcd")
+    accuse(a, "bcd", a="b", d="b", of_means="ad")
+    assert names_of(a.try_plan(is_late=False)) == ["a", "c", "d"]
+
+
+@pytest.mark.parametrize(("round_number", "out"), [(0, "c"), (1, "b"), (2, "c")])
+def test_an_island_from_which_another_withholds_payloads_is_in_every_other_round(round_number: int, out: str):
+    plan = attempted(gathering("a", "bc", ready="bc"))
+    suspicions = Suspicions()
+    suspicions.take_part(plan)
+    noes = [
+        Vote.no(plan, "a", "no mean came", accused="b", waits_for_means=True),
+        Vote.no(plan, "b", "no payload came", accused="c"),
+        Vote.no(plan, "c", "no payload came", accused="b"),
+    ]
+    votes = {(plan.id, vote.island): vote for vote in noes}
+    assert suspicions.excluded(round_number, votes).keys() == {out}
 
 
 def test_an_island_that_was_left_out_takes_part_in_the_next_round():
