@@ -9,6 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis.internal.observability
 import pytest
@@ -23,6 +24,26 @@ assert hypothesis.internal.observability
 # No test asserts how long it takes: a busy machine would fail it.
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.load_profile("default")
+
+_LONG = """
+    parity scale integration examples faults hostile foreign test_base_install.py test_wheel.py
+    inner/checkpoint inner/parallel inner/measure inner/optim inner/data/streaming inner/test_trainer.py
+    outer/transports outer/rounds outer/membership outer/agreement/test_state_machine.py
+    diloco/status diloco/simulate diloco/experiments diloco/virtual diloco/watchdog diloco/own_loop diloco/checkpoints
+"""
+LONG = [Path(__file__).parent / name for name in _LONG.split()]
+"""Tests that start many processes, or train on many meshes: four fifths of the time of the default suite."""
+assert all(each.exists() for each in LONG), "a folder or file of LONG has moved"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out the folders and files that take most of the time")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what is long where --quick asks for it."""
+    is_long = any(collection_path.is_relative_to(each) for each in LONG)
+    return True if is_long and config.getoption("--quick") else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
