@@ -87,7 +87,7 @@ def parse_swarm_config(text: str) -> RunConfig:
             "folders, mirrors, keys). No island publishes them: whoever wrote this text is not to be trusted"
         )
     try:
-        return RunConfig(**values)
+        return RunConfig.model_validate(values)
     except ValidationError as error:
         lines = explain_errors(error, RunConfig, "")
         raise ConfigError("\n  ".join(["the swarm's config:", *map(_printable, lines)])) from None

@@ -175,7 +175,7 @@ def parse_config(text: str, overrides: typing.Sequence[str] = (), where: str = "
     for override in overrides:
         apply_override(values, override)
     try:
-        return Config(**values)
+        return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError("\n  ".join([f"{where}:", *explain_errors(error, Config, "")])) from None
 

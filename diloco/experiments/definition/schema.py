@@ -137,7 +137,7 @@ def load_experiment(path: Path) -> Experiment:
     for key in {"overrides", "baseline"} & values.keys():
         values[key] = _with_config(values[key], path)
     try:
-        experiment = Experiment(**values)
+        experiment = Experiment.model_validate(values)
     except ValidationError as error:
         raise ConfigError("\n  ".join([f"{path}:", *explain_errors(error, Experiment, "")])) from None
     axes = [

@@ -1,11 +1,13 @@
 """Configs: strict, overridable, hashed; a mistake gets an error that says what to do."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from diloco.config.check import check_fragments, check_island
+from diloco.config.from_swarm import parse_swarm_config
 from diloco.config.overrides import differing_keys
 from diloco.config.schema import dump_config, load_config, parse_config
 from diloco.errors import ConfigError
@@ -76,6 +78,13 @@ def test_a_mistake_in_one_of_the_islands_names_it():
     assert "islands[1].micro_bach: unknown key; did you mean 'micro_batch'?" in error_of(
         "islands: [{ranks: 1}, {micro_bach: 3}]"
     )
+
+
+@pytest.mark.parametrize("text", ["1: 2", "~: 3", "outer: {1: 2}", "outer: {true: 2}"])
+@pytest.mark.parametrize("parse", [parse_config, parse_swarm_config], ids=["own", "of a swarm"])
+def test_a_key_that_is_no_text_is_named(parse: Callable[[str], object], text: str):
+    with pytest.raises(ConfigError, match="Keys should be strings"):
+        parse(text)
 
 
 def test_text_that_is_not_yaml_is_an_error_not_a_traceback():

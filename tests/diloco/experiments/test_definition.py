@@ -187,3 +187,9 @@ def test_fine_tuning_begins_from_exports_with_their_sizes_and_is_another_run_wit
 def test_a_row_may_have_seeds_of_its_own(tmp_path):
     rows = rows_of(tmp_path, axes=[{"outer.inner_steps": [4, 8], "seeds": [[0, 1, 2], [5]]}])
     assert [row.seeds for row in rows.rows] == [(0, 1, 2, 5), (0, 1, 2), (5,)]
+
+
+def test_a_key_that_is_no_text_is_named(tmp_path: Path):
+    (tmp_path / "a.yaml").write_text("name: a\n1: 2\n")
+    with pytest.raises(ConfigError, match="Keys should be strings"):
+        load_experiment(tmp_path / "a.yaml")
