@@ -1,6 +1,6 @@
 """Prints the torch that pyproject.toml allows, as pip takes it: the whole range, or only its lower bound.
 
-python scripts/torch_bounds.py             torch>=2.13,<2.15
+python scripts/torch_bounds.py             torch>=2.13,<2.14
 python scripts/torch_bounds.py --oldest    torch==2.13
 """
 
@@ -23,7 +23,7 @@ def find_torch(project: str) -> str:
 
 
 def oldest_of(allowed: str) -> str:
-    """torch>=2.13,<2.15 -> torch==2.13"""
+    """torch>=2.13,<2.14 -> torch==2.13"""
     return allowed.partition(",")[0].replace(">=", "==")
 
 
