@@ -1,0 +1,82 @@
+"""What configs/experiments/noise.yaml has found: the spread of the last held-out loss by weights, order, and both.
+
+    python -m scripts.noise_figures [configs/experiments/finished/noise.json]
+
+Rows of reading order 0 vary the initial weights alone, seed 0 of each row varies the order alone, and equal seeds vary
+both, as in all other experiments.
+"""
+
+import json
+import sys
+from pathlib import Path
+from statistics import correlation, linear_regression, mean, stdev, variance
+
+from diloco.experiments.definition.build import build_rows
+from diloco.experiments.definition.schema import load_experiment
+
+FOLDER = Path(__file__).resolve().parents[1] / "configs/experiments"
+EXPERIMENT, FINISHED = FOLDER / "noise.yaml", FOLDER / "finished/noise.json"
+ID_LENGTH = 16
+NUM_SEEDS = 8
+STUDENT_T = 2.365
+"""Quantile of Student's t for 95 % and 7 degrees of freedom."""
+NUM_LAST = 5
+VARIED = {
+    "initial weights": [(0, seed) for seed in range(NUM_SEEDS)],
+    "reading order": [(seed, 0) for seed in range(NUM_SEEDS)],
+    "both": [(seed, seed) for seed in range(NUM_SEEDS)],
+}
+"""(seed of the order, seed of the weights) of the runs that vary one, the other, or both."""
+
+Losses = dict[tuple[int, int], list[float]]
+"""Held-out losses during a run, by the seeds of its order and of its weights."""
+
+
+def main(path: Path = FINISHED) -> None:
+    """Print all figures, in percent of the mean last loss."""
+    methods = read_losses(path)
+    for name, losses in methods.items():
+        spreads = {what: spread([losses[run][-1] for run in runs]) for what, runs in VARIED.items()}
+        print(name, ", ".join(f"{what} {value:.2f} %" for what, value in spreads.items()))
+        ends = [losses[run][-NUM_LAST:] for run in VARIED["both"]]
+        print(f"  scatter of the last {NUM_LAST} {mean(map(scatter, ends)):.2f} %, spread of their means", end=" ")
+        print(f"{spread([mean(end) for end in ends]):.2f} %")
+    for what, runs in VARIED.items():
+        compare(what, *([losses[run][-1] for run in runs] for losses in methods.values()))
+
+
+def read_losses(path: Path) -> dict[str, Losses]:
+    """The runs that are finished, by method."""
+    by_id = {name[-ID_LENGTH:]: run for name, run in json.loads(path.read_text()).items()}
+    found: dict[str, Losses] = {"data-parallel": {}, "DiLoCo": {}}
+    for row in build_rows(load_experiment(EXPERIMENT)).rows:
+        losses = found["data-parallel" if row.is_data_parallel else "DiLoCo"]
+        for run in (row.run(seed) for seed in row.seeds):
+            losses[row.config.order_seed or 0, run.seed] = [loss for _, loss in by_id[run.run_id]["curve"]]
+    return found
+
+
+def spread(values: list[float]) -> float:
+    """Standard deviation in percent of the mean."""
+    return 100 * stdev(values) / mean(values)
+
+
+def scatter(values: list[float]) -> float:
+    """Standard deviation around the straight line through the values, in percent of their mean."""
+    places = range(len(values))
+    line = linear_regression(places, values)
+    squares = [(y - line.slope * x - line.intercept) ** 2 for x, y in zip(places, values, strict=True)]
+    return 100 * (sum(squares) / (len(values) - 2)) ** 0.5 / mean(values)
+
+
+def compare(what: str, plain: list[float], diloco: list[float]) -> None:
+    """Print the gap of pairs, its spread, and what it would be without pairs."""
+    gaps = [100 * (ours / theirs - 1) for ours, theirs in zip(diloco, plain, strict=True)]
+    half = STUDENT_T * stdev(gaps) / NUM_SEEDS**0.5
+    alone = 100 * (variance(plain) + variance(diloco)) ** 0.5 / mean(plain)
+    print(f"gap, by {what}: {mean(gaps):+.2f} % [{mean(gaps) - half:+.2f}, {mean(gaps) + half:+.2f}],", end=" ")
+    print(f"spread {stdev(gaps):.2f} %, without pairs {alone:.2f} %, correlation {correlation(plain, diloco):.2f}")
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:2]))
