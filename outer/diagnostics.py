@@ -11,17 +11,16 @@ limits what it does per minute, so that nobody can use up its link, and dials ba
 nobody can scan a network through it.
 """
 
-import asyncio
-import ipaddress
 import platform
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Annotated
 
 from pydantic import Field
 
 from outer.errors import DeadlineError, MessageError, TransportError, first_line
-from outer.network.endpoints import CALLER, Caller, Endpoint, Messenger
+from outer.network.callers import address_of_caller
+from outer.network.endpoints import Endpoint, Messenger
 from outer.network.frames import VERSION
 from outer.network.messages import MAX_ROUND, Message, call_message, receive
 from outer.packages import MAX_VERSION_LENGTH, find_version
@@ -33,7 +32,6 @@ BYTES_PER_MINUTE = 32 << 20
 DIAL_BACKS_PER_MINUTE = 6
 DIAL_BACK_SECONDS = 5.0
 MAX_ADDRESS_LENGTH, MAX_CAUSE_LENGTH = 2048, 500
-MAX_ROUTES = 8
 PACKAGES = ("diloco", "torch", "hivemind")
 
 ShortText = Annotated[str, Field(max_length=MAX_VERSION_LENGTH)]
@@ -118,7 +116,7 @@ class DiagnosticsServer:
     async def _on_dial_back(self, source: Endpoint, body: bytes) -> bytes:
         request = await receive(DialRequest, body)
         self._dial_backs.spend(1, "calls back")
-        address = await own_address(request.address, CALLER.get())
+        address = await address_of_caller(request.address)
         cause = ""
         try:
             await call_message(self._messenger, address, "probe", None, ProbeReply, timeout_seconds=DIAL_BACK_SECONDS)
@@ -127,64 +125,6 @@ class DiagnosticsServer:
         except TransportError as error:
             cause = first_line(error)
         return DialResult(cause=cause).encode()
-
-
-async def own_address(address: str, caller: Caller | None) -> str:
-    """The address, with no routes but those to a host from which the call comes. Raises MessageError if there are none.
-
-    A name of a host is resolved here, once, so that it cannot stand for another host when it is dialled.
-    """
-    if caller is None:
-        return address
-    hosts = {as_ip(host) for host in await caller.find_hosts()}
-    begin, at, places = address.rpartition("@")
-    routes = [route for place in places.split(";")[:MAX_ROUTES] if (route := await route_to(hosts, place))]
-    if not routes:
-        raise MessageError(
-            f"only addresses of the calling host, {' or '.join(sorted(hosts))}, are called back, not {places[:100]}"
-        )
-    return f"{begin}{at}{';'.join(routes)}"
-
-
-async def route_to(hosts: Collection[str], place: str) -> str:
-    """The place, `host:port` or a multiaddress, with its host as an IP address; empty unless that is one of `hosts`."""
-    if place.startswith("/"):
-        _, kind, host, *rest = [*place.split("/"), "", ""]
-        ip = await resolve(host, hosts)
-        version = kind if host == ip else f"ip{ipaddress.ip_address(ip).version}" if ip else kind
-        return "/".join(["", version, ip, *rest]).rstrip("/") if ip else ""
-    direct, slash, by_relay = place.partition("/")
-    host, _, port = direct.rpartition(":")
-    ip = await resolve(host.strip("[]"), hosts)
-    return f"{f'[{ip}]' if ':' in ip else ip}:{port}{slash}{by_relay}" if ip else ""
-
-
-async def resolve(host: str, hosts: Collection[str]) -> str:
-    """That of `hosts`, which are IP addresses, for which a name stands, or which it is; empty if none."""
-    if is_ip(host):
-        return as_ip(host) if as_ip(host) in hosts else ""
-    try:
-        async with asyncio.timeout(DIAL_BACK_SECONDS):
-            found = await asyncio.get_running_loop().getaddrinfo(host, None)
-    except (OSError, UnicodeError, TimeoutError):
-        return ""
-    return next((as_ip(str(place[0])) for *_, place in found if as_ip(str(place[0])) in hosts), "")
-
-
-def is_ip(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def as_ip(host: str) -> str:
-    """An IP address in its usual form: that of IPv4 also where a socket of IPv6 has seen it. Others are as they are."""
-    if not is_ip(host):
-        return host
-    ip = ipaddress.ip_address(host)
-    return str(getattr(ip, "ipv4_mapped", None) or ip)
 
 
 class Budget:

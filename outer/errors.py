@@ -75,9 +75,8 @@ class StalledError(DeadlineError):
     """
 
     def __init__(self, peer: str, limit_seconds: float, *, of_means: bool) -> None:
-        what = "means of" if of_means else ""
-        waits = " ".join(filter(None, ["waits only for", what, f"island {peer!r}"]))
-        super().__init__(f"the reduce took longer than {limit_seconds:.0f} s, and {waits}")
+        what = "means of island" if of_means else "island"
+        super().__init__(f"the reduce took longer than {limit_seconds:.0f} s, and waits only for {what} {peer!r}")
         self.peer, self.of_means = peer, of_means
 
 

@@ -13,13 +13,12 @@ from statistics import correlation, linear_regression, mean, stdev, variance
 
 from diloco.experiments.definition.build import build_rows
 from diloco.experiments.definition.schema import load_experiment
+from diloco.experiments.results.comparison import compare
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs/experiments"
 EXPERIMENT, FINISHED = FOLDER / "noise.yaml", FOLDER / "finished/noise.json"
 ID_LENGTH = 16
 NUM_SEEDS = 8
-STUDENT_T = 2.365
-"""Quantile of Student's t for 95 % and 7 degrees of freedom."""
 NUM_LAST = 5
 VARIED = {
     "initial weights": [(0, seed) for seed in range(NUM_SEEDS)],
@@ -42,7 +41,7 @@ def main(path: Path = FINISHED) -> None:
         print(f"  scatter of the last {NUM_LAST} {mean(map(scatter, ends)):.2f} %, spread of their means", end=" ")
         print(f"{spread([mean(end) for end in ends]):.2f} %")
     for what, runs in VARIED.items():
-        compare(what, *([losses[run][-1] for run in runs] for losses in methods.values()))
+        print_gap(what, *([losses[run][-1] for run in runs] for losses in methods.values()))
 
 
 def read_losses(path: Path) -> dict[str, Losses]:
@@ -69,13 +68,15 @@ def scatter(values: list[float]) -> float:
     return 100 * (sum(squares) / (len(values) - 2)) ** 0.5 / mean(values)
 
 
-def compare(what: str, plain: list[float], diloco: list[float]) -> None:
+def print_gap(what: str, plain: list[float], diloco: list[float]) -> None:
     """Print the gap of pairs, its spread, and what it would be without pairs."""
-    gaps = [100 * (ours / theirs - 1) for ours, theirs in zip(diloco, plain, strict=True)]
-    half = STUDENT_T * stdev(gaps) / NUM_SEEDS**0.5
+    gap = compare(dict(enumerate(diloco)), dict(enumerate(plain)))
+    assert gap is not None and gap.half_width is not None, "eight pairs"
+    low, high = gap.mean - gap.half_width, gap.mean + gap.half_width
+    of_pairs = 100 * stdev(ours / theirs for ours, theirs in zip(diloco, plain, strict=True))
     alone = 100 * (variance(plain) + variance(diloco)) ** 0.5 / mean(plain)
-    print(f"gap, by {what}: {mean(gaps):+.2f} % [{mean(gaps) - half:+.2f}, {mean(gaps) + half:+.2f}],", end=" ")
-    print(f"spread {stdev(gaps):.2f} %, without pairs {alone:.2f} %, correlation {correlation(plain, diloco):.2f}")
+    print(f"gap, by {what}: {100 * gap.mean:+.2f} % [{100 * low:+.2f}, {100 * high:+.2f}],", end=" ")
+    print(f"spread {of_pairs:.2f} %, without pairs {alone:.2f} %, correlation {correlation(plain, diloco):.2f}")
 
 
 if __name__ == "__main__":

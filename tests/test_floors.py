@@ -77,9 +77,9 @@ MOST_FILES = 10
 MOST_FILES_AT_THE_TOP = 10
 LARGER = {
     "inner/data/sources": "one file for each kind of source, beside what they share",
+    "outer/network": "both ends of a connection, what passes over it, and who is let in",
     "outer/merges": "a family: one file for each rule",
     "outer/agreement/messages.py": "all messages of the agreement, one after the other",
-    "outer/network/rpc.py": "both ends of a call over one stream",
     "outer/rounds/agreed.py": "one averager, from its launch to its commit",
 }
 """Folders and files that are larger, and why: a home is not bent for a number."""

@@ -233,8 +233,15 @@ class Vote(Message):
         is_stalled: bool = False,
     ) -> "Vote":
         """Vote of an island without a mean. `accused` sent the payload that could not be used, or none in time."""
-        about = {"accused": accused, "waits_for_means": waits_for_means, "is_stalled": is_stalled}
-        return cls(plan=plan.id, round=plan.round, island=island, cause=cause[:2000], **about)
+        return cls(
+            plan=plan.id,
+            round=plan.round,
+            island=island,
+            cause=cause[:2000],
+            accused=accused,
+            waits_for_means=waits_for_means,
+            is_stalled=is_stalled,
+        )
 
     def signed(self, plan: Plan, sign: Callable[[bytes], str]) -> "Vote":
         """A yes with its signature; a no as it is."""

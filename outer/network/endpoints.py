@@ -1,7 +1,6 @@
 """Endpoints, the kinds of frames and tags of payloads between them, traffic counters, and the interface for calls."""
 
-from collections.abc import Awaitable, Callable, Collection
-from contextvars import ContextVar
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, Protocol, get_args
@@ -61,17 +60,6 @@ class Traffic:
     bytes_sent: int = 0
     bytes_received: int = 0
 
-
-@dataclass(frozen=True)
-class Caller:
-    """Where a call comes from."""
-
-    find_hosts: Callable[[], Awaitable[Collection[str]]]
-    """The IP addresses of its connections as the kernel or the libp2p daemon sees them: behind a relay, the relay's."""
-
-
-CALLER: ContextVar[Caller | None] = ContextVar("CALLER", default=None)
-"""Whom a handler answers; None within one process."""
 
 Handler = Callable[[Endpoint, bytes], Awaitable[bytes]]
 """Answers a call, given the caller and the body. The text of a TransportError or InputError goes to the caller."""

@@ -1,18 +1,19 @@
 """Calls between endpoints over frame streams. Each (caller, callee, lane) has one connection, which is kept open."""
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 
 from outer.errors import DeadlineError, MessageError, PeerLost
 from outer.identity.tls import TlsIdentity
-from outer.network.endpoints import CALLER, LANES, Caller, Endpoint, Handler, Kind, Lane, Traffic
+from outer.network.callers import CALLERS_HOSTS
+from outer.network.endpoints import LANES, Endpoint, Handler, Kind, Lane, Traffic
 from outer.network.event_loop import Tasks, loop_time
-from outer.network.frames import CutOffError, FrameStream, Header, PeerIds, hash_names, refusal_error, unpack_call
+from outer.network.frames import CutOffError, FrameStream, Header, PeerIds, hash_names, unpack_call
 from outer.network.handshake import check_access, read_hello, refuse, say_hello
 from outer.network.messages import MAX_REPLY_BYTES, answer
+from outer.network.outgoing import Outgoing
 from outer.network.rejections import SHORT_BYTES, Guest, Guests, RefusedError, Share
 from outer.network.run_key import PeerAuth
 
@@ -25,8 +26,6 @@ MAX_CONTROL_BYTES = 1 << 24
 STALL_SECONDS = 60.0
 """A caller that takes nothing of its reply for so long is no longer answered."""
 DIAL_SECONDS = HELLO_SECONDS = 10.0
-LAST_WORDS_SECONDS = 1.0
-"""How long a connection that broke while it was written to is read for the reason that the other side gave."""
 MAX_OPEN_CALLS = 64
 """Limit per incoming connection, which is not read further while so many calls are open."""
 
@@ -62,7 +61,7 @@ class StreamMessenger:
         self._handlers: dict[str, Handler] = {}
         self._long_replies: dict[str, int] = {}
         """Size of the longest reply so far, by kind, of those above SHORT_BYTES."""
-        self._outgoing: dict[tuple[str, Lane], asyncio.Task[_Outgoing]] = {}
+        self._outgoing: dict[tuple[str, Lane], asyncio.Task[Outgoing]] = {}
         self._incoming: set[FrameStream] = set()
         self._guests, self._tasks, self._is_closed = Guests(), Tasks(), False
 
@@ -135,7 +134,7 @@ class StreamMessenger:
                 connection.close("this messenger was closed")
         self._outgoing.clear()
 
-    async def _connection(self, address: str, lane: Lane) -> "_Outgoing":
+    async def _connection(self, address: str, lane: Lane) -> Outgoing:
         """Return the open connection, or dial one. Calls that arrive while it is dialled share it."""
         if self._is_closed:
             raise PeerLost(address, "this messenger was closed")
@@ -147,7 +146,7 @@ class StreamMessenger:
         # The dial has its own deadline. It outlives a caller that gives up, for the benefit of later callers.
         return await asyncio.shield(task)
 
-    async def _open(self, address: str) -> "_Outgoing":
+    async def _open(self, address: str) -> Outgoing:
         stream = None
         try:
             async with asyncio.timeout(DIAL_SECONDS):
@@ -157,7 +156,7 @@ class StreamMessenger:
                 callee = await say_hello(stream, self._me, self.auth)
                 if stream.peer_key != (self.find_key(address) or stream.peer_key):
                     raise RefusedError("name", f"{callee} answers where the island of another key was expected")
-                return _Outgoing(address, callee, stream, self.auth)
+                return Outgoing(address, callee, stream, self.auth)
         except (MessageError, ConnectionError, TimeoutError) as error:
             if stream is not None:
                 stream.close()
@@ -197,7 +196,7 @@ class StreamMessenger:
                 held.release()
                 raise
             share = guest.next_reply()
-            CALLER.set(Caller(partial(self.find_hosts, guest.host)))  # a task takes it with it
+            CALLERS_HOSTS.set(partial(self.find_hosts, guest.host))  # a task takes it with it
             task = self._tasks.start(self._answer(source, stream, header.request, kind, body, share))
             del payload, body  # the next call may be long in coming
             task.add_done_callback(lambda _, held=held, share=share: (gate.release(), held.release(), share.release()))
@@ -228,78 +227,7 @@ class StreamMessenger:
             stream.close()
 
 
-class _Outgoing:
-    """A connection to a callee, with the calls that await a reply."""
-
-    def __init__(self, address: str, callee: Endpoint, stream: FrameStream, auth: PeerAuth) -> None:
-        self._address, self._callee, self.stream, self._auth = address, callee, stream, auth
-        self._longest = 0  # the longest reply that a call on this connection has allowed
-        self._requests = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[bytes]] = {}
-        self.cause: str | None = None  # why it broke
-        self._reading = asyncio.create_task(self._read_replies())
-
-    async def call(self, kind: str, body: bytes, longest: int) -> bytes:
-        if self.cause is not None:
-            raise PeerLost(self._address, self.cause)
-        self._check_access()
-        self._longest = max(self._longest, longest)
-        request = next(self._requests)
-        future = self._waiting[request] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may be gone
-        name = kind.encode()
-        message = bytes([len(name)]) + name + body
-        writing = asyncio.create_task(self.stream.write(Header(Kind.CALL, request=request), message))
-        try:
-            await asyncio.shield(writing)  # a caller that gives up must not leave half a frame
-            return await future
-        except ConnectionError as error:
-            await asyncio.wait({self._reading}, timeout=LAST_WORDS_SECONDS)
-            self.close(str(error))
-            raise PeerLost(self._address, self.cause or str(error)) from None
-        finally:
-            self._waiting.pop(request, None)
-            writing.add_done_callback(lambda task: task.cancelled() or task.exception())
-
-    def close(self, cause: str) -> None:
-        """Fail every waiting call. Idempotent."""
-        self.cause = self.cause or cause
-        self._reading.cancel()
-        self.stream.close()
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(PeerLost(self._address, self.cause))
-
-    def _check_access(self) -> None:
-        """Raise PeerLost, and close the connection, if the callee has been banned since it was opened."""
-        try:
-            check_access(self.stream, self._auth, self._callee)
-        except RefusedError as error:
-            self._auth.rejections.add_error(self.stream.peer, error)
-            self.close(str(error))
-            raise PeerLost(self._address, str(error)) from None
-
-    async def _read_replies(self) -> None:
-        try:
-            while True:
-                header, payload = await self.stream.read(lambda: self._longest)
-                if header.kind is Kind.REFUSAL and header.request == 0:
-                    raise refusal_error(payload)
-                future = self._waiting.get(header.request)
-                if future is None or future.done():
-                    continue
-                if header.kind is Kind.REPLY:
-                    future.set_result(payload.numpy().tobytes())
-                else:
-                    future.set_exception(MessageError(payload.numpy().tobytes().decode(errors="replace")[:2000]))
-        except MessageError as error:
-            self._auth.rejections.add_error(self.stream.peer, error)
-            self.close(str(error))
-        except ConnectionError as error:
-            self.close(str(error))
-
-
-def _opened(task: "asyncio.Task[_Outgoing] | None") -> _Outgoing | None:
+def _opened(task: asyncio.Task[Outgoing] | None) -> Outgoing | None:
     """The connection that a task has opened, or None while it dials and when it failed."""
     if task is None or not task.done() or task.cancelled() or task.exception() is not None:
         return None

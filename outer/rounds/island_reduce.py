@@ -100,12 +100,17 @@ class IslandReduce:
         outcomes = ranks.gather(found)
         own = lengths_of([outcome.squares for outcome in outcomes])
         norm, self._own = own.get("params", 0.0), (self._own[0], self._scale(plan, own))
-        num_audited, failed = sum(o.num_audited for o in outcomes), [o for o in outcomes if o.cause is not None]
-        if not failed:
+        num_audited = sum(outcome.num_audited for outcome in outcomes)
+        if all(outcome.cause is None for outcome in outcomes):
             mean_norm, cosine = compare_with_mean(norm, [outcome.products for outcome in outcomes])
             if refused := self._find_too_long(plan, mean_norm, max(outcome.longest for outcome in outcomes)):
                 return ReduceResult(means, *refused, num_audited=num_audited, norm=norm, mean_norm=mean_norm)
             return ReduceResult(means, num_audited=num_audited, norm=norm, mean_norm=mean_norm, cosine=cosine)
+        return self._find_fault(plan, outcomes, ReduceResult(means, num_audited=num_audited, norm=norm))
+
+    def _find_fault(self, plan: Plan, outcomes: Sequence["_Outcome"], result: ReduceResult) -> ReduceResult:
+        """The result of an attempt that failed on some ranks, with the cause and whose fault it is."""
+        failed = [outcome for outcome in outcomes if outcome.cause is not None]
         # This island's own fault comes first, then a peer's: ranks without a fault only report what they were told.
         worst = min(failed, key=lambda o: o.rank_of_fault(self.island))
         if worst.at_fault is not None and worst.at_fault != self.island:
@@ -113,14 +118,11 @@ class IslandReduce:
             if worst.is_audit:
                 log.warning("round %d attempt %d: %s", plan.round, plan.attempt, worst.cause)
                 self.distrust.note(plan.round, worst.at_fault, is_wrong=worst.is_wrong_mean)
-        is_stalled = worst.at_fault is None and any(outcome.is_stalled for outcome in outcomes)
-        return ReduceResult(
-            means,
-            worst.cause or "",
-            worst.at_fault,
-            num_audited=num_audited,
-            norm=norm,
-            is_stalled=is_stalled,
+        return replace(
+            result,
+            cause=worst.cause or "",
+            at_fault=worst.at_fault,
+            is_stalled=worst.at_fault is None and any(outcome.is_stalled for outcome in outcomes),
             waits_for_means=worst.waits_for_means,
         )
 

@@ -161,8 +161,14 @@ class RoundRunner:
             vote = Vote.yes(plan, self.island, digest)
         else:
             accused = result.at_fault if result.at_fault != self.island else None
-            about = {"waits_for_means": result.waits_for_means, "is_stalled": result.is_stalled}
-            vote = Vote.no(plan, self.island, result.cause or "", accused, **about)
+            vote = Vote.no(
+                plan,
+                self.island,
+                result.cause or "",
+                accused,
+                waits_for_means=result.waits_for_means,
+                is_stalled=result.is_stalled,
+            )
         if self._leader.decide(vote, on_sent):
             return True, ""
         cause, suspects = self._leader.explain_abort(plan)

@@ -19,9 +19,9 @@ from outer.diagnostics import (
     ProbeReply,
     ProbeResponder,
     package_versions,
-    route_to,
 )
 from outer.errors import MessageError, TransportError
+from outer.network.callers import route_to
 from outer.network.frames import VERSION
 from outer.network.messages import parse
 from tests.outer.nets import KINDS, A, B, C, Swarm, run, swarm

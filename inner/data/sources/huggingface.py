@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from inner.data.sources.documents import Document, Place, TextField, row_text
 from inner.data.sources.find import find_files
-from inner.data.sources.hub_dataset import check_dataset_name, stream_dataset
+from inner.data.sources.hub_dataset import stream_dataset
 from inner.errors import InputError, refused
 from inner.files import home_path
 
@@ -47,11 +47,6 @@ class HuggingFaceSource:
     dataset_config: str | None
     split: str
     field: TextField
-
-    def __post_init__(self) -> None:
-        """Raises InputError if the name is that of a reader of files."""
-        if not self._is_local():
-            check_dataset_name(self.dataset)
 
     def fingerprint(self) -> object:
         """Path, size and modification time of the files of a local dataset; None for a dataset on the hub."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hivemind.dht import DHTNode
-from hivemind.p2p import P2PDaemonError, PeerID
+from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils.timed_storage import get_dht_time
 
@@ -26,14 +26,16 @@ async def seconds_ahead(dht: DHTNode, peer: PeerID) -> float | None:
     """By how much this machine's clock is ahead of a peer's, to within the round trip; None if it does not answer."""
     kind: Any = dht_pb2.PingRequest  # pyright: ignore[reportAttributeAccessIssue] - made when it is imported
     request = kind(peer=dht.protocol.node_info, validate=False)
+    asked = get_dht_time()
     try:
         async with asyncio.timeout(ASK_SECONDS):
-            asked = get_dht_time()
             answer: Any = await dht.protocol.get_stub(peer).rpc_ping(request)
-    except (TimeoutError, P2PDaemonError, OSError, EOFError):
+    except Exception:  # noqa: BLE001 - hivemind hands on whatever the peer's handler raised
         return None
     answered = get_dht_time()
-    return min(answered - answer.dht_time, 0.0) or max(asked - answer.dht_time, 0.0)
+    if answer.dht_time > answered:
+        return answered - answer.dht_time
+    return max(asked - answer.dht_time, 0.0)
 
 
 async def require_equal_clocks(dht: DHTNode, peers: Iterable[PeerID]) -> None:

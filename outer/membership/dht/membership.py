@@ -144,6 +144,7 @@ class HivemindMembership:
             self._remember([peer_id.to_base58() for peer_id in table.peer_id_to_uid])
             lost = [a for a in self._peers.values() if table.get(peer_id=PeerID.from_base58(a.peer_id)) is None]
             await asyncio.gather(*(meet(self._dht, self._daemon, a) for a in lost if a.peer_id != self._daemon.peer_id))
+            await self._clocks.look(self._dht)
 
     def _remember(self, peer_ids: Sequence[str]) -> None:
         """Remember nodes without addresses: the libp2p daemon knows those of the peers that it was connected to."""
@@ -163,7 +164,6 @@ class HivemindMembership:
                 if self._own is not None:
                     await self._store_record(self._own.island, self._own.encode())
                 await self._store_config()
-                await self._clocks.look(self._dht)
             except Exception:  # the refresh must survive any single failure
                 log.warning("the DHT did not accept this island's record; trying again", exc_info=True)
 
