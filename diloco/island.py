@@ -25,9 +25,15 @@ from inner.optim.spikes import Spike
 from inner.trainer import StepResult
 from outer.leases.ledger import Ledger
 from outer.report import CaughtUp, Landing
+from outer.state.earlier import EarlierState
 from outer.state.part_state import Position
 
 log = logging.getLogger(__name__)
+
+MOST_OFFERS = 8
+"""In so many rounds in a row an island without a finite loss offers to go back to an earlier state. Then it ends."""
+MOST_RETURNS = 3
+"""An island goes back so often. Then its losses are broken for a reason that an earlier state does not mend."""
 
 
 def run(runtime: Runtime) -> None:
@@ -44,7 +50,7 @@ def run(runtime: Runtime) -> None:
     else:
         count_moments(runtime)
         evaluate(runtime)
-    train_rounds(runtime, duties.rounds)
+    train_rounds(runtime, duties)
     runtime.activity.start_untimed("leaving")
     if cause := duties.rounds.stopped:
         outer.leave()
@@ -56,11 +62,19 @@ def run(runtime: Runtime) -> None:
     runtime.event("left", f"the run's {runtime.config.outer.rounds} rounds are done")
 
 
-def train_rounds(runtime: Runtime, rounds: IslandRounds) -> None:
+def train_rounds(runtime: Runtime, duties: "IslandDuties") -> None:
     """Make inner steps until the run is over or the island leaves."""
+    rounds = duties.rounds
     rounds.proceed()
     while not rounds.is_over:
-        result = train(runtime)
+        try:
+            result = train(runtime)
+        except TrainingStopped as stopped:
+            earlier = duties.find_earlier(stopped)
+            if earlier is None:
+                raise
+            rounds.go_back(earlier)
+            continue
         if result.spike is not None and result.spike.action == "rewind":
             runtime.outer.rewind()
         rounds.step(0 if result.is_skipped else result.tokens)
@@ -74,6 +88,10 @@ class IslandDuties:
         self.rounds = IslandRounds(runtime.outer, num_rounds, self)
         self.has_saved = has_saved
         """Whether the island has a checkpoint. Without one it saves after its next commit, due or not."""
+        self.num_offers = 0
+        """Rounds since the last finite loss in which this island would have gone back to an earlier state."""
+        self.num_returns = 0
+        """How often it has gone back."""
 
     def begins(self, inner_step: int) -> None:
         self.runtime.trainer.inner_step = inner_step
@@ -88,7 +106,12 @@ class IslandDuties:
 
     def landed(self, number: int, progress: Progress, landing: Landing) -> None:
         runtime, outer = self.runtime, self.runtime.outer
-        count_moments(runtime, number)
+        if landing.reports[-1].earlier is not None:
+            self.went_back(landing.reports[-1].earlier)
+        else:
+            count_moments(runtime, number)
+        if runtime.trainer.broken_since is None:
+            self.num_offers = 0
         record_round(runtime, progress, landing, outer.position.ledger)
         cycle, rest = divmod(outer.position.round, runtime.config.outer.fragments)
         is_last = outer.position.round == runtime.config.outer.num_rounds
@@ -97,6 +120,29 @@ class IslandDuties:
         every = runtime.island.checkpoint.every_rounds
         if every is not None and (not self.has_saved or (rest == 0 and (is_last or cycle % every == 0))):
             self.may_save(is_asked=True)
+
+    def find_earlier(self, stopped: TrainingStopped) -> EarlierState | None:
+        """The state to which this island would go back because its losses do not become finite; None: it must end."""
+        runtime = self.runtime
+        self.num_offers += 1
+        if runtime.checkpoints is None or self.num_offers > MOST_OFFERS or self.num_returns >= MOST_RETURNS:
+            return None
+        earlier = runtime.checkpoints.find_earlier()
+        if earlier is not None:
+            runtime.event("offers to go back", f"to round {earlier.round}, because of {stopped}")
+        return earlier
+
+    def went_back(self, round_number: int) -> None:
+        """The islands have gone back to the state of this round together: train on from the checkpoint that has it."""
+        runtime = self.runtime
+        assert runtime.checkpoints is not None, "only who has a checkpoint offers to go back to it"
+        inner_step = runtime.trainer.inner_step
+        runtime.checkpoints.reload_trainer()
+        runtime.trainer.go_on_after_broken_steps(inner_step)
+        runtime.outer.rewind()
+        count_moments(runtime)
+        self.num_returns += 1
+        runtime.event("went back", f"to the state of round {round_number}; text read since then is not read again")
 
     def caught_up(self, caught: CaughtUp, progress: Progress) -> None:
         fate = "kept" if caught.is_kept else "dropped"

@@ -276,6 +276,12 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
 
+    def go_on_after_broken_steps(self, inner_step: int) -> None:
+        """An earlier state has been loaded in place of one without finite losses: go on at this inner step."""
+        self.inner_step = inner_step
+        self._skipped_in_a_row = 0
+        self.broken_since = None
+
     def _count_broken(self, is_broken: bool, loss_sum: float) -> None:
         """Count consecutive steps without a finite gradient. Raises TrainingStopped when there are too many."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_broken else 0

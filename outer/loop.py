@@ -41,6 +41,7 @@ from outer.rounds.quorum import QuorumRounds
 from outer.space.fragments import FragmentSchedule, build_schedule, count_moment_steps
 from outer.space.ranks import RankGroup
 from outer.space.redistribute import Params
+from outer.state.earlier import EarlierState
 from outer.state.part_state import Position
 from outer.state.pending import PendingProgress
 from outer.state.pseudo_gradient import Snapshot
@@ -121,16 +122,17 @@ class OuterLoop:
         """Why inner steps should end now, the same on every rank, or "". Call it after each inner step."""
         return self.replica.ranks.on_leader(lambda: self._find_interruption(steps_left))
 
-    def launch(self, tokens: int) -> None:
+    def launch(self, tokens: int, earlier: EarlierState | None = None) -> None:
         """Start `round` with the island's progress since the last launch, made on `tokens` tokens.
 
-        The round before must have landed, and `land` must be called before the next launch.
+        The round before must have landed, and `land` must be called before the next launch. With `earlier` this island
+        would rather go back to that state: if more than half of the islands offer the same, the round does so.
         """
         assert self._in_flight is None, "one round is in flight at a time"
         snapshot = self.pending.snapshot(self.round, tokens)
         if self.config.eager:
             self._ahead = self.replica.look_ahead(snapshot, self.averager.share)
-        self._in_flight = BackgroundRound(self.averager, snapshot, self.worker)
+        self._in_flight = BackgroundRound(self.averager, snapshot, self.worker, earlier)
 
     def land(self) -> Landing:
         """Wait for the round in flight, and continue from what it has committed.
@@ -146,7 +148,10 @@ class OuterLoop:
                 waited += seconds
         finally:
             self._in_flight = None
-        self.merge(snapshot)
+        if reports[-1].earlier is None:
+            self.merge(snapshot)
+        else:
+            self._take_earlier(snapshot)
         return Landing(reports, waited)
 
     def merge(self, snapshot: Snapshot) -> None:
@@ -232,12 +237,24 @@ class OuterLoop:
         """Zero tensors to load those of the saved tensors into that this rank needs, for `restore`."""
         return checkpoint.allocate(self.replica, self.averager.memory, names)
 
+    def read_earlier(self, tensors: Mapping[str, torch.Tensor], facts: object) -> EarlierState:
+        """The global state that a checkpoint holds, for `launch`. Nothing changes. Raises InputError."""
+        return checkpoint.read_earlier(self.replica, checkpoint.parse_facts(facts), tensors)
+
     def restore(self, tensors: Mapping[str, torch.Tensor], facts: object) -> None:
         """Go on from a checkpoint; call it before `begin`, after loading local params. Raises InputError."""
         parsed = checkpoint.parse_facts(facts)
         checkpoint.restore(self.replica, self.averager.memory, parsed, tensors)
         self.pending.weights, self.averager.share, self._resumed_units = parsed.weights, parsed.share, parsed.units
         self.averager.resume(parsed.proof)
+
+    def _take_earlier(self, snapshot: Snapshot) -> None:
+        """The snapshot's round went back to an earlier state: local params continue from it, without the progress."""
+        self.averager.hooks.reached("applied", snapshot.round)
+        self.pending.settle(snapshot, self.position)
+        self.pending.weights = [0] * len(self.pending.weights)
+        self._ahead = None
+        self.replica.take_over()
 
     def _try_to_land(self, in_flight: BackgroundRound) -> tuple[list[RoundReport], float]:
         """Reports of the round's attempts and the seconds spent waiting; no reports if the round was started again."""
@@ -247,7 +264,7 @@ class OuterLoop:
         except BehindError as behind:
             if (caught := self.catch_up(behind, snapshot.weight, snapshot.pseudo_grads)) is not None:
                 raise caught from None
-            self._in_flight = BackgroundRound(self.averager, snapshot, self.worker)
+            self._in_flight = BackgroundRound(self.averager, snapshot, self.worker, in_flight.earlier)
             return [], 0.0
         except CaughtUp:
             # The averager has taken another island's state already.

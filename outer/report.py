@@ -108,6 +108,9 @@ class RoundReport:
     """Islands whose signatures this island's certificate of the committed state has; 0 on ranks other than the leader,
     or if it has none."""
 
+    earlier: int | None = None
+    """The round to whose state the islands go back; None: they average."""
+
     def __str__(self) -> str:
         fate = "committed" if self.is_committed else "aborted"
         cause = f" ({self.cause})" if self.cause else ""

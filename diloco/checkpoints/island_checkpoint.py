@@ -21,6 +21,7 @@ from diloco.checkpoints.signing import island_signer
 from diloco.config.overrides import differing_keys
 from diloco.config.schema import IslandConfig, RunConfig
 from diloco.runtime.progress import ResumedState, ResumePoint
+from inner.checkpoint.folder import SavedCheckpoint
 from inner.checkpoint.manifest import Signer
 from inner.checkpoint.save_load import Checkpoints
 from inner.checkpoint.tensor_reader import CheckpointFailed
@@ -29,6 +30,7 @@ from inner.errors import InputError
 from inner.files import home_path
 from inner.trainer import Trainer
 from outer.loop import OuterLoop
+from outer.state.earlier import EarlierState
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +99,40 @@ class IslandCheckpoints:
     def reject_since(self, inner_step: int) -> list[str]:
         """Let `resume` pass over the checkpoints of this inner step and later ones. Returns their names."""
         return self._files.reject_since(inner_step)
+
+    def find_earlier(self) -> EarlierState | None:
+        """The global state of the newest checkpoint that is whole and not rejected, None if there is none.
+
+        Nothing else is loaded. Raises InputError if it does not fit the run.
+        """
+        found = self._find_newest()
+        if found is None:
+            return None
+        tensors = dict[str, torch.Tensor]()
+
+        def allocate(names: Collection[str]) -> Mapping[str, torch.Tensor]:
+            tensors.update(self._outer.allocate(names))
+            return tensors
+
+        self._files.load_extra(found, allocate)
+        return self._outer.read_earlier(tensors, parse_island_facts(found).outer)
+
+    def reload_trainer(self) -> None:
+        """Load local params and the optimizer from the newest checkpoint that is whole and not rejected.
+
+        Raises InputError if it does not fit the run.
+        """
+        found = self._find_newest()
+        assert found is not None, "the checkpoint whose state the island has just offered"
+        self._files.load(self._trainer, found)
+        self._trainer.spikes.losses = parse_island_facts(found).losses
+
+    def _find_newest(self) -> SavedCheckpoint | None:
+        """The newest checkpoint that is whole and not rejected, None if there is none."""
+        try:
+            return self._files.newest()
+        except InputError:
+            return None  # There are only damaged or rejected ones.
 
     def resume_at(self, inner_step: int) -> None:
         """Let `resume` load the checkpoint of this step instead of the newest one."""

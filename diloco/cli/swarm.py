@@ -86,6 +86,9 @@ def doctor(
         Path | None, typer.Option(help="The run's YAML file, to check it and compare it with the swarm's config.")
     ] = None,
     run_name: Annotated[str | None, typer.Option("--run", help="Name of the run to check (default: all runs).")] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Check the config's settings against members that lie, too.")
+    ] = False,
 ) -> None:
     """Check this machine and, given an address, the links to every island there. Exits 1 if a check fails.
 
@@ -98,7 +101,7 @@ def doctor(
     from diloco.doctor.diagnose import doctor as run
 
     logging.getLogger("outer").setLevel(logging.CRITICAL)  # The checks report these problems themselves.
-    raise typer.Exit(run(arguments or [], config, run_name))
+    raise typer.Exit(run(arguments or [], config, run_name, is_strict=strict))
 
 
 def status(

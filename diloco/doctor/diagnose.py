@@ -24,6 +24,7 @@ from diloco.doctor.checks import Check
 from diloco.doctor.host_memory_check import check_host_memory
 from diloco.doctor.island_checks import CallbackListener, RemoteIsland, check_remote_island
 from diloco.doctor.machine_checks import check_machine
+from diloco.doctor.strict_checks import check_strict
 from diloco.errors import ConfigError
 from diloco.formatting import one_line
 from diloco.swarm.visit import (
@@ -50,14 +51,19 @@ Line = Check | str
 """The result of a check, or a heading for the checks that follow."""
 
 
-def doctor(arguments: Sequence[str], config_path: Path | None, run_name: str | None) -> int:
-    """Print all checks for at most one address and any overrides. Returns 1 if a check has failed, else 0."""
+def doctor(arguments: Sequence[str], config_path: Path | None, run_name: str | None, *, is_strict: bool = False) -> int:
+    """Print all checks for at most one address and any overrides. Returns 1 if a check has failed, else 0.
+
+    `is_strict`: also whether the run keeps out what one member alone could do to it.
+    """
     addresses = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
     if len(addresses) > 1:
         raise ConfigError(f"got {addresses[1]!r}; a doctor visits one address, and an override is section.key=value")
+    if is_strict and config_path is None:
+        raise ConfigError("--strict checks the settings of a config; add --config FILE")
     address = addresses[0] if addresses else None
-    levels = asyncio.run(_print_all(diagnose(address, overrides, config_path, run_name)))
+    levels = asyncio.run(_print_all(diagnose(address, overrides, config_path, run_name, is_strict=is_strict)))
     failed, warned = levels.count("FAILED"), levels.count("warning")
     typer.echo(f"\n{failed} FAILED, {warned} {'warning' if warned == 1 else 'warnings'}, {levels.count('ok')} ok")
     return 1 if failed else 0
@@ -89,9 +95,17 @@ def _print_line(line: Line) -> None:
 
 
 async def diagnose(
-    address: str | None, overrides: Sequence[str] = (), config_path: Path | None = None, run_name: str | None = None
+    address: str | None,
+    overrides: Sequence[str] = (),
+    config_path: Path | None = None,
+    run_name: str | None = None,
+    *,
+    is_strict: bool = False,
 ) -> AsyncIterator[Line]:
-    """Check this machine, then the swarm at `address`, its runs, and each of their islands."""
+    """Check this machine, then the swarm at `address`, its runs, and each of their islands.
+
+    `is_strict`: check the config's settings against members, too.
+    """
     yield "This machine"
     try:
         config = pin_weights_hash(load_own_config(config_path, overrides)) if config_path is not None else None
@@ -103,6 +117,10 @@ async def diagnose(
     for check in check_machine(local, is_alone=swarm_host is not None and is_loopback(swarm_host[0])):
         yield check
     yield check_host_memory(local)
+    if is_strict and local.run is not None:
+        yield "A strict run"
+        for check in check_strict(local, local.run):
+            yield check
     if address is not None:
         yield f"The swarm at {address}"
         async for line in check_swarm(local, address, run_name):

@@ -16,6 +16,7 @@ from diloco.island_rounds.events import RoundEvents
 from diloco.runtime.progress import NO_PROGRESS, Progress, ResumePoint
 from outer.loop import OuterLoop
 from outer.report import CaughtUp
+from outer.state.earlier import EarlierState
 
 
 class IslandRounds:
@@ -73,6 +74,19 @@ class IslandRounds:
             self._end_round()
         self.proceed()
 
+    def go_back(self, earlier: EarlierState) -> None:
+        """Inner steps lead nowhere: end the round now, and offer the others to go back to this state together.
+
+        If not more than half of them offer the same, the round averages as ever. Raises OuterError.
+        """
+        self.made += Progress(1, 0)  # The last step, which nobody has counted.
+        self.inner_step += 1
+        with self._catching_up():
+            if self._outer.in_flight is not None:
+                self._land()
+            self._end_round(earlier)
+        self.proceed()
+
     def land_now(self) -> None:
         """Land the round in flight before its time, if there is one, so that the state can be saved. Raises OuterError.
 
@@ -111,13 +125,14 @@ class IslandRounds:
             self._events.may_save(is_asked=False)
         return is_done
 
-    def _end_round(self) -> None:
+    def _end_round(self, earlier: EarlierState | None = None) -> None:
         outer = self._outer
         # Before the launch, because an attempt may be aborted and recorded at once.
         self.made, self.sent = NO_PROGRESS, self.made
         self._events.launches(self.sent)
-        outer.launch(self.sent.tokens)
-        if outer.schedule.delay and outer.round < self._num_rounds and not self._events.why_stop(outer.round):
+        outer.launch(self.sent.tokens, earlier)
+        trains_on = earlier is None and outer.schedule.delay > 0 and outer.round < self._num_rounds
+        if trains_on and not self._events.why_stop(outer.round):
             return
         self._land()
         if not self.is_over and (cause := self._events.why_stop(outer.position.round)):

@@ -100,7 +100,8 @@ class OptimizerConfig(Section):
     tokens_per_step: int = Field(default=16384, ge=1)
     """Tokens of one inner step of one island, over all of its ranks and micro-batches."""
     max_skipped_steps: int = Field(default=10, ge=0)
-    """Number of consecutive non-finite steps that are skipped; one more stops the island."""
+    """Number of consecutive non-finite steps that are skipped. After one more the island offers to go back to its last
+    saved state from before them, or ends."""
 
     spikes: SpikeConfig = SpikeConfig()
     """Loss spikes."""

@@ -21,6 +21,7 @@ A yes vote is signed. The votes of all participants make a certificate of the co
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Literal
@@ -122,6 +123,9 @@ class Ready(Message):
     link_kbit: int = Field(default=0, ge=0, lt=1 << 53)
     """Rate of the island's link in kbit/s, by which parts are assigned to their reducers; 0 if it is not known."""
     carriers: Carriers
+    earlier: Digest | None = None
+    """Digest of the parts of an earlier committed state to which the island would go back, because its losses do not
+    become finite again; None: it would not."""
     epoch: str = Field(default="", max_length=96, pattern=r"^[A-Za-z0-9._-]*$")
     """Transport group in which the island's ranks are still connected; empty if there is no such group."""
     transport_addresses: list[Address] = Field(min_length=1, max_length=MAX_RANKS)
@@ -165,6 +169,16 @@ class Plan(Message):
     def contributors(self) -> list[Ready]:
         """Participants whose pseudo-gradients enter the mean. The others are observers."""
         return [p for p in self.participants if not p.listens]
+
+    @cached_property
+    def earlier(self) -> str | None:
+        """Digest of the parts to which the plan goes back: that which more than half of the participants name.
+
+        None: the participants average.
+        """
+        named = Counter(p.earlier for p in self.participants if p.earlier is not None)
+        digest, number = named.most_common(1)[0] if named else (None, 0)
+        return digest if 2 * number > len(self.participants) else None
 
     @cached_property
     def id(self) -> str:

@@ -150,6 +150,8 @@ class RoundProtocol(RoundState):
         self.send_votes()
         if is_late and outcome == "abort":
             self.suspicions.silent[self.plan.id] = silent
+        if outcome == "commit":
+            self._expect_earlier(self.plan)
         if outcome != "open":
             self.state, self.own = "training", None
         return outcome
@@ -294,6 +296,15 @@ class RoundProtocol(RoundState):
         vote = Vote.no(plan, self.knowledge.me, cause)
         self.vote_table.add(vote)
         self.send(frozenset(plan.names) & (self.knowledge.present | {plan.planner}), vote)
+
+    def _expect_earlier(self, plan: Plan) -> None:
+        """A plan goes back to a state that this island lacks: those that have named it hold it now, or soon will."""
+        holders = [p.island for p in plan.participants if p.earlier == plan.earlier]
+        if plan.earlier is None or self.knowledge.me in holders:
+            return
+        statement = self.vote_table.certify(plan).statement
+        status = Status(round=plan.round + 1, tokens=statement.tokens, digest=statement.digest)
+        self.knowledge.presume(holders, status)
 
     def _check_sender(self, sender: str, claimed: str) -> None:
         if sender != claimed:

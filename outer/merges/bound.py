@@ -83,6 +83,10 @@ class RecentLengths:
             if 0 < length < inf:
                 self._last[fragment, kind].append(length)
 
+    def forget(self) -> None:
+        """Drop all lengths: the run goes on from an earlier state."""
+        self._last.clear()
+
 
 def scale_to(weights: Mapping[str, int], island: str) -> float:
     """By how much an island's pseudo-gradient would be longer at most if it had trained on as many tokens as others.

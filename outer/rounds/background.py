@@ -2,6 +2,7 @@
 
 from outer.report import RoundReport
 from outer.rounds.averager import Averager
+from outer.state.earlier import EarlierState
 from outer.state.pseudo_gradient import Contribution, Snapshot
 from outer.threads import Worker
 
@@ -9,8 +10,12 @@ from outer.threads import Worker
 class BackgroundRound:
     """Starts at once. Every rank of the island makes one, with its own snapshot for the same round."""
 
-    def __init__(self, averager: Averager, snapshot: Snapshot, worker: Worker) -> None:
+    def __init__(
+        self, averager: Averager, snapshot: Snapshot, worker: Worker, earlier: EarlierState | None = None
+    ) -> None:
+        """`earlier`: the state to which this island would go back instead, together with others."""
         self.snapshot = snapshot
+        self.earlier = earlier
         self._averager = averager
         self._reports: list[RoundReport] = []
         self._error: BaseException | None = None
@@ -35,6 +40,6 @@ class BackgroundRound:
 
     def _run(self) -> None:
         try:
-            self._reports = self._averager.run(Contribution(self.snapshot))
+            self._reports = self._averager.run(Contribution(self.snapshot, self.earlier))
         except BaseException as error:  # noqa: BLE001 - raised again by `land`, on the thread that can handle it
             self._error = error

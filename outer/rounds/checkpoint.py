@@ -30,6 +30,8 @@ from outer.reduce.error_feedback import ErrorFeedback
 from outer.reduce.filters import Histories, OutlierFilters
 from outer.reduce.norm_zscore import History, parse_history, to_tensor
 from outer.reduce.payloads import Mean
+from outer.space.digest import state_digest
+from outer.state.earlier import EarlierState
 from outer.state.part_state import PartState, Position
 from outer.state.replica import Replica
 
@@ -115,22 +117,8 @@ def restore(replica: Replica, memory: RoundMemory, facts: SavedFacts, tensors: M
 
     Raises InputError if the checkpoint belongs to another canonical space or does not match its digest.
     """
-    if facts.fingerprint != replica.space.fingerprint:
-        raise InputError(
-            "the checkpoint's parts are cut in another way: it is of a run with another model, outer.codec, "
-            "outer.part_elements or outer.fragments"
-        )
-    parts, params, momentum = {}, _by_part(PARAMS, tensors), _by_part(MOMENTUM, tensors)
-    pushes = {i: int(number.item()) for i, number in _by_part(PUSHES, tensors).items()}
-    for i, values in replica.carried.parts.items():
-        if i not in params:
-            raise InputError(f"the checkpoint has no part {i} of the global params")
-        parts[i] = PartState(
-            params[i], momentum.get(i, torch.zeros_like(values)), facts.position.round, pushes.get(i, 0)
-        )
-    replica.restore(parts, facts.position)
-    if replica.digest != facts.digest:
-        raise InputError(f"the checkpoint's global params have the digest {replica.digest}, expected {facts.digest}")
+    earlier = read_earlier(replica, facts, tensors)
+    replica.restore(earlier.parts, facts.position)
     for prefix, feedback in zip(RESIDUALS, memory.feedbacks, strict=False):
         feedback.load(_by_part(prefix, tensors))
     no_bytes = torch.empty(0, dtype=torch.uint8)
@@ -139,6 +127,32 @@ def restore(replica: Replica, memory: RoundMemory, facts: SavedFacts, tensors: M
         mine = {i: mean for i, mean in last.items() if replica.space.parts[i].fragment == fragment}
         memory.last_means[fragment] = round_number, mine
     memory.filters.load(_histories(tensors), facts.position.round)
+
+
+def read_earlier(replica: Replica, facts: SavedFacts, tensors: Mapping[str, torch.Tensor]) -> EarlierState:
+    """The global state that was saved. Nothing changes. Every rank calls it together.
+
+    Raises InputError as `restore`.
+    """
+    if facts.fingerprint != replica.space.fingerprint:
+        raise InputError(
+            "the checkpoint's parts are cut in another way: it is of a run with another model, outer.codec, "
+            "outer.part_elements or outer.fragments"
+        )
+    number = facts.position.round
+    parts = dict[int, PartState]()
+    params = _by_part(PARAMS, tensors)
+    momentum = _by_part(MOMENTUM, tensors)
+    pushes = {i: int(number.item()) for i, number in _by_part(PUSHES, tensors).items()}
+    for i, values in replica.carried.parts.items():
+        if i not in params:
+            raise InputError(f"the checkpoint has no part {i} of the global params")
+        parts[i] = PartState(params[i], momentum.get(i, torch.zeros_like(values)), number, pushes.get(i, 0))
+    parts_digest = replica.combine({i: part.digest for i, part in parts.items()}, replica.ranks)
+    digest = state_digest(parts_digest, facts.position.ledger.text)
+    if digest != facts.digest:
+        raise InputError(f"the checkpoint's global params have the digest {digest}, expected {facts.digest}")
+    return EarlierState(number, parts_digest, parts)
 
 
 def build_facts(

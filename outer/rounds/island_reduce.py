@@ -178,6 +178,11 @@ class IslandReduce:
         self.attempts.reducer.commit(round_number, means)
         self.recent.commit(*self._own)
 
+    def forget(self) -> None:
+        """The run goes back to an earlier state: drop what rounds since have left. Every rank calls it."""
+        self.attempts.reducer.forget()
+        self.recent.forget()
+
     def drop(self) -> None:
         """Leave the transport group of an attempt that did not commit. Every rank calls it."""
         self.event_loop.run(self.attempts.drop())

@@ -76,10 +76,13 @@ class Leader:
         """Raise MessageError if another island's state must not be taken. Call it on the event loop."""
         self.driver.protocol.knowledge.check_proof(description.claim, description.proof)
 
-    def build_ready(self, snapshot: Snapshot | None, first_unit: int, epoch: str, step_seconds: float) -> Ready:
+    def build_ready(
+        self, snapshot: Snapshot | None, first_unit: int, epoch: str, step_seconds: float, earlier: str | None
+    ) -> Ready:
         """The message that this island could take part in a plan now, with this snapshot or (None) as an observer.
 
-        `first_unit` is where the lease of an observer begins; a contributor's follows from the snapshot.
+        `first_unit` is where the lease of an observer begins; a contributor's follows from the snapshot. `earlier`:
+        digest of the parts of the state to which this island would go back.
         """
         status, units = build_status(self.replica, is_coming=True), () if snapshot is None else snapshot.units
         if snapshot is not None:
@@ -100,6 +103,7 @@ class Leader:
             step_seconds=step_seconds,
             link_kbit=self.link_kbit,
             carriers=pack_carriers(self.replica.redistribution.carriers),
+            earlier=earlier,
             epoch=epoch,
             transport_addresses=[transport for transport, _ in self.addresses],
             control_addresses=[control for _, control in self.addresses],

@@ -7,7 +7,7 @@ Local params are not touched, so a round may run in a background thread while th
 other ranks through the background rank group.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from outer.agreement.messages import Plan, Ready, Vote
@@ -23,6 +23,7 @@ from outer.rounds.island_reduce import IslandReduce, ReduceResult
 from outer.rounds.leader import Leader
 from outer.rounds.pace import Pace
 from outer.rounds.traffic_meter import TrafficMeter
+from outer.space.digest import state_digest
 from outer.space.ranks import RankGroup
 from outer.state.part_state import Position
 from outer.state.pseudo_gradient import Contribution, Snapshot
@@ -54,6 +55,8 @@ class RoundRunner:
         """
         started = self._now()
         plan = self._plan(contribution)
+        if plan.earlier is not None:
+            return self._go_back(plan, plan.earlier, contribution, started)
         planned, num_freezes = self._now(), self.pace.deadlines.num_freezes
         snapshot = self._find_contribution(plan, contribution)
         result = self.reduce.run(plan, {} if snapshot is None else snapshot.pseudo_grads)
@@ -71,27 +74,15 @@ class RoundRunner:
                 self.reduce.attempts.dispute(plan)
         if result.at_fault == self.island:
             raise OuterError(result.cause or "")
-        sent, received = self.traffic.count()
-        return RoundReport(
-            round=plan.round,
-            attempt=plan.attempt,
-            participants=plan.names,
-            planner=plan.planner,
-            is_committed=is_committed,
-            digest=self.replica.digest,
-            base=plan.participants[0].digest,
-            units=() if snapshot is None else snapshot.units,
-            bytes_sent=sent,
-            bytes_received=received,
+        report = self._report(plan, snapshot, cause, is_committed=is_committed)
+        return replace(
+            report,
             reduce_seconds=reduced - planned,
             wait_seconds=planned - started,
             pseudo_grad_norm=result.norm,
             mean_norm=result.mean_norm,
             mean_cosine=result.cosine,
-            signers=self._count_signers() if is_committed else 0,
-            listeners=[p.island for p in plan.participants if p.listens],
             gated=dict(self.reduce.attempts.reducer.filtered),
-            cause=cause,
             audited=result.num_audited,
         )
 
@@ -135,7 +126,8 @@ class RoundRunner:
         position = self.replica.position
         snapshot, first_unit = contribution.find(position.round), self.cursor.first_unit(position.ledger)
         epoch = self.reduce.attempts.offered_epoch
-        return self._leader.build_ready(snapshot, first_unit, epoch, self.pace.step_seconds)
+        earlier = None if contribution.earlier is None else contribution.earlier.digest
+        return self._leader.build_ready(snapshot, first_unit, epoch, self.pace.step_seconds, earlier)
 
     def _find_contribution(self, plan: Plan, contribution: Contribution) -> Snapshot | None:
         """This rank's snapshot if the plan counts the island as a contributor, whatever was filled in since."""
@@ -153,10 +145,54 @@ class RoundRunner:
         ledger = do_shared(name, lambda: settle(before.ledger, plan.participants, self.replica.terms, next_round))
         return Position(round=plan.round + 1, tokens=tokens, ledger=ledger)
 
+    def _go_back(self, plan: Plan, parts_digest: str, contribution: Contribution, started: float) -> RoundReport:
+        """Commit the earlier state that more than half of the participants name. Nothing is averaged.
+
+        The position goes on: text that was read since is not read again, and whoever missed the commit finds a newer
+        state. A participant that lacks the earlier state votes by its digest alone, and raises BehindError after the
+        commit, to take the state from the others.
+        """
+        planned = self._now()
+        position = self._position_after(plan)
+        vote = Vote.yes(plan, self.island, state_digest(parts_digest, position.ledger.text))
+        is_committed, cause = self._ranks.on_leader(lambda: self._cast(plan, vote))
+        earlier = contribution.earlier
+        if is_committed and (earlier is None or earlier.digest != parts_digest):
+            donors = tuple(p.island for p in plan.participants if p.earlier == parts_digest)
+            raise BehindError(donors, f"{', '.join(donors)} went back to an earlier state, which this island lacks")
+        if is_committed and earlier is not None:
+            self.hooks.reached("apply", plan.round)
+            self.replica.go_back(earlier.parts, position)
+            self.reduce.forget()
+            self.update_status(is_coming=True, included=[p.incarnation for p in plan.contributors])
+        report = self._report(plan, self._find_contribution(plan, contribution), cause, is_committed=is_committed)
+        return replace(report, wait_seconds=planned - started, earlier=None if earlier is None else earlier.round)
+
+    def _report(self, plan: Plan, snapshot: Snapshot | None, cause: str, *, is_committed: bool) -> RoundReport:
+        """What there is to say of every attempt. `cause`: why it does not commit. Every rank calls it together."""
+        sent, received = self.traffic.count()
+        return RoundReport(
+            round=plan.round,
+            attempt=plan.attempt,
+            participants=plan.names,
+            planner=plan.planner,
+            is_committed=is_committed,
+            digest=self.replica.digest,
+            base=plan.participants[0].digest,
+            units=() if snapshot is None else snapshot.units,
+            bytes_sent=sent,
+            bytes_received=received,
+            reduce_seconds=0.0,
+            wait_seconds=0.0,
+            pseudo_grad_norm=0.0,
+            signers=self._count_signers() if is_committed else 0,
+            listeners=[p.island for p in plan.participants if p.listens],
+            gated={},
+            cause=cause,
+        )
+
     def _decide(self, plan: Plan, result: ReduceResult, digest: str | None) -> tuple[bool, str]:
         """Whether the attempt commits, and why it does not. `digest`: that of the state it leads to. Leader only."""
-        self.hooks.reached("vote", plan.round)
-        on_sent = partial(self.hooks.reached, "decide", plan.round)
         if digest is not None:
             vote = Vote.yes(plan, self.island, digest)
         else:
@@ -169,13 +205,20 @@ class RoundRunner:
                 waits_for_means=result.waits_for_means,
                 is_stalled=result.is_stalled,
             )
+        is_committed, cause = self._cast(plan, vote)
+        return is_committed, "" if is_committed else result.cause or cause
+
+    def _cast(self, plan: Plan, vote: Vote) -> tuple[bool, str]:
+        """Whether the attempt commits with this vote of the island, and why it does not. Leader only."""
+        self.hooks.reached("vote", plan.round)
+        on_sent = partial(self.hooks.reached, "decide", plan.round)
         if self._leader.decide(vote, on_sent):
             return True, ""
         cause, suspects = self._leader.explain_abort(plan)
         for island, why in suspects.items():
             if island != self.island:
                 self.reduce.rejections.add(island, "attempt", why)
-        return False, result.cause or cause
+        return False, cause
 
     def _commit(self, plan: Plan, result: ReduceResult, position: Position, *, observes: bool) -> None:
         """Make the round permanent on this rank: the only place that changes anything, in this order.

@@ -7,6 +7,7 @@ import torch
 
 from outer.errors import OuterError
 from outer.leases.ranges import Ranges
+from outer.state.earlier import EarlierState
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,9 @@ class Contribution:
     A snapshot counts for its own round only. Without one the island observes the round.
     """
 
-    def __init__(self, snapshot: Snapshot | None = None) -> None:
+    def __init__(self, snapshot: Snapshot | None = None, earlier: EarlierState | None = None) -> None:
+        """`earlier`: the state to which this island would go back instead, together with others."""
+        self.earlier = earlier
         self._snapshot = snapshot
         self._changed = threading.Condition()
 

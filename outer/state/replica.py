@@ -21,8 +21,8 @@ from outer.state.pseudo_gradient import Snapshot
 class Replica:
     """Every rank of the island builds it and calls each method in the same order.
 
-    `commit` may run in another thread while local params are trained; it must be over before the next call. The
-    methods that change local params differ in what becomes of the progress made since the round was launched:
+    `commit` and `go_back` may run in another thread while local params are trained; they must be over before the next
+    call. The methods that change local params differ in what becomes of the progress made since the round was launched:
 
         merge        local = mix x local + (1 - mix) x global    after a round to which this island contributed
         correct      local += global - ahead                     the same, when `look_ahead` was called at the launch
@@ -45,7 +45,8 @@ class Replica:
         ledger = Ledger() if config.gossip else begin_ledger(config.start_islands, self.terms)
         self.carried.position = Position(round=0, tokens=0, ledger=ledger)
         self.digest = self._compute_digest(ranks)
-        """Digest of the committed state of all ranks, ledger included; `commit`, `replace` and `restore` change it."""
+        """Digest of the committed state of all ranks, ledger included; `commit`, `go_back`, `replace` and `restore`
+        change it."""
 
     @property
     def position(self) -> Position:
@@ -87,6 +88,11 @@ class Replica:
         """What `digest` will be after a `commit` of these means, which say the digests of their parts after it."""
         digests = self.carried.digests() | _digests_after(means)
         return state_digest(self.combine(digests, self.ranks.background), position.ledger.text)
+
+    def go_back(self, parts: Mapping[int, PartState], position: Position) -> None:
+        """Make parts of an earlier state the newest one. Local params do not change: call `take_over` next."""
+        self.carried.replace(parts, position)
+        self.digest = self._compute_digest(self.ranks.background)
 
     def merge(self, round_number: int, mix: float) -> None:
         """Local params and moments that the round sent become mix x local + (1 - mix) x global."""

@@ -2,7 +2,7 @@
 
 import hashlib
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Plan, Ready, Status, Vote
@@ -55,6 +55,8 @@ class World:
     budget: Budget
     commits: tuple[Commit, ...]
     rounds: int
+    earlier: dict[str, str] = field(default_factory=dict)
+    """Digests of earlier states to which islands would go back, by island."""
 
     @property
     def live(self) -> list[str]:
@@ -88,7 +90,7 @@ def events(world: World) -> list[Event]:
     found: list[Event] = [("deliver", str(i)) for i in range(len(world.flying))]
     for name in world.live:
         node = world.nodes[name]
-        if node.state == "training" and node.knowledge.status.round < world.rounds:
+        if node.state == "training" and node.knowledge.status.round < world.rounds and not lacks_state(world, name):
             found.append(("prepare", name))
         if may_give(node):
             found.append(("give", name))
@@ -115,6 +117,11 @@ def may_lose(world: World, name: str, other: str) -> bool:
     return other in world.dead or (world.budget.false_alarms > 0 and other in world.live)
 
 
+def lacks_state(world: World, name: str) -> bool:
+    """Whether the island waits for an earlier state, to which islands that have not committed yet go back with it."""
+    return name not in world.earlier and world.nodes[name].knowledge.behind(is_settled=False) is not None
+
+
 def may_give(node: RoundProtocol) -> bool:
     """Whether the island observes, so that its inner steps may end at any time."""
     return node.state == "gathering" and node.own is not None and node.own.listens
@@ -138,7 +145,8 @@ def step(world: World, event: Event) -> World:
     node = copy_node(world, name)
     late = kind == "late"
     if kind == "prepare":
-        node.prepare(ready_of(node, listens=node.knowledge.rules.has_observers))
+        listens = node.knowledge.rules.has_observers
+        node.prepare(ready_of(node, listens=listens, earlier=world.earlier.get(name)))
     elif kind == "give":
         node.contribute(ready_of(node))
     elif kind in ("reduced", "failed"):
@@ -168,7 +176,7 @@ def _end(world: World, kind: str, name: str) -> World:
     return _spend(world, ENDS[kind])
 
 
-def ready_of(node: RoundProtocol, *, listens: bool = False) -> Ready:
+def ready_of(node: RoundProtocol, *, listens: bool = False, earlier: str | None = None) -> Ready:
     s, tokens = node.knowledge.status, 0 if listens else TOKENS
     return Ready(
         island=node.knowledge.me,
@@ -181,6 +189,7 @@ def ready_of(node: RoundProtocol, *, listens: bool = False) -> Ready:
         listens=listens,
         base_tokens=s.tokens,
         digest=s.digest,
+        earlier=earlier,
         carriers=[(0, 1)],
         transport_addresses=["t"],
         control_addresses=["c"],
@@ -226,6 +235,8 @@ def has_no(node: RoundProtocol, plan: Plan) -> bool:
 def _apply(world: World, node: RoundProtocol) -> None:
     plan, base = node.plan, node.knowledge.status
     assert plan is not None
+    if plan.earlier is not None and world.earlier.get(node.knowledge.me) != plan.earlier:
+        return  # It has voted by the digest alone, and takes the state from the others.
     world.commits += (Commit(node.knowledge.me, plan.id, plan.round, base.digest, tuple(plan.names)),)
     tokens = base.tokens + sum(p.tokens for p in plan.participants)
     node.update_status(Status(round=plan.round + 1, tokens=tokens, digest=digest_after(plan)))
@@ -237,7 +248,7 @@ def _take_state(world: World, node: RoundProtocol, behind: Behind) -> None:
         for name in behind.donors:
             node.mark_lost(name)
         think(world, node)
-    else:
+    elif world.status_of(donor).rank >= node.knowledge.status.rank:
         node.update_status(world.status_of(donor))
 
 
