@@ -84,6 +84,11 @@ class Membership(Protocol):
         """The islands whose records are alive, by name, including this one. Malformed records are left out."""
         ...
 
+    @property
+    def trouble(self) -> str:
+        """Why this island may not see the records of the others, or ""."""
+        ...
+
     async def publish_config(self, text: str) -> None:
         """Publish the run's config (YAML) for joiners. The first text wins; later ones are ignored."""
 

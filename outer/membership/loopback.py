@@ -146,6 +146,10 @@ class LoopbackMembership:
             return self._known
         return dict(sorted((self._known | {own.island: own}).items()))
 
+    @property
+    def trouble(self) -> str:
+        return ""
+
     async def publish_config(self, text: str) -> None:
         check_config_text(text)
         with self._hub.lock:

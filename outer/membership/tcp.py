@@ -139,6 +139,10 @@ class TcpMembership:
         own = {self._own.island: self._own} if self._own else {}
         return dict(sorted((found | own).items()))
 
+    @property
+    def trouble(self) -> str:
+        return ""
+
     async def publish_config(self, text: str) -> None:
         check_config_text(text)
         self._config = await self.read_config() or text

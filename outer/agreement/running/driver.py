@@ -59,7 +59,7 @@ class ProtocolDriver:
         self._calls, self._changes = OpenCalls(peers, self._call), Changes(self._knowledge)
         self._has_left, self._planned_at = False, 0.0
         self._held_up = HeldUpTimer(self._knowledge, peers.deadlines)
-        self._few = FewIslands(self._knowledge, peers.deadlines)
+        self._few = FewIslands(self._knowledge, peers.deadlines, lambda: peers.trouble)
         self._missed, self._doubts = MissedRounds(self._knowledge), Doubts(self._knowledge)
         send, changed = self._send_outbox, self._changes.add
         self._detector = FailureDetector(protocol, peers, send, self._end_reduce_with, changed, on_lost)

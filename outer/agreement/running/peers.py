@@ -44,6 +44,11 @@ class Peers:
         """Counts a freeze of this process in `deadlines`. The failure detector sets it."""
         self._notices = Tasks()
 
+    @property
+    def trouble(self) -> str:
+        """Why this island may not see the records of the others, or ""."""
+        return self._membership.trouble
+
     async def refresh(self) -> bool:
         """Read the membership records again. Returns False if they cannot be read now."""
         try:

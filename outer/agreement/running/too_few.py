@@ -1,7 +1,7 @@
 """What an island says, and when it ends, because only few islands take part in a round."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from outer.agreement.knowledge import Knowledge
 from outer.agreement.messages import Plan
@@ -19,8 +19,10 @@ NAMED = 8
 class FewIslands:
     """Watches how many islands take part in the rounds of one island."""
 
-    def __init__(self, knowledge: Knowledge, deadlines: Deadlines) -> None:
+    def __init__(self, knowledge: Knowledge, deadlines: Deadlines, why_unseen: Callable[[], str] = lambda: "") -> None:
+        """`why_unseen`: why the records of other islands may not be seen here, or ""."""
         self._knowledge, self._deadlines = knowledge, deadlines
+        self._why_unseen = why_unseen
         self._met: set[str] = set()
         """Islands that took part in a commit and have not said goodbye."""
         self._strangers: dict[str, str] = {}
@@ -65,6 +67,8 @@ class FewIslands:
 
     def _explain_absence(self) -> str:
         """Why there may be so few: other islands began from different parameters, or none answers."""
+        if why := self._why_unseen():
+            return f"; {why}"
         if not (self._strangers and self._knowledge.status.is_start):
             return "" if self._knowledge.live else "; no other island answers: they are down, or have finished the run"
         return f"; {self._name_strangers(sorted(self._strangers))}"

@@ -63,7 +63,8 @@ class ClockWatch:
     """Warns when the clocks of this machine and of a peer have come apart, and again only after they were together."""
 
     def __init__(self) -> None:
-        self._has_warned = False
+        self.trouble = ""
+        """What was found when the clocks were last compared, if they are apart."""
 
     async def look(self, dht: DHTNode) -> None:
         """Compare with one of the peers that this node knows."""
@@ -71,7 +72,7 @@ class ClockWatch:
         ahead = await seconds_ahead(dht, random.choice(peers)) if peers else None
         if ahead is None:
             return
-        is_apart = abs(ahead) > WARN_SECONDS
-        if is_apart and not self._has_warned:
-            log.warning("%s", explain(ahead))
-        self._has_warned = is_apart
+        had_trouble = bool(self.trouble)
+        self.trouble = explain(ahead) if abs(ahead) > WARN_SECONDS else ""
+        if self.trouble and not had_trouble:
+            log.warning("%s", self.trouble)

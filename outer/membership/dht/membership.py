@@ -133,6 +133,10 @@ class HivemindMembership:
             task.cancel()
         await close_dht(self._dht)
 
+    @property
+    def trouble(self) -> str:
+        return self._clocks.trouble
+
     def _keep_refreshing(self) -> None:
         if not self._refreshing:
             self._refreshing = [asyncio.create_task(work) for work in (self._refresh(), self._ping_lost_peers())]

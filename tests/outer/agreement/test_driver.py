@@ -6,11 +6,14 @@ import logging
 import pytest
 
 from outer.agreement.messages import Plan, Vote
+from outer.agreement.planner import TooFew
 from outer.agreement.running.failure_detector import PING_SECONDS
-from outer.agreement.running.too_few import WARN_SECONDS
+from outer.agreement.running.too_few import WARN_SECONDS, FewIslands
 from outer.errors import BehindError, PoisonError, QuorumError
+from outer.network.deadlines import Deadlines
 from tests.outer.clock import now, run, until
 from tests.outer.leaders import START, Fault, Leader, fail, leaders, plans_of, together
+from tests.outer.protocols import node
 
 # -- plan and commit -------------------------------------------------------------------------------------------
 
@@ -142,6 +145,14 @@ def test_below_the_quorum_wait_waits_and_says_so_once_a_minute(caplog: pytest.Lo
         "round 0: BELOW QUORUM: 1 of 2 islands are here; waiting for the others; "
         "no other island answers: they are down, or have finished the run"
     )
+
+
+def test_below_the_quorum_it_says_why_the_others_may_not_be_seen(caplog: pytest.LogCaptureFixture) -> None:
+    few = FewIslands(node("a", "").knowledge, Deadlines(5.0), lambda: "this clock is 50 s behind")
+    few.check(TooFew(1, 2, is_start=False), waited=1.0, warned_at=-WARN_SECONDS, now=1.0)
+    assert caplog.messages == [
+        "round 0: BELOW QUORUM: 1 of 2 islands are here; waiting for the others; this clock is 50 s behind"
+    ]
 
 
 def test_below_the_quorum_continue_goes_on_and_says_so_in_every_round(caplog: pytest.LogCaptureFixture) -> None:

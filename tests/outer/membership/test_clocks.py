@@ -64,6 +64,7 @@ def test_a_clock_that_goes_wrong_during_a_run_is_said_once(
                 # The clock of this module alone: the peer lives in the same process.
                 monkeypatch.setattr(clocks, "get_dht_time", lambda ahead=ahead: time.time() + ahead)
                 await watch.look(dht)
+                assert bool(watch.trouble) == (ahead != 0.0)
         finally:
             await close_dht(dht)
             await daemon.close()

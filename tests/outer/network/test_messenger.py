@@ -269,7 +269,7 @@ HELLO = pack_header(Header(Kind.HELLO, 0, num_bytes=len(WORDS)), RUN) + WORDS
     ("raw", "peer", "kind", "text"),
     [
         (bytes(HEADER_BYTES), "127.0.0.1", "header", "not a frame of diloco: it begins with 0000"),
-        (b"DLCO\x01" + HELLO[5:], "127.0.0.1", "version", "a frame of version 1, and this island speaks version 10"),
+        (b"DLCO\x01" + HELLO[5:], "127.0.0.1", "version", "a frame of version 1, and this island speaks version 11"),
         (HELLO[:6] + bytes(8) + HELLO[14:], "127.0.0.1", "run", "another run"),
         (HELLO.replace(b'"b"', b'"/"'), "127.0.0.1", "header", "not a Hello: island"),
         (pack_header(Header(Kind.HELLO, 0, num_bytes=2000), RUN) + bytes(2000), "127.0.0.1", "size", "2000 bytes, at"),
