@@ -13,20 +13,16 @@ from dataclasses import replace
 
 from diloco.assemble import Runtime
 from diloco.config.schema import stage_in_round
+from diloco.island_records import record_entry, record_ledger, record_round, record_step
 from diloco.island_rounds.of_all import IslandRounds
-from diloco.records.metrics import EvalRecord, EventRecord
+from diloco.records.metrics import EvalRecord
 from diloco.runtime.garbage import collect_garbage
 from diloco.runtime.progress import Progress, ResumedState, ResumePoint
-from diloco.runtime.step_records import evaluate_heldout, make_step_record
-from diloco.watchdog.rank_times import gather_times
-from inner.data.batches import StepBatch
+from diloco.runtime.step_records import evaluate_heldout
 from inner.errors import TrainingStopped
-from inner.optim.spikes import Spike
 from inner.trainer import StepResult
-from outer.leases.ledger import Ledger
 from outer.report import CaughtUp, Landing
 from outer.state.earlier import EarlierState
-from outer.state.part_state import Position
 
 log = logging.getLogger(__name__)
 
@@ -269,49 +265,3 @@ def resume(runtime: Runtime) -> ResumedState | None:
         if resumed.changed and runtime.metrics is not None:
             log.warning("the run goes on with other settings than it was saved with%s", changed)
     return resumed
-
-
-def record_entry(runtime: Runtime, position: Position) -> None:
-    """Record the position from which the island starts, or goes on after taking the state of others."""
-    runtime.on_entry()
-    digest = runtime.outer.digest[:12]
-    runtime.event("joined", f"round {position.round}, {position.tokens} tokens, digest {digest}")
-
-
-def record_ledger(runtime: Runtime) -> None:
-    """Record at the end how much of the text the run has trained on."""
-    text = runtime.outer.position.ledger
-    runtime.event("account", f"{text.trained} units of text trained; {text.open} reserved and not used")
-
-
-def record_step(runtime: Runtime, result: StepResult, batch: StepBatch) -> None:
-    """Write one line to metrics.jsonl. Leader only."""
-    if runtime.metrics is None or runtime.speed is None:
-        return
-    runtime.tokens += 0 if result.is_skipped else result.tokens
-    runtime.metrics.write(make_step_record(result, runtime.tokens, runtime.speed, batch))
-    if result.spike is not None:
-        runtime.event("loss spike", spike_text(result, result.spike))
-
-
-def spike_text(result: StepResult, spike: Spike) -> str:
-    """What the logbook says of a loss spike."""
-    fates = {
-        "note": "the step was made",
-        "skip": "the step was skipped",
-        "rewind": "the step was skipped, and the island went on from the global params",
-    }
-    return (
-        f"inner step {result.step}: loss {result.loss:.4f}, {spike.deviations:.1f} standard deviations above the mean "
-        f"of the steps before; {fates[spike.action]}"
-    )
-
-
-def record_round(runtime: Runtime, progress: Progress, landing: Landing, ledger: Ledger) -> None:
-    """Write one line to metrics.jsonl for the attempt that committed, and lines for what peers were refused."""
-    ranks = gather_times(runtime.times, runtime.outer.replica.ranks)
-    runtime.rounds.write(landing.reports[-1], progress, landing.waited_seconds, ledger, ranks)
-    if runtime.metrics is None:
-        return
-    for peer, kind, text, count in runtime.network.rejections.drain():
-        runtime.metrics.write(EventRecord(name="refused", text=f"{peer}: {kind}: {text} ({count} times)"))

@@ -7,7 +7,8 @@ polled and checkpoints saved right after it has.
 from dataclasses import replace
 
 from diloco.assemble import Runtime
-from diloco.island import await_round, evaluate, record_entry, record_ledger, record_round, resume, save, train
+from diloco.island import await_round, evaluate, resume, save, train
+from diloco.island_records import record_entry, record_ledger, record_round
 from diloco.island_rounds.of_quorum import QuorumIslandRounds
 from diloco.runtime.progress import NO_PROGRESS, Progress
 from outer.report import CaughtUp, Landing

@@ -165,6 +165,8 @@ class Swarm:
         self.started: list[Island] = []
         self.inside: dict[int, str] = {}
         """Network namespace of an island's ranks, by island. Other islands share the test's namespace."""
+        self.has_own_shared_memory = False
+        """Whether each island that a launcher starts gets a /dev/shm of its own."""
 
     def start(self, index: int, work: Work = train, config: Config | None = None) -> Island:
         """Start island `index` by forking its ranks."""

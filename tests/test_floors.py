@@ -59,7 +59,8 @@ FLOORS = {
         doctor
         status tuning
         assemble island_rounds watch.collection watch.view
-        island own_loop.model
+        island_records own_loop.model
+        island
         own_loop
         island_quorum simulate virtual
         experiments.definition launch_files train watch
@@ -80,6 +81,8 @@ LARGER = {
     "outer/network": "both ends of a connection, what passes over it, and who is let in",
     "outer/merges": "a family: one file for each rule",
     "outer/agreement/messages.py": "all messages of the agreement, one after the other",
+    "outer/agreement/state_machine.py": "one state machine: what follows from each message and each event",
+    "outer/loop.py": "the outer loop, with every call that an island makes, in their order",
     "outer/rounds/agreed.py": "one averager, from its launch to its commit",
 }
 """Folders and files that are larger, and why: a home is not bent for a number."""

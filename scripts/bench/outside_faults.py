@@ -1,13 +1,15 @@
 """Random faults done to running islands from outside: does anything hang, exit or split, and what does each fault cost?
 
     python -m scripts.bench.outside_faults [--faults 200] [--a-run 20] [--transports gloo,tls,hivemind] [--seed 0]
-        [--folder runs/outside-faults] [--no-cuts] [--table]
+        [--folder runs/outside-faults] [--not-apart] [--table]
 
 Each run has four islands under the launcher of `diloco launch`, three of one rank and one of two, and a bootstrap
-process, each in a network namespace (root; else without cuts). At random times an island is killed, or one of its
-ranks, or its libp2p daemon; all of it or one of its processes is stopped for some seconds; it is sent SIGTERM, or cut
-off; the bootstrap process is killed. What was killed comes back, as after a machine's restart. At least half of the
-islands are well at any time, and the next fault comes when the last has been followed by a commit.
+process, each in a network namespace, with a disk and a /dev/shm of its own (root; else without cuts, and without
+shortages of these). At random times an island is killed, or one of its ranks, or its libp2p daemon; all of it or one
+of its processes is stopped for some seconds; it is sent SIGTERM, or cut off; for some seconds it gets no more memory,
+file descriptors, threads, room on its disk or in /dev/shm; the bootstrap process is killed. What was killed comes
+back, as after a machine's restart. At least half of the islands are well at any time, and the next fault comes when
+the last has been followed by a commit.
 
 first     seconds from the fault to the next round that a healthy island commits, which may have been under way
 second    seconds to the round after that, which began after the fault
@@ -48,7 +50,7 @@ def main() -> None:
     for transport in () if args.table else args.transports:
         for seed in range(args.seed, args.seed + num_runs):
             if not any((run.transport, run.seed) == (transport, seed) for run in results.read()):
-                run = make_run(OutsideSettings(transport, args.a_run, seed, has_cuts=args.cuts), args.folder)
+                run = make_run(OutsideSettings(transport, args.a_run, seed, is_apart=args.apart), args.folder)
                 results.add(run)
                 print(f"{transport} seed {seed}: {run.outcome['seconds']:.0f} s; {run.problems or 'well'}", flush=True)
     runs = results.read()
@@ -148,7 +150,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--transports", type=choices(TRANSPORTS), default=list(TRANSPORTS))
     parser.add_argument("--seed", type=int, default=0, help="seed of the first run of each network")
     parser.add_argument("--folder", type=Path, default=Path("runs/outside-faults"))
-    parser.add_argument("--no-cuts", dest="cuts", action="store_false", default=os.geteuid() == 0)
+    parser.add_argument("--not-apart", dest="apart", action="store_false", default=os.geteuid() == 0)
     parser.add_argument("--table", action="store_true", help="only print the table of the runs in the folder")
     return parser.parse_args()
 

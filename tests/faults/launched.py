@@ -22,6 +22,7 @@ from diloco.cli.exit import error_text, exit_status
 from diloco.runtime import rank_launcher
 from diloco.watchdog.signals import end_with_parent
 from tests.faults.leftovers import children_of, descendants_of, name_of, state_of
+from tests.faults.shortages import own_shared_memory
 from tests.harness import begin_fork
 from tests.swarm import Rank, Swarm, enter_namespace
 
@@ -144,6 +145,8 @@ def _be_launcher(made: Swarm, index: int, num_ranks: int, log: Path, work: Work)
         sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
         if index in made.inside:
             enter_namespace(made.inside[index])
+        if made.has_own_shared_memory:
+            own_shared_memory()
         rank_launcher.start_rank = partial(_fork_rank, work=work)
         code = rank_launcher.launch_ranks([], num_ranks, MAX_RESTARTS)
     except BaseException:  # noqa: BLE001 - the test finds it in the log

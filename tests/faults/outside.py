@@ -15,8 +15,12 @@ from diloco.records.run_folder import read_run
 from diloco.report.data_account import data_account
 from outer.agreement.running.limits import commit_bound
 from outer.network.deadlines import Deadlines
+from tests.faults.shortages import has_process_groups
 
+SHORTAGES = ("memory", "files", "threads", "disk", "shared memory")
+"""Faults that leave an island for some seconds without more of something (shortages.py)."""
 WEIGHTS = {"kill": 3, "rank": 4, "daemon": 3, "freeze": 3, "freeze one": 3, "terminate": 2, "cut": 2, "bootstrap": 1}
+WEIGHTS |= dict.fromkeys(SHORTAGES, 2)
 """Kinds of faults. `rank` and `daemon` kill one process, `freeze one` stops one; `kill` and `freeze` mean all."""
 SHORT_SECONDS = (0.5, 12.0)
 """Range of the duration of a freeze and of a cut, and of the time until an island is started again."""
@@ -28,13 +32,14 @@ WAIT_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class OutsideSettings:
-    """A run. The islands' own settings are as in a config; `has_cuts` puts each into a network namespace (root)."""
+    """A run. The islands' own settings are as in a config; `is_apart` gives each a network namespace, a disk and a
+    /dev/shm of its own (root)."""
 
     transport: str
     num_faults: int
     seed: int
     islands: tuple[dict[str, Any], ...] = ({}, {}, {}, {"ranks": 2})
-    has_cuts: bool = False
+    is_apart: bool = False
     kinds: tuple[str, ...] = tuple(WEIGHTS)
 
 
@@ -97,7 +102,8 @@ class Outcome:
 def draw_faults(settings: OutsideSettings) -> Iterator[OutsideFault]:
     """The faults of a run. A seed gives the same faults each time; when they strike depends on the islands, too."""
     draw = random.Random(settings.seed)
-    is_possible = {"daemon": settings.transport == "hivemind", "cut": settings.has_cuts}
+    is_possible = {"daemon": settings.transport == "hivemind", "threads": has_process_groups()}
+    is_possible |= dict.fromkeys(("cut", "disk", "shared memory"), settings.is_apart)
     kinds = [kind for kind in WEIGHTS if kind in settings.kinds and is_possible.get(kind, True)]
     for _ in range(settings.num_faults):
         kind = draw.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
@@ -118,10 +124,10 @@ def least_bound(islands: Sequence[Sequence[RoundRecord]]) -> float:
     return commit_bound(deadlines, num_waiting=max(len(islands) - 1, 1), num_absent=1)
 
 
-def account(run_dir: Path, inner_steps: int, num_kills: int) -> dict[str, Any]:
+def account(run_dir: Path, inner_steps: int, num_unrecorded: int) -> dict[str, Any]:
     """Units that the run's history has trained, those trained twice, and those whose record is missing, with a bound.
 
-    A record is missing if an island was killed between a commit and its record.
+    `num_unrecorded`: commits that may have no record, because an island was killed in between or had no room for it.
     """
     found = data_account(read_run(run_dir).islands)
     missing = (found["units_trained"] or 0) - (found["steps_accounted"] or 0)
@@ -129,5 +135,5 @@ def account(run_dir: Path, inner_steps: int, num_kills: int) -> dict[str, Any]:
         "trained": found["units_trained"],
         "repeated": found["units_repeated"],
         "unrecorded": missing,
-        "may_be_unrecorded": num_kills * inner_steps,
+        "may_be_unrecorded": num_unrecorded * inner_steps,
     }

@@ -1,18 +1,23 @@
 """Does random faults to running islands from outside, and watches what each of them costs (outside.py)."""
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from math import ceil
 from pathlib import Path
 
 from diloco.network_emulation.namespaces import Namespace, Net, open_net
 from diloco.records.metrics import RoundRecord
 from diloco.records.run_folder import METRICS, Tail
+from tests.faults import shortages
 from tests.faults.bootstraps import Bootstrap, bootstrap
 from tests.faults.forked import OVERRIDES, POLL_SECONDS, train_at_pace
 from tests.faults.launched import LaunchedIsland, ended, launch, send
+from tests.faults.leftovers import descendants_of
 from tests.faults.outside import (
+    SHORTAGES,
     WAIT_SECONDS,
     Outcome,
     OutsideFault,
@@ -30,7 +35,8 @@ GUARD_SECONDS = 240.0
 """How long the run may take to begin, to go on to the next fault, and to end."""
 LOOK_SECONDS = 0.5
 """Interval between looks at the islands' logs."""
-KILLS = ("kill", "rank", "daemon", "terminate")
+KILLS = ("kill", "rank", "daemon", "terminate", *SHORTAGES)
+"""Faults in which a process of the island may end between a commit and its record."""
 
 
 def run_outside_faults(settings: OutsideSettings, folder: Path) -> Outcome:
@@ -42,10 +48,17 @@ def run_outside_faults(settings: OutsideSettings, folder: Path) -> Outcome:
             runner.run(draw_faults(settings))
         except AssertionError as error:
             outcome.failures.append(str(error))
-    num_kills = sum(strike.kind in KILLS for strike in outcome.strikes)
-    outcome.account = account(runner.run_dir, INNER_STEPS, num_kills)
+        num_unrecorded = sum(strike.kind in KILLS for strike in outcome.strikes)
+        num_unrecorded += sum(count_rounds(strike.seconds) for strike in outcome.strikes if strike.kind == "disk")
+        # Before the islands' disks are gone.
+        outcome.account = account(runner.run_dir, INNER_STEPS, num_unrecorded)
     outcome.seconds = time.monotonic() - started
     return outcome
+
+
+def count_rounds(seconds: float) -> int:
+    """The most rounds that can be made in so many seconds, and the one under way."""
+    return ceil(seconds / (INNER_STEPS * STEP_SECONDS)) + 1
 
 
 @contextmanager
@@ -56,7 +69,7 @@ def open_runner(settings: OutsideSettings, folder: Path) -> Iterator["OutsideRun
     overrides = [f"outer.transport={settings.transport}", *OVERRIDES, f"outer.inner_steps={INNER_STEPS}"]
     overrides += [f"outer.wait_seconds={WAIT_SECONDS}", "island.checkpoint.every_rounds=5"]
     with ExitStack() as opened:
-        net = opened.enter_context(open_net()) if settings.has_cuts else None
+        net = opened.enter_context(open_net()) if settings.is_apart else None
         places = [net.add() for _ in range(len(settings.islands) + 1)] if net else []
         own = [{**i, "listen_host": place.host} for i, place in zip(settings.islands, places, strict=False)]
         where = (places[-1].host, places[-1].command()) if places else ("127.0.0.1", [])
@@ -64,7 +77,10 @@ def open_runner(settings: OutsideSettings, folder: Path) -> Iterator["OutsideRun
         islands = own or list(settings.islands)
         made = opened.enter_context(swarm(folder, *overrides, islands=islands, address=served.address))
         made.inside = {i: place.name for i, place in enumerate(places[:-1])}
+        made.has_own_shared_memory = settings.is_apart
         runner = OutsideRunner(made, served, net, places)
+        for folder in runner.folders if settings.is_apart else ():
+            opened.enter_context(shortages.own_disk(folder))
         opened.enter_context(ended(runner.islands))
         for index in range(len(islands)):
             runner.start(index)
@@ -156,10 +172,31 @@ class OutsideRunner:
             self._bootstrap.kill()
             return lambda: done(lambda: self._restart_bootstrap(strike))
         net, some = self._net, [self._places[index]]
+        if fault.kind in SHORTAGES:
+            end = self._begin_shortage(fault.kind, island)
+            return lambda: done(end)
         assert fault.kind == "cut" and net is not None, f"{fault.kind} needs namespaces"
         others = [place for place in self._places if place not in some]
         net.cut(some, others)
         return lambda: done(lambda: net.heal(some, others))
+
+    def _begin_shortage(self, kind: str, island: LaunchedIsland) -> Callable[[], None]:
+        """Begin a shortage of an island. Returns a function that ends it."""
+        processes = [*island.ranks, *island.daemons]
+        if kind == "disk":
+            return shortages.room(island.folder)
+        if kind == "shared memory":
+            return shortages.room(Path(f"/proc/{island.launcher.pid}/root/dev/shm"))
+        if kind == "threads":
+            group = f"diloco-{os.getpid()}-{len(self.outcome.strikes)}"
+            return shortages.threads([island.launcher.pid, *descendants_of(island.launcher.pid)], group)
+        return {"memory": shortages.memory, "files": shortages.files}[kind](processes)
+
+    @property
+    def folders(self) -> list[Path]:
+        """The islands' own folders."""
+        config = self._made.config
+        return [config.for_island(index).folder(config.name) for index in range(len(config.islands))]
 
     def _start_again(self, index: int) -> bool:
         if self.islands[index].exit_code is None:  # It is still leaving.

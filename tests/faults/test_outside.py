@@ -3,12 +3,13 @@
 scripts/bench/outside_faults.py makes hundreds, and prints how long each holds up the others.
 """
 
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.faults.leftovers import nothing_left
-from tests.faults.outside import Outcome, OutsideSettings
+from tests.faults.outside import SHORTAGES, Outcome, OutsideSettings
 from tests.faults.outside_runner import run_outside_faults
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -25,6 +26,16 @@ def test_killed_ranks_and_frozen_islands_hold_up_nobody(tmp_path: Path):
 def test_twenty_faults_of_all_kinds_hold_up_nobody(transport: str, tmp_path: Path):
     with nothing_left():
         check(run_outside_faults(OutsideSettings(transport, num_faults=20, seed=5), tmp_path))
+
+
+@pytest.mark.parametrize("transport", ["tls", "hivemind"])
+def test_islands_that_run_out_of_something_for_some_seconds_train_on_or_are_started_again(
+    transport: str, tmp_path: Path
+):
+    is_apart = os.geteuid() == 0
+    settings = OutsideSettings(transport, num_faults=8, seed=3, is_apart=is_apart, kinds=SHORTAGES)
+    with nothing_left():
+        check(run_outside_faults(settings, tmp_path))
 
 
 def check(outcome: Outcome) -> None:
