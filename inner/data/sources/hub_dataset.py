@@ -21,6 +21,8 @@ meshfolder mmcif niftifolder pandas parquet pdb pdffolder spark sql text tsfile 
 """
 READERS_OF_FILES = frozenset(_NAMES.split())
 """Names that `datasets` does not look for on the hub. A test compares them with the installed version."""
+CSV_CHARACTERS = frozenset({"sep", "delimiter", "quotechar", "escapechar", "comment", "decimal", "thousands"})
+"""Settings of the reader of CSV whose value is a character, such as a backslash, and no place."""
 CARD, SETTINGS = "README.md", ".huggingface.yaml"
 """The files of a repository that say which files are the data; the second replaces values of the first."""
 MAX_CARD_BYTES = 1 << 22
@@ -99,12 +101,13 @@ def check_settings(name: str, file: str, text: str) -> None:
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """All texts in a value of YAML, and in what it holds."""
+    """All texts in a value of YAML, and in what it holds, but for the single characters that divide a CSV's fields."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from texts_in(each)
+        for key, each in value.items():
+            if not (key in CSV_CHARACTERS and isinstance(each, str) and len(each) == 1):
+                yield from texts_in(each)
     elif isinstance(value, list):
         for each in value:
             yield from texts_in(each)

@@ -55,6 +55,16 @@ def test_the_name_of_a_reader_of_files_is_no_dataset(
         texts(name)
 
 
+@pytest.mark.parametrize(("key", "character"), [("escapechar", "\\"), ("sep", "/"), ("quotechar", "~")])
+def test_a_character_that_divides_fields_is_no_place(key: str, character: str) -> None:
+    check_settings("a/b", CARD, f"configs: [{{config_name: default, data_files: rows.csv, {key}: '{character}'}}]")
+
+
+def test_a_place_is_refused_under_the_name_of_a_character(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="outside of its repository"):
+        check_settings("a/b", CARD, "configs: [{config_name: default, sep: /etc/passwd}]")
+
+
 HUB = ["data.source=huggingface", "data.max_tokens=100"]
 
 
