@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {"inner": {"inner"}, "outer": {"outer"}, "diloco": {"diloco", "inner", "outer"}}
 FLOORS = {
     "inner": """
-        errors
+        errors threads
         files foreign param_spec
         import_path
         config

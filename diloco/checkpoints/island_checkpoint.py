@@ -10,8 +10,8 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from threading import Thread
 
 import torch
 
@@ -28,6 +28,7 @@ from inner.checkpoint.tensor_reader import CheckpointFailed
 from inner.data.mixture import READING_ORDER
 from inner.errors import InputError
 from inner.files import home_path
+from inner.threads import Worker
 from inner.trainer import Trainer
 from outer.loop import OuterLoop
 from outer.state.earlier import EarlierState
@@ -58,6 +59,7 @@ class IslandCheckpoints:
         self._where = where
         self._mirror: Mirror | None = None
         """Set on the leader, if the config asks for a mirror."""
+        self._pushes = Worker("mirror")
         self._resume_step: int | None = None
         """Inner step of the checkpoint to resume from; None: the newest."""
         self._run, self._trainer, self._outer = run, trainer, outer
@@ -164,7 +166,7 @@ class IslandCheckpoints:
     def _copy(self) -> None:
         """Start to mirror the checkpoint just written. A slow copy delays the next copy, but no save."""
         if self._mirror is not None:
-            Thread(target=push, args=(self._mirror, self._where.path), name="mirror", daemon=True).start()
+            self._pushes.submit(partial(push, self._mirror, self._where.path))
 
     def wait(self) -> None:
         """Wait until the checkpoint in progress is written and mirrored. Failures are logged."""
@@ -178,6 +180,7 @@ class IslandCheckpoints:
     def close(self) -> None:
         """Wait as in `wait`, and release the folder."""
         self.wait()
+        self._pushes.close()
         self._files.close()
 
 

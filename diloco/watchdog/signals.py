@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NoReturn
 
+from inner.threads import start_thread
+
 PR_SET_PDEATHSIG = 1
 GRACE_SECONDS = 4.0
 STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -38,9 +40,9 @@ def end_with_parent() -> None:
 
 def end_after(cleanup: Callable[[], None], status: int, seconds: float = GRACE_SECONDS) -> NoReturn:
     """Run `cleanup` in a thread for at most `seconds`, then end the process. May be called from any thread."""
-    worker = threading.Thread(target=cleanup, name="cleanup", daemon=True)
-    worker.start()
-    worker.join(seconds)
+    # Without memory for a thread there is no cleanup, and the end must come all the same.
+    with suppress(RuntimeError, MemoryError):
+        start_thread(cleanup, "cleanup", seconds).wait(seconds)
     # sys.exit would wait for other threads, which may be inside a collective that never returns.
     os._exit(status)
 

@@ -81,6 +81,14 @@ class Watchdog:
             threading.Event().wait()
 
     def _watch(self) -> None:
+        is_over = False
+        while not is_over:
+            # A moment without memory must not end the one thread that ends what stands still.
+            with suppress(MemoryError):
+                self._watch_until_over()
+                is_over = True
+
+    def _watch_until_over(self) -> None:
         work, num_beats, looked_at = self._activity.work, self._activity.num_beats, time.monotonic()
         while not self._is_over.wait(POLL_SECONDS):
             now = time.monotonic()
@@ -101,13 +109,17 @@ class Watchdog:
         while self._alarm is None and not self._is_over.wait(POLL_SECONDS):
             try:
                 self._alarm = self._store.get("cause").decode() if self._store.check(["cause"]) else None
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 # This rank still watches its own activity.
                 log.debug("the ranks' store does not answer: %s", error)
 
     def _end(self, cause: str) -> NoReturn:
-        """Dump this rank's state, find the verdict together with the other ranks, and end the process in any case."""
+        """Say what hangs, with the other ranks, and end the process in any case."""
         self._is_ending.set()
+        end_after(partial(self._explain, cause), HUNG, END_SECONDS)
+
+    def _explain(self, cause: str) -> None:
+        """Dump this rank's state, and find the verdict together with the other ranks."""
         state = self._state()
         path = self._watched.folder / f"hang-{self._watched.rank}.txt"
         try:
@@ -115,7 +127,7 @@ class Watchdog:
             log.error("%s; stacks and collectives are in %s", cause, path)
         except Exception as error:  # noqa: BLE001 - neither a full disk nor another torch may keep a hung rank alive
             log.error("%s; stacks and collectives were not written: %s", cause, error)
-        end_after(partial(self._compare, cause, state, path), HUNG, END_SECONDS)
+        self._compare(cause, state, path)
 
     def _compare(self, cause: str, state: RankState, path: Path) -> None:
         try:

@@ -11,7 +11,6 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from threading import Thread
 from typing import Any, Protocol, TextIO
 
 import torch
@@ -30,6 +29,7 @@ from inner.checkpoint.manifest import INDEX, Manifest, Signer
 from inner.checkpoint.tensor_reader import CheckpointFailed, describe, read_tensors
 from inner.errors import InputError
 from inner.params import copy_to_host
+from inner.threads import Worker
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,8 @@ class Checkpoints:
         self._writing: Future[None] | None = None
         self._lock: TextIO | None = None
         run_on_first_rank(group, self._lock_folder)
+        # Made now: at the time of a save there may be no memory for a new thread.
+        self._writer = Worker("checkpoint")
 
     def save(
         self, trainer: TrainingState, facts: dict[str, Any], extra: Tensors | None = None, *, wait: bool = False
@@ -97,7 +99,7 @@ class Checkpoints:
         partial = run_on_first_rank(self._group, begin)
         copies = dict(zip(live, copy_to_host([tensor for tensor, *_ in live.values()]), strict=True))
         device = next(param.device for _, param in state.named_params(trainer.stages))
-        self._writing = _in_background(lambda: self._write(copies, partial, manifest), device)
+        self._writing = self._writer.submit(lambda: _on_device(lambda: self._write(copies, partial, manifest), device))
         if wait:
             self.wait(self._timeout_seconds)
 
@@ -201,6 +203,7 @@ class Checkpoints:
         try:
             self.wait(self._timeout_seconds)
         finally:
+            self._writer.close()
             if self._lock is not None:
                 self._lock.close()
             dist.destroy_process_group(self._group)
@@ -264,21 +267,12 @@ class Checkpoints:
             log.warning("checkpoint passed over: %s", problem)
 
 
-def _in_background(work: Callable[[], None], device: torch.device) -> Future[None]:
-    """Run `work` on a daemon thread, which does not keep the process alive, with `device` as its current device."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            # The current device of a new thread is GPU 0, on which torch's writer would open a context for every rank.
-            if device.type != "cpu":
-                torch.get_device_module(device).set_device(device)
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised where the result is read
-            future.set_exception(error)
-
-    Thread(target=run, name="checkpoint", daemon=True).start()
-    return future
+def _on_device(work: Callable[[], None], device: torch.device) -> None:
+    """Do `work` with `device` as the current device of this thread."""
+    # That of a new thread is GPU 0, on which torch's writer would open a context for every rank.
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
+    work()
 
 
 def _merge(dicts: Sequence[dict]) -> dict:

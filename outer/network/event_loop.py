@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+import os
 import queue
 import selectors
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -111,7 +113,13 @@ class EventLoopThread(EventLoop):
             self._loop.close()
 
     def _live(self) -> None:
-        self._loop.run_forever()
+        try:
+            self._loop.run_forever()
+        except BaseException as error:  # noqa: BLE001 - whatever it was, nothing answers peers or ends rounds any more
+            # Callbacks do not get here: the loop itself has failed, as without memory.
+            with suppress(MemoryError):
+                log.critical("the event loop has ended (%r), and so does this process", error)
+            os._exit(1)
         # Other threads may have started work while the loop was closed, and would wait for it for ever.
         self._loop.run_until_complete(_cancel_others())
 

@@ -7,7 +7,6 @@ that a file is missing counts as silence.
 
 import logging
 import random
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 from inner.data.streaming.index import INDEX, MAX_INDEX_BYTES, Index, parse_index
 from inner.errors import InputError, summarise
 from inner.files import open_url, write_atomically
+from inner.threads import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -117,9 +117,8 @@ def call_in_time(request: Callable[[], T], seconds: float) -> T:
         except BaseException as error:  # noqa: BLE001 - it is raised again by the caller
             outcome.append((False, error))
 
-    thread = threading.Thread(target=run, name="store request", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    has_ended = start_thread(run, "store request")
+    has_ended.wait(seconds)
     if not outcome:
         raise TimeoutError(f"no answer within {seconds:g} s")
     is_good, value = outcome[0]

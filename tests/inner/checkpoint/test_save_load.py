@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from threading import current_thread
 from typing import Any
 
 import pytest
@@ -15,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from inner.checkpoint.save_load import Checkpoints, _in_background
+from inner.checkpoint.save_load import Checkpoints, _on_device
 from inner.checkpoint.state import live_tensors
 from inner.config import ParallelConfig
 from inner.mesh import Degrees
 from inner.model.sizes import ModelSizes
+from inner.threads import Worker
 from inner.trainer import Trainer
 from tests.harness import run_ranks
 from tests.inner.small import OPTIMIZER, batch, build_trainer, share
@@ -266,11 +266,13 @@ def changed_on_a_rank(rank: int, folder: Path) -> list[dict[str, str]]:
 
 
 def test_the_writing_thread_s_current_device_is_the_trainer_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    current: dict[str, int | None] = {}
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.update({current_thread().name: device.index}))
-    _in_background(lambda: None, torch.device("cuda:3")).result(60)
-    _in_background(lambda: None, torch.device("cpu")).result(60)
-    assert current == {"checkpoint": 3}
+    devices = list[int | None]()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.append(device.index))
+    worker = Worker("checkpoint")
+    worker.submit(lambda: _on_device(lambda: None, torch.device("cuda:3"))).result(60)
+    worker.submit(lambda: _on_device(lambda: None, torch.device("cpu"))).result(60)
+    worker.close()
+    assert devices == [3], "once, on the worker, and not for the CPU"
 
 
 def test_second_save_waits_for_the_first(tmp_path: Path) -> None:
