@@ -13,10 +13,12 @@ only where the reducer accuses nobody else. Of two that accuse each other either
 one in rounds with an even number and the other in odd ones, so that neither keeps the other out for ever.
 
 A commit ends all of this, except that an island whose digests differ, or that is silent, in one round after the other
-is left out of the next rounds, too (`Streak`). When so many are left out that nothing can be planned, the causes so far
+is left out of the next rounds, too (`Streak`). So is an island without which alone the attempts succeed, in one round
+after the other. When so many are left out that nothing can be planned, the causes so far
 are forgiven (an amnesty) and all try again. When many attempts have failed, whatever the reason, each minority of the
 participants is left out in turn (`left_out`), so that after a bounded number of attempts there is one without those who
-make the attempts fail.
+make the attempts fail. The turns go by name, and in odd rounds from the end: of two islands that fail each other, as
+one that refuses the plans of another, nobody can tell who lies, and so neither is always the one that is left out.
 """
 
 from collections import Counter
@@ -77,6 +79,9 @@ class Suspicions:
     """Islands whose digests differed from the majority's."""
     silences: dict[str, Streak] = field(default_factory=dict)
     """Islands whose votes or receipts did not come in time."""
+    hindrances: dict[str, Streak] = field(default_factory=dict)
+    """Islands without which the last attempt of a round succeeded, when it was their turn to be left out."""
+    round: int = 0
 
     def take_part(self, plan: Plan) -> None:
         """This island takes part in the plan."""
@@ -87,6 +92,7 @@ class Suspicions:
         self.forgiven = frozenset(self.plans)
         self.dissents = {name: replace(streak, until=0) for name, streak in self.dissents.items()}
         self.silences = {name: replace(streak, until=0) for name, streak in self.silences.items()}
+        self.hindrances = {name: replace(streak, until=0) for name, streak in self.hindrances.items()}
         self.num_amnesties += 1
 
     def begin_round(self, round_number: int, committed: Iterable[str], votes: Votes) -> None:
@@ -95,14 +101,22 @@ class Suspicions:
             self.dissents[name] = self.dissents.get(name, Streak()).add(round_number)
         for name in frozenset(chain(*(self.silent.get(plan, ()) for plan in self._counted))):
             self.silences[name] = self.silences.get(name, Streak()).add(round_number)
+        for name in self._find_hindrances(frozenset(committed), votes):
+            self.hindrances[name] = self.hindrances.get(name, Streak()).add(round_number)
         for name in committed:
             self.dissents.pop(name, None)
             self.silences.pop(name, None)
+            self.hindrances.pop(name, None)
+        self.round = round_number
         self.plans, self.silent, self.forgiven, self.num_amnesties = {}, {}, frozenset(), 0
 
     def excluded(self, round_number: int, votes: Votes) -> dict[str, str]:
         """Islands that are left out of this round's plans, with the reason."""
-        streaks = (("its digests differed", self.dissents), ("it was silent", self.silences))
+        streaks = (
+            ("its digests differed", self.dissents),
+            ("it was silent", self.silences),
+            ("only without it attempts succeeded", self.hindrances),
+        )
         reasons = {
             name: f"{what}, {streak.count} times in a row"
             for what, found in streaks
@@ -144,9 +158,18 @@ class Suspicions:
         sizes = range(1, (len(names) - 1) // 2 + 1)
         if len(self.plans) < ROTATE_AFTER or not sizes:
             return frozenset()
-        turn = attempt // TURN_ATTEMPTS % sum(comb(len(names), size) for size in sizes)
+        if self.round % 2:
+            names.reverse()
+        first = ROTATE_AFTER // TURN_ATTEMPTS
+        turn = (attempt // TURN_ATTEMPTS - first) % sum(comb(len(names), size) for size in sizes)
         minorities = chain.from_iterable(combinations(names, size) for size in sizes)
         return frozenset(next(islice(minorities, turn, None)))
+
+    def _find_hindrances(self, committed: frozenset[str], votes: Votes) -> frozenset[str]:
+        """Those whose turn it was to be left out of the plan that committed, if nothing else is held against them."""
+        if not committed or len(self.plans) <= ROTATE_AFTER:
+            return frozenset()
+        return self._islands - committed - self.excluded(self.round, votes).keys()
 
     def _find_accused(self, votes: Votes, round_number: int) -> dict[str, str]:
         """Accused islands, and those that accuse too many, with the reason."""

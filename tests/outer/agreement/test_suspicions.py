@@ -8,9 +8,18 @@ from outer.agreement.messages import OutcomeQuery, Plan, Status, Vote, VoteRecei
 from outer.agreement.planner import GiveUp
 from outer.agreement.rules import Behind
 from outer.agreement.state_machine import RoundProtocol
-from outer.agreement.suspicions import MAX_AMNESTIES, MAX_DISSENTS, MAX_TIES, Suspicions
+from outer.agreement.suspicions import (
+    MAX_AMNESTIES,
+    MAX_DISSENTS,
+    MAX_TIES,
+    ROTATE_AFTER,
+    TURN_ATTEMPTS,
+    Suspicions,
+)
 from outer.errors import MessageError
-from tests.outer.protocols import gathering, node
+from tests.outer.habits import plain_noes
+from tests.outer.lies import new_run, seconds_until
+from tests.outer.protocols import WAYS, gathering, node
 from tests.outer.signers import public_of, signed_yes
 from tests.outer.world import digest_of, ready_of
 
@@ -335,3 +344,32 @@ def test_a_flood_of_one_islands_votes_leaves_room_for_the_others():
             a.receive("c", Vote(plan=f"{number:032x}", round=0, island="c"))
     a.receive("b", signed_yes(plan, "b", X))
     assert (plan.id, "b") in a.vote_table.votes
+
+
+# -- who makes attempts fail without a cause ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("names", ["abc", "abcd"])
+def test_who_refuses_all_plans_costs_few_attempts_per_round(ways: dict[str, int], names: str):
+    run = new_run(names, {names[-1]: [plain_noes]}, seed=1, quorum=2, **ways)
+    rounds = 16
+    for number in range(1, rounds + 1):
+        assert seconds_until(run, number, 60) < 60
+    assert run.num_attempts < 5 * rounds, "all islands together; 7 to 10 per round if it were tried in each"
+
+
+def test_turns_to_be_left_out_go_by_name_in_even_rounds_and_from_the_end_in_odd_ones():
+    suspicions = Suspicions(plans={str(i): ("a", "b", "c") for i in range(ROTATE_AFTER)})
+    turns = [suspicions.left_out(ROTATE_AFTER + TURN_ATTEMPTS * i) for i in range(4)]
+    assert turns == [{"a"}, {"b"}, {"c"}, {"a"}]
+    suspicions.round = 1
+    assert [suspicions.left_out(ROTATE_AFTER + TURN_ATTEMPTS * i) for i in range(3)] == [{"c"}, {"b"}, {"a"}]
+
+
+def test_of_two_that_fail_each_other_neither_is_left_out_of_two_rounds_in_a_row():
+    suspicions = Suspicions()
+    for number, missing in ((1, "b"), (2, "c"), (3, "b")):
+        suspicions.plans = {str(i): ("a", "b", "c") for i in range(ROTATE_AFTER + 1)}
+        suspicions.begin_round(number, set("abc") - {missing}, {})
+        assert suspicions.excluded(number, {}) == {}
