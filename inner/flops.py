@@ -13,6 +13,7 @@ which no fused kernel stores.
 from dataclasses import dataclass
 
 from inner.config import Recompute
+from inner.model.block_params import block_params
 from inner.model.sizes import ModelSizes
 
 
@@ -60,9 +61,14 @@ def head_layers(sizes: ModelSizes, seq_len: int, recompute: Recompute = "none") 
 
 def _layer_params(sizes: ModelSizes) -> tuple[int, int, int, int]:
     """Number of weights of q, k and v, of the output projection, of gate and up, and of the down projection."""
-    qkv = sizes.dim * (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
-    out = sizes.num_heads * sizes.head_dim * sizes.dim
-    return qkv, out, 2 * sizes.dim * sizes.ffn_dim, sizes.dim * sizes.ffn_dim
+    matrices = [param for param in block_params(sizes) if param.is_matrix]
+    attention = [param for param in matrices if param.module.startswith("attention.")]
+    ffn = [param for param in matrices if param.module.startswith("ffn.")]
+    qkv = sum(param.numel(sizes) for param in attention if param.is_input)
+    out = sum(param.numel(sizes) for param in attention if not param.is_input)
+    gate_up = sum(param.numel(sizes) for param in ffn if param.is_input)
+    down = sum(param.numel(sizes) for param in ffn if not param.is_input)
+    return qkv, out, gate_up, down
 
 
 def _recomputed_flops(sizes: ModelSizes, attend: float, recompute: Recompute) -> float:

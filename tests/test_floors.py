@@ -77,6 +77,7 @@ MAX_FUNCTION_LINES = 60
 MOST_FILES = 10
 MOST_FILES_AT_THE_TOP = 10
 LARGER = {
+    "inner/model": "the decoder: its sizes and parameters, its modules, what they compute with",
     "inner/data/sources": "one file for each kind of source, beside what they share",
     "outer/network": "both ends of a connection, what passes over it, and who is let in",
     "outer/merges": "a family: one file for each rule",

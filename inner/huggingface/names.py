@@ -3,27 +3,14 @@
 Values are not permuted: in both layouts a matrix is (outputs, inputs) and RoPE rotates the pairs (e, e + head_dim / 2).
 """
 
+from inner.model.block_params import BLOCK_PARAMS
+
 OUTSIDE = {
     "embed.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
 }
-IN_LAYER = {
-    "attention_norm.weight": "input_layernorm.weight",
-    "attention.q_proj.weight": "self_attn.q_proj.weight",
-    "attention.k_proj.weight": "self_attn.k_proj.weight",
-    "attention.v_proj.weight": "self_attn.v_proj.weight",
-    "attention.q_proj.bias": "self_attn.q_proj.bias",
-    "attention.k_proj.bias": "self_attn.k_proj.bias",
-    "attention.v_proj.bias": "self_attn.v_proj.bias",
-    "attention.out_proj.weight": "self_attn.o_proj.weight",
-    "attention.q_norm.weight": "self_attn.q_norm.weight",
-    "attention.k_norm.weight": "self_attn.k_norm.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn.gate_proj.weight": "mlp.gate_proj.weight",
-    "ffn.up_proj.weight": "mlp.up_proj.weight",
-    "ffn.down_proj.weight": "mlp.down_proj.weight",
-}
+IN_LAYER = {param.name: param.huggingface for param in BLOCK_PARAMS}
 
 
 def huggingface_name(name: str) -> str:

@@ -6,6 +6,7 @@ from functools import cached_property
 from inner.config import ParallelConfig
 from inner.flops import head_layers
 from inner.mesh import Degrees
+from inner.model.block_params import block_params
 from inner.model.sizes import ModelSizes
 from inner.model.stage import Stage
 from inner.parallel.pipeline.schedule import Action, rank_actions
@@ -86,14 +87,8 @@ class Workload:
     @cached_property
     def block(self) -> "FsdpParamGroup":
         """Parameters of a layer."""
-        dim, head_dim, tp = self.sizes.dim, self.sizes.head_dim, self.degrees.tp
-        # With fewer key-value heads than ranks, each rank holds all of them.
-        kv_heads = self.sizes.num_kv_heads if self.sizes.num_kv_heads < tp else -(-self.sizes.num_kv_heads // tp)
-        heads, ffn = -(-self.sizes.num_heads // tp), -(-self.sizes.ffn_dim // tp)
-        norms = [(dim, 1), (dim, 1)] + ([(head_dim, 1), (head_dim, 1)] if self.sizes.qk_norm else [])
-        attention = [(heads * head_dim, dim), (dim, heads * head_dim)] + 2 * [(kv_heads * head_dim, dim)]
-        biases = [(heads * head_dim, 1)] + 2 * [(kv_heads * head_dim, 1)] if self.sizes.qkv_bias else []
-        return FsdpParamGroup(tuple(norms + attention + biases + [(ffn, dim), (ffn, dim), (dim, ffn)]))
+        shapes = [param.rank_shape(self.sizes, self.degrees.tp) for param in block_params(self.sizes)]
+        return FsdpParamGroup(tuple(shapes))
 
     @property
     def table(self) -> "FsdpParamGroup":

@@ -1,4 +1,4 @@
-"""Model sizes: the presets, their resolution from a config, and the exact number of parameters. No torch here."""
+"""Model sizes: the presets, and their resolution from a config. No torch here."""
 
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -73,16 +73,6 @@ PRESETS: dict[str, ModelSizes] = {
 }
 
 _REQUIRED = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim")
-
-
-def num_params(sizes: ModelSizes) -> int:
-    """Exact number of parameters. Tied embeddings are counted once."""
-    attention = 2 * sizes.dim * (sizes.q_dim + sizes.kv_dim)
-    biases = sizes.q_dim + 2 * sizes.kv_dim if sizes.qkv_bias else 0
-    norms = 2 * sizes.dim + (2 * sizes.head_dim if sizes.qk_norm else 0)
-    layer = attention + biases + norms + 3 * sizes.dim * sizes.ffn_dim
-    num_tables = 1 if sizes.tie_embeddings else 2
-    return num_tables * sizes.vocab_size * sizes.dim + sizes.num_layers * layer + sizes.dim
 
 
 def resolve_model(config: ModelConfig, vocab_size: int) -> ModelSizes | OwnModel:

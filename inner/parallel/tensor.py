@@ -21,7 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from inner.model.block_params import BlockParam, block_params
 from inner.model.loss import ChunkedCrossEntropy, VocabShard
+from inner.model.sizes import ModelSizes
 from inner.model.transformer import Block, Head, Transformer
 from inner.parallel.tensor_stream import TensorStream
 
@@ -33,7 +35,7 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_para
     """Shard every parameter over the 1-D `mesh`, and activations with them. Every rank must call it, before FSDP."""
     stream = TensorStream(mesh.get_group().group_name, mesh.size(), is_split=sequence_parallel)
     for layer in model.blocks():
-        _split_block(layer, mesh, stream)
+        _split_block(layer, model.sizes, mesh, stream)
     if model.embed is not None:
         _split(model.embed, mesh, Shard(0), _embed_here)
         setattr(model.embed, STREAM, stream)
@@ -43,28 +45,32 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_para
         _split_head(model.head, mesh, stream)
 
 
-def _split_block(layer: Block, mesh: DeviceMesh, stream: TensorStream) -> None:
-    attention, ffn = layer.attention, layer.ffn
-    kv_heads = attention.k_proj.out_features // attention.head_dim
-    shares_kv_heads = kv_heads < mesh.size()
-    if shares_kv_heads:
-        # With fewer key-value heads than ranks, each rank projects all of them and reads the one its queries share.
-        mine = mesh.get_local_rank() * kv_heads // mesh.size()
-        attention.kv_heads = slice(mine, mine + 1)
-    for projection in (attention.q_proj, ffn.gate_proj, ffn.up_proj):
-        _split(projection, mesh, Shard(0), _project_here)
-    for projection in (attention.k_proj, attention.v_proj):
-        _split(projection, mesh, Replicate() if shares_kv_heads else Shard(0), _project_here)
-    for projection in (attention.out_proj, ffn.down_proj):
-        _split(projection, mesh, Shard(1), _project_and_sum)
-        setattr(projection, STREAM, stream)
-    for norm in (layer.attention_norm, layer.ffn_norm, attention.q_norm, attention.k_norm):
-        if norm is not None:
-            _split(norm, mesh, Replicate(), _norm_here)
-    for reader in (attention, ffn):
+def _split_block(layer: Block, sizes: ModelSizes, mesh: DeviceMesh, stream: TensorStream) -> None:
+    if sizes.num_kv_heads < mesh.size():
+        # Each rank projects all key-value heads and reads the one that its queries share.
+        mine = mesh.get_local_rank() * sizes.num_kv_heads // mesh.size()
+        layer.attention.kv_heads = slice(mine, mine + 1)
+    for param in block_params(sizes):
+        if param.name.endswith(".weight"):  # A bias goes with the weight of its module.
+            _split_module(layer.get_submodule(param.module), param, sizes, mesh, stream)
+    for reader in (layer.attention, layer.ffn):
         # A single gather serves all projections of the same x.
         setattr(reader, STREAM, stream)
         reader.register_forward_pre_hook(_gather_first)
+
+
+def _split_module(
+    module: nn.Module, weight: BlockParam, sizes: ModelSizes, mesh: DeviceMesh, stream: TensorStream
+) -> None:
+    """Distribute a module of a block as its weight is cut."""
+    if not weight.is_matrix:
+        _split(module, mesh, Replicate(), _norm_here)
+    elif weight.is_input:
+        is_whole = weight.is_on_all_ranks(sizes, mesh.size())
+        _split(module, mesh, Replicate() if is_whole else Shard(0), _project_here)
+    else:
+        _split(module, mesh, Shard(1), _project_and_sum)
+        setattr(module, STREAM, stream)
 
 
 def _split(module: nn.Module, mesh: DeviceMesh, placement: Placement, forward: Callable[..., Tensor]) -> None:

@@ -69,9 +69,10 @@ class RoundState:
                 self.send_ready(self.own)
 
     def meet(self, own: Ready) -> None:
-        """Choose a coordinator for the first attempt of a run, from the islands that have come so far."""
+        """Choose a coordinator for the first attempt of a run, from the islands that have come so far and live."""
         if (own.round, own.attempt) == (0, 0):
-            self.coordination.meet(self.knowledge.present | {self.knowledge.me}, self.knowledge.rules)
+            live = self.knowledge.present - self.knowledge.lost
+            self.coordination.meet(live | {self.knowledge.me}, self.knowledge.rules)
 
     def count_ready(self) -> int:
         """`Status.num_ready` in this island's replies as the coordinator."""

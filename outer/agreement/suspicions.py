@@ -169,7 +169,7 @@ class Suspicions:
         """Those whose turn it was to be left out of the plan that committed, if nothing else is held against them."""
         if not committed or len(self.plans) <= ROTATE_AFTER:
             return frozenset()
-        return self._islands - committed - self.excluded(self.round, votes).keys()
+        return frozenset(self._islands - committed - self.excluded(self.round, votes).keys())
 
     def _find_accused(self, votes: Votes, round_number: int) -> dict[str, str]:
         """Accused islands, and those that accuse too many, with the reason."""

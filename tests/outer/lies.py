@@ -173,7 +173,9 @@ class Run:
         node = self.nodes[name]
         claimed = {d: node.knowledge.statuses[d] for d in behind.donors if d in self.awake}
         held = {d: self.nodes[d].knowledge.status for d in claimed if d not in self.liars}
-        made_up = {d: s for d, s in claimed.items() if made_up_states in self.liars.get(d, [])}
+        # A liar may tell the truth: what it claims is the state that it has committed with others.
+        held |= {d: s for d, s in claimed.items() if s.agrees_with(self.nodes[d].knowledge.status)}
+        made_up = {d: s for d, s in claimed.items() if d not in held and made_up_states in self.liars.get(d, [])}
         # All of them claim the same digest, so what a liar gives in place of an honest one's state is found out.
         if donors := held or made_up:
             giver = min(donors)

@@ -18,10 +18,9 @@ from diloco.planning.mesh.seconds import seconds_table
 from diloco.planning.mesh.step_plan import StepPlan, build_step_plan, load_island
 from diloco.planning.mesh.traffic import GUTTER, plain_table, traffic_table
 from inner.measure.advice import advice
-from inner.measure.param_specs import param_specs
+from inner.measure.param_specs import num_elements, param_specs
 from inner.measure.workload import MANAGED_STAGES
 from inner.mesh import AXES
-from inner.model.sizes import num_params
 from inner.model.stage import Stage
 from inner.parallel.pipeline.schedule import draw
 from inner.parallel.pipeline.stages import ONE_STAGE_PER_RANK
@@ -113,9 +112,10 @@ def _title(config: Config, index: int) -> str:
 def header(run: RunConfig, plan: StepPlan) -> str:
     """One line each about the model, the ranks and the step."""
     work, sizes, degrees = plan.work, plan.work.sizes, plan.work.degrees
+    num_params = num_elements(param_specs(sizes))
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in zip(AXES, degrees.sizes, strict=True))
     lines = [
-        f"model  {human_count(num_params(sizes))} parameters: {sizes.num_layers} layers, dim {sizes.dim}, "
+        f"model  {human_count(num_params)} parameters: {sizes.num_layers} layers, dim {sizes.dim}, "
         f"{sizes.num_heads} heads ({sizes.num_kv_heads} kv), vocabulary {sizes.vocab_size}",
         f"ranks  {degrees.num_ranks} = {mesh}",
         f"step   {run.optimizer.tokens_per_step:,} tokens = data ranks {degrees.num_data_ranks} x micro-batches "

@@ -6,6 +6,7 @@ from inner.measure.traffic.fsdp_gathers import StageGathers, count_gathers
 from inner.measure.traffic.muon import list_exchanges
 from inner.measure.workload import FsdpParamGroup, Workload
 from inner.mesh import Degrees
+from inner.model.block_params import block_params
 from inner.model.stage import Stage
 
 GRADIENT_BYTES = 4
@@ -118,11 +119,12 @@ def _count_tensor(tally: _Tally, work: Workload, stage: Stage) -> None:
 
 def _count_replicated(tally: _Tally, work: Workload, stages: list[Stage]) -> None:
     """Gradients of weights that all ranks of tp hold are summed over them at once, after all micro-batches."""
-    sizes, splits_stream = work.sizes, work.parallel.splits_stream(work.degrees.tp)
-    block = [(sizes.dim, 1)] * (2 * splits_stream) + [(sizes.head_dim, 1)] * (2 * sizes.qk_norm)
-    if sizes.num_kv_heads < work.degrees.tp:
-        # Each rank projects all key-value heads and uses one.
-        block += [(sizes.kv_dim, sizes.dim), (sizes.kv_dim, 1)][: 1 + sizes.qkv_bias] * 2
+    sizes, tp = work.sizes, work.degrees.tp
+    splits_stream = work.parallel.splits_stream(tp)
+    everywhere = [param for param in block_params(sizes) if param.is_on_all_ranks(sizes, tp)]
+    # Norms of a stream that is whole on each rank see the same values there, and have the same gradients.
+    summed = [param for param in everywhere if splits_stream or param.cut != "stream"]
+    block = [param.rank_shape(sizes, tp) for param in summed]
     shapes = [shape for stage in stages for shape in block * len(stage.layers)]
     shapes += [(sizes.dim, 1)] * (splits_stream and stages[-1].is_last)
     shard = FsdpParamGroup(tuple(shapes)).shard_numel(work.degrees.fsdp)

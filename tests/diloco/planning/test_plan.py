@@ -12,7 +12,7 @@ from diloco.config.schema import load_config
 from diloco.errors import ConfigError
 from diloco.planning.mesh.step_plan import build_step_plan, vocabulary
 from diloco.planning.plan import PlanRequest, StepTime, parse_count, show_plan, step_time
-from inner.model.sizes import num_params
+from inner.measure.param_specs import num_elements, param_specs
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
@@ -175,7 +175,7 @@ def test_the_vocabulary_of_every_shipped_config_is_known_without_a_network(path:
 def test_the_shipped_clusters_are_planned_with_the_vocabulary_of_their_tokenizer():
     config = load_config(QUICKSTART.parent / "two-clusters.yaml")
     sizes = build_step_plan(config.run, config.for_island(0)).work.sizes
-    assert (sizes.vocab_size, round(num_params(sizes) / 1e6)) == (50257, 252)
+    assert (sizes.vocab_size, round(num_elements(param_specs(sizes)) / 1e6)) == (50257, 252)
 
 
 def test_a_vocabulary_that_is_not_known_is_warned_of_beside_the_recommendation():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inner.measure.param_specs import num_elements, param_specs
-from inner.model.sizes import PRESETS, ModelSizes, num_params
+from inner.model.sizes import PRESETS, ModelSizes
 from inner.model.transformer import Transformer
 
 SIZES = {name: PRESETS[name] for name in ("1m", "15m", "1b", "8b")}
@@ -26,4 +26,4 @@ def test_specs_have_the_models_own_names_shapes_and_order(sizes: ModelSizes) -> 
         model = Transformer(sizes, torch.arange(8))
     specs = param_specs(sizes)
     assert [(spec.name, spec.shape) for spec in specs] == [(n, tuple(p.shape)) for n, p in model.named_parameters()]
-    assert num_elements(specs) == num_params(sizes)
+    assert num_elements(specs) == sum(param.numel() for param in model.parameters())

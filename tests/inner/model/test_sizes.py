@@ -8,7 +8,8 @@ import torch
 
 from inner.config import ModelConfig
 from inner.errors import InputError
-from inner.model.sizes import PRESETS, num_params, resolve_sizes
+from inner.measure.param_specs import num_elements, param_specs
+from inner.model.sizes import PRESETS, resolve_sizes
 from inner.model.transformer import Transformer
 
 
@@ -16,29 +17,33 @@ from inner.model.transformer import Transformer
 def test_closed_form_counts_the_model_exactly(name: str) -> None:
     with torch.device("meta"):
         model = Transformer(PRESETS[name], torch.arange(8))
-    assert num_params(PRESETS[name]) == sum(param.numel() for param in model.parameters())
+    assert num_elements(param_specs(PRESETS[name])) == sum(param.numel() for param in model.parameters())
 
 
 @pytest.mark.parametrize(("name", "count"), [("1b", 1_235_814_400), ("3b", 3_212_749_824), ("8b", 8_030_261_248)])
 def test_llama_presets_have_the_published_counts(name: str, count: int) -> None:
-    assert num_params(PRESETS[name]) == count
+    assert num_elements(param_specs(PRESETS[name])) == count
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith("m")])
 def test_small_presets_are_about_their_name(name: str) -> None:
-    assert num_params(PRESETS[name]) == pytest.approx(int(name[:-1]) * 1e6, rel=0.06)
+    assert num_elements(param_specs(PRESETS[name])) == pytest.approx(int(name[:-1]) * 1e6, rel=0.06)
 
 
 def test_closed_form_counts_biases_and_heads_of_their_own_size() -> None:
     sizes = resolve_sizes(ModelConfig(preset="1m", qkv_bias=True, head_dim=48), vocab_size=300)
-    assert num_params(sizes) == sum(param.numel() for param in Transformer(sizes, torch.arange(8)).parameters())
+    assert num_elements(param_specs(sizes)) == sum(
+        param.numel() for param in Transformer(sizes, torch.arange(8)).parameters()
+    )
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])
 def test_closed_form_counts_qk_norm_and_tied_embeddings(tie_embeddings: bool) -> None:
     config = ModelConfig(preset="1m", qk_norm=True, tie_embeddings=tie_embeddings)
     sizes = resolve_sizes(config, vocab_size=300)
-    assert num_params(sizes) == sum(param.numel() for param in Transformer(sizes, torch.arange(8)).parameters())
+    assert num_elements(param_specs(sizes)) == sum(
+        param.numel() for param in Transformer(sizes, torch.arange(8)).parameters()
+    )
 
 
 def test_named_sizes_win_over_the_preset() -> None:
