@@ -33,6 +33,8 @@ INNER_STEPS, STEP_SECONDS = 6, 0.1
 CALM_ROUNDS = 2
 GUARD_SECONDS = 240.0
 """How long the run may take to begin, to go on to the next fault, and to end."""
+AFTERMATH_SECONDS = 10.0
+"""For so long after a shortage a restart of the island counts as its consequence."""
 LOOK_SECONDS = 0.5
 """Interval between looks at the islands' logs."""
 KILLS = ("kill", "rank", "daemon", "terminate", *SHORTAGES)
@@ -264,9 +266,18 @@ class OutsideRunner:
                 self.outcome.exits.append(f"island {index} ended with status {code}: {island.log[-1000:]}")
                 raise AssertionError(f"island {index} has ended")
             before, self._num_restarts[index] = self._num_restarts.get(index, 0), island.num_restarts
-            if self._num_restarts[index] > before and index not in self._struck:
+            if self._num_restarts[index] > before and not self._may_restart(index):
                 self.outcome.exits.append(f"island {index} was started again without a fault: {island.log[-1000:]}")
             self.outcome.num_restarts = sum(self._num_restarts.values())
+
+    def _may_restart(self, index: int) -> bool:
+        """Whether a fault has hit the island, or a shortage whose aftermath it may be: a process may die of it late."""
+        now = time.time()
+        aftermath = any(
+            strike.kind in SHORTAGES and strike.island == index and now - (strike.ended_at or now) < AFTERMATH_SECONDS
+            for strike in self.outcome.strikes
+        )
+        return aftermath or index in self._struck
 
     # -- the end ------------------------------------------------------------------------------------------------
 

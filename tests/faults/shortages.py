@@ -66,13 +66,17 @@ def room(folder: Path) -> End:
 
 @contextmanager
 def own_disk(folder: Path) -> Iterator[None]:
-    """The folder is a small file system of its own. Needs root."""
+    """The folder is a small file system of its own; what is in it is there afterwards, too. Needs root."""
     folder.mkdir(parents=True, exist_ok=True)
+    kept = folder.with_name(f"{folder.name}.kept")
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_SIZE}", "tmpfs", folder], check=True)
     try:
         yield
     finally:
+        subprocess.run(["cp", "-a", folder, kept], check=True)
         subprocess.run(["umount", "--lazy", folder], check=True)
+        folder.rmdir()
+        kept.rename(folder)
 
 
 def own_shared_memory() -> None:
