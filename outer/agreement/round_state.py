@@ -123,6 +123,8 @@ class RoundState:
         """Never commit the open plan on votes alone, because the others may have given this island up."""
         if self.plan is not None and self.state in ("reducing", "voting"):
             self.vote_table.query_first[self.plan.id] = self.plan.round
+            self.vote_table.forget_open(self.plan.id)
+            self.exchange.is_querying = False
 
     def send_ready(self, own: Ready) -> None:
         self.send(self.coordination.receivers(self.knowledge.present), own)

@@ -91,6 +91,8 @@ class VoteExchange:
         pending, planner = table.pending(self.plan) & others, self.plan.planner
         if self.is_direct:
             self.outbox.append((pending, own))
+            if isinstance(self.passed_on, Settled):
+                self.outbox.append((others, self.passed_on))
         elif planner != knowledge.me and (self.plan.id, planner) not in table.receipts:
             self.outbox.append(({planner}, own))
         elif isinstance(self.passed_on, Settled):
@@ -138,12 +140,14 @@ class VoteExchange:
 
     def _go_on(self, plan: Plan, table: VoteTable, knowledge: Knowledge, *, is_slow: bool) -> None:
         """Pass votes on, or rely on the planner no longer. `is_slow`: it has had its time."""
-        if self.is_direct:
-            return
-        if is_slow or plan.planner in knowledge.lost or _is_in_doubt(plan, table):
+        cannot_rely = is_slow or plan.planner in knowledge.lost or _is_in_doubt(plan, table)
+        if cannot_rely and not self.is_direct:
             self.is_direct = True
             self.repeat(table, knowledge)
-        elif plan.planner == knowledge.me and (message := self._find_next(plan, table, knowledge.me)):
+        passes_on = self.passed_on is not None or not self.is_direct
+        if not passes_on or plan.planner != knowledge.me:
+            return
+        if message := self._find_next(plan, table, knowledge.me):
             self.passed_on = message
             is_list = isinstance(message, VoteList)
             self.outbox.append((self.branches if is_list else self.others(knowledge.me), message))
@@ -161,10 +165,13 @@ class VoteExchange:
 
         The others could not find out by themselves that it has committed.
         """
-        if self.is_direct or not self.others(me):
+        if not self.others(me):
             return False
         if plan.planner != me:
-            return not self.is_settled
+            return not self.is_direct and not self.is_settled
+        if self.is_direct and self.passed_on is None:
+            return False
+        # Those that have acknowledged the list may wait for word that all have, although the planner writes to all now.
         return all(table.receipts.get((plan.id, name)) != "commit" for name in self.others(me))
 
     def _query(self, plan: Plan, table: VoteTable, reachable: frozenset[str]) -> None:

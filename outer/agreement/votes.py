@@ -157,6 +157,10 @@ class VoteTable:
             return "commit"
         return "open" if self.without_reply(plan) & reachable else "abort"
 
+    def forget_open(self, plan: str) -> None:
+        """Another participant is lost: who has said "open" may have heard from it that it has committed."""
+        self.replies = {key: said for key, said in self.replies.items() if key[0] != plan or said != "open"}
+
     def pending(self, plan: Plan) -> frozenset[str]:
         """Participants whose vote is missing, or that have not acknowledged this island's vote."""
         return frozenset(n for n in plan.names if (plan.id, n) not in self.votes or (plan.id, n) not in self.receipts)

@@ -1,6 +1,7 @@
 """Does random faults to running islands from outside, and watches what each of them costs (outside.py)."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from math import ceil
 from pathlib import Path
 
 from diloco.network_emulation.namespaces import Namespace, Net, open_net
-from diloco.records.metrics import RoundRecord
+from diloco.records.metrics import EventRecord, RoundRecord
 from diloco.records.run_folder import METRICS, Tail
 from tests.faults import shortages
 from tests.faults.bootstraps import Bootstrap, bootstrap
@@ -35,6 +36,9 @@ GUARD_SECONDS = 240.0
 """How long the run may take to begin, to go on to the next fault, and to end."""
 AFTERMATH_SECONDS = 10.0
 """For so long after a shortage a restart of the island counts as its consequence."""
+JOINED = re.compile(r"round (\d+), \d+ tokens, digest ([0-9a-f]+)")
+"""The event of an island that has taken a state."""
+DIGEST_SHOWN = 12
 LOOK_SECONDS = 0.5
 """Interval between looks at the islands' logs."""
 KILLS = ("kill", "rank", "daemon", "terminate", *SHORTAGES)
@@ -99,6 +103,8 @@ class OutsideRunner:
         self._made, self._bootstrap, self._net, self._places = made, served, net, places
         self._tails: dict[int, Tail] = {}
         self._commits: dict[int, list[RoundRecord]] = {}
+        self._holds: dict[int, tuple[int, str]] = {}
+        """Rounds behind the state that each island holds, by a commit or from others, and the beginning of its digest."""
         self._ends: list[tuple[float, Strike, Callable[[], bool]]] = []
         """Until when a fault lasts (monotonic), the fault, and a function that ends it and says whether it is over."""
         self._down: set[int] = set()
@@ -232,7 +238,10 @@ class OutsideRunner:
             for record in tail.new_records():
                 if isinstance(record, RoundRecord) and record.committed:
                     self._commits[index].append(record)
+                    self._holds[index] = record.round + 1, record.digest[:DIGEST_SHOWN]
                     self._see(index, record)
+                elif isinstance(record, EventRecord) and (joined := JOINED.match(record.text)):
+                    self._holds[index] = int(joined[1]), joined[2]
         self._see_hangs()
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_SECONDS
@@ -302,9 +311,8 @@ class OutsideRunner:
             if island.exit_code:
                 self.outcome.exits.append(f"island {index} ended with status {island.exit_code}: {island.log[-1000:]}")
         self.outcome.num_rounds = last
-        ends = {index: (commits[-1].round, commits[-1].digest) for index, commits in self._commits.items()}
-        if len(set(ends.values())) > 1:
-            self.outcome.splits.append(f"the islands end with different states: {ends}")
+        if len(set(self._holds.values())) > 1:
+            self.outcome.splits.append(f"the islands end with different states: {self._holds}")
 
 
 def done(act: Callable[[], object]) -> bool:

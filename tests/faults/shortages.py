@@ -7,6 +7,7 @@ systems of an island's own, which `own_disk` and `own_shared_memory` make; they 
 import ctypes
 import os
 import resource
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -46,7 +47,7 @@ def threads(pids: Sequence[int], group: str) -> End:
             for pid in members:
                 with suppress(ProcessLookupError):
                     (PIDS / "cgroup.procs").write_text(pid)
-        folder.rmdir()
+        shutil.rmtree(folder)
 
     return end
 

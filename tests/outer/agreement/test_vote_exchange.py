@@ -2,7 +2,7 @@
 
 import pytest
 
-from outer.agreement.messages import OutcomeQuery, Plan, Settled, Vote, VoteList, VoteReceipt
+from outer.agreement.messages import OutcomeQuery, OutcomeReply, Plan, Settled, Vote, VoteList, VoteReceipt
 from outer.agreement.state_machine import RoundProtocol
 from outer.errors import MessageError
 from outer.network.messages import Message
@@ -149,3 +149,82 @@ def test_different_digests_are_told_to_all() -> None:
     pass_on(islands, "a")
     assert [islands[name].conclude(is_late=False) for name in "bc"] == ["abort", "abort"]
     assert islands["b"].suspicions.find_dissenters(islands["b"].vote_table.votes).keys() == {"c"}
+
+
+def test_a_planner_that_writes_to_all_still_tells_those_that_hold_its_list_before_it_commits() -> None:
+    """Otherwise it could commit and freeze: the others would find it lost, ask each other, and abort."""
+    _, islands = voting()
+    for name in "bc":
+        pass_on(islands, name)
+    assert islands["a"].conclude(is_late=False) == "open"
+    lists = taken(islands["a"])
+    receipts = [(to, islands[to].receive("a", message)) for to, message in lists]
+    assert islands["a"].conclude(is_late=False, is_slow=True) == "open"
+    taken(islands["a"])
+    for to, receipt in receipts:
+        assert receipt is not None
+        islands["a"].receive(to, receipt)
+    assert islands["a"].conclude(is_late=False, is_slow=True) == "open", "nobody else has committed"
+    told = [message for message in taken(islands["a"]) if isinstance(message[1], Settled)]
+    assert [to for to, _ in told] == ["b", "c"]
+    reply = islands["b"].receive("a", told[0][1])
+    assert isinstance(reply, VoteReceipt) and reply.outcome == "commit"
+    islands["a"].receive("b", reply)
+    assert islands["a"].conclude(is_late=False, is_slow=True) == "commit"
+
+
+def test_who_has_said_open_is_asked_again_when_another_is_lost() -> None:
+    """Two crashes among four: `d` dies, `c` commits with its vote, tells `b` so, and dies before it tells `a`."""
+    plan, islands = voting_directly("abcd")
+    a, b, c = (islands[name] for name in "abc")
+    for island in (a, b):
+        island.mark_lost("d")
+    assert a.conclude(is_late=False) == "open"
+    a.outbox = [(to, message) for to, message in a.outbox if isinstance(message, OutcomeQuery)]
+    (query,) = {id(message): message for _, message in taken(a)}.values()
+    reply = b.receive("a", query)
+    assert isinstance(reply, OutcomeReply) and reply.outcome == "open"
+    a.receive("b", reply)
+    assert a.conclude(is_late=False) == "open", "c has not answered"
+    assert c.conclude(is_late=False) == "commit"
+    assert b.conclude(is_late=False) == "open"
+    shown = c.receive("b", query)
+    assert isinstance(shown, OutcomeReply) and shown.outcome == "commit"
+    b.receive("c", shown)
+    assert b.conclude(is_late=False) == "commit"
+    a.mark_lost("c")
+    assert a.conclude(is_late=False) == "open", "b is asked again"
+    assert ("b", query) in taken(a)
+    again = b.receive("a", query)
+    assert isinstance(again, OutcomeReply)
+    a.receive("b", again)
+    assert a.conclude(is_late=False) == "commit"
+    assert plan.names == ["a", "b", "c", "d"]
+
+
+def voting_directly(names: str) -> tuple[Plan, dict[str, RoundProtocol]]:
+    """Participants that write to each other. All hold all votes and receipts but for those of the last, which reach the
+    last but one alone.
+    """
+    islands = {name: node(name, names) for name in names}
+    for island in islands.values():
+        island.prepare(ready_of(island))
+    first, *others, last = names
+    for name in [*others, last]:
+        islands[first].receive(name, islands[name].own or ready_of(islands[name]))
+    plan = islands[first].try_plan(is_late=False)
+    assert isinstance(plan, Plan)
+    for name in [*others, last]:
+        islands[name].receive(first, plan)
+    votes = {}
+    for name, island in islands.items():
+        island.outbox = []
+        island.vote(Vote.yes(plan, name, digest_after(plan)))
+        votes[name] = next(message for _, message in taken(island) if isinstance(message, Vote))
+    for sender, vote in votes.items():
+        for to in names:
+            if to != sender and (sender != last or to == others[-1]):
+                receipt = islands[to].receive(sender, vote)
+                if receipt is not None and (to != last or sender == others[-1]):
+                    islands[sender].receive(to, receipt)
+    return plan, islands
