@@ -1,0 +1,113 @@
+"""What the model of the round protocol is checked with: islands, faults, and rules that are taken away."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["holds", "violated"]
+Search = Literal["whole", "bitstate"]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One run of Spin. `defines`: words that the model is compiled with, as for `-D`."""
+
+    name: str
+    model: str
+    defines: str
+    expected: Verdict = "holds"
+    search: Search = "whole"
+    """`bitstate` keeps a few bits of each state: states can be taken for one another and left out."""
+    is_quick: bool = False
+    """Whether it ends within seconds. Quick ones are part of the slow tests."""
+
+    @property
+    def is_liveness(self) -> bool:
+        return "LIVENESS" in self.defines.split()
+
+
+AGREEMENT = "agreement.pml"
+HISTORIES = "histories.pml"
+BLAME = "blame.pml"
+VOTES_3 = "N=3 A=1 VOTES_ONLY"
+VOTES_4 = "N=4 A=1 VOTES_ONLY"
+ROUND_3 = "N=3 A=3 QUORUM=2"
+RUN_3 = "N=3 ROUNDS=2 QUORUM=2"
+
+
+def quick(name: str, model: str, defines: str, expected: Verdict = "holds") -> Configuration:
+    return Configuration(name, model, defines, expected, is_quick=True)
+
+
+CONFIGURATIONS = (
+    quick("votes: 2 crashes", AGREEMENT, f"{VOTES_3} CRASHES=2"),
+    quick("votes: a freeze", AGREEMENT, f"{VOTES_3} FREEZES=1"),
+    quick("votes: a freeze, who takes one for lost asks", AGREEMENT, f"{VOTES_3} FREEZES=1 LOSS_BINDS"),
+    quick("votes through the planner: 2 crashes", AGREEMENT, f"{VOTES_3} CRASHES=2 COORDINATOR"),
+    quick("votes through the planner: a freeze", AGREEMENT, f"{VOTES_3} FREEZES=1 COORDINATOR"),
+    quick("votes: a liar", AGREEMENT, f"{VOTES_3} LIAR=2"),
+    Configuration("votes: a liar and a crash", AGREEMENT, f"{VOTES_3} LIAR=2 CRASHES=1"),
+    Configuration("round: 2 crashes", AGREEMENT, "N=3 A=3 CRASHES=2"),
+    Configuration("round: a crash and a restart", AGREEMENT, f"{ROUND_3} CRASHES=1 RESTARTS=1"),
+    Configuration("round: a freeze", AGREEMENT, "N=3 A=2 QUORUM=2 FREEZES=1"),
+    Configuration("round: a liar that plans", AGREEMENT, "N=3 A=1 LIAR=0"),
+    quick("round ends: a crash", AGREEMENT, f"{ROUND_3} CRASHES=1 LIVENESS"),
+    Configuration("votes: a crash", AGREEMENT, f"{VOTES_4} CRASHES=1 MORTAL=8"),
+    Configuration("votes: a freeze", AGREEMENT, f"{VOTES_4} FREEZES=1 MORTAL=8"),
+    Configuration("votes: a liar", AGREEMENT, f"{VOTES_4} LIAR=3", search="bitstate"),
+    Configuration("votes through the planner: it crashes", AGREEMENT, f"{VOTES_4} CRASHES=1 MORTAL=1 COORDINATOR"),
+    quick("histories: a cut", HISTORIES, f"{RUN_3} CUTS=1"),
+    quick("histories: 2 cuts, quorum 1", HISTORIES, "N=3 ROUNDS=2 QUORUM=1 CUTS=2"),
+    quick("histories: a cut, a crash, a restart", HISTORIES, f"{RUN_3} CUTS=1 CRASHES=1"),
+    quick("histories: joiners, a cut", HISTORIES, f"{RUN_3} JOINERS CUTS=1"),
+    quick("histories: a liar, a cut", HISTORIES, f"{RUN_3} LIAR CUTS=1"),
+    quick("histories become one: a cut", HISTORIES, f"{RUN_3} CUTS=1 LIVENESS"),
+    quick("histories become one: a cut, quorum 1", HISTORIES, "N=3 ROUNDS=2 QUORUM=1 CUTS=1 LIVENESS"),
+    quick("histories become one: a crash, a restart", HISTORIES, f"{RUN_3} CRASHES=1 LIVENESS"),
+    Configuration("histories: 2 cuts, 2 crashes", HISTORIES, "N=4 ROUNDS=3 QUORUM=3 CUTS=2 CRASHES=2"),
+    Configuration("histories: a cut, quorum 2", HISTORIES, "N=4 ROUNDS=3 QUORUM=2 CUTS=1"),
+    Configuration("histories: a liar, a cut, a crash", HISTORIES, "N=4 ROUNDS=3 QUORUM=2 LIAR CUTS=1 CRASHES=1"),
+    Configuration("histories become one: a cut, a liar", HISTORIES, "N=4 ROUNDS=2 QUORUM=2 LIAR CUTS=1 LIVENESS"),
+    quick("attempts: a liar", BLAME, "N=3 QUORUM=2 LIAR=0"),
+    quick("attempts: a liar", BLAME, "N=4 QUORUM=3 LIAR=3"),
+)
+"""What must hold."""
+
+MUTATIONS = (
+    quick("nobody waits for receipts", AGREEMENT, f"{VOTES_3} FREEZES=1 NO_RECEIPTS", "violated"),
+    quick("who said open commits on votes", AGREEMENT, f"{VOTES_3} CRASHES=1 OPEN_MAY_COMMIT", "violated"),
+    quick("no query after a freeze", AGREEMENT, f"{VOTES_3} FREEZES=1 NO_QUERY_AFTER_FREEZE", "violated"),
+    quick("a commit counts without certificate", AGREEMENT, f"{VOTES_3} LIAR=2 BELIEVE_COMMIT", "violated"),
+    quick("digests need not agree", AGREEMENT, f"{VOTES_3} LIAR=2 COMMIT_BY_MAJORITY", "violated"),
+    quick("who holds all votes commits when asked", AGREEMENT, f"{VOTES_3} CRASHES=1 HELD_CERTIFICATE", "violated"),
+    quick(
+        "islands commit when the list comes", AGREEMENT, f"{VOTES_3} FREEZES=1 COORDINATOR COMMIT_ON_LIST", "violated"
+    ),
+    quick(
+        "a planner that said open commits",
+        AGREEMENT,
+        f"{VOTES_3} CRASHES=2 COORDINATOR PLANNER_IGNORES_OPEN",
+        "violated",
+    ),
+    quick("claims need no proof", HISTORIES, f"{RUN_3} LIAR NO_PROOF", "violated"),
+    quick("progress is always re-based", HISTORIES, f"{RUN_3} CRASHES=1 REBASE_ALWAYS", "violated"),
+    quick("units may overlap", HISTORIES, f"{RUN_3} JOINERS OVERLAPS", "violated"),
+    quick("quorum 1 in a cut", HISTORIES, "N=3 ROUNDS=2 QUORUM=1 CUTS=1 ONE_HISTORY", "violated"),
+    quick("an abort ends the round", AGREEMENT, f"{ROUND_3} CRASHES=1 LIVENESS NO_NEXT_ATTEMPT", "violated"),
+    quick("states are not taken", HISTORIES, f"{RUN_3} CUTS=1 LIVENESS NO_CATCH_UP", "violated"),
+    quick("no minority is left out in turn", BLAME, "N=3 QUORUM=2 LIAR=0 NO_TURNS", "violated"),
+)
+"""A rule is taken away, and Spin must find what it is for."""
+
+LIMITS = (
+    Configuration("4 islands, 2 crashes", AGREEMENT, f"{VOTES_4} CRASHES=2 MORTAL=12", "violated"),
+    quick("a freeze and a crash", AGREEMENT, f"{VOTES_3} FREEZES=1 CRASHES=1", "violated"),
+    quick("a freeze, receipts under way", AGREEMENT, f"{VOTES_3} FREEZES=1 SLOW_MAIL", "violated"),
+    quick(
+        "a planner that freezes, who takes it for lost asks",
+        AGREEMENT,
+        f"{VOTES_3} FREEZES=1 COORDINATOR LOSS_BINDS",
+        "violated",
+    ),
+    quick("a liar raises the number of attempts", BLAME, "N=3 QUORUM=2 LIAR=2 RAISES", "violated"),
+)
+"""What the protocol does not give: an island that lives, or goes on, has ended an attempt as another has not."""
