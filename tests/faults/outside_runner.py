@@ -104,7 +104,7 @@ class OutsideRunner:
         self._tails: dict[int, Tail] = {}
         self._commits: dict[int, list[RoundRecord]] = {}
         self._holds: dict[int, tuple[int, str]] = {}
-        """Rounds behind the state that each island holds, by a commit or from others, and the beginning of its digest."""
+        """Rounds behind the state that each island holds, however it got it, and the beginning of its digest."""
         self._ends: list[tuple[float, Strike, Callable[[], bool]]] = []
         """Until when a fault lasts (monotonic), the fault, and a function that ends it and says whether it is over."""
         self._down: set[int] = set()

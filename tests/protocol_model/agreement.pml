@@ -79,6 +79,7 @@ byte told[A * N];             /* what the liar's vote said to this island */
 byte heard[A * N];            /* the islands whose votes have come */
 byte receipts[N];             /* the islands that have acknowledged this one's vote */
 byte answers[N];              /* the islands that have answered this one's outcome query */
+byte known_lost[N];           /* those that this one has found to be lost since it asks */
 bit refused[N];               /* one of them has aborted */
 bit bound[N];                 /* it has answered "open": it no longer commits on votes alone */
 bit dead[N];
@@ -137,7 +138,14 @@ bit told_all[N];              /* for a planner: it has told that all have acknow
 /* Something is missing of an island that is lost, or that takes no part. */
 #define MISSES(i, k) (IN_PLAN(i, k) && k != i && (!HOLDS_VOTE(i, k) || !HAS(receipts[i], k)) \
                       && (LOST(i, k) || LIES(k) || CANNOT_JOIN(i, k) || HAS_LEFT(i, k)))
-#define ANSWERED(i, k) (!IN_PLAN(i, k) || k == i || HAS(answers[i], k) || GONE(k) || LIES(k))
+/* Mutation: who has said "open" is not asked again when another is lost. */
+#ifdef NO_ASKING_AGAIN
+#define FOUND_LOST(i, k) GONE(k)
+#else
+#define FOUND_LOST(i, k) (GONE(k) && HAS(known_lost[i], k))
+#endif
+#define ANSWERED(i, k) (!IN_PLAN(i, k) || k == i || HAS(answers[i], k) || FOUND_LOST(i, k) \
+    || LIES(k))
 
 #include "checks.pml"
 
@@ -146,6 +154,7 @@ inline begin_attempt(i) {
     planner_of[i] = NONE;
     receipts[i] = 0;
     answers[i] = 0;
+    known_lost[i] = 0;
     refused[i] = 0;
     bound[i] = 0;
     forget_lists(i)

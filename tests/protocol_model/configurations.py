@@ -92,6 +92,12 @@ MUTATIONS = (
     quick("progress is always re-based", HISTORIES, f"{RUN_3} CRASHES=1 REBASE_ALWAYS", "violated"),
     quick("units may overlap", HISTORIES, f"{RUN_3} JOINERS OVERLAPS", "violated"),
     quick("quorum 1 in a cut", HISTORIES, "N=3 ROUNDS=2 QUORUM=1 CUTS=1 ONE_HISTORY", "violated"),
+    Configuration(
+        "who said open is not asked again",
+        AGREEMENT,
+        f"{VOTES_4} CRASHES=2 MORTAL=12 NO_ASKING_AGAIN",
+        "violated",
+    ),
     quick("an abort ends the round", AGREEMENT, f"{ROUND_3} CRASHES=1 LIVENESS NO_NEXT_ATTEMPT", "violated"),
     quick("states are not taken", HISTORIES, f"{RUN_3} CUTS=1 LIVENESS NO_CATCH_UP", "violated"),
     quick("no minority is left out in turn", BLAME, "N=3 QUORUM=2 LIAR=0 NO_TURNS", "violated"),
@@ -99,7 +105,6 @@ MUTATIONS = (
 """A rule is taken away, and Spin must find what it is for."""
 
 LIMITS = (
-    Configuration("4 islands, 2 crashes", AGREEMENT, f"{VOTES_4} CRASHES=2 MORTAL=12", "violated"),
     quick("a freeze and a crash", AGREEMENT, f"{VOTES_3} FREEZES=1 CRASHES=1", "violated"),
     quick("a freeze, receipts under way", AGREEMENT, f"{VOTES_3} FREEZES=1 SLOW_MAIL", "violated"),
     quick(

@@ -18,7 +18,8 @@ inline wake(k) {
     :: state[k] == VOTING && vote[AT(k)] != NO -> state[k] = ASKING
     :: else
     fi;
-    answers[k] = 0
+    answers[k] = 0;
+    known_lost[k] = 0
 }
 
 /* A new incarnation remembers no vote, and takes part in no plan that was made for the old one. */
@@ -42,6 +43,7 @@ inline restart(k) {
     planner_of[k] = NONE;
     receipts[k] = 0;
     answers[k] = 0;
+    known_lost[k] = 0;
     refused[k] = 0;
     bound[k] = 0;
     forget_lists(k)

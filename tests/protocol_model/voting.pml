@@ -65,9 +65,15 @@ inline hear(i, k) {
 #define VOTES_AGREE(i) CERTIFIED(i)
 #endif
 
+/* Mutation: a planner that writes to all commits before those that hold its list. */
 #ifdef COORDINATOR
 #include "coordinator.pml"
-#define DIRECT(i) (to_all[i] || SIZE(PLAN(i)) == 1)
+#ifdef PLANNER_ALONE
+#define WAITS_FOR_FIRST(i) false
+#else
+#define WAITS_FOR_FIRST(i) (P(i) == i && listed[i] != 0 && !ANY(HAS_COMMITTED, i))
+#endif
+#define DIRECT(i) ((to_all[i] || SIZE(PLAN(i)) == 1) && !WAITS_FOR_FIRST(i))
 #else
 #define THROUGH_PLANNER
 #define DIRECT(i) true
@@ -92,7 +98,7 @@ inline hear(i, k) {
         -> abort_attempt(i) } \
     :: atomic { !GONE(i) && state[i] == VOTING && vote[AT(i)] != NO && (ANY(MISSES, i) \
         || bound[i]) \
-                -> state[i] = ASKING; answers[i] = 0; refused[i] = 0; \
+                -> state[i] = ASKING; answers[i] = 0; known_lost[i] = 0; refused[i] = 0; \
                     printf("island %d asks for the outcome\n", i) }
 
 /* The outcome query: who has committed shows its certificate; the others say "open" and are
@@ -139,4 +145,14 @@ inline say_open(i, k) {
         -> commit(i) } \
     :: atomic { !GONE(i) && state[i] == ASKING && ALL(ANSWERED, i) && !ASK_ENDS_WELL(i) \
         -> abort_attempt(i) }
-#define ASK EACH(QUERY) LIAR_SHOWS ASK_END
+/* Another is lost: who has said "open" may have heard from it that it has committed. */
+#ifdef NO_ASKING_AGAIN
+#define ASK_AGAIN(k)
+#else
+#define ASK_AGAIN(k) \
+    :: atomic { !GONE(i) && state[i] == ASKING && k != i && IN_PLAN(i, k) && GONE(k) \
+                && !HAS(known_lost[i], k) \
+                -> known_lost[i] = known_lost[i] | BIT(k); answers[i] = 0; \
+                    printf("island %d finds %d lost\n", i, k) }
+#endif
+#define ASK EACH(QUERY) EACH(ASK_AGAIN) LIAR_SHOWS ASK_END
