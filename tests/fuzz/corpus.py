@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 CORPUS = Path(__file__).parent / "corpus"
-SEED_BYTES = 4096
+SEED_BYTES = 6000
 """libFuzzer makes no longer inputs, so that it makes many."""
 MOST_KEPT_BYTES = 200_000
 """Of one group, compressed."""

@@ -1,23 +1,20 @@
-"""Every kind of message, found among the subclasses of Message, and the calls that islands answer."""
+"""Every kind of message, found among the subclasses of Message."""
 
-import asyncio
 import importlib
 import pkgutil
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, TypeVar
 
 import diloco.status
 import outer
 from outer.network.messages import LARGE_BYTES, Message, deflate, is_inflated_large, parse, receive
 from tests.costly_bodies import Bounds, every_message
 from tests.fuzz.entries import EVENT_LOOP_SECONDS, Entries, Entry
+from tests.fuzz.loop import LOOP, finish
 
 ASIDE_SECONDS = 0.5
 """Most time of a message that is parsed off the event loop: it may have megabytes once it is inflated."""
-LOOP = asyncio.new_event_loop()
 MOST_SEED_BYTES = 3000
-T = TypeVar("T")
 
 
 def build_messages() -> Entries:
@@ -66,12 +63,3 @@ def take(model: type[Message], body: bytes) -> Message:
     if model.is_parsed_aside or len(body) > LARGE_BYTES or is_inflated_large(body):
         return LOOP.run_until_complete(receive(model, body))
     return finish(receive(model, body))
-
-
-def finish(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that waits for nothing."""
-    try:
-        work.send(None)
-    except StopIteration as done:
-        return done.value
-    raise AssertionError("it waits")
