@@ -1,4 +1,4 @@
-"""Fuzzes groups of decoders one after the other, and goes on where an earlier call has ended.
+"""Fuzzes groups of decoders in turn, and goes on where an earlier call has ended.
 
     python -m tests.fuzz [GROUP ...] [--executions N] [--folder FOLDER] [--keep]
 
@@ -22,10 +22,10 @@ from pathlib import Path
 
 from tests.fuzz.corpus import CORPUS, SEED_BYTES, kept_inputs, write_inputs, write_kept
 from tests.fuzz.entries import seeds_of
-from tests.fuzz.groups import GROUPS
+from tests.fuzz.groups import GROUPS, SHARES
 
-CHUNK = 1_000_000
-"""Executions of one process. A new one begins with less memory."""
+CHUNK = 500_000
+"""Executions of one process. Then the next group has its turn."""
 TARGET = 10_000_000
 EXECUTIONS = CORPUS / "executions.json"
 ROOT = Path(__file__).parents[2]
@@ -57,11 +57,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--keep", action="store_true", help="keep the inputs that are needed, and the counts")
     given = parser.parse_args(arguments)
     yield_to_others()
-    for name in given.groups:
-        group = Group(name, given.folder.absolute() / name)
-        group.fuzz(given.executions)
-        if given.keep:
-            group.keep()
+    groups = [Group(name, given.folder.absolute() / name) for name in given.groups]
+    while unfinished := [group for group in groups if group.left(given.executions) > 0]:
+        for group in unfinished:
+            group.fuzz(min(group.left(given.executions), CHUNK))
+    for group in groups if given.keep else ():
+        group.keep()
 
 
 def yield_to_others() -> None:
@@ -85,14 +86,17 @@ class Group:
         self._launcher.chmod(0o755)
         self.progress = Progress(**json.loads(self._path.read_text())) if self._path.exists() else Progress()
 
-    def fuzz(self, executions: int) -> None:
-        """Fuzz until there have been so many executions."""
+    def left(self, executions: int) -> int:
+        """How many of the group's executions are left, if most groups have so many."""
+        return round(executions * SHARES.get(self._name, 1.0)) - self.progress.executions
+
+    def fuzz(self, number: int) -> None:
+        """Fuzz with so many more inputs, and say how far the group has come."""
         write_inputs(self._corpus, [*seeds_of(GROUPS[self._name]()), *kept_inputs(self._name)])
-        while (left := executions - self.progress.executions) > 0:
-            self._fuzz_once(min(left, CHUNK))
-            self._path.write_text(json.dumps(asdict(self.progress), indent=1) + "\n")
-            shown = {key: value for key, value in asdict(self.progress).items() if key != "by_entry"}
-            print(self._name, json.dumps(shown), flush=True)
+        self._fuzz_once(number)
+        self._path.write_text(json.dumps(asdict(self.progress), indent=1) + "\n")
+        shown = {key: value for key, value in asdict(self.progress).items() if key != "by_entry"}
+        print(self._name, json.dumps(shown), flush=True)
 
     def _fuzz_once(self, number: int) -> None:
         began, progress = time.monotonic(), self.progress

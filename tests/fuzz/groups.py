@@ -20,3 +20,5 @@ GROUPS: dict[str, Callable[[], Entries]] = {
     "transfers": build_transfers,
     "configs": build_configs,
 }
+SHARES = {"configs": 0.03}
+"""What a group gets of the executions of the others, if not as many: parsing YAML takes milliseconds."""

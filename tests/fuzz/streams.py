@@ -4,12 +4,13 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from outer.network.endpoints import Traffic
-from outer.network.frames import HEADER_BYTES, FrameStream, Header, PeerIds, parse_header, view_of
+from outer.network.frames import HEADER_BYTES, FrameStream, Header, PeerIds, pack_header, parse_header, view_of
 from outer.network.run_key import FrameMacs
 from tests.fuzz.loop import LOOP
 
@@ -71,7 +72,7 @@ class PeerStream:
 
     async def read(self, max_bytes: int) -> tuple[Header, torch.Tensor]:
         for header, payload in self._answers:
-            assert len(payload) <= max_bytes
+            parse_header(pack_header(replace(header, num_bytes=len(payload)), RUN), RUN, max_bytes)
             return header, torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0).byte()
         raise ConnectionResetError("the peer has ended")
 

@@ -154,7 +154,7 @@ def _download(body: bytes) -> None:
         values = json.loads(body)
         replies = [text.encode("latin-1") for text in values["replies"]][:MOST_REPLIES]
         description, target, holds = json.dumps(values["description"]).encode(), values["target"], values["holds"]
-        assert isinstance(target, int) and 0 <= target < 8
+        assert type(target) is int and 0 <= target < 8
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
         raise MessageError("no download") from None
     messenger: Any = _Donor(description, replies)
