@@ -26,6 +26,7 @@ from tests.fuzz.groups import GROUPS, SHARES
 
 CHUNK = 500_000
 """Executions of one process. Then the next group has its turn."""
+HANG_SECONDS = 120
 TARGET = 10_000_000
 EXECUTIONS = CORPUS / "executions.json"
 ROOT = Path(__file__).parents[2]
@@ -58,7 +59,7 @@ def main(arguments: list[str]) -> None:
     given = parser.parse_args(arguments)
     yield_to_others()
     groups = [Group(name, given.folder.absolute() / name) for name in given.groups]
-    while unfinished := [group for group in groups if group.left(given.executions) > 0]:
+    while unfinished := [group for group in groups if group.left(given.executions) > 0 and not group.has_crashed]:
         for group in unfinished:
             group.fuzz(min(group.left(given.executions), CHUNK))
     for group in groups if given.keep else ():
@@ -84,6 +85,8 @@ class Group:
         command = [sys.executable, "-m", "tests.fuzz.drive", name, str(self._findings), str(self._launcher)]
         self._launcher.write_text(f'#!/bin/sh\ncd {shlex.quote(str(ROOT))} && exec {shlex.join(command)} "$@"\n')
         self._launcher.chmod(0o755)
+        self.has_crashed = False
+        """Whether an input has ended the process, or hung: it is among the findings, and nothing more is tried here."""
         self.progress = Progress(**json.loads(self._path.read_text())) if self._path.exists() else Progress()
 
     def left(self, executions: int) -> int:
@@ -101,6 +104,10 @@ class Group:
     def _fuzz_once(self, number: int) -> None:
         began, progress = time.monotonic(), self.progress
         log = self._launch(f"-runs={number}", f"-max_len={SEED_BYTES}", str(self._corpus))
+        if log is None:
+            self.has_crashed = True
+            progress.findings = len(list(self._findings.iterdir()))
+            return
         progress.executions += int(re.findall(r"stat::number_of_executed_units: (\d+)", log)[-1])
         progress.seconds += time.monotonic() - began
         progress.edges, progress.features = map(int, re.findall(r"cov: (\d+) ft: (\d+)", log)[-1])
@@ -109,24 +116,25 @@ class Group:
         for entry, count in json.loads((self._folder / "counts.json").read_text()).items():
             progress.by_entry[entry] = progress.by_entry.get(entry, 0) + count
 
-    def _launch(self, *arguments: str) -> str:
-        """Run libFuzzer. Returns what it has written, which is also in the folder."""
-        options = ["-print_final_stats=1", "-rss_limit_mb=8192", "-timeout=120", "-use_value_profile=0"]
+    def _launch(self, *arguments: str) -> str | None:
+        """Run libFuzzer. Returns what it has written, which is also in the folder, or None if an input has ended it."""
+        artifacts = f"-artifact_prefix={self._findings}/"
+        options = ["-print_final_stats=1", "-rss_limit_mb=8192", f"-timeout={HANG_SECONDS}", artifacts]
         log = self._folder / "log"
         with log.open("w") as file:
             command = [str(self._launcher), *options, *arguments]
             code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, cwd=self._folder).returncode
         text = log.read_text(errors="replace")
         if code:
-            raise SystemExit(f"{self._name}: libFuzzer ended with {code}; {log} ends with\n{text[-2000:]}")
-        return text
+            print(f"{self._name}: libFuzzer ended with {code}; {log} ends with\n{text[-2000:]}", flush=True)
+        return None if code else text
 
     def keep(self) -> None:
         """Keep the inputs that are needed for the coverage, and the counts."""
         merged = self._folder / "merged"
         shutil.rmtree(merged, ignore_errors=True)
         merged.mkdir()
-        self._launch("-merge=1", str(merged), str(self._corpus))
+        assert self._launch("-merge=1", str(merged), str(self._corpus)) is not None, "all of them have been judged"
         num_kept = write_kept(self._name, [path.read_bytes() for path in merged.iterdir()])
         found = json.loads(EXECUTIONS.read_text()) if EXECUTIONS.exists() else {}
         counts = asdict(self.progress) | {"kept": num_kept}

@@ -50,7 +50,7 @@ def main(group: str, findings: Path, arguments: list[str]) -> None:
         if counts.total() % COUNTED_EVERY == 0:  # Nothing of this runs when libFuzzer ends the process.
             (findings.parent / COUNTS).write_text(json.dumps(counts))
         try:
-            landmarks.reach(f"{name} {judge(entries[name], body)}")
+            landmarks.reach(name, judge(entries[name], body))
         except Exception as error:
             keep_finding(findings, name, data, error)
 

@@ -23,7 +23,16 @@ from outer.identity.access import BANNED_FILE
 from outer.identity.island_key import SIGNATURE_BYTES
 from outer.membership.dht.owned_records import OwnedRecords, make_subkey, parse_subkey
 from outer.membership.dht.records import CONFIG_NAME, find_members, read_config
-from outer.membership.records import Announcement, Publication, RunQuery, SignedRecord, open_records, parse_record, sign_record, sign_withdrawal
+from outer.membership.records import (
+    Announcement,
+    Publication,
+    RunQuery,
+    SignedRecord,
+    open_records,
+    parse_record,
+    sign_record,
+    sign_withdrawal,
+)
 from outer.membership.rendezvous import RecordServer
 from outer.network.endpoints import Endpoint
 from outer.network.run_key import PeerAuth, RunKey, seal
@@ -95,7 +104,12 @@ def _rendezvous_scripts() -> Iterator[bytes]:
     withdrawal = sign_withdrawal(KEY, "run", MEMBER, 2)
     publication = Publication(run="run", text="outer: {}")
     calls = [("announce", announcement), ("publish", publication), ("members", RunQuery(run="run"))]
-    more = [("beat", announcement), ("config", RunQuery(run="run")), ("runs", RunQuery(run="run")), ("leave", withdrawal)]
+    more = [
+        ("beat", announcement),
+        ("config", RunQuery(run="run")),
+        ("runs", RunQuery(run="run")),
+        ("leave", withdrawal),
+    ]
     for script in (calls, [*calls, *more], [calls[0], more[0], more[3], calls[2]]):
         yield json.dumps([[kind, message.model_dump(mode="json")] for kind, message in script]).encode()
 
@@ -220,7 +234,12 @@ def _told_records() -> Iterator[bytes]:
         reduce_seconds=0.1, wait_seconds=0.2, pseudo_gradient_norm=1.0, units=[[0, 4, 1]], gated={"b": 1},
         ranks=[[0, 1.0]], **about,
     )  # fmt: skip
-    records = (step, attempt, EvalRecord(tokens=5, loss=2.0, bits_per_byte=2.9, **about), EventRecord(name="lost", text="b: no", time=NOW))
+    records = (
+        step,
+        attempt,
+        EvalRecord(tokens=5, loss=2.0, bits_per_byte=2.9, **about),
+        EventRecord(name="lost", text="b: no", time=NOW),
+    )
     return (to_line(record).encode() for record in records)
 
 

@@ -1,6 +1,7 @@
 """What an island takes of others' states: parts and means of a donor, and what a checkpoint says that others wrote."""
 
 import hashlib
+import io
 import json
 import struct
 import tempfile
@@ -19,6 +20,7 @@ from inner.checkpoint.folder import UNSIGNED, SavedCheckpoint
 from inner.checkpoint.index import parse_index
 from inner.checkpoint.manifest import INDEX, MANIFEST, Manifest, parse_manifest, write_manifest
 from inner.checkpoint.pickle_parser import PickleError
+from inner.checkpoint.tensor_reader import load_chunk
 from inner.errors import InputError as InnerInputError
 from outer.codecs import build_codec
 from outer.codecs.choice import build_uniform_choice
@@ -78,6 +80,7 @@ def build_transfers() -> Entries:
             (InnerInputError, InputError),
         ),
         "index": Entry(_parse_index, [(CHECKPOINT / INDEX).read_bytes()], (PickleError,), most_seconds=DOWNLOAD_SECONDS),
+        "chunk": Entry(_load_chunk, list(_chunks()), (InnerInputError,)),
         "history of norms": Entry(_parse_history, [to_tensor(each).numpy().tobytes() for each in histories], (InputError,)),
     }  # fmt: skip
 
@@ -248,6 +251,22 @@ _MANIFEST = parse_manifest((CHECKPOINT / MANIFEST).read_bytes(), str(CHECKPOINT)
 def _parse_index(raw: bytes) -> None:
     index = parse_index(raw, _MANIFEST)
     assert all(place.file in _MANIFEST.files for place in index.places.values())
+
+
+def _chunks() -> Iterator[bytes]:
+    """Tensors as a checkpoint's files hold them."""
+    for tensor in (torch.arange(6.0).view(2, 3), torch.zeros(3, dtype=torch.bfloat16), torch.empty(0)):
+        stream = io.BytesIO()
+        torch.save(tensor, stream)
+        yield stream.getvalue()
+
+
+def _load_chunk(raw: bytes) -> None:
+    try:
+        tensor = load_chunk(raw)
+    except Exception as error:  # noqa: BLE001 - torch and zipfile raise many types, and its caller refuses all of them
+        raise InnerInputError(type(error).__name__) from None
+    assert tensor.untyped_storage().nbytes() <= len(raw), "it has more bytes than the file"
 
 
 def _parse_history(raw: bytes) -> None:
