@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from outer.agreement.messages import Plan, Status, Vote, VoteList
-from outer.agreement.proofs.certificate import Certificate, Claim, Proof, Statement
+from outer.agreement.messages import Status
+from outer.agreement.proofs.certificate import Certificate, Proof, Statement
 from outer.agreement.proofs.claims import Claims
 from outer.agreement.proofs.signer import IslandSigner
 from outer.agreement.proofs.witnesses import Witnesses
@@ -57,8 +57,12 @@ def build_certificates() -> Entries:
     introduced = Proof(certificate=_certificate("b", "y"), introductions=[_certificate("a", "b", "x")])
     return {
         "certificate": Entry(_check_certificate, list(_statements()), is_json=True),
-        "proof": Entry(_check_proof, [each.model_dump_json().encode() for each in (*proofs, introduced)], is_json=True,
-                       is_refused=True),
+        "proof": Entry(
+            _check_proof,
+            [each.model_dump_json().encode() for each in (*proofs, introduced)],
+            is_json=True,
+            is_refused=True,
+        ),
         "votes and claims": protocol_entry(),
         "payload": Entry(partial(_open_payload, False), [sealed, sealed[:70]]),
         "payload that is signed": Entry(partial(_open_payload, True), [payload, b""]),

@@ -1,4 +1,4 @@
-"""Every codec that build_codec knows, with each setting that changes the form of its payloads, and what is around them."""
+"""Every codec that build_codec knows, with each setting that changes its payloads, and what is around a codec."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,7 +23,7 @@ SIZES = (0, 1, 2, 127, 128, 129, 300, 1025)
 OWN_LENGTH = 0x80
 ENCODED_EVERY = 16
 """Of so many inputs the values of one are encoded again, which takes longer than decoding them."""
-SMALL_CHUNKS: dict[str, Any] = {"top_k": 5, "chunk_elements": 64, "rank": 3}
+SMALL_CHUNKS = {"top_k": 5, "chunk_elements": 64, "rank": 3}
 """So that small parts have several chunks, and matrices more than full rank."""
 Decode = Callable[[torch.Tensor], list[torch.Tensor]]
 """Decodes a payload. All values of the result must be finite."""
@@ -54,7 +54,7 @@ def codecs() -> Iterator[tuple[str, Codec]]:
     for name in _BUILDERS:
         for bits in _choices("value_bits") if name == "topk" else [2]:
             for rounding in _choices("rounding") if name == "int4" else ["nearest"]:
-                coding = CodingConfig(value_bits=bits, rounding=rounding, **SMALL_CHUNKS)
+                coding = CodingConfig.model_validate({"value_bits": bits, "rounding": rounding, **SMALL_CHUNKS})
                 yield f"{name} {bits} {rounding}", build_codec(name, coding)
     yield "own code", OwnCodec(CarelessCodec(), "CarelessCodec")
 

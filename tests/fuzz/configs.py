@@ -1,4 +1,4 @@
-"""The config text that a swarm shows to whoever joins it. A YAML parser in Python is slow, so it has a group of its own."""
+"""The config text that a swarm shows to whoever joins it, a group of its own: parsing YAML takes milliseconds."""
 
 from diloco.config.from_swarm import describe_data, parse_swarm_config, swarm_text
 from diloco.config.schema import Config

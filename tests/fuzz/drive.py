@@ -8,19 +8,22 @@ fuzzing goes on. LAUNCHER is a program that does the same as this one: libFuzzer
 
 import gc
 import hashlib
+import importlib
 import json
 import logging
 import sys
 import traceback
 from collections import Counter
 from pathlib import Path
-
-import atheris  # pyright: ignore[reportMissingImports]
+from typing import Any
 
 MOST_KEPT = 3
 """Inputs that are kept of one finding."""
 COUNTS, COUNTED_EVERY = "counts.json", 1000
 """The file beside FINDINGS that says how many inputs each decoder has had, and after how many it is written anew."""
+
+
+atheris: Any = importlib.import_module("atheris")
 
 
 def main(group: str, findings: Path, arguments: list[str]) -> None:
@@ -51,7 +54,7 @@ def main(group: str, findings: Path, arguments: list[str]) -> None:
             (findings.parent / COUNTS).write_text(json.dumps(counts))
         try:
             landmarks.reach(name, judge(entries[name], body))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
             keep_finding(findings, name, data, error)
 
     def mutate(data: bytes, max_size: int, seed: int) -> bytes:

@@ -1,15 +1,13 @@
 """Frames, and what streams begin with: handshakes, words with relays and proxies, MACs of payloads."""
 
-import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from typing import get_args
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from outer.errors import MessageError, PeerLost
+from outer.errors import MessageError
 from outer.identity.island_key import IslandKey
 from outer.network.endpoints import Endpoint, Kind, Leg, Tag
 from outer.network.frames import HEADER_BYTES, Header, pack_header, parse_header, text_of, unpack_call
@@ -21,7 +19,7 @@ from outer.routes.proxy import Proxy
 from outer.transports.stream_group import StreamGroup
 from tests.costly_bodies import Bounds
 from tests.fuzz.entries import Entries, Entry
-from tests.fuzz.loop import LOOP, finish_or_leave
+from tests.fuzz.loop import LOOP
 from tests.fuzz.streams import RUN, Frame, PeerStream, frames_in, on_socket, on_stream, read_all
 
 MOST_BYTES = 2000
@@ -62,8 +60,10 @@ def build_frames() -> Entries:
         "dialer that proves": Entry(_meet_proving_dialer, [hello], ENDED, is_json=True),
         "acceptor that proves": Entry(_meet_proving_acceptor, [hello], ENDED, is_json=True),
         "relay": Entry(_decode_relay, list(_relay_words()), (*ENDED, OSError)),
-        "http proxy": Entry(partial(_ask_proxy, "http"), [b"HTTP/1.1 200 OK\r\nA: b\r\n\r\n", b"HTTP/1.1 407 No\r\n\r\n"],
-                            (ConnectionError,), most_seconds=PROXY_SECONDS),
+        "http proxy": Entry(
+            partial(_ask_proxy, "http"), [b"HTTP/1.1 200 OK\r\nA: b\r\n\r\n", b"HTTP/1.1 407 No\r\n\r\n"],
+            (ConnectionError,), most_seconds=PROXY_SECONDS,
+        ),
         "socks proxy": Entry(
             partial(_ask_proxy, "socks5"),
             [b"\x05\x02\x01\x00\x05\x00\x00\x01" + bytes(6), b"\x05\x02\x01\x00\x05\x00\x00\x03\x02ab" + bytes(2),

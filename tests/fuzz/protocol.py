@@ -25,7 +25,6 @@ from outer.network.messages import Message, parse
 from tests.fuzz.entries import Entry
 from tests.fuzz.signed import NO_SIGNATURE, sign_certificates, sign_votes
 from tests.outer.protocols import DOWN_A_TREE, PASSED_ON, gathering, node
-from tests.outer.signers import FakeSigner
 from tests.outer.world import digest_after, ready_of
 
 KINDS = {model.__name__: model for model in (*CALLS, *REPLIES.values())}

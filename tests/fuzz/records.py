@@ -16,9 +16,9 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from diloco.records.metrics import EvalRecord, EventRecord, RoundRecord, StepRecord, to_line
 from diloco.runtime.operator_requests import SAVE, STOP
-from diloco.status.orders import OrderServer, OrderText, purpose, Order
+from diloco.status.orders import Order, OrderServer, OrderText, purpose
 from diloco.watch.collection.record_check import check_record
-from outer.errors import InputError, MessageError, PeerLost, TransportError
+from outer.errors import InputError, MessageError, PeerLost
 from outer.identity.access import BANNED_FILE
 from outer.identity.island_key import SIGNATURE_BYTES
 from outer.membership.dht.owned_records import OwnedRecords, make_subkey, parse_subkey

@@ -35,7 +35,7 @@ from outer.space.layout import Space
 from outer.state.global_state import GlobalState
 from outer.state.part_state import PartState, Position, unpack
 from outer.transfer.cache import PartsCache
-from outer.transfer.donor import Description, MeanRequest, PartRequest
+from outer.transfer.donor import Description
 from outer.transfer.donor_client import DonorClient
 from outer.transfer.download_plan import DownloadPlan
 from outer.transfer.part_fetcher import PartFetcher
@@ -53,6 +53,8 @@ PLAN = DownloadPlan(SPACE, PARTS, build_uniform_choice(CODEC), OuterOptimizerCon
 RUN_KEY = RunKey(b"k" * 32)
 FOLDER = Path(tempfile.mkdtemp(prefix="diloco-fuzz-"))
 MOST_REPLIES = 6
+INDEX_SECONDS = 0.1
+"""It is read when an island begins, by a parser of pickles in Python."""
 DOWNLOAD_SECONDS = 0.1
 """A download uses threads, and several replies."""
 
@@ -79,10 +81,14 @@ def build_transfers() -> Entries:
             [write_manifest(Manifest(3, {}, {}), RunKeySigner(RUN_KEY)), (CHECKPOINT / MANIFEST).read_bytes()],
             (InnerInputError, InputError),
         ),
-        "index": Entry(_parse_index, [(CHECKPOINT / INDEX).read_bytes()], (PickleError,), most_seconds=DOWNLOAD_SECONDS),
+        "index": Entry(_parse_index, [(CHECKPOINT / INDEX).read_bytes()], (PickleError,), most_seconds=INDEX_SECONDS),
         "chunk": Entry(_load_chunk, list(_chunks()), (InnerInputError,)),
-        "history of norms": Entry(_parse_history, [to_tensor(each).numpy().tobytes() for each in histories], (InputError,)),
+        "history of norms": Entry(_parse_history, [_raw(to_tensor(each)) for each in histories], (InputError,)),
     }  # fmt: skip
+
+
+def _raw(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()
 
 
 def _values(seed: int) -> dict[int, torch.Tensor]:

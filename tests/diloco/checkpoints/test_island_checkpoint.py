@@ -41,7 +41,7 @@ def test_a_checkpoint_of_another_reading_order_is_told() -> None:
 def test_losses_that_are_not_finite_are_refused(loss: float) -> None:
     """Whoever writes them would blind the island to spikes; JSON that we write has none."""
     facts = IslandFacts({}, ResumePoint(0, NO_PROGRESS), 0, {}, losses=[2.5, loss])
-    with pytest.raises(InputError, match="losses.1: Input should be a finite number"):
+    with pytest.raises(InputError, match=r"losses\.1: Input should be a finite number"):
         parse_island_facts(SavedCheckpoint(Path("step-00000003"), Manifest(3, asdict(facts), {})))
 
 
