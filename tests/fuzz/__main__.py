@@ -95,11 +95,15 @@ class Group:
 
     def fuzz(self, number: int) -> None:
         """Fuzz with so many more inputs, and say how far the group has come."""
-        write_inputs(self._corpus, [*seeds_of(GROUPS[self._name]()), *kept_inputs(self._name)])
+        self._write_known()
         self._fuzz_once(number)
         self._path.write_text(json.dumps(asdict(self.progress), indent=1) + "\n")
         shown = {key: value for key, value in asdict(self.progress).items() if key != "by_entry"}
         print(self._name, json.dumps(shown), flush=True)
+
+    def _write_known(self) -> None:
+        """Begin with the inputs that are there already."""
+        write_inputs(self._corpus, [*seeds_of(GROUPS[self._name]()), *kept_inputs(self._name)])
 
     def _fuzz_once(self, number: int) -> None:
         began, progress = time.monotonic(), self.progress
@@ -131,6 +135,7 @@ class Group:
 
     def keep(self) -> None:
         """Keep the inputs that are needed for the coverage, and the counts."""
+        self._write_known()
         merged = self._folder / "merged"
         shutil.rmtree(merged, ignore_errors=True)
         merged.mkdir()

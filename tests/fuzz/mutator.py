@@ -16,8 +16,8 @@ from tests.fuzz.entries import Entries, Entry, join, split
 Mutate = Callable[[bytes, int], bytes]
 """libFuzzer's own change of bytes, given the most that there may be."""
 MOST_INFLATED = 1 << 16
-OTHER_ENTRY, AS_BYTES = 0.02, 0.3
-"""How often another entry takes its turn, and how often JSON is changed as bytes."""
+OTHER_ENTRY, AS_BYTES, DAMAGED = 0.02, 0.3, 0.1
+"""How often another entry takes its turn, JSON is changed as bytes, and what is compressed is changed as it is."""
 
 
 class Mutator:
@@ -38,7 +38,8 @@ class Mutator:
         return join(name, self._change(self._entries[name], body, most, draw)[: max(most, 0)])
 
     def _change(self, entry: Entry, body: bytes, most: int, draw: random.Random) -> bytes:
-        if entry.is_json and body[:1] == ZLIB and (plain := _inflate(body)) is not None:
+        is_opened = body[:1] == ZLIB and draw.random() > DAMAGED
+        if entry.is_json and is_opened and (plain := _inflate(body)) is not None:
             return zlib.compress(self._change(entry, plain, MOST_INFLATED, draw), 1)
         if entry.is_json and draw.random() > AS_BYTES:
             try:
