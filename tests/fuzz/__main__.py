@@ -24,7 +24,7 @@ from tests.fuzz.corpus import CORPUS, SEED_BYTES, kept_inputs, write_inputs, wri
 from tests.fuzz.entries import seeds_of
 from tests.fuzz.groups import GROUPS, SHARES
 
-CHUNK = 500_000
+CHUNK = 250_000
 """Executions of one process. Then the next group has its turn."""
 HANG_SECONDS = 120
 TARGET = 10_000_000
