@@ -9,14 +9,12 @@ It runs in an environment with atheris, which scripts/fuzz makes.
 
 import argparse
 import json
-import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -57,20 +55,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "fuzz")
     parser.add_argument("--keep", action="store_true", help="keep the inputs that are needed, and the counts")
     given = parser.parse_args(arguments)
-    yield_to_others()
     groups = [Group(name, given.folder.absolute() / name) for name in given.groups]
     while unfinished := [group for group in groups if group.left(given.executions) > 0 and not group.has_crashed]:
         for group in unfinished:
             group.fuzz(min(group.left(given.executions), CHUNK))
     for group in groups if given.keep else ():
         group.keep()
-
-
-def yield_to_others() -> None:
-    """Give this process and what it starts the lowest priority."""
-    os.nice(19)
-    with suppress(OSError):  # The kernel may have no groups.
-        Path("/proc/self/autogroup").write_text("19")
 
 
 class Group:
@@ -127,7 +117,9 @@ class Group:
         log = self._folder / "log"
         with log.open("w") as file:
             command = [str(self._launcher), *options, *arguments]
-            code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, cwd=self._folder).returncode
+            code = subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, cwd=self._folder, start_new_session=True
+            ).returncode
         text = log.read_text(errors="replace")
         if code:
             print(f"{self._name}: libFuzzer ended with {code}; {log} ends with\n{text[-2000:]}", flush=True)

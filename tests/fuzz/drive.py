@@ -11,9 +11,11 @@ import hashlib
 import importlib
 import json
 import logging
+import os
 import sys
 import traceback
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ atheris: Any = importlib.import_module("atheris")
 
 def main(group: str, findings: Path, arguments: list[str]) -> None:
     """Fuzz the group."""
+    yield_to_others()
     with atheris.instrument_imports(include=["outer", "diloco", "inner", "yaml"], enable_loader_override=False):
         from tests.fuzz.groups import GROUPS
 
@@ -62,6 +65,13 @@ def main(group: str, findings: Path, arguments: list[str]) -> None:
 
     atheris.Setup(arguments, judge_input, custom_mutator=mutate)
     atheris.Fuzz()
+
+
+def yield_to_others() -> None:
+    """Give this process the lowest priority, and its session, which is its own, too."""
+    os.nice(19)
+    with suppress(OSError):  # The kernel may have no groups of sessions.
+        Path("/proc/self/autogroup").write_text("19")
 
 
 def keep_finding(folder: Path, name: str, data: bytes, error: Exception) -> None:
