@@ -10,6 +10,7 @@ from inner.checkpoint.folder import SavedCheckpoint
 from inner.errors import InputError
 
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+Loss = Annotated[float, Field(allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class IslandFacts:
     """Name and shape of every parameter, in the canonical order."""
     reading_order: Count = 1
     """Version of the reading order in which `outer` accounts for the text."""
-    losses: list[float] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
     """The losses of the last inner steps, by which a spike is noticed."""
 
 

@@ -21,6 +21,7 @@ import torch
 from pydantic import Field, ValidationError
 
 from outer.agreement.proofs.certificate import Proof
+from outer.codecs.packing.checks import is_finite
 from outer.config import MergeConfig
 from outer.errors import InputError
 from outer.leases.ranges import MAX_UNIT
@@ -32,7 +33,7 @@ from outer.reduce.norm_zscore import History, parse_history, to_tensor
 from outer.reduce.payloads import Mean
 from outer.space.digest import state_digest
 from outer.state.earlier import EarlierState
-from outer.state.part_state import PartState, Position
+from outer.state.part_state import MAX_GIVEN, PartState, Position
 from outer.state.replica import Replica
 
 PARAMS, MOMENTUM, LAST_MEAN, PUSHES = "outer/params/", "outer/momentum/", "outer/last_mean/", "outer/pushes/"
@@ -115,7 +116,8 @@ def allocate(replica: Replica, memory: RoundMemory, saved: Collection[str]) -> d
 def restore(replica: Replica, memory: RoundMemory, facts: SavedFacts, tensors: Mapping[str, torch.Tensor]) -> None:
     """Restore global state, residuals and norms; local params do not change. Every rank calls it together.
 
-    Raises InputError if the checkpoint belongs to another canonical space or does not match its digest.
+    Raises InputError if the checkpoint belongs to another canonical space, does not match its digest, or holds what no
+    island saves.
     """
     earlier = read_earlier(replica, facts, tensors)
     replica.restore(earlier.parts, facts.position)
@@ -139,11 +141,12 @@ def read_earlier(replica: Replica, facts: SavedFacts, tensors: Mapping[str, torc
             "the checkpoint's parts are cut in another way: it is of a run with another model, outer.codec, "
             "outer.part_elements or outer.fragments"
         )
+    _check_finite(tensors)
     number = facts.position.round
     parts = dict[int, PartState]()
     params = _by_part(PARAMS, tensors)
     momentum = _by_part(MOMENTUM, tensors)
-    pushes = {i: int(number.item()) for i, number in _by_part(PUSHES, tensors).items()}
+    pushes = {i: _parse_pushes(saved) for i, saved in _by_part(PUSHES, tensors).items()}
     for i, values in replica.carried.parts.items():
         if i not in params:
             raise InputError(f"the checkpoint has no part {i} of the global params")
@@ -181,6 +184,21 @@ def parse_facts(values: object) -> SavedFacts:
         raise InputError(f"the checkpoint's facts of the outer loop are not readable: {problem}") from None
     except UnknownFieldError as error:
         raise InputError(f"the checkpoint's facts of the outer loop are not readable: {error}") from None
+
+
+def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise InputError for a tensor with inf or nan: no island saves one, and each round after it would fail."""
+    for name, values in tensors.items():
+        if not is_finite(values):
+            raise InputError(f"the checkpoint's {name} holds inf or nan; use another checkpoint")
+
+
+def _parse_pushes(values: torch.Tensor) -> int:
+    """The number of pushes in a checkpoint's tensor. Raises InputError if it can be none."""
+    number = float(values.item())
+    if not number.is_integer() or not 0 <= number < MAX_GIVEN:
+        raise InputError(f"the checkpoint's number of pushes is {number}, 0 to {MAX_GIVEN - 1} are possible")
+    return int(number)
 
 
 def _histories(tensors: Mapping[str, torch.Tensor]) -> dict[int, Histories]:

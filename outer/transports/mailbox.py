@@ -12,6 +12,8 @@ from outer.network.rejections import RefusedError
 
 MAX_UNCLAIMED_BYTES = 1 << 28
 """Limit per source. Beyond it the source's stream is not read until a payload is claimed."""
+ENTRY_BYTES = 1 << 10
+"""What the memory for one payload is counted as besides its bytes: a peer may send any number without any."""
 
 Key = tuple[Endpoint, Tag]
 
@@ -39,7 +41,7 @@ class Mailbox:
             waiting.set_result(payload)
             return
         self._arrived[key] = payload
-        self._unclaimed_bytes[source] += payload.numel()
+        self._unclaimed_bytes[source] += ENTRY_BYTES + payload.numel()
 
     async def wait_for_space(self, source: Endpoint) -> None:
         """Wait until `source` is within its limit of unclaimed bytes or has failed."""
@@ -54,7 +56,7 @@ class Mailbox:
             raise PeerLost(source.island, f"{source} is not in this group")
         if key in self._arrived:
             payload = self._arrived.pop(key)
-            self._unclaimed_bytes[source] -= payload.numel()
+            self._unclaimed_bytes[source] -= ENTRY_BYTES + payload.numel()
             self._claimed.notify()
         elif error := self.failure_of(source):
             raise error

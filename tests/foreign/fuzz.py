@@ -20,6 +20,7 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 
+from tests.foreign.memory import read_status, reset_peak
 from tests.foreign.mutations import damaged, odd_json
 from tests.foreign.readers import READERS, Reader
 
@@ -86,17 +87,6 @@ def fuzz(name: str, reader: Reader, folder: Path, count: int) -> Findings:
 
     read_one()
     return found
-
-
-def reset_peak() -> None:
-    """Let this process's largest resident size, VmHWM, begin anew."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def read_status(key: str) -> int:
-    """Bytes by their name in /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco.records.metrics import EventRecord, to_line
+from diloco.records.metrics import EvalRecord, EventRecord, to_line
 from diloco.status.record_pages import PAGE_BYTES, RecordsPage
 from diloco.watch.collection.mirror import Mirror
 from diloco.watch.collection.record_check import FUTURE_SECONDS, PAST_SECONDS, check_record
@@ -37,6 +37,12 @@ def test_what_an_island_records_is_believed(record: Any) -> None:
         line(a_step(), time=1e400),
         line(a_step(), tokens=1 << 62),
         line(a_step(), seconds=1e400),
+        line(a_step(), tokens_per_second=1e400),
+        line(a_step(), lr=float("nan")),
+        line(a_step(), noise_scale={"signal": float("nan")}),
+        line(a_round(), ranks=[[0, 1e400]]),
+        line(a_round(), units=[[1 << 62, 1, 1]]),
+        line(EvalRecord(round=1, tokens=1, loss=2.0, bits_per_byte=3.0), source_losses={"a": 1e400}),
         line(a_step(), source_tokens={"x" * 65: 1}),
         line(a_step(), source_tokens={str(number): 1 for number in range(5000)}),
         line(a_round(), participants=["island"] * 5000),
@@ -54,10 +60,11 @@ def test_what_cannot_be_right_is_dropped(told: str) -> None:
 
 def test_a_page_of_lies_leaves_the_records_that_are_right(tmp_path: Path) -> None:
     mirror = Mirror(tmp_path / "island-0")
-    good = to_line(a_step(7))
-    lines = "\x00\u2028\n" + good + "{\n" + line(a_step(), tokens=1 << 70) + "\n"
+    good, now = to_line(a_step(7)), a_step().time
+    lines = "\x00\u2028\n" + good + "{\n" + line(a_step(), time=now, tokens=1 << 70) + "\n"
+    lines += line(a_step(), time=now, noise_scale={"noise": 1e400}) + "\n"
     mirror.add(RecordsPage(journal="ab", end=len(lines), size=len(lines), lines=lines))
-    assert (mirror.num_dropped, (tmp_path / "island-0/metrics.jsonl").read_text()) == (3, good)
+    assert (mirror.num_dropped, (tmp_path / "island-0/metrics.jsonl").read_text()) == (4, good)
     view = RunView(tmp_path)
     view.read()
     assert [row[1] for row in view.islands["island-0"].rows["steps"]] == [7]

@@ -13,7 +13,7 @@ from outer.network.endpoints import Endpoint, Leg, Tag
 from outer.network.frames import HEADER_BYTES
 from outer.transports.gloo.transport import PREAMBLE_BYTES, gloo_tag
 from outer.transports.loopback import Hub
-from outer.transports.mailbox import Mailbox
+from outer.transports.mailbox import ENTRY_BYTES, Mailbox
 from tests.outer.nets import KINDS, A, B, C, connect, key_of, payload, run, swarm, tag, with_connected
 
 all_kinds = pytest.mark.parametrize("kind", KINDS)
@@ -212,6 +212,21 @@ def test_a_full_mailbox_stops_its_source_until_something_is_claimed():
         done, _ = await asyncio.wait({blocked}, timeout=0.05)
         assert not done
         await mailbox.get(A, tag(0), 101)
+        await asyncio.wait_for(blocked, 1)
+
+    run(main())
+
+
+def test_payloads_without_bytes_fill_a_mailbox_too():
+    async def main() -> None:
+        mailbox = Mailbox([A], max_unclaimed_bytes=99 * ENTRY_BYTES)
+        for part in range(100):
+            await asyncio.wait_for(mailbox.wait_for_space(A), 1)
+            mailbox.put(A, tag(part), payload(0))
+        blocked = asyncio.create_task(mailbox.wait_for_space(A))
+        done, _ = await asyncio.wait({blocked}, timeout=0.05)
+        assert not done
+        await mailbox.get(A, tag(0), 0)
         await asyncio.wait_for(blocked, 1)
 
     run(main())

@@ -1,0 +1,57 @@
+"""Lets a decoder decode one input, and judges what it did: an undeclared error, time and memory are findings."""
+
+import re
+import resource
+import time
+
+from tests.foreign.memory import read_status, reset_peak
+from tests.fuzz.entries import Entry
+
+MOST_BYTES = 20_000_000
+TRIES = 5
+"""One of so many tries must keep within the limits: the machine may have other work, and memory is collected late."""
+OUTCOME_CHARACTERS = 60
+_OF_THE_INPUT = re.compile(r"'[^']*'|\"[^\"]*\"|[0-9a-f]*\d[0-9a-f]*")
+
+
+def judge(entry: Entry, body: bytes) -> str:
+    """Decode the input. Returns what came of it in few words, and raises AssertionError if it breaks a promise."""
+    before = _peak_bytes()
+    began = time.process_time()
+    outcome = _decode(entry, body)
+    seconds = time.process_time() - began
+    if seconds > entry.most_seconds:
+        seconds = min(_seconds_of(entry, body) for _ in range(TRIES))
+        assert seconds <= entry.most_seconds, f"{len(body)} bytes took {1000 * seconds:.0f} ms of a processor"
+    if _peak_bytes() - before > MOST_BYTES:
+        grown = min(_bytes_of(entry, body) for _ in range(TRIES))
+        assert grown <= MOST_BYTES, f"{len(body)} bytes took {grown / 1e6:.0f} MB"
+    return outcome
+
+
+def _decode(entry: Entry, body: bytes) -> str:
+    try:
+        entry.decode(body)
+    except entry.errors as error:
+        return f"{type(error).__name__}: {_OF_THE_INPUT.sub('', str(error)[:200])[:OUTCOME_CHARACTERS]}"
+    assert not entry.is_refused, "it was accepted, and nothing may be"
+    return "decoded"
+
+
+def _seconds_of(entry: Entry, body: bytes) -> float:
+    began = time.process_time()
+    _decode(entry, body)
+    return time.process_time() - began
+
+
+def _peak_bytes() -> int:
+    """The largest resident size of this process so far."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _bytes_of(entry: Entry, body: bytes) -> int:
+    """By how much the process grows while it decodes."""
+    reset_peak()
+    before = read_status("VmRSS")
+    _decode(entry, body)
+    return read_status("VmHWM") - before

@@ -1,0 +1,36 @@
+"""One event loop for all that is fuzzed, because making one for each input takes longer than the rest."""
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+LOOP = asyncio.new_event_loop()
+WAIT_SECONDS = 0.005
+"""What then still waits, waits for somebody else."""
+T = TypeVar("T")
+
+
+def finish(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("it waits")
+
+
+def finish_or_leave(work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of a coroutine, or None if it waits for somebody else."""
+
+    async def main() -> T | None:
+        task = asyncio.ensure_future(work)
+        done, _ = await asyncio.wait({task}, timeout=WAIT_SECONDS)
+        if done:
+            return task.result()
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        return None
+
+    return LOOP.run_until_complete(main())
