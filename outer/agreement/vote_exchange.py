@@ -31,6 +31,8 @@ class VoteExchange:
     """The plan in which this island takes part."""
     is_direct: bool = True
     """Whether this island sends its vote to each of the others."""
+    has_lists: bool = False
+    """Whether the plan has so many participants that its planner passes their votes on."""
     passed_on: VoteList | Settled | None = None
     """What this island has sent last as the planner, or passed on."""
     branches: frozenset[str] = frozenset()
@@ -47,7 +49,8 @@ class VoteExchange:
     def begin(self, plan: Plan, me: str, rules: Rules) -> None:
         """This island takes part in the plan."""
         self.plan, self.passed_on, self.is_settled, self.is_querying = plan, None, False, False
-        self.is_direct = len(plan.names) <= rules.direct_islands
+        self.has_lists = len(plan.names) > rules.direct_islands
+        self.is_direct = not self.has_lists
         self.branches, self.num_repeats = find_branches(plan, me, rules), 0
 
     def end(self) -> None:
@@ -91,7 +94,7 @@ class VoteExchange:
         pending, planner = table.pending(self.plan) & others, self.plan.planner
         if self.is_direct:
             self.outbox.append((pending, own))
-            if isinstance(self.passed_on, Settled):
+            if self.passed_on is not None and planner == knowledge.me:
                 self.outbox.append((others, self.passed_on))
         elif planner != knowledge.me and (self.plan.id, planner) not in table.receipts:
             self.outbox.append(({planner}, own))
@@ -144,8 +147,7 @@ class VoteExchange:
         if cannot_rely and not self.is_direct:
             self.is_direct = True
             self.repeat(table, knowledge)
-        passes_on = self.passed_on is not None or not self.is_direct
-        if not passes_on or plan.planner != knowledge.me:
+        if not self.has_lists or plan.planner != knowledge.me:
             return
         if message := self._find_next(plan, table, knowledge.me):
             self.passed_on = message
@@ -165,13 +167,11 @@ class VoteExchange:
 
         The others could not find out by themselves that it has committed.
         """
-        if not self.others(me):
+        if not self.has_lists or not self.others(me):
             return False
         if plan.planner != me:
             return not self.is_direct and not self.is_settled
-        if self.is_direct and self.passed_on is None:
-            return False
-        # Those that have acknowledged the list may wait for word that all have, although the planner writes to all now.
+        # Also if it writes to all by now: the others may have sent their votes to it alone.
         return all(table.receipts.get((plan.id, name)) != "commit" for name in self.others(me))
 
     def _query(self, plan: Plan, table: VoteTable, reachable: frozenset[str]) -> None:

@@ -44,6 +44,11 @@ CONFIGURATIONS = (
     quick("votes: a freeze, who takes one for lost asks", AGREEMENT, f"{VOTES_3} FREEZES=1 LOSS_BINDS"),
     quick("votes through the planner: 2 crashes", AGREEMENT, f"{VOTES_3} CRASHES=2 COORDINATOR"),
     quick("votes through the planner: a freeze", AGREEMENT, f"{VOTES_3} FREEZES=1 COORDINATOR"),
+    quick(
+        "votes through the planner: a freeze, who takes one for lost asks",
+        AGREEMENT,
+        f"{VOTES_3} FREEZES=1 COORDINATOR LOSS_BINDS",
+    ),
     quick("votes: a liar", AGREEMENT, f"{VOTES_3} LIAR=2"),
     Configuration("votes: a liar and a crash", AGREEMENT, f"{VOTES_3} LIAR=2 CRASHES=1"),
     Configuration("round: 2 crashes", AGREEMENT, "N=3 A=3 CRASHES=2"),
@@ -88,6 +93,12 @@ MUTATIONS = (
         f"{VOTES_3} CRASHES=2 COORDINATOR PLANNER_IGNORES_OPEN",
         "violated",
     ),
+    quick(
+        "a planner that writes to all commits before all others",
+        AGREEMENT,
+        f"{VOTES_3} FREEZES=1 COORDINATOR LOSS_BINDS PLANNER_ALONE",
+        "violated",
+    ),
     quick("claims need no proof", HISTORIES, f"{RUN_3} LIAR NO_PROOF", "violated"),
     quick("progress is always re-based", HISTORIES, f"{RUN_3} CRASHES=1 REBASE_ALWAYS", "violated"),
     quick("units may overlap", HISTORIES, f"{RUN_3} JOINERS OVERLAPS", "violated"),
@@ -107,12 +118,6 @@ MUTATIONS = (
 LIMITS = (
     quick("a freeze and a crash", AGREEMENT, f"{VOTES_3} FREEZES=1 CRASHES=1", "violated"),
     quick("a freeze, receipts under way", AGREEMENT, f"{VOTES_3} FREEZES=1 SLOW_MAIL", "violated"),
-    quick(
-        "a planner that freezes, who takes it for lost asks",
-        AGREEMENT,
-        f"{VOTES_3} FREEZES=1 COORDINATOR LOSS_BINDS",
-        "violated",
-    ),
     quick("a liar raises the number of attempts", BLAME, "N=3 QUORUM=2 LIAR=2 RAISES", "violated"),
 )
 """What the protocol does not give: an island that lives, or goes on, has ended an attempt as another has not."""

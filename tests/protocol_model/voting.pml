@@ -65,13 +65,13 @@ inline hear(i, k) {
 #define VOTES_AGREE(i) CERTIFIED(i)
 #endif
 
-/* Mutation: a planner that writes to all commits before those that hold its list. */
+/* Mutation: a planner that writes to all commits before all others. */
 #ifdef COORDINATOR
 #include "coordinator.pml"
 #ifdef PLANNER_ALONE
 #define WAITS_FOR_FIRST(i) false
 #else
-#define WAITS_FOR_FIRST(i) (P(i) == i && listed[i] != 0 && !ANY(HAS_COMMITTED, i))
+#define WAITS_FOR_FIRST(i) (P(i) == i && SIZE(PLAN(i)) > 1 && !ANY(HAS_COMMITTED, i))
 #endif
 #define DIRECT(i) ((to_all[i] || SIZE(PLAN(i)) == 1) && !WAITS_FOR_FIRST(i))
 #else
