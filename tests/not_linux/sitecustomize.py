@@ -65,7 +65,9 @@ for module, names in NAMES.items():
     for name in names.split():
         if hasattr(module, name):
             delattr(module, name)
-for name in ("access", "listdir", "lstat", "open", "readlink", "scandir", "stat"):
+for name in ("listdir", "lstat", "open", "readlink", "scandir", "stat"):
     setattr(os, name, without_folders(getattr(os, name)))
+_access = os.access
+os.access = lambda path, *arguments, **options: not is_gone(path) and _access(path, *arguments, **options)
 builtins.open = io.open = without_folders(io.open)
 ctypes.CDLL = Library
