@@ -5,6 +5,7 @@
 `inner` and `outer` are imported from beside this package: from the checkout, or from `_bundled` in an installed wheel.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from diloco.own_loop.data import data as data
     from diloco.own_loop.islands import Islands as Islands
+
+
+def _refuse_windows() -> None:
+    """Raise ImportError where processes, signals and file locks are not those of POSIX."""
+    if os.name != "posix":
+        raise ImportError(
+            f"diloco does not run on this system ({sys.platform}): it needs the processes, signals and file locks of "
+            "POSIX; use Linux, which Windows has in WSL 2"
+        )
 
 
 def _use_own_packages() -> None:
@@ -31,6 +41,7 @@ def _use_own_packages() -> None:
     sys.path.insert(0, str(home))
 
 
+_refuse_windows()
 _use_own_packages()
 
 

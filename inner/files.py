@@ -58,6 +58,17 @@ def write_synced(path: Path, data: bytes | bytearray) -> None:
         os.fsync(file.fileno())
 
 
+def take_space(file: IO[bytes], size: int) -> None:
+    """Give an empty file its size at once: a full disk shows here, as an OSError, and others see what is taken.
+
+    Where the system has no such call (macOS), others see it too, and a full disk shows when the file is written.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+    else:
+        file.truncate(size)
+
+
 def try_lock(file: int | IO, *, shared: bool = False) -> bool:
     """Take the advisory lock (flock) of an open file; False if another open file holds it in a conflicting mode.
 

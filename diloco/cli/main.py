@@ -15,6 +15,7 @@ from diloco.cli.prepare import prepare
 from diloco.cli.simulate import simulate
 from diloco.cli.swarm import bootstrap, doctor, join, relay, status, watch
 from diloco.cli.weights import evaluate, export, generate
+from diloco.watchdog.signals import watch_parent
 
 app = typer.Typer(
     name="diloco",
@@ -219,6 +220,7 @@ for command in (watch, bootstrap, relay, join, doctor, status, launch, key, prep
 
 def main() -> None:
     """Run the command line. A mistake of the user gives one message and exit status 2, in a rank FINAL_STATUS."""
+    watch_parent()
     try:
         app(standalone_mode=True)
     except SystemExit as error:

@@ -30,6 +30,7 @@ COMMAND_SECONDS = 10
 MAX_NAMESPACES = 250
 NOBODY = "02:00:00:00:00:00"
 """A link-layer address (locally administered) that no interface has."""
+OWN_NAMESPACE = "/proc/self/ns/net"
 NEEDED_BY = "--link, --netns, --nodes, --nat, --proxy and faults of the kind cut"
 
 
@@ -176,6 +177,11 @@ def open_net() -> Iterator[Net]:
 
 def check_possible() -> None:
     """Raise ConfigError unless this process may create namespaces."""
+    if not os.path.exists(OWN_NAMESPACE):
+        raise ConfigError(
+            f"{NEEDED_BY} put each island into a network namespace, which Linux alone has, and not this system (there "
+            f"is no {OWN_NAMESPACE}); leave them out, or run the simulation on Linux"
+        )
     if os.geteuid() != 0:
         raise ConfigError(
             f"{NEEDED_BY} put each island into a network namespace, which needs root; "

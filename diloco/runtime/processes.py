@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from diloco.faults.spec import DAEMON
-from diloco.watchdog.signals import end_with_parent
+from diloco.watchdog.signals import MARK, end_with_parent
 
 _log = logging.getLogger(__name__)
 
@@ -24,13 +24,12 @@ KILL_SECONDS = 10.0
 # Otherwise glibc returns a step's large buffers to the system and faults them in again: 4 to 13 % of a step on a CPU.
 # Both are set because setting either one disables glibc's dynamic adjustment of the other.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
-MARK = "DILOCO_CHILD"
-"""An environment variable that marks a child and all its descendants. Sessions and parents do not identify them:
-ranks are started in sessions of their own, and the children of a killed rank have no parent."""
 NODE = "DILOCO_NODE"
 """An environment variable with the number of its node in each process of an island of several nodes."""
 LINES_BELOW = 80
 """An upper limit of the lines that an island's other ranks print after one has ended with an error."""
+PROC = Path("/proc")
+"""Where Linux shows all processes with their environments."""
 DAEMON_NAME = "p2pd"
 """Name of the process of a libp2p daemon."""
 _numbers = itertools.count()
@@ -157,13 +156,29 @@ def signal_all(children: Sequence[Child], number: signal.Signals) -> None:
 
 
 def find_processes(children: Sequence[Child]) -> set[int]:
-    """The process ids of the children and all their descendants (on Linux; elsewhere none are found)."""
+    """The process ids of the children and all their descendants that run.
+
+    Where there is no PROC, only descendants are found whose parents, up to the child, run.
+    """
+    if not PROC.is_dir():
+        return find_descendants({child.process.pid for child in children})
     marks = {f"{MARK}={child.mark}".encode() for child in children}
     found: set[int] = set()
-    for folder in Path("/proc").glob("[0-9]*"):
+    for folder in PROC.glob("[0-9]*"):
         with suppress(OSError):
             if marks.intersection((folder / "environ").read_bytes().split(b"\0")):
                 found.add(int(folder.name))
+    return found
+
+
+def find_descendants(roots: set[int]) -> set[int]:
+    """These processes and their descendants, by the parents that `ps` prints, without those that have ended."""
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
+    processes = [line.split() for line in listed.splitlines()]
+    parents = {int(pid): int(parent) for pid, parent, state in processes if not state.startswith("Z")}
+    found = roots & parents.keys()
+    while new := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= new
     return found
 
 
@@ -180,12 +195,12 @@ def find_process(child: Child, name: str) -> set[int]:
 
 def parts_of_island(pid: int) -> set[str]:
     """The names by which `find_process` finds an island's process. Raises OSError if there is none with this id."""
-    lines = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    lines = (PROC / str(pid) / "environ").read_bytes().decode(errors="replace").split("\0")
     variables = {name: value for name, _, value in (line.partition("=") for line in lines)}
     node, rank = variables.get(NODE), variables.get("RANK")
     parts = {f"node{node}"}
     # What a rank or an agent starts inherits its variables and its session, which it leads.
-    if Path(f"/proc/{pid}/comm").read_text().strip() == DAEMON_NAME:
+    if (PROC / str(pid) / "comm").read_text().strip() == DAEMON_NAME:
         parts |= {DAEMON, f"{DAEMON}{node}"}
     elif os.getsid(pid) == pid:
         parts.add(f"agent{node}" if rank is None else f"rank{rank}")

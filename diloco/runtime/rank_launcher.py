@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from tempfile import TemporaryDirectory
 
 from diloco.errors import FINAL_STATUS
-from diloco.watchdog.signals import end_with_parent
+from diloco.watchdog.signals import MARK, end_with_parent, watch_parent
 
 STORE = "DILOCO_RANK_STORE"
 """Environment variable: path of the FileStore in which the ranks of one life of the island meet."""
@@ -56,6 +56,7 @@ def run_life(command: Sequence[str], num_ranks: int, life: int, received: list[i
         env = os.environ | {name: str(value) for name, value in shared.items()} | {STORE: path}
         # Otherwise each rank computes with as many threads as the machine has cores.
         env.setdefault("OMP_NUM_THREADS", "1")
+        env.setdefault(MARK, str(os.getpid()))
         ranks = [start_rank(command, rank, env, descriptors) for rank in range(num_ranks)]
         try:
             return wait_for_ranks(ranks, received)
@@ -155,5 +156,6 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    watch_parent()
     module_and_arguments = sys.argv[3:]
     sys.exit(launch_ranks([sys.executable, "-m", *module_and_arguments], int(sys.argv[1]), int(sys.argv[2])))

@@ -15,7 +15,7 @@ from diloco.config.own_code import load_own_config
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.faults.disturbances import NO_DISTURBANCES, Disturbances
-from diloco.faults.spec import BOOTSTRAP, check_nodes_of, check_processes, check_targets, parse_fault
+from diloco.faults.spec import BOOTSTRAP, Fault, check_nodes_of, check_processes, check_targets, parse_fault
 from diloco.faults.storm import storm
 from diloco.network_emulation.links import count_bytes, open_links, parse_links, relay_warning
 from diloco.network_emulation.namespaces import check_possible
@@ -27,7 +27,7 @@ from diloco.report.summary import write_summary
 from diloco.report.summary_table import print_summary
 from diloco.runtime.devices.gpus import find_obstacle, list_cards, list_gpus
 from diloco.runtime.devices.shares import GpuShares, check_shares, describe_shares, share_first_gpu, share_gpus
-from diloco.runtime.processes import Child, island_command, stop
+from diloco.runtime.processes import PROC, Child, island_command, stop
 from diloco.simulate.dashboard import Dashboard, print_failure
 from diloco.simulate.fleet import (
     Fleet,
@@ -147,6 +147,7 @@ def check_disturbances(disturbances: Disturbances, config: Config) -> None:
         [config.for_island(index).ranks for index in range(len(config.islands))],
         has_daemon=config.outer.transport == "hivemind",
     )
+    check_parts(faults)
     check_nodes_of(faults, disturbances.nodes)
     if disturbances.nodes > 1:
         check_nodes(config, disturbances.nodes)
@@ -156,6 +157,16 @@ def check_disturbances(disturbances: Disturbances, config: Config) -> None:
     check_hidden("--proxy", disturbances.proxy, config)
     if both := set(disturbances.nat) & set(disturbances.proxy):
         raise ConfigError(f"--nat, --proxy: island {min(both)} is given to both; one of them hides it")
+
+
+def check_parts(faults: Sequence[Fault]) -> None:
+    """Raise ConfigError if a fault hits a part of an island and this system does not tell which processes that is."""
+    for fault in faults:
+        if fault.part is not None and not PROC.is_dir():
+            raise ConfigError(
+                f"--fault {fault}: a part of an island ({fault.part}) is found in {PROC}, which Linux alone has, and "
+                "not this system; leave out process= and node=, so that the whole island is hit, or run it on Linux"
+            )
 
 
 def check_hidden(option: str, hidden: Sequence[int], config: Config, *, forgets: bool = False) -> None:

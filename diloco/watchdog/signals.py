@@ -4,13 +4,19 @@ import ctypes
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NoReturn
 
 from inner.threads import start_thread
 
+MARK = "DILOCO_CHILD"
+"""An environment variable that marks a child and all its descendants. Sessions and parents do not identify them:
+ranks are started in sessions of their own, and the children of a killed rank have no parent."""
 PR_SET_PDEATHSIG = 1
+PARENT_SECONDS = 1.0
+"""How often a process looks for its parent where the kernel does not say that it has died."""
 GRACE_SECONDS = 4.0
 STOPS = (signal.SIGTERM, signal.SIGINT)
 
@@ -33,9 +39,22 @@ def on_stop(cleanup: Callable[[], None], others: Mapping[int, Callable[[], objec
 
 
 def end_with_parent() -> None:
-    """Make the kernel send SIGTERM to this process when its parent dies in any way (on Linux; elsewhere a no-op)."""
+    """Make the kernel send SIGTERM to this process when its parent dies in any way. Linux alone: see watch_parent."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def watch_parent() -> None:
+    """Send SIGTERM to this process when its parent has died, if one of ours has started it and the kernel does not."""
+    if MARK in os.environ and not hasattr(ctypes.CDLL(None), "prctl"):
+        parent = os.getppid()
+        threading.Thread(target=_wait_for_parent, args=(parent,), name="parent", daemon=True).start()
+
+
+def _wait_for_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(PARENT_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def end_after(cleanup: Callable[[], None], status: int, seconds: float = GRACE_SECONDS) -> NoReturn:

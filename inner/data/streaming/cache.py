@@ -17,7 +17,7 @@ import numpy as np
 
 from inner.data.streaming.index import is_shard_name, sha256_of
 from inner.errors import InputError
-from inner.files import try_lock, wait_for_lock
+from inner.files import take_space, try_lock, wait_for_lock
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +96,7 @@ class ShardCache:
             file = path.open("wb")
             try:
                 try_lock(file)
-                # At once, so that a full disk shows here, and others see what is taken.
-                os.posix_fallocate(file.fileno(), 0, size)
+                take_space(file, size)
             except OSError:
                 file.close()
                 raise

@@ -8,14 +8,20 @@ While a group is being built the port is open.
 import asyncio
 import ctypes
 import ipaddress
+import logging
 import os
 import socket
 import stat
 import struct
 from collections.abc import Iterator
+from functools import cache
 
 from outer.errors import InputError
 
+log = logging.getLogger(__name__)
+
+DESCRIPTORS = "/proc/self/fd"
+"""Where Linux lists what this process has open."""
 SO_ATTACH_FILTER = 26
 """Linux: attach a classic BPF program to a socket. Python's socket module does not name it."""
 DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
@@ -25,8 +31,11 @@ DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 def close_door(own: bytes) -> int:
     """Drop what arrives at the listening socket whose address is within `own`; returns the number of sockets closed.
 
-    `own` is what gloo says of itself. Connections that are there go on. On systems other than Linux nothing happens.
+    `own` is what gloo says of itself. Connections that are there go on. Linux alone can do this: on other systems the
+    socket stays open, with a warning.
     """
+    if not os.path.isdir(DESCRIPTORS):
+        _warn_of_open_door()
     num_closed = 0
     for listener in _listeners():
         with listener:
@@ -67,11 +76,19 @@ async def _addresses_of(host: str) -> list[str]:
     return [str(address[0]).partition("%")[0] for *_, address in found]
 
 
+@cache
+def _warn_of_open_door() -> None:
+    log.warning(
+        "gloo's port stays open to whoever reaches it, because only Linux can close it; keep it inside a private "
+        "network, or set outer.transport=tls"
+    )
+
+
 def _listeners() -> Iterator[socket.socket]:
     """Duplicates of this process's listening sockets."""
-    if not os.path.isdir("/proc/self/fd"):
+    if not os.path.isdir(DESCRIPTORS):
         return
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir(DESCRIPTORS):
         try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
