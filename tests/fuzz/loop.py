@@ -2,10 +2,24 @@
 
 import asyncio
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
 LOOP = asyncio.new_event_loop()
+_executors: list[ThreadPoolExecutor] = []
+"""The one whose threads the loop uses now, once it has used some."""
+
+
+def end_threads() -> None:
+    """End the threads that the loop has used. Other tests of the process fork, which needs that there are none."""
+    while _executors:
+        _executors.pop().shutdown()
+    _executors.append(ThreadPoolExecutor(thread_name_prefix="fuzz"))
+    LOOP.set_default_executor(_executors[0])
+
+
+end_threads()
 WAIT_SECONDS = 0.005
 """What then still waits, waits for somebody else."""
 T = TypeVar("T")
