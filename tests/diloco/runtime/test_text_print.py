@@ -74,7 +74,7 @@ def logging_loop(config: Config, index: int) -> None:
 def test_islands_whose_text_differs_each_say_so_in_one_line(tmp_path: Path, work: Any, is_same: bool) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    with swarm(tmp_path, "outer.rounds=1", islands=[{}, {"data_paths": [str(other)]}]) as made:
+    with swarm(tmp_path, "outer.rounds=4", islands=[{}, {"data_paths": [str(other)]}]) as made:
         for path in (tmp_path / "text").iterdir():
             (other / path.name).write_text(path.read_text() + "" * is_same + "\nmore" * (not is_same))
         for island in made.start_all(work):
