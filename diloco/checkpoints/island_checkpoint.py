@@ -59,7 +59,10 @@ class IslandCheckpoints:
         self._where = where
         self._mirror: Mirror | None = None
         """Set on the leader, if the config asks for a mirror."""
-        self._pushes = Worker("mirror")
+        self._pushes: Worker | None = None
+        """Copies to the mirror, if there is one."""
+        self._offered: SavedCheckpoint | None = None
+        """The checkpoint whose state `find_earlier` has returned last."""
         self._resume_step: int | None = None
         """Inner step of the checkpoint to resume from; None: the newest."""
         self._run, self._trainer, self._outer = run, trainer, outer
@@ -75,6 +78,7 @@ class IslandCheckpoints:
             if may_pull and (name := mirror.pull(self._where.path)):
                 log.warning("%s was copied from %s: this island's folder had none as new", name, url)
             self._mirror = mirror
+            self._pushes = Worker("mirror")
 
         self._files.run_on_first_rank(begin)
 
@@ -107,34 +111,23 @@ class IslandCheckpoints:
 
         Nothing else is loaded. Raises InputError if it does not fit the run.
         """
-        found = self._find_newest()
-        if found is None:
+        try:
+            self._offered = self._files.newest()
+        except InputError:
+            return None  # There are only damaged or rejected ones.
+        if self._offered is None:
             return None
-        tensors = dict[str, torch.Tensor]()
-
-        def allocate(names: Collection[str]) -> Mapping[str, torch.Tensor]:
-            tensors.update(self._outer.allocate(names))
-            return tensors
-
-        self._files.load_extra(found, allocate)
-        return self._outer.read_earlier(tensors, parse_island_facts(found).outer)
+        tensors = self._files.load_extra(self._offered, self._outer.allocate)
+        return self._outer.read_earlier(tensors, parse_island_facts(self._offered).outer)
 
     def reload_trainer(self) -> None:
-        """Load local params and the optimizer from the newest checkpoint that is whole and not rejected.
+        """Load local params and the optimizer from the checkpoint whose state was offered last.
 
         Raises InputError if it does not fit the run.
         """
-        found = self._find_newest()
-        assert found is not None, "the checkpoint whose state the island has just offered"
-        self._files.load(self._trainer, found)
-        self._trainer.spikes.losses = parse_island_facts(found).losses
-
-    def _find_newest(self) -> SavedCheckpoint | None:
-        """The newest checkpoint that is whole and not rejected, None if there is none."""
-        try:
-            return self._files.newest()
-        except InputError:
-            return None  # There are only damaged or rejected ones.
+        assert self._offered is not None, "the islands have gone back to what this one has offered"
+        self._files.load(self._trainer, self._offered)
+        self._trainer.spikes.losses = parse_island_facts(self._offered).losses
 
     def resume_at(self, inner_step: int) -> None:
         """Let `resume` load the checkpoint of this step instead of the newest one."""
@@ -165,7 +158,7 @@ class IslandCheckpoints:
 
     def _copy(self) -> None:
         """Start to mirror the checkpoint just written. A slow copy delays the next copy, but no save."""
-        if self._mirror is not None:
+        if self._mirror is not None and self._pushes is not None:
             self._pushes.submit(partial(push, self._mirror, self._where.path))
 
     def wait(self) -> None:
@@ -180,7 +173,8 @@ class IslandCheckpoints:
     def close(self) -> None:
         """Wait as in `wait`, and release the folder."""
         self.wait()
-        self._pushes.close()
+        if self._pushes is not None:
+            self._pushes.close()
         self._files.close()
 
 

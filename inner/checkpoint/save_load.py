@@ -180,14 +180,16 @@ class Checkpoints:
         trainer.inner_step = checkpoint.inner_step
         return checkpoint.facts
 
-    def load_extra(self, checkpoint: SavedCheckpoint, allocate: AllocateExtra) -> None:
+    def load_extra(self, checkpoint: SavedCheckpoint, allocate: AllocateExtra) -> Tensors:
         """Load nothing but those of save()'s `extra` tensors that `allocate` returns for the names of all saved ones.
 
-        Raises InputError for a refused index or tensor.
+        Returns them. Raises InputError for a refused index or tensor.
         """
         self.wait(self._timeout_seconds)
         index = run_on_first_rank(self._group, lambda: read_index(checkpoint))
-        read_tensors(dict(allocate(index.tensors.keys())), checkpoint.path, index, self._group)
+        tensors = dict(allocate(index.tensors.keys()))
+        read_tensors(tensors, checkpoint.path, index, self._group)
+        return tensors
 
     def reject_since(self, inner_step: int) -> list[str]:
         """Let nobody resume from the checkpoints of this inner step or later ones. Returns their names."""

@@ -90,36 +90,28 @@ class Suspicions:
     def forgive(self) -> None:
         """Forget all causes so far, because nothing could be planned with them."""
         self.forgiven = frozenset(self.plans)
-        self.dissents = {name: replace(streak, until=0) for name, streak in self.dissents.items()}
-        self.silences = {name: replace(streak, until=0) for name, streak in self.silences.items()}
-        self.hindrances = {name: replace(streak, until=0) for name, streak in self.hindrances.items()}
+        for streaks in self._streaks.values():
+            streaks |= {name: replace(streak, until=0) for name, streak in streaks.items()}
         self.num_amnesties += 1
 
     def begin_round(self, round_number: int, committed: Iterable[str], votes: Votes) -> None:
         """A new state begins: forget the attempts. `committed`: participants of the plan that this island committed."""
-        for name in self.find_dissenters(votes):
-            self.dissents[name] = self.dissents.get(name, Streak()).add(round_number)
-        for name in frozenset(chain(*(self.silent.get(plan, ()) for plan in self._counted))):
-            self.silences[name] = self.silences.get(name, Streak()).add(round_number)
-        for name in self._find_hindrances(frozenset(committed), votes):
-            self.hindrances[name] = self.hindrances.get(name, Streak()).add(round_number)
-        for name in committed:
-            self.dissents.pop(name, None)
-            self.silences.pop(name, None)
-            self.hindrances.pop(name, None)
+        silent = frozenset(chain(*(self.silent.get(plan, ()) for plan in self._counted)))
+        hindrances = self._find_hindrances(frozenset(committed), votes)
+        _add(self.dissents, self.find_dissenters(votes), round_number)
+        _add(self.silences, silent, round_number)
+        _add(self.hindrances, hindrances, round_number)
+        for streaks in self._streaks.values():
+            for name in committed:
+                streaks.pop(name, None)
         self.round = round_number
         self.plans, self.silent, self.forgiven, self.num_amnesties = {}, {}, frozenset(), 0
 
     def excluded(self, round_number: int, votes: Votes) -> dict[str, str]:
         """Islands that are left out of this round's plans, with the reason."""
-        streaks = (
-            ("its digests differed", self.dissents),
-            ("it was silent", self.silences),
-            ("only without it attempts succeeded", self.hindrances),
-        )
         reasons = {
             name: f"{what}, {streak.count} times in a row"
-            for what, found in streaks
+            for what, found in self._streaks.items()
             for name, streak in found.items()
             if streak.until > round_number
         }
@@ -199,6 +191,15 @@ class Suspicions:
         return {name: digest for name, digest in cast.items() if digest is not None}
 
     @property
+    def _streaks(self) -> dict[str, dict[str, Streak]]:
+        """The streaks that leave islands out, by what is said of them."""
+        return {
+            "its digests differed": self.dissents,
+            "it was silent": self.silences,
+            "only without it attempts succeeded": self.hindrances,
+        }
+
+    @property
     def _counted(self) -> list[str]:
         return [plan for plan in self.plans if plan not in self.forgiven]
 
@@ -206,6 +207,12 @@ class Suspicions:
     def _islands(self) -> set[str]:
         """All participants of the plans that count."""
         return set(chain(*(self.plans[plan] for plan in self._counted)))
+
+
+def _add(streaks: dict[str, Streak], names: Iterable[str], round_number: int) -> None:
+    """These islands have given the cause once more."""
+    for name in names:
+        streaks[name] = streaks.get(name, Streak()).add(round_number)
 
 
 def stays(island: str, other: str, round_number: int) -> bool:
