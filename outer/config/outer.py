@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from outer.config.networks import NETWORKS, NetworkFacts
 from outer.config.optimizer import OuterOptimizerConfig
 from outer.config.own_code import is_import_path, one_of
 from outer.config.section import Section
@@ -16,13 +17,8 @@ GATHERED = ("topk",)
 CODECS = ("fp32", "bf16", "fp16", "int8", "int4", "e3m0", "stat2", "topk", "lowrank")
 MAX_SECONDS = 30 * 86400.0
 """No wait and no round of a run is longer: a swarm's config sets them, too."""
-AT_RENDEZVOUS = frozenset({"gloo", "tls"})
-"""Transports whose islands meet at a TCP rendezvous; those of hivemind meet in its DHT, where those of tls may meet,
-too."""
 MAX_TLS_STREAMS = 16
 """Limit of the connections on which a rank sends to a rank of another island, over tls."""
-PORTS_OF_TLS = 2
-"""Ports of a rank over tls: one for calls, and the next for payloads."""
 
 GOSSIP_REFUSES = (
     "wait_for",
@@ -201,6 +197,11 @@ class OuterConfig(Section):
                 f"{remembering[0]} makes it depend on what its reducer remembers of earlier rounds; leave that out, or "
                 "set audit to 0"
             )
+
+    @property
+    def network(self) -> NetworkFacts:
+        """The facts of the network between islands."""
+        return NETWORKS[self.transport]
 
     @property
     def gathering_problem(self) -> str:
