@@ -37,6 +37,11 @@ class VoteTable:
         """Remember a vote. Only the first vote of an island on a plan counts."""
         self.votes.setdefault((vote.plan, vote.island), vote)
 
+    def has_dispute(self, plan: Plan) -> bool:
+        """Whether islands have voted for different digests of the state to which this plan leads."""
+        digests = {vote.digest for (plan_id, _), vote in self.votes.items() if plan_id == plan.id and vote.digest}
+        return len(digests) > 1
+
     def drop_unsigned(self, plan: Plan, verify: Verify) -> None:
         """Forget yes votes that came before the plan and are not signed as it demands."""
         early = [vote for name in plan.names if (vote := self.votes.get((plan.id, name)))]

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 MAX_SELECT_SECONDS = 3600.0  # the operating system rejects waits of more than some weeks
 BEAT_SECONDS = 0.25
+CHECKS_THREADS = bool(os.environ.get("DILOCO_CHECK_THREADS"))
+"""Whether `assert_on_loop` checks anything."""
 FROZEN_SECONDS = 2.0
 """A gap of this length is a freeze. It is shorter than the least time after which others call an island lost."""
 
@@ -38,6 +40,10 @@ class EventLoop(Protocol):
     def run(self, work: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
         """Run `work` on the loop and block until its result is there. Raises TimeoutError."""
         ...
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Call a function on the loop, which owns what it touches, and block until its result is there."""
+        return self.run(_call(work))
 
     def try_to(self, work: Coroutine[Any, Any, object], timeout_seconds: float) -> bool:
         """Run `work`, which nothing depends on (a goodbye), and return whether it finished in time."""
@@ -145,6 +151,19 @@ class SlowSelector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         return super().select(None if timeout is None else min(timeout * self._slowness, MAX_SELECT_SECONDS))
+
+
+def assert_on_loop() -> None:
+    """Raise AssertionError if the caller does not run on an event loop, whose tasks alone may touch a state.
+
+    It does so where DILOCO_CHECK_THREADS is set, as in tests: no run ends because of a race that may be harmless.
+    """
+    if CHECKS_THREADS:
+        assert asyncio._get_running_loop() is not None, "this state belongs to the event loop: use EventLoop.call"
+
+
+async def _call(work: Callable[[], T]) -> T:
+    return work()
 
 
 def loop_time() -> float:

@@ -183,6 +183,10 @@ class IslandReduce:
         self.attempts.reducer.forget()
         self.recent.forget()
 
+    def dispute(self, plan: Plan) -> None:
+        """Participants of the plan have found different means. Every rank calls it."""
+        self.event_loop.call(lambda: self.attempts.dispute(plan))
+
     def drop(self) -> None:
         """Leave the transport group of an attempt that did not commit. Every rank calls it."""
         self.event_loop.run(self.attempts.drop())

@@ -46,10 +46,12 @@ class Leader:
 
     def resume(self, proof: Proof) -> None:
         """The replica holds the state of a checkpoint, which was saved with `proof`. Call it before `announce`."""
-        self.event_loop.run(self._restore(proof))
+        self.event_loop.call(lambda: self._claims.restore(proof))
         # Whoever hears that this state is newer than its own may ask for it at once.
         self.serve_state(included=[])
-        self.event_loop.run(self._resume())
+        # It is coming: faster islands that go on from their checkpoints, too, wait for it.
+        status = build_status(self.replica, is_coming=True)
+        self.event_loop.call(lambda: self.driver.protocol.update_status(status))
 
     def announce(self) -> None:
         """Enter the membership and start to speak with the others. Raises InputError when the name is taken."""
@@ -70,7 +72,8 @@ class Leader:
     @property
     def proof(self) -> Proof:
         """The proof of the state that the replica holds; an empty one if there is none."""
-        return self._claims.prove(build_status(self.replica, is_coming=True).claim)
+        claim = build_status(self.replica, is_coming=True).claim
+        return self.event_loop.call(lambda: self._claims.prove(claim))
 
     def check(self, description: Description) -> None:
         """Raise MessageError if another island's state must not be taken. Call it on the event loop."""
@@ -126,11 +129,11 @@ class Leader:
 
     def explain_abort(self, plan: Plan) -> tuple[str, dict[str, str]]:
         """Why the plan was not committed, and which islands are left out of the next one, with the reason."""
-        return self.event_loop.run(self._explain_abort(plan))
+        return self.event_loop.call(lambda: explain_abort(self.driver.protocol, plan))
 
     def has_dispute(self, plan: Plan) -> bool:
         """Whether participants of the plan have voted for different digests."""
-        return self.event_loop.run(self._has_dispute(plan))
+        return self.event_loop.call(lambda: self.driver.protocol.vote_table.has_dispute(plan))
 
     def interruption(self, seconds_left: float, *, entered_late: bool) -> Interruption:
         """See `ProtocolDriver.interruption`."""
@@ -154,12 +157,11 @@ class Leader:
         The wait ends early when so many islands, with this one, are known, and none of them is about to take the state
         of this island or another.
         """
-        return wait_for_donors(
-            self.find_donors,
-            self.event_loop,
-            seconds,
-            lambda: self._num_islands >= num_expected and not self._has_stragglers,
-        )
+
+        def is_hopeless() -> bool:
+            return self._num_islands >= num_expected and not self._has_stragglers
+
+        return wait_for_donors(self.find_donors, self.event_loop, seconds, lambda: self.event_loop.call(is_hopeless))
 
     def wait_to_join(self, seconds: float, first_commit_seconds: float) -> bool:
         """Whether there are donors, waited for up to `seconds`; longer while others are there without a commit yet."""
@@ -177,7 +179,7 @@ class Leader:
     @property
     def is_alone(self) -> bool:
         """Whether no other island has spoken to this one, or all that have are lost."""
-        return self._num_islands == 1
+        return self.event_loop.call(lambda: self._num_islands == 1)
 
     def linger(self, seconds: float) -> bool:
         """Wait until every live island has reached this round. Returns True if another history survives."""
@@ -189,6 +191,8 @@ class Leader:
         goodbye = Goodbye(island=me, incarnation=incarnation, round=self.replica.position.round, steps=steps)
         self.event_loop.try_to(self.driver.say_goodbye(goodbye), LEAVE_SECONDS)
         self.event_loop.try_to(self.membership.leave(), LEAVE_SECONDS)
+
+    # -- on the event loop ------------------------------------------------------------------------------------
 
     @property
     def _num_islands(self) -> int:
@@ -209,13 +213,6 @@ class Leader:
     def _claims(self) -> Claims:
         return self.driver.protocol.knowledge.claims
 
-    async def _restore(self, proof: Proof) -> None:
-        self._claims.restore(proof)
-
-    async def _resume(self) -> None:
-        # It is coming: faster islands that go on from their checkpoints, too, wait for it.
-        self.driver.protocol.update_status(build_status(self.replica, is_coming=True))
-
     async def _update_status(self, member: Member, status: Status) -> None:
         # On the event loop, which owns membership and driver.
         self.membership.update(member)
@@ -225,13 +222,6 @@ class Leader:
         # The message is built on the event loop, like that of `_contribute`, so that no contribution is missed.
         ready = build_ready()
         return await self.driver.plan(ready, lambda: on_sent(ready.round))
-
-    async def _explain_abort(self, plan: Plan) -> tuple[str, dict[str, str]]:
-        return explain_abort(self.driver.protocol, plan)
-
-    async def _has_dispute(self, plan: Plan) -> bool:
-        votes = self.driver.protocol.vote_table.votes
-        return len({vote.digest for (id_, _), vote in votes.items() if id_ == plan.id and vote.digest}) > 1
 
     async def _contribute(self, build_ready: Callable[[], Ready]) -> None:
         await self.driver.contribute(build_ready())

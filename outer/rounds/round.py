@@ -71,7 +71,7 @@ class RoundRunner:
         else:
             self.reduce.drop()
             if self._ranks.on_leader(lambda: self._leader.has_dispute(plan)):
-                self.reduce.attempts.dispute(plan)
+                self.reduce.dispute(plan)
         if result.at_fault == self.island:
             raise OuterError(result.cause or "")
         report = self._report(plan, snapshot, cause, is_committed=is_committed)
