@@ -1,4 +1,5 @@
-"""The `outer` section of the run config. No torch, so that config errors appear fast."""
+"""The `outer` section of the run config. It does not import torch, so that config errors appear
+fast."""
 
 from outer.config.optimizer import AlignConfig, OuterOptimizerConfig
 from outer.config.outer import AT_RENDEZVOUS, CODECS, MAX_TLS_STREAMS, PORTS_OF_TLS, OuterConfig
