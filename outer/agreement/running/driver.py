@@ -39,8 +39,8 @@ class ProtocolDriver:
     """Conversation of this island's leader with the other leaders. All methods run on one event loop.
 
     `on_no` is called with (plan id, island, cause) for every no vote and lost participant, to end a running reduce.
-    `on_wait` is called on the event loop every few seconds in which a round makes no progress, and with None when it
-    goes on; `on_lost` with an island that lived until now and the cause. `rejections` counts claims without proof.
+    `on_wait` is called every few seconds while a round makes no progress, and with None when it continues. `on_lost`
+    is called with an island that has just become lost, and the cause. `rejections` counts claims without proof.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class ProtocolDriver:
         self._send_outbox()
 
     async def plan(self, own: Ready, on_sent: Callable[[], None] = lambda: None) -> Plan:
-        """Announce that this island is ready, call `on_sent`, and return the plan that it takes part in.
+        """Announce that this island is ready, call `on_sent`, and return the plan in which it takes part.
 
-        Raises BehindError if another history survives, and QuorumError if too few islands come.
+        Raises BehindError if another history survives, and QuorumError if too few islands join.
         """
         self._protocol.prepare(own)
         self._send_outbox()
@@ -120,13 +120,13 @@ class ProtocolDriver:
             await self._changes.wait(min(PING_SECONDS, patience or PING_SECONDS))
 
     async def contribute(self, own: Ready) -> None:
-        """Turn from an observer that waits in `plan` into a contributor, because the inner steps are done."""
+        """Change from an observer that waits in `plan` to a contributor, because the inner steps are done."""
         self._protocol.contribute(own)
         self._send_outbox()
         self._changes.add()
 
     async def decide(self, vote: Vote, on_sent: Callable[[], None] = lambda: None) -> bool:
-        """Vote and return whether the plan commits. `on_sent` is called when the vote is on its way."""
+        """Vote on the plan and return whether it commits. `on_sent` is called once the vote is being sent."""
         await self._stop_if_left()
         self._protocol.vote(vote)
         self._send_outbox()
@@ -135,7 +135,7 @@ class ProtocolDriver:
         limit, waits = vote_limit(self._deadlines, started - self._planned_at), WaitReporter(started, self._on_wait)
         assert plan is not None, "an island votes on the plan it takes part in"
         while True:
-            # After a freeze all votes may be here although this island's own vote has reached nobody.
+            # After a freeze all votes may have arrived although this island's own vote has reached no other island.
             self._detector.check_freeze()
             late = loop_time() - max(started, self._detector.woke_at) - limit
             is_slow, is_over = late > -limit / 2, late > query_limit(self._deadlines)
@@ -156,14 +156,15 @@ class ProtocolDriver:
         return outcome == "commit"
 
     async def say_goodbye(self, goodbye: Goodbye) -> None:
-        """Tell all islands that this one leaves. Islands that do not answer soon will find it lost instead."""
-        # An attempt in progress may end first, because the others need this island's vote.
+        """Notify all islands that this one leaves. Islands that do not answer soon will find it lost."""
+        # An attempt in progress may end first, because the other participants need this island's vote.
         deadline = loop_time() + GOODBYE_SECONDS
         while self._protocol.state in ("reducing", "voting") and loop_time() < deadline:
             await self._changes.wait(deadline - loop_time())
         self._has_left = True
         self._detector.stop()
-        # A ping that crosses the goodbye is still answered: nobody should wait for this island.
+        # Pings that arrive during the goodbye are still answered, with a status that tells others not to wait for this
+        # island.
         self._knowledge.status = self._knowledge.status.model_copy(update={"is_coming": False})
         body = goodbye.encode()
         calls = [self._peers.call(name, "goodbye", body) for name in self._protocol.find_left_behind()]
@@ -172,9 +173,11 @@ class ProtocolDriver:
                 await asyncio.gather(*calls, return_exceptions=True)
 
     async def interruption(self, seconds_left: float, *, entered_late: bool) -> Interruption:
-        """Why inner steps should end now: another history survives, or contributors would go on without this island.
+        """Return why inner steps should end now: another history survives, or contributors would continue without this
+        island.
 
-        `seconds_left`: until the inner steps are done. `entered_late`: it took the round's state while others trained.
+        `seconds_left`: the time until the inner steps are done. `entered_late`: the island took the round's state
+        while others were already training.
         """
         if self._knowledge.behind(is_settled=False) is not None:
             return "behind"
@@ -186,10 +189,11 @@ class ProtocolDriver:
         return ""
 
     async def linger(self, seconds: float) -> bool:
-        """Wait until all live islands have caught up. Returns True if this island's history does not survive."""
-        deadline, coordination = loop_time() + seconds, self._protocol.coordination
+        """Wait until all live islands have caught up. Return True if this island's history does not survive."""
+        deadline = loop_time() + seconds
+        coordination = self._protocol.coordination
         if len(self._knowledge.present) < self._knowledge.rules.tree_islands:
-            self._protocol.write_to_all()  # Nobody else asks all of them for their status.
+            self._protocol.write_to_all()  # No other island requests the status of all of them.
         asked: str | None = "nobody"
         while loop_time() < deadline and (asked == "nobody" or self._protocol.is_waited_for):
             if asked != (asked := coordination.coordinator):
@@ -200,14 +204,15 @@ class ProtocolDriver:
         return self._knowledge.behind(is_settled=True) is not None
 
     async def find_donors(self) -> list[Member]:
-        """Membership records of the islands that hold the surviving history; empty if this island holds it."""
+        """Return the membership records of the islands that hold the surviving history; empty if this island holds
+        it."""
         await self._detector.find_members()
         return self._doubts.find_donors(self._peers.members)
 
     async def disbelieve(self, donors: Sequence[Member]) -> None:
-        """The state that these records or the islands' statuses claim could not be taken: ignore it for a while.
+        """Ignore these islands' claims for a while, because the claimed state could not be taken.
 
-        Until then the islands are neither donors nor waited for, unless they claim no more than this island holds.
+        Until then they are neither donors nor waited for, unless they claim no more than this island holds.
         """
         for donor in donors:
             claimed = Status(round=donor.round, tokens=donor.tokens, digest=donor.digest or "0" * 16)
@@ -215,12 +220,12 @@ class ProtocolDriver:
         self._changes.add()
 
     async def believe(self, donors: Sequence[Member]) -> None:
-        """The state that these islands claim has been taken: what failed before is forgotten."""
+        """Accept these islands' claims, because their state has been taken, and forget earlier failures."""
         for donor in donors:
             self._doubts.clear(donor.island)
 
     def _pass_over(self, since: float | None, *, is_late: bool) -> float | None:
-        """Plan without the island that should do so once it has had its time; since when it has not done so."""
+        """Make the next island the planner if the current one is late. Return the start of the wait."""
         planner = self._protocol.gathering.find_planner(is_late=is_late)
         since = None if planner in (None, self._knowledge.me) else since or loop_time()
         if since is None or loop_time() - max(since, self._detector.woke_at) < plan_limit(self._deadlines):
@@ -258,7 +263,7 @@ class ProtocolDriver:
         self._calls.send(outbox)
 
     async def _call(self, island: str, message: Message, body: bytes) -> None:
-        """Make the call for a message. A no goes to all ranks of the island: each must end its reduce."""
+        """Make the call for a message. A no vote goes to all ranks of the island, because each must end its reduce."""
         kind, called_at = kind_of(type(message)), loop_time()
         if isinstance(message, Vote) and message.digest is None:
             self._peers.notify_other_ranks(island, kind, body)
@@ -296,6 +301,6 @@ class ProtocolDriver:
             self._on_no(self._protocol.plan.id, island, cause)
 
     async def _stop_if_left(self) -> None:
-        """After the goodbye, wait for the end of the process. The others go on, so this island must not commit."""
+        """Wait for the end of the process if the goodbye has been sent: this island must not commit any more."""
         if self._has_left:
             await asyncio.Event().wait()
