@@ -1,4 +1,4 @@
-"""Builds what one rank of an island works with, in the order in which the pieces need one another."""
+"""Builds what one rank of an island works with, in the order of dependencies."""
 
 import logging
 import os
@@ -76,17 +76,17 @@ class Runtime:
     moments: ParamsAndMoments | None
     """Parameters with their moments, if the run averages moments."""
     stage: int
-    """The stage of the run for which trainer and batches are set; -1 before the first round."""
+    """The stage of the run that trainer and batches are set for; -1 before the first round."""
     turns: AbstractContextManager
-    """Held while the model computes; it limits how many islands of one process do so at once."""
+    """Held while the model computes, to limit how many islands of one process compute at once."""
     evaluations: SharedEvaluations | None
-    """What the islands of this process evaluate together; None in a process with one island."""
+    """Evaluations that the islands of this process share; None in a process with one island."""
     tokens: int = 0
     """Number of tokens that this island has trained on."""
     times: RankTimes = field(default_factory=RankTimes)
-    """Where this rank's time goes."""
+    """Where this rank's training thread spends its time."""
     on_entry: Callable[[], None] = lambda: None
-    """Called when the island has entered the run: neither the others nor its own checkpoint have refused it."""
+    """Called once the other islands and the island's own checkpoint have accepted its config."""
 
     def event(self, name: str, text: str) -> None:
         """Record and log an event of the island. Only the leader does anything."""
@@ -97,7 +97,7 @@ class Runtime:
 
     @property
     def stage_config(self) -> RunConfig:
-        """The run's config as it is in the stage."""
+        """The run's config with the settings of the current stage."""
         return at_stage(self.config, max(self.stage, 0))
 
     def enter_stage(self, number: int) -> None:
@@ -116,7 +116,7 @@ class Runtime:
 
 
 def describe_reading(config: RunConfig) -> str:
-    """What a stage may change of how the text is read, in words."""
+    """Describe the settings of reading that a stage may change."""
     weights = ", ".join(f"{entry.name} {entry.weight:g}" for entry in config.data.mixture)
     shares = f"; weights {weights}" if weights else ""
     return f"steps of {config.optimizer.tokens_per_step} tokens, sequences of {config.data.seq_len}{shares}"
@@ -125,7 +125,10 @@ def describe_reading(config: RunConfig) -> str:
 def build_trainer(
     config: RunConfig, island: IslandConfig, corpus: Corpus, device: str, *, num_islands: int = 1
 ) -> Trainer:
-    """The inner trainer. With `num_islands` it trains data-parallel on the tokens of so many islands in each step."""
+    """Build the inner trainer.
+
+    Each step trains data-parallel on the tokens of `num_islands` islands.
+    """
     optimizer = of_all_islands(at_stage(config, 0), num_islands).optimizer
     degrees = resolve_degrees(island.mesh, island.ranks)
     settings = TrainerSettings(
@@ -148,7 +151,7 @@ def build_trainer(
 
 
 def of_all_islands(config: RunConfig, num_islands: int) -> RunConfig:
-    """The config with the tokens of all islands in a step: that of data-parallel training."""
+    """Return the config of data-parallel training, whose steps take the tokens of all islands."""
     tokens = config.optimizer.tokens_per_step * num_islands
     return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"tokens_per_step": tokens})})
 
@@ -170,7 +173,8 @@ def open_runtime(
         requests = OperatorRequests(ranks, folder, island.max_hours, started_at)
         speed = build_mfu_meter(config, island, vocabulary, device) if ranks.is_leader else None
         note_peak(Logbook(folder.parent, island.label), speed)
-        # Nobody waits for an island that waits for text: it connects when it can train.
+        # The others must not wait for an island that still loads text: it connects when it can
+        # train.
         corpus = wait_for_corpus()
         network, event_loop = stack.enter_context(open_connections(config, island, ranks, folder, shared))
         stack.callback(requests.close)
@@ -212,9 +216,10 @@ def open_runtime(
 
 
 def build_batches(config: RunConfig, corpus: Corpus, borders: Sequence[tuple[int, int]] = ()) -> IslandBatches:
-    """The corpus in the order in which the run's islands read it in the stage that begins after these borders.
+    """Return the corpus in the order in which the run's islands read it after these borders.
 
-    Raises InputError if there is too little of it for any of the stages.
+    The borders are those of the stages so far. Raises InputError if there is too little of the
+    corpus for any of the stages.
     """
     start = StageStart()
     if config.stages:
@@ -230,7 +235,7 @@ def build_batches(config: RunConfig, corpus: Corpus, borders: Sequence[tuple[int
 
 
 def read_stage(config: RunConfig) -> StageReading:
-    """How a stage with this config reads the text."""
+    """Return how a stage with this config reads the text."""
     weights = [entry.weight for entry in config.data.mixture] or [1.0]
     seq_len = config.data.seq_len
     return StageReading(weights, seq_len, config.optimizer.tokens_per_step // seq_len)
@@ -254,7 +259,10 @@ def open_records(config: RunConfig, island: IslandConfig, folder: Path) -> Itera
 def build_identity(
     config: RunConfig, island: IslandConfig, ranks: RankGroup, key: IslandKey, corpus: Corpus | None
 ) -> Identity:
-    """Who this island is in the run, as a new incarnation, and what it reads. Every rank calls it together."""
+    """Return the island's identity in the run, with a new incarnation and a hash of its text.
+
+    Every rank calls it together.
+    """
     return Identity(
         island=island.label,
         incarnation=ranks.broadcast(secrets.token_hex(8)),
@@ -267,9 +275,9 @@ def build_identity(
 def build_loop_settings(
     config: RunConfig, island: IslandConfig, folder: Path, hooks: Hooks, rounds: RoundRecords
 ) -> LoopSettings:
-    """How the outer loop runs on this island."""
-    # Progress of a round, and of one put on top of a taken state; with observers also of a fragment whose plan was
-    # fixed before it was contributed.
+    """Return the settings of the outer loop on this island."""
+    # Room for the progress of a round, and of another round re-based onto a taken state. With
+    # observers also for a fragment whose plan was fixed before the island contributed.
     num_rounds = 2 if config.outer.wait_for == "all" else 4
     return LoopSettings(
         max_tokens=num_rounds * config.outer.inner_steps * most_tokens_per_step(config),

@@ -1,4 +1,7 @@
-"""What an island writes into its records around its inner steps and rounds. Only the leader's are kept."""
+"""Writes an island's inner steps, rounds and events into its records.
+
+Only the leader keeps records.
+"""
 
 from diloco.assemble import Runtime
 from diloco.records.metrics import EventRecord
@@ -14,7 +17,7 @@ from outer.state.part_state import Position
 
 
 def record_entry(runtime: Runtime, position: Position) -> None:
-    """Record the position from which the island starts, or goes on after taking the state of others."""
+    """Record the position at which the island starts, or goes on after it has taken others' state."""
     runtime.on_entry()
     digest = runtime.outer.digest[:12]
     runtime.event("joined", f"round {position.round}, {position.tokens} tokens, digest {digest}")
@@ -27,7 +30,7 @@ def record_ledger(runtime: Runtime) -> None:
 
 
 def record_step(runtime: Runtime, result: StepResult, batch: StepBatch) -> None:
-    """Write one line to metrics.jsonl. Leader only."""
+    """Record one inner step, and its loss spike if it is one. Only the leader does anything."""
     if runtime.metrics is None or runtime.speed is None:
         return
     runtime.tokens += 0 if result.is_skipped else result.tokens
@@ -37,7 +40,7 @@ def record_step(runtime: Runtime, result: StepResult, batch: StepBatch) -> None:
 
 
 def spike_text(result: StepResult, spike: Spike) -> str:
-    """What the logbook says of a loss spike."""
+    """Return the logbook's text about a loss spike."""
     fates = {
         "note": "the step was made",
         "skip": "the step was skipped",
@@ -50,7 +53,7 @@ def spike_text(result: StepResult, spike: Spike) -> str:
 
 
 def record_round(runtime: Runtime, progress: Progress, landing: Landing, ledger: Ledger) -> None:
-    """Write one line to metrics.jsonl for the attempt that committed, and lines for what peers were refused."""
+    """Record the committed attempt, and what was refused from peers since the last one."""
     ranks = gather_times(runtime.times, runtime.outer.replica.ranks)
     runtime.rounds.write(landing.reports[-1], progress, landing.waited_seconds, ledger, ranks)
     if runtime.metrics is None:
